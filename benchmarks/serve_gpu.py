@@ -185,6 +185,8 @@ def _check(subject: Subject, tools: Path, tokens: int, clock: Clock, *, at_once:
     try:
         reply = httpx.post(url, json=body, timeout=120, trust_env=False).raise_for_status().json()
         choice = reply["choices"][0]
+        if subject.name == "packed" and PACKED not in (choice.get("logprobs") or {}):
+            raise SystemExit("log-probabilities come as vLLM has them: tuneloop is not installed where the engine runs")
         told = {"ids": bool(choice.get("token_ids")), "log-probabilities": bool(choice.get("logprobs"))}
         length, reason = reply["usage"]["completion_tokens"], choice["finish_reason"]
         clock.say(f"{subject.name}: {length} tokens, {reason}; clients see {told}")

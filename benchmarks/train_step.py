@@ -120,6 +120,8 @@ def write_random(
     with torch.device(device):
         network = Qwen3ForCausalLM(config).to(dtype)
     network.save_pretrained(folder)
+    del network
+    _forget(device)
     return config
 
 
@@ -194,9 +196,8 @@ def _wait(device: torch.device) -> None:
 @contextmanager
 def peak_memory(device: torch.device, found: list[int]) -> Iterator[None]:
     """Add the most bytes that are taken within to `found`."""
-    gc.collect()
+    _forget(device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     yield
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
@@ -226,19 +227,34 @@ def measure_method(
         }
     )
     settings = fit_to_memory(settings)
-    device, memory, useful = torch.device(options.device), [], []
+    device, memory = torch.device(options.device), []
     rows = list(samples)
     if method == "dpo":  # Pairs of a group, with one prompt.
         rows = [_like(each, samples[number - number % 2]) for number, each in enumerate(samples)]
     with peak_memory(device, memory):
-        learner = snapshot.load(settings, None)
-        seconds = best_of(lambda: useful.append(learner.step(rows)["perf/useful_tokens"]), options.steps, device)
+        seconds, useful = _steps(settings, rows, options.steps)
+    _forget(device)
     lengths = [len(each.prompt_ids) + len(each.completion_ids) for each in rows]
     body, head = forward_flops(config, lengths, sum(len(each.completion_ids) for each in rows))
     actor, critic, reference = PASSES[method]
     floor = actor * (body + head) + critic * body + reference * (body + head)
     name = f"{method}, {settings.trainer.tokens_at_once:,} at once"
-    return Figures(name, sum(lengths), seconds, floor, 3 * (body + head), memory[0], useful[-1])
+    return Figures(name, sum(lengths), seconds, floor, 3 * (body + head), memory[0], useful)
+
+
+def _steps(settings: Settings, rows: Sequence[Sample], count: int) -> tuple[float, float]:
+    """Seconds of the best step, and the share of its tokens that were of sequences."""
+    learner, useful = snapshot.load(settings, None), []
+    device = learner.actor.network.device
+    seconds = best_of(lambda: useful.append(learner.step(rows)["perf/useful_tokens"]), count, device)
+    return seconds, useful[-1]
+
+
+def _forget(device: torch.device) -> None:
+    """Give memory back: what is free decides how many tokens go through the next model at once."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _like(sample: Sample, other: Sample) -> Sample:

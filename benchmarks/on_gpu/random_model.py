@@ -54,6 +54,4 @@ def make_model(size: str, folder: Path, *, on_gpu: bool) -> Path:
     dtype, device = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
     write_random(_SHAPES[size], folder, dtype, torch.device(device), **special)
     words.save_pretrained(folder)
-    if on_gpu:
-        torch.cuda.empty_cache()
     return folder

@@ -59,8 +59,6 @@ def main() -> int:
         device = torch.device("cuda" if options.gpu else "cpu")
         began = time.monotonic()
         make_model(size, Path(folder) / "model", torch.bfloat16 if options.gpu else torch.float32, device)
-        if options.gpu:
-            torch.cuda.empty_cache()
         name = torch.cuda.get_device_name() if options.gpu else "CPU"
         taken = time.monotonic() - began
         what = f"Qwen3 {size}, {options.method}; the model was made in {taken:.0f} s"

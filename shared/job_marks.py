@@ -6,6 +6,7 @@
 {job_dir}/announced.json     the newest decision about a version that was announced: by one explorer of several, once
 {job_dir}/traffic        touched while requests are being answered, for a trainer that yields to them
 {job_dir}/keys.json          the hashes of the clients' keys, for the same time
+{job_dir}/ended_sessions     the page's sessions that somebody has logged out of, until they would have expired
 {job_dir}/secrets/msg_id.key the key that the names of replies are signed with, and redacted names are digested with
 """
 
@@ -24,6 +25,9 @@ from tuneloop.shared.held_files import append_unlinked, read_unlinked
 
 #: Below a job folder: what the explorer served last, the clients' keys, and the key that replies are named with.
 SERVED, KEYS, KEY = "served.json", "keys.json", "secrets/msg_id.key"
+
+#: The sessions that are over, for all workers.
+ENDED_SESSIONS = "ended_sessions"
 _KEY_BYTES = 32
 _REGISTERED, _RESTORING = "registered.json", "restoring.json"
 _ANNOUNCED, _ANNOUNCING = "announced.json", ".announced.lock"

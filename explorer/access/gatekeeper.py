@@ -93,6 +93,7 @@ class Gatekeeper:
             key_prefix.strip_prefix(scope)
         run_prefix.strip_prefix(scope)
         try:
+            _check_path(scope["path"])
             return self._admit(scope)
         except RequestRefused as error:
             if error.status != _LIMITED:  # a key's meter counts its own
@@ -106,7 +107,7 @@ class Gatekeeper:
         required = required_scopes(method, path)
         if required is OPEN or self._cross_origin.is_preflight(scope):
             return _STRANGER
-        headers = {name: value for name, value in scope["headers"] if name in _HEADERS}
+        headers = _headers_of(scope)
         if self._open and self._hosts is not None:
             origin = None if self._cross_origin.allows(scope) else headers.get(b"origin")
             self._hosts.check(method, headers.get(b"host"), origin)
@@ -152,15 +153,15 @@ class Gatekeeper:
         """Whether an administrator must show a key; else being at this machine is enough."""
         return self._admin_digest is not None or self._insecure or not self._open
 
-    def admin_tenants(self) -> Mapping[bytes, str]:
-        """The tenants of the keys with the scope `admin` that are in force now, by the keys' digests."""
+    def administrators(self) -> Mapping[bytes, Caller]:
+        """The holders of the keys with the scope `admin` that are in force now, by the keys' digests."""
         now = steady_time.now()
         found = {
-            digest: holder.caller.tenant
+            digest: holder.caller
             for digest, holder in self._holders.items()
             if Scope.ADMIN in holder.caller.scopes and now < holder.expires_at
         }
-        return found if self._admin_digest is None else {**found, self._admin_digest: self._operator.tenant}
+        return found if self._admin_digest is None else {**found, self._admin_digest: self._operator}
 
     def usage(self) -> dict[str, KeyUsage]:
         """What each key that has been used here has taken, by its id."""
@@ -171,6 +172,27 @@ class Gatekeeper:
         for holder in self._holders.values():
             if (others := usage.get(holder.key_id)) is not None:
                 holder.meter.subtract_others(others)
+
+
+def _check_path(path: str) -> None:
+    """Raise RequestRefused for a path that a route would match, and the rules about who may use it would not.
+
+    The patterns of Starlette's routes end with `$`, which a line feed may follow.
+    """
+    if not path.isprintable():
+        raise RequestRefused("no route has such a path", status=404, code="not_found")
+
+
+def _headers_of(scope: Mapping[str, Any]) -> Mapping[bytes, bytes]:
+    """The headers that decide who comes in. Raises RequestRefused where one says two things.
+
+    A proxy before us may have checked, or added, the one that would not count here.
+    """
+    found: dict[bytes, bytes] = {}
+    for name, value in scope["headers"]:
+        if name in _HEADERS and found.setdefault(name, value) != value:
+            raise RequestRefused(f"the header {name.decode()} is there twice", code="ambiguous_header")
+    return found
 
 
 def _candidates(scope: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> Iterator[str]:

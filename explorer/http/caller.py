@@ -129,8 +129,8 @@ class EntryGate(Protocol):
     def admit(self, scope: MutableMapping[str, Any]) -> Caller:
         """The caller of an ASGI scope, whose path prefixes are taken off. Raises RequestRefused."""
 
-    def admin_tenants(self) -> Mapping[bytes, str]:
-        """The tenants of the keys with the scope `admin` that are in force now, by the keys' digests."""
+    def administrators(self) -> Mapping[bytes, Caller]:
+        """The holders of the keys with the scope `admin` that are in force now, by the keys' digests."""
 
 
 def set_caller(scope: MutableMapping[str, Any], caller: Caller) -> None:

@@ -26,6 +26,9 @@ MAX_METADATA_BYTES = 64 << 10
 #: Of the keys of `metadata` that can mean nothing else.
 PREFIX = "tuneloop_"
 
+#: The names under which a request may keep its reply out of training.
+_CONSENT = ("train", f"{PREFIX}train")
+
 
 class Labels(NamedTuple):
     """The labels of a request; `train` False keeps its reply out of training.
@@ -52,6 +55,13 @@ def labels_of(body: dict[str, Any], run: RunBinding | None = None, *, train: boo
     either = [each for each in (consent, run.train) if each is not None]
     train = all(either) if either else train  # whoever opts out is heard
     return labels._replace(task_id=run.task_id, run_id=run.run_id, train=train)
+
+
+def refuse_misplaced(body: dict[str, Any]) -> None:
+    """Raise RequestRefused for consent beside `metadata`: nobody would read it, and the reply would be trained on."""
+    for name in _CONSENT:
+        if name in body:
+            raise RequestRefused(f"write metadata.{name} instead of {name}", code="unknown_parameter", param=name)
 
 
 def _labels_in(body: dict[str, Any]) -> tuple[Labels, bool | None]:
@@ -91,11 +101,11 @@ class _LabelReader:
         self.ignored: list[str] = []
 
     def consent(self) -> bool | None:
-        """Whether to train on the reply, which is refused under either name; None if it is not said.
+        """Whether to train on the reply, which is refused under either name, however written; None if it is not said.
 
         Raises RequestRefused for what is neither true nor false, null too: nobody knows what was meant by it.
         """
-        names = [name for name in (f"{PREFIX}train", "train") if name in self._metadata]
+        names = [name for name in self._metadata if name.strip().lower() in _CONSENT]
         said = [coerce_bool(self._metadata[name], f"metadata.{name}") for name in names]
         return all(said) if said else None
 

@@ -19,7 +19,7 @@ from tuneloop.explorer.http.chat_template import check_template
 from tuneloop.explorer.http.coercion import flag_of
 from tuneloop.explorer.http.raw_request import Headers, RawRequest
 from tuneloop.explorer.proxy.capture_choice import CaptureChoice
-from tuneloop.explorer.proxy.labels import Labels, labels_of
+from tuneloop.explorer.proxy.labels import Labels, labels_of, refuse_misplaced
 from tuneloop.explorer.proxy.media_fetching import MediaFetcher
 from tuneloop.explorer.proxy.token_charge import TokenCharge
 from tuneloop.shared import engine_flags, steady_time
@@ -147,6 +147,7 @@ class RequestParser:
         stream, store = flag_of(body, "stream"), optional_bool(body, "store")
         flag_of(body, "return_token_ids")
         check_template(body)
+        refuse_misplaced(body)
         dialect = dialect.for_body(body)
         upstream = await dialect.to_upstream(body, raw.caller.tenant)
         if any(word in raw_body for word in _MEDIA_WORDS):

@@ -29,7 +29,7 @@ def add_rating(router: APIRouter, site: Site) -> None:
     async def rate(request: Request, msg_id: str) -> Response:
         session, form = await site.form(request)
         try:
-            outcome = await _give(request, site.guard.tenant_of(session), parse_rating(msg_id, form))
+            outcome = await _give(request, site.guard.caller_of(session), parse_rating(msg_id, form))
         except RequestRefused as error:
             if error.status == 404:
                 raise
@@ -52,7 +52,7 @@ def add_rating(router: APIRouter, site: Site) -> None:
         if not better or not worse:
             raise RequestRefused("name the better of the two answers", code="missing", param="better")
         preference = {"msg_ids": [better], "preferred_over": worse, "source": SOURCE}
-        outcome = await _give(request, site.guard.tenant_of(session), preference)
+        outcome = await _give(request, site.guard.caller_of(session), preference)
         return RedirectResponse(f"{PATH}/preferences?outcome={outcome}", 303)
 
 
@@ -84,9 +84,9 @@ def _number(text: str) -> float:
         raise RequestRefused("The reward must be a number.", code="invalid_value", param="reward") from None
 
 
-async def _give(request: Request, tenant: str, body: dict[str, Any]) -> str:
+async def _give(request: Request, caller: Caller, body: dict[str, Any]) -> str:
     feedback: FeedbackRoutes = request.app.state.services.feedback
-    answer = await feedback.take(Caller(tenant=tenant), body)
+    answer = await feedback.take(caller, body)
     outcomes = answer["outcomes"]
     assert isinstance(outcomes, dict)
     return str(next(iter(outcomes.values())))

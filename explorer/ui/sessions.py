@@ -5,11 +5,13 @@ page of another site can neither send it (SameSite) nor know the token that ever
 """
 
 import base64
+import fcntl
 import hashlib
 import hmac
 import re
 import secrets
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -17,10 +19,10 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from tuneloop.explorer.access.loopback import is_from_here
-from tuneloop.explorer.http.caller import EntryGate, operator_only
+from tuneloop.explorer.http.caller import Caller, EntryGate, operator_only
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import RequestRefused
-from tuneloop.shared.experience import DEFAULT_TENANT
+from tuneloop.shared.held_files import change_unlinked, read_unlinked
 from tuneloop.shared.ledger.keys import digest_of
 
 COOKIE = "tuneloop_ui"
@@ -32,7 +34,11 @@ TOKEN_FIELD = "token"
 #: How long a session lasts.
 SESSION_S = 12 * 3600
 
+#: Sessions that were ended and have not expired: as many are remembered, the newest.
+_MAX_ENDED = 10_000
+
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+_ENDED_LINES = re.compile(rb"[\w-]+ (\d{1,12})\n").finditer
 _HOST = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<name>[^:\[\]/@]+))(?::\d{1,5})?").fullmatch
 
 
@@ -58,12 +64,39 @@ class BrowserSession(NamedTuple):
     key_mark: str
 
 
+class EndedSessions:
+    """The sessions that somebody has logged out of, in a file that all workers read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def add(self, session: BrowserSession) -> None:
+        """End a session: its cookie may have been copied. Raises OSError."""
+        with change_unlinked(self._path) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            now = steady_time.now()
+            lines = [line for line in _ENDED_LINES(file.readall() or b"") if int(line[1]) > now][1 - _MAX_ENDED :]
+            kept = b"".join(line[0] for line in lines) + _line_of(session)
+            file.seek(0)
+            file.write(kept)
+            file.truncate()
+
+    def __contains__(self, session: BrowserSession) -> bool:
+        try:
+            return _line_of(session) in read_unlinked(self._path)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True  # nobody knows: so nobody comes in
+
+
 class SessionGuard:
     """Gives sessions, and recognises them."""
 
-    def __init__(self, gate: EntryGate, secret: bytes) -> None:
+    def __init__(self, gate: EntryGate, secret: bytes, ended: EndedSessions) -> None:
         """`secret` signs the sessions."""
         self._gate = gate
+        self._ended = ended
         self._key = hashlib.blake2b(secret, person=b"tuneloop-ui", digest_size=32).digest()
 
     @property
@@ -75,7 +108,7 @@ class SessionGuard:
         """The session of a request; one that is new is not on its browser yet. Raises RequestRefused."""
         session = self._read(request.cookies.get(COOKIE, ""))
         if self.needs_key:
-            if session is None or session.key_mark not in self._tenants():
+            if session is None or session.key_mark not in self._administrators() or session in self._ended:
                 raise LoginNeeded
             if not (self.is_operators(session) or _OF_TENANT(request.url.path)):
                 raise operator_only()
@@ -86,18 +119,31 @@ class SessionGuard:
     def log_in(self, admin_key: str) -> BrowserSession | None:
         """A new session for a key that has the scope `admin` now; None for any other."""
         digest = digest_of(admin_key)
-        return self._begin(self._mark(digest)) if digest in self._gate.admin_tenants() else None
+        return self._begin(self._mark(digest)) if digest in self._gate.administrators() else None
+
+    def log_out(self, session: BrowserSession) -> None:
+        """End a session everywhere. Raises RequestRefused."""
+        try:
+            self._ended.add(session)
+        except OSError:
+            message = "the disk refuses to note that the session is over: it is not, try again"
+            raise RequestRefused(message, status=503, code="session_not_ended") from None
 
     def is_operators(self, session: BrowserSession) -> bool:
         """Whether a session is for all that there is: not only for a tenant's own."""
-        return self.tenant_of(session) == DEFAULT_TENANT
+        return self.caller_of(session).sees_all
 
-    def tenant_of(self, session: BrowserSession) -> str:
-        """Whose exchanges a session shows: those of its key's tenant."""
-        return self._tenants().get(session.key_mark, DEFAULT_TENANT)
+    def caller_of(self, session: BrowserSession) -> Caller:
+        """Who a session is: the holder of its key, whose tenant's exchanges it shows. Raises LoginNeeded."""
+        found = self._administrators().get(session.key_mark)
+        if found is not None:
+            return found
+        if self.needs_key:  # its key was in force a moment ago
+            raise LoginNeeded
+        return Caller()
 
-    def _tenants(self) -> Mapping[str, str]:
-        return {self._mark(digest): tenant for digest, tenant in self._gate.admin_tenants().items()}
+    def _administrators(self) -> Mapping[str, Caller]:
+        return {self._mark(digest): caller for digest, caller in self._gate.administrators().items()}
 
     def _begin(self, key_mark: str) -> BrowserSession:
         return BrowserSession(secrets.token_urlsafe(18), int(steady_time.now()) + SESSION_S, key_mark)
@@ -135,6 +181,10 @@ class SessionGuard:
     def _sign(self, *words: str) -> str:
         mac = hmac.digest(self._key, "\n".join(words).encode(), "sha256")
         return base64.urlsafe_b64encode(mac).decode().rstrip("=")
+
+
+def _line_of(session: BrowserSession) -> bytes:
+    return b"%b %d\n" % (session.nonce.encode(), session.expires_at)
 
 
 def require_same_origin(request: Request) -> None:

@@ -15,9 +15,17 @@ from tuneloop.explorer.http.bodies import read_bytes
 from tuneloop.explorer.http.caller import EntryGate
 from tuneloop.explorer.http.errors import refusal_of
 from tuneloop.explorer.ui.rendering import FOLDER, Renderer
-from tuneloop.explorer.ui.sessions import PATH, BrowserSession, LoginNeeded, SessionGuard, require_same_origin
+from tuneloop.explorer.ui.sessions import (
+    COOKIE,
+    PATH,
+    BrowserSession,
+    EndedSessions,
+    LoginNeeded,
+    SessionGuard,
+    require_same_origin,
+)
 from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable, RequestRefused, TuneloopError
-from tuneloop.shared.job_marks import KEY, load_key
+from tuneloop.shared.job_marks import ENDED_SESSIONS, KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
 
@@ -39,7 +47,8 @@ class Site:
 
     def __init__(self, settings: Settings, ledger: Ledger, gate: EntryGate) -> None:
         self.settings, self.ledger = settings, ledger
-        self.guard = SessionGuard(gate, load_key(settings.job_dir / KEY))
+        ended = EndedSessions(settings.job_dir / ENDED_SESSIONS)
+        self.guard = SessionGuard(gate, load_key(settings.job_dir / KEY), ended)
         self.renderer = Renderer(project=settings.project, experiment=settings.name, ui=PATH, pages=PAGES)
 
     def show(self, request: Request, template: str, status: int = 200, **context: Any) -> Response:
@@ -52,7 +61,7 @@ class Site:
 
     def tenant_of(self, request: Request) -> str:
         """Whose exchanges a request may see. Raises RequestRefused for who may see none."""
-        return self.guard.tenant_of(self.guard.admit(request))
+        return self.guard.caller_of(self.guard.admit(request)).tenant
 
     def refuse(self, request: Request, error: Exception) -> Response:
         """The page that says what is wrong, or where to log in."""
@@ -66,8 +75,9 @@ class Site:
 
     async def form(self, request: Request) -> tuple[BrowserSession, Mapping[str, str]]:
         """The session and the fields of a form that a page of ours has sent. Raises RequestRefused."""
-        session = self.guard.admit(request)
+        self.guard.admit(request)
         form = await read_form(request)
+        session = self.guard.admit(request)  # its key may have been revoked, or have expired, while the form came
         self.guard.check_form(request, session, form)
         return session, form
 
@@ -128,9 +138,10 @@ def _add_login(router: APIRouter, site: Site) -> None:
 
     @router.post("/logout")
     async def log_out(request: Request) -> Response:
-        await site.form(request)
+        session, _ = await site.form(request)
+        guard.log_out(session)
         response = RedirectResponse(f"{PATH}/login", 303)
-        response.delete_cookie("tuneloop_ui", path=PATH, httponly=True, samesite="strict")
+        response.delete_cookie(COOKIE, path=PATH, httponly=True, samesite="strict")
         return response
 
     def _login_page(request: Request, *, failed: bool) -> Response:

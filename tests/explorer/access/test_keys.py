@@ -300,3 +300,13 @@ def test_the_first_request_of_a_loopback_needs_none(running_explorer: Run, doubl
     explorer = running_explorer(double)
     for headers in ({}, {"Authorization": "Bearer anything"}, {"Host": "localhost:1"}, {"Host": "[::1]:80"}):
         assert explorer.http.post(CHAT, json=HELLO, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["authorization", "x-api-key"])
+def test_a_header_that_brings_two_keys_brings_none(explorer: RunningExplorer, make_key: MakeKey, name: str) -> None:
+    begin = "Bearer " if name == "authorization" else ""
+    one, other = (f"{begin}{secret_of(make_key(name=each))}" for each in ("one", "other"))
+    for two in ((one, other), (other, one), (one, f"{begin}none"), (f"{begin}none", one)):
+        answer = explorer.http.post(CHAT, json=HELLO, headers=[(name, each) for each in two])
+        assert code(answer) == (400, "ambiguous_header")
+    assert explorer.http.post(CHAT, json=HELLO, headers=[(name, one), (name, one)]).status_code == 200

@@ -372,3 +372,11 @@ def test_what_is_the_operators_does_not_reach_the_engine(
     assert operators <= set(answer.headers["x-tuneloop-ignored"].split(", "))
     explorer.http.post(CHAT, json=HELLO, headers=acme.headers)
     assert double.chats[-1].body["cache_salt"] == "acme"
+
+
+@pytest.mark.parametrize("ending", ["%0A", "%0D", "%00", "%E2%80%A8"])
+@pytest.mark.parametrize("path", ["/metrics", "/admin/versions", "/admin/keys", "/training"])
+def test_a_path_that_only_a_route_takes_for_another_one_opens_nothing(
+    explorer: RunningExplorer, acme: Tenant, path: str, ending: str
+) -> None:
+    assert explorer.http.get(path + ending, headers=acme.by_scope[ADMIN]).status_code == 404

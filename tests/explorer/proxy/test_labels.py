@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.doubles.engine import EngineDouble
-from tests.explorer.running import RunningExplorer
+from tests.explorer.running import HELLO, RunningExplorer
 from tuneloop.explorer.proxy.labels import MAX_METADATA_BYTES, MAX_PRIORITY, labels_of
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import MAX_NAME, person_name
@@ -54,7 +54,7 @@ def test_the_priority_of_a_request(value: object, priority: float) -> None:
     ("value", "train"), [(False, False), ("false", False), ("no", False), (0, False), ("True", True)]
 )
 def test_whether_to_train_on_a_reply(value: object, train: bool) -> None:
-    for name in ("train", "tuneloop_train"):
+    for name in ("train", "tuneloop_train", "Train", "TUNELOOP_TRAIN", " train "):
         assert labels_of({"metadata": {name: value}}).train is train
 
 
@@ -125,3 +125,12 @@ def test_the_person_and_the_priority_are_kept_and_the_user_goes_on_to_the_engine
     assert (reply.status_code, reply.headers["x-tuneloop-ignored"]) == (200, "metadata.priority")
     assert double.chats[-1].body["user"] == LONG
     assert explorer.exchanges()[-1].user == person_name(LONG)
+
+
+@pytest.mark.parametrize("name", ["train", "tuneloop_train"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+def test_consent_that_nobody_would_read_is_refused(explorer: RunningExplorer, path: str, name: str) -> None:
+    asked = {"messages": HELLO["messages"], "prompt": "x", "input": "x", "max_tokens": 4}
+    answer = explorer.http.post(path, json={"model": HELLO["model"], **asked, name: False})
+    assert answer.status_code == 400
+    assert f"write metadata.{name} instead" in answer.text

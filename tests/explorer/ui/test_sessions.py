@@ -2,15 +2,19 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.explorer.running import eventually
+from tests.explorer.running import HELLO, eventually
 from tests.explorer.ui.conftest import Filled, filled_running
+from tests.explorer.wire import Wire
+from tuneloop.explorer.ui.sessions import BrowserSession, EndedSessions
+from tuneloop.shared import steady_time
 from tuneloop.shared.experience import Scope
-from tuneloop.shared.ledger.keys import KeyGrant
+from tuneloop.shared.ledger.keys import KeyGrant, KeyLimits
 
 KEY = "a-key-that-nobody-guesses"
 PAGES = ("/ui", "/ui/exchanges", "/ui/waiting", "/ui/exchanges/x", "/ui/exchanges/x/tokens/0", "/ui/none")
@@ -176,3 +180,75 @@ def test_a_key_with_the_scope_admin_opens_the_page_of_its_tenant_until_it_is_rev
         assert http.get(f"/ui/exchanges/{filled.planted.msg_id}").status_code == 404
         keys.revoke(made.key_id, actor="test")
         eventually(lambda: http.get("/ui").status_code == 303)
+
+
+def test_a_session_that_was_ended_is_over_for_whoever_has_its_cookie(keyed: Filled):
+    http = keyed.explorer.http
+    log_in(http)
+    ended = dict(http.cookies)
+    token = token_in(http.get("/ui").text)
+    http.cookies.clear()
+    log_in(http)
+    assert http.post("/ui/logout", data={"token": token}, cookies=ended).status_code == 303
+    assert httpx.get(f"{keyed.explorer.url}/ui", cookies=ended).status_code == 303
+    log_in(http)
+    assert http.get("/ui").status_code == 200
+
+
+def test_ended_sessions_are_forgotten_once_they_would_have_expired(tmp_path: Path):
+    path = tmp_path / "ended"
+    ended, now = EndedSessions(path), int(steady_time.now())
+    old, new, other = (BrowserSession(name, now + life, "") for name, life in (("a", -1), ("b", 60), ("c", 60)))
+    for session in (old, new):
+        ended.add(session)
+    path.write_bytes(b"broken\n" + path.read_bytes())
+    ended.add(other)
+    assert [session in ended for session in (old, new, other)] == [False, True, True]
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    assert new in ended  # nobody knows
+    with pytest.raises(OSError, match="link"):
+        ended.add(new)
+
+
+@contextmanager
+def administrator_of_acme(folder: Path, **limits: int) -> Iterator[tuple[Filled, str, str]]:
+    """An explorer, the id of an admin key of acme with such limits, whose session the browser has, and its own reply."""
+    with filled_running(folder) as filled:
+        grant = KeyGrant(name="ops", tenant="acme", scopes=(Scope.ADMIN, Scope.INFERENCE), limits=KeyLimits(**limits))
+        made, secret = filled.explorer.ledger.keys.create(grant, actor="test")
+        http = filled.explorer.http
+        eventually(lambda: http.get("/ui").status_code == 303)
+        asked = http.post("/v1/chat/completions", json=HELLO, headers={"x-api-key": secret})
+        filled.explorer.until_flushed()
+        log_in(http, secret)
+        yield filled, made.key_id, asked.json()["id"]
+
+
+def test_a_form_whose_key_is_revoked_while_it_comes_is_nobodys(tmp_path: Path):
+    with administrator_of_acme(tmp_path) as (filled, key_id, own):
+        http, theirs = filled.explorer.http, filled.planted.msg_id
+        form = f"token={token_in(http.get(f'/ui/exchanges/{own}').text)}&reward=-1".encode()
+        cookie = "; ".join(f"{name}={value}" for name, value in http.cookies.items())
+        with Wire(filled.explorer.url) as wire:
+            wire.send(
+                f"POST /ui/exchanges/{theirs}/feedback HTTP/1.1\r\nHost: x\r\nCookie: {cookie}\r\n"
+                f"Expect: 100-continue\r\nContent-Length: {len(form)}\r\n\r\n".encode()
+            )
+            assert wire.response().status == 100  # it was let in, and its form is waited for
+            filled.explorer.ledger.keys.revoke(key_id, actor="test")
+            eventually(lambda: http.get("/ui/exchanges").status_code == 303)
+            wire.send(form)
+            assert wire.response().headers["location"].startswith("/ui/login")
+        assert filled.explorer.rows(f"SELECT id FROM feedback WHERE msg_id = '{theirs}' AND source = 'page'") == []
+
+
+def test_what_is_said_on_the_page_is_of_the_sessions_key_and_its_limits(tmp_path: Path):
+    with administrator_of_acme(tmp_path, feedback_per_minute=2) as (filled, _, own):
+        http = filled.explorer.http
+        form = {"token": token_in(http.get(f"/ui/exchanges/{own}").text), "choice": "0"}
+        said = [http.post(f"/ui/exchanges/{own}/feedback", data=form | {"comment": str(n)}) for n in range(3)]
+        assert [each.status_code for each in said] == [303, 303, 429]
+        assert filled.explorer.rows(f"SELECT DISTINCT source FROM feedback WHERE msg_id = '{own}'") == [
+            ("key:ops/page",)
+        ]

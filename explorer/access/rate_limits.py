@@ -18,6 +18,10 @@ _MINUTE_S = 60.0
 #: costs little, but a client that goes on at once, over many connections, would have the service do nothing else.
 _PROMPT_REFUSALS, HELD_S = 300, 1.0
 
+#: Those that are held back are answered one after the other: over however many connections they come, others have
+#: turns between them.
+_BETWEEN_S, _LONGEST_HELD_S = 0.02, 20.0
+
 #: Until a place is likely to be free.
 _RETRY_S = 1.0
 
@@ -56,18 +60,21 @@ class Bucket:
 class PromptRefusals:
     """Decides which refusals of one caller are answered at once."""
 
-    __slots__ = ("_bucket", "_clock")
+    __slots__ = ("_bucket", "_clock", "_last")
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._bucket = Bucket(_PROMPT_REFUSALS, clock())
+        self._last = 0.0
 
     def take(self, refusal: RequestRefused) -> None:
         """Have the answer held back if there were too many of late."""
-        if self._bucket.fill(self._clock()) < 1:
-            refusal.held_s = HELD_S
-        else:
+        now = self._clock()
+        if self._bucket.fill(now) >= 1:
             self._bucket.level -= 1
+            return
+        self._last = min(max(now + HELD_S, self._last + _BETWEEN_S), now + _LONGEST_HELD_S)
+        refusal.held_s = self._last - now
 
 
 class KeyMeter:

@@ -1,5 +1,6 @@
 """What the request handlers need from the control process."""
 
+from enum import IntEnum
 from typing import Protocol
 
 import msgspec
@@ -17,13 +18,24 @@ class ShadowReply(msgspec.Struct, frozen=True):
     tokens: int = 0
 
 
+class Flushed(IntEnum):
+    """What of that which was on disk is in the database: not all that was asked for, all of that, all of the tenant's.
+
+    Who asked for a tenant's, or for everybody's, gets the last.
+    """
+
+    NO = 0
+    ASKED = 1
+    ALL = 2
+
+
 class ControlClient(Protocol):
     """What runs beside the requests, in the same process or in another."""
 
-    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None, key: str | None = None) -> bool:
+    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None, key: str | None = None) -> Flushed:
         """Wait until all that is on disk, or of a tenant, or of a key of it, is in the database.
 
-        False if it is not by then, or away.
+        NO if it is not by then, or away.
         """
 
     async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import structlog
 
 from tuneloop.explorer.capture import spool
+from tuneloop.explorer.capture.control_client import Flushed
 from tuneloop.explorer.capture.intake import Intake, Patience
-from tuneloop.explorer.capture.merge import SlotQueue, Source
+from tuneloop.explorer.capture.merge import Owner, SlotQueue, Source
 from tuneloop.explorer.capture.spool_slots import FlushedMark, Predecessors, Slot, Slots
 from tuneloop.shared.errors import LedgerError, TuneloopError
 from tuneloop.shared.ledger.recording.recording import Recording
@@ -29,6 +30,9 @@ ADOPT_S = 2.0
 _LOOK_S = 0.1
 _DISK_PAUSE_S = 0.5
 
+#: Who has waited for nothing for so long is not there.
+_ABSENT_S = 1.0
+
 #: How long is moved what was read, before the slots are looked at for who has written since: his turn comes then.
 _SLICE_S = 0.5
 
@@ -38,7 +42,7 @@ STOP_S = 5.0
 
 class _Waiter(NamedTuple):
     ends: Sequence[tuple[Slot, Position]]
-    future: "asyncio.Future[bool]"
+    future: "asyncio.Future[Flushed]"
     tenant: str | None
     key: str | None
 
@@ -46,13 +50,40 @@ class _Waiter(NamedTuple):
     def reached(self) -> bool:
         return all(slot.flushed.position >= end for slot, end in self.ends)
 
-    def reached_in(self, queue: SlotQueue) -> bool:
-        """Whether all of the tenant's, or key's, is done, though others' is not."""
+    def reached_in(self, queue: SlotQueue) -> Flushed:
+        """How much of the tenant's, or key's, is done, though others' is not."""
         if (tenant := self.tenant) is None:
+            return Flushed.NO
+        left = [(slot.folder, end) for slot, end in self.ends if slot.flushed.position < end]
+        if all(queue.is_done(tenant, folder, end) for folder, end in left):
+            return Flushed.ALL
+        of_key = self.key is not None and all(queue.is_done(tenant, folder, end, self.key) for folder, end in left)
+        return Flushed.ASKED if of_key else Flushed.NO
+
+
+class _Urgency:
+    """Decides who has the flusher begin at once.
+
+    Who is alone always has. Of several each has it once in `_LOOK_S`: what one says more often goes with the next group
+    that anybody begins. Else one that says a little all the time would have it at work all the time, and each of the
+    others' would wait for a transaction, or for several.
+    """
+
+    def __init__(self) -> None:
+        self._heard: dict[Owner, float] = {}  # the first was heard longest ago
+        self._began: dict[Owner, float] = {}
+
+    def begins(self, owner: Owner, now: float) -> bool:
+        """Whether something is begun for an owner now."""
+        self._heard.pop(owner, None)
+        self._heard[owner] = now
+        while now - self._heard[first := next(iter(self._heard))] > _ABSENT_S:
+            del self._heard[first]
+            self._began.pop(first, None)
+        if len(self._heard) > 1 and now - self._began.get(owner, -math.inf) < _LOOK_S:
             return False
-        return all(
-            slot.flushed.position >= end or queue.is_done(tenant, slot.folder, end, self.key) for slot, end in self.ends
-        )
+        self._began[owner] = now
+        return True
 
 
 class Flusher:
@@ -90,6 +121,7 @@ class Flusher:
         self._queue, self._more = SlotQueue(), False
         self._adopted_once = False
         self._waiting: list[_Waiter] = []
+        self._urgency = _Urgency()
         self._away = False
         self._thread = threading.Thread(target=self._run, name="flusher", daemon=True)
 
@@ -109,32 +141,38 @@ class Flusher:
         """Whether the database did not take what it was last given."""
         return self._away
 
-    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None, key: str | None = None) -> bool:
+    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None, key: str | None = None) -> Flushed:
         """Wait until all that is on disk now, or all of a tenant's, or of a key of it, is in the database.
 
-        False if that is away, or it is not by then.
+        NO if that is away, or it is not by then.
         """
         ends = [(slot, slot.end) for slot in self._slots.ours]
         waiter = _Waiter(ends, asyncio.get_running_loop().create_future(), tenant, key)
         with self._moved:
             self._waiting.append(waiter)
             self._tell()
-        self._wake.set()
+        if tenant is None or self._urgency.begins(Owner(tenant, key or ""), time.monotonic()):
+            self._wake.set()
         try:
             # Not in a thread: a slow database would soon have all of the pool's waiting for it.
             await asyncio.wait([waiter.future], timeout=timeout_s)
         finally:
             with self._moved, contextlib.suppress(ValueError):
                 self._waiting.remove(waiter)
-        return (waiter.future.done() and waiter.future.result()) or (self._adopted_once and waiter.reached)
+        if waiter.future.done() and (told := waiter.future.result()):
+            return told
+        return Flushed.ALL if self._adopted_once and waiter.reached else Flushed.NO
 
     def _tell(self, queue: SlotQueue | None = None) -> None:
         """Tell those who wait; what became of tenants is told by the `queue`'s own thread alone."""
         for waiter in list(self._waiting):
-            done = self._adopted_once and (waiter.reached or (queue is not None and waiter.reached_in(queue)))
-            if done or self._away:
+            flushed = Flushed.ALL if waiter.reached else Flushed.NO
+            if queue is not None and not flushed:
+                flushed = waiter.reached_in(queue)
+            if (flushed and self._adopted_once) or self._away:
                 self._waiting.remove(waiter)
-                waiter.future.get_loop().call_soon_threadsafe(_settle, waiter.future, done)
+                told = flushed if self._adopted_once else Flushed.NO
+                waiter.future.get_loop().call_soon_threadsafe(_settle, waiter.future, told)
 
     def _run(self) -> None:
         try:
@@ -257,9 +295,9 @@ class Flusher:
             self._tell()
 
 
-def _settle(future: "asyncio.Future[bool]", done: bool) -> None:
+def _settle(future: "asyncio.Future[Flushed]", flushed: Flushed) -> None:
     if not future.done():
-        future.set_result(done)
+        future.set_result(flushed)
 
 
 def _left_behind(slots_: Slots, *, everywhere: bool) -> list[Path]:

@@ -61,7 +61,7 @@ class Conversations:
 
         Raises LedgerUnavailable while that is unknown: it may be in a spool that waits for the database.
         """
-        flushed = await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S, tenant)
+        flushed = bool(await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S, tenant))
         return await asyncio.to_thread(self._read, response_id, tenant, flushed=flushed)
 
     def _read(self, response_id: str, tenant: str, *, flushed: bool) -> list[dict[str, Any]]:

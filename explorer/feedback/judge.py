@@ -15,6 +15,7 @@ from typing import NamedTuple
 import structlog
 
 from tuneloop.explorer.background_tasks import every
+from tuneloop.explorer.capture.control_client import Flushed
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.dialects.dialect import ReadConversation
 from tuneloop.explorer.engines.version_routing import in_share
@@ -69,7 +70,7 @@ class JudgeLoop:
         *,
         metrics: Metrics,
         conversation: ReadConversation,
-        wait_until_flushed: Callable[[float], Awaitable[bool]],
+        wait_until_flushed: Callable[[float], Awaitable[Flushed]],
     ) -> None:
         self._settings = settings
         self._judge = judge_of(settings)

@@ -5,12 +5,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import structlog
 from fastapi import Request
 
-from tuneloop.explorer.capture.control_client import ControlClient
+from tuneloop.explorer.capture.control_client import ControlClient, Flushed
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner, minted_at
 from tuneloop.explorer.feedback.bound import bind
@@ -20,7 +20,7 @@ from tuneloop.explorer.http.bodies import id_of, optional_id, optional_time, rea
 from tuneloop.explorer.http.caller import Caller, caller_of
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
-from tuneloop.shared.experience import Feedback, Kind, Outcome
+from tuneloop.shared.experience import Feedback, Kind, Outcome, Scope
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.reward_rule import is_clipped
 from tuneloop.shared.settings.settings import Settings
@@ -41,8 +41,14 @@ _Result = TypeVar("_Result")
 #: What became of each choice, by `id:choice`, where it was not the same for all.
 _Apart = Mapping[str, Outcome]
 
-#: What became of each event, and of the choices of those that it differs for.
-_Results = tuple[Mapping[str, Outcome], Mapping[str, _Apart]]
+
+class Results(NamedTuple):
+    """What became of each event, and of the choices of those that it differs for; how far the database was then."""
+
+    outcomes: Mapping[str, Outcome]
+    apart: Mapping[str, _Apart] = {}
+    flushed: Flushed = Flushed.NO
+
 
 #: Late events of a call whose choices are told apart: each is a query.
 _MOST_APART = 100
@@ -114,7 +120,7 @@ class FeedbackRoutes:
             message = f"this token allows {bound.max_events} events, or too many tokens of its key are in use"
             raise RequestRefused(message, status=403, code="token_used_up")
         caller.meter.take_feedback(len(events))
-        outcomes, apart = await self._store(events, caller) if events else ({}, {})
+        outcomes, apart, _ = await self._store(events, caller) if events else Results({})
         results = [Outcome.UNKNOWN if each.event is None else outcomes[each.event.event_id] for each in parsed]
         answer = await self._aside(caller, len(parsed), partial(self._answer, parsed, results, apart))
         answer |= await self._not_trained(parsed, results)
@@ -133,15 +139,12 @@ class FeedbackRoutes:
         body = await read_object(request, max_bytes=MAX_BODY_BYTES, empty_is={})
         task_id, run_id = self._as_stored(optional_id(body, "task_id")), self._as_stored(optional_id(body, "run_id"))
         task_ids, until = _task_ids(body), optional_time(body, "time_threshold")
-        tenant = caller_of(request.scope).tenant
+        caller = caller_of(request.scope)
         try:
-            if not await self._control_client.wait_until_flushed(_COMMIT_PATIENCE_S, tenant):
-                raise LedgerUnavailable(
-                    "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
-                )
+            complete = await self._is_flushed_for_commit(caller)
             release = partial(
                 self._ledger.recording.commit,
-                tenant,
+                caller.tenant,
                 task_id=task_id,
                 run_id=run_id,
                 task_ids=task_ids and [self._recorder.name_as_stored(each) for each in task_ids],
@@ -151,7 +154,23 @@ class FeedbackRoutes:
         except LedgerUnavailable as error:
             log.warning("commit_put_off", reason=str(error))
             raise
-        return {"status": "success", "committed": committed}
+        return {"status": "success", "committed": committed} | ({} if complete else {"complete": False})
+
+    async def _is_flushed_for_commit(self, caller: Caller) -> bool:
+        """Whether the database has all of the tenant's; else it has the caller's own. Raises LedgerUnavailable.
+
+        Who may only commit has nothing of its own: all that others said is meant.
+        """
+        has_own, tenant = bool(caller.name) and Scope.FEEDBACK in caller.scopes, caller.tenant
+        patience_s = _PATIENCE_S if has_own else _COMMIT_PATIENCE_S
+        if await self._control_client.wait_until_flushed(patience_s, tenant):
+            return True
+        left_s = _COMMIT_PATIENCE_S - patience_s
+        if has_own and (own := await self._control_client.wait_until_flushed(left_s, tenant, caller.name)):
+            return own is Flushed.ALL
+        raise LedgerUnavailable(
+            "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
+        )
 
     async def _aside(self, caller: Caller, named: int, work: Callable[[], _Result]) -> _Result:
         """The result of some work about so many ids: a hundred thousand take seconds, others are answered meanwhile."""
@@ -185,28 +204,30 @@ class FeedbackRoutes:
     def _as_stored(self, name: str | None) -> str | None:
         return name and self._recorder.name_as_stored(name)
 
-    async def _store(self, events: Sequence[Feedback], caller: Caller) -> _Results:
+    async def _store(self, events: Sequence[Feedback], caller: Caller) -> Results:
         """Bring events to disk, and say what became of each as far as that is known soon, and of their choices."""
         events = await self._recorder.take(events)
         until = time.monotonic() + _PATIENCE_S
         results = await self._what_became(events, caller, caller.name or None, until)
-        if caller.name and results is not None and Outcome.PENDING in results[0].values():
+        if results is not None and results.flushed is Flushed.ASKED and Outcome.PENDING in results.outcomes.values():
             # Perhaps another key's reply is behind.
             results = await self._what_became(events, caller, None, until) or results
-        return results or (dict.fromkeys([event.event_id for event in events], Outcome.PENDING), {})
+        return results or Results(dict.fromkeys([event.event_id for event in events], Outcome.PENDING))
 
     async def _what_became(
         self, events: Sequence[Feedback], caller: Caller, key: str | None, until: float
-    ) -> _Results | None:
+    ) -> Results | None:
         """What became of events, once what came before them of a key, or of the tenant, is in the database."""
         left_s = max(0.0, until - time.monotonic())
-        if not await self._control_client.wait_until_flushed(left_s, events[0].tenant, key):
+        flushed = await self._control_client.wait_until_flushed(left_s, events[0].tenant, key)
+        if not flushed:
             return None
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                if len(events) > _FEW:
-                    return await self._bulk_work.run(caller.identity, partial(self._outcomes, events))
-                return await asyncio.to_thread(self._outcomes, events)
+                work = partial(self._outcomes, events)
+                many = len(events) > _FEW
+                found = await (self._bulk_work.run(caller.identity, work) if many else asyncio.to_thread(work))
+                return Results(*found, flushed)
         except (LedgerUnavailable, TimeoutError):
             return None  # it went away again; the events are on disk all the same
 

@@ -1,13 +1,13 @@
 """The feedback routes with a span of each call, which links to the replies that it is about."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
-from tuneloop.explorer.feedback.routes import FeedbackRoutes
+from tuneloop.explorer.feedback.routes import FeedbackRoutes, Results
 from tuneloop.explorer.http.caller import Caller
 from tuneloop.shared.experience import Feedback, Outcome
 from tuneloop.shared.telemetry.spans import (
@@ -37,11 +37,9 @@ class TracedFeedbackRoutes(FeedbackRoutes):
         _parent.set(parse_traceparent(request.headers.get("traceparent")))
         return await super().feedback(request)
 
-    async def _store(
-        self, events: Sequence[Feedback], caller: Caller
-    ) -> tuple[Mapping[str, Outcome], Mapping[str, Any]]:
+    async def _store(self, events: Sequence[Feedback], caller: Caller) -> Results:
         started, parent = time.time_ns(), _parent.get()
-        outcomes, apart = await super()._store(events, caller)
+        results = await super()._store(events, caller)
         if parent is None or parent.sampled:
             about = dict.fromkeys(each.msg_id for each in events if each.msg_id is not None)
             self._tracing.send(
@@ -55,11 +53,12 @@ class TracedFeedbackRoutes(FeedbackRoutes):
                     parent=parent and parent.id,
                     links=[span_of_reply(each) for each in about],
                     events=[
-                        ("gen_ai.evaluation.result", self._of_event(each, outcomes[each.event_id])) for each in events
+                        ("gen_ai.evaluation.result", self._of_event(each, results.outcomes[each.event_id]))
+                        for each in events
                     ],
                 )
             )
-        return outcomes, apart
+        return results
 
     def _of_event(self, event: Feedback, outcome: Outcome) -> dict[str, AttributeValue]:
         """What it says, but for its text, which is a user's."""

@@ -66,7 +66,7 @@ class AnnounceSlot(ChannelMessage, frozen=True):
 class WaitUntilFlushed(ChannelMessage, frozen=True):
     """A worker: wait until what is on disk, in all slots, is in the database, or all of a tenant's or a key's is.
 
-    The answer is whether it is.
+    The answer is a Flushed.
     """
 
     timeout_s: float

@@ -15,7 +15,7 @@ from prometheus_client import generate_latest
 from tuneloop.explorer.access.feedback_tokens import TokenUses
 from tuneloop.explorer.access.key_watch import KeyWatch, require_keys
 from tuneloop.explorer.background_tasks import OnFailure, Task
-from tuneloop.explorer.capture.control_client import ShadowReply
+from tuneloop.explorer.capture.control_client import Flushed, ShadowReply
 from tuneloop.explorer.capture.flusher import Flusher
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.retention import SpoolRetention
@@ -76,10 +76,10 @@ class ControlServices:
     key_watch: KeyWatch
     token_uses: TokenUses
 
-    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None, key: str | None = None) -> bool:
+    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None, key: str | None = None) -> Flushed:
         """Wait until all that is on disk, or of a tenant, or of a key of it, is in the database.
 
-        False if it is not by then, or away.
+        NO if it is not by then, or away.
         """
         return await self.flusher.wait_until_flushed(timeout_s, tenant, key)
 

@@ -60,7 +60,7 @@ class CompletionReader:
 
     async def wait_until_flushed(self) -> bool:
         """Wait until what is in the spool now is in the database; False if that is unavailable."""
-        return await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S, self.tenant)
+        return bool(await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S, self.tenant))
 
     async def find(self, msg_id: str, query: Callable[[], _T | None]) -> _T:
         """The result of `query`. Raises RequestRefused if there is none."""

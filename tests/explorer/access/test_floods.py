@@ -19,8 +19,12 @@ from tuneloop.shared.ledger.keys import KeyGrant, KeyLimits
 EVENTS = 8_000
 
 
-def key(explorer: RunningExplorer, name: str, tenant: str = "", **limits: int) -> dict[str, str]:
-    scopes = (Scope.INFERENCE, Scope.FEEDBACK, Scope.COMMIT)
+ALL = (Scope.INFERENCE, Scope.FEEDBACK, Scope.COMMIT)
+
+
+def key(
+    explorer: RunningExplorer, name: str, tenant: str = "", scopes: tuple[Scope, ...] = ALL, **limits: int
+) -> dict[str, str]:
     grant = KeyGrant(name=name, tenant=tenant or name, scopes=scopes, limits=KeyLimits(**limits))
     headers = {"Authorization": f"Bearer {explorer.ledger.keys.create(grant, actor='test')[1]}"}
     eventually(lambda: explorer.http.get("/v1/models").status_code == 401)
@@ -70,6 +74,38 @@ def test_feedback_is_answered_while_another_key_of_the_tenant_floods(
         assert explorer.services.spool.backlog_bytes() > 0, "the flood is behind still"
 
 
+def test_a_commit_waits_for_what_its_own_key_said_and_says_that_others_is_behind(
+    tmp_path: Path, double: EngineDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with explorer_running(settings_for(tmp_path, [double.url])) as explorer:
+        loud, quiet = key(explorer, "loud", "one"), key(explorer, "quiet", "one")
+        releasing = key(explorer, "releasing", "one", (Scope.COMMIT,))
+        assert "complete" not in explorer.http.post("/commit", json={}, headers=quiet).json()
+        explorer.ledger.recording.refuses = lambda record: bool(time.sleep(0.002))  # a database that is not fast
+        monkeypatch.setattr(routes, "_PATIENCE_S", 0.5)
+        flood = [{"task_id": "t", "run_id": str(number), "reward": 1} for number in range(EVENTS)]
+        explorer.http.post("/feedback", json={"feedback": flood}, headers=loud)
+        reply = explorer.http.post(CHAT, json=HELLO, headers=quiet).json()["id"]
+        explorer.http.post("/feedback", json={"msg_ids": [reply], "reward": 1}, headers=quiet)
+        told = explorer.http.post("/commit", json={}, headers=quiet).json()
+        assert told == {"status": "success", "committed": 1, "complete": False}
+        monkeypatch.setattr(routes, "_COMMIT_PATIENCE_S", 0.5)
+        assert explorer.http.post("/commit", json={}, headers=releasing).status_code == 503
+        assert explorer.services.spool.backlog_bytes() > 0, "the flood is behind still"
+
+
+def test_feedback_that_finds_nothing_is_looked_up_once_where_nothing_else_is_behind(
+    tmp_path: Path, double: EngineDouble
+) -> None:
+    with explorer_running(settings_for(tmp_path, [double.url])) as explorer:
+        headers, recording = key(explorer, "rater"), explorer.ledger.recording
+        looked, look = [], recording.outcomes
+        recording.outcomes = lambda *asked: looked.append(asked) or look(*asked)  # type: ignore[method-assign,func-returns-value]
+        told = explorer.http.post("/feedback", json={"task_id": "t", "run_id": "r", "reward": 1}, headers=headers)
+        assert told.json()["counts"]["pending"] == 1
+        assert len(looked) == 1
+
+
 def held_of(admit: Callable[[], None]) -> float:
     with pytest.raises(RequestRefused) as refused:
         admit()
@@ -81,9 +117,18 @@ def test_refusals_are_answered_at_once_until_there_are_too_many(monkeypatch: pyt
     now = 0.0
     meter = KeyMeter(KeyLimits(max_concurrent=1), lambda: now)
     meter.begin_request()
-    assert [held_of(meter.admit) for _ in range(5)] == [0, 0, 0, rate_limits.HELD_S, rate_limits.HELD_S]
+    assert [held_of(meter.admit) for _ in range(4)] == [0, 0, 0, rate_limits.HELD_S]
     now = 20.0  # a third of a minute
     assert [held_of(meter.admit) for _ in range(2)] == [0, rate_limits.HELD_S]
+
+
+def test_refusals_that_are_held_back_are_not_answered_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rate_limits, "_PROMPT_REFUSALS", 1)
+    monkeypatch.setattr(rate_limits, "_BETWEEN_S", 0.25)
+    monkeypatch.setattr(rate_limits, "_LONGEST_HELD_S", 2.0)
+    meter = KeyMeter(KeyLimits(max_concurrent=1), lambda: 0.0)
+    meter.begin_request()
+    assert [held_of(meter.admit) for _ in range(8)] == [0, 1.0, 1.25, 1.5, 1.75, 2.0, 2.0, 2.0]
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -8,11 +8,25 @@ import pytest
 
 from tests.explorer.capture.test_flusher import Notebook, append, flushing, own, slots_of
 from tests.factories import exchange, feedback
-from tuneloop.explorer.capture.merge import GROUP, SlotQueue, Source
+from tuneloop.explorer.capture import flusher as flusher_module
+from tuneloop.explorer.capture.control_client import Flushed
+from tuneloop.explorer.capture.flusher import _Urgency
+from tuneloop.explorer.capture.merge import GROUP, Owner, SlotQueue, Source
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.shared.experience import Record, decode
 
 __all__ = ["own"]
+
+
+class Diary(Notebook):
+    """Notes whose records it is given together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: list[list[str]] = []
+
+    def record(self, records: Sequence[Record]) -> None:
+        self.groups.append([each.key for each in records])
 
 
 class Gate(Notebook):
@@ -151,12 +165,13 @@ async def test_keys_of_one_tenant_take_turns(own: Spool) -> None:
         theirs = asyncio.ensure_future(flusher.wait_until_flushed(60, "acme", "quiet"))
         all_ = asyncio.ensure_future(flusher.wait_until_flushed(60, "acme"))
         gate.may.release(3)
-        assert await theirs
+        assert await theirs is Flushed.ASKED
         assert [each for each in gate.records if each.key == "quiet"] == said
         assert len(gate.records) < 4 * GROUP
         assert not all_.done()
         gate.may.release(100)
-        assert await all_
+        assert await all_ is Flushed.ALL
+        assert await flusher.wait_until_flushed(60, "acme", "quiet") is Flushed.ALL
     assert [each for each in gate.records if each.key == "loud"] == flood
     assert own.backlog_bytes() == 0
 
@@ -181,3 +196,33 @@ async def test_keys_without_a_backlog_keep_the_order_in_which_they_spoke(own: Sp
     queue = SlotQueue()
     queue.read([source_of(own)])
     assert [decode(entry.payload) for entry in queue.take()] == said
+
+
+def test_something_is_begun_at_once_for_each_but_not_all_the_time_for_one_of_several() -> None:
+    urgency, loud, quiet = _Urgency(), Owner("acme", "loud"), Owner("acme", "quiet")
+    assert [urgency.begins(loud, at) for at in (0.0, 0.01, 0.02)] == [True] * 3
+    assert [urgency.begins(each, 0.03) for each in (quiet, loud, quiet)] == [True, False, False]
+    assert [urgency.begins(loud, at) for at in (0.1, 0.125, 0.15)] == [False, True, False]
+    assert [urgency.begins(loud, at) for at in (1.5, 1.51, 1.52)] == [True] * 3  # the other one has left
+
+
+async def test_who_says_a_little_all_the_time_has_no_transactions_of_its_own_while_others_wait(
+    own: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flusher_module, "_LOOK_S", 600.0)
+    monkeypatch.setattr(flusher_module, "_ABSENT_S", 600.0)
+    diary = Diary()
+
+    async def say(key: str) -> Flushed:
+        await append(own, feedback(key=key))
+        return await flusher.wait_until_flushed(60, "acme", key)
+
+    with flushing(own, diary) as (flusher, _):
+        for key in ("loud", "loud", "quiet"):  # nobody else waits for the first two
+            assert await say(key)
+        again = asyncio.ensure_future(say("loud"))
+        while not own.backlog_bytes():  # noqa: ASYNC110 - it is written by another task
+            await asyncio.sleep(0)
+        assert await say("third")
+        assert await again
+    assert diary.groups == [["loud"], ["loud"], ["quiet"], ["loud", "third"]]

@@ -213,7 +213,7 @@ def test_ended_sessions_are_forgotten_once_they_would_have_expired(tmp_path: Pat
 
 @contextmanager
 def administrator_of_acme(folder: Path, **limits: int) -> Iterator[tuple[Filled, str, str]]:
-    """An explorer, the id of an admin key of acme with such limits, whose session the browser has, and its own reply."""
+    """An explorer, the id of an admin key with such limits, whose session the browser has, and a reply to that."""
     with filled_running(folder) as filled:
         grant = KeyGrant(name="ops", tenant="acme", scopes=(Scope.ADMIN, Scope.INFERENCE), limits=KeyLimits(**limits))
         made, secret = filled.explorer.ledger.keys.create(grant, actor="test")

@@ -50,15 +50,41 @@ class _Waiter(NamedTuple):
     def reached(self) -> bool:
         return all(slot.flushed.position >= end for slot, end in self.ends)
 
-    def reached_in(self, queue: SlotQueue) -> Flushed:
-        """How much of the tenant's, or key's, is done, though others' is not."""
-        if (tenant := self.tenant) is None:
+    def progress(self, queue: SlotQueue | None) -> Flushed:
+        """How much is done: of the tenant's, or key's, by the `queue`, though others' is not."""
+        if self.reached:
+            return Flushed.ALL
+        if queue is None or (tenant := self.tenant) is None:
             return Flushed.NO
         left = [(slot.folder, end) for slot, end in self.ends if slot.flushed.position < end]
         if all(queue.is_done(tenant, folder, end) for folder, end in left):
             return Flushed.ALL
         of_key = self.key is not None and all(queue.is_done(tenant, folder, end, self.key) for folder, end in left)
         return Flushed.ASKED if of_key else Flushed.NO
+
+
+class _Waiters:
+    """Those who wait, and what decides what they are told; under the flusher's lock."""
+
+    def __init__(self) -> None:
+        self.adopted = False  # once what dead processes left behind was moved
+        self.away = False
+        self._waiting: list[_Waiter] = []
+
+    def add(self, waiter: _Waiter) -> None:
+        self._waiting.append(waiter)
+
+    def remove(self, waiter: _Waiter) -> None:
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(waiter)
+
+    def tell(self, queue: SlotQueue | None = None) -> None:
+        """What became of tenants is told by the `queue`'s own thread alone."""
+        for waiter in list(self._waiting):
+            flushed = waiter.progress(queue) if self.adopted else Flushed.NO
+            if flushed or self.away:
+                self._waiting.remove(waiter)
+                waiter.future.get_loop().call_soon_threadsafe(_settle, waiter.future, flushed)
 
 
 class _Urgency:
@@ -70,17 +96,17 @@ class _Urgency:
     """
 
     def __init__(self) -> None:
-        self._heard: dict[Owner, float] = {}  # the first was heard longest ago
+        self._last_asked: dict[Owner, float] = {}  # the first did so longest ago
         self._began: dict[Owner, float] = {}
 
     def begins(self, owner: Owner, now: float) -> bool:
         """Whether something is begun for an owner now."""
-        self._heard.pop(owner, None)
-        self._heard[owner] = now
-        while now - self._heard[first := next(iter(self._heard))] > _ABSENT_S:
-            del self._heard[first]
+        self._last_asked.pop(owner, None)
+        self._last_asked[owner] = now
+        while now - self._last_asked[first := next(iter(self._last_asked))] > _ABSENT_S:
+            del self._last_asked[first]
             self._began.pop(first, None)
-        if len(self._heard) > 1 and now - self._began.get(owner, -math.inf) < _LOOK_S:
+        if len(self._last_asked) > 1 and now - self._began.get(owner, -math.inf) < _LOOK_S:
             return False
         self._began[owner] = now
         return True
@@ -119,10 +145,7 @@ class Flusher:
         )
         self._moved = threading.Lock()
         self._queue, self._more = SlotQueue(), False
-        self._adopted_once = False
-        self._waiting: list[_Waiter] = []
-        self._urgency = _Urgency()
-        self._away = False
+        self._waiters, self._urgency = _Waiters(), _Urgency()
         self._thread = threading.Thread(target=self._run, name="flusher", daemon=True)
 
     def start(self) -> None:
@@ -139,7 +162,7 @@ class Flusher:
     @property
     def away(self) -> bool:
         """Whether the database did not take what it was last given."""
-        return self._away
+        return self._waiters.away
 
     async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None, key: str | None = None) -> Flushed:
         """Wait until all that is on disk now, or all of a tenant's, or of a key of it, is in the database.
@@ -149,30 +172,19 @@ class Flusher:
         ends = [(slot, slot.end) for slot in self._slots.ours]
         waiter = _Waiter(ends, asyncio.get_running_loop().create_future(), tenant, key)
         with self._moved:
-            self._waiting.append(waiter)
-            self._tell()
+            self._waiters.add(waiter)
+            self._waiters.tell()
         if tenant is None or self._urgency.begins(Owner(tenant, key or ""), time.monotonic()):
             self._wake.set()
         try:
             # Not in a thread: a slow database would soon have all of the pool's waiting for it.
             await asyncio.wait([waiter.future], timeout=timeout_s)
         finally:
-            with self._moved, contextlib.suppress(ValueError):
-                self._waiting.remove(waiter)
+            with self._moved:
+                self._waiters.remove(waiter)
         if waiter.future.done() and (told := waiter.future.result()):
             return told
-        return Flushed.ALL if self._adopted_once and waiter.reached else Flushed.NO
-
-    def _tell(self, queue: SlotQueue | None = None) -> None:
-        """Tell those who wait; what became of tenants is told by the `queue`'s own thread alone."""
-        for waiter in list(self._waiting):
-            flushed = Flushed.ALL if waiter.reached else Flushed.NO
-            if queue is not None and not flushed:
-                flushed = waiter.reached_in(queue)
-            if (flushed and self._adopted_once) or self._away:
-                self._waiting.remove(waiter)
-                told = flushed if self._adopted_once else Flushed.NO
-                waiter.future.get_loop().call_soon_threadsafe(_settle, waiter.future, told)
+        return Flushed.ALL if self._waiters.adopted and waiter.reached else Flushed.NO
 
     def _run(self) -> None:
         try:
@@ -205,8 +217,8 @@ class Flusher:
 
     def _say_adopted(self) -> None:
         with self._moved:
-            self._adopted_once = True
-            self._tell()
+            self._waiters.adopted = True
+            self._waiters.tell()
 
     def _move(self, left_behind: Sequence[Path]) -> bool:
         """Drain our slots together with those that can be taken of `left_behind`, and leave no segment of the latter.
@@ -279,20 +291,20 @@ class Flusher:
 
     def _tell_of_tenants(self) -> None:
         with self._moved:
-            self._tell(self._queue)
+            self._waiters.tell(self._queue)
 
     def _mark(self, source: Source, position: Position) -> None:
         if position <= source.mark.position:
             return
         with self._moved:
             source.mark.move(position)
-            self._tell()
+            self._waiters.tell()
         spool.forget(source.folder, position)
 
     def _say_away(self, away: bool) -> None:
         with self._moved:
-            self._away = away
-            self._tell()
+            self._waiters.away = away
+            self._waiters.tell()
 
 
 def _settle(future: "asyncio.Future[Flushed]", flushed: Flushed) -> None:

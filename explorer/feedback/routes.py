@@ -141,7 +141,7 @@ class FeedbackRoutes:
         task_ids, until = _task_ids(body), optional_time(body, "time_threshold")
         caller = caller_of(request.scope)
         try:
-            complete = await self._is_flushed_for_commit(caller)
+            complete = await _is_complete(self._control_client, caller)
             release = partial(
                 self._ledger.recording.commit,
                 caller.tenant,
@@ -155,22 +155,6 @@ class FeedbackRoutes:
             log.warning("commit_put_off", reason=str(error))
             raise
         return {"status": "success", "committed": committed} | ({} if complete else {"complete": False})
-
-    async def _is_flushed_for_commit(self, caller: Caller) -> bool:
-        """Whether the database has all of the tenant's; else it has the caller's own. Raises LedgerUnavailable.
-
-        Who may only commit has nothing of its own: all that others said is meant.
-        """
-        has_own, tenant = bool(caller.name) and Scope.FEEDBACK in caller.scopes, caller.tenant
-        patience_s = _PATIENCE_S if has_own else _COMMIT_PATIENCE_S
-        if await self._control_client.wait_until_flushed(patience_s, tenant):
-            return True
-        left_s = _COMMIT_PATIENCE_S - patience_s
-        if has_own and (own := await self._control_client.wait_until_flushed(left_s, tenant, caller.name)):
-            return own is Flushed.ALL
-        raise LedgerUnavailable(
-            "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
-        )
 
     async def _aside(self, caller: Caller, named: int, work: Callable[[], _Result]) -> _Result:
         """The result of some work about so many ids: a hundred thousand take seconds, others are answered meanwhile."""
@@ -276,6 +260,23 @@ class FeedbackRoutes:
         ids = {each for about in named.values() for each in about}
         missing = self._ledger.restoration.missing({each: minted_at(each) for each in ids}) if ids else set()
         yield from (event_id for event_id, about in named.items() if not missing.isdisjoint(about))
+
+
+async def _is_complete(control_client: ControlClient, caller: Caller) -> bool:
+    """Whether the database has all that a commit is about: the tenant's, or at least what the caller itself said.
+
+    Who may only commit has said nothing: all that others did is meant. Raises LedgerUnavailable.
+    """
+    has_own, tenant = bool(caller.name) and Scope.FEEDBACK in caller.scopes, caller.tenant
+    patience_s = _PATIENCE_S if has_own else _COMMIT_PATIENCE_S
+    if await control_client.wait_until_flushed(patience_s, tenant):
+        return True
+    left_s = _COMMIT_PATIENCE_S - patience_s
+    if has_own and (own := await control_client.wait_until_flushed(left_s, tenant, caller.name)):
+        return own is Flushed.ALL
+    raise LedgerUnavailable(
+        "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
+    )
 
 
 def _count_named(body: Mapping[str, object]) -> int:

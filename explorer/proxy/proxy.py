@@ -183,7 +183,7 @@ class Proxy:
             reply.close()
             if outcome.status == 200 and request.writer.continues_in_background:
                 outcome.in_background = True
-                self.background.follow(in_flight)
+                self.background.follow(in_flight, raw.share)
             else:
                 self._fleet.release(in_flight.engine)
 

@@ -39,9 +39,11 @@ class BackgroundResponses:
         self._queue: asyncio.Queue[tuple[ReplyInFlight, RequestShare]] = asyncio.Queue()
 
     def follow(self, in_flight: ReplyInFlight, share: RequestShare) -> None:
-        """Add a reply to wait for; it holds its engine and its request, one of its key's, until it is finished."""
+        """Add a reply to wait for; it holds its engine, and counts as one of its key's, until it is finished.
+
+        So long its request's share, which is kept, is not released.
+        """
         in_flight.request.caller.meter.begin_request()
-        share.keep()
         self._queue.put_nowait((in_flight, share))
 
     async def run(self) -> None:

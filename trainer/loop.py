@@ -182,8 +182,7 @@ class TrainingLoop:
         if self._away or self._learner.spoilt:
             self._settle()
         self._ledger.training.extend(self._epoch)
-        if self._publisher.is_over:
-            self._end_publication()
+        self._end_publication()
         newest = self._ledger.versions.newest().version
         if newest != self._version and not (newest > self._version and self._publisher.steps_begun):
             _tell_why_back(self._ledger, self._version)
@@ -194,18 +193,13 @@ class TrainingLoop:
                 self._settle()
             self._stop.wait(self._settings.trainer.poll_interval)
             return
-        if (
-            self._steps.are_due(self._learner) and not self._publisher.steps_begun
-        ):  # Another was not done, or did not fit.
+        if self._steps.are_due(self._learner):  # Another was not done, or it did not fit.
             return self._publish()
-        batch = (
-            None
-            if self._steps.are_all_made(self._learner)
-            else self._rows.next_batch(self._learner, version=self._exact_version)
-        )
+        made = self._steps.are_all_made(self._learner)
+        batch = None if made else self._rows.next_batch(self._learner, version=self._exact_version)
         if batch is None:
             self._idle()
-        elif self._learn(batch) and self._steps.are_due(self._learner) and not self._publisher.steps_begun:
+        elif self._learn(batch) and self._steps.are_due(self._learner):
             self._publish()
 
     def _idle(self) -> None:
@@ -226,10 +220,7 @@ class TrainingLoop:
 
     def _settle(self) -> None:
         """Do what a restart would: give everything back, and go on from the newest registered version."""
-        if self._publisher.steps_begun:
-            self._publisher.wait()
-            with suppress(LedgerUnavailable, LeaseLost, ParentEnded):  # The newest version tells what came of it.
-                self._steps.end(self._learner, self._curves)
+        self._steps.end_somehow(self._learner, self._curves)
         self._rows.release()
         newest = self._ledger.versions.newest()
         if self._steps.count or newest.version != self._version or self._learner.spoilt:
@@ -300,11 +291,13 @@ class TrainingLoop:
     def _publish(self) -> None:
         """Publish all steps; where that is done behind the next ones, begin to."""
         self._steps.begin(self._learner, self._curves)
-        if self._publisher.is_over:
-            self._end_publication()
+        self._end_publication()
         self._waiting_since = time.perf_counter()
 
     def _end_publication(self) -> None:
+        """If one has begun and is over."""
+        if not self._publisher.is_over:
+            return
         try:
             published = self._steps.end(self._learner, self._curves)
         except LeaseLost as error:  # The person of a row was erased: no version may be made of it.
@@ -322,13 +315,11 @@ class TrainingLoop:
         """Before a stop: end what has begun, and publish the steps that waited for it."""
         try:
             self._publisher.wait()
-            if self._publisher.is_over:
-                self._end_publication()
+            self._end_publication()
             if self._steps.are_due(self._learner) and not (self._away or self._learner.spoilt):
                 self._publish()
                 self._publisher.wait()
-                if self._publisher.is_over:
-                    self._end_publication()
+                self._end_publication()
         except LedgerUnavailable as error:
             self._wait_for_the_database(error)
 

@@ -1,7 +1,9 @@
 """The steps that no registered version contains yet, and their way into one."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
+from tuneloop.shared.errors import LeaseLost, LedgerUnavailable, ParentEnded
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
@@ -46,9 +48,9 @@ class UnpublishedSteps:
         return self.are_all_made(learner) and not self.count
 
     def are_due(self, learner: Learner) -> bool:
-        """Whether those that are not being published are to become a version."""
-        waiting = self.count - self._publisher.steps_begun
-        return waiting > 0 and (self.are_all_made(learner) or waiting >= self._settings.trainer.save_interval)
+        """Whether they are to become a version now: none while another is being published."""
+        enough = self.count >= self._settings.trainer.save_interval or self.are_all_made(learner)
+        return enough and self.count > 0 and not self._publisher.steps_begun
 
     def begin(self, learner: Learner, curves: CurveWriter) -> None:
         """Begin to publish all of them."""
@@ -67,3 +69,10 @@ class UnpublishedSteps:
         curves.add(ended.step, ended.measured)
         self._pace.end_version(self._epoch, ended.experiences, publish_s=ended.measured["time/save_checkpoint"])
         return True
+
+    def end_somehow(self, learner: Learner, curves: CurveWriter) -> None:
+        """Wait until none is being published. The ledger knows what came of it, and is to be asked."""
+        self._publisher.wait()
+        if self._publisher.is_over:
+            with suppress(LedgerUnavailable, LeaseLost, ParentEnded):
+                self.end(learner, curves)

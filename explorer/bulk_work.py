@@ -2,11 +2,14 @@
 
 import asyncio
 import sys
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
+
+from tuneloop.shared.errors import RequestRefused
 
 _Result = TypeVar("_Result")
 
@@ -26,6 +29,32 @@ def take_short_turns() -> None:
 class _Piece(NamedTuple):
     work: Callable[[], Any]
     done: "asyncio.Future[Any]"
+
+
+class AmountAtWork:
+    """How much each owner has at work, or waiting for it: without a bound one might have all that is held."""
+
+    def __init__(self, what: str) -> None:
+        """`what` names the requests of an owner, for who is refused."""
+        self._what = what
+        self._amounts: Counter[str] = Counter()
+
+    def check(self, owner: str, amount: int, most: int) -> None:
+        """Raise RequestRefused if with so much more it were more than `most`."""
+        if self._amounts[owner] + amount > most:
+            reason = f"{self._what} of this key are still being worked on; try again in a moment"
+            raise RequestRefused(reason, status=503, code="overloaded", retry_after_s=1.0)
+
+    @contextmanager
+    def holding(self, owner: str, amount: int) -> Iterator[None]:
+        """So much more is at work."""
+        self._amounts[owner] += amount
+        try:
+            yield
+        finally:
+            self._amounts[owner] -= amount
+            if not self._amounts[owner]:
+                del self._amounts[owner]
 
 
 class BulkWork:

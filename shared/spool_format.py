@@ -17,7 +17,7 @@ import fcntl
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -198,6 +198,11 @@ def keep_segment(slot: Path, number: int) -> None:
 def frame(payload: bytes) -> bytes:
     """A record as it lies on disk."""
     return HEAD.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def frames(payloads: Iterable[bytes]) -> bytes:
+    """Records as they lie on disk, one after the other."""
+    return b"".join([frame(each) for each in payloads])
 
 
 def next_payload(file: BinaryIO) -> bytes | None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,19 +9,19 @@ from typing import NamedTuple
 import structlog
 
 from tuneloop.explorer.background_tasks import every
-from tuneloop.explorer.bulk_work import BulkWork
+from tuneloop.explorer.bulk_work import AmountAtWork, BulkWork
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.http.caller import Caller
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared import steady_time
-from tuneloop.shared.errors import LedgerForbidden, RequestRefused, SpoolFull
+from tuneloop.shared.errors import LedgerForbidden, SpoolFull
 from tuneloop.shared.experience import Exchange, Feedback, Record, encode
 from tuneloop.shared.privacy.redactor import Redactor
 from tuneloop.shared.spool_format import (
     Position,
     backlog_of,
     flushed_of,
-    frame,
+    frames,
     next_after,
     recorded_at,
     refusal_of,
@@ -42,8 +41,7 @@ _LARGE = 256 << 10
 #: What an event without a text counts for in that.
 _EVENT_CHARACTERS = 512
 
-#: Characters of one key's large records that may wait for their redaction: what is held of a request whose client has
-#: left counts nowhere else.
+#: Characters of one key's large records that may wait for their redaction.
 MAX_UNREDACTED = 64 << 20
 
 
@@ -179,7 +177,7 @@ class Recorder:
         self._redactor = redactor if redactor else None
         self.bulk_work = bulk_work or BulkWork()
         self._writing: set[asyncio.Task[list[Record]]] = set()
-        self._unredacted: Counter[str] = Counter()
+        self._unredacted = AmountAtWork("large requests")
 
     def admit(self, caller: Caller, size: int) -> None:
         """Raise SpoolFull, or RequestRefused by the caller's meter, if the reply to a request could not be kept.
@@ -187,9 +185,8 @@ class Recorder:
         Raises RequestRefused for a large request, too, where too much of the caller's is being redacted.
         """
         caller.meter.check_stored()
-        if size > _LARGE and self._unredacted[caller.identity] + size > MAX_UNREDACTED:
-            reason = "large requests of this key are still being redacted; try again in a moment"
-            raise RequestRefused(reason, status=503, code="overloaded", retry_after_s=1.0)
+        if size > _LARGE:
+            self._unredacted.check(caller.identity, size, MAX_UNREDACTED)
         self._limits.admit()
 
     async def record(self, exchange: Exchange) -> None:
@@ -228,7 +225,11 @@ class Recorder:
             task = asyncio.create_task(self._write_aside(records, size))
             self._writing.add(task)
             task.add_done_callback(self._writing.discard)
-            return await asyncio.shield(task)
+            try:
+                return await asyncio.shield(task)
+            except asyncio.CancelledError:
+                await asyncio.wait([task])  # what it holds counts as its request's until it is done
+                raise
         written = redactor.records(records) if redactor else list(records)
         await self._spool.append([encode(each) for each in written])
         return written
@@ -239,14 +240,10 @@ class Recorder:
 
         def prepare() -> tuple[list[Record], bytes]:
             written = redactor.records(records) if redactor else list(records)
-            return written, b"".join([frame(encode(each)) for each in written])
+            return written, frames(map(encode, written))
 
-        self._unredacted[owner] += size
-        try:
+        with self._unredacted.holding(owner, size):
             written, data = await self.bulk_work.run(owner, prepare)
-        finally:
-            self._unredacted[owner] -= size
-            self._unredacted += Counter()  # forgets who has nothing left
         await self._spool.append_frames(data)
         return written
 

@@ -28,7 +28,7 @@ from tuneloop.shared.spool_format import (
     HEAD,
     Position,
     bytes_after,
-    frame,
+    frames,
     next_payload,
     segment_path,
     segments,
@@ -110,7 +110,7 @@ class Spool:
 
     async def append(self, payloads: Sequence[bytes]) -> Position:
         """Return when all payloads are on disk, with the position after them. Raises SpoolFull if they cannot be."""
-        return await self.append_frames(b"".join([frame(payload) for payload in payloads]))
+        return await self.append_frames(frames(payloads))
 
     async def append_frames(self, data: bytes) -> Position:
         """The same for payloads that are framed already."""

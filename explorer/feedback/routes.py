@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import structlog
 from fastapi import Request
 
+from tuneloop.explorer.bulk_work import AmountAtWork
 from tuneloop.explorer.capture.control_client import ControlClient, Flushed
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner, minted_at
@@ -59,8 +60,7 @@ _RATINGS = frozenset({Kind.NUMBER, Kind.BOOLEAN, Kind.LABEL, Kind.PREFERENCE})
 #: A call that names more is worked on in a thread. This many take some milliseconds.
 _FEW = 100
 
-#: Ids of one key in the larger calls that are being worked on, or wait for it. Their bodies count nowhere else when
-#: their clients have left.
+#: Ids of one key in the larger calls that are being worked on, or wait for it.
 MAX_IDS_AT_WORK = 400_000
 
 #: Of the replies of a larger call it is not said whether they will be trained on.
@@ -89,7 +89,7 @@ class FeedbackRoutes:
         self._ledger = ledger
         self._metrics = metrics
         self._bulk_work = recorder.bulk_work
-        self._ids_at_work: Counter[str] = Counter()
+        self._ids_at_work = AmountAtWork("large calls")
         self._any_reply, self._rule = settings.algorithm.of_any_reply, settings.reward
 
     async def feedback(self, request: Request) -> dict[str, object]:
@@ -104,15 +104,9 @@ class FeedbackRoutes:
         named = _count_named(body)
         if named <= _FEW:
             return await self._take(caller, body, key, named)
-        if self._ids_at_work[caller.identity] + named > MAX_IDS_AT_WORK:
-            reason = "large calls of this key are still being worked on; try again in a moment"
-            raise RequestRefused(reason, status=503, code="overloaded", retry_after_s=1.0)
-        self._ids_at_work[caller.identity] += named
-        try:
+        self._ids_at_work.check(caller.identity, named, MAX_IDS_AT_WORK)
+        with self._ids_at_work.holding(caller.identity, named):
             return await self._take(caller, body, key, named)
-        finally:
-            self._ids_at_work[caller.identity] -= named
-            self._ids_at_work += Counter()  # forgets who has none left
 
     async def _take(self, caller: Caller, body: dict[str, object], key: str | None, named: int) -> dict[str, object]:
         parsed, events = await self._aside(caller, named, partial(self._parse, caller, body, key))

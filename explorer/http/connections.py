@@ -4,8 +4,13 @@ import asyncio
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+from tuneloop.explorer.http.caller import Meter
 from tuneloop.shared.errors import RequestRefused
+
+#: Where a scope has its request's share.
+_SCOPE_KEY = "tuneloop.share"
 
 #: Descriptors that are left for the spool, the database, engines and logs.
 _RESERVED_DESCRIPTORS = 256
@@ -40,7 +45,7 @@ class ConnectionLimits:
     """The bounds of a process's connections, and what they take now.
 
     `idle` has those that wait for a request, or have sent a part of its head: the first has waited longest. Where
-    there is no room for another connection, it is closed. `held_bytes` are those of bodies that are not answered yet.
+    there is no room for another connection, it is closed. `held_bytes` are those of bodies whose requests are not over.
     """
 
     max_connections: int = 1 << 16
@@ -60,30 +65,92 @@ class ConnectionLimits:
         return True
 
 
+class RequestShare:
+    """What a request takes of its worker's bounds and of its key's.
+
+    It is over when it is answered or, where its client has left before that, when the work for it has ended.
+    """
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self._limits = limits
+        self._meter: Meter | None = None
+        self._bytes = 0
+        self._open = True
+        self._holders = 1
+
+    def begin(self, meter: Meter) -> None:
+        """Its answer begins: it counts as one of its key's, with what has come of its body."""
+        self._meter = meter
+        meter.begin_request()
+        meter.count_bytes(self._bytes)
+
+    def hold(self, size: int) -> RequestRefused | None:
+        """So many bytes of its body have come; the refusal, if there is no room for them."""
+        if not self._open:  # nobody keeps what still comes
+            return None
+        if self._meter is not None:
+            self._meter.count_bytes(size)
+        self._bytes += size
+        self._limits.held_bytes += size
+        if self._limits.held_bytes <= self._limits.max_held_bytes:
+            return None
+        reason = "the requests that are being answered are too large together; try again in a moment"
+        return RequestRefused(reason, status=503, code="overloaded", retry_after_s=1.0)
+
+    def end(self) -> None:
+        """It is over, unless it was before."""
+        if not self._open:
+            return
+        self._open = False
+        if self._meter is not None:
+            self._meter.end_request()
+        self.release()
+
+    def keep(self) -> None:
+        """Its body is held for work that goes on when it is answered, until `release`."""
+        self._holders += 1
+
+    def release(self) -> None:
+        """That work has ended."""
+        self._holders -= 1
+        if not self._holders:
+            self._limits.held_bytes -= self._bytes
+
+
+def open_share(scope: Any, limits: ConnectionLimits) -> None:
+    """Begin the share of the request of a scope."""
+    scope[_SCOPE_KEY] = RequestShare(limits)
+
+
+def share_of(scope: Any) -> RequestShare:
+    """The share of the request of a scope."""
+    found: RequestShare = scope[_SCOPE_KEY]
+    return found
+
+
 class ConnectionWatch:
     """Bounds one connection; `refuse` answers what comes on it with a refusal and closes it, `evict` only closes it."""
 
     def __init__(
         self, limits: ConnectionLimits, refuse: Callable[[RequestRefused], None], evict: Callable[[], None]
     ) -> None:
-        self._limits = limits
+        self.limits = limits
         self._refuse: Callable[[RequestRefused], object] = refuse
         self._evict: Callable[[], object] = evict
-        self._held_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._awaited = ""
         self._head_begun = False
 
     def evict(self) -> None:
         """Close the connection, which waits for a request in vain."""
-        self._limits.idle.pop(self, None)
+        self.limits.idle.pop(self, None)
         self._evict()
 
     def wait_for_head(self, *, begun: bool) -> None:
         """The connection is open for a request, whose head may have `begun`."""
-        self._limits.idle.setdefault(self)
+        self.limits.idle.setdefault(self)
         self._head_begun = begun
-        self._expect("head", self._limits.head_timeout_s)
+        self._expect("head", self.limits.head_timeout_s)
 
     def wait_for_nothing(self) -> None:
         """Whatever there is to read of a request has come."""
@@ -93,40 +160,25 @@ class ConnectionWatch:
 
     def wait_for_body(self) -> None:
         """A part of a body has come, and it is not the last one."""
-        self._expect("body", self._limits.body_timeout_s)
+        self._expect("body", self.limits.body_timeout_s)
 
     def begin_request(self) -> None:
         """A head is complete."""
-        self._limits.idle.pop(self, None)
+        self.limits.idle.pop(self, None)
 
     def wait_for_refusal(self) -> None:
         """The answer, a refusal, is held back: the connection may make room for another meanwhile."""
-        self._limits.idle.setdefault(self)
-
-    def hold(self, size: int) -> RequestRefused | None:
-        """So many bytes of a body have come; the refusal, if there is no room for them."""
-        self._held_bytes += size
-        self._limits.held_bytes += size
-        if self._limits.held_bytes <= self._limits.max_held_bytes:
-            return None
-        reason = "the requests that are being answered are too large together; try again in a moment"
-        return RequestRefused(reason, status=503, code="overloaded", retry_after_s=1.0)
+        self.limits.idle.setdefault(self)
 
     def end_request(self) -> None:
-        """A response is complete: what was held for its request is not any more, and the next one may come."""
-        self._release()
-        self._limits.idle.setdefault(self)
+        """A response is complete, and the next request may come."""
+        self.limits.idle.setdefault(self)
 
     def close(self) -> None:
         """The connection is gone."""
         self.wait_for_nothing()
-        self._release()
-        self._limits.idle.pop(self, None)
+        self.limits.idle.pop(self, None)
         self._refuse = self._evict = _do_nothing  # else the two would hold each other
-
-    def _release(self) -> None:
-        self._limits.held_bytes -= self._held_bytes
-        self._held_bytes = 0
 
     def _expect(self, what: str, timeout_s: float) -> None:
         if self._timer is not None:

@@ -9,6 +9,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from tuneloop.explorer.http import errors, run_prefix
 from tuneloop.explorer.http.caller import Caller, caller_of
+from tuneloop.explorer.http.connections import RequestShare, share_of
 from tuneloop.explorer.http.run_prefix import RunBinding
 from tuneloop.shared.errors import RequestRefused
 
@@ -17,16 +18,14 @@ Headers = Sequence[tuple[bytes, bytes]]
 REQUEST_ID = b"x-request-id"
 
 #: How long a client may go on sending after its response, which a connection closed at once might lose.
-_LINGER_S = 2.0
+LINGER_S = 2.0
 
 
 class RawRequest:
     """One request, and the connection that its response goes to."""
 
-    def __init__(self, cycle: Any, hold: Callable[[int], RequestRefused | None] = lambda size: None) -> None:
-        """`hold` takes room for bytes that are held until it is answered, or says why there is none."""
+    def __init__(self, cycle: Any) -> None:
         self._cycle = cycle
-        self._hold = hold
         self._chunked = cycle.scope["http_version"] != "1.0"
         self.path: str = cycle.scope["path"]
         self.started = False
@@ -48,10 +47,14 @@ class RawRequest:
         """Who sends it."""
         return caller_of(self._cycle.scope)
 
+    @property
+    def share(self) -> RequestShare:
+        """What it takes of the bounds."""
+        return share_of(self._cycle.scope)
+
     def hold(self, size: int) -> None:
         """Count bytes that were fetched for it as if they had come in its body. Raises RequestRefused."""
-        self.caller.meter.count_bytes(size)
-        if (refusal := self._hold(size)) is not None:
+        if (refusal := self.share.hold(size)) is not None:
             raise refusal
 
     def leave_body(self) -> None:
@@ -148,7 +151,7 @@ class RawRequest:
         cycle.response_complete = True
         cycle.message_event.set()
         if not cycle.keep_alive and cycle.more_body:
-            asyncio.get_running_loop().call_later(_LINGER_S, cycle.transport.close)
+            asyncio.get_running_loop().call_later(LINGER_S, cycle.transport.close)
         elif not cycle.keep_alive:
             cycle.transport.close()
         cycle.on_response()

@@ -19,9 +19,17 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tuneloop.explorer.http import errors, run_prefix
 from tuneloop.explorer.http.caller import Caller, EntryGate, find_caller, set_caller
-from tuneloop.explorer.http.connections import ConnectionLimits, ConnectionWatch
+from tuneloop.explorer.http.connections import ConnectionLimits, ConnectionWatch, RequestShare, open_share, share_of
 from tuneloop.explorer.http.cors import CrossOrigin
-from tuneloop.explorer.http.raw_request import REQUEST_ID, FastRoute, Headers, RawRequest, header_lines, send_error
+from tuneloop.explorer.http.raw_request import (
+    LINGER_S,
+    REQUEST_ID,
+    FastRoute,
+    Headers,
+    RawRequest,
+    header_lines,
+    send_error,
+)
 from tuneloop.shared.errors import EnvironmentRefused, RequestRefused
 
 log = structlog.get_logger()
@@ -111,25 +119,45 @@ class FastRoutes:
         await self.app(scope, receive, send_with_id if scope["type"] == "http" else send)
 
 
+class _HeadBytes:
+    """Counts the bytes of the head that is being read: not those of requests that were complete before it."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self.of_body = 0  # what came since the last head
+        self.message_ended = False
+
+    def count(self, data: bytes, *, is_read: bool) -> int:
+        """How long it is, after this data, with which a body may have come and a message ended; `is_read` if one is."""
+        if is_read and self.message_ended:  # rather too little than too much, where the body came in chunks
+            before = data.rfind(_HEAD_ENDS) + len(_HEAD_ENDS) if _HEAD_ENDS in data else 0
+            self._bytes = max(0, len(data) - before - self.of_body)
+        elif is_read and not self.of_body:
+            self._bytes += len(data)
+        else:
+            self._bytes = 0
+        self.of_body, self.message_ended = 0, False
+        return self._bytes
+
+
 class FastProtocol(HttpToolsProtocol):
     """One connection. Where `config.app` is a FastRoutes, its fast routes and limits are used."""
 
     _raw_request: RawRequest | None = None
     _response_task: "asyncio.Task[None] | None" = None
-    _head_bytes = 0
     _head_complete = False
     _message_complete = True
-    _body_came = _message_ended = False
     _refusal: RequestRefused | None = None
+    _last: RequestRefused | None = None
     _watch: ConnectionWatch
-    _caller: Caller | None = None
-    _answering: Any = None
+    _answering: RequestShare | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take the connection, if there is room for it or an idle one can make room."""
         super().connection_made(transport)
         limits = getattr(self.config.app, "limits", None) or ConnectionLimits()
         self._watch = ConnectionWatch(limits, self._refuse_and_close, transport.close)
+        self._head = _HeadBytes()
         if limits.make_room(len(self.connections)):
             self._watch.wait_for_head(begun=False)
             return
@@ -138,19 +166,18 @@ class FastProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse what the client sends; refuse what is no request, and a head that is too long."""
+        if self._last is not None:
+            return
         self._unset_keepalive_if_required()
-        self._message_ended = False
         unread: memoryview | None = memoryview(data)
         while unread is not None:  # each time round a request that asks for an upgrade
             unread = self._parse(unread)
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._last is not None:
             return
-        self._count_head(data)
-        self._body_came = False
-        if self._head_bytes > _MAX_HEAD_BYTES:
-            reason = f"the headers are longer than {_MAX_HEAD_BYTES} bytes"
-            self._refuse_and_close(RequestRefused(reason, status=431, code="headers_too_large"))
-        self._wait_for_the_rest()
+        if self._head.count(data, is_read=self._reads_framing()) > _MAX_HEAD_BYTES:
+            self._refuse_and_close(_too_long())
+        else:
+            self._wait_for_the_rest()
 
     def _parse(self, data: memoryview) -> memoryview | None:
         """Feed the parser; what is still to be read, where a request asked for an upgrade."""
@@ -161,15 +188,6 @@ class FastProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             self._refuse_and_close(self._refusal or RequestRefused("this is not HTTP/1.1", code="invalid_http"))
         return None
-
-    def _count_head(self, data: bytes) -> None:
-        """Count the bytes of the head that is being read: not those of requests that were complete before it."""
-        if self._body_came or not self._reads_framing():
-            self._head_bytes = 0
-        elif self._message_ended:
-            self._head_bytes = len(data) - (data.rfind(_HEAD_ENDS) + len(_HEAD_ENDS))
-        else:
-            self._head_bytes += len(data)
 
     def _reads_framing(self) -> bool:
         """Whether a head is being read, or what stands between the chunks of a body and after them."""
@@ -189,6 +207,7 @@ class FastProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin a request."""
         super().on_message_begin()
+        open_share(self.scope, self._watch.limits)
         self._head_complete = self._message_complete = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -199,34 +218,33 @@ class FastProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Begin to answer."""
-        self._head_complete = True
+        if sum([len(name) + len(value) for name, value in self.headers], len(self.url)) > _MAX_HEAD_BYTES:
+            self._refuse_here(_too_long())  # all of it came at once
+        self._head_complete, self._head.of_body = True, 0
         self._watch.begin_request()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Take a part of a body."""
-        self._body_came = True
-        if self._caller is not None and self.cycle is self._answering:  # else it is that of the next request
-            self._caller.meter.count_bytes(len(body))
-        if (refusal := self._watch.hold(len(body))) is not None:
+        self._head.of_body += len(body)
+        if (refusal := share_of(self.scope).hold(len(body))) is not None:
             self._refuse_here(refusal)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Note that nothing more is to come of the request."""
-        self._message_complete = self._message_ended = True
+        self._message_complete = self._head.message_ended = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Wait for the next request, or answer the next one that has come."""
         self._watch.end_request()
-        self._release_caller()
-        super().on_response_complete()
-
-    def _release_caller(self) -> None:
-        if self._caller is not None:
-            self._caller.meter.end_request()
-            self._caller = None
+        if self._answering is not None:
+            self._answering.end()
+        if self._last is not None and not self.pipeline:
+            self._refuse_last(self._last)
+        else:
+            super().on_response_complete()
 
     def _refuse_here(self, refusal: RequestRefused) -> None:
         """Refuse the request from within a callback of the parser."""
@@ -238,14 +256,33 @@ class FastProtocol(HttpToolsProtocol):
         self._refuse_and_close(RequestRefused(msg, code="invalid_http"))
 
     def _refuse_and_close(self, error: RequestRefused) -> None:
-        """Refuse a request that cannot be read, and close the connection. A response under way is not written into."""
-        responding = self.pipeline or (self.cycle and self.cycle.response_started and not self.cycle.response_complete)
-        if not responding and not self.transport.is_closing():
-            response = errors.error_response(error, str((self.scope or {}).get("path", "")), None)
-            lines = header_lines(self.server_state.default_headers, response.raw_headers)
-            body = bytes(response.body)
-            self.transport.write(b"%b%bconnection: close\r\n\r\n%b" % (STATUS_LINE[error.status], lines, body))
-        self.transport.close()
+        """Refuse what is being read, when what came before it is answered, and close the connection."""
+        if self._last is not None or self.transport.is_closing():
+            return
+        self._last = error
+        self._watch.wait_for_nothing()
+        reads_body = self._head_complete and not self._message_complete
+        if reads_body and self.pipeline:
+            refused, _ = self.pipeline.popleft()
+            refused.response_complete = True
+            share_of(refused.scope).end()
+        elif not self.pipeline and (reads_body or self.cycle is None or self.cycle.response_complete):
+            self._refuse_last(error)
+
+    def _refuse_last(self, error: RequestRefused) -> None:
+        """Send a refusal, unless a response is under way, and close the connection."""
+        at_work = self.cycle is not None and not self.cycle.response_complete
+        if self.transport.is_closing() or (at_work and self.cycle.response_started):
+            self.transport.close()
+            return
+        path = str((self.scope or {}).get("path", ""))
+        self.transport.write(_refusal(error, path, self.server_state.default_headers))
+        if at_work or self.scope is None:
+            self.transport.close()
+        else:  # the client may be sending still, and would lose what is written to it
+            self._watch.wait_for_refusal()
+            self.transport.write_eof()
+            self.loop.call_later(LINGER_S, self.transport.close)
 
     def _should_upgrade(self) -> bool:
         return True  # called where the request asks for one: it is not started then; see `data_received`
@@ -265,30 +302,27 @@ class FastProtocol(HttpToolsProtocol):
         return rest
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        admitted = self.config.app
-        if not isinstance(admitted, FastRoutes):
-            super()._start_asgi_task(cycle, app)
-            return
-        scope = cycle.scope
-        try:
-            self._caller = caller = admitted.admit(scope)
-        except RequestRefused as error:
-            if error.held_s:
-                self._watch.wait_for_refusal()
-            self._respond(cycle, partial(_refuse, error, admitted.cross_origin.headers(scope)))
-            return
-        caller.meter.begin_request()
-        self._answering = cycle
-        caller.meter.count_bytes(len(cycle.body))
-        route = admitted.fast_routes.get((scope["method"], scope["path"]))
+        share = self._answering = share_of(cycle.scope)
+        admitted, route = self.config.app, None
+        if isinstance(admitted, FastRoutes):
+            scope = cycle.scope
+            try:
+                caller = admitted.admit(scope)
+            except RequestRefused as error:
+                if error.held_s:
+                    self._watch.wait_for_refusal()
+                self._respond(cycle, partial(_refuse, error, admitted.cross_origin.headers(scope)), share)
+                return
+            share.begin(caller.meter)
+            route = admitted.fast_routes.get((scope["method"], scope["path"]))
         if route is None:
-            super()._start_asgi_task(cycle, app)
+            super()._start_asgi_task(cycle, partial(_answer, app, share))
         else:
-            self._respond(cycle, route)
+            self._respond(cycle, route, share)
 
-    def _respond(self, cycle: Any, route: FastRoute) -> None:
-        self._raw_request = RawRequest(cycle, self._watch.hold)
-        self._response_task = task = self.loop.create_task(_respond(route, self._raw_request))
+    def _respond(self, cycle: Any, route: FastRoute, share: RequestShare) -> None:
+        self._raw_request = RawRequest(cycle)
+        self._response_task = task = self.loop.create_task(_respond(route, self._raw_request, share))
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
 
@@ -296,11 +330,12 @@ class FastProtocol(HttpToolsProtocol):
         """Cancel the response that no client waits for any more."""
         super().connection_lost(exc)
         self._watch.close()
-        self._release_caller()
         if self._raw_request is not None and self._response_task is not None and not self._response_task.done():
             self._raw_request.client_left = True
             self._response_task.cancel()
         self._raw_request = self._response_task = self._answering = None
+        for never_begun, _ in self.pipeline:
+            share_of(never_begun.scope).end()
         self.pipeline.clear()
         if self.cycle is not None:
             self.cycle.on_response = _do_nothing  # else the two would hold each other
@@ -314,7 +349,26 @@ async def _refuse(error: RequestRefused, more: Headers, request: RawRequest) -> 
     send_error(request, error, more)
 
 
-async def _respond(route: FastRoute, request: RawRequest) -> None:
+def _refusal(error: RequestRefused, path: str, more: Headers) -> bytes:
+    """The last response on a connection."""
+    response = errors.error_response(error, path, None)
+    lines = header_lines(more, response.raw_headers)
+    return b"%b%bconnection: close\r\n\r\n%b" % (STATUS_LINE[error.status], lines, bytes(response.body))
+
+
+def _too_long() -> RequestRefused:
+    return RequestRefused(f"the headers are longer than {_MAX_HEAD_BYTES} bytes", status=431, code="headers_too_large")
+
+
+async def _answer(app: Any, share: RequestShare, scope: Any, receive: Any, send: Any) -> None:
+    """Answer through ASGI, where the app goes on when its client has left."""
+    try:
+        await app(scope, receive, send)
+    finally:
+        share.end()
+
+
+async def _respond(route: FastRoute, request: RawRequest, share: RequestShare) -> None:
     try:
         await route(request)
     except asyncio.CancelledError:
@@ -335,6 +389,8 @@ async def _respond(route: FastRoute, request: RawRequest) -> None:
         if refusal.code == "internal":
             log.exception("request_failed", path=request.path)
         send_error(request, refusal)
+    finally:
+        share.end()
 
 
 def _do_nothing() -> None:

@@ -160,6 +160,7 @@ class Proxy:
     async def _answer_from(self, engine: Engine, request: Request, raw: RawRequest, outcome: RequestOutcome) -> None:
         in_flight, reply = await self._engine_reply(engine, request)
         outcome.version = in_flight.version
+        raw.share.keep()
         try:
             if reply.status != 200:
                 _check_refusal(reply.status)
@@ -183,8 +184,9 @@ class Proxy:
             reply.close()
             if outcome.status == 200 and request.writer.continues_in_background:
                 outcome.in_background = True
-                self.background.follow(in_flight)
+                self.background.follow(in_flight, raw.share)
             else:
+                raw.share.release()
                 self._fleet.release(in_flight.engine)
 
     async def _engine_reply(self, engine: Engine, request: Request) -> tuple[ReplyInFlight, EngineReply]:

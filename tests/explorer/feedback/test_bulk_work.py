@@ -12,7 +12,7 @@ from tests.factories import exchange, feedback
 from tuneloop.explorer.bulk_work import BulkWork
 from tuneloop.explorer.capture import recorder as recorder_module
 from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
-from tuneloop.explorer.capture.spool import Spool
+from tuneloop.explorer.capture.spool import Spool, read
 from tuneloop.explorer.feedback import routes
 from tuneloop.explorer.http.caller import Caller
 from tuneloop.explorer.metrics import Metrics
@@ -21,6 +21,7 @@ from tuneloop.shared.experience import Record
 from tuneloop.shared.privacy.detection import Detector
 from tuneloop.shared.privacy.redactor import Redactor
 from tuneloop.shared.settings.feedback import PrivacySettings
+from tuneloop.shared.spool_format import Position
 
 LARGE = b'{"messages": [], "more": "%b"}' % (b"x" * (300 << 10))
 
@@ -117,6 +118,20 @@ async def test_large_records_wait_for_each_other_and_nothing_else_does(
             assert await asyncio.to_thread(threading.get_ident) not in redactor.threads
         redactor.gate.open.set()
     assert len(redactor.gate.began) == 51
+
+
+async def test_who_is_cancelled_ends_with_the_work(redacting: tuple[Recorder, SlowRedactor], tmp_path: Path) -> None:
+    recorder, redactor = redacting
+    waiting = asyncio.create_task(recorder.record(exchange(key="left", request=LARGE)))
+    await _until(lambda: len(redactor.gate.began) == 1)
+    waiting.cancel()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    redactor.gate.open.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert b"left" in b"".join([payload for payload, _ in read(tmp_path / "0", Position(0, 0))])
 
 
 async def test_many_events_are_redacted_aside(redacting: tuple[Recorder, SlowRedactor]) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import uvicorn
@@ -13,7 +14,8 @@ from uvicorn.server import ServerState
 from tests.doubles.engine import CHAT, EnginePlace
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
 from tests.explorer.wire import BODY, Wire, chunked, http_request
-from tuneloop.explorer.http.connections import ConnectionLimits, most_connections
+from tuneloop.explorer.http.caller import Unmetered
+from tuneloop.explorer.http.connections import ConnectionLimits, RequestShare, most_connections
 from tuneloop.explorer.http.raw_request import RawRequest
 from tuneloop.explorer.http.server import FastProtocol, FastRoutes
 
@@ -73,15 +75,28 @@ def test_pipelined_upgrades_are_answered_each(explorer: RunningExplorer) -> None
 
 
 @asynccontextmanager
-async def server_with(limits: ConnectionLimits) -> AsyncIterator[Callable[[], Awaitable["Connection"]]]:
-    """A server with one fast route, which answers a body with its length, but waits for ever where that is 3."""
+async def server_with(
+    limits: ConnectionLimits, app: Any = None, gate: asyncio.Event | None = None
+) -> AsyncIterator[Callable[[], Awaitable["Connection"]]]:
+    """A server with one fast route, which answers a body with its length; it waits for a gate where that is 3.
+
+    Whoever leaves while it waits is waited for, too.
+    """
+    opened_gate = gate or asyncio.Event()
 
     async def answer(request: RawRequest) -> None:
         size = len(await request.body(1 << 20, 60))
-        await asyncio.sleep(3600 if size == 3 else 0)
+        await asyncio.sleep(0)
+        try:
+            if size == 3:
+                await opened_gate.wait()
+        except asyncio.CancelledError:
+            if gate is not None:
+                await gate.wait()
+            raise
         request.respond(200, [], b"%d" % size)
 
-    routes = FastRoutes(None, {("POST", CHAT): answer}, limits)
+    routes = FastRoutes(app, {("POST", CHAT): answer}, limits)
     config, state = uvicorn.Config(routes, lifespan="off"), ServerState()
     server = await asyncio.get_running_loop().create_server(lambda: FastProtocol(config, state, {}), "127.0.0.1", 0)
 
@@ -215,6 +230,130 @@ async def test_what_is_held_of_bodies_is_bounded_and_given_back() -> None:
         holding[1].close()
         await asyncio.sleep(0.1)
         assert limits.held_bytes == 0
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/through-asgi"])
+async def test_a_body_counts_until_the_work_for_it_is_over_even_if_its_client_has_left(path: str) -> None:
+    limits, gate, left = ConnectionLimits(), asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert (await receive())["body"] == b"123"
+        assert (await receive())["type"] == "http.disconnect"
+        left.set()
+        await gate.wait()
+
+    async with server_with(limits, app, gate) as connect:
+        _, writer = await connect()
+        writer.write(http_request(b"123", path=path))
+        await until(lambda: limits.held_bytes == 3 and not limits.idle)
+        for _ in range(10):  # the route has begun
+            await asyncio.sleep(0)
+        writer.close()
+        if path != CHAT:
+            await left.wait()
+        other, _ = connection = await connect()
+        connection[1].write(http_request(b"1234"))
+        await other.readuntil(b"\r\n\r\n4")
+        assert limits.held_bytes == 3
+        gate.set()
+        await until(lambda: limits.held_bytes == 0)
+
+
+async def test_pipelined_bodies_count_each_until_its_own_request_is_over() -> None:
+    limits, gate = ConnectionLimits(), asyncio.Event()
+    async with server_with(limits, gate=gate) as connect:
+        reader, writer = await connect()
+        writer.write(http_request(b"1234") + http_request(b"123") + http_request(b"12345"))
+        await reader.readuntil(b"\r\n\r\n4")
+        assert limits.held_bytes == 3 + 5
+        writer.close()
+        await until(lambda: limits.held_bytes == 3)  # the last one is never begun
+        gate.set()
+        await until(lambda: limits.held_bytes == 0)
+
+
+class Counts(Unmetered):
+    """Counts requests that are being answered, and the bytes of their bodies."""
+
+    def __init__(self) -> None:
+        self.requests = self.bytes = 0
+
+    def begin_request(self) -> None:
+        self.requests += 1
+
+    def end_request(self) -> None:
+        self.requests -= 1
+
+    def count_bytes(self, count: int) -> None:
+        self.bytes += count
+
+
+def test_a_share_is_given_back_once_and_what_is_kept_of_it_later() -> None:
+    limits, meter = ConnectionLimits(), Counts()
+    share = RequestShare(limits)
+    share.hold(5)
+    share.begin(meter)
+    share.hold(7)
+    share.keep()
+    for _ in range(2):
+        share.end()
+        assert (meter.requests, meter.bytes, limits.held_bytes) == (0, 12, 12)
+    share.hold(100)
+    share.release()
+    assert limits.held_bytes == 0
+
+
+OVERLONG = b"GET / HTTP/1.1\r\nhost: localhost\r\nx: "
+
+
+@pytest.mark.parametrize("size", [70_000, 250_000, 1_000_000])
+@pytest.mark.parametrize("end", [b"", b"\r\n\r\n"])
+@pytest.mark.parametrize("before", [0, 3])
+async def test_an_overlong_head_is_refused_when_what_came_before_it_is_answered(
+    size: int, end: bytes, before: int
+) -> None:
+    async with server_with(ConnectionLimits()) as connect:
+        reader, writer = await connect()
+        writer.write(http_request(b"1234") * before + OVERLONG + b"a" * size + end)
+        answers = (await ended((reader, writer), within_s=60)).split(b"HTTP/1.1 ")[1:]
+        assert [each[:3] for each in answers] == [b"200"] * before + [b"431"]
+        assert b"connection: close" in answers[-1]
+
+
+BROKEN = {"trailers_not_accepted": chunked(BODY)[:-2] + b"x: y\r\n\r\n", "invalid_http": b"garbage\r\n\r\n"}
+
+
+@pytest.mark.parametrize("code", BROKEN)
+async def test_what_came_before_something_broken_is_answered_first(code: str) -> None:
+    gate = asyncio.Event()
+    async with server_with(ConnectionLimits(), gate=gate) as connect:
+        reader, writer = await connect()
+        writer.write(http_request(b"1234") + http_request(b"123") + BROKEN[code] + http_request(b"1234"))
+        await reader.readuntil(b"\r\n\r\n4")
+        writer.write(http_request(b"1234"))
+        gate.set()
+        answer = await ended((reader, writer), within_s=60)
+        assert answer.count(b"HTTP/1.1 ") == 2
+        assert answer.partition(b"\r\n\r\n3")[2].startswith(b"HTTP/1.1 400")
+        assert code.encode() in answer
+
+
+async def test_a_head_that_drips_behind_a_request_leaves_that_its_answer() -> None:
+    gate, limits = asyncio.Event(), ConnectionLimits(head_timeout_s=0.05)
+    async with server_with(limits, gate=gate) as connect:
+        reader, writer = await connect()
+        writer.write(http_request(b"123") + OVERLONG)
+        with pytest.raises(TimeoutError):
+            await ended((reader, writer), within_s=0.3)
+        gate.set()
+        answer = await ended((reader, writer), within_s=60)
+        assert answer.partition(b"\r\n\r\n3")[2].startswith(b"HTTP/1.1 408")
 
 
 def test_descriptors_are_left_for_the_rest() -> None:

@@ -234,17 +234,21 @@ def test_nothing_is_written_into_an_answer_that_is_under_way(
     places: list[EnginePlace], shared: RunningExplorer, wire: Wire
 ) -> None:
     double = places[0].double
-    double.stalls_after = 3
+    double.piece_pause_s = 0.1
     wire.send(http_request(streamed()))
     assert wire.response(head=True).status == 200
     wire.send(b"garbage\r\n\r\n")
-    assert b"HTTP/1.1" not in wire.rest()
-    double.stalls_after = None
+    answer, _, refusal = wire.rest().partition(b"0\r\n\r\n")
+    assert b"HTTP/1.1" not in answer
+    assert answer.endswith(b"data: [DONE]\n\n\r\n")
+    assert refusal.startswith(b"HTTP/1.1 400")
+    double.piece_pause_s = 0
     eventually(lambda: shared.services.proxy.admission.in_flight == 0)
 
 
 def test_more_than_was_announced_is_not_taken_for_a_body(shared: RunningExplorer, wire: Wire) -> None:
     wire.send(http_request().replace(b"content-length: %d" % len(BODY), b"content-length: %d" % (len(BODY) - 1)))
+    is_refused(wire.response(), 400, "invalid_json")
     is_refused(wire.response(), 400, "invalid_http")
     assert wire.rest() == b""
     eventually(lambda: shared.services.proxy.admission.in_flight == 0)

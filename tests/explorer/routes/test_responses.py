@@ -244,8 +244,10 @@ def test_a_background_response_counts_as_one_of_its_key_until_it_is_finished(
         eventually(lambda: post(explorer, PLAIN).status_code == 401)
         name = post(explorer, BACKGROUND, headers=headers).json()["id"]
         assert post(explorer, PLAIN, headers=headers).json()["error"]["code"] == "key_limit_concurrency"
+        eventually(lambda: explorer.app.limits.held_bytes > 0)
         double.finish(name)
         eventually(lambda: post(explorer, PLAIN, headers=headers).status_code == 200)
+        eventually(lambda: explorer.app.limits.held_bytes == 0)
 
 
 @pytest.mark.parametrize("query", ["", "?stream=true"])

@@ -21,7 +21,6 @@ from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.dump import open_snapshot
 from tuneloop.shared.settings.loader import load_settings
 
-
 #: The backup and both services share the cores with the crowd.
 _THOUGHT_S = 0.1
 

@@ -123,6 +123,10 @@ class LeaseLost(LedgerError):
     """Rows that a version was trained on are leased no more."""
 
 
+class ParentEnded(LedgerError):
+    """The version that the next one was trained on is not the one to go on from any more."""
+
+
 class VersionRefused(LedgerError):
     """A version cannot be promoted, rolled back or pinned as asked; nothing has changed."""
 

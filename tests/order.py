@@ -46,7 +46,6 @@ SECONDS = {
     "test_left_files": 20,
     "test_resume": 30,
     "test_tuned": 25,
-    "test_listening": 25,
     "test_canary_outage": 40,
     "test_engine_supervisor": 35,
     "test_trial": 35,

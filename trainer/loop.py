@@ -21,6 +21,7 @@ from tuneloop.shared.errors import (
     LeaseLost,
     LedgerUnavailable,
     NotFinite,
+    ParentEnded,
     SamplesRefused,
     TeacherAway,
 )
@@ -28,7 +29,7 @@ from tuneloop.shared.evaluation.tasks import tasks_of
 from tuneloop.shared.experience import Sample, VersionAction
 from tuneloop.shared.job_marks import note_registered, require_restored
 from tuneloop.shared.ledger.facts import find_ignored_feedback
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger, Version
+from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.operations.older_ledger import find_lost_versions
 from tuneloop.shared.settings.settings import Settings
@@ -43,17 +44,18 @@ from tuneloop.trainer.checkpoints.resumption import find_state, require_weights
 from tuneloop.trainer.evaluation.gate import Examination
 from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat
 from tuneloop.trainer.learner import Learner
+from tuneloop.trainer.leased_rows import LeasedRows
 from tuneloop.trainer.micro_batch import MicroBatch, fit_to_memory
 from tuneloop.trainer.models.folders import require_folders
 from tuneloop.trainer.models.model import device_of
 from tuneloop.trainer.models.room import room_for_weights
 from tuneloop.trainer.monitoring.finite_steps import FiniteSteps
 from tuneloop.trainer.monitoring.monitors import Monitors
-from tuneloop.trainer.monitoring.pace_log import PaceLog
 from tuneloop.trainer.monitoring.step_spans import StepSpans
 from tuneloop.trainer.ranks.ranks import ALONE, Ranks
 from tuneloop.trainer.stop import Stop
 from tuneloop.trainer.teacher.retries import TeacherRetries
+from tuneloop.trainer.unpublished import UnpublishedSteps
 
 _log = structlog.get_logger()
 
@@ -128,7 +130,7 @@ def _take_epoch(settings: Settings, ledger: Ledger) -> int:
 class TrainingLoop:
     """One trainer's life under one epoch.
 
-    `_held` are leased rows on their way into a batch, `_unpublished` those in steps that no version contains yet.
+    `_rows` are those on their way into a batch, `_steps` those that no registered version contains yet.
     """
 
     def __init__(
@@ -145,10 +147,7 @@ class TrainingLoop:
         self._beat_s, self._spans = beat_s, spans or StepSpans(settings, None)
         self._store = CheckpointStore(settings.job_dir, mode=int(settings.trainer.checkpoint_mode, 8))
         self._micro_batch, self._monitors = MicroBatch(settings, stop), Monitors(settings, ledger)
-        self._pace, self._examination = PaceLog(settings, ledger), Examination(settings, ledger)
-        self._held: list[Sample] = []
-        self._unpublished: list[int] = []
-        self._unpublished_steps = 0
+        self._examination = Examination(settings, ledger)
         self._finite = FiniteSteps(settings, ledger.alarms)
         self._recomputation = Recomputation(settings, ledger, self._micro_batch)
         self._away = False
@@ -158,16 +157,21 @@ class TrainingLoop:
         self._epoch = _take_epoch(self._settings, self._ledger)
         heartbeat = Heartbeat(self._ledger.training, self._epoch, self._stop, interval_s=self._beat_s)
         self._store.clear(self._epoch)
-        self._publisher = Publisher(self._settings, self._ledger, self._store, epoch=self._epoch)
-        with _end_epoch_at_exit(self._ledger, self._epoch), heartbeat, closing(self._publisher.states):
+        behind = _is_async(self._settings) and not self._examination.wanted
+        self._publisher = Publisher(self._settings, self._ledger, self._store, epoch=self._epoch, behind=behind)
+        self._rows = LeasedRows(self._settings, self._ledger, self._recomputation, epoch=self._epoch)
+        self._steps = UnpublishedSteps(self._settings, self._ledger, self._publisher, self._spans, epoch=self._epoch)
+        with _end_epoch_at_exit(self._ledger, self._epoch), heartbeat, closing(self._publisher):
             self._teacher = TeacherRetries(self._settings, self._ledger.alarms, self._stop)
             self._resume(self._ledger.versions.newest())
-            while not self._stop.is_set() and not self._complete:
+            while not self._stop.is_set() and not self._steps.are_complete(self._learner):
                 try:
                     self._turn()
                 except LedgerUnavailable as error:
                     self._wait_for_the_database(error)
-            exact = not (heartbeat.overtaken or self._unpublished_steps or self._learner.spoilt)
+            if not heartbeat.overtaken:
+                self._publish_the_last()
+            exact = not (heartbeat.overtaken or self._steps.count or self._learner.spoilt)
             self._publisher.states.finish(self._learner if exact else None, self._version, self._curves)
             self._curves.close()
             if heartbeat.overtaken:
@@ -178,25 +182,33 @@ class TrainingLoop:
         if self._away or self._learner.spoilt:
             self._settle()
         self._ledger.training.extend(self._epoch)
-        if self._ledger.versions.newest().version != self._version:
+        self._end_publication()
+        newest = self._ledger.versions.newest().version
+        if newest != self._version and not (newest > self._version and self._publisher.steps_begun):
             _tell_why_back(self._ledger, self._version)
             self._settle()
         if self._finite.too_few:
             self._finite.alarm(step=self._learner.steps, version=self._version)
-            if self._held or self._unpublished_steps:
+            if self._rows.held or self._steps.count:
                 self._settle()
             self._stop.wait(self._settings.trainer.poll_interval)
             return
-        if self._unpublished_steps and self._due:  # There was no room for a version.
+        if self._steps.are_due(self._learner):  # Another was not done, or it did not fit.
             return self._publish()
-        batch = self._next_batch()
+        made = self._steps.are_all_made(self._learner)
+        batch = None if made else self._rows.next_batch(self._learner, version=self._exact_version)
         if batch is None:
-            if not self._unpublished_steps:
-                self._examination.examine(self._learner, self._version)
-            self._micro_batch.warm_up(self._learner)
-            self._stop.wait(self._settings.trainer.poll_interval)
-        elif self._learn(batch) and self._due:
+            self._idle()
+        elif self._learn(batch) and self._steps.are_due(self._learner):
             self._publish()
+
+    def _idle(self) -> None:
+        if self._publisher.steps_begun:
+            return self._publisher.wait(self._settings.trainer.poll_interval)
+        if not self._steps.count:
+            self._examination.examine(self._learner, self._version)
+        self._micro_batch.warm_up(self._learner)
+        self._stop.wait(self._settings.trainer.poll_interval)
 
     # In doubt.
 
@@ -208,10 +220,10 @@ class TrainingLoop:
 
     def _settle(self) -> None:
         """Do what a restart would: give everything back, and go on from the newest registered version."""
-        self._ledger.training.release(self._epoch)
-        self._held.clear()
+        self._steps.end_somehow(self._learner, self._curves)
+        self._rows.release()
         newest = self._ledger.versions.newest()
-        if self._unpublished_steps or newest.version != self._version or self._learner.spoilt:
+        if self._steps.count or newest.version != self._version or self._learner.spoilt:
             self._publisher.states.settle(self._curves)
             self._curves.close()
             del self._learner  # A GPU has no room for two.
@@ -226,11 +238,9 @@ class TrainingLoop:
             self._learner = _load(self._settings, self._ledger, self._store, newest, self._ranks)
             self._learner.teacher = self._teacher.teacher
             self._learner.micro_batch_tokens = self._micro_batch.tokens
-            self._publisher.states.prepare(self._learner)
+            self._publisher.prepare(self._learner)
             snapshot.probe(self._learner, self._settings)  # What would refuse a publication does so before the work.
-        self._version, self._unpublished_steps = newest.version, 0
-        self._unpublished.clear()
-        self._spans.forget()
+        self._steps.restart(newest.version)
         self._curves = open_curves(self._settings, _RUN, after=self._learner.steps)
         self._curves.add(self._learner.steps, self._monitors.begin(self._learner))
         self._waiting_since = time.perf_counter()
@@ -239,45 +249,22 @@ class TrainingLoop:
 
     # One step.
 
-    def _next_batch(self) -> list[Sample] | None:
-        """A full batch of trainable rows, or what a batch timeout makes one; rows that are not are dropped."""
-        size, timeout = self._settings.buffer.train_batch_size, self._settings.buffer.batch_timeout
-        if len(self._held) < size:
-            self._lease(size - len(self._held))
-        if len(self._held) < (size if timeout is None else 1):
-            return None
-        batch, self._held = self._held, []
-        return batch
-
-    def _lease(self, missing: int) -> None:
-        version = None if self._unpublished_steps else self._version
-        leased = self._ledger.training.lease(self._epoch, missing, BatchPolicy.of(self._settings))
-        kept, refused = self._recomputation.select(leased, self._learner, version=version)
-        self._held += kept
-        for reason, samples in refused.items():
-            self._drop(samples, reason)
-
-    def _drop(self, samples: list[Sample], reason: str) -> None:
-        self._ledger.training.drop(self._epoch, [sample.id for sample in samples], reason)
-        _log.warning("experiences_dropped", count=len(samples), reason=reason, step=self._learner.steps)
-
     def _learn(self, batch: list[Sample]) -> bool:
         """Whether a step was made of the batch; if not, its rows are dropped, or wait for the teacher."""
         waited, started = time.perf_counter() - self._waiting_since, time.time_ns()
         try:
-            version = None if self._unpublished_steps else self._version
-            learnt = self._micro_batch.step(self._learner, self._teacher.label(batch), version=version)
+            labelled = self._teacher.label(batch)
+            learnt = self._micro_batch.step(self._learner, labelled, version=self._exact_version)
         except (TeacherAway, SamplesRefused) as error:
-            self._held = self._teacher.requeue(batch, error, drop=self._drop)
+            self._rows.held = self._teacher.requeue(batch, error, drop=self._rows.drop)
             return False
         except NotFinite as error:
-            self._drop(batch, f"the step was not finite: {error}")
+            self._rows.drop(batch, f"the step was not finite: {error}")
             self._finite.note_failure(str(error), after=self._learner.steps)
             return False
         finally:
             self._waiting_since = time.perf_counter()
-        self._unpublished += [sample.id for sample in batch]
-        self._unpublished_steps += 1
+        self._steps.add(batch, learnt)
         self._teacher.succeeded()
         self._finite.note_success(self._learner.steps)
         learnt |= metrics.of_samples(batch, version=self._version) | {"time/batch_wait": waited}
@@ -285,46 +272,61 @@ class TrainingLoop:
         learnt |= self._monitors.after_step(self._learner, learnt, version=self._version, replies=batch)
         self._waiting_since = time.perf_counter()
         self._curves.add(self._learner.steps, learnt)
-        self._pace.add_step(learnt["time/train_step"])
         _log_step(learnt, step=self._learner.steps, version=self._version)
         self._spans.send_step(self._learner.steps, batch, started=started)
         return True
 
     @property
-    def _complete(self) -> bool:
-        """Whether all steps are done, and in a version."""
-        return self._last_step_done and not self._unpublished_steps
+    def _version(self) -> int:
+        """The registered version that the learner was made of."""
+        return self._steps.parent
 
     @property
-    def _last_step_done(self) -> bool:
-        total = self._settings.trainer.total_steps
-        return total is not None and self._learner.steps >= total
-
-    @property
-    def _due(self) -> bool:
-        return self._last_step_done or self._unpublished_steps >= self._settings.trainer.save_interval
+    def _exact_version(self) -> int | None:
+        """The version that the learner is; None if it has made a step since."""
+        return None if self._steps.count else self._version
 
     # A version.
 
     def _publish(self) -> None:
-        self._publisher.states.report(self._curves)
-        started = time.time_ns()
+        """Publish all steps; where that is done behind the next ones, begin to."""
+        self._steps.begin(self._learner, self._curves)
+        self._end_publication()
+        self._waiting_since = time.perf_counter()
+
+    def _end_publication(self) -> None:
+        """If one has begun and is over."""
+        if not self._publisher.is_over:
+            return
         try:
-            version = self._publisher.publish(self._learner, self._unpublished, parent=self._version)
+            published = self._steps.end(self._learner, self._curves)
         except LeaseLost as error:  # The person of a row was erased: no version may be made of it.
             _log.warning("leases_lost", reason=str(error))
             return self._settle()
-        if version is None:
+        except ParentEnded:
+            _tell_why_back(self._ledger, self._version)
+            return self._settle()
+        if not published:
             self._stop.wait(self._settings.trainer.poll_interval)
-            return
-        self._version, consumed = version, len(self._unpublished)
-        self._unpublished.clear()
-        self._unpublished_steps = 0
-        self._spans.send_version(version, step=self._learner.steps, started=started)
-        self._curves.add(self._learner.steps, self._publisher.measured)
-        self._pace.end_version(self._epoch, consumed, publish_s=self._publisher.measured["time/save_checkpoint"])
-        self._examination.examine(self._learner, self._version)
-        self._waiting_since = time.perf_counter()
+        elif not self._steps.count:
+            self._examination.examine(self._learner, self._version)
+
+    def _publish_the_last(self) -> None:
+        """Before a stop: end what has begun, and publish the steps that waited for it."""
+        try:
+            self._publisher.wait()
+            self._end_publication()
+            if self._steps.are_due(self._learner) and not (self._away or self._learner.spoilt):
+                self._publish()
+                self._publisher.wait()
+                self._end_publication()
+        except LedgerUnavailable as error:
+            self._wait_for_the_database(error)
+
+
+def _is_async(settings: Settings) -> bool:
+    chosen = settings.trainer.async_save
+    return device_of(settings).type == "cuda" if chosen is None else chosen
 
 
 def _load(settings: Settings, ledger: Ledger, store: CheckpointStore, newest: Version, ranks: Ranks) -> Learner:

@@ -85,22 +85,23 @@ def _measure(size: str, folder: Path, options: argparse.Namespace, clock: Clock)
         size_bytes = snapshot.size_of_weights(learner)
         epoch = ledger.training.take_epoch("benchmark")
         publisher = Publisher(settings, ledger, CheckpointStore(settings.job_dir), epoch=epoch)
-        version = 0
+        version, measured = 0, dict[str, float]()
         for _ in range(options.versions):
-            if version and clock.remaining < 3 * publisher.measured["time/publish/registered"]:
+            if version and clock.remaining < 3 * measured["time/publish/registered"]:
                 break
             began = time.perf_counter()
-            found = publisher.publish(learner, [], parent=version)
-            if found is None:
+            publisher.begin(learner, [], steps=1, parent=version)
+            outcome = publisher.end(learner)
+            if outcome.version is None:
                 raise RuntimeError(f"there is no room: {shutil.disk_usage(folder).free / 1e9:.1f} GB are free")
-            version, took = found, time.perf_counter() - began
+            version, measured, took = outcome.version, outcome.measured, time.perf_counter() - began
             publisher.states.join()  # what prunes old versions
-            stages = [publisher.measured[f"time/publish/{stage}"] for stage in _STAGES]
+            stages = [measured[f"time/publish/{stage}"] for stage in _STAGES]
             cells = " | ".join(f"{each:.3f}" for each in stages)
             rate = size_bytes / stages[-1] / 1e9
             print(f"| {size} | {version} | {size_bytes / 1e9:.2f} GB | {cells} | {rate:.2f} |", flush=True)
             clock.say(f"{took:.2f} s in the foreground in all")
-        publisher.states.close()
+        publisher.close()
     finally:
         ledger.close()
 

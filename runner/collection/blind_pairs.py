@@ -3,15 +3,14 @@
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
+from urllib.parse import quote
 
 import httpx
 
-from tuneloop.runner.errors import LogRefused, ServiceRefused
-from tuneloop.runner.logs.exchange import json_lines
+from tuneloop.runner.errors import ServiceRefused
 from tuneloop.runner.rewards.chat_messages import ChatMessage, chat_messages
 from tuneloop.runner.rewards.reply import text_of
 
@@ -20,6 +19,8 @@ PairChoice = Literal["left", "right", "tie", "skip"]
 CHOICES: tuple[PairChoice, ...] = ("left", "right", "tie", "skip")
 
 _TIMEOUT_S = 120.0
+
+_PAGE = 100  # the most that a list of the service has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,16 +96,16 @@ class HumanPreferenceCollector:
         for version in versions:
             request = {**body, "model": f"{model}@{version}", "messages": turns}
             completion = self._post("/v1/chat/completions", request)
-            answers.append((_text_in(completion), str(completion["id"]), str(version)))
+            answers.append(_answer(completion, str(version)))
         return arrange(turns, answers[0], answers[1], seed=self._seed)
 
     def pair_of(self, a: str, b: str) -> BlindPair:
         """The pair of two replies that the service has stored, by their ids. They must answer one question."""
-        stored = [self._get(f"/v1/chat/completions/{each}") for each in (a, b)]
+        stored = [self._get(_path_of(each)) for each in (a, b)]
         turns = [self._messages(each) for each in (a, b)]
         if turns[0] != turns[1]:
             raise ServiceRefused(f"{a} and {b} do not answer the same question")
-        answers = [(_text_in(each), str(each["id"]), str(each.get("model"))) for each in stored]
+        answers = [_answer(each, str(each.get("model"))) for each in stored]
         return arrange(turns[0], answers[0], answers[1], seed=self._seed)
 
     def record(self, pair: BlindPair, choice: PairChoice) -> HumanPreference:
@@ -112,32 +113,47 @@ class HumanPreferenceCollector:
 
         Sent twice, it counts once.
         """
+        return self.send(self.preference(pair, choice))
+
+    def preference(self, pair: BlindPair, choice: PairChoice) -> HumanPreference:
+        """The same, without sending it. Raises ValueError for a choice that there is not."""
         if choice not in CHOICES:
             raise ValueError(f"choice: {choice!r} is none of {', '.join(CHOICES)}")
-        if choice in ("tie", "skip"):
-            return HumanPreference(pair_id=pair.pair_id, choice=choice, source=self._source)
+        made = HumanPreference(pair_id=pair.pair_id, choice=choice, source=self._source)
+        if pair.ids is None or choice in ("tie", "skip"):
+            return made
         better = 0 if choice == "left" else 1
-        if pair.ids is None:
-            return HumanPreference(pair_id=pair.pair_id, choice=choice, source=self._source)
-        preferred, rejected = pair.ids[better], pair.ids[1 - better]
-        feedback = {"msg_ids": [preferred], "preferred_over": rejected, "idempotency_key": f"prefer-{pair.pair_id}"}
-        self._post("/feedback", feedback | ({"source": self._source} if self._source else {}))
-        return HumanPreference(
-            pair_id=pair.pair_id,
-            choice=choice,
-            preferred=preferred,
-            rejected=rejected,
-            source=self._source,
-            sent=True,
-        )
+        return replace(made, preferred=pair.ids[better], rejected=pair.ids[1 - better])
+
+    def send(self, preference: HumanPreference) -> HumanPreference:
+        """Send a preference, in the name of who said it. One that names no replies is returned as it is."""
+        if preference.preferred is None:
+            return preference
+        feedback = {"msg_ids": [preference.preferred], "preferred_over": preference.rejected}
+        # The service tells what several people say under one key apart by their names.
+        feedback["idempotency_key"] = f"prefer-{preference.pair_id}"
+        self._post("/feedback", feedback | ({"source": preference.source} if preference.source else {}))
+        return replace(preference, sent=True)
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
 
     def _messages(self, reply_id: str) -> list[ChatMessage]:
-        listed = self._get(f"/v1/chat/completions/{reply_id}/messages?limit=100")["data"]
-        return chat_messages([{**each, "content": each.get("content_parts") or each.get("content")} for each in listed])
+        listed = [
+            {**each, "content": each.get("content_parts") or each.get("content")} for each in self._pages(reply_id)
+        ]
+        return chat_messages(listed)
+
+    def _pages(self, reply_id: str) -> Iterator[dict[str, Any]]:
+        after: dict[str, str] = {}
+        while True:
+            query = httpx.QueryParams({"limit": str(_PAGE), **after})
+            page = self._get(f"{_path_of(reply_id)}/messages?{query}")
+            yield from page["data"]
+            if not page.get("has_more"):
+                return
+            after = {"after": str(page["last_id"])}
 
     def _get(self, path: str) -> dict[str, Any]:
         return self._ask("GET", path)
@@ -149,52 +165,26 @@ class HumanPreferenceCollector:
         try:
             answer = self._client.request(method, self._url + path, json=body)
             read = answer.json()
-        except (httpx.HTTPError, ValueError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise ServiceRefused(f"the service does not answer: {error!r}") from None
         if not answer.is_success or not isinstance(read, dict):
             raise ServiceRefused.of_answer(answer.status_code, read)
         return read
 
 
-def _text_in(completion: Mapping[str, Any]) -> str:
-    """What the first choice said, and the tools that it called."""
-    message = completion["choices"][0]["message"]
-    calls = [each["function"] for each in message.get("tool_calls") or ()]
-    return "\n".join(
-        filter(None, [text_of(message.get("content")), *(f"[{each['name']}] {each['arguments']}" for each in calls)])
-    )
+def _path_of(reply_id: str) -> str:
+    return f"/v1/chat/completions/{quote(reply_id, safe=':')}"
 
 
-# Files, from which a session goes on after a break.
+def _answer(completion: Mapping[str, Any], version: str) -> tuple[str, str, str]:
+    """What the first choice said, and the tools that it called; the reply's id; the version."""
+    try:
+        message = completion["choices"][0]["message"]
+        calls = [f"[{each['name']}] {each['arguments']}" for each in _functions(message)]
+        return "\n".join(filter(None, [text_of(message.get("content")), *calls])), str(completion["id"]), version
+    except (LookupError, TypeError, AttributeError):
+        raise ServiceRefused(f"the service's answer is no chat completion: {str(completion)[:200]}") from None
 
 
-def read_pairs(path: Path) -> Iterator[BlindPair]:
-    """The pairs of a file of JSON lines. Raises LogRefused for a line that is none."""
-    for number, row in json_lines(path):
-        try:
-            tuples: dict[str, Any] = {name: _pair(row.get(name)) for name in ("texts", "ids", "versions")}
-            yield BlindPair(pair_id=str(row["pair_id"]), messages=tuple(row["messages"]), **tuples)
-        except (KeyError, TypeError, ValueError) as error:
-            raise LogRefused(f"{path}:{number}: not a pair: {error!r}") from None
-
-
-def read_preferences(path: Path) -> dict[str, HumanPreference]:
-    """What was said already, by pair; nothing if there is no file. Raises LogRefused."""
-    if not path.exists():
-        return {}
-    return {str(row["pair_id"]): HumanPreference(**row) for _, row in json_lines(path)}
-
-
-def append_lines(path: Path, rows: Iterable[BlindPair | HumanPreference]) -> None:
-    """Append rows to a file of JSON lines, each of them whole."""
-    with path.open("a", encoding="utf-8", errors="replace") as file:
-        for each in rows:
-            file.write(json.dumps(asdict(each), ensure_ascii=False) + "\n")
-
-
-def _pair(value: object) -> tuple[str, str] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list) or len(value) != 2:
-        raise ValueError("two are needed")
-    return str(value[0]), str(value[1])
+def _functions(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [each["function"] for each in message.get("tool_calls") or ()]

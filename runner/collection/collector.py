@@ -1,6 +1,5 @@
 """Collects runs as records while they happen."""
 
-import asyncio
 import inspect
 import sys
 import uuid
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.runner.collection.run_record import RECORD_FIELDS, RunRecord, write_records
+from tuneloop.runner.collection.thread_loops import run_in_thread_loop
 from tuneloop.runner.rewards.chat_messages import ChatMessage, chat_messages, plain_object
 
 #: An agent: takes what the user said, and returns a text, a message, a completion, or all messages of the run.
@@ -98,10 +98,10 @@ class DataCollector:
     ) -> RunRecord:
         """Run an agent on what a user said, and record it. Raises what the agent raises, and then records nothing.
 
-        An agent is a function of the text, or one of AgentScope, whose messages are read from its memory. Where an
-        event loop runs already, use `collect_async`.
+        An agent is a function of the text, or one of AgentScope, whose messages are read from its memory. Calls in one
+        thread share an event loop, so that it may keep its connections. Where one runs already, use `collect_async`.
         """
-        return asyncio.run(self.collect_async(agent, user_input, user_feedback, rewards))
+        return run_in_thread_loop(self.collect_async(agent, user_input, user_feedback, rewards))
 
     async def collect_async(
         self,

@@ -1,6 +1,5 @@
 """How well an agent uses tools: figures over records of its runs, each with its interval."""
 
-import asyncio
 import logging
 import re
 from collections import Counter
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 from tuneloop.runner.collection.collector import AgentLike, DataCollector
 from tuneloop.runner.collection.intervals import Estimated, mean_of, share_of
 from tuneloop.runner.collection.run_record import RunRecord
+from tuneloop.runner.collection.thread_loops import run_in_thread_loop
 from tuneloop.runner.rewards.components import same_json
 from tuneloop.runner.rewards.reply import Reply, ToolCall
 
@@ -74,7 +74,7 @@ class ToolUseEvaluator:
         A run that raises is counted, and the next one is made; the first of each kind is logged with its traceback.
         Raises ValueError for a case that is none, before any is run. In an event loop use `evaluate_async`.
         """
-        return asyncio.run(self.evaluate_async(agent, test_cases))
+        return run_in_thread_loop(self.evaluate_async(agent, test_cases))
 
     async def evaluate_async(self, agent: AgentLike, test_cases: Iterable[Mapping[str, Any]]) -> ToolUseReport:
         """The same in an event loop; an agent that is no coroutine function blocks it."""

@@ -1,12 +1,15 @@
 """A logged exchange, wherever it was read, and what the readers of files share."""
 
+import codecs
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tuneloop.runner.errors import LogRefused
+from tuneloop.runner.logs.broken import BrokenEntries
 from tuneloop.runner.rewards.chat_messages import ChatMessage
 
 _PREFIX = "tuneloop_"
@@ -44,24 +47,45 @@ class LoggedExchange:
         return self.messages + self.reply
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file with one a line, each with its line's number. Raises LogRefused, which names the line."""
+def json_lines(path: Path, broken: BrokenEntries | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file with one a line, each with its line's number, in UTF-8, or in UTF-16 if the file says so.
+
+    A line that is none is put to `broken`; without that, and for a file that cannot be read, it raises LogRefused.
+    """
+    unread = broken if broken is not None else BrokenEntries(strict=True)
     try:
-        with path.open(encoding="utf-8-sig") as file:
+        # Bytes that are no text are kept as surrogates, so that they spoil their line only.
+        with path.open(encoding=_encoding(path), errors="surrogateescape") as file:
             for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, _object(line, f"{path}:{number}")
+                if line.strip() and (read := _object(line, f"{path}:{number}", unread)) is not None:
+                    yield number, read
     except (OSError, UnicodeError) as error:
         raise LogRefused(f"{path}: {error}") from None
 
 
-def _object(line: str, where: str) -> dict[str, Any]:
+def _encoding(path: Path) -> str:
+    """Windows' shells redirect what a program writes as UTF-16."""
+    with path.open("rb") as file:
+        return "utf-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+
+
+def _object(line: str, where: str, broken: BrokenEntries) -> dict[str, Any] | None:
     try:
-        read = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise LogRefused(f"{where}: not JSON: {error}") from None
+        line.isascii() or line.encode()
+    except UnicodeEncodeError as error:
+        broken.add("not UTF-8", where, f"not UTF-8 at character {error.start}")
+        return None
+    try:
+        read = json.loads(line.rstrip())
+    except json.JSONDecodeError as error:
+        broken.add("not JSON", where, f"not JSON: {error.msg} at character {error.colno}")
+        return None
+    except (ValueError, RecursionError) as error:  # nested too deeply, or a number of too many digits
+        broken.add("not JSON", where, f"not JSON: {error}")
+        return None
     if not isinstance(read, dict):
-        raise LogRefused(f"{where}: a line must be a JSON object")
+        broken.add("not an object", where, "a line must be a JSON object")
+        return None
     return read
 
 
@@ -111,8 +135,14 @@ def optional_text(value: object) -> str | None:
 
 
 def optional_number(value: object) -> float | None:
-    """A number; None for anything else."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """A finite number; None for anything else."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _says_no(value: object) -> bool:

@@ -8,7 +8,8 @@ from urllib.parse import quote
 
 import httpx
 
-from tuneloop.runner.errors import LogRefused, ServiceRefused
+from tuneloop.runner.errors import ServiceRefused
+from tuneloop.runner.logs.broken import UNREADABLE, BrokenEntries
 from tuneloop.runner.logs.exchange import (
     LoggedExchange,
     conversation_of,
@@ -30,19 +31,21 @@ _PAGE = 100
 _TIMEOUT_S = 30.0
 
 
-def read_export(path: Path) -> Iterator[LoggedExchange]:
+def read_export(path: Path, broken: BrokenEntries | None = None) -> Iterator[LoggedExchange]:
     """The exchanges of an exported file of JSON lines: `experiences`, `sft`, `dpo` or `kto`, told by their fields.
 
-    Of `experiences` the newest correction of each choice counts, and rows without messages are left out. Raises
-    LogRefused for a line that is no row of these.
+    Of `experiences` the newest correction of each choice counts, and rows without messages are left out. A line that
+    is no row of these is put to `broken`; without that it raises LogRefused.
     """
+    unread = broken if broken is not None else BrokenEntries(strict=True)
     last: tuple[str, int] | None = None
     waiting: LoggedExchange | None = None
-    for number, row in json_lines(path):
+    for number, row in json_lines(path, unread):
         try:
             read, key = _of_row(row, str(path)), _key(row, number)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise LogRefused(f"{path}:{number}: not a row of an export: {error!r}") from None
+        except UNREADABLE as error:
+            unread.add("no row of an export", f"{path}:{number}", f"not a row of an export: {error!r}")
+            continue
         if waiting is not None and key != last:
             yield waiting
         waiting, last = read, key

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tuneloop.runner.errors import LogRefused
+from tuneloop.runner.logs.broken import UNREADABLE, BrokenEntries
 from tuneloop.runner.logs.exchange import (
     LoggedExchange,
     conversation_of,
@@ -23,18 +23,21 @@ _REQUESTS = ("request", "body", "input")
 _RESPONSES = ("response", "completion", "output")
 
 
-def read_openai_jsonl(path: Path) -> Iterator[LoggedExchange]:
-    """The exchanges of a file. Raises LogRefused for a line that is none, with its number.
+def read_openai_jsonl(path: Path, broken: BrokenEntries | None = None) -> Iterator[LoggedExchange]:
+    """The exchanges of a file. A line that is none is put to `broken`; without that it raises LogRefused.
 
     A line is an example to fine-tune with, {"messages": [..., the assistant's]}; a logged call, {"request": ...,
     "response": ...}, where a response may stand as {"body": ...}, as in the files of OpenAI's batches; or the request's
     and the response's fields in one object, {"messages": [...], "choices": [...]}.
     """
-    for number, row in json_lines(path):
+    unread = broken if broken is not None else BrokenEntries(strict=True)
+    for number, row in json_lines(path, unread):
         try:
-            yield _exchange(row, str(path))
-        except ValueError as error:
-            raise LogRefused(f"{path}:{number}: {error}") from None
+            exchange = _exchange(row, str(path))
+        except UNREADABLE as error:
+            unread.add("no exchange", f"{path}:{number}", error)
+        else:
+            yield exchange
 
 
 def _exchange(row: Mapping[str, Any], place: str) -> LoggedExchange:

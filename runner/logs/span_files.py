@@ -4,11 +4,13 @@ import json
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tuneloop.runner.errors import LogRefused
+from tuneloop.runner.logs.broken import UNREADABLE, BrokenEntries
 from tuneloop.runner.logs.exchange import LoggedExchange, json_lines
 from tuneloop.runner.logs.spans import GenAiSpan, exchange_of_span
 
@@ -17,6 +19,9 @@ _EventsBySpan = Mapping[tuple[str, str], list[tuple[str, dict[str, Any]]]]
 
 #: What the lines of a file are; a collector may write all of them into one.
 _SIGNALS = ("resourceSpans", "resourceLogs", "resourceMetrics")
+
+_SPANS = ("resourceSpans", "scopeSpans", "spans")
+_RECORDS = ("resourceLogs", "scopeLogs", "logRecords")
 
 _ERROR = 2  # OpenTelemetry's code of a span that failed
 
@@ -28,81 +33,125 @@ _STUDIO_NEEDS = {"traceId", "attributes"}
 _WHOLE = frozenset({"agentscope.function.input", "agentscope.function.output", "gen_ai.tool.call.arguments"})
 
 
-def read_otlp(path: Path) -> Iterator[LoggedExchange]:
+def read_otlp(path: Path, broken: BrokenEntries | None = None) -> Iterator[LoggedExchange]:
     """The chats in a file of OTLP as JSON: one object, or one a line, as the collector's file exporter writes them.
 
-    Events may be log records of the same file, which name their span. Raises LogRefused for a file that is neither.
+    Events may be log records of the same file, which name their span. An opt-out of any span holds for its trace. What
+    is neither, and a span that cannot be read, is put to `broken`; without that it raises LogRefused.
     """
-    place, events = str(path), _logged_events(path)
-    for where, batch in _batches(path):
-        try:
-            for span in _otlp_spans(batch, events):
-                exchange = exchange_of_span(span, source="otel", place=place)
-                if exchange is not None:
-                    yield exchange
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
-            raise LogRefused(f"{where}: {error!r}") from None
+    unread = broken if broken is not None else BrokenEntries(strict=True)
+    told = _read_ahead(path, unread)
+    for where, batch in _batches(path, _second_reading()):
+        for at, raw, resource in _leaves(batch, _SPANS, f"{where}: span", _second_reading()):
+            try:
+                span = _otlp_span(raw, resource, told.events)
+                exchange = exchange_of_span(span, source="otel", place=str(path))
+            except UNREADABLE as error:
+                unread.add("broken span", at, _sentence(error))
+                continue
+            if exchange is not None:
+                barred = span.trace_id in told.opted_out
+                yield replace(exchange, train=False) if barred else exchange
 
 
-def _batches(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for where, batch in _objects(path):
-        if not isinstance(batch, dict) or not any(isinstance(batch.get(each), list) for each in _SIGNALS):
-            raise LogRefused(f"{where}: none of {', '.join(_SIGNALS)}: this is not an OTLP file")
-        yield where, batch
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """What must be known of a whole file before its first span is: events that are log records, and opt-outs."""
+
+    events: _EventsBySpan
+    opted_out: frozenset[str]
 
 
-def _objects(path: Path) -> Iterator[tuple[str, Any]]:
+def _second_reading() -> BrokenEntries:
+    """For what was counted already when the file was read ahead."""
+    return BrokenEntries()
+
+
+def _sentence(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else repr(error)
+
+
+def _batches(path: Path, broken: BrokenEntries) -> Iterator[tuple[str, dict[str, Any]]]:
+    for where, batch in _objects(path, broken):
+        if isinstance(batch, dict) and any(isinstance(batch.get(each), list) for each in _SIGNALS):
+            yield where, batch
+        else:
+            broken.add("no OTLP", where, f"none of {', '.join(_SIGNALS)}: this is not an OTLP file")
+
+
+def _objects(path: Path, broken: BrokenEntries) -> Iterator[tuple[str, Any]]:
     try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeError) as error:
+        whole = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
         raise LogRefused(f"{path}: {error}") from None
     except (ValueError, RecursionError):
-        yield from ((f"{path}:{number}", batch) for number, batch in json_lines(path))
+        yield from ((f"{path}:{number}", batch) for number, batch in json_lines(path, broken))
         return
     yield from ((str(path), batch) for batch in (whole if isinstance(whole, list) else [whole]))
 
 
-def _logged_events(path: Path) -> _EventsBySpan:
-    """The events that stand as log records in the file, in the order of their time."""
+def _read_ahead(path: Path, broken: BrokenEntries) -> _Ahead:
     found: defaultdict[tuple[str, str], list[tuple[int, str, dict[str, Any]]]] = defaultdict(list)
-    for where, batch in _batches(path):
-        try:
-            for record in _log_records(batch):
+    opted_out: set[str] = set()
+    for where, batch in _batches(path, broken):
+        for at, record, _ in _leaves(batch, _RECORDS, f"{where}: log record", broken):
+            try:
                 fields = _attributes(record.get("attributes"))
                 name = record.get("eventName") or fields.get("event.name")
                 body = _value(record.get("body") or {})
                 if name and record.get("spanId"):
                     event = {**fields, **(body if isinstance(body, dict) else {})}
-                    at = int(record.get("timeUnixNano") or record.get("observedTimeUnixNano") or 0)
-                    found[str(record.get("traceId")), str(record["spanId"])].append((at, str(name), event))
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
-            raise LogRefused(f"{where}: {error!r}") from None
-    return {
-        span: [(name, fields) for _, name, fields in sorted(events, key=lambda each: each[0])]
-        for span, events in found.items()
+                    time = int(record.get("timeUnixNano") or record.get("observedTimeUnixNano") or 0)
+                    found[str(record.get("traceId")), str(record["spanId"])].append((time, str(name), event))
+            except UNREADABLE as error:
+                broken.add("broken log record", at, _sentence(error))
+        for _, raw, resource in _leaves(batch, _SPANS, f"{where}: span", broken):
+            with suppress(*UNREADABLE):  # counted where its messages are read
+                if not (span := _otlp_span(raw, resource, {})).may_train:
+                    opted_out.add(span.trace_id)
+    events = {
+        span: [(name, fields) for _, name, fields in sorted(listed, key=lambda each: each[0])]
+        for span, listed in found.items()
     }
+    return _Ahead(events, frozenset(opted_out))
 
 
-def _log_records(batch: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    for of_resource in batch.get("resourceLogs") or ():
-        for of_scope in of_resource.get("scopeLogs") or ():
-            yield from of_scope.get("logRecords") or ()
+def _leaves(
+    batch: Mapping[str, Any], names: tuple[str, str, str], where: str, broken: BrokenEntries
+) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """Each span or record, by its number in the batch, with the attributes of what wrote it."""
+    number = 0
+    for of_resource in _items(batch.get(names[0]), where, broken):
+        try:
+            resource = _attributes((of_resource.get("resource") or {}).get("attributes"))
+        except UNREADABLE as error:  # it may say that nothing of it must be trained on
+            broken.add("broken resource", where, _sentence(error))
+            continue
+        for of_scope in _items(of_resource.get(names[1]), where, broken):
+            for leaf in _items(of_scope.get(names[2]), where, broken):
+                number += 1
+                yield f"{where} {number}", leaf, resource
 
 
-def _otlp_spans(batch: Mapping[str, Any], logged: _EventsBySpan) -> Iterator[GenAiSpan]:
-    for of_resource in batch.get("resourceSpans") or ():
-        resource = _attributes((of_resource.get("resource") or {}).get("attributes"))
-        for of_scope in of_resource.get("scopeSpans") or ():
-            for span in of_scope.get("spans") or ():
-                yield GenAiSpan(
-                    span_id=str(span["spanId"]),
-                    trace_id=str(span["traceId"]),
-                    attributes=_attributes(span.get("attributes")),
-                    events=_events(span.get("events")) + logged.get((str(span["traceId"]), str(span["spanId"])), []),
-                    start=_seconds(span.get("startTimeUnixNano")),
-                    failed=(span.get("status") or {}).get("code") in {_ERROR, "STATUS_CODE_ERROR"},
-                    resource=resource,
-                )
+def _items(listed: object, where: str, broken: BrokenEntries) -> Iterator[Mapping[str, Any]]:
+    for each in listed if isinstance(listed, list) else []:
+        if isinstance(each, Mapping):
+            yield each
+        else:
+            broken.add("no OTLP", where, f"{each!r} is no object")
+
+
+def _otlp_span(raw: Mapping[str, Any], resource: Mapping[str, Any], logged: _EventsBySpan) -> GenAiSpan:
+    return GenAiSpan(
+        span_id=str(raw["spanId"]),
+        trace_id=str(raw["traceId"]),
+        attributes=_attributes(raw.get("attributes")),
+        events=_events(raw.get("events")) + logged.get((str(raw["traceId"]), str(raw["spanId"])), []),
+        start=_seconds(raw.get("startTimeUnixNano")),
+        failed=(raw.get("status") or {}).get("code") in {_ERROR, "STATUS_CODE_ERROR"},
+        resource=resource,
+        dropped=sum(int(raw.get(f"dropped{each}Count") or 0) for each in ("Attributes", "Events")),
+    )
 
 
 def _events(listed: object) -> list[tuple[str, dict[str, Any]]]:
@@ -125,30 +174,54 @@ def _value(value: Mapping[str, Any]) -> Any:
     return next(iter(value.values()), None)
 
 
-def read_studio(path: Path) -> Iterator[LoggedExchange]:
+def read_studio(path: Path, broken: BrokenEntries | None = None) -> Iterator[LoggedExchange]:
     """The chats in AgentScope Studio's database, an SQLite file with the table `span_table`; it is only read.
 
-    Raises LogRefused for a file without such a table.
+    An opt-out of any span holds for its trace. A span that cannot be read is put to `broken`; without that it raises
+    LogRefused, as for a file without such a table.
     """
+    unread = broken if broken is not None else BrokenEntries(strict=True)
+    opted_out = set()
+    for _, row in _studio_rows(path):
+        with suppress(*UNREADABLE):  # counted where its messages are read
+            if not (span := _studio_span(row)).may_train:
+                opted_out.add(span.trace_id)
+    for where, row in _studio_rows(path):
+        try:
+            span = _studio_span(row)
+            exchange = exchange_of_span(span, source="studio", place=str(path))
+        except UNREADABLE as error:
+            unread.add("broken span", where, _sentence(error))
+            continue
+        if exchange is not None:
+            yield replace(exchange, train=False) if span.trace_id in opted_out else exchange
+
+
+def _studio_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if not path.is_file():
         raise LogRefused(f"{path}: there is no such file")
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             database.row_factory = sqlite3.Row
+            database.text_factory = _text
             columns = {row["name"] for row in database.execute(f"PRAGMA table_info({_STUDIO_TABLE})")}
             if not columns >= _STUDIO_NEEDS:
                 raise LogRefused(f"{path}: no table {_STUDIO_TABLE} with {', '.join(sorted(_STUDIO_NEEDS))}")
             order = next((each for each in ("startTimeUnixNano", "startTime") if each in columns), "rowid")
-            for row in database.execute(f"SELECT * FROM {_STUDIO_TABLE} ORDER BY {order}, rowid"):
-                exchange = exchange_of_span(_studio_span(dict(row)), source="studio", place=str(path))
-                if exchange is not None:
-                    yield exchange
-    except (sqlite3.DatabaseError, ValueError, TypeError, AttributeError) as error:
-        raise error if isinstance(error, LogRefused) else LogRefused(f"{path}: {error}") from None
+            rows = database.execute(f"SELECT rowid AS place_, * FROM {_STUDIO_TABLE} ORDER BY {order}, rowid")
+            yield from ((f"{path}: {_STUDIO_TABLE} row {row['place_']}", dict(row)) for row in rows)
+    except sqlite3.DatabaseError as error:
+        raise LogRefused(f"{path}: {error}") from None
+
+
+def _text(stored: bytes) -> str:
+    """A damaged text spoils its row only: what is no UTF-8 in it makes no JSON, or a broken character."""
+    return stored.decode(errors="replace")
 
 
 def _studio_span(row: Mapping[str, Any]) -> GenAiSpan:
-    attributes = _flat(_json(row["attributes"]) or {})
+    stored = row["attributes"]
+    attributes = _flat((json.loads(stored) if isinstance(stored, str) else stored) or {})
     for column, name in (("operationName", "gen_ai.operation.name"), ("conversationId", "gen_ai.conversation.id")):
         if row.get(column):
             attributes.setdefault(name, row[column])
@@ -183,12 +256,12 @@ def _json(value: object) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
 def _seconds(nanoseconds: object) -> float | None:
     try:
         return int(str(nanoseconds)) / 1e9
-    except ValueError:
+    except (ValueError, OverflowError):
         return None

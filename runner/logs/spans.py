@@ -1,22 +1,27 @@
-"""Exchanges of OpenTelemetry's spans of generative AI, by its semantic conventions, new and old, and AgentScope's own.
+"""Exchanges of OpenTelemetry's spans of generative AI: its own conventions, new and old, and others'.
 
 A chat span tells its messages in `gen_ai.input.messages` and `gen_ai.output.messages` (attributes, or those of the
 event `gen_ai.client.inference.operation.details`), in events of the names `gen_ai.user.message`, `gen_ai.choice` and so
-on (before 1.37), in `gen_ai.prompt.0.content` and so on (OpenLLMetry), or, AgentScope's, in
-`agentscope.function.input`.
+on (before 1.37), in `gen_ai.prompt.0.content` and so on (OpenLLMetry), in `llm.input_messages.0.message.content` and so
+on (OpenInference), or, AgentScope's, in `agentscope.function.input`.
 """
 
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
-from tuneloop.runner.logs.exchange import LoggedExchange, may_train, objects, optional_text
+from tuneloop.runner.logs import openinference
+from tuneloop.runner.logs.exchange import LoggedExchange, labels_in, may_train, objects, optional_text
 from tuneloop.runner.rewards.chat_messages import ChatMessage, chat_messages, tool_call
+from tuneloop.runner.rewards.reply import text_of
 
 _CHATS = frozenset({"chat", "chat_model", "generate_content"})
 _MEDIA = frozenset({"uri", "blob", "file", "image", "audio", "video"})
+_OF_CHATS = ("gen_ai.", "llm.")
+_DROPPED = "of its attributes or events were left out when it was written"
 _DETAILS = "gen_ai.client.inference.operation.details"
 _EVENT = re.compile(r"gen_ai\.(system|user|assistant|tool)\.message").fullmatch
 _NUMBERED = re.compile(r"gen_ai\.(prompt|completion)\.(\d+)\.(.+)").fullmatch
@@ -24,7 +29,10 @@ _NUMBERED = re.compile(r"gen_ai\.(prompt|completion)\.(\d+)\.(.+)").fullmatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenAiSpan:
-    """A span: its attributes by their dotted names, and its events, each a name with attributes. Times in seconds."""
+    """A span: its attributes by their dotted names, and its events, each a name with attributes. Times in seconds.
+
+    `dropped` is how many attributes and events whoever wrote it left out.
+    """
 
     span_id: str
     trace_id: str
@@ -33,18 +41,44 @@ class GenAiSpan:
     start: float | None = None
     failed: bool = False
     resource: Mapping[str, Any] = field(default_factory=dict)
+    dropped: int = 0
+
+    @property
+    def may_train(self) -> bool:
+        """Whether nobody said no, on the span or on what wrote it."""
+        return may_train(self.attributes, {"metadata": self.metadata}, self.resource)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What OpenInference keeps as JSON text."""
+        try:
+            return _object(self.attributes.get("metadata"))
+        except (ValueError, RecursionError):
+            return {}
 
 
 def exchange_of_span(span: GenAiSpan, *, source: str, place: str) -> LoggedExchange | None:
-    """The exchange that a chat span tells of; None for other spans, and for one that was told no messages to keep."""
-    if span.attributes.get("gen_ai.operation.name", span.attributes.get("llm.request.type")) not in _CHATS:
+    """The exchange that a chat span tells of; None for other spans, and for one that was told no messages to keep.
+
+    Raises one of UNREADABLE for a chat of which what is told cannot be read, or is not whole.
+    """
+    kind = span.attributes.get("gen_ai.operation.name", span.attributes.get("llm.request.type"))
+    if kind not in _CHATS and not openinference.is_chat(span.attributes):
+        if span.dropped and kind is None and any(name.startswith(_OF_CHATS) for name in span.attributes):
+            raise ValueError(f"{span.dropped} {_DROPPED}: its kind is not known")
         return None
+    if span.dropped:
+        # Whoever writes it keeps 128 attributes by default, and a long conversation, flattened, has more. An opt-out
+        # may be among those that were left out.
+        raise ValueError(f"{span.dropped} {_DROPPED}: it is not whole")
     details: Mapping[str, Any] = next((fields for name, fields in span.events if name == _DETAILS), {})
     attributes = {**details, **span.attributes}
     question, reply = _messages(attributes, span.events)
     if not any(each["role"] == "user" for each in question):
         return None
-    run = optional_text(attributes.get("gen_ai.conversation.id")) or span.trace_id
+    named = ("gen_ai.conversation.id", "session.id")
+    run = next((found for name in named if (found := optional_text(attributes.get(name)))), span.trace_id)
+    models = ("gen_ai.request.model", "gen_ai.response.model", "llm.model_name")
     return LoggedExchange(
         source=source,
         place=place,
@@ -54,18 +88,18 @@ def exchange_of_span(span: GenAiSpan, *, source: str, place: str) -> LoggedExcha
         messages=tuple(question),
         reply=() if span.failed else tuple(reply[:1]),
         tools=_tools(attributes),
-        model=optional_text(attributes.get("gen_ai.request.model") or attributes.get("gen_ai.response.model")),
+        model=next((found for name in models if (found := optional_text(attributes.get(name)))), None),
         at=span.start,
         user=optional_text(attributes.get("user.id") or attributes.get("enduser.id")),
-        train=may_train(attributes, span.resource),
-        labels={"run_id": run},
+        train=span.may_train and may_train(details),
+        labels={"run_id": run} | labels_in(span.metadata),
     )
 
 
 def _messages(
     attributes: Mapping[str, Any], events: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> tuple[list[ChatMessage], list[ChatMessage]]:
-    """What was asked and what was answered, from whichever of the four ways was used."""
+    """What was asked and what was answered, from whichever of the five ways was used."""
     question, reply = _of_parts(attributes, "input"), _of_parts(attributes, "output")
     if question:
         return question, reply
@@ -73,12 +107,17 @@ def _messages(
     if given is not None:
         return _of_call(given), reply
     by_event = _of_events(events)
-    return by_event if by_event[0] else _of_numbered(attributes)
+    if by_event[0]:
+        return by_event
+    flat = _of_numbered(attributes)
+    if flat[0]:
+        return flat
+    return openinference.messages_of(attributes, "input"), openinference.messages_of(attributes, "output")
 
 
 def _of_parts(attributes: Mapping[str, Any], side: str) -> list[ChatMessage]:
     system = _parts(objects(attributes.get("gen_ai.system_instructions")), "system") if side == "input" else []
-    listed = objects(attributes.get(f"gen_ai.{side}.messages"))
+    listed = _objects_of(attributes, f"gen_ai.{side}.messages")
     return [message for message in system if message["content"]] + [
         message
         for each in listed
@@ -86,21 +125,40 @@ def _of_parts(attributes: Mapping[str, Any], side: str) -> list[ChatMessage]:
     ]
 
 
+def _objects_of(attributes: Mapping[str, Any], name: str) -> tuple[dict[str, Any], ...]:
+    """The objects of a list. Raises ValueError for a text that is no JSON: it was cut off."""
+    value = attributes.get(name)
+    if isinstance(value, str) and value.strip():
+        try:
+            json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"{name} is no JSON: {error}") from None
+    return objects(value)
+
+
 def _parts(parts: Sequence[Mapping[str, Any]], role: str, whole: Mapping[str, Any] | None = None) -> list[ChatMessage]:
     if not parts and whole is not None and isinstance(whole.get("content"), str):
         parts = [{"type": "text", "content": whole["content"]}]
-    calls = [tool_call(each.get("name"), each.get("arguments"), each.get("id")) for each in _kind(parts, "tool_call")]
-    results = [_result(each) for each in _kind(parts, "tool_call_response")]
-    thought = "\n".join(str(each.get("content", "")) for each in _kind(parts, "reasoning"))
-    texts = [str(each.get("content", "")) for each in _kind(parts, "text")]
-    texts += [f"[{each.get('modality') or each['type']}]" for each in parts if each.get("type") in _MEDIA]
     made: list[ChatMessage] = []
-    if texts or calls or thought or not results:
-        message: ChatMessage = {"role": role, "content": "".join(texts)}
-        message |= {"tool_calls": calls} if calls else {}
-        message |= {"reasoning_content": thought} if thought else {}
-        made.append(message)
-    return made + results
+    # AgentScope 2.x has a call, its result and what was said then in one message.
+    for is_result, group in groupby(parts, key=lambda each: each.get("type") == "tool_call_response"):
+        grouped = list(group)
+        made += map(_result, grouped) if is_result else [_message_of(grouped, role)]
+    return made or [{"role": role, "content": ""}]
+
+
+def _message_of(parts: Sequence[Mapping[str, Any]], role: str) -> ChatMessage:
+    calls = [tool_call(each.get("name"), each.get("arguments"), each.get("id")) for each in _kind(parts, "tool_call")]
+    thought = "\n".join(str(each.get("content", "")) for each in _kind(parts, "reasoning"))
+    texts = [
+        f"[{each.get('modality') or each['type']}]" if each.get("type") in _MEDIA else str(each.get("content", ""))
+        for each in parts
+        if each.get("type") in _MEDIA or each.get("type") == "text"
+    ]
+    message: ChatMessage = {"role": role, "content": "".join(texts)}
+    message |= {"tool_calls": calls} if calls else {}
+    message |= {"reasoning_content": thought} if thought else {}
+    return message
 
 
 def _kind(parts: Sequence[Mapping[str, Any]], kind: str) -> Iterator[Mapping[str, Any]]:
@@ -109,6 +167,9 @@ def _kind(parts: Sequence[Mapping[str, Any]], kind: str) -> Iterator[Mapping[str
 
 def _result(part: Mapping[str, Any]) -> ChatMessage:
     result = part.get("response", part.get("result", part.get("content")))
+    blocks = objects(result)  # AgentScope's, as JSON text
+    if blocks and all(isinstance(each.get("text"), str) for each in blocks):
+        result = text_of(blocks)
     text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
     return {"role": "tool", "content": text, "tool_call_id": str(part.get("id") or "")}
 
@@ -151,6 +212,9 @@ def _of_numbered(attributes: Mapping[str, Any]) -> tuple[list[ChatMessage], list
         if name := _NUMBERED(key):
             found[name[1]].setdefault(int(name[2]), {})[name[3]] = value
     sides = []
+    for side, numbers in found.items():
+        if set(numbers) != set(range(len(numbers))):
+            raise ValueError(f"gen_ai.{side} is not whole: it has {', '.join(map(str, sorted(numbers)[:5]))} only")
     for side, role in (("prompt", "user"), ("completion", "assistant")):
         ordered = [found[side][number] for number in sorted(found[side])]
         sides.append([message for each in ordered for message in chat_messages(_numbered_message(each, role))])
@@ -171,6 +235,8 @@ def _numbered_message(fields: Mapping[str, Any], role: str) -> ChatMessage:
 def _tools(attributes: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """The tools that were offered, as OpenAI has them: the conventions have them flat."""
     listed = objects(attributes.get("gen_ai.tool.definitions"))
+    if not listed:
+        return openinference.tools_of(attributes)
     return tuple(
         each
         if "function" in each

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from tuneloop.runner.rewards.reply import text_of
@@ -65,18 +66,19 @@ def tool_call(name: object, arguments: object, call_id: object = "") -> ChatMess
 
 
 def _split(message: ChatMessage) -> Iterator[ChatMessage]:
-    """The message of a role, and after or before it the results of tools among its blocks."""
+    """The message of a role, and the results of tools among its blocks, each a message of its own, in their order."""
     role, content = message["role"], message.get("content")
     blocks = [plain_object(each) for each in content if not isinstance(each, str)] if isinstance(content, list) else []
-    results = [each for each in blocks if each.get("type") == "tool_result"]
-    rest = [each for each in blocks if each.get("type") != "tool_result"]
-    if results and role != "assistant":
-        yield from map(_tool_message, results)
-        if not rest:
-            return
-    yield _own_part(message, role, rest if blocks else content)
-    if results and role == "assistant":
-        yield from map(_tool_message, results)
+    if not blocks:
+        yield _own_part(message, role, content)
+        return
+    for is_result, group in groupby(blocks, key=lambda each: each.get("type") == "tool_result"):
+        grouped = list(group)
+        if is_result:
+            yield from map(_tool_message, grouped)
+        else:
+            yield _own_part(message, role, grouped)
+            message = {"role": role}  # its own fields belong to the first part only
 
 
 def _own_part(message: ChatMessage, role: str, content: object) -> ChatMessage:

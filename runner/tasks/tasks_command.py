@@ -12,6 +12,7 @@ from tuneloop.runner.errors import JudgeError, LogRefused, ServiceRefused
 from tuneloop.runner.judging.endpoint import Endpoint
 from tuneloop.runner.judging.judge import Judge
 from tuneloop.runner.judging.rubric import Rubric
+from tuneloop.runner.logs.broken import BrokenEntries
 from tuneloop.runner.logs.exchange import LoggedExchange, json_lines
 from tuneloop.runner.logs.ledger_logs import read_export, read_stored_completions
 from tuneloop.runner.logs.openai_logs import read_openai_jsonl
@@ -34,7 +35,7 @@ from tuneloop.runner.tasks.task_set import ImportedTask, read_tasks, tasks_of, w
 
 _KEY = "OPENAI_API_KEY"
 
-_READERS: dict[str, Callable[[Path], Iterator[LoggedExchange]]] = {
+_READERS: dict[str, Callable[[Path, BrokenEntries], Iterator[LoggedExchange]]] = {
     "export": read_export,
     "openai": read_openai_jsonl,
     "otlp": read_otlp,
@@ -78,6 +79,7 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--first", action="store_true", help="only how conversations begin")
     parser.add_argument("--trust", type=float, metavar="REWARD", help="replies with such a reward are right answers")
     parser.add_argument("--near", type=float, default=0.8, help="share of common shingles of duplicates; 0: exact only")
+    parser.add_argument("--strict", action="store_true", help="write nothing if a line or a span cannot be read")
     parser.add_argument("--include-opted-out", action="store_true", help="also what must not be trained on")
     parser.add_argument("--rubric", type=Path, help="a judge keeps tasks by this rubric")
     parser.add_argument("--good", type=Path, help="a few tasks worth training on; with --bad: learn the rubric first")
@@ -114,14 +116,18 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _import(options: argparse.Namespace) -> None:
+    broken = {source: BrokenEntries(strict=options.strict) for source in options.sources}
     tasks, counts = tasks_of(
-        chain.from_iterable(map(_read, options.sources)),
+        chain.from_iterable(_read(source, broken[source]) for source in options.sources),
         keep=_filter(options),
         trust=options.trust,
         include_opted_out=options.include_opted_out,
     )
     once = deduplicate(tasks, near=options.near or None)
-    summary = [f"{counts.read} exchanges", f"{counts.opted_out} opted out", f"{counts.filtered} filtered"]
+    for line in chain.from_iterable(each.report() for each in broken.values()):
+        sys.stderr.write(f"left out: {line}\n")
+    summary = [f"{counts.read} exchanges", f"{sum(each.total for each in broken.values())} broken"]
+    summary += [f"{counts.opted_out} opted out", f"{counts.filtered} filtered"]
     summary += [f"{counts.without_question} without a question", f"{counts.tasks} tasks"]
     summary += [f"{len(once.exact)} exact and {len(once.near)} near duplicates"]
     kept: Sequence[ImportedTask] = once.kept
@@ -137,13 +143,19 @@ def _import(options: argparse.Namespace) -> None:
     _say([*summary, f"{write_tasks(options.to, kept)} written to {options.to}"])
 
 
-def _read(source: str) -> Iterator[LoggedExchange]:
+def _read(source: str, broken: BrokenEntries) -> Iterator[LoggedExchange]:
     kind, colon, place = source.partition(":")
     if kind == "service" and colon:
-        return read_stored_completions(place, api_key=os.environ.get("TUNELOOP_API_KEY"))
+        yield from read_stored_completions(place, api_key=os.environ.get("TUNELOOP_API_KEY"))
+        return
     if kind not in _READERS or not place:
         raise ValueError(f"--from {source}: write KIND:PATH; the kinds are {', '.join([*_READERS, 'service'])}")
-    return _READERS[kind](Path(place))
+    nothing = True
+    for exchange in _READERS[kind](Path(place), broken):
+        nothing = False
+        yield exchange
+    if nothing and broken.total:
+        raise LogRefused(f"--from {source}: nothing of it can be read: {next(broken.report())}")
 
 
 def _filter(options: argparse.Namespace) -> ExchangeFilter:

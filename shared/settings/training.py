@@ -16,6 +16,10 @@ class TrainerSettings(Section):
     save_interval: Positive = 1
     """Steps between two versions: every so many optimiser steps a version is published, and served from then on. 1:
     after each. _Train._"""
+    async_save: bool | None = None
+    """Publish a version [while the next steps are made](decisions/0073-published-behind-the-next-steps.md), from a copy
+    of its weights in main memory. One at a time: of steps that are faster than the disk, a version has more than
+    `save_interval`. Not where the trainer examines versions for the gate. null: on a GPU. _Train._"""
     state_interval: Positive = 1
     """Versions between two whose critic and optimiser are written, [behind the weights](operations.md#disk-and-memory);
     a clean stop writes them too. After a crash in between, training goes on with the newest weights and the critic and

@@ -5,10 +5,12 @@ from statistics import mean
 
 import httpx
 import pytest
+import yaml
 from sqlalchemy import Engine, make_url, select
 from sqlalchemy import create_engine as engine_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.hostile.listening import ANYWHERE, LOOPBACK, listening
 from tests.install.foreign import Foreign
 from tests.install.foreign import foreign as foreign
 from tests.loop.harness.agent import Agent
@@ -58,6 +60,13 @@ def settings_on_postgres(folder: Path, model: Path, postgres_url: str, database:
     return in_several_processes(write_settings(folder, model, buffer=buffer)), url
 
 
+def open_to_others(config: Path) -> None:
+    """Have the explorer listen on every address of this machine, whose engines and trainer must not."""
+    values = yaml.safe_load(config.read_text())
+    values["explorer"] |= {"listen_address": "0.0.0.0", "insecure": True}
+    config.write_text(yaml.safe_dump(values))
+
+
 def test_one_command_runs_the_whole_loop_and_the_next_goes_on_after_sigkill(
     model: Path, tmp_path: Path, postgres_url: str, foreign: Foreign
 ) -> None:
@@ -76,9 +85,16 @@ def test_one_command_runs_the_whole_loop_and_the_next_goes_on_after_sigkill(
     both.kill()
     wait_for(lambda: not any(alive(pid) for pid in brood), timeout_s=20, why=f"still alive: {brood}")
 
+    open_to_others(config)
     again = Service(config, "both", cwd=foreign.folder)
     try:
         again.wait_until_ready()
+        # Control process, worker, guard, engine, and the engine's own; trainer.
+        family = [again.process.pid, *descendants(again.process.pid)]
+        assert len(family) > 5
+        found = listening(family)
+        port = again.settings.explorer.proxy_port
+        assert {each for each in found if not each[1].startswith(LOOPBACK)} == {("tcp", ANYWHERE, port)}
         champion = ledger.versions.champion().version
         reply = httpx.post(
             f"{again.url}/v1/chat/completions",
@@ -124,6 +140,8 @@ def test_the_reward_rises(model: Path, tmp_path: Path) -> None:
         assert both.stop() == 0
 
 
+# While they start; above it is done while they work.
+@pytest.mark.soak
 def test_a_supervisor_that_is_killed_takes_everything_with_it(model: Path, tmp_path: Path) -> None:
     config = in_several_processes(write_settings(tmp_path, model))
     both = Service(config, "both")

@@ -21,7 +21,8 @@ FILES = Path(__file__).parents[1] / "fixtures" / "trinity"
 def filled_in(name: str, folder: Path, model: Path, *, compiled: bool = True) -> Path:
     text = (FILES / name).read_text()
     if not compiled:
-        text = text.replace("  rollout_model:\n", "  rollout_model:\n    enforce_eager: true\n")
+        section = "  rollout_model:\n"
+        text = text.replace(section, f"{section}    enforce_eager: true\n    single_process: true\n")
     path = folder / name
     path.write_text(text.replace("CHECKPOINT_ROOT_DIR", str(folder), 1).replace("/path/to/your/model", str(model)))
     return path

@@ -65,8 +65,8 @@ def test_numbers_grow_even_if_everything_that_was_trained_is_taken_back(settings
 class _RollingBack(Training):
     """Version 2 becomes the canary and is rolled back as soon as it is registered."""
 
-    def register(self, epoch, ids, *, step, publish):
-        version = super().register(epoch, ids, step=step, publish=publish)
+    def register(self, epoch, ids, *, step, publish, parent=None):
+        version = super().register(epoch, ids, step=step, publish=publish, parent=parent)
         if version == 2:
             self.versions.begin_canary(2, by="explorer", reason="a tenth")
             self.versions.roll_back(2, by="explorer", reason="worse")

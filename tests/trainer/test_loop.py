@@ -314,8 +314,8 @@ def test_what_is_erased_while_it_is_trained_on_is_in_no_version_and_training_goe
 class Rejecting(Training):
     """An explorer refuses the first version at once."""
 
-    def register(self, epoch, ids, *, step, publish):
-        version = super().register(epoch, ids, step=step, publish=publish)
+    def register(self, epoch, ids, *, step, publish, parent=None):
+        version = super().register(epoch, ids, step=step, publish=publish, parent=parent)
         if version == 1:
             self.versions.reject(version, "its probe differs")
         return version

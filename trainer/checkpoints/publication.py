@@ -1,13 +1,17 @@
 """How a version comes into the world: its weights on disk, then its name, then its row; or nothing.
 
-What only going on from it to the bit needs follows behind (state_writer.py).
+That takes longer than a step, so it may be done behind the steps that follow (docs/decisions/0073). What only going on
+from it to the bit needs follows behind the version (state_writer.py).
 """
 
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 from safetensors import SafetensorError
@@ -24,59 +28,167 @@ from tuneloop.shared.operations.diagnosis import DISK_FULL
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.checkpoints.copies import Copies
 from tuneloop.trainer.checkpoints.pruning import prune_by_settings
-from tuneloop.trainer.checkpoints.state_writer import PublishedVersion, StateWriter, is_full
+from tuneloop.trainer.checkpoints.snapshot import CapturedWeights
+from tuneloop.trainer.checkpoints.state_writer import PublishedVersion, StateToFollow, StateWriter, is_full
 from tuneloop.trainer.learner import Learner
 
 _log = structlog.get_logger()
 
 
-class Publisher:
-    """Publishes under one epoch. Where a checkpoint does not fit, that is an alarm, and another try later.
+class Outcome(NamedTuple):
+    """How a publication of so many `experiences` and `steps` ended. `version`: None if there was no room for it."""
 
-    `measured`: what the last version took, in seconds.
+    version: int | None
+    step: int
+    experiences: int
+    steps: int
+    began_ns: int
+    measured: Metrics
+
+
+class _Running(NamedTuple):
+    """A publication that has begun. `state`: None if it is to be taken of the learner when that is over."""
+
+    publication: "Publication"
+    work: Future[PublishedVersion]
+    state: StateToFollow | None
+    begun: Outcome
+
+
+class Publisher:
+    """Publishes under one epoch, one version at a time. `behind`: while training goes on.
+
+    Where a checkpoint does not fit, that is an alarm, and another try later.
     """
 
-    def __init__(self, settings: Settings, ledger: Ledger, store: CheckpointStore, *, epoch: int) -> None:
+    def __init__(
+        self, settings: Settings, ledger: Ledger, store: CheckpointStore, *, epoch: int, behind: bool = False
+    ) -> None:
         self._settings, self._ledger, self._store, self._epoch = settings, ledger, store, epoch
         self._alarm_may_be_open = True  # an earlier trainer's
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="publication") if behind else None
+        self._copies = Copies(snapshot.size_of_weights, snapshot.copy_weights)
+        self._prepared: Future[None] | None = None
+        self._running: _Running | None = None
         self.states = StateWriter(settings, ledger, store, epoch=epoch)
-        self.measured: Metrics = {}
 
-    def publish(self, learner: Learner, ids: Collection[int], *, parent: int) -> int | None:
-        """Publish and register the version after `parent`, made of the rows `ids`; None: there is no room for it.
+    def prepare(self, learner: Learner) -> None:
+        """Begin to make room for the copies of what a GPU holds: else the first version would wait for it."""
+        self.states.prepare(learner)
+        if self._pool is not None and self._prepared is None:
+            self._prepared = self._pool.submit(self._copies.prepare, learner)
 
-        Critic and optimiser follow in the background. Raises EnvironmentRefused if the disk refuses for another reason.
-        """
-        training, started = self._ledger.training, time.perf_counter()
+    @property
+    def steps_begun(self) -> int:
+        """The steps that the version which is being published is made of; 0 if there is none."""
+        return self._running.begun.steps if self._running else 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a publication has begun, and is done or has failed."""
+        return self._running is not None and self._running.work.done()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until the publication that has begun is over, if there is one."""
+        if self._running is not None:
+            wait_for([self._running.work], seconds)
+
+    def begin(self, learner: Learner, ids: Collection[int], *, steps: int, parent: int) -> None:
+        """Begin to publish the version after `parent`, made of the rows `ids` in so many steps; `end` ends it."""
+        assert self._running is None
+        started, began_ns = time.perf_counter(), time.time_ns()
         # Before the long work: a stale trainer stops here, a database that is away is noticed.
-        training.extend(self._epoch)
-        publication = Publication(self._settings, self._store, learner, epoch=self._epoch, parent=parent)
+        self._ledger.training.extend(self._epoch)
+        measured: Metrics = {}
+        weights = self._copy(learner, measured)
+        state = self.states.capture(learner) if weights else None
+        behind = weights is not None and not (state and state.is_live)
+        with _time_stage(measured, "probe"):
+            probe = snapshot.probe(learner, self._settings)
+        publication = Publication(
+            self._settings,
+            self._store,
+            weights or snapshot.weights_of(learner),
+            probe,
+            epoch=self._epoch,
+            parent=parent,
+        )
         if publication.space.missing:
             self._make_room()
+        work = self._submit(publication, ids, started) if behind else self._run(publication, ids, started)
+        measured["time/save_checkpoint"] = time.perf_counter() - started
+        begun = Outcome(None, learner.steps, len(ids), steps, began_ns, measured)
+        self._running = _Running(publication, work, state, begun)
+
+    def end(self, learner: Learner) -> Outcome:
+        """What came of the publication that is over; critic and optimiser follow in the background.
+
+        Raises EnvironmentRefused if the disk refuses for another reason than that it is full, and what the ledger does.
+        """
+        assert self._running is not None
+        (publication, work, state, begun), self._running = self._running, None
+        started = time.perf_counter()
         try:
-            published = publication.register(training, ids)
+            published = work.result()
         except LedgerUnavailable:
             if publication.placed is not None:  # It may be registered, and only the answer lost.
-                self.states.follow(learner, publication.placed)
+                self.states.follow(publication.placed, state or self.states.capture(learner))
             raise
         except DiskFull as error:
-            if self._ledger.alarms.raise_alarm(Alarm(name=DISK_FULL, reason=str(error), step=learner.steps)):
+            if self._ledger.alarms.raise_alarm(Alarm(name=DISK_FULL, reason=str(error), step=begun.step)):
                 _log.error("waiting_for_room", reason=str(error))
             self._alarm_may_be_open = True
-            return None
-        version, took = published.version, time.perf_counter() - started
-        self._note(version)  # Before the copy: explorers need not wait for that.
-        followed = self.states.follow(learner, published)
-        self.measured = {**publication.measured, "time/publish/registered": took, **followed}
-        self.measured["time/save_checkpoint"] = time.perf_counter() - started
+            return begun
+        version = published.version
+        state = state or self.states.capture(learner)
+        self.states.follow(published, state)
+        measured = begun.measured | publication.measured | state.measured
+        measured["time/save_checkpoint"] += time.perf_counter() - started
         if self._alarm_may_be_open and not self.states.full and self._ledger.alarms.clear(DISK_FULL):
             _log.info("disk_space_restored", version=version)
         self._alarm_may_be_open = self.states.full
-        _log.info("version_published", version=version, step=learner.steps, seconds=round(took, 3))
+        return begun._replace(version=version, measured=measured)
+
+    def close(self) -> None:
+        """Let the threads end, after what they are at."""
+        if self._pool is not None:
+            self._pool.shutdown()
+        self.states.close()
+
+    def _copy(self, learner: Learner, measured: Metrics) -> CapturedWeights | None:
+        if self._pool is None:
+            return None
+        if self._prepared is not None:
+            self._prepared.result()
+        with _time_stage(measured, "staged"):
+            copied = self._copies.of(learner)
+        if copied is None:
+            _log.warning("published_in_the_foreground", reason="there is no main memory for a copy of the weights")
+        return copied
+
+    def _submit(self, publication: "Publication", ids: Collection[int], started: float) -> Future[PublishedVersion]:
+        assert self._pool is not None
+        return self._pool.submit(self._register, publication, list(ids), started)
+
+    def _run(self, publication: "Publication", ids: Collection[int], started: float) -> Future[PublishedVersion]:
+        work: Future[PublishedVersion] = Future()
+        try:
+            work.set_result(self._register(publication, ids, started))
+        except Exception as error:  # noqa: BLE001 - `end` raises it.
+            work.set_exception(error)
+        return work
+
+    def _register(self, publication: "Publication", ids: Collection[int], started: float) -> PublishedVersion:
+        """In the thread, if there is one: explorers hear of a version as soon as it is registered."""
+        published = publication.register(self._ledger.training, ids)
+        took = publication.measured["time/publish/registered"] = time.perf_counter() - started
+        self._note(published.version)
+        _log.info("version_published", version=published.version, step=published.step, seconds=round(took, 3))
         for sentence in self._ledger.reports.imbalance():
-            _log.error("ledger_out_of_balance", reason=sentence, version=version)
-        return version
+            _log.error("ledger_out_of_balance", reason=sentence, version=published.version)
+        return published
 
     def _make_room(self) -> None:
         """Delete now what is otherwise deleted behind the next version."""
@@ -91,12 +203,19 @@ class Publisher:
 
 
 class Publication:
-    """The learner as it is now, about to become the version after `parent`."""
+    """What was captured of a learner, about to become the version after `parent`."""
 
     def __init__(
-        self, settings: Settings, store: CheckpointStore, learner: Learner, *, epoch: int, parent: int
+        self,
+        settings: Settings,
+        store: CheckpointStore,
+        weights: CapturedWeights,
+        probe: Probe,
+        *,
+        epoch: int,
+        parent: int,
     ) -> None:
-        self._settings, self._store, self._learner = settings, store, learner
+        self._settings, self._store, self._weights, self._probe = settings, store, weights, probe
         self._epoch, self._parent = epoch, parent
         #: The seconds of each stage.
         self.measured: Metrics = {}
@@ -106,17 +225,18 @@ class Publication:
     def register(self, training: Training, ids: Collection[int]) -> PublishedVersion:
         """Publish and register the next version, made of the rows `ids`.
 
-        Raises DiskFull if it does not fit, EnvironmentRefused if the disk does not take it for another reason.
+        Raises DiskFull if it does not fit, EnvironmentRefused if the disk does not take it for another reason, and what
+        Training.register raises.
         """
         staging: Path | None = None
         try:
             self._require_room()
             staging = self._store.stage(self._epoch)
-            with self._time_stage("weights"):
-                digests = snapshot.save_weights(self._learner, staging, base=self._settings.model.model_path)
+            with _time_stage(self.measured, "weights"):
+                digests = snapshot.save_weights(self._weights, staging, base=self._settings.model.model_path)
             put = self._seal(staging, training.next_version(), digests)
-            with self._time_stage("register"):
-                training.register(self._epoch, ids, step=self._learner.steps, publish=put)
+            with _time_stage(self.measured, "register"):
+                training.register(self._epoch, ids, step=self._weights.step, publish=put, parent=self._parent)
             assert self.placed is not None
             return self.placed
         except (OSError, SafetensorError) as error:
@@ -133,18 +253,16 @@ class Publication:
 
     def _seal(self, staging: Path, expected: int, digests: Mapping[Path, str]) -> Callable[[int], tuple[Path, str]]:
         """Bring all of `staging` to disk; what then gives it its name, and is quick if that is `expected`."""
-        with self._time_stage("probe"):
-            probe = snapshot.probe(self._learner, self._settings)
-        with self._time_stage("sync"):
+        with _time_stage(self.measured, "sync"):
             files = self._store.seal(staging, digests=digests)
             # Not within the transaction: a disk may be slower than the database is patient.
-            sha256 = self._store.describe(staging, self._manifest(expected, probe, files))
+            sha256 = self._store.describe(staging, self._manifest(expected, files))
 
         def put(version: int) -> tuple[Path, str]:
             same = version == expected
-            measured = sha256 if same else self._store.describe(staging, self._manifest(version, probe, files))
+            measured = sha256 if same else self._store.describe(staging, self._manifest(version, files))
             path = self._store.put(staging, version)
-            self.placed = PublishedVersion(version, path, measured, self._learner.steps)
+            self.placed = PublishedVersion(version, path, measured, self._weights.step)
             return path, measured
 
         return put
@@ -156,24 +274,25 @@ class Publication:
     @property
     def space(self) -> DiskSpace:
         """The room for what is registered."""
-        return measure_space(self._settings.job_dir, needed=snapshot.size_of_weights(self._learner))
+        return measure_space(self._settings.job_dir, needed=self._weights.size)
 
-    @contextmanager
-    def _time_stage(self, stage: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.measured[f"time/publish/{stage}"] = time.perf_counter() - started
-
-    def _manifest(self, version: int, probe: Probe, files: tuple[File, ...]) -> Manifest:
+    def _manifest(self, version: int, files: tuple[File, ...]) -> Manifest:
         return Manifest(
             version=version,
             parent=self._parent,
-            step=self._learner.steps,
+            step=self._weights.step,
             epoch=self._epoch,
             base_model=str(self._settings.model.model_path),
             created_at=time.time(),
             dtype=self._settings.trainer_dtype,
-            probe=probe,
+            probe=self._probe,
             files=files,
             kind="lora" if self._settings.model.lora.rank else "full",
         )
+
+
+@contextmanager
+def _time_stage(measured: Metrics, stage: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    measured[f"time/publish/{stage}"] = time.perf_counter() - started

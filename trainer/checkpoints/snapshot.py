@@ -66,6 +66,17 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     baselines: dict[str, Moments] = {}
 
 
+class CapturedWeights(NamedTuple):
+    """What is served after `step`, and what says how training goes on from it."""
+
+    step: int
+    actor: Actor
+    tensors: Mapping[str, Tensor]
+    generator: Tensor
+    counters: bytes
+    size: int
+
+
 class CapturedState(NamedTuple):
     """What going on to the bit needs besides the weights: the tensors of the optimisers' files, and of the critic."""
 
@@ -111,25 +122,49 @@ def _has_critic(state: Path) -> bool:
 
 def save(learner: Learner, folder: Path, *, base: Path) -> None:
     """Write all of the learner into the empty `folder`; tokenizer and configuration are copied from `base`."""
-    save_weights(learner, folder, base=base)
+    save_weights(weights_of(learner), folder, base=base)
     save_state(state_of(learner), folder, base=base)
 
 
-def save_weights(learner: Learner, folder: Path, *, base: Path) -> dict[Path, str]:
+def weights_of(learner: Learner) -> CapturedWeights:
+    """The learner's own tensors: they change with its next step."""
+    updates = {f"{name}_updates": optimizer.updates for name, optimizer in learner.optimizers.items()}
+    counters = Counters(
+        steps=learner.steps, critic_since=learner.critic_since, **updates, baselines=dict(learner.baselines)
+    )
+    return CapturedWeights(
+        step=learner.steps,
+        actor=learner.actor,
+        tensors=learner.actor.tensors(),
+        generator=learner.generator.get_state(),
+        counters=msgspec.json.encode(counters),
+        size=size_of_weights(learner),
+    )
+
+
+def copy_weights(learner: Learner, room: Room) -> CapturedWeights:
+    """A copy, in memory that `room` makes; what comes from a GPU may still be on its way."""
+    weights, copied = weights_of(learner), dict[int, Tensor]()
+    tensors = {}
+    for name, tensor in weights.tensors.items():
+        place = tensor.data_ptr()  # Tied weights are one tensor by two names, and are to stay so.
+        if place not in copied:
+            copied[place] = room(name, tensor).copy_(tensor, non_blocking=True)
+        tensors[name] = copied[place]
+    return weights._replace(tensors=tensors)
+
+
+def save_weights(weights: CapturedWeights, folder: Path, *, base: Path) -> dict[Path, str]:
     """Write what is served, and the counters, into the empty `folder`; returns the sha256 of the large files."""
     actor, state = folder / ACTOR, folder / TRAINER_STATE
     with TensorFiles() as files:
         with files.saving():
-            learner.actor.save(actor)
+            weights.actor.save(actor, weights.tensors)
         if not (actor / ADAPTER_CONFIG).exists():
             _copy_companions(base, actor)
         state.mkdir()
-        files.write({"generator": learner.generator.get_state()}, state / RANDOM)
-        updates = {f"{name}_updates": optimizer.updates for name, optimizer in learner.optimizers.items()}
-        counters = Counters(
-            steps=learner.steps, critic_since=learner.critic_since, **updates, baselines=dict(learner.baselines)
-        )
-        (state / COUNTERS).write_bytes(msgspec.json.encode(counters))
+        files.write({"generator": weights.generator}, state / RANDOM)
+        (state / COUNTERS).write_bytes(weights.counters)
         return files.digests()
 
 

@@ -11,9 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 import structlog
-import torch
 from safetensors import SafetensorError
-from torch import Tensor
 
 from tuneloop.shared.checkpoints.manifest import StateManifest
 from tuneloop.shared.checkpoints.store import CheckpointStore
@@ -22,12 +20,11 @@ from tuneloop.shared.errors import DiskFull, LedgerError
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.shared.operations.diagnosis import DISK_FULL
-from tuneloop.shared.settings.hardware import free_memory
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.trackers import CurveWriter
 from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.checkpoints.pinned_memory import PinnedMemory
+from tuneloop.trainer.checkpoints.copies import Copies
 from tuneloop.trainer.checkpoints.pruning import prune_by_settings
 from tuneloop.trainer.checkpoints.snapshot import CapturedState
 from tuneloop.trainer.learner import Learner
@@ -36,9 +33,6 @@ _log = structlog.get_logger()
 
 #: A writer that is about to be done is waited for, rather than that a state is skipped.
 _PATIENCE_S = 0.2
-
-#: Memory that stays free beside a copy, as a part of it.
-_SLACK = 0.25
 
 
 class PublishedVersion(NamedTuple):
@@ -50,6 +44,18 @@ class PublishedVersion(NamedTuple):
     step: int
 
 
+class StateToFollow(NamedTuple):
+    """What is to be written behind a version. `state`: None if none is due, or the writer is busy.
+
+    `is_live`: the learner's own tensors, which change with its next step.
+    """
+
+    state: CapturedState | None
+    size: int
+    is_live: bool
+    measured: Metrics
+
+
 class StateWriter:
     """One thread, one state at a time: a version that comes while it is busy is published without."""
 
@@ -58,7 +64,7 @@ class StateWriter:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="state")
         self._work: Future[None] | None = None
         self._measured: SimpleQueue[tuple[int, Metrics]] = SimpleQueue()
-        self._copies = PinnedCopies()
+        self._copies = Copies(snapshot.size_of_state, snapshot.copy_state)
         self._prepared: Future[None] | None = None
         self._last: PublishedVersion | None = None
         self._written = self._since = 0
@@ -70,38 +76,43 @@ class StateWriter:
         if self._prepared is None:
             self._prepared = self._pool.submit(self._copies.prepare, learner)
 
-    def follow(self, learner: Learner, published: PublishedVersion) -> Metrics:
-        """Take a copy of the state of a version just published, if one is due, and write it while training goes on."""
-        self._last, self._since = published, self._since + 1
-        due = self._since >= self._settings.trainer.state_interval
-        if self._is_busy():
-            if due:
-                _log.warning("state_skipped", version=published.version, reason="the one before is still written")
-            return {"state/skipped": float(due)}
+    def capture(self, learner: Learner) -> StateToFollow:
+        """Take a copy of the state of the version that is about to be published, if one is due.
+
+        Of a learner for whose copy there is no room it is the state itself, if one process has all of it.
+        """
+        due, size = self._since + 1 >= self._settings.trainer.state_interval, snapshot.size_of_state(learner)
         if not due:
-            self._work = self._pool.submit(self._run, published, None)
-            return {}
-        started, size = time.perf_counter(), snapshot.size_of_state(learner)
+            return StateToFollow(None, size, is_live=False, measured={})
+        if self._is_busy():
+            _log.warning("state_skipped", step=learner.steps, reason="the one before is still written")
+            return StateToFollow(None, size, is_live=False, measured={"state/skipped": 1.0})
+        started = time.perf_counter()
         if self._prepared is not None:
             self._prepared.result()
-        state = self._copies.of(learner, size=size)
-        if state is None and learner.ranks.size > 1:
-            return {"state/skipped": 1.0}
-        live = state or snapshot.state_of(learner)
+        state = self._copy(learner)
+        is_live = state is None and learner.ranks.size == 1
+        if state is None and not is_live:  # No process has all of it, so that none can write it.
+            return StateToFollow(None, size, is_live=False, measured={"state/skipped": 1.0})
         measured = {"state/skipped": 0.0, "time/publish/copy": time.perf_counter() - started}
-        self._work = self._pool.submit(self._run, published, live, size)
-        if state is None:  # It changes with the next step.
+        return StateToFollow(state or snapshot.state_of(learner), size, is_live, measured)
+
+    def follow(self, published: PublishedVersion, captured: StateToFollow) -> None:
+        """Write what was captured for a version that is registered now, while training goes on, and prune."""
+        self._last, self._since = published, self._since + 1
+        if captured.state is None and self._is_busy():
+            return
+        self._work = self._pool.submit(self._run, published, captured.state, captured.size)
+        if captured.is_live:
             self.join()
-        return measured
 
     def finish(self, learner: Learner | None, version: int, curves: CurveWriter) -> None:
         """Before a clean stop at `version`, which `learner` is: write its state now, if that was skipped or not due."""
         self.join()
         if learner and self._last is not None and self._last.version == version != self._written:
             size = snapshot.size_of_state(learner)
-            if learner.ranks.size == 1:
-                self._run(self._last, snapshot.state_of(learner), size)
-            elif (state := self._copies.of(learner, size=size)) is not None:
+            state = snapshot.state_of(learner) if learner.ranks.size == 1 else self._copy(learner)
+            if state is not None:
                 self._run(self._last, state, size)
         self.report(curves)
 
@@ -134,6 +145,13 @@ class StateWriter:
                 found.append(self._measured.get_nowait())
             except Empty:
                 return found
+
+    def _copy(self, learner: Learner) -> CapturedState | None:
+        state = self._copies.of(learner)
+        if state is None:
+            event = "state_not_kept" if learner.ranks.size > 1 else "state_written_in_the_foreground"
+            _log.warning(event, reason="there is no main memory for a copy of it")
+        return state
 
     def _is_busy(self) -> bool:
         if self._work is None:
@@ -195,47 +213,6 @@ class StateWriter:
             raise
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-
-
-class PinnedCopies:
-    """Copies of a state in main memory. Those of a GPU's tensors are pinned, and written over by the next."""
-
-    def __init__(self) -> None:
-        self._memory = PinnedMemory()
-        self._buffers: dict[str, Tensor] = {}
-
-    def prepare(self, learner: Learner) -> None:
-        """Make room for the copies, if the state is on a GPU and there is that much memory."""
-        device, size = learner.actor.network.device, snapshot.size_of_state(learner)
-        if device.type != "cuda" or not _has_memory_for(size):
-            return
-        largest = max(each.numel() for each in learner.actor.network.parameters())
-        with torch.cuda.device(device):
-            self._memory.reserve(size, largest=4 * largest)
-
-    def of(self, learner: Learner, *, size: int) -> CapturedState | None:
-        """A copy that is complete; None if there is no room for one of `size` bytes."""
-        if not self._buffers and not self._memory.holds(size) and not _has_memory_for(size):
-            several = learner.ranks.size > 1  # None of them has all of it, so that none can write it in the foreground.
-            reason = "there is no main memory for a copy of it"
-            _log.warning("state_not_kept" if several else "state_written_in_the_foreground", reason=reason)
-            return None
-        device = learner.actor.network.device
-        on_gpu = device.type == "cuda"
-        copied = snapshot.copy_state(learner, self._pin if on_gpu else snapshot.allocate_on_cpu)
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        return copied
-
-    def _pin(self, place: str, like: Tensor) -> Tensor:
-        held = self._buffers.get(place)
-        if held is None or held.shape != like.shape or held.dtype != like.dtype:
-            held = self._buffers[place] = self._memory.take(like)
-        return held
-
-
-def _has_memory_for(size: int) -> bool:
-    return free_memory() >= size * (1 + _SLACK)
 
 
 def is_full(error: Exception) -> bool:

@@ -34,15 +34,16 @@ class Examination:
 
     def __init__(self, settings: Settings, ledger: Ledger, *, again_s: float = _AGAIN_S) -> None:
         self._settings, self._ledger, self._again_s = settings, ledger, again_s
-        self._wanted = settings.gate.mode != "off" and evaluator_of(settings) is Evaluator.TRAINER
-        tasks = tasks_of(settings.monitor.evaluation) if self._wanted else []
+        #: Whether versions are examined here, each while the learner is that version.
+        self.wanted = settings.gate.mode != "off" and evaluator_of(settings) is Evaluator.TRAINER
+        tasks = tasks_of(settings.monitor.evaluation) if self.wanted else []
         self._held_out = HeldOut(settings, tasks) if tasks else None
         self._fingerprint = fingerprint(tasks, settings.monitor.evaluation)
         self._not_before = 0.0
 
     def examine(self, learner: Learner, version: int) -> None:
         """Record the figures of `version`, which the learner is, and of the champion, if they are not there yet."""
-        if not self._wanted or time.monotonic() < self._not_before:
+        if not self.wanted or time.monotonic() < self._not_before:
             return
         champion = self._ledger.versions.champion()
         found, before = self._figures(version), self._figures(champion.version)

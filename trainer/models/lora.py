@@ -6,7 +6,7 @@ The adapter is of the type of the weights that it is added to, so that it is ser
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Self
@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tuneloop.shared.checkpoints.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -55,11 +55,14 @@ class AdaptedActor(Actor):
             actor._restore(lora, folder)
         return actor
 
-    def save(self, folder: Path) -> None:
+    def tensors(self) -> dict[str, Tensor]:
+        """The adapter's weights, as peft names them."""
+        return {_saved_name(name): each.detach().contiguous() for name, each in self._adapter().items()}
+
+    def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write the adapter into `folder`, and the base model's place."""
         folder.mkdir(parents=True)
-        tensors = {_saved_name(name): each.detach().contiguous() for name, each in self._adapter().items()}
-        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        save_file(dict(tensors), folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         # As peft writes it, but with its sets in order: the same adapter is the same bytes.
         config = self._config.to_dict()  # type: ignore[no-untyped-call]
         document = {name: sorted(each) if isinstance(each, set) else each for name, each in config.items()}

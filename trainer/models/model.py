@@ -114,9 +114,13 @@ class Actor:
         """Within, it computes with the weights that engines have."""
         return nullcontext()
 
-    def save(self, folder: Path) -> None:
-        """Write weights and configuration into `folder`."""
-        self.network.save_pretrained(folder, max_shard_size=_SHARD)
+    def tensors(self) -> dict[str, Tensor]:
+        """What `save` writes: the weights, not a copy of them."""
+        return dict(self.network.state_dict())
+
+    def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write `tensors`, or a copy of them, and the configuration into `folder`."""
+        self.network.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=_SHARD)
 
     def _features(self, batch: Batch, group: SequenceGroup | None) -> "Features":
         """Before each reply token, the hidden state if the head makes logits of it, else the logits."""

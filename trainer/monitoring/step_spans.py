@@ -33,10 +33,11 @@ class StepSpans:
         """The steps since the last version are undone."""
         self._steps = []
 
-    def send_version(self, version: int, *, step: int, started: int) -> None:
-        """Of a version that is registered now and began to be published at `started`."""
+    def send_version(self, version: int, *, step: int, steps: int, started: int) -> None:
+        """Of a version of the first so many steps, registered now, that began to be published at `started`."""
         if self._tracing is None:
             return
         about: dict[str, str | int] = {"tuneloop.version": version, "tuneloop.step": step}
-        place, steps, self._steps = span_of_version(self._experiment, version), self._steps, []
-        self._tracing.send(FinishedSpan("version", place, started, time.time_ns(), about, links=steps))
+        links, self._steps = self._steps[:steps], self._steps[steps:]
+        place = span_of_version(self._experiment, version)
+        self._tracing.send(FinishedSpan("version", place, started, time.time_ns(), about, links=links))

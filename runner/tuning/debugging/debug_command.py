@@ -15,6 +15,7 @@ import httpx
 from tuneloop.runner.errors import ExtraMissing, TuneRefused
 from tuneloop.runner.models.bound_model import CallDefaults, CallsEndpoint, ModelEndpoint
 from tuneloop.runner.models.run import Run
+from tuneloop.runner.rewards.visible_text import visible
 from tuneloop.runner.tasks.dataset import DatasetConfig
 from tuneloop.runner.tuning.debugging.one_run import DebugReport, debug_run, load_function
 
@@ -158,4 +159,4 @@ def _defaults(options: argparse.Namespace, name: str) -> CallDefaults:
 
 
 def _print(report: DebugReport) -> None:
-    print("\n".join(report.lines()))
+    print(visible("\n".join(report.lines()), sys.stdout.encoding))

@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, and_, exists, func, insert, select, update
 
-from tuneloop.shared.errors import LeaseLost, StaleEpoch
+from tuneloop.shared.errors import LeaseLost, ParentEnded, StaleEpoch
 from tuneloop.shared.evaluation.off_policy import HeldOutReply
 from tuneloop.shared.experience import Sample, State, VersionAction, VersionState
 from tuneloop.shared.ledger.recording.outcomes import too_late_for
@@ -121,16 +121,25 @@ class Training(LedgerPart):
         return 1 + (self._read(_newest_number())[0][0] or 0)
 
     def register(
-        self, epoch: int, ids: Collection[int], *, step: int, publish: Callable[[int], tuple[Path, str]]
+        self,
+        epoch: int,
+        ids: Collection[int],
+        *,
+        step: int,
+        publish: Callable[[int], tuple[Path, str]],
+        parent: int | None = None,
     ) -> int:
-        """Register the next version and mark what it was trained on, or do neither.
+        """Register the next version, made of `parent`, and mark what it was trained on; or do neither.
 
         `publish(version)` puts the checkpoint in its place and returns its path and the sha256 of its manifest; it runs
         inside the transaction, so that a trainer that was overtaken can never put one there. Raises LeaseLost, and
-        publishes nothing, if any of the rows is not leased under the epoch any more.
+        publishes nothing, if any of the rows is not leased under the epoch any more; ParentEnded if `parent` was
+        rejected or rolled back.
         """
         with self._write() as connection:
             _fence(connection, epoch)
+            if parent is not None and (newest := _newest_version(connection)) != parent:
+                raise ParentEnded(f"version {parent} was trained on, training goes on from version {newest}")
             version = 1 + (connection.execute(_newest_number()).scalar() or 0)
             leased = 0
             for portion in portions(ids):

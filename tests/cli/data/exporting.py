@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
-
 from tests.factories import exchange, experience, feedback
 from tuneloop.cli.data.export import ExportRequest, export
 from tuneloop.cli.data.export_formats import Format
@@ -46,5 +44,7 @@ def exported(ledger: Ledger, to: Path, format_: Format, **but: Any) -> list[dict
 
 def loaded(file: Path) -> list[dict[str, Any]]:
     kind = "parquet" if file.suffix == ".parquet" else "json"
+    import datasets  # takes seconds, of every run that collects these tests
+
     found = datasets.load_dataset(kind, data_files=str(file), split="train", cache_dir=str(file.parent / "cache"))
     return list(found)

@@ -4,10 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
+import httpx
 import pytest
 
 import examples.email_search.main as email_search
@@ -16,11 +17,11 @@ import examples.math_agent.main as math_agent
 import examples.werewolf.both_sides as both_sides
 import examples.werewolf.main as werewolf
 from benchmarks.learning import agents
-from examples.email_search.world import Mailbox
 from examples.math_agent.world import Problems
-from examples.tasks.dialogue import Task
 from examples.worlds.schooling import Schooling
 from examples.worlds.start import Beginner, start_model
+from tests.loop.harness.bare_engine import KEY, engine_on, put_weights, url_of
+from tests.loop.harness.services import free_port
 
 Means = Mapping[str, float]
 
@@ -42,46 +43,67 @@ GOALS: Mapping[str, Callable[[Means, Means], bool]] = {
 NOTHING = Beginner(is_tied=True, hidden=32, layers=1, schooling=Schooling(early_steps=1, late_steps=0, batch=1))
 
 
+#: What the examples have their model served as.
+NAMES = ("email_search", "json_format", "math_agent", "werewolf")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return start_model(Problems(), NOTHING, tmp_path_factory.mktemp("start"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory, start: Path) -> Iterator[httpx.Client]:
+    """One that all examples of one model attach to: to start it takes longer than the step that they make."""
+    arguments = ["--served-model-name", *NAMES, "--api-key", KEY, "--max-model-len", "4096", "--enable-scale-out"]
+    folder = tmp_path_factory.mktemp("engine")
+    with engine_on(free_port(), folder, start, dtype="bfloat16", engine_args=arguments) as client:
+        yield client
+
+
+@pytest.fixture
+def attached(engine: httpx.Client, start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The services that tune() starts find the engine in their environment, with the weights of the start model."""
+    put_weights(engine, start)
+    section = "TUNELOOP__EXPLORER__ROLLOUT_MODEL"
+    monkeypatch.setenv(f"{section}__ENGINE_URLS", json.dumps([url_of(engine)]))
+    monkeypatch.setenv(f"{section}__ENGINE_KEY", KEY)
+    monkeypatch.setattr("examples.worlds.warmup.share_right", lambda *_: 0.0)
+
+
 @pytest.mark.vllm
+@pytest.mark.usefixtures("attached")
 @pytest.mark.parametrize(
     "example",
     [
         email_search,
         json_format,
-        # These two make a step below, the one in the environment of its framework, the other with both sides trained.
+        # It makes a step below, in the environment of its framework.
         pytest.param(math_agent, marks=pytest.mark.soak),
-        pytest.param(werewolf, marks=pytest.mark.soak),
+        werewolf,
     ],
     ids=lambda each: each.NAME,
 )
 def test_an_example_makes_a_step_with_a_model_that_was_taught_nothing(
-    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    example: ModuleType, start: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(example, "BEGINNER", NOTHING)
-    monkeypatch.setattr("examples.worlds.warmup.share_right", lambda *_: 0.0)
-    example.main([*GIVEN, "--dir", str(tmp_path / "run"), "--start", str(tmp_path / "start")])
+    example.main([*GIVEN, "--model", str(start), "--dir", str(tmp_path / "run")])
     require_a_step(tmp_path / "run")
 
 
 @pytest.mark.vllm
+@pytest.mark.usefixtures("attached")
 @pytest.mark.parametrize(
-    ("example", "place", "world"),
-    [
-        ("math_agent", "agentscope2", Problems()),
-        ("langchain_agent", "langchain", Problems()),
-        ("openai_agents", "agents", Mailbox()),
-    ],
-    ids=lambda each: each if isinstance(each, str) else "",
+    ("example", "place"),
+    [("math_agent", "agentscope2"), ("langchain_agent", "langchain"), ("openai_agents", "agents")],
 )
 def test_an_example_makes_a_step_in_the_environment_of_its_framework(
-    example: str, place: str, world: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    example: str, place: str, start: Path, tmp_path: Path
 ) -> None:
     """The runner alone is in that environment; the service's command is found in PATH."""
     python = ROOT / ".venv" / "clients" / place / "bin" / "python"
     if not python.exists():
         pytest.skip(f"{place} is not installed: run scripts/install-clients")
-    monkeypatch.setattr("examples.worlds.warmup.share_right", lambda *_: 0.0)
-    start = start_model(world, NOTHING, tmp_path, seed=0)
     (tmp_path / "links" / "tuneloop").mkdir(parents=True)
     (tmp_path / "links" / "tuneloop" / "runner").symlink_to(ROOT / "runner")
     environment = {
@@ -104,6 +126,8 @@ def require_a_step(folder: Path) -> None:
     assert [step for step, _ in summary["curve"]] == [1]
 
 
+# Two of all that a service has. What each of several models is trained on is tested with doubles of their services.
+@pytest.mark.soak
 @pytest.mark.vllm
 def test_both_sides_of_a_game_are_trained_by_services_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

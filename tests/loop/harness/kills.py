@@ -177,7 +177,7 @@ def _settings(folder: Path, engine_port: int, database: str | None) -> Path:
     values = yaml.safe_load(config.read_text())
     values["model"]["served_model_name"] = MODEL
     values["explorer"]["rollout_model"] = {"engine_urls": [f"http://127.0.0.1:{engine_port}"], "dtype": "float32"}
-    values["trainer"] |= {"save_interval": STEPS_PER_VERSION, "max_checkpoints_to_keep": 20}
+    values["trainer"] |= {"save_interval": STEPS_PER_VERSION, "max_checkpoints_to_keep": 20, "async_save": True}
     config.write_text(yaml.safe_dump(values))
     return config
 

@@ -13,8 +13,8 @@ from tests.loop.harness.crowd import Load
 USERS = [f"user-{number}" for number in range(40)]
 
 _LANES = 6
-#: Without it, the load leaves the engines no processor to take up versions.
-_THOUGHT_S = 0.05
+#: Much less, and the load leaves the engines no processor to take up versions.
+_THOUGHT_S = 0.2
 _SPREAD = (-0.1, 0.0, 0.1)
 
 

@@ -51,7 +51,8 @@ def publish(settings: Settings, ledger: Ledger, steps: int) -> Path:
     for step in range(steps):
         learner.step([sample(10 * step + each) for each in range(8)])
     epoch = ledger.training.take_epoch("by hand")
-    publication = Publication(settings, CheckpointStore(settings.job_dir), learner, epoch=epoch, parent=0)
+    weights, probe = snapshot.weights_of(learner), snapshot.probe(learner, settings)
+    publication = Publication(settings, CheckpointStore(settings.job_dir), weights, probe, epoch=epoch, parent=0)
     version = publication.register(ledger.training, []).version
     wait_for(lambda: ledger.versions.canary() is not None, timeout_s=120, why=f"version {version} is not tried")
     return CheckpointStore(settings.job_dir).path(version) / "actor"

@@ -116,7 +116,9 @@ class OnVllm(Stage):
         if scrambled:
             scramble(learner)
         epoch = self.ledger.training.take_epoch("by hand")
-        publication = Publication(settings, store, learner, epoch=epoch, parent=parent)
+        publication = Publication(
+            settings, store, snapshot.weights_of(learner), snapshot.probe(learner, settings), epoch=epoch, parent=parent
+        )
         return publication.register(self.ledger.training, []).version
 
     def distances(self, version: int) -> list[float]:

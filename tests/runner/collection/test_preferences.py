@@ -1,7 +1,14 @@
 """Somebody chooses between two answers."""
 
 import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +17,10 @@ import pytest
 from tests.doubles.engine import MODEL, EngineDouble
 from tests.explorer.running import RunningExplorer
 from tests.runner.logs.writing import write_lines
-from tuneloop.runner import HumanPreferenceCollector, ServiceRefused
-from tuneloop.runner.collection.blind_pairs import arrange, read_pairs
+from tuneloop.runner import HumanPreferenceCollector, LogRefused, ServiceRefused
+from tuneloop.runner.collection.blind_pairs import HumanPreference, arrange
 from tuneloop.runner.collection.prefer_command import main
+from tuneloop.runner.collection.preference_files import append_line, read_pairs, read_preferences
 
 ASKED = [{"role": "user", "content": "3+4="}]
 NEW = "Seven, of course."
@@ -83,6 +91,18 @@ def test_stored_replies_are_a_pair_if_they_answer_one_question(answering: Runnin
     collector.close()
 
 
+def test_long_conversations_are_compared_whole(answering: RunningExplorer) -> None:
+    turns = [{"role": ("user", "assistant")[at % 2], "content": str(at)} for at in range(102)]
+    ends = [[*turns, {"role": "user", "content": end}] for end in ("3+4=", "3+4=", "9+9=")]
+    ids = [answering.chat(messages=each).json()["id"] for each in ends]
+    answering.until_flushed()
+    collector = HumanPreferenceCollector(answering.url)
+    assert list(collector.pair_of(ids[0], ids[1]).messages) == ends[0]
+    with pytest.raises(ServiceRefused, match="the same question"):
+        collector.pair_of(ids[0], ids[2])
+    collector.close()
+
+
 # The command.
 
 
@@ -117,11 +137,11 @@ def test_somebody_chooses_and_goes_on_later(
     count = len(answering.exchanges())
     assert main(command, ask=typing("2")) == 0
     assert "2 preferences, 1 ties, 0 skipped, 1 left" in capsys.readouterr().out
-    assert (tmp_path / "said.jsonl.pairs").read_text() == pairs
-    assert len(answering.exchanges()) == count, "nothing is sampled again"
+    assert (tmp_path / "said.jsonl.pairs").read_text().startswith(pairs)
+    assert len(answering.exchanges()) == count + 2, "nothing is sampled again"
     assert len(preferences(answering)) == 2
-    rows = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
-    assert [each["choice"] for each in rows] == ["left", "tie", "right"]
+    chosen = read_preferences(tmp_path / "said.jsonl").values()
+    assert [(each.choice, each.sent) for each in chosen] == [("left", True), ("tie", False), ("right", True)]
 
 
 def test_pairs_are_made_for_a_page(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,6 +163,179 @@ def test_replies_may_be_given(answering: RunningExplorer, tmp_path: Path) -> Non
     options = ["--service", answering.url, "--to", str(tmp_path / "said"), "--replies", str(replies)]
     assert main(options, ask=typing("1")) == 0
     assert sorted(preferences(answering)[0][:2]) == sorted(ids)
+
+
+def test_a_question_is_put_before_the_next_is_answered(answering: RunningExplorer, command: list[str]) -> None:
+    counts = []
+
+    def ask(prompt: str) -> str:
+        answering.until_flushed()
+        counts.append(len(answering.exchanges()))
+        return "s" if len(counts) < 3 else "q"
+
+    before = len(answering.exchanges())
+    assert main(command, ask=ask) == 0
+    assert counts == [before + 2, before + 4, before + 6]
+
+
+def test_two_people_choose_of_the_same_pairs(
+    answering: RunningExplorer, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command, ask=typing("1", "1", "s", "t")) == 0
+    command[command.index("ann")] = "bob"
+    assert main(command, ask=typing("1", "t", "q")) == 0
+    assert capsys.readouterr().out.endswith("1 preferences, 1 ties, 0 skipped, 2 left\n")
+    rows = preferences(answering)
+    assert [source for _, _, source in rows] == ["ann", "ann", "bob"]
+    assert rows[0][:2] == rows[2][:2]
+
+
+def test_other_versions_answer_the_same_questions(
+    answering: RunningExplorer, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command, ask=typing(*"ssss")) == 0
+    command[command.index("--versions") + 1] = "1"
+    count = len(answering.exchanges())
+    assert main(command, ask=typing()) == 0
+    answering.until_flushed()
+    assert len(answering.exchanges()) == count + 8
+    assert capsys.readouterr().out.endswith("0 preferences, 4 ties, 4 skipped, 0 left\n")
+
+
+def test_what_was_chosen_while_the_service_was_away_is_sent_later(
+    answering: RunningExplorer, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--only-pairs"]) == 0
+    away = [*command, "--service", "http://127.0.0.1:9"]
+    assert main(away, ask=typing("1")) == 1
+    assert "said.jsonl, and sent when the command goes on" in capsys.readouterr().err
+    assert main(command, ask=typing("q")) == 0
+    assert "1 preferences, 0 ties, 0 skipped, 3 left" in capsys.readouterr().out
+    assert len(preferences(answering)) == 1
+
+
+def test_what_was_sent_before_a_crash_counts_once(
+    answering: RunningExplorer, command: list[str], tmp_path: Path
+) -> None:
+    assert main(command, ask=typing("1", "q")) == 0
+    said = tmp_path / "said.jsonl"
+    chosen, sent = said.read_bytes().splitlines(keepends=True)
+    for written in (chosen, chosen + sent[:1], chosen + sent[:-9]):
+        said.write_bytes(written)
+        assert main(command, ask=typing("q")) == 0
+        assert [each.sent for each in read_preferences(said).values()] == [True]
+    assert len(preferences(answering)) == 1
+
+
+def test_what_the_service_never_takes_stops_nobody(
+    answering: RunningExplorer, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = arrange([{"role": "user", "content": "?"}], ("A", "chatcmpl-no", "0"), ("B", "chatcmpl-other", "1"))
+    write_lines(tmp_path / "said.jsonl.pairs", [pair.to_dict()])
+    assert main(command, ask=typing("1", "1", "q")) == 1
+    read = capsys.readouterr()
+    assert "not taken: chatcmpl-" in read.err
+    assert "2 preferences, 0 ties, 0 skipped, 3 left" in read.out
+    assert len(preferences(answering)) == 1
+
+
+def test_answers_cannot_command_the_terminal(
+    answering: RunningExplorer, doubles: list[EngineDouble], command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for each in doubles:
+        each.says["global_step_1"] = "\x1b]0;mine\x07\x1b[2Jgone\r\n--- 2\n\u202eolleh"
+    assert main(command, ask=typing("q")) == 0
+    out = capsys.readouterr().out
+    assert r"\x1b[2Jgone" in out
+    assert r"\u202eolleh" in out
+    assert not {"\x1b", "\x07", "\r", "\u202e"} & set(out)
+    assert out.count("\n--- 2\n") == 1
+
+
+INTERRUPTIBLE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever starts the tests in the background ignores it
+from tuneloop.runner.collection.prefer_command import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_ctrl_c_while_an_answer_is_awaited_is_no_traceback(tmp_path: Path) -> None:
+    questions = write_lines(tmp_path / "questions.jsonl", [{"question": "3+4="}])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(300)
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        options = ["--service", url, "--to", tmp_path / "x", "--questions", questions, "--source", "ann"]
+        command = [sys.executable, "-c", INTERRUPTIBLE, *options, "--model", "m", "--versions", "0", "1"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            connection, _ = server.accept()
+            with connection:
+                process.send_signal(signal.SIGINT)
+                _, err = process.communicate()
+    assert process.returncode == 130
+    assert err.strip() == f"stopped: what was chosen is in {tmp_path / 'x'}, and the same command goes on"
+
+
+def test_a_user_without_a_name_is_asked_for_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 987_654_321)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--service", "http://127.0.0.1:9", "--to", str(tmp_path / "x")])
+    assert "--source: the system has no name" in capsys.readouterr().err
+
+
+# Its files.
+
+
+PAIR = arrange(ASKED, ("A", "id-a", "0"), ("B", "id-b", "1"))
+CHOICE_ROW = {"pair_id": "p", "choice": "tie"}
+CHOICE = HumanPreference(pair_id=PAIR.pair_id, choice="left", preferred="é", rejected="id-b", source="ann")
+
+
+def test_a_last_line_that_was_cut_off_was_never_written(tmp_path: Path) -> None:
+    file = tmp_path / "said.jsonl"
+    append_line(file, CHOICE)
+    whole = file.read_bytes()
+    append_line(file, replace(CHOICE, source="bob"))
+    longer = file.read_bytes()
+    for end in range(len(whole), len(longer) - 1):
+        file.write_bytes(longer[:end])
+        assert read_preferences(file) == {(PAIR.pair_id, "ann"): CHOICE}
+        append_line(file, replace(CHOICE, source="eve"))
+        assert [source for _, source in read_preferences(file)] == ["ann", "eve"]
+    file.write_bytes(longer[:-1])
+    append_line(file, replace(CHOICE, source="eve"))
+    assert [source for _, source in read_preferences(file)] == ["ann", "bob", "eve"]
+
+
+def test_pairs_are_read_as_they_were_written(tmp_path: Path) -> None:
+    file = tmp_path / "pairs"
+    assert list(read_pairs(file)) == []
+    append_line(file, PAIR)
+    with file.open("ab") as torn:
+        torn.write(file.read_bytes()[:-20])
+    assert list(read_pairs(file)) == [PAIR]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"pair_id": "p", "choice": "left", "colour": "red"}, "'colour' is none of choice, pair_id"),
+        ({"choice": "left"}, "it needs a pair_id"),
+        ({"pair_id": "p", "choice": "both"}, "a choice of left, right, tie, skip"),
+        ({"pair_id": "p", "choice": ["left"]}, "a choice of left"),
+        ({"pair_id": "p", "choice": "left", "source": {}}, "not a preference"),
+        ([], "a line must be a JSON object"),
+    ],
+)
+def test_a_line_that_is_no_preference_is_named(tmp_path: Path, row: Any, words: str) -> None:
+    file = write_lines(tmp_path / "said.jsonl", [CHOICE_ROW, row])
+    with pytest.raises(LogRefused, match=re.escape(words)) as caught:
+        read_preferences(file)
+    assert str(caught.value).startswith(f"{file}:2: ")
 
 
 @pytest.mark.parametrize(("options", "words"), [([], "name --questions"), (["--model", "t"], "name --questions")])

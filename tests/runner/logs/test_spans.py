@@ -54,6 +54,16 @@ def test_the_current_conventions_are_read(tmp_path: Path) -> None:
     assert read.conversation == f"c/{'a' * 32}"
 
 
+def test_what_agentscope_2_has_in_one_message_is_in_its_order(tmp_path: Path) -> None:
+    """A call, its result (blocks as JSON text) and what was said then are parts of one message of the assistant's."""
+    blocks = [{"type": "text", "text": "Berlin", "id": "85e4", "finished_at": None}]
+    result = {"type": "tool_call_response", "id": "c1", "response": json.dumps(blocks)}
+    parts = [*ASKED[1]["parts"], result, *SAID[0]["parts"], {"type": "tool_call_response", "id": "c2", "response": "5"}]
+    asked = [ASKED[0], {"role": "assistant", "name": "solver", "parts": parts}, ASKED[0]]
+    [read] = of_otlp(tmp_path, {"id": "s1", "attributes": CHAT | {"gen_ai.input.messages": json.dumps(asked)}})
+    assert read.messages == (*READ, ANSWER, {"role": "tool", "content": "5", "tool_call_id": "c2"}, USER)
+
+
 def test_attributes_need_not_be_text(tmp_path: Path) -> None:
     structured = {"gen_ai.input.messages": ASKED, "gen_ai.output.messages": SAID}
     [read] = of_otlp(tmp_path, {"id": "s1", "attributes": CHAT | structured})

@@ -110,6 +110,19 @@ def test_anthropic_blocks() -> None:
     assert made[1] == {"role": "tool", "content": "no such mail", "tool_call_id": "c1", "is_error": True}
 
 
+def test_what_stands_in_one_message_stays_in_its_order() -> None:
+    use = {"type": "tool_use", "id": "c1", "name": "search", "input": {"q": "invoice"}}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": "no such mail"}
+    said = [use, result, {"type": "text", "text": "Nothing."}]
+    made = chat_messages({"role": "assistant", "content": said, "reasoning_content": "Hm."})
+    assert [(each["role"], each["content"]) for each in made] == [
+        ("assistant", ""),
+        ("tool", "no such mail"),
+        ("assistant", "Nothing."),
+    ]
+    assert [each.get("reasoning_content") for each in made] == ["Hm.", None, None]
+
+
 def test_images_stay_parts() -> None:
     parts = [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {"url": "data:x"}}]
     assert chat_messages({"role": "user", "content": parts})[0]["content"] == parts

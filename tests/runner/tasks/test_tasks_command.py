@@ -45,7 +45,7 @@ def test_logs_become_tasks(run: Run, log: Path, tmp_path: Path) -> None:
     code, said = run("import", "--from", f"openai:{log}", "--to", to)
     assert (code, said) == (
         0,
-        "4 exchanges, 1 opted out, 0 filtered, 0 without a question, 3 tasks, 1 exact and 0 near duplicates, "
+        "4 exchanges, 0 broken, 1 opted out, 0 filtered, 0 without a question, 3 tasks, 1 exact and 0 near duplicates, "
         f"2 written to {to}\n",
     )
     assert [(each["question"], each["answer"]) for each in rows(to)] == [
@@ -53,6 +53,30 @@ def test_logs_become_tasks(run: Run, log: Path, tmp_path: Path) -> None:
         ("Cancel order 7.", "On its way."),
     ]
     assert rows(to)[0]["provenance"]["place"] == str(log)
+
+
+def test_what_cannot_be_read_is_left_out_counted_and_named(run: Run, log: Path, tmp_path: Path) -> None:
+    to = tmp_path / "tasks.jsonl"
+    log.write_text(f"{{\n{log.read_text()}[]\n")
+    code, said = run("import", "--from", f"openai:{log}", "--to", to)
+    assert (code, len(rows(to))) == (0, 2)
+    assert said.startswith("4 exchanges, 2 broken, 1 opted out")
+    assert f"left out: 1 not JSON: {log}:1: not JSON: " in said
+    assert f"left out: 1 not an object: {log}:6: " in said
+
+
+def test_a_strict_import_writes_nothing_if_a_line_cannot_be_read(run: Run, log: Path, tmp_path: Path) -> None:
+    log.write_text(f"{log.read_text()}[]\n")
+    code, said = run("import", "--from", f"openai:{log}", "--to", tmp_path / "t", "--strict")
+    assert (code, said) == (1, f"{log}:5: a line must be a JSON object\n")
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_source_of_which_nothing_can_be_read_is_refused(run: Run, log: Path, tmp_path: Path) -> None:
+    code, said = run("import", "--from", f"otlp:{log}", "--to", tmp_path / "t")
+    assert code == 1
+    assert said.startswith(f"--from otlp:{log}: nothing of it can be read: 4 no OTLP: {log}:1: ")
+    assert not (tmp_path / "t").exists()
 
 
 def test_an_opt_out_is_overruled_by_who_says_so(run: Run, log: Path, tmp_path: Path) -> None:

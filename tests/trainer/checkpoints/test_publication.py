@@ -46,7 +46,9 @@ def test_a_version_that_the_disk_does_not_take_leaves_nothing(settings, ledger, 
     epoch = ledger.training.take_epoch("t")
     commit(ledger, [sample(i) for i in range(4)])
     rows = ledger.training.lease(epoch, 4, BatchPolicy())
-    publication = Publication(chosen, store(chosen.job_dir), snapshot.load(chosen, None), epoch=epoch, parent=0)
+    learner = snapshot.load(chosen, None)
+    weights, probe = snapshot.weights_of(learner), snapshot.probe(learner, chosen)
+    publication = Publication(chosen, store(chosen.job_dir), weights, probe, epoch=epoch, parent=0)
     with refusal:
         publication.register(ledger.training, [row.id for row in rows])
     assert [each.version for each in ledger.versions.all()] == [0]
@@ -57,9 +59,9 @@ def test_a_version_that_the_disk_does_not_take_leaves_nothing(settings, ledger, 
 class _Attentive(StateWriter):
     """Remembers what explorers had been told when it began."""
 
-    def follow(self, learner, published):
+    def capture(self, learner):
         self.known = registered_in(self._settings.job_dir).version
-        return super().follow(learner, published)
+        return super().capture(learner)
 
 
 def test_explorers_hear_of_a_version_before_critic_and_optimiser_are_copied(settings, ledger):
@@ -68,8 +70,10 @@ def test_explorers_hear_of_a_version_before_critic_and_optimiser_are_copied(sett
     epoch, store = ledger.training.take_epoch("t"), CheckpointStore(chosen.job_dir)
     publisher = Publisher(chosen, ledger, store, epoch=epoch)
     publisher.states = _Attentive(chosen, ledger, store, epoch=epoch)
-    assert publisher.publish(snapshot.load(chosen, None), [], parent=0) == 1
-    publisher.states.close()
+    learner = snapshot.load(chosen, None)
+    publisher.begin(learner, [], steps=0, parent=0)
+    assert publisher.end(learner).version == 1
+    publisher.close()
     assert publisher.states.known == 1
 
 

@@ -125,7 +125,7 @@ def test_the_newest_state_stays_until_a_newer_version_has_one(trained, ledger):
     assert not is_weights_only(first.path)
     writer = StateWriter(trained, ledger, store, epoch=7)
     (second.path / "critic").rename(second.path.with_name("aside"))
-    writer.follow(snapshot.resume(trained, second.path, first.path), _published(trained, ledger))
+    writer.follow(_published(trained, ledger), writer.capture(snapshot.resume(trained, second.path, first.path)))
     writer.join()
     assert not is_weights_only(second.path)
     prune(store, ledger.versions, keep=5)
@@ -138,7 +138,7 @@ def test_a_disk_without_room_for_the_state_keeps_the_version_and_raises_an_alarm
     _without_state(second.path)
     store = _StateDiskFull(trained.job_dir)
     writer = StateWriter(trained, ledger, store, epoch=7)
-    writer.follow(snapshot.resume(trained, second.path, None), _published(trained, ledger))
+    writer.follow(_published(trained, ledger), writer.capture(snapshot.resume(trained, second.path, None)))
     writer.join()
     [alarm] = ledger.alarms.all()
     assert alarm.name == "disk_full"
@@ -153,7 +153,7 @@ def test_a_thread_that_is_overtaken_changes_nothing(trained, ledger):
     second = ledger.versions.get(2)
     _without_state(second.path)
     writer = StateWriter(trained, ledger, _Overtaken(trained.job_dir), epoch=7)
-    writer.follow(snapshot.resume(trained, second.path, None), _published(trained, ledger))
+    writer.follow(_published(trained, ledger), writer.capture(snapshot.resume(trained, second.path, None)))
     writer.join()
     assert is_weights_only(second.path)
     assert writer.drain()[0][1]["state/skipped"] == 1
@@ -167,8 +167,12 @@ def test_a_state_that_comes_too_early_is_skipped_and_written_at_a_clean_stop(tra
         (each.path / "critic").rename(each.path / "aside")
     store = _Slow(trained.job_dir)
     writer, learner = StateWriter(trained, ledger, store, epoch=7), snapshot.resume(trained, second.path, None)
-    assert writer.follow(learner, _published(trained, ledger, 1))["state/skipped"] == 0
-    assert writer.follow(learner, _published(trained, ledger, 2)) == {"state/skipped": 1.0}
+    captured = writer.capture(learner)
+    assert captured.measured["state/skipped"] == 0
+    writer.follow(_published(trained, ledger, 1), captured)
+    skipped = writer.capture(learner)
+    assert skipped.measured == {"state/skipped": 1.0}
+    writer.follow(_published(trained, ledger, 2), skipped)
     store.go.set()
     with closing(Curves(tmp_path / "curves", after=0)) as curves:
         writer.finish(learner, 2, curves)

@@ -112,7 +112,9 @@ def test_a_version_says_that_it_is_an_adapter(adapted, ledger):
     rows = ledger.training.lease(epoch, 4, BatchPolicy())
     store = CheckpointStore(chosen.job_dir)
     learner = snapshot.load(chosen, None)
-    Publication(chosen, store, learner, epoch=epoch, parent=0).register(ledger.training, [row.id for row in rows])
+    Publication(
+        chosen, store, snapshot.weights_of(learner), snapshot.probe(learner, chosen), epoch=epoch, parent=0
+    ).register(ledger.training, [row.id for row in rows])
     assert read_manifest(store.path(1)).kind == "lora"
     config = json.loads((store.path(1) / "actor" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 8, "LORA")

@@ -13,13 +13,12 @@ import grpc
 import pytest
 import yaml
 
-from tests.hostile.test_listening import listening
+from tests.hostile.listening import LOOPBACK, listening
 from tests.loop.harness.services import descendants, free_port, kill_tree
 from tests.trainer.factories import commit, sample
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.ray_cluster import require_token
 
-_LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
 _RAY = str(Path(sys.executable).with_name("ray"))
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -67,7 +66,7 @@ def test_a_trainers_own_cluster_listens_on_loopback_alone_and_answers_no_strange
             time.sleep(0.5)
         found = listening([process.pid, *descendants(process.pid)])
         answers = {port: stranger(port) for protocol, _, port in found if protocol.startswith("tcp")}
-    assert [each for each in found if each[1] not in _LOOPBACK] == []
+    assert [each for each in found if each[1] not in LOOPBACK] == []
     assert "OK" not in answers.values()
     assert "UNAUTHENTICATED" in answers.values()  # the head, whose question it is: others have no such service
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from tests.loop.harness.bare_engine import KEY, MODEL, engine_on
+from tests.loop.harness.bare_engine import KEY, MODEL, engine_on, put_weights
 from tests.loop.harness.oracle import Oracle
 from tests.loop.harness.services import free_port
 from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields, TextTranscript, Transcript
@@ -82,18 +82,25 @@ def ask(engine: httpx.Client, path: str, body: Json, *, packed: bool, stream: bo
     return Heard(heard, prompts, reply.text)
 
 
-def ask_all(folder: Path, model: Path, *, packed: bool) -> Iterator[tuple[tuple[str, bool], Heard]]:
-    """Ask an engine that was just started, whose random numbers are those of any other that was, one by one."""
-    with engine_on(free_port(), folder, model) as engine:
-        for name, (path, body) in CASES.items():
-            for stream in (False, True):
-                yield (name, stream), ask(engine, path, body, packed=packed, stream=stream)
+def ask_anew(engine: httpx.Client, name: str, *, packed: bool, stream: bool) -> Heard:
+    """As if the engine had been asked nothing before, but for what is to find its prefix cached."""
+    path, body = CASES[name]
+    engine.post("/reset_prefix_cache").raise_for_status()
+    if name == "its prefix cached":
+        ask(engine, *CASES["long"], packed=packed, stream=stream)
+    # The same random numbers each time.
+    return ask(engine, path, body | {"seed": 5}, packed=packed, stream=stream)
 
 
 @pytest.fixture(scope="module")
-def roads(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[dict[Any, Heard], dict[Any, Heard]]:
-    """All requests, packed by one engine, and vLLM's own way by another."""
-    packed, full = (dict(ask_all(tmp_path_factory.mktemp("roads"), model, packed=each)) for each in (True, False))
+def roads(bare_engine: httpx.Client, model: Path) -> tuple[dict[Any, Heard], dict[Any, Heard]]:
+    """All requests, packed, and vLLM's own way."""
+    put_weights(bare_engine, model)
+    asked = [(name, stream) for name in CASES for stream in (False, True)]
+    packed, full = (
+        {each: ask_anew(bare_engine, each[0], packed=is_packed, stream=each[1]) for each in asked}
+        for is_packed in (True, False)
+    )
     return packed, full
 
 

@@ -1,0 +1,50 @@
+"""Rows that are leased and on their way into a batch."""
+
+from collections.abc import Sequence
+
+import structlog
+
+from tuneloop.shared.experience import Sample
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.checkpoints.recomputation import Recomputation
+from tuneloop.trainer.learner import Learner
+
+_log = structlog.get_logger()
+
+
+class LeasedRows:
+    """Those of one epoch. What cannot be trained on is dropped with its reason, and others take its place."""
+
+    def __init__(self, settings: Settings, ledger: Ledger, recomputation: Recomputation, *, epoch: int) -> None:
+        self._settings, self._training, self._epoch = settings, ledger.training, epoch
+        self._recomputation = recomputation
+        #: Leased, and in no batch yet.
+        self.held: list[Sample] = []
+
+    def next_batch(self, learner: Learner, *, version: int | None) -> list[Sample] | None:
+        """A full batch of trainable rows, or what a batch timeout makes one. `version`: the learner is it."""
+        size, timeout = self._settings.buffer.train_batch_size, self._settings.buffer.batch_timeout
+        if len(self.held) < size:
+            self._lease(size - len(self.held), learner, version)
+        if len(self.held) < (size if timeout is None else 1):
+            return None
+        batch, self.held = self.held, []
+        return batch
+
+    def drop(self, samples: Sequence[Sample], reason: str) -> None:
+        """Take them out of training for good."""
+        self._training.drop(self._epoch, [sample.id for sample in samples], reason)
+        _log.warning("experiences_dropped", count=len(samples), reason=reason)
+
+    def release(self) -> None:
+        """Give back all that the epoch holds."""
+        self._training.release(self._epoch)
+        self.held.clear()
+
+    def _lease(self, missing: int, learner: Learner, version: int | None) -> None:
+        leased = self._training.lease(self._epoch, missing, BatchPolicy.of(self._settings))
+        kept, refused = self._recomputation.select(leased, learner, version=version)
+        self.held += kept
+        for reason, samples in refused.items():
+            self.drop(samples, reason)

@@ -21,7 +21,7 @@ lock: ## look for the newest versions that go together, and write them into requ
 
 test: ## install what the tests need and run them (WORKERS=n at once, 3)
 	@scripts/install dev
-	@scripts/install-clients
+	@scripts/compile & scripts/install-clients && wait
 	@PYTHONDONTWRITEBYTECODE= $(PYTHON_IN_VENV) -m pytest -n $(or $(WORKERS),3) --dist loadgroup
 
 .PHONY: soak

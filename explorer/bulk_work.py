@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -63,8 +64,13 @@ class BulkWork:
     Not in the loop's own threads: what else waits there is short, such as reading what became of one rating.
     """
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(_THREADS, "bulk-work")
+    def __init__(self, *, rests: bool = False) -> None:
+        """`rests` is for work that keeps the interpreter until it is done, such as parsing.
+
+        One piece of it is done at a time, and each is followed by a rest as long as it took: there all else has a turn.
+        """
+        self._threads, self._rests, self._rests_until = 1 if rests else _THREADS, rests, 0.0
+        self._pool = ThreadPoolExecutor(self._threads, "bulk-work")
         self._waiting: dict[str, deque[_Piece]] = {}  # the first owner has waited longest for a turn
         self._busy: set[str] = set()
 
@@ -80,7 +86,7 @@ class BulkWork:
         self._pool.shutdown()
 
     def _begin(self) -> None:
-        while len(self._busy) < _THREADS and (owner := self._next_owner()) is not None:
+        while len(self._busy) < self._threads and (owner := self._next_owner()) is not None:
             pieces = self._waiting.pop(owner)
             piece = pieces.popleft()
             if pieces:
@@ -88,8 +94,18 @@ class BulkWork:
             if piece.done.cancelled():
                 continue
             self._busy.add(owner)
-            task = asyncio.get_running_loop().run_in_executor(self._pool, piece.work)
+            task = asyncio.get_running_loop().run_in_executor(self._pool, partial(self._do, piece.work))
             task.add_done_callback(partial(self._end, owner, piece))
+
+    def _do(self, work: Callable[[], Any]) -> Any:
+        if not self._rests:
+            return work()
+        time.sleep(max(0.0, self._rests_until - time.monotonic()))
+        began = time.monotonic()
+        try:
+            return work()
+        finally:
+            self._rests_until = 2 * time.monotonic() - began
 
     def _next_owner(self) -> str | None:
         return next((each for each in self._waiting if each not in self._busy), None)

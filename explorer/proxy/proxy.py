@@ -102,12 +102,10 @@ class Proxy:
     ) -> None:
         """`shadow` may send a copy of a request to a shadow version."""
         explorer = settings.explorer
-        self._fleet = fleet
+        self._fleet, self._recorder, self._timeout_s = fleet, recorder, explorer.request_timeout
         self.parser = RequestParser(settings, signer)
-        self._recorder = recorder
         self._metrics, self._failures = metrics, RequestFailures(metrics)
         self._grammars, self._shadow = Grammars(settings), shadow
-        self._timeout_s = explorer.request_timeout
         self.admission = Admission(
             limit=explorer.max_in_flight, max_waiting=explorer.max_waiting, wait_timeout_s=explorer.wait_timeout
         )

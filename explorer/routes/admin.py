@@ -50,7 +50,7 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
     router = APIRouter(prefix="/admin/versions")
     _add_reports(router, ledger)
     _add_decisions(router, ledger, within_s=settings.explorer.service_status_check_interval)
-    app.include_router(router)
+    app.router.routes += router.routes  # include_router would build each of them again
 
     @app.get("/admin/raters")
     async def get_raters(request: Request) -> Response:

@@ -24,4 +24,4 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger, gate: EntryGate
     add_site(app, site, overview, add_exchanges, add_versions, add_rating, operations, add_changes)
     front_door = APIRouter(include_in_schema=False)
     add_front_door(front_door, site)
-    app.include_router(front_door)
+    app.router.routes += front_door.routes

@@ -95,7 +95,8 @@ def add_site(app: FastAPI, site: Site, *pages: Callable[[APIRouter, Site], None]
         site.guard.admit(request)
         raise RequestRefused(f"there is no page {request.url.path}", status=404, code="not_found")
 
-    app.include_router(router)
+    # As they are: include_router would build each of them again, which an explorer that starts would wait for.
+    app.router.routes += router.routes
 
 
 async def read_form(request: Request) -> Mapping[str, str]:

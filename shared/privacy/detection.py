@@ -77,10 +77,9 @@ class Detector:
         if self.slow:
             suspects: Iterable[str] = texts
         else:
-            short = [each for each in texts if len(each) <= _SHORT and PRIVATE_KEY_BEGINS not in each]
+            short = [each for each in texts if _is_short(each)]
             found = {each for some in _portions(short) for each in self._suspects(some)}
-            apart_from = set(short) - found
-            suspects = (each for each in texts if each not in apart_from)
+            suspects = (each for each in texts if each in found or not _is_short(each))
         return {each: spans for each in suspects if (spans := self.spans(each))}
 
     def _suspects(self, texts: Sequence[str]) -> Iterator[str]:
@@ -110,6 +109,11 @@ class Detector:
             log.error("presidio_failed", error=type(error).__name__)
             self._timed_out("presidio")
             return [Span(0, len(text), "presidio")]
+
+
+def _is_short(text: str) -> bool:
+    """Whether it is searched together with others."""
+    return len(text) <= _SHORT and PRIVATE_KEY_BEGINS not in text
 
 
 def _portions(texts: Sequence[str]) -> Iterator[Sequence[str]]:

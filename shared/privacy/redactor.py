@@ -253,8 +253,11 @@ class _Work:
 
     def look(self, value: Any) -> None:
         """Find what is in a text, or in the texts of a JSON value."""
-        new = [each for each in dict.fromkeys(_texts(value)) if each not in self._found]
-        self._found |= dict.fromkeys(new, ())
+        new = []
+        for each in _texts(value):  # one by one: what does this at once keeps the interpreter from all others
+            if each not in self._found:
+                self._found[each] = ()
+                new.append(each)
         self._left += _TIMES_ITS_LENGTH * sum(map(len, new))
         for text, spans in self._detector.spans_of(new).items():
             self._found[text] = spans

@@ -133,9 +133,13 @@ def haproxy(folder: Path, old: int, new: int) -> Iterator[str]:
         process.wait()
 
 
+#: Four services start meanwhile, on the same cores.
+_THOUGHT_S = 0.1
+
+
 @dataclass
 class Load:
-    """Clients that ask, stream, rate and commit without a pause, and what they were answered."""
+    """Clients that ask, stream, rate and commit again and again, and what they were answered."""
 
     url: str
     ids: list[str] = field(default_factory=list)
@@ -148,7 +152,6 @@ class Load:
     def ask(self, http: httpx.Client) -> None:
         answer = http.post(CHAT, json=HELLO).raise_for_status()
         self._rate(http, answer, answer.json()["id"], reward=len(self.ids) % 2)
-        time.sleep(0.02)
 
     def listen(self, http: httpx.Client) -> None:
         with http.stream("POST", CHAT, json=HELLO | {"stream": True}) as answer:
@@ -173,7 +176,7 @@ class Load:
 
     def _repeat(self, act: Callable[[httpx.Client], None]) -> None:
         with httpx.Client(base_url=self.url, timeout=60) as http:
-            while not self._ended.is_set():
+            while not self._ended.wait(_THOUGHT_S):
                 try:
                     act(http)
                 except httpx.HTTPStatusError as error:

@@ -24,7 +24,8 @@ from tests.hostile.bed import Bed, asking, bed_with, fresh_name
 from tests.hostile.echo import echo_process, reply_to
 from tests.hostile.shapes import ATTACK, HIDDEN, shapes
 from tests.loop.harness.services import free_port
-from tuneloop.shared.experience import VersionState
+from tuneloop.shared.experience import Scope, VersionState
+from tuneloop.shared.ledger.keys import KeyGrant
 
 SECONDS = float(os.environ.get("TUNELOOP_TEST_SECONDS", "1800"))
 
@@ -70,6 +71,7 @@ class Soak:
 
     def __init__(self, bed: Bed, restart_engine: Callable[[], None]) -> None:
         self.bed = bed
+        self._keys = itertools.cycle([_key(bed, f"client-{number}") for number in range(_CLIENTS)])
         self.over = threading.Event()
         self.latencies: list[float] = []
         self.failures: list[BaseException] = []
@@ -80,16 +82,17 @@ class Soak:
         self._calm.set()
 
     def chat(self) -> None:
-        """One client: it asks, judges and commits."""
+        """One client, with a key of its own: it asks, judges and commits."""
         with ExitStack() as stack:
-            client = stack.enter_context(httpx.Client(base_url=self.bed.url, timeout=60))
+            headers = {"Authorization": f"Bearer {next(self._keys)}"}
+            client = stack.enter_context(httpx.Client(base_url=self.bed.url, timeout=60, headers=headers))
             while not self.over.is_set():
                 calm = self._calm.is_set()
                 try:
                     self._ask(client)
                 except httpx.TransportError:
                     self._excuse(calm)  # its worker was killed
-                    client = stack.enter_context(httpx.Client(base_url=self.bed.url, timeout=60))
+                    client = stack.enter_context(httpx.Client(base_url=self.bed.url, timeout=60, headers=headers))
 
     def _excuse(self, calm: bool) -> None:
         """Count what went wrong for a client, for whom all was calm before; it must not be calm now."""
@@ -117,16 +120,18 @@ class Soak:
             assert client.post("/commit").status_code in {200, *_EXCUSED}
 
     def attack(self) -> None:
-        """Strangers send shapes, some of which stay open."""
+        """Strangers send shapes, some of which stay open; every other one has a key."""
+        lines = (b"\r\n", b"\r\nAuthorization: Bearer %b\r\n" % _key(self.bed, "stranger").encode())
         kinds, address = shapes(), (self.bed.http.base_url.host, self.bed.http.base_url.port)
         open_ones: list[socket.socket] = []
-        while not self.over.is_set():
+        for number in count_until(self.over.is_set):
             shape = self._chance.choice(kinds)
             with suppress(OSError):
                 connection = socket.create_connection(address, timeout=5)
                 open_ones.append(connection)
                 names = (fresh_name().encode(), fresh_name().encode())
-                connection.sendall(shape.data.replace(ATTACK, names[0]).replace(HIDDEN, names[1]))
+                data = shape.data.replace(ATTACK, names[0]).replace(HIDDEN, names[1])
+                connection.sendall(data.replace(b"\r\n", lines[number % 2], 1))
             if len(open_ones) > 50:
                 open_ones.pop(0).close()
             self.over.wait(0.05)
@@ -167,6 +172,17 @@ class Soak:
         return run
 
 
+def _key(bed: Bed, name: str, *scopes: Scope) -> str:
+    """A key, by default for inference, feedback and commits, that each worker knows."""
+    ledger = bed.ledger()
+    grant = KeyGrant(name=name, scopes=scopes or (Scope.INFERENCE, Scope.FEEDBACK, Scope.COMMIT))
+    key = ledger.keys.create(grant, actor="test")[1]
+    ledger.close()
+    headers = {"Authorization": f"Bearer {key}"}
+    eventually(lambda: all(httpx.get(f"{bed.url}/v1/models", headers=headers).status_code == 200 for _ in range(20)))
+    return key
+
+
 @contextmanager
 def restartable_engine(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
     """An engine's URL, and what kills it and starts another there."""
@@ -185,7 +201,9 @@ def restartable_engine(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]
 @pytest.mark.soak
 def test_nothing_grows_while_versions_change_and_processes_are_killed(tmp_path: Path) -> None:
     with restartable_engine(tmp_path) as (url, restart), bed_with(tmp_path, [url], workers=2, head_timeout=5) as bed:
+        bed.http.headers["Authorization"] = f"Bearer {_key(bed, 'operator', *Scope)}"
         soak, control, worker = Soak(bed, restart), Usage(), Usage()
+        eventually(lambda: httpx.get(f"{bed.url}/v1/models").status_code == 401)
         work = [soak.chat] * _CLIENTS + [soak.attack, soak.disturb]
         threads = [threading.Thread(target=soak.guarded(each)) for each in work]
         survivor, deadline = min(bed.workers()), time.monotonic() + SECONDS
@@ -197,8 +215,9 @@ def test_nothing_grows_while_versions_change_and_processes_are_killed(tmp_path: 
         soak.over.set()
         for each in threads:
             each.join()
+        if soak.failures:
+            raise soak.failures[0]
         report(soak, {"control process": control, "worker": worker})
-        assert soak.failures == []
         assert soak.kills
         assert soak.versions
         for usage in (control, worker):

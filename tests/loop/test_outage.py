@@ -84,7 +84,7 @@ def stage(folder: Path) -> Iterator[tuple[Stage, Users]]:
     with serving(EngineDouble(answers_probes_by_manifest=True, piece_pause_s=0.002)) as url:
         config = attached_settings(folder, url, buffer=buffer)
         explorer = Service(config, "explorer")
-        users = Users(explorer.url)
+        users = Users(explorer.url, thought_s=0.1)
         found = Stage(config, server, explorer, users.book)
         try:
             explorer.wait_until_ready()

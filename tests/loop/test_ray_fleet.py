@@ -99,6 +99,7 @@ def explorer(
 
 async def _ask(client: openai.AsyncOpenAI, told: Counter[str], over: asyncio.Event) -> None:
     while not over.is_set():
+        await asyncio.sleep(0.1)  # an engine starts meanwhile, on the same cores
         stream = sum(told.values()) % 3 == 2
         try:
             if not stream:

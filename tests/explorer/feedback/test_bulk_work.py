@@ -2,8 +2,10 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +16,10 @@ from tuneloop.explorer.capture import recorder as recorder_module
 from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
 from tuneloop.explorer.capture.spool import Spool, read
 from tuneloop.explorer.feedback import routes
+from tuneloop.explorer.http import bodies
 from tuneloop.explorer.http.caller import Caller
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.proxy import request as proxy_request
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Record
 from tuneloop.shared.privacy.detection import Detector
@@ -80,6 +84,38 @@ async def test_an_error_is_the_callers_and_what_was_cancelled_is_not_begun(bulk_
     with pytest.raises(ZeroDivisionError):
         await bulk_work.run("a", lambda: 1 / 0)
     assert gate.began == ["first"]
+
+
+async def test_work_that_rests_is_done_alone_and_leaves_as_long_to_others() -> None:
+    times: list[float] = []
+
+    def work() -> None:
+        times.append(time.monotonic())
+        time.sleep(0.05)
+        times.append(time.monotonic())
+
+    resting = BulkWork(rests=True)
+    await asyncio.gather(*[resting.run(owner, work) for owner in ("a", "b", "a")])
+    resting.close()
+    for number in (1, 3):
+        assert times[number + 1] - times[number] >= times[number] - times[number - 1]
+
+
+@pytest.mark.parametrize(("names", "aside"), [(20_000, True), (0, False)])
+def test_a_body_of_many_names_is_parsed_by_turns_and_a_large_text_at_once(
+    explorer: RunningExplorer, monkeypatch: pytest.MonkeyPatch, names: int, *, aside: bool
+) -> None:
+    threads: list[str] = []
+
+    def parse(data: bytes) -> dict[str, Any]:
+        threads.append(threading.current_thread().name)
+        return bodies.parse_object(data)
+
+    monkeypatch.setattr(proxy_request, "parse_object", parse)
+    many = {f"{number:020d}": 1 for number in range(names)} or {"text": "x" * (300 << 10)}
+    answer = explorer.http.post("/v1/chat/completions", json=HELLO | {"more": many})
+    assert answer.status_code == 200
+    assert [name.startswith("bulk-work") for name in threads] == [aside]
 
 
 class SlowRedactor(Redactor):

@@ -21,6 +21,9 @@ from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.dump import open_snapshot
 from tuneloop.shared.settings.loader import load_settings
 
+#: The backup and both services share the cores with the crowd.
+_THOUGHT_S = 0.1
+
 
 class Crowd:
     """Clients that chat and rate until told to stop: what they were told is in `replies` and `rated`."""
@@ -44,7 +47,7 @@ class Crowd:
 
     def _chat(self) -> None:
         with httpx.Client(base_url=self._url, timeout=60) as http:
-            while not self._stop.is_set():
+            while not self._stop.wait(_THOUGHT_S):
                 said = http.post(CHAT, json=HELLO).raise_for_status().json()["id"]
                 self.replies.append(said)
                 http.post("/feedback", json={"msg_ids": [said], "reward": 0.5}).raise_for_status()

@@ -37,11 +37,14 @@ class Book:
 
 
 class Users:
-    """Clients in a thread of their own, one question after the other in each lane, whatever happens."""
+    """Clients in a thread of their own, one question after the other in each lane, whatever happens.
 
-    def __init__(self, url: str, *, question: str = "hi") -> None:
+    They think for `thought_s` between two, so that services have a processor to start again on.
+    """
+
+    def __init__(self, url: str, *, question: str = "hi", thought_s: float = 0.0) -> None:
         self.book = Book()
-        self._url, self._said = url, question
+        self._url, self._said, self._thought_s = url, question, thought_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
 
@@ -69,6 +72,7 @@ class Users:
                     reward = chance.random()
                     (await http.post("/feedback", json={"msg_ids": [msg_id], "reward": reward})).raise_for_status()
                     self.book.acknowledged[msg_id] = reward
+                await asyncio.sleep(self._thought_s)
             except httpx.HTTPError as error:
                 self.book.failures.append(Failure(began, time.monotonic(), error))
                 await asyncio.sleep(0.1)

@@ -37,7 +37,7 @@ from tuneloop.trainer.learner import Learner
 _log = structlog.get_logger()
 
 
-class Outcome(NamedTuple):
+class PublicationResult(NamedTuple):
     """How a publication of so many `experiences` and `steps` ended. `version`: None if there was no room for it."""
 
     version: int | None
@@ -54,7 +54,7 @@ class _Running(NamedTuple):
     publication: "Publication"
     work: Future[PublishedVersion]
     state: StateToFollow | None
-    begun: Outcome
+    begun: PublicationResult
 
 
 class Publisher:
@@ -119,10 +119,10 @@ class Publisher:
             self._make_room()
         work = self._submit(publication, ids, started) if behind else self._run(publication, ids, started)
         measured["time/save_checkpoint"] = time.perf_counter() - started
-        begun = Outcome(None, learner.steps, len(ids), steps, began_ns, measured)
+        begun = PublicationResult(None, learner.steps, len(ids), steps, began_ns, measured)
         self._running = _Running(publication, work, state, begun)
 
-    def end(self, learner: Learner) -> Outcome:
+    def end(self, learner: Learner) -> PublicationResult:
         """What came of the publication that is over; critic and optimiser follow in the background.
 
         Raises EnvironmentRefused if the disk refuses for another reason than that it is full, and what the ledger does.

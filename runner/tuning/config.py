@@ -177,6 +177,13 @@ def require_whole(config: Any, name: str, *, least: int) -> None:
         raise TuneRefused(f"{_owner(config)}{name} must be a whole number of at least {least}, not {value!r}")
 
 
+def require_type(config: Any, name: str, kinds: type | tuple[type, ...], words: str) -> None:
+    """Raise TuneRefused unless the field of that name is one of a kind, which the words name, or None."""
+    value = getattr(config, name)
+    if value is not None and not isinstance(value, kinds):
+        raise TuneRefused(f"{_owner(config)}{name} must be {words}, not {value!r}")
+
+
 def require_monitor(name: str | None) -> None:
     """Raise TuneRefused for a `monitor_type` that there is not."""
     if name is not None and name not in MONITORS:

@@ -22,7 +22,7 @@ class ExperimentFolder:
     def open(cls, root: Path, project: str, experiment: str, *, resume: bool) -> Self:
         """The newest folder of that name if one is to be gone on with and there is one, else a new one.
 
-        Raises TuneRefused for names that make no folder.
+        Raises TuneRefused for names that make no folder, and where none can be made.
         """
         for what, name in (("project_name", project), ("experiment_name", experiment)):
             if not _NAME.fullmatch(name):
@@ -37,6 +37,8 @@ class ExperimentFolder:
                 return cls(path)
             except FileExistsError:
                 continue
+            except OSError as error:
+                raise TuneRefused(f"checkpoint_root_dir: {path} cannot be made: {error.strerror}") from None
         raise TuneRefused(f"{parent} has a folder of that name for each second of the next minute")
 
     @staticmethod

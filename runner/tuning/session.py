@@ -4,10 +4,11 @@ import asyncio
 import math
 import re
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tuneloop.runner.tuning.config import (
     WorkflowType,
     require_monitor,
     require_number,
+    require_type,
     require_whole,
 )
 from tuneloop.runner.tuning.experiment import ExperimentFolder
@@ -37,6 +39,22 @@ from tuneloop.runner.tuning.views.view import View, open_view
 
 #: Runs at once, and seconds that a run may take, where nobody says otherwise.
 CONCURRENCY, RUN_TIMEOUT_S = 64, 600.0
+
+#: Of which kind arguments are, and how to say it.
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "algorithm": (AlgorithmConfig, "an AlgorithmConfig"),
+    "model": (TunerModelConfig, "a TunerModelConfig"),
+    "models": (Mapping, "a dict of names and TunerModelConfigs"),
+    "auxiliary_models": (Mapping, "a dict of names and models"),
+    "project_name": (str, "a text"),
+    "experiment_name": (str, "a text"),
+    "service": ((str, Mapping), "a URL, or a dict of models' names and URLs"),
+    "settings": (Mapping, "a dict"),
+    "checkpoint_root_dir": ((str, PathLike), "a path"),
+    "seed": (int, "a whole number"),
+}
+_FLAGS = ("resume", "shuffle", "evaluate_before", "evaluate_after")
+_VIEW = ("say", "run_ended", "step", "evaluation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +96,7 @@ class Call:
 
     def __post_init__(self) -> None:
         """Raise TuneRefused for a value that makes no sense."""
+        self._check_types()
         for name in ("concurrency", "retries", "max_staleness"):
             if getattr(self, name) is not None:
                 require_whole(self, name, least=int(name == "concurrency"))
@@ -96,6 +115,20 @@ class Call:
         if self.model is not None and self.models:
             raise TuneRefused("model= and models= are both given: models= names all models that are trained")
 
+    def _check_types(self) -> None:
+        for name, (kinds, words) in _KINDS.items():
+            require_type(self, name, kinds, words)
+        for name, config in (self.models or {}).items():
+            if not isinstance(config, TunerModelConfig):
+                raise TuneRefused(f"models: {name!r} must be a TunerModelConfig, not {config!r}")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise TuneRefused(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if not isinstance(self.api_key, str) or not self.api_key.isascii() or not self.api_key.isprintable():
+            raise TuneRefused("api_key must be a text of visible ASCII characters")
+        if self.view is not None and not all(callable(getattr(self.view, name, None)) for name in _VIEW):
+            raise TuneRefused(f"view must have the methods {', '.join(_VIEW)}, as {self.view!r} has not")
+
 
 @dataclass(slots=True)
 class Session:
@@ -111,7 +144,7 @@ class Session:
         """Make all steps that are left to make."""
         call = self.call
         algorithm = call.algorithm or AlgorithmConfig()
-        tasks, evaluation = _tasks_of(call.train_dataset), _tasks_of(call.eval_dataset)
+        tasks, evaluation = (_tasks_of(call, name) for name in ("train_dataset", "eval_dataset"))
         require_tasks(tasks, "train_dataset")
         if evaluation:
             require_tasks(evaluation, "eval_dataset")
@@ -241,11 +274,14 @@ async def _begin(journal: Journal, plan: TaskPlan) -> bool:
     return False
 
 
-def _tasks_of(dataset: Any) -> Sequence[Mapping[str, Any]]:
+def _tasks_of(call: Call, name: str) -> Sequence[Mapping[str, Any]]:
+    dataset = getattr(call, name)
     if dataset is None:
         return ()
     if hasattr(dataset, "tasks"):
         return list(dataset.tasks())
+    if isinstance(dataset, str | PathLike | Mapping) or not isinstance(dataset, Iterable):
+        raise TuneRefused(f"{name} must be a list of tasks, or a DatasetConfig, which reads a file, not {dataset!r}")
     return list(dataset)
 
 

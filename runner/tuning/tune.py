@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from tuneloop.runner.errors import TuneRefused
 from tuneloop.runner.tasks.dataset import DatasetConfig
 from tuneloop.runner.tuning.config import AlgorithmConfig, JudgeType, TunerModelConfig, WorkflowType
 from tuneloop.runner.tuning.config_file import read_tune_file
@@ -67,7 +69,9 @@ def _with_file(given: dict[str, Any]) -> dict[str, Any]:
     path = given.pop("config_path")
     warning = None
     if path is not None:
-        file = read_tune_file(path)
+        if not isinstance(path, str | PathLike):
+            raise TuneRefused(f"config_path must be a path, not {path!r}")
+        file = read_tune_file(Path(path))
         configured = {each.name: getattr(file, each.name) for each in fields(file)}
         for name in given.keys() & configured.keys() - {"settings"}:
             given[name] = configured[name] if given[name] is None else given[name]

@@ -40,7 +40,8 @@ def _read_until(process, word):
     raise AssertionError(f"ended without {word}")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+# Which signals stop it is tested of what waits for them, too.
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
 def test_a_signal_ends_it_at_once_and_gives_the_rows_back(start, ledger, number):
     commit(ledger, [sample(i) for i in range(8)])
     process = start(trainer={"save_interval": 10, "poll_interval": 60})

@@ -103,7 +103,7 @@ class Publisher:
         self._ledger.training.extend(self._epoch)
         measured: Metrics = {}
         weights = self._copy(learner, measured)
-        state = self.states.capture(learner) if weights else None
+        state = self.states.capture(learner, patience_s=0) if weights else None
         behind = weights is not None and not (state and state.is_live)
         with _time_stage(measured, "probe"):
             probe = snapshot.probe(learner, self._settings)

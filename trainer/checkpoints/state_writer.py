@@ -31,7 +31,7 @@ from tuneloop.trainer.learner import Learner
 
 _log = structlog.get_logger()
 
-#: A writer that is about to be done is waited for, rather than that a state is skipped.
+#: A writer that is about to be done is waited for, rather than that a state is skipped, where the disk is waited for.
 _PATIENCE_S = 0.2
 
 
@@ -76,15 +76,16 @@ class StateWriter:
         if self._prepared is None:
             self._prepared = self._pool.submit(self._copies.prepare, learner)
 
-    def capture(self, learner: Learner) -> StateToFollow:
+    def capture(self, learner: Learner, *, patience_s: float = _PATIENCE_S) -> StateToFollow:
         """Take a copy of the state of the version that is about to be published, if one is due.
 
+        A writer that is still at work is waited for so long.
         Of a learner for whose copy there is no room it is the state itself, if one process has all of it.
         """
         due, size = self._since + 1 >= self._settings.trainer.state_interval, snapshot.size_of_state(learner)
         if not due:
             return StateToFollow(None, size, is_live=False, measured={})
-        if self._is_busy():
+        if self._is_busy(patience_s):
             _log.warning("state_skipped", step=learner.steps, reason="the one before is still written")
             return StateToFollow(None, size, is_live=False, measured={"state/skipped": 1.0})
         started = time.perf_counter()
@@ -100,7 +101,7 @@ class StateWriter:
     def follow(self, published: PublishedVersion, captured: StateToFollow) -> None:
         """Write what was captured for a version that is registered now, while training goes on, and prune."""
         self._last, self._since = published, self._since + 1
-        if captured.state is None and self._is_busy():
+        if captured.state is None and self._is_busy(0):
             return
         self._work = self._pool.submit(self._run, published, captured.state, captured.size)
         if captured.is_live:
@@ -153,10 +154,10 @@ class StateWriter:
             _log.warning(event, reason="there is no main memory for a copy of it")
         return state
 
-    def _is_busy(self) -> bool:
+    def _is_busy(self, patience_s: float) -> bool:
         if self._work is None:
             return False
-        if not wait_for([self._work], _PATIENCE_S).done:
+        if not wait_for([self._work], patience_s).done:
             return True
         self.join()
         return False

@@ -301,8 +301,9 @@ def test_an_id_that_is_not_there_is_not_found(many: RunningExplorer, name: str) 
         many.http.post(path, json={"metadata": {}}),
         many.http.get(f"{path}/messages"),
     ]
+    param = None if name == "%00" else "completion_id"  # a path with a control character is no route's
     for answer in answers:
-        assert error(answer) == (404, "completion_id", "not_found")
+        assert error(answer) == (404, param, "not_found")
     if name == "chatcmpl-none":
         assert all("'chatcmpl-none'" in answer.json()["error"]["message"] for answer in answers)
 

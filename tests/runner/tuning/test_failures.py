@@ -341,3 +341,42 @@ def test_what_makes_no_sense_is_refused_before_anything_is_asked(
     with pytest.raises(TuneRefused, match=sentence):
         tune(workflow_func=calls_none, train_dataset=TASKS, algorithm=STEPS, checkpoint_root_dir=tmp_path, **wrong)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "words"),
+    [
+        ("train_dataset", 5, "a list of tasks, or a DatasetConfig"),
+        ("train_dataset", "tasks.jsonl", "a DatasetConfig, which reads a file"),
+        ("train_dataset", Path("tasks.jsonl"), "a DatasetConfig, which reads a file"),
+        ("train_dataset", {"question": "1+1"}, "a list of tasks"),
+        ("eval_dataset", 5, "a list of tasks"),
+        ("algorithm", {"batch_size": 2}, "an AlgorithmConfig, not {'batch_size': 2}"),
+        ("model", "Qwen", "a TunerModelConfig, not 'Qwen'"),
+        ("models", ["a"], "a dict of names"),
+        ("models", {"a": "Qwen"}, "'a' must be a TunerModelConfig"),
+        ("auxiliary_models", "judge", "a dict of names and models"),
+        ("project_name", 5, "a text"),
+        ("service", 5, "a URL"),
+        ("settings", [1], "a dict"),
+        ("checkpoint_root_dir", 5, "a path"),
+        ("checkpoint_root_dir", __file__, "cannot be made: Not a directory"),
+        ("config_path", 5, "a path"),
+        ("seed", "a", "a whole number"),
+        ("resume", "no", "True or False, not 'no'"),
+        ("shuffle", "no", "True or False"),
+        ("evaluate_after", 0, "True or False"),
+        ("api_key", "\u043a", "visible ASCII"),
+        ("api_key", "a\nb", "visible ASCII"),
+        ("view", 5, "the methods say, run_ended, step, evaluation"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_refused_by_its_name(
+    tmp_path: Path, argument: str, value: Any, words: str
+) -> None:
+    given: dict[str, Any] = {"train_dataset": TASKS, "service": "http://127.0.0.1:9", "checkpoint_root_dir": tmp_path}
+    with pytest.raises(TuneRefused) as refused:
+        tune(workflow_func=workflow_with(raises), **given | {argument: value})
+    assert str(refused.value).startswith(argument)
+    assert words in str(refused.value)
+    assert list(tmp_path.iterdir()) == []

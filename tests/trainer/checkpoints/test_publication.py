@@ -59,9 +59,9 @@ def test_a_version_that_the_disk_does_not_take_leaves_nothing(settings, ledger, 
 class _Attentive(StateWriter):
     """Remembers what explorers had been told when it began."""
 
-    def capture(self, learner):
+    def capture(self, learner, **how):
         self.known = registered_in(self._settings.job_dir).version
-        return super().capture(learner)
+        return super().capture(learner, **how)
 
 
 def test_explorers_hear_of_a_version_before_critic_and_optimiser_are_copied(settings, ledger):

@@ -37,7 +37,7 @@ def _largest_difference(one, other):
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_several_ranks_come_to_the_numbers_of_one(settings, tmp_path, size):
     few = {"buffer": {"train_batch_size": 2}}
     scenarios = {name: (sections, {}) for name, sections in METHODS.items()}

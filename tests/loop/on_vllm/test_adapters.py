@@ -52,10 +52,11 @@ def publish(settings: Settings, ledger: Ledger, steps: int) -> Path:
         learner.step([sample(10 * step + each) for each in range(8)])
     epoch = ledger.training.take_epoch("by hand")
     weights, probe = snapshot.weights_of(learner), snapshot.probe(learner, settings)
-    publication = Publication(settings, CheckpointStore(settings.job_dir), weights, probe, epoch=epoch, parent=0)
+    store, parent = CheckpointStore(settings.job_dir), ledger.versions.newest().version
+    publication = Publication(settings, store, weights, probe, epoch=epoch, parent=parent)
     version = publication.register(ledger.training, []).version
     wait_for(lambda: ledger.versions.canary() is not None, timeout_s=120, why=f"version {version} is not tried")
-    return CheckpointStore(settings.job_dir).path(version) / "actor"
+    return store.path(version) / "actor"
 
 
 def in_4_bits(settings: Settings) -> Settings:

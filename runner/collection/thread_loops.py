@@ -20,13 +20,14 @@ _lock = threading.Lock()
 
 def run_in_thread_loop(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
     """The coroutine's result, in this thread's loop. Raises RuntimeError where an event loop runs already."""
-    if _loop_runs():
+    if loop_runs():
         coroutine.close()
         raise RuntimeError("an event loop runs in this thread: await the method that ends in _async")
     return _runner_of_thread().run(coroutine)
 
 
-def _loop_runs() -> bool:
+def loop_runs() -> bool:
+    """Whether an event loop runs in this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -119,13 +119,19 @@ def conversation_of(labels: Mapping[str, str], exchange_id: str) -> str:
     return f"{labels.get('task_id', '')}/{labels['run_id']}" if "run_id" in labels else exchange_id
 
 
+def json_value(value: object) -> Any:
+    """What a JSON text says, None if it is none; what is no text is the value itself."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return None
+
+
 def objects(listed: object) -> tuple[dict[str, Any], ...]:
     """The objects in a list, which may be its JSON text; nothing for anything else."""
-    if isinstance(listed, str):
-        try:
-            listed = json.loads(listed)
-        except (ValueError, RecursionError):
-            return ()
+    listed = json_value(listed)
     return tuple(each for each in listed if isinstance(each, dict)) if isinstance(listed, list) else ()
 
 

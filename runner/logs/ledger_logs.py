@@ -14,6 +14,7 @@ from tuneloop.runner.logs.exchange import (
     LoggedExchange,
     conversation_of,
     json_lines,
+    json_value,
     labels_in,
     may_train,
     objects,
@@ -110,10 +111,7 @@ def _demonstration(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     edits = [each["text"] for each in row.get("feedback") or () if each.get("kind") == "demonstration"]
     if not edits or not isinstance(edits[-1], str):
         return []
-    try:
-        read = json.loads(edits[-1])
-    except (ValueError, RecursionError):
-        read = None
+    read = json_value(edits[-1])
     return chat_messages(read if isinstance(read, dict) and "role" in read else edits[-1])
 
 

@@ -3,11 +3,10 @@
 Their lists are flattened: `llm.input_messages.0.message.role`, `llm.output_messages.0.message.contents.1...`.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuneloop.runner.logs.exchange import objects
+from tuneloop.runner.logs.exchange import json_value, objects
 from tuneloop.runner.rewards.chat_messages import ChatMessage, chat_messages, tool_call
 from tuneloop.runner.rewards.reply import text_of
 
@@ -48,7 +47,7 @@ def tools_of(attributes: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     found = []
     for fields in items_of(attributes, "llm.tools"):
         tool = fields.get("tool")
-        for each in objects([_read(tool.get("json_schema"))] if isinstance(tool, Mapping) else []):
+        for each in objects([json_value(tool.get("json_schema"))] if isinstance(tool, Mapping) else []):
             if "function" in each:
                 found.append(each)
             elif each.get("name"):  # Anthropic's
@@ -118,12 +117,3 @@ def _part(fields: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "image" and isinstance(image, Mapping) and isinstance(image.get("image"), Mapping):
         return {"type": "image_url", "image_url": {"url": str(image["image"].get("url") or "")}}
     return {"type": kind}
-
-
-def _read(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return None

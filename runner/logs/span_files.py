@@ -11,7 +11,7 @@ from typing import Any
 
 from tuneloop.runner.errors import LogRefused
 from tuneloop.runner.logs.broken import UNREADABLE, BrokenEntries
-from tuneloop.runner.logs.exchange import LoggedExchange, json_lines
+from tuneloop.runner.logs.exchange import LoggedExchange, json_lines, json_value
 from tuneloop.runner.logs.spans import GenAiSpan, exchange_of_span
 
 #: What was told of a span, in its order, by trace and span.
@@ -225,15 +225,15 @@ def _studio_span(row: Mapping[str, Any]) -> GenAiSpan:
     for column, name in (("operationName", "gen_ai.operation.name"), ("conversationId", "gen_ai.conversation.id")):
         if row.get(column):
             attributes.setdefault(name, row[column])
-    events = _json(row.get("events")) or []
+    events = json_value(row.get("events")) or []
     return GenAiSpan(
         span_id=str(row.get("spanId") or row.get("id")),
         trace_id=str(row["traceId"]),
         attributes=attributes,
         events=[(str(each.get("name")), _flat(each.get("attributes") or {})) for each in events],
         start=_seconds(row.get("startTimeUnixNano")),
-        failed=(_json(row.get("status")) or {}).get("code") == _ERROR,
-        resource=_flat((_json(row.get("resource")) or {}).get("attributes") or {}),
+        failed=(json_value(row.get("status")) or {}).get("code") == _ERROR,
+        resource=_flat((json_value(row.get("resource")) or {}).get("attributes") or {}),
     )
 
 
@@ -248,16 +248,6 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{key}"
         found |= _flat(value, f"{name}.") if isinstance(value, Mapping) and name not in _WHOLE else {name: value}
     return found
-
-
-def _json(value: object) -> Any:
-    """A column's value: TypeORM stores JSON as text; what is no JSON stays a text, and says nothing."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _seconds(nanoseconds: object) -> float | None:

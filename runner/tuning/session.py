@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from tuneloop.runner.collection.thread_loops import loop_runs
 from tuneloop.runner.errors import TuneRefused
 from tuneloop.runner.tuning.config import (
     AlgorithmConfig,
@@ -325,13 +326,7 @@ def run_to_end(main: Callable[[], Awaitable[TuneResult]]) -> TuneResult:
     async def run() -> TuneResult:
         return await main()
 
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        is_running = False
-    else:
-        is_running = True
-    return _in_thread(run) if is_running else asyncio.run(run())
+    return _in_thread(run) if loop_runs() else asyncio.run(run())
 
 
 def _in_thread(main: Callable[[], Coroutine[Any, Any, TuneResult]]) -> TuneResult:

@@ -32,10 +32,10 @@ class LeasedRows:
         batch, self.held = self.held, []
         return batch
 
-    def drop(self, samples: Sequence[Sample], reason: str) -> None:
-        """Take them out of training for good."""
+    def drop(self, samples: Sequence[Sample], reason: str, *, step: int) -> None:
+        """Take them out of training for good, after so many steps."""
         self._training.drop(self._epoch, [sample.id for sample in samples], reason)
-        _log.warning("experiences_dropped", count=len(samples), reason=reason)
+        _log.warning("experiences_dropped", count=len(samples), reason=reason, step=step)
 
     def release(self) -> None:
         """Give back all that the epoch holds."""
@@ -47,4 +47,4 @@ class LeasedRows:
         kept, refused = self._recomputation.select(leased, learner, version=version)
         self.held += kept
         for reason, samples in refused.items():
-            self.drop(samples, reason)
+            self.drop(samples, reason, step=learner.steps)

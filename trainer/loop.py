@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 
 import structlog
 from transformers.utils.logging import disable_progress_bar
@@ -220,7 +221,7 @@ class TrainingLoop:
 
     def _settle(self) -> None:
         """Do what a restart would: give everything back, and go on from the newest registered version."""
-        self._steps.end_somehow(self._learner, self._curves)
+        self._steps.wait_for_publication(self._learner, self._curves)
         self._rows.release()
         newest = self._ledger.versions.newest()
         if self._steps.count or newest.version != self._version or self._learner.spoilt:
@@ -252,14 +253,15 @@ class TrainingLoop:
     def _learn(self, batch: list[Sample]) -> bool:
         """Whether a step was made of the batch; if not, its rows are dropped, or wait for the teacher."""
         waited, started = time.perf_counter() - self._waiting_since, time.time_ns()
+        drop = partial(self._rows.drop, step=self._learner.steps)
         try:
             labelled = self._teacher.label(batch)
             learnt = self._micro_batch.step(self._learner, labelled, version=self._exact_version)
         except (TeacherAway, SamplesRefused) as error:
-            self._rows.held = self._teacher.requeue(batch, error, drop=self._rows.drop)
+            self._rows.held = self._teacher.requeue(batch, error, drop=drop)
             return False
         except NotFinite as error:
-            self._rows.drop(batch, f"the step was not finite: {error}")
+            drop(batch, f"the step was not finite: {error}")
             self._finite.note_failure(str(error), after=self._learner.steps)
             return False
         finally:

@@ -70,7 +70,7 @@ class UnpublishedSteps:
         self._pace.end_version(self._epoch, ended.experiences, publish_s=ended.measured["time/save_checkpoint"])
         return True
 
-    def end_somehow(self, learner: Learner, curves: CurveWriter) -> None:
+    def wait_for_publication(self, learner: Learner, curves: CurveWriter) -> None:
         """Wait until none is being published. The ledger knows what came of it, and is to be asked."""
         self._publisher.wait()
         if self._publisher.is_over:

@@ -1,6 +1,7 @@
 """Copies of what a learner is, made between two steps and written while the next ones are made."""
 
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from typing import Generic, TypeVar
 
 import torch
@@ -28,9 +29,14 @@ class Copies(Generic[T]):
         self._size_of, self._copy = size_of, copy
         self._memory = PinnedMemory()
         self._buffers: dict[str, Tensor] = {}
+        self._prepared: Future[None] | None = None
 
-    def prepare(self, learner: Learner) -> None:
-        """Make room, if the learner is on a GPU and there is that much memory."""
+    def prepare(self, learner: Learner, pool: Executor) -> None:
+        """Begin to make room, in the pool, if the learner is on a GPU: else the first copy would wait for it."""
+        if self._prepared is None:
+            self._prepared = pool.submit(self._reserve, learner)
+
+    def _reserve(self, learner: Learner) -> None:
         device, size = learner.actor.network.device, self._size_of(learner)
         if device.type != "cuda" or not _has_memory_for(size):
             return
@@ -40,6 +46,8 @@ class Copies(Generic[T]):
 
     def of(self, learner: Learner) -> T | None:
         """A copy that is complete; None if there is no room for one."""
+        if self._prepared is not None:
+            self._prepared.result()
         size = self._size_of(learner)
         if not self._buffers and not self._memory.holds(size) and not _has_memory_for(size):
             return None

@@ -31,7 +31,7 @@ from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.copies import Copies
 from tuneloop.trainer.checkpoints.pruning import prune_by_settings
 from tuneloop.trainer.checkpoints.snapshot import CapturedWeights
-from tuneloop.trainer.checkpoints.state_writer import PublishedVersion, StateToFollow, StateWriter, is_full
+from tuneloop.trainer.checkpoints.state_writer import PublishedVersion, StateToWrite, StateWriter, is_full
 from tuneloop.trainer.learner import Learner
 
 _log = structlog.get_logger()
@@ -53,7 +53,7 @@ class _Running(NamedTuple):
 
     publication: "Publication"
     work: Future[PublishedVersion]
-    state: StateToFollow | None
+    state: StateToWrite | None
     begun: PublicationResult
 
 
@@ -70,15 +70,14 @@ class Publisher:
         self._alarm_may_be_open = True  # an earlier trainer's
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="publication") if behind else None
         self._copies = Copies(snapshot.size_of_weights, snapshot.copy_weights)
-        self._prepared: Future[None] | None = None
         self._running: _Running | None = None
         self.states = StateWriter(settings, ledger, store, epoch=epoch)
 
     def prepare(self, learner: Learner) -> None:
         """Begin to make room for the copies of what a GPU holds: else the first version would wait for it."""
         self.states.prepare(learner)
-        if self._pool is not None and self._prepared is None:
-            self._prepared = self._pool.submit(self._copies.prepare, learner)
+        if self._pool is not None:
+            self._copies.prepare(learner, self._pool)
 
     @property
     def steps_begun(self) -> int:
@@ -117,7 +116,10 @@ class Publisher:
         )
         if publication.space.missing:
             self._make_room()
-        work = self._submit(publication, ids, started) if behind else self._run(publication, ids, started)
+        if behind and self._pool is not None:
+            work = self._pool.submit(self._register, publication, list(ids), started)
+        else:
+            work = self._run(publication, ids, started)
         measured["time/save_checkpoint"] = time.perf_counter() - started
         begun = PublicationResult(None, learner.steps, len(ids), steps, began_ns, measured)
         self._running = _Running(publication, work, state, begun)
@@ -160,17 +162,11 @@ class Publisher:
     def _copy(self, learner: Learner, measured: Metrics) -> CapturedWeights | None:
         if self._pool is None:
             return None
-        if self._prepared is not None:
-            self._prepared.result()
         with _time_stage(measured, "staged"):
             copied = self._copies.of(learner)
         if copied is None:
             _log.warning("published_in_the_foreground", reason="there is no main memory for a copy of the weights")
         return copied
-
-    def _submit(self, publication: "Publication", ids: Collection[int], started: float) -> Future[PublishedVersion]:
-        assert self._pool is not None
-        return self._pool.submit(self._register, publication, list(ids), started)
 
     def _run(self, publication: "Publication", ids: Collection[int], started: float) -> Future[PublishedVersion]:
         work: Future[PublishedVersion] = Future()

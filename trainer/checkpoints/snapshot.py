@@ -144,14 +144,8 @@ def weights_of(learner: Learner) -> CapturedWeights:
 
 def copy_weights(learner: Learner, room: Room) -> CapturedWeights:
     """A copy, in memory that `room` makes; what comes from a GPU may still be on its way."""
-    weights, copied = weights_of(learner), dict[int, Tensor]()
-    tensors = {}
-    for name, tensor in weights.tensors.items():
-        place = tensor.data_ptr()  # Tied weights are one tensor by two names, and are to stay so.
-        if place not in copied:
-            copied[place] = room(name, tensor).copy_(tensor, non_blocking=True)
-        tensors[name] = copied[place]
-    return weights._replace(tensors=tensors)
+    weights = weights_of(learner)
+    return weights._replace(tensors=_copy_tensors(weights.tensors, room))
 
 
 def save_weights(weights: CapturedWeights, folder: Path, *, base: Path) -> dict[Path, str]:
@@ -189,8 +183,17 @@ def copy_state(learner: Learner, room: Room) -> CapturedState:
         for name, optimizer in learner.optimizers.items()
     }
     critic = learner.critic.state_dict() if learner.critic else {}
-    copied = {key: room(key, each).copy_(each, non_blocking=True) for key, each in critic.items()}
-    return CapturedState(optimizers, learner.critic, copied)
+    return CapturedState(optimizers, learner.critic, _copy_tensors(critic, room))
+
+
+def _copy_tensors(tensors: Mapping[str, Tensor], room: Room) -> dict[str, Tensor]:
+    """Tied weights are one tensor by two names, and stay so."""
+    names: dict[tuple[int, torch.Size], str] = {}
+    copied: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        first = names.setdefault((tensor.data_ptr(), tensor.shape), name)
+        copied[name] = room(name, tensor).copy_(tensor, non_blocking=True) if first == name else copied[first]
+    return copied
 
 
 def give_state(learner: Learner) -> None:

@@ -44,7 +44,7 @@ class PublishedVersion(NamedTuple):
     step: int
 
 
-class StateToFollow(NamedTuple):
+class StateToWrite(NamedTuple):
     """What is to be written behind a version. `state`: None if none is due, or the writer is busy.
 
     `is_live`: the learner's own tensors, which change with its next step.
@@ -65,7 +65,6 @@ class StateWriter:
         self._work: Future[None] | None = None
         self._measured: SimpleQueue[tuple[int, Metrics]] = SimpleQueue()
         self._copies = Copies(snapshot.size_of_state, snapshot.copy_state)
-        self._prepared: Future[None] | None = None
         self._last: PublishedVersion | None = None
         self._written = self._since = 0
         #: Whether the last state did not fit on the disk.
@@ -73,10 +72,9 @@ class StateWriter:
 
     def prepare(self, learner: Learner) -> None:
         """Begin to make room for the copies of a GPU's state, in the thread: else the first step would wait for it."""
-        if self._prepared is None:
-            self._prepared = self._pool.submit(self._copies.prepare, learner)
+        self._copies.prepare(learner, self._pool)
 
-    def capture(self, learner: Learner, *, patience_s: float = _PATIENCE_S) -> StateToFollow:
+    def capture(self, learner: Learner, *, patience_s: float = _PATIENCE_S) -> StateToWrite:
         """Take a copy of the state of the version that is about to be published, if one is due.
 
         A writer that is still at work is waited for so long.
@@ -84,21 +82,19 @@ class StateWriter:
         """
         due, size = self._since + 1 >= self._settings.trainer.state_interval, snapshot.size_of_state(learner)
         if not due:
-            return StateToFollow(None, size, is_live=False, measured={})
+            return StateToWrite(None, size, is_live=False, measured={})
         if self._is_busy(patience_s):
             _log.warning("state_skipped", step=learner.steps, reason="the one before is still written")
-            return StateToFollow(None, size, is_live=False, measured={"state/skipped": 1.0})
+            return StateToWrite(None, size, is_live=False, measured={"state/skipped": 1.0})
         started = time.perf_counter()
-        if self._prepared is not None:
-            self._prepared.result()
         state = self._copy(learner)
         is_live = state is None and learner.ranks.size == 1
         if state is None and not is_live:  # No process has all of it, so that none can write it.
-            return StateToFollow(None, size, is_live=False, measured={"state/skipped": 1.0})
+            return StateToWrite(None, size, is_live=False, measured={"state/skipped": 1.0})
         measured = {"state/skipped": 0.0, "time/publish/copy": time.perf_counter() - started}
-        return StateToFollow(state or snapshot.state_of(learner), size, is_live, measured)
+        return StateToWrite(state or snapshot.state_of(learner), size, is_live, measured)
 
-    def follow(self, published: PublishedVersion, captured: StateToFollow) -> None:
+    def follow(self, published: PublishedVersion, captured: StateToWrite) -> None:
         """Write what was captured for a version that is registered now, while training goes on, and prune."""
         self._last, self._since = published, self._since + 1
         if captured.state is None and self._is_busy(0):

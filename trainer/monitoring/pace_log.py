@@ -24,7 +24,7 @@ class PaceLog:
         self._step_s += seconds
 
     def end_version(self, epoch: int, consumed: int, *, publish_s: float) -> None:
-        """A version of so many experiences was registered, and nothing else is held."""
+        """A version of so many experiences was registered."""
         backlog = self._ledger.training.trim(epoch, self._policy)
         if backlog.set_aside and not self._lags:
             _log.warning("trainer_lags", set_aside=backlog.set_aside, waiting=backlog.waiting)

@@ -72,7 +72,11 @@ class Training(LedgerPart):
             return [sample(row, demonstration=edited.get(row.id)) for row in rows]
 
     def trim(self, epoch: int, policy: BatchPolicy) -> Backlog:
-        """Let what waits beyond the policy's bound expire. To be called when the epoch holds nothing unpublished."""
+        """Let what waits beyond the policy's bound expire.
+
+        To be called when a version is registered: what the epoch has leased does not wait, but would again after a
+        crash, which may then make other steps than those that were lost.
+        """
         with self._write() as connection:
             _fence(connection, epoch)
             return trim(connection, policy)

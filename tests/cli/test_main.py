@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.doubles.warm import run_tuneloop
+from tests.doubles.warm_process import WarmProcess
 from tuneloop.cli.package_names import refuse_foreign_packages
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import EnvironmentRefused
@@ -25,14 +26,15 @@ def settings_file(folder: Path, text: str = "") -> Path:
 
 
 def environment_of(more: dict[str, str]) -> dict[str, str]:
-    return {"PATH": os.environ["PATH"], "PYTHONPATH": "", "COLUMNS": "200", **more}
+    return {"PATH": os.environ["PATH"], "PYTHONPATH": "", "LANG": os.environ.get("LANG", ""), "COLUMNS": "200", **more}
 
 
 def start(*arguments: object, path: Path | None = None, cwd: Path | None = None, **environment: str):
     command = [sys.executable, "-P", "-c", "from tuneloop.cli.main import main; main()", *map(str, arguments)]
     ours = os.environ.get("PYTHONPATH", "")  # of a checkout that is not the one installed
     variables = environment_of({"PYTHONPATH": os.pathsep.join(filter(None, (str(path or ""), ours))), **environment})
-    return subprocess.Popen(command, env=variables, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    return WarmProcess(command, env=variables, cwd=cwd, stdout=pipe, stderr=pipe, text=True)
 
 
 def tuneloop(*arguments: object, path: Path | None = None, cwd: Path | None = None, **environment: str):

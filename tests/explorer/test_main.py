@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from tests.doubles.engine import CHAT, MODEL, EngineDouble
+from tests.doubles.warm_process import WarmProcess
 from tests.explorer.checkpoints import write_model
 from tests.explorer.running import HELLO, eventually
 from tuneloop.explorer.__main__ import serve
@@ -53,9 +54,10 @@ def write_settings(folder: Path, **but: Any) -> Path:
 def ended(settings: Path) -> tuple[int, str]:
     """The exit code of a service that does not start, and the one sentence that it ends with."""
     command = [sys.executable, "-m", "tuneloop.explorer", "--config", str(settings)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    reply = [line for line in process.stderr.splitlines() if not re.match(r"\d{4}-\d\d-\d\d", line)]
-    assert len(reply) == 1, process.stderr
+    with WarmProcess(command, stderr=subprocess.PIPE, text=True) as process:
+        _, errors = process.communicate(timeout=120)
+    reply = [line for line in errors.splitlines() if not re.match(r"\d{4}-\d\d-\d\d", line)]
+    assert len(reply) == 1, errors
     return process.returncode, reply[0]
 
 
@@ -145,7 +147,7 @@ def test_an_engine_that_dies_at_start_is_said(tmp_path: Path) -> None:
 def service(settings: Path, *, ready: bool = True) -> Iterator[tuple["subprocess.Popen[bytes]", httpx.Client]]:
     """The service, ready unless that is not waited for; killed in the end if it still runs."""
     command = [sys.executable, "-m", "tuneloop.explorer", "--config", str(settings)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as running:
+    with WarmProcess(command, stderr=subprocess.PIPE) as running:
         assert running.stderr is not None
         try:
             url = _url(running)

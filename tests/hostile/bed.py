@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import create_engine, text
 
 from tests.doubles.engine import CHAT, MODEL
+from tests.doubles.warm_process import WarmProcess
 from tests.explorer.running import eventually
 from tests.explorer.test_main import job, write_settings
 from tests.hostile.echo import planted, reply_to
@@ -120,9 +121,8 @@ def bed_with(folder: Path, engine_urls: Sequence[str], **explorer: Any) -> Itera
     )
     log = folder / "log"
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tuneloop.explorer", "--config", str(settings)], stdout=output, stderr=output
-        )
+        command = [sys.executable, "-m", "tuneloop.explorer", "--config", str(settings)]
+        process = WarmProcess(command, stdout=output, stderr=output)
     try:
         with httpx.Client(base_url=_url(log), timeout=30) as http:
             eventually(lambda: http.get("/health/ready").status_code == 200, within_s=600)

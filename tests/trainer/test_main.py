@@ -7,6 +7,7 @@ import sys
 import pytest
 import yaml
 
+from tests.doubles.warm_process import TRAINING, WarmProcess
 from tests.trainer.factories import commit, sample
 from tuneloop.shared.errors import StaleEpoch
 from tuneloop.shared.experience import State
@@ -21,9 +22,8 @@ def start(settings, tmp_path):
         config = tmp_path / "trainer.yaml"
         tree = settings(**but).model_dump(mode="json", exclude_unset=True)
         config.write_text(yaml.safe_dump(tree))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tuneloop.trainer", "--config", str(config)], stderr=subprocess.PIPE, text=True
-        )
+        command = [sys.executable, "-m", "tuneloop.trainer", "--config", str(config)]
+        process = WarmProcess(command, modules=TRAINING, stderr=subprocess.PIPE, text=True)
         started.append(process)
         return process
 

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tests.databases import put_file
+from tests.doubles.warm_process import WarmProcess
 from tests.factories import exchange, experience
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
@@ -38,7 +39,7 @@ def on_terminal(*arguments: object) -> tuple[str, str]:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-P", "-c", MAIN, *map(str, arguments)]
     environment = {**os.environ, "TERM": "xterm"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True, env=environment) as process:
+    with WarmProcess(command, stdout=subprocess.PIPE, stderr=theirs, text=True, env=environment) as process:
         os.close(theirs)
         shown = b""
         try:
@@ -101,5 +102,8 @@ def test_rewards_that_are_made_anew_are_counted(file: Path) -> None:
 
 def test_nothing_of_it_is_in_a_pipe(file: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-c", MAIN, "export", "-c", str(file), "--format", "experiences"]
-    done = subprocess.run([*command, "--to", str(tmp_path / "a.jsonl")], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
+    flags, pipe = ["--to", str(tmp_path / "a.jsonl")], subprocess.PIPE
+    with WarmProcess([*command, *flags], stdout=pipe, stderr=pipe, text=True) as done:
+        _, errors = done.communicate()
+    assert done.returncode == 0
+    assert errors == ""

@@ -18,6 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.doubles.engine import CHAT, EngineDouble, EnginePlace
+from tests.doubles.warm_process import WarmProcess
 from tests.explorer.checkpoints import register
 from tests.explorer.running import HELLO, eventually, settings_for
 from tests.explorer.test_main import attached_to, job, service, write_settings
@@ -296,7 +297,7 @@ def test_with_wait_both_end_their_replies_before_weights_change_and_before_they_
 def test_a_worker_that_is_killed_at_its_first_start_is_started_again(tmp_path: Path, double: EngineDouble) -> None:
     settings = write_settings(tmp_path, explorer__workers=2, **attached_to(double))
     command = [sys.executable, "-m", "tuneloop.explorer", "--config", str(settings)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+    with WarmProcess(command, stderr=subprocess.PIPE) as process:
         staff = Staff(tmp_path, process, httpx.Client(), double)
         try:
             eventually(lambda: len(staff.pids()) == 2)

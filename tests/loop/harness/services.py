@@ -22,6 +22,7 @@ import torch
 import yaml
 
 from examples.sums.model import build, save
+from tests.doubles.warm_process import SERVICES, TRAINING, WarmProcess
 from tests.loop.harness.oracle import Oracle
 from tuneloop.shared.checkpoints.manifest import Manifest
 from tuneloop.shared.checkpoints.store import CheckpointStore
@@ -139,8 +140,20 @@ class Service:
         self.settings: Settings = load_settings(config)
         self.url = f"http://127.0.0.1:{self.settings.explorer.proxy_port}"
         self.log = config.parent / f"{what}.log"
-        command = _COMMANDS.get(what, (sys.executable, "-P", "-m", f"tuneloop.{what}"))
-        self.process = started([*command, "--config", str(config)], self.log, cwd=cwd, environment=environment)
+        flags = ("--config", str(config))
+        if what in _COMMANDS or cwd or environment:
+            command = _COMMANDS.get(what, (sys.executable, "-P", "-m", f"tuneloop.{what}"))
+            self.process = started([*command, *flags], self.log, cwd=cwd, environment=environment)
+            return
+        with self.log.open("ab") as output:
+            self.process = WarmProcess(
+                [sys.executable, "-P", "-m", f"tuneloop.{what}", *flags],
+                modules=TRAINING if what == "trainer" else SERVICES,
+                ends_with_tests=True,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + READY_S

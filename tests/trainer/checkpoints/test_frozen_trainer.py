@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.conftest import Place
+from tests.doubles.warm_process import TRAINING, WarmProcess
 from tests.trainer.factories import commit, sample
 from tuneloop.shared.checkpoints.file_checks import check_files
 from tuneloop.shared.checkpoints.manifest import read_manifest
@@ -68,7 +69,8 @@ def frozen(chosen: Settings, ledger: Ledger, tmp_path: Path) -> Iterator["subpro
     tree["buffer"]["trainer_input"]["experience_buffer"]["path"] = chosen.database_url
     config = tmp_path / "trainer.yaml"
     config.write_text(yaml.safe_dump(tree))
-    process = subprocess.Popen([sys.executable, "-c", FREEZES, str(config)], stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", FREEZES, str(config)]
+    process = WarmProcess(command, modules=TRAINING, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while _state(process.pid) != "T":
         assert process.poll() is None, process.communicate()[1]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.doubles.warm_process import TRAINING, WarmProcess
 from tests.trainer.factories import commit, sample
 from tuneloop.shared.checkpoints.file_checks import check_files, is_weights_only
 from tuneloop.shared.checkpoints.manifest import read_manifest
@@ -63,8 +64,14 @@ def trainers(settings: Callable[..., Settings], tmp_path: Path) -> Iterator[Call
     def start(event: str, end: str, times: int) -> "subprocess.Popen[str]":
         command = [sys.executable, "-c", TRAINERS, str(config), event, end, str(times)]
         with (tmp_path / "log").open("w") as log:
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+            process = WarmProcess(
+                command,
+                modules=TRAINING,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
             )
         started.append(process)
         return process

@@ -1,13 +1,13 @@
 """Several ranks come to the numbers of one, and what fails on one of them fails on all."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.doubles.warm_process import TRAINING, WarmProcess
 from tests.trainer.workers.rank import KEPT, outcome
 from tuneloop.trainer.ranks.ranks import ALONE
 
@@ -24,7 +24,7 @@ def _run(settings, folder, size, scenarios, *, together=1):
     }
     (folder / "plan.json").write_text(json.dumps(plan))
     command = [sys.executable, "-m", "tests.trainer.workers.rank", str(folder), str(size), str(together)]
-    subprocess.run(command, timeout=400, check=True)
+    assert WarmProcess(command, modules=TRAINING).wait(400) == 0
     return json.loads((folder / "ends.json").read_text())
 
 

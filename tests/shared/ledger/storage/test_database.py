@@ -1,6 +1,5 @@
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 from sqlalchemy import text
 
 from tests.conftest import Place
+from tests.doubles.warm_process import WarmProcess
 from tests.factories import exchange, rewarded
 from tuneloop.shared.errors import EnvironmentRefused, SettingsError
 from tuneloop.shared.ledger.ledger import Ledger
@@ -107,15 +107,15 @@ def test_upgrading_twice_is_upgrading_once(place: Place) -> None:
 
 def test_four_processes_may_upgrade_at_once(place: Place) -> None:
     command = [sys.executable, "-c", UPGRADE, place.url, place.schema or ""]
-    started = [subprocess.Popen(command) for _ in range(4)]
+    started = [WarmProcess(command) for _ in range(4)]
     assert [process.wait(60) for process in started] == [0] * 4
     assert tables(place) == ALL
 
 
 def test_an_upgrade_killed_at_any_moment_can_be_done_again(place: Place) -> None:
     command = [sys.executable, "-c", UPGRADE, place.url, place.schema or ""]
-    for tenths in (6, 8, 10):
-        process = subprocess.Popen(command)
+    for tenths in (1, 2, 4):
+        process = WarmProcess(command)
         time.sleep(tenths / 10)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()

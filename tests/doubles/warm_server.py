@@ -1,0 +1,175 @@
+"""Forks Python commands from a process that has imported what they need: the other side of `warm_process`.
+
+    python -P tests/doubles/warm_server.py DESCRIPTOR MODULES PADDING
+
+A child runs the command as a fresh Python would, and is named in /proc by it. Imports apart, what differs is that they
+are there before the command asks for them, and that the child's parent is this process.
+"""
+
+import array
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import types
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+#: The length of the order that follows. With it come standard input, output and errors, and where pid and status go.
+HEAD = struct.Struct("<I")
+DESCRIPTORS = 4
+NUMBER = struct.Struct("<i")
+
+
+class Server:
+    """Takes orders from one client, and tells it of each child's end."""
+
+    def __init__(self, client: socket.socket) -> None:
+        self._client = client
+        self._children: dict[int, socket.socket] = {}
+
+    def serve(self) -> list[str] | None:
+        """Serve until the client is gone; in a child, the command that it is to run."""
+        woken, waking = socket.socketpair()
+        waking.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
+        while True:
+            readable, _, _ = select.select([self._client, woken], [], [])
+            if woken in readable:
+                woken.recv(4096)
+                self._reap()
+            if self._client in readable:
+                taken = self._take_order()
+                if taken is None:
+                    return None
+                order, descriptors = taken
+                if not self._fork(descriptors):
+                    for each in (woken, waking, self._client, *self._children.values()):
+                        each.close()
+                    become(order, descriptors)
+                    command: list[str] = order["command"]
+                    return command
+
+    def _take_order(self) -> tuple[dict[str, Any], list[int]] | None:
+        space = socket.CMSG_LEN(DESCRIPTORS * array.array("i").itemsize)
+        head, ancillary, _, _ = self._client.recvmsg(HEAD.size, space, socket.MSG_WAITALL)
+        if len(head) < HEAD.size:
+            return None
+        descriptors = array.array("i")
+        for _, _, data in ancillary:
+            descriptors.frombytes(data)
+        (size,) = HEAD.unpack(head)
+        order = b""
+        while len(order) < size:
+            order += self._client.recv(size - len(order))
+        return json.loads(order), list(descriptors)
+
+    def _fork(self, descriptors: Sequence[int]) -> int:
+        pid = os.fork()
+        if pid:
+            status = socket.socket(fileno=descriptors[-1])
+            for each in descriptors[:-1]:
+                os.close(each)
+            self._children[pid] = status
+            status.send(NUMBER.pack(pid))
+        return pid
+
+    def _reap(self) -> None:
+        while self._children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            with self._children.pop(pid) as told, suppress(OSError):  # nobody waits for it any more
+                told.send(NUMBER.pack(status))
+
+
+def become(order: dict[str, Any], descriptors: Sequence[int]) -> None:
+    """Make this process what its starter asked for."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, each in enumerate(descriptors[:3]):
+        os.dup2(each, number)
+    for each in descriptors:
+        os.close(each)
+    if order["start_new_session"]:
+        os.setsid()
+    if order["process_group"] is not None:
+        os.setpgid(0, order["process_group"])
+    if order["ends_with_tests"]:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if order["umask"] is not None:
+        os.umask(order["umask"])
+    os.chdir(order["folder"])
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    name(order["command"])
+
+
+def name(command: Sequence[str]) -> None:
+    """Be called by this command in /proc, as far as our own was as long."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    words = b"".join(word.encode() + b"\0" for word in command)[: end - start - 1]
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        memory.seek(start)
+        memory.write(words.ljust(end - start, b"\0"))
+
+
+def run(command: Sequence[str]) -> None:
+    """Run what follows the interpreter's name: -P, -m and a module or -c and code or a file, and arguments."""
+    sys.orig_argv = list(command)
+    words = list(command[1:])
+    safe = words[0] == "-P"
+    if safe:
+        del words[0]
+    how, what, *arguments = words if words[0] in ("-m", "-c") else ("", *words)
+    paths = [] if safe else [{"-m": os.getcwd(), "-c": ""}.get(how, os.path.dirname(what))]
+    sys.path[:0] = [*paths, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=bool(os.environ.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
+    if how == "-m":
+        sys.argv = [what, *arguments]
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    elif how == "-c":
+        sys.argv = ["-c", *arguments]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(what, "<string>", "exec"), main.__dict__)  # noqa: S102
+    else:
+        sys.argv = [what, *arguments]
+        runpy.run_path(what, run_name="__main__")
+
+
+def serve(descriptor: int, modules: Sequence[str]) -> list[str] | None:
+    """Import the modules, and fork for whom is at the descriptor; in a child, the command to run."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for module in modules:
+        importlib.import_module(module)
+        if module.endswith(".__main__"):
+            del sys.modules[module]  # it runs anew, with its imports there
+    if threading.active_count() > 1:  # those of OpenBLAS are made anew in a child
+        raise SystemExit(f"one of {modules} has started a thread: nothing can be forked")
+    gc.collect()
+    gc.freeze()
+    return Server(socket.socket(fileno=descriptor)).serve()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    _command = serve(int(sys.argv[1]), sys.argv[2].split(","))
+    del sys.path[0]
+    if _command is not None:
+        run(_command)

@@ -88,7 +88,7 @@ class FeedbackRoutes:
         self._control_client = control_client
         self._ledger = ledger
         self._metrics = metrics
-        self._bulk_work = recorder.bulk_work
+        self._bulk_work, self._lookups = recorder.bulk_work, recorder.lookups
         self._ids_at_work = AmountAtWork("large calls")
         self._any_reply, self._rule = settings.algorithm.of_any_reply, settings.reward
 
@@ -117,7 +117,7 @@ class FeedbackRoutes:
         outcomes, apart, _ = await self._store(events, caller) if events else Results({})
         results = [Outcome.UNKNOWN if each.event is None else outcomes[each.event.event_id] for each in parsed]
         answer = await self._aside(caller, len(parsed), partial(self._answer, parsed, results, apart))
-        answer |= await self._not_trained(parsed, results)
+        answer |= await self._not_trained(caller, parsed, results)
         if not events:
             raise RequestRefused(
                 "none of them is an id of our replies; nothing was stored",
@@ -144,7 +144,7 @@ class FeedbackRoutes:
                 task_ids=task_ids and [self._recorder.name_as_stored(each) for each in task_ids],
                 until=until,
             )
-            committed = await asyncio.to_thread(release)
+            committed = await self._lookups.run(caller.identity, release)
         except LedgerUnavailable as error:
             log.warning("commit_put_off", reason=str(error))
             raise
@@ -203,8 +203,8 @@ class FeedbackRoutes:
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 work = partial(self._outcomes, events)
-                many = len(events) > _FEW
-                found = await (self._bulk_work.run(caller.identity, work) if many else asyncio.to_thread(work))
+                threads = self._bulk_work if len(events) > _FEW else self._lookups
+                found = await threads.run(caller.identity, work)
                 return Results(*found, flushed)
         except (LedgerUnavailable, TimeoutError):
             return None  # it went away again; the events are on disk all the same
@@ -219,7 +219,9 @@ class FeedbackRoutes:
         """Whether it is a number that counts as a smaller one."""
         return event.kind is Kind.NUMBER and is_clipped(self._rule, event.metric, event.value or 0.0)
 
-    async def _not_trained(self, parsed: Sequence[FeedbackEvent], results: Sequence[Outcome]) -> dict[str, object]:
+    async def _not_trained(
+        self, caller: Caller, parsed: Sequence[FeedbackEvent], results: Sequence[Outcome]
+    ) -> dict[str, object]:
         """Why replies will not be trained on, by the names that the client wrote; as far as that is known soon."""
         named = {each.about: each.event for each in parsed if each.event is not None and each.event.msg_id}
         ids = {event.msg_id for event in named.values() if event.msg_id}
@@ -227,7 +229,8 @@ class FeedbackRoutes:
             return {}
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                why = await asyncio.to_thread(self._ledger.reports.not_trained, ids, any_reply=self._any_reply)
+                read = partial(self._ledger.reports.not_trained, ids, any_reply=self._any_reply)
+                why = await self._lookups.run(caller.identity, read)
         except (LedgerUnavailable, TimeoutError):
             return {}
         found = {about: _reason_of(event, why) for about, event in named.items()}

@@ -59,8 +59,7 @@ async def test_who_comes_behind_a_flood_is_answered_after_one_group_of_it(own: S
     gate, flood = Gate(), [feedback() for _ in range(20 * GROUP)]
     said = [exchange(tenant="other"), feedback(tenant="other")]
     with flushing(own, gate) as (flusher, _):
-        await append(own, *flood)
-        await append(own, *said)
+        await append(own, *flood, *said)  # at once: who comes later is seen after half a second of work
         commit = asyncio.ensure_future(flusher.wait_until_flushed(60, "other"))
         theirs = asyncio.ensure_future(flusher.wait_until_flushed(60, "acme"))
         all_ = asyncio.ensure_future(flusher.wait_until_flushed(60))
@@ -160,8 +159,7 @@ async def test_keys_of_one_tenant_take_turns(own: Spool) -> None:
     gate, flood = Gate(), [feedback(key="loud") for _ in range(20 * GROUP)]
     said = [exchange(key="quiet"), feedback(key="quiet")]
     with flushing(own, gate) as (flusher, _):
-        await append(own, *flood)
-        await append(own, *said)
+        await append(own, *flood, *said)  # at once: who comes later is seen after half a second of work
         theirs = asyncio.ensure_future(flusher.wait_until_flushed(60, "acme", "quiet"))
         all_ = asyncio.ensure_future(flusher.wait_until_flushed(60, "acme"))
         gate.may.release(3)

@@ -204,6 +204,24 @@ def test_something_is_begun_at_once_for_each_but_not_all_the_time_for_one_of_sev
     assert [urgency.begins(loud, at) for at in (1.5, 1.51, 1.52)] == [True] * 3  # the other one has left
 
 
+async def test_who_waits_for_nothing_does_not_begin_what_others_said(
+    own: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diary = Diary()
+    with flushing(own, diary) as (flusher, _):
+        await append(own, feedback(key="first"))
+        assert await flusher.wait_until_flushed(60)
+        monkeypatch.setattr(flusher_module, "_LOOK_S", 600.0)
+        await append(own, feedback(key="second"))
+        assert await flusher.wait_until_flushed(60)
+        await append(own, feedback(key="loud"))
+        assert await flusher.wait_until_flushed(60, "another") is Flushed.ALL
+        assert await flusher.wait_until_flushed(60, "acme", "rater") is Flushed.ASKED
+        await append(own, feedback(key="quiet"))
+        assert await flusher.wait_until_flushed(60, "acme", "quiet") is Flushed.ALL
+    assert diary.groups == [["first"], ["second"], ["loud", "quiet"]]
+
+
 async def test_who_says_a_little_all_the_time_has_no_transactions_of_its_own_while_others_wait(
     own: Spool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""What takes a processor long, in threads of its own: one piece of each owner at a time, and owners take turns."""
+"""Work in threads: one piece of each owner at a time, and owners take turns, whether it is long or there is much."""
 
 import asyncio
 import sys
@@ -16,6 +16,9 @@ _Result = TypeVar("_Result")
 
 #: Two, so that one owner's longest piece keeps no other waiting. More would take the event loop its turns.
 _THREADS = 2
+
+#: For what is read of the database, each of which is short.
+LOOKUP_THREADS = 4
 
 #: How long a thread keeps the interpreter while another waits for it. A request waits so some ten times beside a thread
 #: that is at work: with Python's 5 ms it takes 50 ms more.
@@ -59,17 +62,17 @@ class AmountAtWork:
 
 
 class BulkWork:
-    """Runs long pieces of work for one event loop.
+    """Runs pieces of work for one event loop.
 
-    Not in the loop's own threads: what else waits there is short, such as reading what became of one rating.
+    Not in the loop's own threads: there who brings many pieces at once would have all of them.
     """
 
-    def __init__(self, *, rests: bool = False) -> None:
+    def __init__(self, *, threads: int = _THREADS, rests: bool = False) -> None:
         """`rests` is for work that keeps the interpreter until it is done, such as parsing.
 
         One piece of it is done at a time, and each is followed by a rest as long as it took: there all else has a turn.
         """
-        self._threads, self._rests, self._rests_until = 1 if rests else _THREADS, rests, 0.0
+        self._threads, self._rests, self._rests_until = 1 if rests else threads, rests, 0.0
         self._pool = ThreadPoolExecutor(self._threads, "bulk-work")
         self._waiting: dict[str, deque[_Piece]] = {}  # the first owner has waited longest for a turn
         self._busy: set[str] = set()

@@ -22,7 +22,7 @@ from tuneloop.trainer.algorithms.terms.moments import Baselines
 from tuneloop.trainer.algorithms.terms.off_policy import importance_weights
 from tuneloop.trainer.algorithms.terms.preferences import sequence_sums
 from tuneloop.trainer.algorithms.terms.targets import Targets, Totals, require
-from tuneloop.trainer.batches.batch import Batch, collate, micro_batches, mini_batches, share_of
+from tuneloop.trainer.batches.batch import Batch, all_but_first, collate, micro_batches, mini_batches, share_of
 from tuneloop.trainer.batches.credit import calls_of
 from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.batches.packed import Positions, count_positions
@@ -46,9 +46,9 @@ class Learner:
 
     `steps` counts batches learnt from. The reference is the base model; it and the critic are None if the algorithm
     does not look at them; `critic_since` is the number of steps after which the critic was begun. `teacher` is set by
-    who has one, before the first step of an algorithm that asks for it.
-    `baselines` is what the algorithm remembers from step to step. `spoilt` is true once a step failed after some of its
-    updates: the weights from before it are not here, and it must be loaded anew.
+    who has one, before the first step of an algorithm that asks for it. `baselines` is what the algorithm remembers
+    from step to step. Of copies that a GPU is `copying` the next update waits for the end. `spoilt` is true once a step
+    failed after some of its updates: the weights from before it are not here, and it must be loaded anew.
 
     Of several `ranks` each has one, and a step is made by all together: rank 0's tells the others."""
 
@@ -70,6 +70,7 @@ class Learner:
             self.optimizers["critic"] = adam(critic, settings.algorithm.critic_optimizer)
         self.teacher: Teacher | None = None
         self.baselines: Baselines = {}
+        self.copying: list[torch.cuda.Event] = []
         self.generator = torch.Generator().manual_seed(settings.trainer.seed)
         self._algorithm = settings.algorithm
         self._page = ALGORITHMS[settings.algorithm.algorithm_type]
@@ -90,8 +91,7 @@ class Learner:
         self.ranks.lead(_order(self, samples, version))
         sequences = assemble(samples, merge=self._algorithm.merge_calls and not self._asks.by_reply)
         batch = _collate(sequences, tempered=self._asks.tempered)
-        random, baselines = self.generator.get_state(), self.baselines
-        updates = _updates_made(self.optimizers)
+        random, baselines, updates = self.generator.get_state(), self.baselines, _updates_made(self.optimizers)
         for model in self._models:
             model.positions = Positions()
         try:
@@ -134,15 +134,15 @@ class Learner:
         norms = {name: optimizer.gradient_norm() for name, optimizer in trained.items()}
         _must_be_finite({f"the {name}'s gradient norm": norm for name, norm in norms.items()})
         metrics = {f"{name}/grad_norm": norm for name, norm in norms.items()}
+        _end_copies(self.copying)
         for name, optimizer in trained.items():
             metrics[f"{name}/lr"] = optimizer.lr
             _apply(optimizer, norms[name], self._algorithm.max_grad_norm, self.ranks)
         return metrics
 
-    @torch.no_grad()
     def logprobs(self, ids: Sequence[int]) -> list[float]:
         """The actor's log-probability of each id but the first after those before it, at temperature 1."""
-        return [float(value) for value in self.actor.logprobs(_all_but_first(ids))[0]]
+        return [float(value) for value in self.actor.logprobs(all_but_first(ids))[0].cpu()]
 
     @torch.no_grad()
     def distance(self, other: Actor, samples: Sequence[Sample]) -> float:
@@ -312,6 +312,12 @@ def _divergence(sequences: Sequence[TokenSequence], apart: Callable[[Batch], Ten
     return sequence_sums(apart(batch), batch.mask_BR).mean()
 
 
+def _end_copies(copying: list[torch.cuda.Event]) -> None:
+    """Nobody waits here: the GPU does, before what follows."""
+    while copying:
+        copying.pop().wait()
+
+
 def _apply(optimizer: MasterAdamW, norm: float, max_norm: float, ranks: Ranks) -> None:
     try:
         optimizer.update(norm=norm, max_norm=max_norm)
@@ -334,22 +340,6 @@ def _speed(samples: Sequence[Sample], batch: Batch, read: Mapping[str, float], t
     tokens = int(batch.lengths_B.sum())
     speed = {"time/train_step": took, "perf/tokens_per_second": tokens / took, "perf/merged": alone / tokens}
     return speed | {"perf/useful_tokens": read["useful"] / read["processed"]}
-
-
-def _all_but_first(ids: Sequence[int]) -> Batch:
-    """One sequence, each of whose tokens but the first is as if of a reply, at temperature 1."""
-    ids_BT = torch.tensor([ids])
-    like_BR = torch.zeros(1, len(ids) - 1)
-    return Batch(
-        ids_BT=ids_BT,
-        predicts_BT=torch.arange(len(ids))[None] != len(ids) - 1,
-        replies_BR=ids_BT[:, 1:],
-        mask_BR=like_BR == 0,
-        sampled_BR=like_BR,
-        temperatures_BR=like_BR + 1,
-        calls_BR=like_BR.long(),
-        lengths_B=torch.tensor([len(ids)]),
-    )
 
 
 def _forget(optimizers: Mapping[str, MasterAdamW]) -> None:

@@ -1,10 +1,10 @@
 """How long one key's requests take while another key sends as much as it can: `python -m benchmarks.access.fairness`.
 
 Control process, worker and engine double are processes, as in production; the worker has 16 places, and the double's
-replies take 100 ms. The quiet key asks and rates the reply, one after the other; the loud one floods the service over
-64 connections, from a process of its own that gets only the processor time that nobody else wants (`nice`): what it
-needs of the cores that all share is not the service's. Each round asks beside each kind of neighbour, and the ratio of
-the 99th percentiles is to the round's own requests without one, before and after.
+replies take 100 ms. The quiet key asks, rates the reply and commits, one after the other; the loud one floods the
+service over 64 connections, from a process of its own that gets only the processor time that nobody else wants
+(`nice`): what it needs of the cores that all share is not the service's. Each round asks beside each kind of neighbour,
+and the ratios of the 99th percentiles are to the requests without one, before and after: of all rounds, and of each.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import httpx
 from tests.explorer.running import eventually
 from tests.hostile.bed import Bed, asking, bed_with
 from tests.hostile.echo import echo_process
-from tuneloop.shared.experience import Scope
+from tuneloop.shared.experience import DEFAULT_TENANT, Scope
 from tuneloop.shared.ledger.keys import KeyGrant, KeyLimits
 
 _PLACES, _REPLY_S, _CONNECTIONS, _WARM_S, _NICE = 16, 0.1, 64, 3.0, 19
@@ -110,9 +110,9 @@ def _flood_beside(flood: _Flood | None) -> Iterator[None]:
         process.join()
 
 
-def _key(bed: Bed, name: str, limits: KeyLimits) -> Headers:
+def _key(bed: Bed, name: str, limits: KeyLimits, tenant: str) -> Headers:
     ledger = bed.ledger()
-    grant = KeyGrant(name=name, scopes=(Scope.INFERENCE, Scope.FEEDBACK), limits=limits)
+    grant = KeyGrant(name=name, tenant=tenant, scopes=(Scope.INFERENCE, Scope.FEEDBACK, Scope.COMMIT), limits=limits)
     headers = {"Authorization": f"Bearer {ledger.keys.create(grant, actor='benchmark')[1]}"}
     ledger.close()
     eventually(lambda: bed.http.get("/v1/models", headers=headers).status_code == 200)
@@ -124,21 +124,25 @@ class _Times(NamedTuple):
 
     chats: list[float]
     ratings: list[float]
+    commits: list[float]
 
 
 def _ask(bed: Bed, headers: Headers, asked: int) -> _Times:
-    """How long each of so many chats takes, and rating its reply, one after the other."""
+    """How long each of so many chats takes, and rating its reply, and a commit, one after the other."""
     gc.collect()  # not while something is being timed: it stops this process for a second
     gc.freeze()
-    found = _Times([], [])
+    found = _Times([], [], [])
     with httpx.Client(base_url=bed.url, headers=headers, timeout=60) as http:
         for _ in range(asked):
             began = time.perf_counter()
             answer = http.post(_CHAT, json=_HELLO).raise_for_status()
             replied = time.perf_counter()
             http.post("/feedback", json={"msg_ids": [answer.json()["id"]], "reward": 1}).raise_for_status()
-            found.chats.append(1e3 * (replied - began))
-            found.ratings.append(1e3 * (time.perf_counter() - replied))
+            rated = time.perf_counter()
+            http.post("/commit", json={}).raise_for_status()
+            committed = time.perf_counter()
+            for times, seconds in zip(found, (replied - began, rated - replied, committed - rated), strict=True):
+                times.append(1e3 * seconds)
     return found
 
 
@@ -147,14 +151,14 @@ def _p99(found: list[float]) -> float:
 
 
 def _line(what: str, rounds: list[_Times], alone: list[_Times]) -> str:
-    """Median and 99th percentile of all rounds, and each round's ratio of the latter to that without a neighbour."""
+    """Median and 99th percentile of all rounds, and the ratio of the latter to that without a neighbour."""
     parts = []
     for kind in _Times._fields:
-        each = [getattr(found, kind) for found in rounds]
-        ratios = [_p99(mine) / _p99(getattr(quiet, kind)) for mine, quiet in zip(each, alone, strict=False)]
+        each, others = ([getattr(found, kind) for found in several] for several in (rounds, alone))
         pooled = [ms for found in each for ms in found]
-        shown = " ".join(f"{ratio:.2f}" for ratio in ratios)
-        parts.append(f"{kind} {statistics.median(pooled):6.1f} {_p99(pooled):6.1f} ms, x {shown}")
+        ratio = _p99(pooled) / _p99([ms for found in others for ms in found])
+        by_round = " ".join(f"{_p99(mine) / _p99(quiet):.2f}" for mine, quiet in zip(each, others, strict=False))
+        parts.append(f"{kind} {statistics.median(pooled):6.1f} {_p99(pooled):6.1f} ms, x {ratio:.2f} ({by_round})")
     return f"{what:44} " + "; ".join(parts)
 
 
@@ -164,13 +168,16 @@ def main() -> None:
     parser.add_argument("--asked", type=int, default=150, help="chats beside each neighbour, in each round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="neighbours whose name has this in it")
+    parser.add_argument("--apart", action="store_true", help="the loud keys are of another tenant")
     given = parser.parse_args()
     gc.disable()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         url, other = (stack.enter_context(echo_process(Path(folder), pause_s=_REPLY_S)) for _ in range(2))
         bed = stack.enter_context(bed_with(Path(folder), [url], max_in_flight=_PLACES))
         free, bound = KeyLimits(), KeyLimits(max_concurrent=8, feedback_per_minute=600, requests_per_minute=6000)
-        quiet, loud, bounded = (_key(bed, *each) for each in (("quiet", free), ("loud", free), ("bounded", bound)))
+        theirs = "another" if given.apart else DEFAULT_TENANT
+        quiet = _key(bed, "quiet", free, DEFAULT_TENANT)
+        loud, bounded = (_key(bed, *each, theirs) for each in (("loud", free), ("bounded", bound)))
         neighbours = {
             "a flood of another service": _Flood(other, loud),
             "one queue for all (same key)": _Flood(bed.url, quiet),
@@ -193,8 +200,8 @@ def main() -> None:
                         found[what].append(_ask(bed, quiet, given.asked))
                     print(_line(what, found[what][-1:], [before]), flush=True)
             after = _ask(bed, quiet, given.asked)
-            alone.append(_Times(before.chats + after.chats, before.ratings + after.ratings))
-            print(f"round {number + 1} of {given.rounds}; x: the 99th percentile to that of nobody, by rounds")
+            alone.append(_Times(*(each + more for each, more in zip(before, after, strict=True))))
+            print(f"round {number + 1} of {given.rounds}; x: the 99th percentile to that of nobody")
             print(_line("nobody", alone, alone), flush=True)
             for what, rounds in found.items():
                 print(_line(what, rounds, alone), flush=True)

@@ -5,7 +5,8 @@
 
 One learner, the trainer's publisher, an SQLite ledger and a real folder of checkpoints, critic and optimiser at
 `trainer.state_interval: 1`; the batch is always the same, its rows are not in the ledger. Each mode in turn: steps a
-second, and what the time went into: the steps, publishing in the foreground, the rest. Weights and replies are random.
+second, and what the time went into: the steps, publishing in the foreground, the rest; and the medians of a version's
+stages. What comes once in a trainer's life came before: layers compiled, memory pinned. Weights and replies are random.
 """
 
 import argparse
@@ -13,7 +14,10 @@ import gc
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -26,6 +30,7 @@ from tuneloop.shared.experience import Sample
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publisher
 from tuneloop.trainer.micro_batch import fit_to_memory
@@ -34,14 +39,14 @@ _WARM_UP = 2
 
 
 class Phase(NamedTuple):
-    """What a mode came to. All but `steps` and `versions` are seconds; of `registered` the mean."""
+    """What a mode came to. All but `steps` and `versions` are seconds, `stages` those of each version that had them."""
 
     steps: int
     versions: int
     all: float
     stepping: float
     publishing: float
-    registered: float
+    stages: Mapping[str, Sequence[float]]
 
     def line(self, mode: str, alone: float) -> str:
         """Its row; `alone`: steps a second without versions."""
@@ -50,8 +55,9 @@ class Phase(NamedTuple):
             (self.stepping, self.publishing, self.all - self.stepping - self.publishing),
         )
         shares = " | ".join(f"{part / self.all:.1%}" for part in parts)
-        each = f"{self.stepping / self.steps:.3f} s | {self.registered:.2f} s"
-        return f"| {mode} | {self.steps}, {self.versions} | {rate:.2f} | {rate / alone:.2f} | {each} | {shares} |"
+        stages = ", ".join(f"{name} {median(took):.3f} ({len(took)})" for name, took in sorted(self.stages.items()))
+        speed = f"{rate:.2f} | {rate / alone:.2f} | {self.stepping / self.steps:.3f} s"
+        return f"| {mode} | {self.steps}, {self.versions} | {speed} | {shares} | {stages} |"
 
 
 def main() -> int:
@@ -60,8 +66,8 @@ def main() -> int:
     disable_progress_bar()  # type: ignore[no-untyped-call]
     where = torch.cuda.get_device_name() if options.gpu else "CPU"
     print(f"{where}, torch {torch.__version__}; {options.size}, {options.method}, {options.sequences} sequences")
-    print("| mode | steps, versions | steps/s | of none | a step | registered after | steps | publishing | the rest |")
-    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    heads = ("mode", "steps, versions", "steps/s", "of none", "a step", "steps", "publishing", "the rest", "stages, s")
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|", flush=True)
     with tempfile.TemporaryDirectory(prefix="async-save-", dir=options.work) as folder:
         settings = _settings(options, Path(folder))
         samples = made_samples(options.sequences, options.mean, options.longest, 150)
@@ -108,8 +114,13 @@ def _measure(mode: str, settings: Settings, samples: list[Sample], seconds: floa
     parent = ledger.versions.newest().version
     for _ in range(_WARM_UP):
         learner.step(samples)
+    if mode != "none":
+        publisher.begin(learner, [], steps=_WARM_UP, parent=parent)
+        publisher.wait()
+        parent = publisher.end(learner).version or parent
     steps = versions = unpublished = 0
-    stepping = publishing = registered = 0.0
+    stepping = publishing = 0.0
+    stages: defaultdict[str, list[float]] = defaultdict(list)
     began = time.perf_counter()
     while (stepped := time.perf_counter()) - began < seconds:
         learner.step(samples)
@@ -123,13 +134,20 @@ def _measure(mode: str, settings: Settings, samples: list[Sample], seconds: floa
             if publisher.is_over:
                 ended = publisher.end(learner)
                 parent, unpublished, versions = ended.version or parent, unpublished - ended.steps, versions + 1
-                registered += ended.measured["time/publish/registered"]
+                _add(stages, ended.measured)
         publishing += time.perf_counter() - started
     took = time.perf_counter() - began
     publisher.wait()
     publisher.close()
+    for _, measured in publisher.states.drain():
+        _add(stages, measured)
     ledger.close()
-    return Phase(steps, versions, took, stepping, publishing, registered / max(1, versions))
+    return Phase(steps, versions, took, stepping, publishing, stages)
+
+
+def _add(stages: Mapping[str, list[float]], measured: Metrics) -> None:
+    for name, value in measured.items():
+        stages[name.removeprefix("time/").removeprefix("publish/")].append(value)
 
 
 def _options() -> argparse.Namespace:

@@ -45,6 +45,7 @@ class _Waiter(NamedTuple):
     future: "asyncio.Future[Flushed]"
     tenant: str | None
     key: str | None
+    begins: bool  # what is waited for is moved at once, not with the next group
 
     @property
     def reached(self) -> bool:
@@ -69,7 +70,15 @@ class _Waiters:
     def __init__(self) -> None:
         self.adopted = False  # once what dead processes left behind was moved
         self.away = False
+        self.due_at = 0.0  # when the next group begins, whoever waits for it
         self._waiting: list[_Waiter] = []
+
+    def are_due(self) -> bool:
+        """Whether a group is to begin now.
+
+        Who asks and has nothing in it does not begin others': it would keep him from writing to the database.
+        """
+        return not self.adopted or time.monotonic() >= self.due_at or any(waiter.begins for waiter in self._waiting)
 
     def add(self, waiter: _Waiter) -> None:
         self._waiting.append(waiter)
@@ -170,11 +179,12 @@ class Flusher:
         NO if that is away, or it is not by then.
         """
         ends = [(slot, slot.end) for slot in self._slots.ours]
-        waiter = _Waiter(ends, asyncio.get_running_loop().create_future(), tenant, key)
+        begins = tenant is None or self._urgency.begins(Owner(tenant, key or ""), time.monotonic())
+        waiter = _Waiter(ends, asyncio.get_running_loop().create_future(), tenant, key, begins)
         with self._moved:
             self._waiters.add(waiter)
             self._waiters.tell()
-        if tenant is None or self._urgency.begins(Owner(tenant, key or ""), time.monotonic()):
+        if begins:
             self._wake.set()
         try:
             # Not in a thread: a slow database would soon have all of the pool's waiting for it.
@@ -213,7 +223,7 @@ class Flusher:
             if stopping or (self._stop.is_set() and not all_moved and not self._more):
                 return
             if not self._more:
-                self._wake.wait(_LOOK_S)
+                self._wake.wait(max(0.0, self._waiters.due_at - time.monotonic()))
 
     def _say_adopted(self) -> None:
         with self._moved:
@@ -250,15 +260,18 @@ class Flusher:
             return False
 
     def _drain(self, sources: Sequence[Source]) -> bool:
-        """Move what there is before each one's end.
+        """Move what there is before each one's end, now or with the next group.
 
-        False if not all of it was: we were told to stop, or there is `more`, and it is time to look who came since.
+        False if not all of it is: we were told to stop, or there is `more`, and it is time to look who came since.
         """
         self._more, began = False, time.monotonic()
         marks = {source.folder: source for source in sources}
         try:
             complete = self._queue.read(sources)
-            self._tell_of_tenants()
+            is_due = self._tell_of_tenants() or self._stop.is_set() or any(source.end is None for source in sources)
+            if len(self._queue) and not is_due:
+                return True
+            self._waiters.due_at = time.monotonic() + _LOOK_S
             while group := self._queue.take():
                 work = time.thread_time()
                 if not self._intake.move([(entry.folder, entry.payload) for entry in group]):
@@ -289,9 +302,11 @@ class Flusher:
         self._more = time.monotonic() - began >= _SLICE_S and not self._stop.is_set()
         return self._more
 
-    def _tell_of_tenants(self) -> None:
+    def _tell_of_tenants(self) -> bool:
+        """Whether somebody waits for a group to begin."""
         with self._moved:
             self._waiters.tell(self._queue)
+            return self._waiters.are_due()
 
     def _mark(self, source: Source, position: Position) -> None:
         if position <= source.mark.position:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import structlog
 
 from tuneloop.explorer.background_tasks import every
-from tuneloop.explorer.bulk_work import AmountAtWork, BulkWork
+from tuneloop.explorer.bulk_work import LOOKUP_THREADS, AmountAtWork, BulkWork
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.http.caller import Caller
 from tuneloop.explorer.metrics import Metrics
@@ -176,6 +176,8 @@ class Recorder:
         self._metrics = metrics
         self._redactor = redactor if redactor else None
         self.bulk_work = bulk_work or BulkWork()
+        #: For what a request reads of the database: of many requests of one key each waits for the one before it.
+        self.lookups = BulkWork(threads=LOOKUP_THREADS)
         self._writing: set[asyncio.Task[list[Record]]] = set()
         self._unredacted = AmountAtWork("large requests")
 
@@ -218,6 +220,7 @@ class Recorder:
         """Wait for what is still being redacted, whose requests were cancelled."""
         await asyncio.gather(*self._writing, return_exceptions=True)
         self.bulk_work.close()
+        self.lookups.close()
 
     async def _write(self, records: Sequence[Record]) -> list[Record]:
         redactor, size = self._redactor, sum(map(_size, records))

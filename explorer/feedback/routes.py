@@ -44,10 +44,14 @@ _Apart = Mapping[str, Outcome]
 
 
 class Results(NamedTuple):
-    """What became of each event, and of the choices of those that it differs for; how far the database was then."""
+    """What became of each event, and of the choices of those that it differs for; how far the database was then.
+
+    `not_trained` is why replies will not be trained on, by msg_id and choice.
+    """
 
     outcomes: Mapping[str, Outcome]
     apart: Mapping[str, _Apart] = {}
+    not_trained: Mapping[str, Mapping[int, str]] = {}
     flushed: Flushed = Flushed.NO
 
 
@@ -88,7 +92,7 @@ class FeedbackRoutes:
         self._control_client = control_client
         self._ledger = ledger
         self._metrics = metrics
-        self._bulk_work = recorder.bulk_work
+        self._bulk_work, self._lookups = recorder.bulk_work, recorder.lookups
         self._ids_at_work = AmountAtWork("large calls")
         self._any_reply, self._rule = settings.algorithm.of_any_reply, settings.reward
 
@@ -114,10 +118,8 @@ class FeedbackRoutes:
             message = f"this token allows {bound.max_events} events, or too many tokens of its key are in use"
             raise RequestRefused(message, status=403, code="token_used_up")
         caller.meter.take_feedback(len(events))
-        outcomes, apart, _ = await self._store(events, caller) if events else Results({})
-        results = [Outcome.UNKNOWN if each.event is None else outcomes[each.event.event_id] for each in parsed]
-        answer = await self._aside(caller, len(parsed), partial(self._answer, parsed, results, apart))
-        answer |= await self._not_trained(parsed, results)
+        found = await self._store(events, caller) if events else Results({})
+        answer = await self._aside(caller, len(parsed), partial(self._answer, parsed, found))
         if not events:
             raise RequestRefused(
                 "none of them is an id of our replies; nothing was stored",
@@ -144,7 +146,7 @@ class FeedbackRoutes:
                 task_ids=task_ids and [self._recorder.name_as_stored(each) for each in task_ids],
                 until=until,
             )
-            committed = await asyncio.to_thread(release)
+            committed = await self._lookups.run(caller.identity, release)
         except LedgerUnavailable as error:
             log.warning("commit_put_off", reason=str(error))
             raise
@@ -165,18 +167,19 @@ class FeedbackRoutes:
         parsed = factory.events_of(bind(entries, caller.binding) if caller.binding else entries)
         return parsed, list({each.event.event_id: each.event for each in parsed if each.event is not None}.values())
 
-    def _answer(
-        self, parsed: Sequence[FeedbackEvent], results: Sequence[Outcome], apart: Mapping[str, _Apart]
-    ) -> dict[str, object]:
-        """What became of each, but for what the database knows of the replies; it is counted, too."""
+    def _answer(self, parsed: Sequence[FeedbackEvent], found: Results) -> dict[str, object]:
+        """What became of each; it is counted, too."""
+        results = [Outcome.UNKNOWN if each.event is None else found.outcomes[each.event.event_id] for each in parsed]
         pairs = Counter((each.kind.value, outcome.value) for each, outcome in zip(parsed, results, strict=True))
         for (kind, outcome), count in pairs.items():
             self._metrics.feedback.labels(kind, outcome).inc(count)
         answer = _answer(parsed, results) | self._not_counted(parsed)
         if any(each.event is not None and self._is_clipped(each.event) for each in parsed):
             answer["clipped"] = True
-        if choices := dict(_choices(parsed, apart)):
+        if choices := dict(_choices(parsed, found.apart)):
             answer["choices"] = choices
+        if reasons := dict(_reasons(parsed, found.not_trained)):
+            answer["not_trained"] = reasons
         return answer
 
     def _as_stored(self, name: str | None) -> str | None:
@@ -202,10 +205,10 @@ class FeedbackRoutes:
             return None
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                work = partial(self._outcomes, events)
-                many = len(events) > _FEW
-                found = await (self._bulk_work.run(caller.identity, work) if many else asyncio.to_thread(work))
-                return Results(*found, flushed)
+                work = partial(self._look_up, events)
+                threads = self._bulk_work if len(events) > _FEW else self._lookups
+                found = await threads.run(caller.identity, work)
+                return found._replace(flushed=flushed)
         except (LedgerUnavailable, TimeoutError):
             return None  # it went away again; the events are on disk all the same
 
@@ -219,20 +222,13 @@ class FeedbackRoutes:
         """Whether it is a number that counts as a smaller one."""
         return event.kind is Kind.NUMBER and is_clipped(self._rule, event.metric, event.value or 0.0)
 
-    async def _not_trained(self, parsed: Sequence[FeedbackEvent], results: Sequence[Outcome]) -> dict[str, object]:
-        """Why replies will not be trained on, by the names that the client wrote; as far as that is known soon."""
-        named = {each.about: each.event for each in parsed if each.event is not None and each.event.msg_id}
-        ids = {event.msg_id for event in named.values() if event.msg_id}
-        if not 0 < len(ids) <= _MAX_EXPLAINED or Outcome.PENDING in results:
-            return {}
-        try:
-            async with asyncio.timeout(_PATIENCE_S):
-                why = await asyncio.to_thread(self._ledger.reports.not_trained, ids, any_reply=self._any_reply)
-        except (LedgerUnavailable, TimeoutError):
-            return {}
-        found = {about: _reason_of(event, why) for about, event in named.items()}
-        reasons = {about: reason for about, reason in found.items() if reason}
-        return {"not_trained": reasons} if reasons else {}
+    def _look_up(self, events: Sequence[Feedback]) -> Results:
+        """What became of events by the database, and why their replies will not be trained on."""
+        outcomes, apart = self._outcomes(events)
+        ids = {event.msg_id for event in events if event.msg_id}
+        if not 0 < len(ids) <= _MAX_EXPLAINED or Outcome.PENDING in outcomes.values():
+            return Results(outcomes, apart)
+        return Results(outcomes, apart, self._ledger.reports.not_trained(ids, any_reply=self._any_reply))
 
     def _outcomes(self, events: Sequence[Feedback]) -> tuple[Mapping[str, Outcome], Mapping[str, _Apart]]:
         results = self._ledger.recording.outcomes(events[0].call_id, [event.event_id for event in events])
@@ -304,6 +300,13 @@ def _choices(parsed: Sequence[FeedbackEvent], apart: Mapping[str, _Apart]) -> It
     for each in parsed:
         if each.event is not None and each.event.event_id in apart:
             yield each.about, apart[each.event.event_id]
+
+
+def _reasons(parsed: Sequence[FeedbackEvent], why: Mapping[str, Mapping[int, str]]) -> Iterator[tuple[str, str]]:
+    """Why replies will not be trained on, by the names that the client wrote."""
+    for about, _, event in parsed if why else ():
+        if event is not None and (reason := _reason_of(event, why)) is not None:
+            yield about, reason
 
 
 def _reason_of(event: Feedback, why: Mapping[str, Mapping[int, str]]) -> str | None:

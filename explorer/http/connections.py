@@ -2,11 +2,12 @@
 
 import asyncio
 import resource
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tuneloop.explorer.http.caller import Meter
+from tuneloop.explorer.http.caller import Caller, Meter
 from tuneloop.shared.errors import RequestRefused
 
 #: Where a scope has its request's share.
@@ -40,6 +41,42 @@ def most_connections(wanted: int | None, descriptors: int) -> int:
     return room if wanted is None else min(wanted, room)
 
 
+class Beginnings:
+    """Lets one request of each caller begin in each turn of the event loop.
+
+    What comes at once of a caller, such as its next requests when several were answered together, would stand before
+    everything that the loop has to do for others.
+    """
+
+    def __init__(self) -> None:
+        self._begun: set[str] = set()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def take(self, who: str) -> None:
+        """Wait until one of this caller's may begin."""
+        if who not in self._begun:
+            self._begin(who)
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(who, deque()).append(turn)
+        await turn
+
+    def _begin(self, who: str) -> None:
+        if not self._begun:
+            asyncio.get_running_loop().call_soon(self._next)
+        self._begun.add(who)
+
+    def _next(self) -> None:
+        self._begun.clear()
+        for who, waiting in list(self._waiting.items()):
+            turn = waiting.popleft()
+            if not waiting:
+                del self._waiting[who]
+            if not turn.cancelled():
+                turn.set_result(None)
+            self._begin(who)
+
+
 @dataclass(eq=False)
 class ConnectionLimits:
     """The bounds of a process's connections, and what they take now.
@@ -52,6 +89,7 @@ class ConnectionLimits:
     max_held_bytes: int = 512 << 20
     head_timeout_s: float = 30.0
     body_timeout_s: float = 300.0
+    beginnings: Beginnings = field(default_factory=Beginnings)
     idle: dict["ConnectionWatch", None] = field(default_factory=dict)
     held_bytes: int = 0
 
@@ -74,15 +112,20 @@ class RequestShare:
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self._meter: Meter | None = None
+        self._who = ""
         self._bytes = 0
         self._open = True
         self._holders = 1
 
-    def begin(self, meter: Meter) -> None:
+    def begin(self, caller: Caller) -> None:
         """Its answer begins: it counts as one of its key's, with what has come of its body."""
-        self._meter = meter
-        meter.begin_request()
-        meter.count_bytes(self._bytes)
+        self._meter, self._who = caller.meter, caller.identity
+        caller.meter.begin_request()
+        caller.meter.count_bytes(self._bytes)
+
+    async def take_turn(self) -> None:
+        """Wait while others of its caller's begin, so that other callers have turns between them."""
+        await self._limits.beginnings.take(self._who)
 
     def hold(self, size: int) -> RequestRefused | None:
         """So many bytes of its body have come; the refusal, if there is no room for them."""

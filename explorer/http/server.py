@@ -313,7 +313,7 @@ class FastProtocol(HttpToolsProtocol):
                     self._watch.wait_for_refusal()
                 self._respond(cycle, partial(_refuse, error, admitted.cross_origin.headers(scope)), share)
                 return
-            share.begin(caller.meter)
+            share.begin(caller)
             route = admitted.fast_routes.get((scope["method"], scope["path"]))
         if route is None:
             super()._start_asgi_task(cycle, partial(_answer, app, share))
@@ -363,6 +363,7 @@ def _too_long() -> RequestRefused:
 async def _answer(app: Any, share: RequestShare, scope: Any, receive: Any, send: Any) -> None:
     """Answer through ASGI, where the app goes on when its client has left."""
     try:
+        await share.take_turn()
         await app(scope, receive, send)
     finally:
         share.end()
@@ -370,6 +371,7 @@ async def _answer(app: Any, share: RequestShare, scope: Any, receive: Any, send:
 
 async def _respond(route: FastRoute, request: RawRequest, share: RequestShare) -> None:
     try:
+        await share.take_turn()
         await route(request)
     except asyncio.CancelledError:
         if not request.client_left:  # the server is stopping and has waited long enough

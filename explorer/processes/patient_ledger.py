@@ -6,7 +6,7 @@
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -84,10 +84,10 @@ class PatientTransactions(Transactions):
         super().keep_time()
         steady_time.now.follow(super().time())
 
-    def read(self, query: Executable) -> Sequence[Any]:
-        """The rows of a query."""
+    def read(self, query: Executable, values: Mapping[str, Any] | None = None) -> Sequence[Any]:
+        """The rows of a query, with these values for its parameters."""
         self.open()
-        return super().read(query)
+        return super().read(query, values)
 
     def read_together(self, *queries: Executable) -> list[Sequence[Any]]:
         """The answers to several queries, as of one moment."""

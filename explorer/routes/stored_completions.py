@@ -1,6 +1,5 @@
 """OpenAI's stored completions: a tenant lists, reads, relabels and deletes its exchanges of the chat route."""
 
-import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -56,21 +55,26 @@ class CompletionReader:
     def __init__(self, request: Request) -> None:
         self._control_client: ControlClient = request.app.state.services.control_client
         self.recorder: Recorder = request.app.state.services.recorder
-        self.tenant = caller_of(request.scope).tenant
+        caller = caller_of(request.scope)
+        self.tenant, self._identity = caller.tenant, caller.identity
 
     async def wait_until_flushed(self) -> bool:
         """Wait until what is in the spool now is in the database; False if that is unavailable."""
         return bool(await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S, self.tenant))
 
+    async def read(self, query: Callable[[], _T]) -> _T:
+        """The result of `query`, when it is the caller's turn."""
+        return await self.recorder.lookups.run(self._identity, query)
+
     async def find(self, msg_id: str, query: Callable[[], _T | None]) -> _T:
         """The result of `query`. Raises RequestRefused if there is none."""
-        found = await asyncio.to_thread(query)
+        found = await self.read(query)
         if found is None:
             if not await self.wait_until_flushed():
                 raise LedgerUnavailable(
                     "the database is unavailable; acknowledged data is safe on disk: try again later"
                 )
-            found = await asyncio.to_thread(query)
+            found = await self.read(query)
         if found is None:
             message = f"no stored completion has the id {msg_id!r}"
             raise RequestRefused(message, status=404, code="not_found", param="completion_id")
@@ -91,7 +95,7 @@ def add_routes(app: FastAPI, completions: StoredCompletions, *, default_model: s
         query = parse_page_query(request.query_params)
         tags = wanted_tags(reader.tenant, request.query_params, reader.recorder.pairs_as_stored)
         await reader.wait_until_flushed()  # a list may lag behind, so an unavailable database is no error here
-        return await asyncio.to_thread(lambda: _list(*_page(completions, reader.tenant, query, tags, to_object)))
+        return await reader.read(lambda: _list(*_page(completions, reader.tenant, query, tags, to_object)))
 
     @app.get(f"{ENDPOINT}/{{msg_id}}")
     async def get_completion(msg_id: str, reader: CompletionReaderOf) -> Response:

@@ -10,7 +10,7 @@ from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.facts import DropCount, LedgerFacts, StateCount, Trainer, Weights
 from tuneloop.shared.ledger.storage.codec import unpack_text
 from tuneloop.shared.ledger.storage.schema import COMMITTED, epochs, exchanges, experiences, feedback, versions
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, portions
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, is_among, portions
 from tuneloop.shared.ledger.stored_bytes import select_miscounted
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.groups import takable, young
@@ -23,6 +23,15 @@ _PENDING: ColumnElement[bool] = text("outcome = 'pending'")  # type: ignore[assi
 _COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
 _NEWEST_COMMIT = select(func.max(experiences.c.committed_at)).where(_COMMITTED)
 _UNSAMPLED: ColumnElement[bool] = text("unsampled IS NOT NULL")  # type: ignore[assignment]
+
+_IS_DROPPED = and_(experiences.c.state == State.DROPPED, experiences.c.correction == 0)
+_IS_UNFIT = and_(_UNSAMPLED, experiences.c.state.not_in((State.TRAINED, State.EXPIRED)))
+_WHY = select(
+    experiences.c.msg_id,
+    experiences.c.choice,
+    func.coalesce(experiences.c.reason, experiences.c.unsampled).label("why"),
+).where(is_among(experiences.c.msg_id, "replies"))
+_DROPPED, _DROPPED_OR_UNFIT = _WHY.where(_IS_DROPPED), _WHY.where(or_(_IS_DROPPED, _IS_UNFIT))
 
 
 class VersionReward(NamedTuple):
@@ -184,12 +193,8 @@ class Reports(LedgerPart):
 
         They are dropped, or no samples of the policy, unless the method takes `any_reply`.
         """
-        dropped = and_(experiences.c.state == State.DROPPED, experiences.c.correction == 0)
-        unfit = and_(_UNSAMPLED, experiences.c.state.not_in((State.TRAINED, State.EXPIRED)))
-        reason = func.coalesce(experiences.c.reason, experiences.c.unsampled)
-        query = select(experiences.c.msg_id, experiences.c.choice, reason.label("why"))
-        query = query.where(dropped if any_reply else or_(dropped, unfit))
-        rows = [row for each in portions(msg_ids) for row in self._read(query.where(experiences.c.msg_id.in_(each)))]
+        query = _DROPPED if any_reply else _DROPPED_OR_UNFIT
+        rows = [row for each in portions(msg_ids) for row in self._read(query, {"replies": each})]
         found: dict[str, dict[int, str]] = {}
         for row in rows:
             found.setdefault(row.msg_id, {})[row.choice] = row.why

@@ -6,13 +6,26 @@ count for nobody.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
-from sqlalchemy import Column, ColumnElement, Connection, Select, Table, delete, func, select, union_all, update
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    Select,
+    Table,
+    bindparam,
+    delete,
+    func,
+    select,
+    union_all,
+    update,
+)
 
 from tuneloop.shared.ledger.storage.key_tables import stored_by_keys
 from tuneloop.shared.ledger.storage.schema import exchanges, feedback
-from tuneloop.shared.ledger.storage.transactions import ignoring, portions
+from tuneloop.shared.ledger.storage.transactions import ignoring, is_among, portions
 
 #: About what a row takes on disk beside its content: an exchange with its tags, a choice of it, and an event of
 #: feedback, each with its indexes.
@@ -20,6 +33,12 @@ EXCHANGE_BYTES, CHOICE_BYTES, EVENT_BYTES = 1024, 512, 512
 
 #: In the place of the name of a key, where none was needed. No key has it.
 NO_KEY = ""
+
+_ADDING = (
+    update(stored_by_keys)
+    .where(stored_by_keys.c.tenant == bindparam("its_tenant"), stored_by_keys.c.key == bindparam("its_key"))
+    .values(bytes=stored_by_keys.c.bytes + bindparam("more"))
+)
 
 #: A tenant and the name of a key of it.
 KeyName = tuple[str, str]
@@ -47,9 +66,14 @@ def new_rows(connection: Connection, name: Column[str], rows: _Rows) -> list[_Ro
     """Those of the rows that are not stored yet, by the column that names them: a spool may be read twice."""
     new = {row[name.name]: row for row in rows}
     for portion in portions(list(new)):
-        for stored in connection.execute(select(name).where(name.in_(portion))).scalars():
+        for stored in connection.execute(_stored_names(name), {"names": portion}).scalars():
             del new[stored]
     return list(new.values())
+
+
+@cache
+def _stored_names(name: Column[str]) -> Select[Any]:
+    return select(name).where(is_among(name, "names"))
 
 
 def count_stored(connection: Connection, rows: _Rows) -> None:
@@ -74,10 +98,10 @@ def delete_counted(connection: Connection, table: Table, *where: ColumnElement[b
 def _add(connection: Connection, sizes: Mapping[KeyName, int]) -> None:
     # In one order, so that two transactions never wait for each other.
     for tenant, key in sorted(sizes):
-        connection.execute(ignoring(connection, stored_by_keys), {"tenant": tenant, "key": key, "bytes": 0})
-        named = (stored_by_keys.c.tenant == tenant, stored_by_keys.c.key == key)
-        total = stored_by_keys.c.bytes + sizes[tenant, key]
-        connection.execute(update(stored_by_keys).where(*named).values(bytes=total))
+        adding = {"its_tenant": tenant, "its_key": key, "more": sizes[tenant, key]}
+        if not connection.execute(_ADDING, adding).rowcount:
+            connection.execute(ignoring(connection, stored_by_keys), {"tenant": tenant, "key": key, "bytes": 0})
+            connection.execute(_ADDING, adding)
 
 
 def select_miscounted() -> Select[Any]:

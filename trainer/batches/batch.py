@@ -90,6 +90,22 @@ def collate(sequences: Sequence[TokenSequence]) -> Batch:
     )
 
 
+def all_but_first(ids: Sequence[int]) -> Batch:
+    """One sequence, each of whose tokens but the first is as if of a reply, at temperature 1."""
+    ids_BT = torch.tensor([ids])
+    like_BR = torch.zeros(1, len(ids) - 1)
+    return Batch(
+        ids_BT=ids_BT,
+        predicts_BT=torch.arange(len(ids))[None] != len(ids) - 1,
+        replies_BR=ids_BT[:, 1:],
+        mask_BR=like_BR == 0,
+        sampled_BR=like_BR,
+        temperatures_BR=like_BR + 1,
+        calls_BR=like_BR.long(),
+        lengths_B=torch.tensor([len(ids)]),
+    )
+
+
 def _grammar_tensors(
     sequences: Sequence[TokenSequence], tails: Sequence[Int32s]
 ) -> tuple[Tensor | None, Tensor | None]:

@@ -1,4 +1,7 @@
-"""Copies of what a learner is, made between two steps and written while the next ones are made."""
+"""Copies of what a learner is between two steps, made and written while the next ones are made.
+
+A GPU copies beside its other work: only the next update, which would change what is copied, waits for the end.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -30,6 +33,8 @@ class Copies(Generic[T]):
         self._memory = PinnedMemory()
         self._buffers: dict[str, Tensor] = {}
         self._prepared: Future[None] | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
 
     def prepare(self, learner: Learner, pool: Executor) -> None:
         """Begin to make room, in the pool, if the learner is on a GPU: else the first copy would wait for it."""
@@ -45,18 +50,35 @@ class Copies(Generic[T]):
             self._memory.reserve(size, largest=4 * largest)
 
     def of(self, learner: Learner) -> T | None:
-        """A copy that is complete; None if there is no room for one."""
+        """A copy, which is complete after `wait`; None if there is no room for one."""
         if self._prepared is not None:
             self._prepared.result()
         size = self._size_of(learner)
         if not self._buffers and not self._memory.holds(size) and not _has_memory_for(size):
             return None
         device = learner.actor.network.device
-        on_gpu = device.type == "cuda"
-        copied = self._copy(learner, self._pin if on_gpu else snapshot.allocate_on_cpu)
-        if on_gpu:
-            torch.cuda.synchronize(device)
+        if device.type != "cuda":
+            return self._copy(learner, snapshot.allocate_on_cpu)
+        now = torch.cuda.current_stream(device)
+        # What several ranks send one another has its own order.
+        aside = self._aside(now) if learner.ranks.size == 1 else now
+        with torch.cuda.stream(aside):
+            copied = self._copy(learner, self._pin)
+        self._copied = aside.record_event(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
+        learner.copying.append(self._copied)
         return copied
+
+    def wait(self) -> None:
+        """Wait until the last copy is complete."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _aside(self, now: torch.cuda.Stream) -> torch.cuda.Stream:
+        """A stream that begins after what was begun in the stream of now."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(now.device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(now)
+        return self._stream
 
     def _pin(self, place: str, like: Tensor) -> Tensor:
         held = self._buffers.get(place)

@@ -178,6 +178,7 @@ class Publisher:
 
     def _register(self, publication: "Publication", ids: Collection[int], started: float) -> PublishedVersion:
         """In the thread, if there is one: explorers hear of a version as soon as it is registered."""
+        self._copies.wait()
         published = publication.register(self._ledger.training, ids)
         took = publication.measured["time/publish/registered"] = time.perf_counter() - started
         self._note(published.version)
@@ -206,12 +207,12 @@ class Publication:
         settings: Settings,
         store: CheckpointStore,
         weights: CapturedWeights,
-        probe: Probe,
+        probe: Callable[[], Probe],
         *,
         epoch: int,
         parent: int,
     ) -> None:
-        self._settings, self._store, self._weights, self._probe = settings, store, weights, probe
+        self._settings, self._store, self._weights, self._read_probe = settings, store, weights, probe
         self._epoch, self._parent = epoch, parent
         #: The seconds of each stage.
         self.measured: Metrics = {}
@@ -281,7 +282,7 @@ class Publication:
             base_model=str(self._settings.model.model_path),
             created_at=time.time(),
             dtype=self._settings.trainer_dtype,
-            probe=self._probe,
+            probe=self._read_probe(),
             files=files,
             kind="lora" if self._settings.model.lora.rank else "full",
         )

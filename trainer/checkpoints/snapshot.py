@@ -16,7 +16,8 @@ counters, and AdamW's memory and the critic of an older version, or begins these
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +41,8 @@ from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.algorithms.terms.moments import Moments
-from tuneloop.trainer.batches.tokenizer import tokenizer_of
+from tuneloop.trainer.batches.batch import all_but_first
+from tuneloop.trainer.batches.tokenizer import Tokenizer, tokenizer_of
 from tuneloop.trainer.checkpoints.tensor_file import TensorFiles
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.model import Actor, Critic
@@ -48,6 +50,7 @@ from tuneloop.trainer.models.optimizer import MasterAdamW, Room
 from tuneloop.trainer.models.ulysses import require_divisible
 from tuneloop.trainer.ranks.orders import LoadOrder, StateOrder
 from tuneloop.trainer.ranks.ranks import ALONE, Ranks
+from tuneloop.trainer.transfer import bring_back
 
 _log = structlog.get_logger()
 
@@ -240,16 +243,21 @@ def _learnt_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [each for each in module.parameters() if each.requires_grad]
 
 
-def probe(learner: Learner, settings: Settings) -> Probe:
-    """What the actor says of a fixed row of ordinary tokens. Raises EnvironmentRefused without a tokenizer."""
-    ids = _ordinary_ids(settings, learner.actor.vocabulary)
-    generator = torch.Generator().manual_seed(_PROBE_SEED)
+def probe(learner: Learner, settings: Settings) -> Callable[[], Probe]:
+    """What the actor says of a fixed row of ordinary tokens, once one calls: until then nobody waits for a GPU.
+
+    Raises EnvironmentRefused without a tokenizer.
+    """
     longest = settings.model.max_model_len
     length = PROBE_LENGTH if longest is None else max(2, min(PROBE_LENGTH, longest - PROBE_ROOM))
-    chosen = [ids[i] for i in torch.randint(len(ids), (length,), generator=generator).tolist()]
+    chosen = _probe_ids(tokenizer_of(settings), learner.actor.vocabulary, length)
+    if not chosen:
+        base = settings.model.model_path
+        raise EnvironmentRefused(f"model.model_path: {base} has no tokenizer; put tokenizer.json beside the weights")
+    tolerance = _TOLERANCE[settings.trainer_dtype]
     with learner.actor.as_served():
-        logprobs = tuple(learner.logprobs(chosen))
-    return Probe(prompt_ids=tuple(chosen), logprobs=logprobs, tolerance=_TOLERANCE[settings.trainer_dtype])
+        said = bring_back(learner.actor.logprobs(all_but_first(chosen))[0])
+    return lambda: Probe(prompt_ids=chosen, logprobs=tuple(said().tolist()), tolerance=tolerance)
 
 
 def actor_in(settings: Settings, folder: Path) -> Actor:
@@ -268,13 +276,14 @@ def actor_in(settings: Settings, folder: Path) -> Actor:
     return AdaptedActor.load(settings, folder)
 
 
-def _ordinary_ids(settings: Settings, vocabulary: int) -> list[int]:
-    words, base = tokenizer_of(settings), settings.model.model_path
+@cache
+def _probe_ids(words: Tokenizer, vocabulary: int, length: int) -> tuple[int, ...]:
+    """So many ordinary tokens, always the same; none if there are none."""
     special = {*words.all_special_ids, *words.added_tokens_decoder}
     ordinary = [token for token in range(min(vocabulary, len(words))) if token not in special]
-    if not ordinary:
-        raise EnvironmentRefused(f"model.model_path: {base} has no tokenizer; put tokenizer.json beside the weights")
-    return ordinary
+    generator = torch.Generator().manual_seed(_PROBE_SEED)
+    chosen = torch.randint(len(ordinary), (length,), generator=generator).tolist() if ordinary else []
+    return tuple(ordinary[place] for place in chosen)
 
 
 def _copy_companions(base: Path, actor: Path) -> None:

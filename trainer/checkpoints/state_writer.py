@@ -69,6 +69,8 @@ class StateWriter:
         self._written = self._since = 0
         #: Whether the last state did not fit on the disk.
         self.full = False
+        #: Whether there was no room for one when the last version had been published, and older ones deleted.
+        self._has_no_room = False
 
     def prepare(self, learner: Learner) -> None:
         """Begin to make room for the copies of a GPU's state, in the thread: else the first step would wait for it."""
@@ -83,8 +85,8 @@ class StateWriter:
         due, size = self._since + 1 >= self._settings.trainer.state_interval, snapshot.size_of_state(learner)
         if not due:
             return StateToWrite(None, size, is_live=False, measured={})
-        if self._is_busy(patience_s):
-            _log.warning("state_skipped", step=learner.steps, reason="the one before is still written")
+        if (obstacle := self._obstacle(patience_s)) is not None:
+            _log.warning("state_skipped", step=learner.steps, reason=obstacle)
             return StateToWrite(None, size, is_live=False, measured={"state/skipped": 1.0})
         started = time.perf_counter()
         state = self._copy(learner)
@@ -150,6 +152,12 @@ class StateWriter:
             _log.warning(event, reason="there is no main memory for a copy of it")
         return state
 
+    def _obstacle(self, patience_s: float) -> str | None:
+        """Why there can be no state of the next version, as far as that is known before it is copied."""
+        if self._is_busy(patience_s):
+            return "the one before is still written"
+        return "behind the last version the disk had no room for one" if self._has_no_room else None
+
     def _is_busy(self, patience_s: float) -> bool:
         if self._work is None:
             return False
@@ -168,14 +176,17 @@ class StateWriter:
             _log.warning("prune_failed", reason=str(error))
         if state is not None:
             measured |= self._try(published, state, size)
+        elif self._has_no_room:
+            self._look_for_room(size)
         self._measured.put((published.step, measured))
 
     def _try(self, published: PublishedVersion, state: CapturedState, size: int) -> Metrics:
         started = time.perf_counter()
+        self._copies.wait()
         try:
             self._write(published, state, size)
         except DiskFull as error:
-            self.full = True
+            self.full = self._has_no_room = True
             reason = f"critic and optimiser of version {published.version} are not kept: {error}"
             self._alarm(Alarm(name=DISK_FULL, reason=reason, step=published.step))
             return {"state/skipped": 1.0}
@@ -186,6 +197,11 @@ class StateWriter:
         took = time.perf_counter() - started
         _log.info("state_kept", version=published.version, step=published.step, seconds=round(took, 3))
         return {"time/publish/state": took}
+
+    def _look_for_room(self, size: int) -> None:
+        # Behind a version, where a state would be written: before it, what will be deleted takes room yet.
+        with suppress(OSError):  # The next publication meets it.
+            self._has_no_room = measure_space(self._settings.job_dir, needed=size).missing > 0
 
     def _alarm(self, alarm: Alarm) -> None:
         _log.error("state_not_kept", reason=alarm.reason)

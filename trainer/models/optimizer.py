@@ -6,7 +6,7 @@ main memory, and the CPU makes the update.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -143,18 +143,14 @@ class MasterAdamW:
 
         The masters are called `master.parameter`. All ranks do it at once; those but 0 have no room, and get nothing.
         """
-        steps = torch.zeros(len(self._shards))
-        for at, shard in enumerate(self._shards):
-            if (master := self._masters.get(shard)) is not None and (state := self._adamw.state.get(master)):
-                steps[at] = float(state[_STEP])
-        self._ranks.add_up([steps])
+        masters = (self._masters.get(shard) for shard in self._shards)
+        updated = torch.tensor([float(master is not None and master in self._adamw.state) for master in masters])
+        self._ranks.add_up([updated])
         copied: dict[str, Tensor] = {}
-        for shard, step in zip(self._shards, steps.tolist(), strict=True):
+        for shard, has_moments in zip(self._shards, updated.tolist(), strict=True):
             kinds = [_MASTER] if shard.name in self._sums else []
-            for kind in [*kinds, *(self._moments if step else ())]:
+            for kind in [*kinds, *((_STEP, *self._moments) if has_moments else ())]:
                 self._bring(kind, shard, room, copied)
-            if step and room is not None:
-                copied[f"{_STEP}.{shard.name}"] = torch.tensor(step)
         return copied
 
     @torch.no_grad()
@@ -207,13 +203,12 @@ class MasterAdamW:
     def _bring(self, kind: str, shard: Shard, room: Room | None, copied: dict[str, Tensor]) -> None:
         """Let rank 0 copy a shard's master or moment."""
         name, parameter, place = f"{kind}.{shard.name}", self._parameters[shard.name], _place(kind, shard)
-        like = torch.empty(place.stop - place.start, dtype=self._moments.get(kind, torch.float32), device="meta")
-        part = None
+        dtype, part = self._moments.get(kind, torch.float32), None
         if (master := self._masters.get(shard)) is not None:
-            part = master.detach() if kind == _MASTER else self._adamw.state[master][kind]
+            part = (master.detach() if kind == _MASTER else self._adamw.state[master][kind]).view(-1)
+        like = part if part is not None else torch.empty(place.stop - place.start, dtype=dtype, device="meta")
         if room is not None and name not in copied:
-            whole = parameter.detach().to("meta", like.dtype)
-            copied[name] = room(name, _scales(whole) if kind.endswith("_scale") else whole)
+            copied[name] = room(name, torch.empty(_whole(kind, parameter), dtype=dtype, device="meta"))
         into = copied[name].view(-1)[place] if room is not None else None
         self._ranks.bring(shard.owner, part, like, into)
 
@@ -255,11 +250,16 @@ def _scale_down(gradients: Iterable[Tensor], norm: float, max_norm: float) -> No
 
 
 def _place(kind: str, shard: Shard) -> slice:
+    if kind == _STEP:
+        return slice(0, 1)
     return shard.blocks if kind.endswith("_scale") else shard.span
 
 
-def _scales(whole: Tensor) -> Tensor:
-    return whole.new_empty(-(-whole.numel() // BLOCK))
+def _whole(kind: str, parameter: Tensor) -> Sequence[int]:
+    """The shape of a master or moment, as one tensor of all shards."""
+    if kind == _STEP:
+        return ()
+    return (-(-parameter.numel() // BLOCK),) if kind.endswith("_scale") else parameter.shape
 
 
 def _shape_like(moment: Tensor, parameter: Tensor) -> Tensor:

@@ -7,17 +7,25 @@ from sqlalchemy import Connection, select
 
 from tuneloop.shared.ledger.raters.rater_tables import RaterState, raters
 from tuneloop.shared.ledger.raters.reliability import LEAST_WEIGHT, Rater, weight_of
-from tuneloop.shared.ledger.storage.transactions import portions
+from tuneloop.shared.ledger.storage.transactions import is_among, portions
+
+_NAMED = select(raters).where(is_among(raters.c.name, "names"))
 
 
 class Standing:
     """The weights of some raters: 0 in quarantine."""
 
     def __init__(self, connection: Connection, events: Iterable[Any]) -> None:
-        names = {rater_of(event) for event in events}
+        self._names: set[str] = set()
         self._weights: dict[Rater, float] = {}
-        for portion in portions({name for _, name in names}):
-            for row in connection.execute(select(raters).where(raters.c.name.in_(portion))):
+        self.read(connection, events)
+
+    def read(self, connection: Connection, events: Iterable[Any]) -> None:
+        """Read what is not known yet of the raters of more events."""
+        names = {name for _, name in map(rater_of, events)} - self._names
+        self._names |= names
+        for portion in portions(names):
+            for row in connection.execute(_NAMED, {"names": portion}):
                 known = weight_of(row.reliability, row.compared)
                 self._weights[row.tenant, row.name] = 0.0 if row.state == RaterState.QUARANTINED else known
 

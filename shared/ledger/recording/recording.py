@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -26,7 +26,15 @@ from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.recording.tags import tag
 from tuneloop.shared.ledger.storage.rows import exchange_row, experience_row, feedback_row
 from tuneloop.shared.ledger.storage.schema import epochs, exchanges, experiences, feedback, mismatches
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, ignoring, portions, put
+from tuneloop.shared.ledger.storage.transactions import (
+    LedgerPart,
+    Transactions,
+    alone,
+    ignoring,
+    is_among,
+    portions,
+    put,
+)
 from tuneloop.shared.ledger.stored_bytes import count_stored, event_sizes, exchange_sizes, new_rows
 
 #: Seconds without a heartbeat after which a trainer's leases end. A newer trainer ends them at once.
@@ -45,6 +53,16 @@ MAX_SAID_BY_ONE = 250
 #: What of an event tells whether a later one repeats it, but for its text, which may be long.
 _UNCOMPARED = {"text", "event_id", "occurred_at", "key", "stored_bytes"}
 _COMPARED = [column for column in feedback.c if column.name not in _UNCOMPARED]
+
+_EARLIER = select(*_COMPARED, feedback.c.text.is_not(None).label("has_text"))
+_ABOUT_REPLIES = _EARLIER.where(is_among(feedback.c.msg_id, "replies"))
+_RUN = tuple_(feedback.c.tenant, feedback.c.task_id, feedback.c.run_id)
+_ABOUT_RUNS = _EARLIER.where(feedback.c.msg_id.is_(None), is_among(_RUN, "runs"))
+
+_OUTCOMES = select(feedback.c.event_id, feedback.c.call_id, feedback.c.outcome).where(
+    is_among(feedback.c.event_id, "events")
+)
+_MISMATCHES = select(mismatches.c.engine, mismatches.c.since, mismatches.c.until)
 
 
 class RecomputeResult(NamedTuple):
@@ -117,16 +135,15 @@ class Recording(LedgerPart):
         """What became of the events of one call, all of which the ledger has been given."""
         found: dict[str, Outcome] = {}
         for portion in portions(event_ids):
-            query = select(feedback.c.event_id, feedback.c.call_id, feedback.c.outcome)
-            for row in self._read(query.where(feedback.c.event_id.in_(portion))):
+            for row in self._read(_OUTCOMES, {"events": portion}):
                 found[row.event_id] = Outcome(row.outcome) if row.call_id == call_id else Outcome.DUPLICATE
         return {event_id: found.get(event_id, Outcome.DUPLICATE) for event_id in event_ids}
 
     def without_room(self, events: Collection[Feedback]) -> set[str]:
         """Those of these events, none of which is stored, whose reply or run, or voice there, has all it may have."""
         quota = _FeedbackQuota()
-        for query in _earlier_feedback(events):
-            for row in self._read(query):
+        for query, values in _earlier_feedback(events):
+            for row in self._read(query, values):
                 quota.take(row)
         full = {tenant for tenant in {each.tenant for each in events} if self._early.is_full(tenant, self._read)}
         of_full = [event for event in events if event.tenant in full]
@@ -240,7 +257,7 @@ def _new_feedback(connection: Connection, events: Sequence[Feedback]) -> list[Fe
     """The events that do not merely repeat the latest one of the same source about the same subject, and find room."""
     last: dict[object, Any] = {}
     quota = _FeedbackQuota()
-    earlier = [row for query in _earlier_feedback(events) for row in connection.execute(query)]
+    earlier = [row for query, values in _earlier_feedback(events) for row in connection.execute(query, values)]
     for row in sorted(earlier, key=event_order):
         last[_subject(row)] = row
         quota.take(row)
@@ -284,15 +301,13 @@ def _voice(event: Any) -> str:
     return voice_of(event.source or "")
 
 
-def _earlier_feedback(events: Collection[Feedback]) -> Iterator[Select[Any]]:
-    """What finds the feedback there is about the replies and runs that these events are about."""
-    earlier = select(*_COMPARED, feedback.c.text.is_not(None).label("has_text"))
+def _earlier_feedback(events: Collection[Feedback]) -> Iterator[tuple[Select[Any], Mapping[str, Any]]]:
+    """What finds the feedback there is about the replies and runs that these events are about, with its values."""
     for portion in portions({event.msg_id for event in events if event.msg_id is not None}):
-        yield earlier.where(feedback.c.msg_id.in_(portion))
-    named = tuple_(feedback.c.tenant, feedback.c.task_id, feedback.c.run_id)
+        yield _ABOUT_REPLIES, {"replies": portion}
     runs = {(event.tenant, event.task_id, event.run_id) for event in events if event.msg_id is None}
     for few in portions(runs, of=3):
-        yield earlier.where(feedback.c.msg_id.is_(None), named.in_(few))
+        yield _ABOUT_RUNS, {"runs": few}
 
 
 def _is_repeated(connection: Connection, before: Any, event: Feedback) -> bool:
@@ -344,7 +359,7 @@ REASON = "engine_mismatch"
 
 def mark_untrusted(connection: Connection, new_exchanges: Sequence[Exchange]) -> list[Exchange]:
     """The exchanges, those marked that an engine answered when it was not what it should have been."""
-    mismatched = connection.execute(select(mismatches.c.engine, mismatches.c.since, mismatches.c.until)).all()
+    mismatched = connection.execute(_MISMATCHES).all()
     if not mismatched:
         return list(new_exchanges)
     return [

@@ -5,6 +5,7 @@ Everything here runs inside a transaction of the ledger.
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
@@ -22,17 +23,10 @@ from sqlalchemy import (
 
 from tuneloop.shared.experience import Exchange, Kind, Outcome, State
 from tuneloop.shared.ledger.raters.reliability import Rater, voice_of
-from tuneloop.shared.ledger.raters.standing import Standing, without_quarantined
-from tuneloop.shared.ledger.recording.reward_rule import (
-    Event,
-    Reward,
-    default_of,
-    in_window,
-    reward_of,
-    rewarding,
-)
+from tuneloop.shared.ledger.raters.standing import Standing
+from tuneloop.shared.ledger.recording.reward_rule import Event, Reward, default_of, in_window, reward_of, rewarding
 from tuneloop.shared.ledger.storage.schema import experiences, feedback
-from tuneloop.shared.ledger.storage.transactions import portions
+from tuneloop.shared.ledger.storage.transactions import is_among, portions
 from tuneloop.shared.settings.feedback import RewardRule
 
 #: States in which a row takes the reward of new feedback; those aside too, for they serve other ends.
@@ -56,6 +50,10 @@ _READ = (
     *(column for column in feedback.c if column.name not in {"text", "event_id", "occurred_at"}),
     case((feedback.c.kind == Kind.LABEL, feedback.c.text)).label("text"),
 )
+_NAMED = or_(is_among(feedback.c.msg_id, "replies"), is_among(feedback.c.other_msg_id, "replies"))
+_RUN = tuple_(*(feedback.c[name] for name in TRAJECTORY))
+_ABOUT_REPLIES = select(*_READ).where(_NAMED)
+_ABOUT_RUNS = select(*_READ).where(feedback.c.msg_id.is_(None), is_among(_RUN, "runs"))
 
 
 class RewardRow(NamedTuple):
@@ -74,6 +72,12 @@ class RewardRow(NamedTuple):
     sampled_at: float
     committed_at: float | None
     group_id: int | None
+
+
+_OF_REPLIES = select(*(experiences.c[name] for name in RewardRow._fields)).where(
+    is_among(experiences.c.msg_id, "replies")
+)
+_ROWS = _OF_REPLIES.order_by(experiences.c.id).with_for_update()
 
 
 class Change(NamedTuple):
@@ -176,12 +180,15 @@ def replies_preferred_to(connection: Connection, msg_ids: Collection[str]) -> It
 
 def _read(connection: Connection, msg_ids: Sequence[str]) -> tuple[list[RewardRow], list[RewardRow], "_Events"]:
     """The rows of some replies, the same with the labels that feedback names, and the feedback about them."""
-    found = [RewardRow(*row) for row in connection.execute(_rows(msg_ids))]
-    feedback_rows = [*connection.execute(_about_replies(msg_ids))]
+    named = {"replies": msg_ids}
+    found = [RewardRow(*row) for row in connection.execute(_ROWS, named)]
+    feedback_rows = [*connection.execute(_ABOUT_REPLIES, named)]
     feedback_rows += retractions(connection, {event.msg_id for event in feedback_rows if event.kind == Kind.PREFERENCE})
-    rows = _with_labels(found, without_quarantined(connection, feedback_rows))
-    feedback_rows += _about_trajectories(connection, rows)
-    return found, rows, _Events(feedback_rows, Standing(connection, feedback_rows))
+    standing = Standing(connection, feedback_rows)
+    rows = _with_labels(found, standing.without_quarantined(feedback_rows))
+    about_runs = [*_about_trajectories(connection, rows)]
+    standing.read(connection, about_runs)
+    return found, rows, _Events(feedback_rows + about_runs, standing)
 
 
 class _Events:
@@ -266,16 +273,6 @@ def _is_rejected_by(event: Any, row: RewardRow) -> bool:
     return event.other_msg_id == row.msg_id and event.other_choice in (None, row.choice)
 
 
-def _rows(msg_ids: Sequence[str]) -> Any:
-    columns = [experiences.c[name] for name in RewardRow._fields]
-    rows = select(*columns).where(experiences.c.msg_id.in_(msg_ids))
-    return rows.order_by(experiences.c.id).with_for_update()
-
-
-def _about_replies(msg_ids: Sequence[str]) -> Any:
-    return select(*_READ).where(or_(feedback.c.msg_id.in_(msg_ids), feedback.c.other_msg_id.in_(msg_ids)))
-
-
 def retractions(connection: Connection, msg_ids: Collection[str]) -> Iterator[Any]:
     """The retractions of feedback about these replies."""
     for portion in portions(msg_ids):
@@ -285,9 +282,8 @@ def retractions(connection: Connection, msg_ids: Collection[str]) -> Iterator[An
 
 def _about_trajectories(connection: Connection, rows: Collection[RewardRow]) -> Iterator[Any]:
     trajectories = {(row.tenant, row.task_id, row.run_id) for row in rows if None not in (row.task_id, row.run_id)}
-    named = tuple_(*(feedback.c[name] for name in TRAJECTORY))
     for portion in portions(trajectories, of=3):
-        yield from connection.execute(select(*_READ).where(feedback.c.msg_id.is_(None), named.in_(portion)))
+        yield from connection.execute(_ABOUT_RUNS, {"runs": portion})
 
 
 def _with_labels(rows: Sequence[RewardRow], events: Sequence[Any]) -> list[RewardRow]:
@@ -312,11 +308,16 @@ def _set(connection: Connection, table: Any, rows: Sequence[Mapping[str, object]
     for row in rows:
         alike[tuple(value for name, value in row.items() if name != "its_id")].append(row)
     if single := [group[0] for group in alike.values() if len(group) == 1]:
-        connection.execute(update(table).where(table.c.id == bindparam("its_id")), single)
+        connection.execute(_update_by_id(table), single)
     for group in alike.values():
         values = {name: value for name, value in group[0].items() if name != "its_id"}
         for portion in portions([row["its_id"] for row in group] if len(group) > 1 else []):
             connection.execute(update(table).where(table.c.id.in_(portion)).values(values))
+
+
+@cache
+def _update_by_id(table: Any) -> Any:
+    return update(table).where(table.c.id == bindparam("its_id"))
 
 
 def _after(change: Change, rule_id: int) -> Mapping[str, object]:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import Any
 
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import Connection, bindparam, func, select, update
 
 from tuneloop.shared import steady_time
 from tuneloop.shared.experience import State
@@ -67,13 +67,15 @@ class Settlement:
 #: The rule of a call without feedback of its own: it has the reward of its run's last one.
 OF_ITS_RESULT = '{"of":"the last call of its run"}'
 
+_RULE_OF = select(reward_rules.c.id).where(reward_rules.c.definition == bindparam("its_definition"))
+
 
 def id_of_rule(connection: Connection, definition: str, *, now: float) -> int:
     """The number of the rule, which is stored if it is new."""
-    same = select(reward_rules.c.id).where(reward_rules.c.definition == definition)
-    if (found := connection.execute(same).scalar()) is None:
+    same = {"its_definition": definition}
+    if (found := connection.execute(_RULE_OF, same).scalar()) is None:
         connection.execute(ignoring(connection, reward_rules), {"definition": definition, "created_at": now})
-        found = connection.execute(same).scalar_one()
+        found = connection.execute(_RULE_OF, same).scalar_one()
     return int(found)
 
 

@@ -31,6 +31,8 @@ class PageCursor(NamedTuple):
 def tag(connection: Connection, new_exchanges: Sequence[Exchange]) -> None:
     """Let these be found. One whose metadata was changed is found by that already, and may be recorded once more."""
     chats = [each for each in new_exchanges if each.endpoint == ENDPOINT]
+    if not chats:
+        return
     any_changed = connection.execute(_ANYTHING_CHANGED).scalar()
     changed = set(_changed_among(connection, [each.msg_id for each in chats])) if any_changed else set()
     rows = [

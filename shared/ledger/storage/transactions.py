@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import psycopg
 from psycopg import sql
 from sqlalchemy import (
+    ColumnElement,
     Connection,
     Double,
     Engine,
@@ -19,6 +20,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    bindparam,
     func,
     select,
 )
@@ -91,12 +93,12 @@ class Transactions:
         """Give the connections back."""
         self.engine.dispose()
 
-    def read(self, query: Executable) -> Sequence[Any]:
-        """The rows of a query."""
+    def read(self, query: Executable, values: Mapping[str, Any] | None = None) -> Sequence[Any]:
+        """The rows of a query, with these values for its parameters."""
         self.file.check()
         with translating_errors(), self.engine.connect() as connection:
             self.file.check()
-            return connection.execute(query).all()
+            return connection.execute(query, values).all()
 
     def read_together(self, *queries: Executable) -> list[Sequence[Any]]:
         """The answers to several queries, as of one moment."""
@@ -189,14 +191,31 @@ def alone(connection: Connection, what: str, *, shared: bool = False) -> None:
     A row lock would not do: who waited for one goes on with what it had read before. SQLite has one writer anyway.
     """
     if connection.dialect.name == "postgresql":
-        lock = func.pg_advisory_xact_lock_shared if shared else func.pg_advisory_xact_lock
-        connection.execute(select(lock(func.hashtext(func.current_schema()), func.hashtext(what))))
+        connection.execute(_locking(what, shared))
+
+
+@cache
+def _locking(what: str, shared: bool) -> Executable:
+    lock = func.pg_advisory_xact_lock_shared if shared else func.pg_advisory_xact_lock
+    return select(lock(func.hashtext(func.current_schema()), func.hashtext(what)))
 
 
 def ignoring(connection: Connection, table: Table) -> Any:
     """An insert that leaves alone what is there already."""
-    dialect = sqlite if connection.dialect.name == "sqlite" else postgresql
-    return dialect.insert(table).on_conflict_do_nothing()
+    return _ignoring(connection.dialect.name, table)
+
+
+@cache
+def _ignoring(dialect: str, table: Table) -> Any:
+    return (sqlite if dialect == "sqlite" else postgresql).insert(table).on_conflict_do_nothing()
+
+
+def is_among(column: ColumnElement[Any], values: str) -> ColumnElement[bool]:
+    """A condition of a statement that is made once: the column is one of the `values`, which are named there.
+
+    To make a statement takes four times as long as to have SQLite execute it.
+    """
+    return column.in_(bindparam(values, expanding=True))
 
 
 def put(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -1,8 +1,11 @@
 """What one key floods the service with keeps nobody else's from the database, nor the service from answering."""
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,13 +16,16 @@ from tuneloop.explorer.access import rate_limits
 from tuneloop.explorer.access.rate_limits import KeyMeter
 from tuneloop.explorer.feedback import routes
 from tuneloop.shared.errors import RequestRefused
-from tuneloop.shared.experience import Scope
+from tuneloop.shared.experience import Outcome, Scope
 from tuneloop.shared.ledger.keys import KeyGrant, KeyLimits
 
 EVENTS = 3_000
 #: A database that is not fast: by each event.
 SLOW_S = 0.005
 
+
+#: More requests at once than an event loop has threads.
+MANY = 40
 
 ALL = (Scope.INFERENCE, Scope.FEEDBACK, Scope.COMMIT)
 
@@ -106,6 +112,31 @@ def test_feedback_that_finds_nothing_is_looked_up_once_where_nothing_else_is_beh
         told = explorer.http.post("/feedback", json={"task_id": "t", "run_id": "r", "reward": 1}, headers=headers)
         assert told.json()["counts"]["pending"] == 1
         assert len(looked) == 1
+
+
+def test_what_many_requests_of_a_key_read_keeps_no_other_key_waiting(tmp_path: Path, double: EngineDouble) -> None:
+    with explorer_running(settings_for(tmp_path, [double.url])) as explorer, ThreadPoolExecutor(MANY) as clients:
+        loud, quiet = key(explorer, "loud"), key(explorer, "quiet")
+        recording, began, is_loud, opened = explorer.ledger.recording, threading.Event(), True, threading.Event()
+        look = recording.outcomes
+
+        def outcomes(*asked: Any) -> dict[str, Outcome]:
+            if is_loud:
+                began.set()
+                assert opened.wait(60)
+            return look(*asked)
+
+        recording.outcomes = outcomes  # type: ignore[method-assign]
+        body = {"feedback": [{"task_id": "t", "run_id": "r", "reward": 1}]}
+        flood = [clients.submit(explorer.http.post, "/feedback", json=body, headers=loud) for _ in range(MANY)]
+        eventually(lambda: len(explorer.feedbacks()) == MANY and began.is_set())
+        is_loud = False
+        reply = explorer.http.post(CHAT, json=HELLO, headers=quiet).json()["id"]
+        rated = explorer.http.post("/feedback", json={"msg_ids": [reply], "reward": 1}, headers=quiet).json()
+        assert rated["counts"]["accepted"] == 1
+        assert explorer.http.post("/commit", json={}, headers=quiet).json()["committed"] == 1
+        opened.set()
+        assert {each.result().status_code for each in flood} == {200}
 
 
 def held_of(admit: Callable[[], None]) -> float:

@@ -59,8 +59,7 @@ async def test_who_comes_behind_a_flood_is_answered_after_one_group_of_it(own: S
     gate, flood = Gate(), [feedback() for _ in range(20 * GROUP)]
     said = [exchange(tenant="other"), feedback(tenant="other")]
     with flushing(own, gate) as (flusher, _):
-        await append(own, *flood)
-        await append(own, *said)
+        await append(own, *flood, *said)  # at once: who comes later is seen after half a second of work
         commit = asyncio.ensure_future(flusher.wait_until_flushed(60, "other"))
         theirs = asyncio.ensure_future(flusher.wait_until_flushed(60, "acme"))
         all_ = asyncio.ensure_future(flusher.wait_until_flushed(60))
@@ -160,8 +159,7 @@ async def test_keys_of_one_tenant_take_turns(own: Spool) -> None:
     gate, flood = Gate(), [feedback(key="loud") for _ in range(20 * GROUP)]
     said = [exchange(key="quiet"), feedback(key="quiet")]
     with flushing(own, gate) as (flusher, _):
-        await append(own, *flood)
-        await append(own, *said)
+        await append(own, *flood, *said)  # at once: who comes later is seen after half a second of work
         theirs = asyncio.ensure_future(flusher.wait_until_flushed(60, "acme", "quiet"))
         all_ = asyncio.ensure_future(flusher.wait_until_flushed(60, "acme"))
         gate.may.release(3)
@@ -204,6 +202,24 @@ def test_something_is_begun_at_once_for_each_but_not_all_the_time_for_one_of_sev
     assert [urgency.begins(each, 0.03) for each in (quiet, loud, quiet)] == [True, False, False]
     assert [urgency.begins(loud, at) for at in (0.1, 0.125, 0.15)] == [False, True, False]
     assert [urgency.begins(loud, at) for at in (1.5, 1.51, 1.52)] == [True] * 3  # the other one has left
+
+
+async def test_who_waits_for_nothing_does_not_begin_what_others_said(
+    own: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diary = Diary()
+    with flushing(own, diary) as (flusher, _):
+        await append(own, feedback(key="first"))
+        assert await flusher.wait_until_flushed(60)
+        monkeypatch.setattr(flusher_module, "_LOOK_S", 600.0)
+        await append(own, feedback(key="second"))
+        assert await flusher.wait_until_flushed(60)
+        await append(own, feedback(key="loud"))
+        assert await flusher.wait_until_flushed(60, "another") is Flushed.ALL
+        assert await flusher.wait_until_flushed(60, "acme", "rater") is Flushed.ASKED
+        await append(own, feedback(key="quiet"))
+        assert await flusher.wait_until_flushed(60, "acme", "quiet") is Flushed.ALL
+    assert diary.groups == [["first"], ["second"], ["loud", "quiet"]]
 
 
 async def test_who_says_a_little_all_the_time_has_no_transactions_of_its_own_while_others_wait(

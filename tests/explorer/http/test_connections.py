@@ -14,8 +14,8 @@ from uvicorn.server import ServerState
 from tests.doubles.engine import CHAT, EnginePlace
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
 from tests.explorer.wire import BODY, Wire, chunked, http_request
-from tuneloop.explorer.http.caller import Unmetered
-from tuneloop.explorer.http.connections import ConnectionLimits, RequestShare, most_connections
+from tuneloop.explorer.http.caller import Caller, Unmetered
+from tuneloop.explorer.http.connections import Beginnings, ConnectionLimits, RequestShare, most_connections
 from tuneloop.explorer.http.raw_request import RawRequest
 from tuneloop.explorer.http.server import FastProtocol, FastRoutes
 
@@ -298,7 +298,7 @@ def test_a_share_is_given_back_once_and_what_is_kept_of_it_later() -> None:
     limits, meter = ConnectionLimits(), Counts()
     share = RequestShare(limits)
     share.hold(5)
-    share.begin(meter)
+    share.begin(Caller(meter=meter))
     share.hold(7)
     share.keep()
     for _ in range(2):
@@ -307,6 +307,37 @@ def test_a_share_is_given_back_once_and_what_is_kept_of_it_later() -> None:
     share.hold(100)
     share.release()
     assert limits.held_bytes == 0
+
+
+async def test_of_each_caller_one_request_begins_in_a_turn_of_the_loop() -> None:
+    beginnings, began = Beginnings(), list[str]()
+
+    async def request(who: str) -> None:
+        await beginnings.take(who)
+        began.append(who)
+
+    async with asyncio.TaskGroup() as group:
+        loud = [group.create_task(request("loud")) for _ in range(4)]
+        await asyncio.sleep(0)
+        loud[1].cancel()
+        group.create_task(request("quiet"))
+    assert began == ["loud", "quiet", "loud", "loud"]
+    await asyncio.sleep(0)
+    await asyncio.wait_for(beginnings.take("loud"), 60)  # nothing is left of the others
+
+
+@pytest.mark.parametrize("path", [CHAT, "/feedback"])
+def test_a_request_begins_when_it_is_its_callers_turn(
+    explorer: RunningExplorer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    turns: list[str] = []
+
+    async def take(who: str) -> None:
+        turns.append(who)
+
+    monkeypatch.setattr(explorer.app.limits.beginnings, "take", take)
+    explorer.http.post(path, json={})
+    assert turns == [""]
 
 
 OVERLONG = b"GET / HTTP/1.1\r\nhost: localhost\r\nx: "

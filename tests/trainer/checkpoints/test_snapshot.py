@@ -48,7 +48,7 @@ def test_any_tool_can_load_the_actor_and_finds_the_probe_s_logprobs(settings, ba
     learner = snapshot.load(chosen, None)
     learner.step(BATCHES[0])
     snapshot.save(learner, tmp_path, base=base)
-    probe = snapshot.probe(learner, chosen)
+    probe = snapshot.probe(learner, chosen)()
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "actor", dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "actor")
@@ -62,13 +62,13 @@ def test_any_tool_can_load_the_actor_and_finds_the_probe_s_logprobs(settings, ba
 
 def test_the_probe_is_a_fixed_row_of_ordinary_tokens(settings, base):
     learner = snapshot.load(settings(), None)
-    probe = snapshot.probe(learner, settings())
+    probe = snapshot.probe(learner, settings())()
     special = AutoTokenizer.from_pretrained(base).all_special_ids
     assert len(probe.prompt_ids) == len(probe.logprobs) + 1 == PROBE_LENGTH
     assert max(probe.prompt_ids) < 256
     assert not set(special) & set(probe.prompt_ids)
-    assert probe == snapshot.probe(learner, settings())
-    short = snapshot.probe(learner, settings(model={"max_model_len": 100}))
+    assert probe == snapshot.probe(learner, settings())()
+    short = snapshot.probe(learner, settings(model={"max_model_len": 100}))()
     assert len(short.prompt_ids) == 100 - PROBE_ROOM
 
 

@@ -10,14 +10,16 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
+from structlog.testing import capture_logs
 
 from tests.trainer.factories import commit, points, sample
 from tuneloop.shared.checkpoints.file_checks import check_files, files_at, is_weights_only
 from tuneloop.shared.checkpoints.manifest import StateManifest, read_manifest, read_state_manifest
 from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.disk_space import DiskSpace
 from tuneloop.shared.errors import CheckpointRejected
 from tuneloop.shared.tensorboard import Curves
-from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.checkpoints import snapshot, state_writer
 from tuneloop.trainer.checkpoints.pruning import prune
 from tuneloop.trainer.checkpoints.resumption import find_state
 from tuneloop.trainer.checkpoints.state_writer import PublishedVersion, StateWriter
@@ -146,6 +148,38 @@ def test_a_disk_without_room_for_the_state_keeps_the_version_and_raises_an_alarm
     assert writer.full
     assert writer.drain()[0][1]["state/skipped"] == 1
     assert not list(trained.job_dir.glob(".staging*"))
+    writer.close()
+
+
+def test_once_a_state_had_no_room_none_is_copied_until_there_is_room_behind_a_version(trained, ledger, monkeypatch):
+    second, missing = ledger.versions.get(2), [1]
+    _without_state(second.path)
+    (second.path / "critic").rename(second.path.with_name("aside"))
+
+    def measured(folder, *, needed):
+        return DiskSpace(folder, needed, reserve=0, free=needed - missing[0])
+
+    monkeypatch.setattr(state_writer, "measure_space", measured)
+    writer = StateWriter(trained, ledger, CheckpointStore(trained.job_dir), epoch=7)
+    learner = snapshot.resume(trained, second.path, None)
+
+    def publish():
+        captured = writer.capture(learner)
+        writer.follow(_published(trained, ledger), captured)
+        writer.join()
+        return captured.state is not None
+
+    assert publish(), "before it is known what is deleted behind the version, nobody knows that it does not fit"
+    with capture_logs() as logs:
+        assert [publish(), publish()] == [False, False]
+    assert [each["event"] for each in logs] == ["state_skipped"] * 2
+    missing[0] = 0
+    assert not publish()
+    assert writer.full, "none has been written yet"
+    assert publish()
+    assert not writer.full
+    assert read_state_manifest(second.path).version == 2
+    assert [told["state/skipped"] for _, told in writer.drain() if "state/skipped" in told] == [1]
     writer.close()
 
 

@@ -85,7 +85,7 @@ def test_peft_and_the_merged_weights_find_the_probe_s_logprobs(adapted, base, tm
     learner = snapshot.load(adapted(), None)
     learner.step(BATCHES[0])
     snapshot.save(learner, tmp_path, base=base)
-    probe = snapshot.probe(learner, adapted())
+    probe = snapshot.probe(learner, adapted())()
     assert sorted(path.name for path in (tmp_path / "actor").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",

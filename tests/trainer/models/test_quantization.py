@@ -161,7 +161,7 @@ def test_the_probe_is_that_of_the_whole_base_with_the_adapter(quantized, base, t
         learner.step(batch)
     snapshot.save(learner, tmp_path, base=base)
     whole = snapshot.load(quantized(None), tmp_path)
-    probe, theirs = snapshot.probe(learner, quantized(bits)), snapshot.probe(whole, quantized(None))
+    probe, theirs = snapshot.probe(learner, quantized(bits))(), snapshot.probe(whole, quantized(None))()
     assert torch.allclose(torch.tensor(probe.logprobs), torch.tensor(theirs.logprobs), atol=1e-5)
     ours = torch.tensor(learner.logprobs(probe.prompt_ids))
     assert float((ours - torch.tensor(probe.logprobs)).abs().max()) > 1e-5, "with codes again, outside of a probe"

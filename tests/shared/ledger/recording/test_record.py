@@ -210,6 +210,20 @@ def test_the_feedback_of_one_call_takes_few_statements(ledger: Ledger, engine: E
     assert ledger.reports.counts() == only(rewarded=1_500)
 
 
+def test_the_statements_of_a_rating_are_few_and_made_once(ledger: Ledger, engine: Engine) -> None:
+    said = [exchange(), exchange()]
+    ledger.recording.record([*said, first := exchange(), feedback(msg_id=first.msg_id)])
+    executed: list[object] = []
+    event.listen(engine, "before_execute", lambda _connection, statement, *_: executed.append(statement))
+    for each in said:
+        ledger.recording.record([feedback(msg_id=each.msg_id)])
+        ledger.recording.outcomes("call", ["event"])
+        ledger.reports.not_trained([each.msg_id], any_reply=False)
+    ours = [statement for statement in executed if not isinstance(statement, str)]  # else the driver's own
+    assert ours[len(ours) // 2 :] == ours[: len(ours) // 2]
+    assert 0 < len(ours) <= 2 * 18
+
+
 @pytest.mark.parametrize(
     ("filters", "count"),
     [

@@ -10,7 +10,7 @@ import pytest
 from tests.doubles.engine import EngineDouble
 from tests.doubles.serving import serving
 from tests.doubles.spelling import SpellingDouble, write_tokenizer
-from tests.doubles.warm import run_tuneloop
+from tests.doubles.warm.commands import run_tuneloop
 from tests.explorer.running import HELLO, eventually
 from tests.explorer.test_main import service, write_settings
 from tuneloop.explorer.capture import spool

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.doubles.warm import run_tuneloop
-from tests.doubles.warm_process import WarmProcess
+from tests.doubles.warm.commands import run_tuneloop
+from tests.doubles.warm.process import WarmProcess
 from tuneloop.cli.package_names import refuse_foreign_packages
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import EnvironmentRefused

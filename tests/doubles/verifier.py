@@ -13,7 +13,7 @@ from contextlib import redirect_stdout
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tests.doubles.warm import WARM
+from tests.doubles.warm.commands import WARM
 from tuneloop.explorer.versions import verifier
 
 #: What was printed of base models that could be read, by the digest of their files.

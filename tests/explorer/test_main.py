@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from tests.doubles.engine import CHAT, MODEL, EngineDouble
-from tests.doubles.warm_process import WarmProcess
+from tests.doubles.warm.process import WarmProcess
 from tests.explorer.checkpoints import write_model
 from tests.explorer.running import HELLO, eventually
 from tuneloop.explorer.__main__ import serve

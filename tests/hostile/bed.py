@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import create_engine, text
 
 from tests.doubles.engine import CHAT, MODEL
-from tests.doubles.warm_process import WarmProcess
+from tests.doubles.warm.process import WarmProcess
 from tests.explorer.running import eventually
 from tests.explorer.test_main import job, write_settings
 from tests.hostile.echo import planted, reply_to

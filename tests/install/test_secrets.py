@@ -10,7 +10,7 @@ import pytest
 
 from tests.doubles.engine import CHAT, MODEL, EngineDouble
 from tests.doubles.serving import serving
-from tests.doubles.warm import run_tuneloop
+from tests.doubles.warm.commands import run_tuneloop
 from tests.explorer.running import HELLO, eventually
 from tests.explorer.test_main import write_settings
 from tests.loop.harness.services import descendants, free_port

@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from tests.doubles.warm_process import TRAINING, WarmProcess
+from tests.doubles.warm.process import TRAINING, WarmProcess
 from tests.trainer.factories import commit, sample
 from tuneloop.shared.errors import StaleEpoch
 from tuneloop.shared.experience import State

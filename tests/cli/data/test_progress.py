@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.databases import put_file
-from tests.doubles.warm_process import WarmProcess
+from tests.doubles.warm.process import WarmProcess
 from tests.factories import exchange, experience
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings

@@ -12,7 +12,7 @@ import pytest
 
 from tests.databases import Schemas
 from tests.doubles.engine import CHAT, EngineDouble
-from tests.doubles.warm import run_tuneloop
+from tests.doubles.warm.commands import run_tuneloop
 from tests.explorer.checkpoints import register
 from tests.explorer.running import HELLO, eventually
 from tests.explorer.test_main import attached_to, job, service, write_settings

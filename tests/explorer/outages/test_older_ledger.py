@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 
 from tests.doubles.engine import CHAT, EngineDouble
-from tests.doubles.warm import run_tuneloop
+from tests.doubles.warm.commands import run_tuneloop
 from tests.explorer.running import HELLO, eventually
 from tests.explorer.test_main import attached_to, job, service, write_settings
 from tuneloop.shared.ledger.ledger import Ledger

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.doubles.engine import CHAT, EngineDouble, EnginePlace
-from tests.doubles.warm_process import WarmProcess
+from tests.doubles.warm.process import WarmProcess
 from tests.explorer.checkpoints import register
 from tests.explorer.running import HELLO, eventually, settings_for
 from tests.explorer.test_main import attached_to, job, service, write_settings

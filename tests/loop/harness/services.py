@@ -22,7 +22,7 @@ import torch
 import yaml
 
 from examples.sums.model import build, save
-from tests.doubles.warm_process import SERVICES, TRAINING, WarmProcess
+from tests.doubles.warm.process import SERVICES, TRAINING, WarmProcess
 from tests.loop.harness.oracle import Oracle
 from tuneloop.shared.checkpoints.manifest import Manifest
 from tuneloop.shared.checkpoints.store import CheckpointStore

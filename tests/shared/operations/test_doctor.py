@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.conftest import Place
-from tests.doubles.warm import Ended, run_tuneloop
+from tests.doubles.warm.commands import Ended, run_tuneloop
 from tests.factories import committed, exchange, experience, feedback, rewarded, trained
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.shared.capacity.pace import VersionPace, note_version

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.conftest import Place
-from tests.doubles.warm_process import TRAINING, WarmProcess
+from tests.doubles.warm.process import TRAINING, WarmProcess
 from tests.trainer.factories import commit, sample
 from tuneloop.shared.checkpoints.file_checks import check_files
 from tuneloop.shared.checkpoints.manifest import read_manifest

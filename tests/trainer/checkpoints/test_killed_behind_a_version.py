@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.doubles.warm_process import TRAINING, WarmProcess
+from tests.doubles.warm.process import TRAINING, WarmProcess
 from tests.trainer.factories import commit, sample
 from tuneloop.shared.checkpoints.file_checks import check_files, is_weights_only
 from tuneloop.shared.checkpoints.manifest import read_manifest

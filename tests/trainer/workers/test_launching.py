@@ -11,7 +11,7 @@ from threading import Event
 import pytest
 import yaml
 
-from tests.doubles.warm_process import WarmProcess
+from tests.doubles.warm.process import WarmProcess
 from tests.trainer.factories import commit, points, sample
 from tuneloop.shared.checkpoints.file_checks import is_weights_only
 from tuneloop.shared.experience import State

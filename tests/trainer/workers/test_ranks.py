@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.doubles.warm_process import TRAINING, WarmProcess
+from tests.doubles.warm.process import TRAINING, WarmProcess
 from tests.trainer.workers.rank import KEPT, outcome
 from tuneloop.trainer.ranks.ranks import ALONE
 

@@ -1,5 +1,3 @@
-import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -8,7 +6,7 @@ import pytest
 from sqlalchemy import text
 
 from tests.conftest import Place
-from tests.doubles.warm_process import WarmProcess
+from tests.doubles.warm.process import WarmProcess
 from tests.factories import exchange, rewarded
 from tuneloop.shared.errors import EnvironmentRefused, SettingsError
 from tuneloop.shared.ledger.ledger import Ledger
@@ -114,11 +112,10 @@ def test_four_processes_may_upgrade_at_once(place: Place) -> None:
 
 def test_an_upgrade_killed_at_any_moment_can_be_done_again(place: Place) -> None:
     command = [sys.executable, "-c", UPGRADE, place.url, place.schema or ""]
-    for tenths in (1, 2, 4):
-        process = WarmProcess(command)
-        time.sleep(tenths / 10)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+    for pause_s in (0.05, 0.1, 0.2):
+        with WarmProcess(command) as process:
+            time.sleep(pause_s)
+            process.kill()
     database.upgrade(place.url, schema=place.schema)
     assert tables(place) == ALL
 

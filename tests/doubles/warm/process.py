@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.doubles.warm_server import DESCRIPTORS, HEAD, NUMBER
+from tests.doubles.warm.server import DESCRIPTORS, HEAD, NUMBER
 
 SERVICES = ("tuneloop.explorer.__main__", "tuneloop.explorer.app", "tuneloop.cli.main")
 TRAINING = ("tuneloop.trainer.__main__", "tuneloop.trainer.loop")
@@ -52,7 +52,7 @@ class WarmServer:
         with theirs:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-P", str(Path(__file__).with_name("warm_server.py"))),
+                    *(sys.executable, "-P", str(Path(__file__).with_name("server.py"))),
                     *(str(theirs.fileno()), ",".join(modules), "." * _NAME_CHARACTERS),
                 ],
                 env={**os.environ, "PYTHONUNBUFFERED": ""},

@@ -1,6 +1,6 @@
-"""Forks Python commands from a process that has imported what they need: the other side of `warm_process`.
+"""Forks Python commands from a process that has imported what they need: the other side of `process`.
 
-    python -P tests/doubles/warm_server.py DESCRIPTOR MODULES PADDING
+    python -P tests/doubles/warm/server.py DESCRIPTOR MODULES PADDING
 
 A child runs the command as a fresh Python would, and is named in /proc by it. Imports apart, what differs is that they
 are there before the command asks for them, and that the child's parent is this process.
@@ -168,7 +168,7 @@ def serve(descriptor: int, modules: Sequence[str]) -> list[str] | None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.path.insert(0, str(Path(__file__).parents[3]))
     _command = serve(int(sys.argv[1]), sys.argv[2].split(","))
     del sys.path[0]
     if _command is not None:

@@ -1,0 +1,1 @@
+"""Processes that are forked from one which has imported what they need."""

@@ -181,9 +181,9 @@ def _start(
 def _check(subject: Subject, tools: Path, tokens: int, clock: Clock, *, at_once: int) -> None:
     """That a reply is as long as it should be; and a small load to warm up. What fails is seen in the rounds too."""
     body = json.loads(subject.body(tools, tokens, stream=False).read_bytes())
-    url = f"http://127.0.0.1:{subject.port}{_PATH}"
+    url, asks = f"http://127.0.0.1:{subject.port}{_PATH}", {HEADER: PACKED} if subject.headers else {}
     try:
-        reply = httpx.post(url, json=body, timeout=120, trust_env=False).raise_for_status().json()
+        reply = httpx.post(url, json=body, headers=asks, timeout=120, trust_env=False).raise_for_status().json()
         choice = reply["choices"][0]
         if subject.name == "packed" and PACKED not in (choice.get("logprobs") or {}):
             raise SystemExit("log-probabilities come as vLLM has them: tuneloop is not installed where the engine runs")

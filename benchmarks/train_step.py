@@ -13,6 +13,7 @@ one to warm up:
     of its floor   the seconds that the method's matmuls and attention would take at this machine's own peak, / seconds
     of the peak    the floating-point operations of an actor's update alone / seconds / peak, as others report it
     memory         the most that was allocated (GPU), or the most that the process had (CPU)
+    reckoned       what `tuneloop plan` says that it takes, and its ratio to that
 
 `--plain` does the same update by hand beside them: transformers' forward, padded, all logits in float32. The peak is
 that of a large square matmul of the models' type, measured in the same run. For the tiny shape on a CPU all numbers are
@@ -36,6 +37,8 @@ import torch
 import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tuneloop.shared.capacity.fit import reckon, shapes_of
+from tuneloop.shared.capacity.memory import GIB
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.checkpoints import snapshot
@@ -80,14 +83,16 @@ class Figures(NamedTuple):
     update_flops: float
     bytes: int
     useful: float
+    reckoned: int = 0
 
     def line(self, peak: float) -> str:
         """As Markdown."""
         rate = self.tokens / self.seconds
         floor, share = (flops / self.seconds / peak for flops in (self.floor_flops, self.update_flops))
-        memory = f"{self.bytes / 2**30:.1f} GiB"
-        useful = f"{self.useful:.3f}"
-        return f"| {self.name} | {self.seconds:.3f} s | {rate:,.0f} | {floor:.1%} | {share:.1%} | {memory} | {useful} |"
+        memory = f"{self.bytes / GIB:.1f} GiB | "
+        memory += f"{self.reckoned / GIB:.1f} GiB, {self.reckoned / self.bytes:.2f}" if self.reckoned else "–"
+        speed = f"{self.seconds:.3f} s | {rate:,.0f} | {floor:.1%} | {share:.1%}"
+        return f"| {self.name} | {speed} | {memory} | {self.useful:.3f} |"
 
 
 def make_model(size: str, folder: Path, dtype: torch.dtype, device: torch.device) -> Qwen3Config:
@@ -239,7 +244,8 @@ def measure_method(
     actor, critic, reference = PASSES[method]
     floor = actor * (body + head) + critic * body + reference * (body + head)
     name = f"{method}, {settings.trainer.tokens_at_once:,} at once"
-    return Figures(name, sum(lengths), seconds, floor, 3 * (body + head), memory[0], useful)
+    reckoned = reckon(settings, shapes_of(settings)).total
+    return Figures(name, sum(lengths), seconds, floor, 3 * (body + head), memory[0], useful, reckoned)
 
 
 def _steps(settings: Settings, rows: Sequence[Sample], count: int) -> tuple[float, float]:
@@ -329,8 +335,8 @@ def main() -> int:
         print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}, {options.dtype}")
         print(f"Qwen3 {options.size}, {len(lengths)} sequences, {sum(lengths):,} tokens, longest {max(lengths):,}")
         print(f"peak of a square matmul {peak / 1e12:,.1f} TFLOP/s; trainer: {options.settings or 'as by default'}\n")
-        print("| method | a step | tokens/s | of its floor | of the peak | memory | useful |")
-        print("|---|---|---|---|---|---|---|")
+        print("| method | a step | tokens/s | of its floor | of the peak | memory | reckoned | useful |")
+        print("|---|---|---|---|---|---|---|---|")
         for method in options.methods.split(","):
             print(measure_method(method, model, config, samples, options).line(peak), flush=True)
         if options.plain:

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tuneloop.explorer.engines.packing import core, front_end, gpu_worker
+from tuneloop.explorer.engines.packing import core, front_end, gpu_scores, gpu_worker
 from tuneloop.explorer.engines.packing.patching import UnknownVllm
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def _pack() -> None:
     """
     parts = [core, front_end]
     if importlib.import_module("vllm.triton_utils").HAS_TRITON:
-        parts.append(gpu_worker)
+        parts += [gpu_scores, gpu_worker]
     for part in parts:
         try:
             part.install()

@@ -14,7 +14,7 @@ def install() -> None:
     scheduler = find("vllm.v1.core.sched.scheduler", "Scheduler")
     update = method(scheduler, "update_from_output", "scheduler_output", "model_runner_output")
     require_fields(find("vllm.v1.outputs", "ModelRunnerOutput"), "logprobs", "req_id_to_index")
-    require_fields(find("vllm.v1.outputs", "LogprobsLists"), "logprobs", "cu_num_generated_tokens")
+    require_fields(find("vllm.v1.outputs", "LogprobsLists"), "logprob_token_ids", "logprobs", "cu_num_generated_tokens")
     output = find("vllm.v1.engine", "EngineCoreOutput")
     require_fields(output, "request_id", "new_token_ids", "new_logprobs", "kv_transfer_params")
 
@@ -22,7 +22,9 @@ def install() -> None:
         computed = model_runner_output.logprobs
         if computed is None:
             return update(self, scheduler_output, model_runner_output)
-        packed, others = _packed_rows(self.requests, model_runner_output.req_id_to_index)
+        packed, others = model_runner_output.req_id_to_index, False
+        if computed.logprob_token_ids is not None:  # gpu_worker.py leaves them out where all requests are marked
+            packed, others = _packed_rows(self.requests, packed)
         if not others:
             model_runner_output.logprobs = None  # there is nobody to slice for
         outputs = update(self, scheduler_output, model_runner_output)
@@ -55,5 +57,5 @@ def _attach(outputs: dict[int, Any], packed: dict[str, int], computed: Any) -> N
                 continue
             start = row if starts is None else starts[row]
             output.new_logprobs = None
-            numbers = column[start : start + len(output.new_token_ids)]
-            output.kv_transfer_params = {**(output.kv_transfer_params or {}), MARK: numbers}
+            numbers, beside = column[start : start + len(output.new_token_ids)], output.kv_transfer_params
+            output.kv_transfer_params = {MARK: numbers} if beside is None else {**beside, MARK: numbers}

@@ -13,7 +13,7 @@ import torch
 
 from tests.doubles.engine import EngineDouble
 from tests.explorer.running import RunningExplorer
-from tuneloop.explorer.engines.packing import gpu_worker
+from tuneloop.explorer.engines.packing import gpu_scores, gpu_worker
 from tuneloop.explorer.engines.packing.patching import MARK, UnknownVllm
 from tuneloop.explorer.engines.packing.wire import HEADER, PACKED
 from tuneloop.explorer.engines.vllm_plugin import PACKS
@@ -168,3 +168,47 @@ def test_a_sampler_of_another_kind_is_left_alone(worker: Sampler) -> None:
     type(worker).returns_logprobs = None  # type: ignore[method-assign, assignment]
     with pytest.raises(UnknownVllm):
         gpu_worker.install()
+
+
+class Kernel:
+    """What vLLM's kernel is called with, and does."""
+
+    def __init__(self) -> None:
+        self.arg_names = list(gpu_scores._PARAMETERS)
+        self.options: dict[str, int] = {}
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def run(into: Any, logits: Any, stride: int, ids: Any, columns: int, width: int, **options: int) -> None:
+            assert (grid, stride, ids.dtype, columns, width) == ((len(logits),), width, torch.int64, 1, logits.shape[1])
+            into.copy_(score(logits, ids))
+            self.options = options
+
+        return run
+
+
+@pytest.fixture
+def scoring(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made: Any = types.ModuleType(gpu_scores._MODULE)
+    made._topk_log_softmax_kernel, made.compute_token_logprobs = Kernel(), score
+    monkeypatch.setitem(sys.modules, gpu_scores._MODULE, made)
+    return made
+
+
+def test_a_row_of_the_vocabulary_is_read_in_large_pieces(scoring: Any) -> None:
+    gpu_scores.install()
+    logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(1))
+    sampled = logits.argmax(-1).int()
+    assert torch.equal(scoring.compute_token_logprobs(logits, sampled[:, None]), score(logits, sampled[:, None].long()))
+    kernel = scoring._topk_log_softmax_kernel
+    assert kernel.options["BLOCK_SIZE"] > 1024
+    kernel.options = {}
+    two = torch.stack([sampled, sampled], 1).long()
+    assert torch.equal(scoring.compute_token_logprobs(logits, two), score(logits, two))
+    assert not kernel.options
+
+
+def test_a_kernel_of_another_kind_is_left_alone(scoring: Any) -> None:
+    scoring._topk_log_softmax_kernel.arg_names = ["others"]
+    with pytest.raises(UnknownVllm):
+        gpu_scores.install()
+    assert scoring.compute_token_logprobs is score

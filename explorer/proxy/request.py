@@ -43,7 +43,7 @@ _SALT = "cache_salt"
 
 #: Without one of these no request names a file, nor goes on with a conversation that does. JSON may write any letter of
 #: them as an escape.
-_MEDIA_WORDS = (b"_url", b'"image', b'"video', b'"audio', b"previous_response_id", b"\\u")
+_MEDIA_WORDS = (b"_url", b'"image', b'"video', b'"audio', b'"source"', b"previous_response_id", b"\\u")
 
 
 class Request(NamedTuple):

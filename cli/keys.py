@@ -1,6 +1,5 @@
 """This file is `tuneloop keys`."""
 
-import getpass
 import re
 from collections.abc import Iterator
 from contextlib import closing
@@ -21,6 +20,7 @@ from tuneloop.cli.options import (
     echo_json,
     existing_ledger,
     open_to_group,
+    operator_name,
     visible,
 )
 from tuneloop.shared.errors import KeyRefused, TuneloopError
@@ -80,7 +80,7 @@ def _create(options: _NewKey) -> None:
     _make_database(options.config, options.set_)
     _settings, ledger = existing_ledger(options.config, options.set_)
     with closing(ledger):
-        key, secret = ledger.keys.create(grant, actor=getpass.getuser())
+        key, secret = ledger.keys.create(grant, actor=operator_name())
     if options.for_programs:
         echo_json(msgspec.to_builtins(key_report(key)) | {"key": secret})
         return
@@ -113,7 +113,7 @@ def revoke(
     """End a key: a service refuses it a second later."""
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
-        if not ledger.keys.revoke(key_id, actor=getpass.getuser()):
+        if not ledger.keys.revoke(key_id, actor=operator_name()):
             raise TuneloopError(f"no key {key_id} is in force; `tuneloop keys list` shows all")
     if for_programs:
         echo_json({"key_id": key_id, "revoked": True})

@@ -1,5 +1,6 @@
 """What the commands share: the options that name the settings, the way to the ledger, and how text is printed."""
 
+import getpass
 import inspect
 import json
 import os
@@ -88,3 +89,11 @@ def _is_hidden(character: str) -> bool:
 
 def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode()
+
+
+def operator_name() -> str:
+    """Who gives a command, for the record. Where containers run under any user id, no file has its name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # the latter since Python 3.13
+        return f"uid {os.getuid()}"

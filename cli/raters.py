@@ -1,6 +1,5 @@
 """This file is `tuneloop raters`."""
 
-import getpass
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -9,7 +8,16 @@ from typing import Annotated
 import typer
 
 from tuneloop.cli.command_group import CommandGroup
-from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json, existing_ledger, visible
+from tuneloop.cli.options import (
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    echo,
+    echo_json,
+    existing_ledger,
+    operator_name,
+    visible,
+)
 from tuneloop.shared.ledger.assessment import RaterStanding
 from tuneloop.shared.operations.diagnosis import moment
 
@@ -64,7 +72,7 @@ def quarantine(
     """Let a rater's feedback count for nothing. Services may run; rewards not trained on yet are made anew."""
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
-        ledger.raters.quarantine(tenant, name, by=getpass.getuser(), reason=reason)
+        ledger.raters.quarantine(tenant, name, by=operator_name(), reason=reason)
     _tell(tenant, name, "in quarantine", for_programs=for_programs)
 
 
@@ -80,7 +88,7 @@ def release(
     """Let a rater's feedback count again. From then on it is put into quarantine by hand only."""
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
-        ledger.raters.release(tenant, name, by=getpass.getuser(), reason=reason)
+        ledger.raters.release(tenant, name, by=operator_name(), reason=reason)
     _tell(tenant, name, "released", for_programs=for_programs)
 
 

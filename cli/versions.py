@@ -1,6 +1,5 @@
 """This file is `tuneloop versions`."""
 
-import getpass
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from tuneloop.cli.options import (
     echo,
     echo_json,
     existing_ledger,
+    operator_name,
     visible,
 )
 from tuneloop.shared.evaluation.off_policy import REPLAY_AGAINST
@@ -181,7 +181,7 @@ def _tell(options: _DecisionOptions, result: DecisionResult, sentence: str) -> N
 
 
 def _decision_request(by: str | None, reason: str, expect: int | None = None) -> DecisionRequest:
-    return DecisionRequest(by or getpass.getuser(), reason.strip(), expect)
+    return DecisionRequest(by or operator_name(), reason.strip(), expect)
 
 
 def _served_within(settings: Settings) -> str:

@@ -109,7 +109,6 @@ def create_app(
             services, tasks = await opening(stack)
             app.state.services = services
             stack.push_async_callback(services.recorder.close)
-            stack.callback(services.proxy.parser.close)
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(run_task(task, on_failure)) for task in tasks]
                 yield

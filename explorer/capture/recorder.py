@@ -9,7 +9,7 @@ from typing import NamedTuple
 import structlog
 
 from tuneloop.explorer.background_tasks import every
-from tuneloop.explorer.bulk_work import LOOKUP_THREADS, AmountAtWork, BulkWork
+from tuneloop.explorer.bulk_work import LOOKUP_THREADS, AmountAtWork, BodyParser, BulkWork
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.http.caller import Caller
 from tuneloop.explorer.metrics import Metrics
@@ -178,6 +178,7 @@ class Recorder:
         self.bulk_work = bulk_work or BulkWork()
         #: For what a request reads of the database: of many requests of one key each waits for the one before it.
         self.lookups = BulkWork(threads=LOOKUP_THREADS)
+        self.bodies = BodyParser()
         self._writing: set[asyncio.Task[list[Record]]] = set()
         self._unredacted = AmountAtWork("large requests")
 
@@ -221,6 +222,7 @@ class Recorder:
         await asyncio.gather(*self._writing, return_exceptions=True)
         self.bulk_work.close()
         self.lookups.close()
+        self.bodies.close()
 
     async def _write(self, records: Sequence[Record]) -> list[Record]:
         redactor, size = self._redactor, sum(map(_size, records))

@@ -17,7 +17,7 @@ from tuneloop.explorer.capture.reply_id import ReplyIdSigner, minted_at
 from tuneloop.explorer.feedback.bound import bind
 from tuneloop.explorer.feedback.events import EventFactory, FeedbackEvent
 from tuneloop.explorer.feedback.request import parse_entries
-from tuneloop.explorer.http.bodies import id_of, optional_id, optional_time, read_object, wrong_type
+from tuneloop.explorer.http.bodies import as_utf8, id_of, optional_id, optional_time, read_bytes, wrong_type
 from tuneloop.explorer.http.caller import Caller, caller_of
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
@@ -99,7 +99,7 @@ class FeedbackRoutes:
     async def feedback(self, request: Request) -> dict[str, object]:
         """Store what is said of the replies named, and tell what became of it."""
         caller = caller_of(request.scope)
-        body = await read_object(request, max_bytes=MAX_BODY_BYTES)
+        body = await self._read(request)
         return await self.take(caller, body, request.headers.get("idempotency-key"))
 
     async def take(self, caller: Caller, body: dict[str, object], key: str | None = None) -> dict[str, object]:
@@ -132,7 +132,7 @@ class FeedbackRoutes:
 
     async def commit(self, request: Request) -> dict[str, object]:
         """Release what has been rewarded until now to the trainer, and say how much that was."""
-        body = await read_object(request, max_bytes=MAX_BODY_BYTES, empty_is={})
+        body = await self._read(request, may_be_empty=True)
         task_id, run_id = self._as_stored(optional_id(body, "task_id")), self._as_stored(optional_id(body, "run_id"))
         task_ids, until = _task_ids(body), optional_time(body, "time_threshold")
         caller = caller_of(request.scope)
@@ -151,6 +151,12 @@ class FeedbackRoutes:
             log.warning("commit_put_off", reason=str(error))
             raise
         return {"status": "success", "committed": committed} | ({} if complete else {"complete": False})
+
+    async def _read(self, request: Request, *, may_be_empty: bool = False) -> dict[str, object]:
+        data = as_utf8(await read_bytes(request, max_bytes=MAX_BODY_BYTES))
+        if may_be_empty and not data:
+            return {}
+        return await self._recorder.bodies.parse(data, caller_of(request.scope).identity)
 
     async def _aside(self, caller: Caller, named: int, work: Callable[[], _Result]) -> _Result:
         """The result of some work about so many ids: a hundred thousand take seconds, others are answered meanwhile."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import resource
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,7 +82,8 @@ class ConnectionLimits:
     """The bounds of a process's connections, and what they take now.
 
     `idle` has those that wait for a request, or have sent a part of its head: the first has waited longest. Where
-    there is no room for another connection, it is closed. `held_bytes` are those of bodies whose requests are not over.
+    there is no room for another connection, it is closed. `held_bytes` are those of bodies whose requests are not over,
+    and of large answers that are being sent; `answer_bytes` are the latter, by their callers.
     """
 
     max_connections: int = 1 << 16
@@ -92,6 +93,7 @@ class ConnectionLimits:
     beginnings: Beginnings = field(default_factory=Beginnings)
     idle: dict["ConnectionWatch", None] = field(default_factory=dict)
     held_bytes: int = 0
+    answer_bytes: Counter[str] = field(default_factory=Counter)
 
     def make_room(self, connections: int) -> bool:
         """Close an idle connection if there are more than are allowed; False if all of them are at work."""
@@ -106,14 +108,16 @@ class ConnectionLimits:
 class RequestShare:
     """What a request takes of its worker's bounds and of its key's.
 
-    It is over when it is answered or, where its client has left before that, when the work for it has ended.
+    It is over when it is answered or, where its client has left before that, when the work for it has ended. `abort`
+    breaks off its connection.
     """
 
-    def __init__(self, limits: ConnectionLimits) -> None:
+    def __init__(self, limits: ConnectionLimits, abort: Callable[[], None] = lambda: None) -> None:
         self._limits = limits
+        self.abort = abort
         self._meter: Meter | None = None
         self._who = ""
-        self._bytes = 0
+        self._bytes = self._answer_bytes = 0
         self._open = True
         self._holders = 1
 
@@ -140,11 +144,28 @@ class RequestShare:
         reason = "the requests that are being answered are too large together; try again in a moment"
         return RequestRefused(reason, status=503, code="overloaded", retry_after_s=1.0)
 
+    def hold_answer(self, size: int) -> RequestRefused | None:
+        """An answer of so many bytes is to be sent; the refusal, if its caller's would take more than is left to all.
+
+        So nobody who reads none of his answers takes the room that others' requests need.
+        """
+        limits = self._limits
+        if limits.answer_bytes[self._who] + size > limits.max_held_bytes - limits.held_bytes:
+            reason = "answers of this key that are being sent are too large together; read them, and try again"
+            return RequestRefused(reason, status=503, code="overloaded", retry_after_s=1.0)
+        self._bytes += size
+        self._answer_bytes += size
+        limits.held_bytes += size
+        limits.answer_bytes[self._who] += size
+        return None
+
     def end(self) -> None:
         """It is over, unless it was before."""
         if not self._open:
             return
         self._open = False
+        if self._answer_bytes:
+            self._limits.answer_bytes -= Counter({self._who: self._answer_bytes})
         if self._meter is not None:
             self._meter.end_request()
         self.release()
@@ -160,9 +181,15 @@ class RequestShare:
             self._limits.held_bytes -= self._bytes
 
 
-def open_share(scope: Any, limits: ConnectionLimits) -> None:
+def open_share(scope: Any, limits: ConnectionLimits, abort: Callable[[], None]) -> None:
     """Begin the share of the request of a scope."""
-    scope[_SCOPE_KEY] = RequestShare(limits)
+    scope[_SCOPE_KEY] = RequestShare(limits, abort)
+
+
+def find_share(scope: Any) -> RequestShare | None:
+    """The share of the request of a scope, if it came through our server."""
+    found: RequestShare | None = scope.get(_SCOPE_KEY)
+    return found
 
 
 def share_of(scope: Any) -> RequestShare:

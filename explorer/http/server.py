@@ -8,7 +8,6 @@ internals.
 import asyncio
 import importlib.metadata
 import inspect
-import uuid
 from collections.abc import Mapping, MutableMapping
 from functools import partial
 from typing import Any
@@ -18,12 +17,12 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tuneloop.explorer.http import errors, run_prefix
+from tuneloop.explorer.http.answer_sender import AnswerSender
 from tuneloop.explorer.http.caller import Caller, EntryGate, find_caller, set_caller
 from tuneloop.explorer.http.connections import ConnectionLimits, ConnectionWatch, RequestShare, open_share, share_of
 from tuneloop.explorer.http.cors import CrossOrigin
 from tuneloop.explorer.http.raw_request import (
     LINGER_S,
-    REQUEST_ID,
     FastRoute,
     Headers,
     RawRequest,
@@ -95,18 +94,6 @@ class FastRoutes:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a request without a fast route. Its response, too, gets the x-request-id header."""
-
-        async def send_with_id(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                headers = list(message.get("headers", ()))
-                if all(name != REQUEST_ID for name, _ in headers):
-                    headers.append(
-                        (REQUEST_ID, dict(scope["headers"]).get(REQUEST_ID) or b"req_" + uuid.uuid4().hex.encode())
-                    )
-                headers += self.cross_origin.headers(scope)
-                message = message | {"headers": headers}
-            await send(message)
-
         try:
             if scope["type"] == "http":
                 if find_caller(scope) is None:  # it came through another server
@@ -116,7 +103,9 @@ class FastRoutes:
             response = errors.error_response(error, scope["path"], None)
             await response(scope, receive, send)
             return
-        await self.app(scope, receive, send_with_id if scope["type"] == "http" else send)
+        if scope["type"] == "http":
+            send = AnswerSender(scope, receive, send, self.cross_origin.headers(scope))
+        await self.app(scope, receive, send)
 
 
 class _HeadBytes:
@@ -156,13 +145,12 @@ class FastProtocol(HttpToolsProtocol):
         """Take the connection, if there is room for it or an idle one can make room."""
         super().connection_made(transport)
         limits = getattr(self.config.app, "limits", None) or ConnectionLimits()
-        self._watch = ConnectionWatch(limits, self._refuse_and_close, transport.close)
+        self._watch = ConnectionWatch(limits, self._refuse_and_close, transport.abort)
         self._head = _HeadBytes()
         if limits.make_room(len(self.connections)):
             self._watch.wait_for_head(begun=False)
             return
-        reason = "there are too many connections; try again in a moment"
-        self._refuse_and_close(RequestRefused(reason, status=503, code="too_many_connections", retry_after_s=1.0))
+        self._refuse_and_close(_too_many())
 
     def data_received(self, data: bytes) -> None:
         """Parse what the client sends; refuse what is no request, and a head that is too long."""
@@ -207,7 +195,7 @@ class FastProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin a request."""
         super().on_message_begin()
-        open_share(self.scope, self._watch.limits)
+        open_share(self.scope, self._watch.limits, self.transport.abort)
         self._head_complete = self._message_complete = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -275,8 +263,7 @@ class FastProtocol(HttpToolsProtocol):
         if self.transport.is_closing() or (at_work and self.cycle.response_started):
             self.transport.close()
             return
-        path = str((self.scope or {}).get("path", ""))
-        self.transport.write(_refusal(error, path, self.server_state.default_headers))
+        self.transport.write(_refusal(error, self.scope or {}, self.server_state.default_headers))
         if at_work or self.scope is None:
             self.transport.close()
         else:  # the client may be sending still, and would lose what is written to it
@@ -303,9 +290,8 @@ class FastProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         share = self._answering = share_of(cycle.scope)
-        admitted, route = self.config.app, None
+        admitted, scope, route = self.config.app, cycle.scope, None
         if isinstance(admitted, FastRoutes):
-            scope = cycle.scope
             try:
                 caller = admitted.admit(scope)
             except RequestRefused as error:
@@ -325,6 +311,10 @@ class FastProtocol(HttpToolsProtocol):
         self._response_task = task = self.loop.create_task(_respond(route, self._raw_request, share))
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection without another request, whether or not its client has read the last answer."""
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the response that no client waits for any more."""
@@ -349,11 +339,16 @@ async def _refuse(error: RequestRefused, more: Headers, request: RawRequest) -> 
     send_error(request, error, more)
 
 
-def _refusal(error: RequestRefused, path: str, more: Headers) -> bytes:
+def _refusal(error: RequestRefused, scope: Mapping[str, Any], more: Headers) -> bytes:
     """The last response on a connection."""
-    response = errors.error_response(error, path, None)
+    response = errors.error_response(error, str(scope.get("path", "")), None)
     lines = header_lines(more, response.raw_headers)
     return b"%b%bconnection: close\r\n\r\n%b" % (STATUS_LINE[error.status], lines, bytes(response.body))
+
+
+def _too_many() -> RequestRefused:
+    reason = "there are too many connections; try again in a moment"
+    return RequestRefused(reason, status=503, code="too_many_connections", retry_after_s=1.0)
 
 
 def _too_long() -> RequestRefused:

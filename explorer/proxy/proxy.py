@@ -103,7 +103,7 @@ class Proxy:
         """`shadow` may send a copy of a request to a shadow version."""
         explorer = settings.explorer
         self._fleet, self._recorder, self._timeout_s = fleet, recorder, explorer.request_timeout
-        self.parser = RequestParser(settings, signer)
+        self.parser = RequestParser(settings, signer, recorder.bodies)
         self._metrics, self._failures = metrics, RequestFailures(metrics)
         self._grammars, self._shadow = Grammars(settings), shadow
         self.admission = Admission(

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from tuneloop.explorer.bulk_work import BulkWork
+from tuneloop.explorer.bulk_work import BodyParser
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.sampling import Sampling, sampling_of
 from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter
 from tuneloop.explorer.engines import affinity, vllm
 from tuneloop.explorer.engines.packing import wire
 from tuneloop.explorer.engines.version_routing import PinParser, VersionPin, is_held_out
-from tuneloop.explorer.http.bodies import as_utf8, optional_bool, parse_object
+from tuneloop.explorer.http.bodies import as_utf8, optional_bool
 from tuneloop.explorer.http.caller import Caller
 from tuneloop.explorer.http.chat_template import check_template
 from tuneloop.explorer.http.coercion import flag_of
@@ -43,12 +43,7 @@ _SALT = "cache_salt"
 
 #: Without one of these no request names a file, nor goes on with a conversation that does. JSON may write any letter of
 #: them as an escape.
-_MEDIA_WORDS = (b"_url", b'"image', b'"video', b'"audio', b"previous_response_id", b"\\u")
-
-
-#: Bodies of more bytes and more commas than this are parsed by turns: 200,000 names take a tenth of a second, in which
-#: nothing else is done. A picture, however large, does not.
-_LARGE, _MANY = 256 << 10, 10_000
+_MEDIA_WORDS = (b"_url", b'"image', b'"video', b'"audio', b'"source"', b"previous_response_id", b"\\u")
 
 
 class Request(NamedTuple):
@@ -124,8 +119,9 @@ class Request(NamedTuple):
 class RequestParser:
     """Parses requests under the settings."""
 
-    def __init__(self, settings: Settings, signer: ReplyIdSigner) -> None:
+    def __init__(self, settings: Settings, signer: ReplyIdSigner, bodies: BodyParser) -> None:
         explorer = settings.explorer
+        self._bodies = bodies
         self.capture = CaptureChoice(explorer.capture)
         self._signer, self._tenants = signer, settings.tenants
         self._pins = PinParser(settings)
@@ -142,13 +138,12 @@ class RequestParser:
         defaults = vllm.NEUTRAL_SAMPLING | {"temperature": settings.model.temperature}
         self._defaults = defaults if rollout.engine_urls else {}
         self._media = MediaFetcher(frozenset(explorer.allowed_media_domains), max_bytes=explorer.max_body_bytes)
-        self._parsing = BulkWork(rests=True)
         self._holds_tools = engine_flags.holds_tools(rollout.engine_args, rollout.tool_call_parser)
 
     async def parse(self, dialect: Dialect, raw: RawRequest, started: float) -> Request:
         """Read and parse a request. Raises RequestRefused if it is not valid."""
         raw_body = as_utf8(await raw.body(self._max_body_bytes, self._timeout_s))
-        body = dialect.normalize(await self._parse_body(raw_body, raw.caller))
+        body = dialect.normalize(await self._bodies.parse(raw_body, raw.caller.identity))
         if pin := self._pins.parse(body):
             body["model"] = self._pins.model_name
         stream, store = flag_of(body, "stream"), optional_bool(body, "store")
@@ -201,15 +196,6 @@ class RequestParser:
             pin=pin,
             model=str(body.get("model") or ""),
         )
-
-    def close(self) -> None:
-        """No more requests will be parsed."""
-        self._parsing.close()
-
-    async def _parse_body(self, data: bytes, caller: Caller) -> dict[str, Any]:
-        if len(data) <= _LARGE or data.count(b",") <= _MANY:
-            return parse_object(data)
-        return await self._parsing.run(caller.identity, partial(parse_object, data))
 
     def _sampling_of(self, upstream: dict[str, Any], labels: Labels) -> Sampling:
         found = sampling_of(upstream, default_temperature=self._default_temperature, holds_tools=self._holds_tools)

@@ -114,7 +114,8 @@ class Publisher:
             epoch=self._epoch,
             parent=parent,
         )
-        if publication.space.missing:
+        space = publication.space
+        if space._replace(needed=space.needed + self.states.unwritten).missing:
             self._make_room()
         if behind and self._pool is not None:
             work = self._pool.submit(self._register, publication, list(ids), started)

@@ -71,6 +71,9 @@ class StateWriter:
         self.full = False
         #: Whether there was no room for one when the last version had been published, and older ones deleted.
         self._has_no_room = False
+        #: The bytes of the state that is written now or next, and where it is being written.
+        self._pending = 0
+        self._staging: Path | None = None
 
     def prepare(self, learner: Learner) -> None:
         """Begin to make room for the copies of a GPU's state, in the thread: else the first step would wait for it."""
@@ -101,6 +104,7 @@ class StateWriter:
         self._last, self._since = published, self._since + 1
         if captured.state is None and self._is_busy(0):
             return
+        self._pending = captured.size if captured.state is not None else 0
         self._work = self._pool.submit(self._run, published, captured.state, captured.size)
         if captured.is_live:
             self.join()
@@ -126,6 +130,15 @@ class StateWriter:
         if self._work is not None:
             self._work.result()
             self._work = None
+
+    @property
+    def unwritten(self) -> int:
+        """The bytes that the disk is yet to take of the state that is written now or next."""
+        staging, written = self._staging, 0
+        for file in staging.rglob("*") if staging is not None else ():
+            with suppress(FileNotFoundError):  # It has just been put in its place.
+                written += file.stat().st_size
+        return max(0, self._pending - written)
 
     def close(self) -> None:
         """Let the thread end, after what it is at."""
@@ -176,6 +189,7 @@ class StateWriter:
             _log.warning("prune_failed", reason=str(error))
         if state is not None:
             measured |= self._try(published, state, size)
+            self._pending, self._staging = 0, None
         elif self._has_no_room:
             self._look_for_room(size)
         self._measured.put((published.step, measured))
@@ -212,7 +226,7 @@ class StateWriter:
         space = measure_space(self._settings.job_dir, needed=size)
         if space.missing:
             raise DiskFull(space.sentence)
-        staging = self._store.stage(self._epoch, state=True)
+        staging = self._staging = self._store.stage(self._epoch, state=True)
         try:
             digests = snapshot.save_state(state, staging, base=self._settings.model.model_path)
             files = self._store.seal(staging, digests=digests)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.explorer.running import HELLO, RunningExplorer
 from tests.factories import exchange, feedback
+from tuneloop.explorer import bulk_work as bulk_work_module
 from tuneloop.explorer.bulk_work import BulkWork
 from tuneloop.explorer.capture import recorder as recorder_module
 from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
@@ -19,7 +20,6 @@ from tuneloop.explorer.feedback import routes
 from tuneloop.explorer.http import bodies
 from tuneloop.explorer.http.caller import Caller
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.proxy import request as proxy_request
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Record
 from tuneloop.shared.privacy.detection import Detector
@@ -102,8 +102,9 @@ async def test_work_that_rests_is_done_alone_and_leaves_as_long_to_others() -> N
 
 
 @pytest.mark.parametrize(("names", "aside"), [(20_000, True), (0, False)])
+@pytest.mark.parametrize(("path", "status"), [("/v1/chat/completions", 200), ("/feedback", 404), ("/commit", 200)])
 def test_a_body_of_many_names_is_parsed_by_turns_and_a_large_text_at_once(
-    explorer: RunningExplorer, monkeypatch: pytest.MonkeyPatch, names: int, *, aside: bool
+    explorer: RunningExplorer, monkeypatch: pytest.MonkeyPatch, names: int, path: str, status: int, *, aside: bool
 ) -> None:
     threads: list[str] = []
 
@@ -111,10 +112,10 @@ def test_a_body_of_many_names_is_parsed_by_turns_and_a_large_text_at_once(
         threads.append(threading.current_thread().name)
         return bodies.parse_object(data)
 
-    monkeypatch.setattr(proxy_request, "parse_object", parse)
+    monkeypatch.setattr(bulk_work_module, "parse_object", parse)
     many = {f"{number:020d}": 1 for number in range(names)} or {"text": "x" * (300 << 10)}
-    answer = explorer.http.post("/v1/chat/completions", json=HELLO | {"more": many})
-    assert answer.status_code == 200
+    asked = {"more": many} | (HELLO if status == 200 else {"msg_ids": ["unknown"], "reward": 1})
+    assert explorer.http.post(path, json=asked).status_code == status
     assert [name.startswith("bulk-work") for name in threads] == [aside]
 
 

@@ -1,6 +1,7 @@
 """What strangers do with connections: too many of them, too slowly, with trailers and upgrades."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from uvicorn.server import ServerState
 from tests.doubles.engine import CHAT, EnginePlace
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
 from tests.explorer.wire import BODY, Wire, chunked, http_request
+from tuneloop.explorer.http import answer_sender
 from tuneloop.explorer.http.caller import Caller, Unmetered
 from tuneloop.explorer.http.connections import Beginnings, ConnectionLimits, RequestShare, most_connections
 from tuneloop.explorer.http.raw_request import RawRequest
@@ -338,6 +340,64 @@ def test_a_request_begins_when_it_is_its_callers_turn(
     monkeypatch.setattr(explorer.app.limits.beginnings, "take", take)
     explorer.http.post(path, json={})
     assert turns == [""]
+
+
+def test_answers_of_a_caller_take_no_more_than_they_leave_to_others() -> None:
+    limits = ConnectionLimits(max_held_bytes=100)
+    shares = [RequestShare(limits) for _ in range(3)]
+    for share, name in zip(shares, ("slow", "slow", "other"), strict=True):
+        share.begin(Caller(name=name))
+    assert shares[0].hold_answer(40) is None
+    refused = shares[1].hold_answer(30)
+    assert refused is not None
+    assert refused.code == "overloaded"
+    assert shares[2].hold_answer(30) is None
+    shares[0].end()
+    assert shares[1].hold_answer(30) is None
+    for share in shares:
+        share.end()
+    assert (limits.held_bytes, dict(limits.answer_bytes)) == (0, {})
+
+
+def answering(size: int) -> Any:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
+        await send({"type": "http.response.body", "body": b"x" * size})
+
+    return app
+
+
+GET = b"GET /large HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+async def test_a_large_answer_is_held_while_its_client_reads_it_and_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits, size = ConnectionLimits(), 64 << 20  # more than the system takes of it
+    async with server_with(limits, answering(size)) as connect:
+        reader, writer = await connect()
+        writer.write(GET)
+        await reader.readuntil(b"\r\n\r\n")
+        assert limits.held_bytes == size
+        assert await reader.readexactly(size) == b"x" * size
+        await until(lambda: limits.held_bytes == 0)
+        monkeypatch.setattr(answer_sender, "READ_TIMEOUT_S", 0.2)
+        reader, writer = await connect()
+        writer.write(GET)
+        await until(lambda: limits.held_bytes == size)
+        await until(lambda: limits.held_bytes == 0)
+        with contextlib.suppress(ConnectionError):
+            assert len(await ended((reader, writer), within_s=60)) < size
+
+
+async def test_an_answer_for_which_there_is_no_room_is_refused() -> None:
+    async with server_with(ConnectionLimits(max_held_bytes=1 << 20), answering(2 << 20)) as connect:
+        reader, writer = await connect()
+        for _ in range(2):
+            writer.write(GET)
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503")
+            assert b"overloaded" in await reader.readuntil(b"}}")
 
 
 OVERLONG = b"GET / HTTP/1.1\r\nhost: localhost\r\nx: "

@@ -58,6 +58,12 @@ def test_no_url_is_fetched_for_a_chat(explorer: RunningExplorer, url: str, kind:
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "media_url_not_allowed")
 
 
+def test_no_document_is_fetched_for_a_chat(explorer: RunningExplorer) -> None:
+    document = {"type": "document", "source": {"type": "url", "url": METADATA}}
+    answer = explorer.http.post("/v1/chat/completions", json={"model": MODEL, **chat(document)})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "media_url_not_allowed")
+
+
 def test_nor_for_the_other_endpoints(explorer: RunningExplorer) -> None:
     image = {"type": "image", "source": {"type": "url", "url": METADATA}}
     messages = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": [image]}]}

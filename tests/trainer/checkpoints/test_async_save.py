@@ -13,13 +13,15 @@ from tests.trainer.factories import commit, points, sample
 from tuneloop.shared.checkpoints.file_checks import is_weights_only
 from tuneloop.shared.checkpoints.manifest import read_manifest, read_state_manifest
 from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.disk_space import DiskSpace
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.training.training import Training
-from tuneloop.trainer.checkpoints import copies, snapshot
+from tuneloop.trainer.checkpoints import copies, publication, snapshot, state_writer
 from tuneloop.trainer.checkpoints.publication import Publisher
+from tuneloop.trainer.checkpoints.state_writer import StateWriter
 from tuneloop.trainer.loop import TrainingLoop, run
 
 _LONG_S = 120
@@ -256,3 +258,54 @@ def test_without_room_for_a_copy_a_version_is_published_before_the_next_step(set
     assert [each["event"] for each in logs].count("published_in_the_foreground") == 2
     assert _versions(ledger) == [(1, 1, 4), (2, 2, 4)]
     assert not is_weights_only(ledger.versions.newest().path)
+
+
+def test_a_version_does_not_take_the_room_of_the_state_that_is_being_written(settings, ledger, monkeypatch):
+    chosen = settings()
+    ledger.versions.ensure_base(chosen.model.model_path)
+    learner, store = snapshot.load(chosen, None), _HeldState(chosen.job_dir)
+    weights, state = snapshot.size_of_weights(learner), snapshot.size_of_state(learner)
+    free = [10 * (weights + state)]
+
+    def measured(folder, *, needed):
+        return DiskSpace(folder, needed, reserve=0, free=free[0])
+
+    for module in (publication, state_writer):
+        monkeypatch.setattr(module, "measure_space", measured)
+    epoch = ledger.training.take_epoch("t")
+    publisher = Publisher(chosen, ledger, store, epoch=epoch, behind=True)
+    publisher.states = _Releasing(chosen, ledger, store, epoch=epoch)
+    publisher.begin(learner, [], steps=1, parent=0)
+    publisher.wait()
+    publisher.end(learner)
+    assert publisher.states.unwritten == state, "nothing of it is on the disk"
+    publisher.begin(learner, [], steps=1, parent=1)
+    publisher.wait()
+    publisher.end(learner)
+    assert not store.go.is_set(), "there is room for both, and nobody waits"
+    free[0] = weights + state // 2
+    publisher.begin(learner, [], steps=1, parent=2)
+    assert store.go.is_set(), "there is room for one of them, and the state came first"
+    publisher.wait()
+    assert publisher.end(learner).version == 3
+    publisher.close()
+
+
+class _Releasing(StateWriter):
+    """The state is held until it is waited for."""
+
+    def join(self):
+        self._store.go.set()
+        super().join()
+
+
+class _HeldState(CheckpointStore):
+    """A state is staged as soon as it may be."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.go = threading.Event()
+
+    def stage(self, epoch, *, state=False):
+        assert not state or self.go.wait(_LONG_S)
+        return super().stage(epoch, state=state)

@@ -91,7 +91,7 @@ class WarmProcess(subprocess.Popen[Any]):
         given = dict(zip(_PARAMETERS, values, strict=True))
         environment = os.environ if given["env"] is None else given["env"]
         server = _server(self._modules)
-        if _read_at_start(environment) != server.variables:
+        if _read_at_start(environment) != server.variables or _is_customized(environment):
             if self._ends_with_tests:
                 raise ValueError("a process that is started anew does not end with the tests")
             super()._execute_child(*values)  # type: ignore[misc]
@@ -152,6 +152,12 @@ def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if value and name.startswith(_READ_AT_START) and name not in _OBEYED
     }
+
+
+def _is_customized(environment: Mapping[str, str]) -> bool:
+    """Whether a Python that is started imports a module of somebody's before anything else."""
+    folders = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    return any(Path(each, "sitecustomize.py").is_file() for each in folders)
 
 
 def _received(channel: socket.socket) -> int:

@@ -1,0 +1,73 @@
+"""What is forked in place of a Python that is started is a process like it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.doubles.warm.process import WarmProcess
+
+PIPE = subprocess.PIPE
+
+
+def ended(*command: str, **but: object) -> tuple[int, str, str]:
+    with WarmProcess([sys.executable, *command], stdout=PIPE, stderr=PIPE, text=True, **but) as process:
+        output, errors = process.communicate(timeout=60)
+    return process.returncode, output, errors
+
+
+def test_it_has_its_arguments_its_folder_its_variables_and_its_name(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; print(sys.argv, os.getcwd(), os.environ['A'], 'HOME' in os.environ, __name__);"
+        "print('fastapi' in sys.modules);"
+        "print(open('/proc/self/cmdline').read().rstrip('\\0').split('\\0')[-2:])"
+    )
+    assert ended("-P", "-c", code, "x", "y", cwd=tmp_path, env={"A": "b", "LANG": os.environ.get("LANG", "")}) == (
+        0,
+        f"['-c', 'x', 'y'] {tmp_path} b False __main__\nTrue\n['x', 'y']\n",
+        "",
+    )
+
+
+def test_a_module_of_the_folder_that_it_is_started_in_is_run(tmp_path: Path) -> None:
+    (tmp_path / "here.py").write_text("import sys; sys.stderr.write(sys.argv[1]); sys.exit(7)")
+    assert ended("-m", "here", "z", cwd=tmp_path) == (7, "", "z")
+    code, _, errors = ended("-P", "-m", "here", cwd=tmp_path)
+    assert code == 1
+    assert "No module named here" in errors
+
+
+def test_what_nothing_catches_is_shown_and_ends_it_with_1() -> None:
+    code, _, errors = ended("-c", "1/0")
+    assert (code, errors.splitlines()[-1]) == (1, "ZeroDivisionError: division by zero")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_it_and_is_told(number: signal.Signals) -> None:
+    with WarmProcess([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=PIPE) as process:
+        assert process.stdout.readline() == b"\n"
+        assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(60) == -number
+        process.send_signal(number)  # to nobody
+
+
+def test_a_variable_that_is_read_at_the_start_has_a_python_started() -> None:
+    code = "import sys; print(sys.flags.hash_randomization, sys.flags.utf8_mode, 'fastapi' in sys.modules)"
+    assert ended("-c", code, env={"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}) == (0, "0 1 False\n", "")
+
+
+def test_a_python_that_is_customized_is_started(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.here = True")
+    variables = {"LANG": os.environ.get("LANG", ""), "PYTHONPATH": str(tmp_path)}
+    assert ended("-c", "import sys; print(sys.here)", env=variables) == (0, "True\n", "")
+
+
+def test_what_cannot_be_forked_is_refused() -> None:
+    with pytest.raises(ValueError, match="preexec_fn"):
+        WarmProcess([sys.executable, "-c", ""], preexec_fn=print)
+    with pytest.raises(ValueError, match="/bin/true"):
+        WarmProcess(["/bin/true"])

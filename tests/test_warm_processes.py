@@ -25,7 +25,8 @@ def test_it_has_its_arguments_its_folder_its_variables_and_its_name(tmp_path: Pa
         "print('fastapi' in sys.modules);"
         "print(open('/proc/self/cmdline').read().rstrip('\\0').split('\\0')[-2:])"
     )
-    assert ended("-P", "-c", code, "x", "y", cwd=tmp_path, env={"A": "b", "LANG": os.environ.get("LANG", "")}) == (
+    variables = {name: value for name, value in os.environ.items() if name != "HOME"} | {"A": "b"}
+    assert ended("-P", "-c", code, "x", "y", cwd=tmp_path, env=variables) == (
         0,
         f"['-c', 'x', 'y'] {tmp_path} b False __main__\nTrue\n['x', 'y']\n",
         "",
@@ -62,7 +63,7 @@ def test_a_variable_that_is_read_at_the_start_has_a_python_started() -> None:
 
 def test_a_python_that_is_customized_is_started(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.here = True")
-    variables = {"LANG": os.environ.get("LANG", ""), "PYTHONPATH": str(tmp_path)}
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
     assert ended("-c", "import sys; print(sys.here)", env=variables) == (0, "True\n", "")
 
 

@@ -55,7 +55,7 @@ class WarmServer:
                     *(sys.executable, "-P", str(Path(__file__).with_name("server.py"))),
                     *(str(theirs.fileno()), ",".join(modules), "." * _NAME_CHARACTERS),
                 ],
-                env={**os.environ, "PYTHONUNBUFFERED": ""},
+                env={**os.environ, "PYTHONUNBUFFERED": "", "PYTHONPATH": ""},  # a test may have set them
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
@@ -90,8 +90,8 @@ class WarmProcess(subprocess.Popen[Any]):
     def _execute_child(self, *values: Any) -> None:
         given = dict(zip(_PARAMETERS, values, strict=True))
         environment = os.environ if given["env"] is None else given["env"]
-        server = _server(self._modules)
-        if _read_at_start(environment) != server.variables or _is_customized(environment):
+        server = None if _is_customized(environment) else _server(self._modules)
+        if server is None or _read_at_start(environment) != server.variables:
             if self._ends_with_tests:
                 raise ValueError("a process that is started anew does not end with the tests")
             super()._execute_child(*values)  # type: ignore[misc]

@@ -3,6 +3,7 @@
 To import an explorer takes a second or two of a processor, a trainer five: more than most tests need of them.
 """
 
+import atexit
 import functools
 import inspect
 import json
@@ -62,6 +63,11 @@ class WarmServer:
         self._orders = ours
         self._lock = threading.Lock()
         self.variables = _read_at_start(os.environ)
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        self._orders.close()
+        self._process.wait()
 
     def order(self, what: Mapping[str, Any], descriptors: Sequence[int]) -> tuple[int, socket.socket]:
         """Start a process; its pid, and where its status comes once it has ended."""

@@ -25,15 +25,14 @@ LOOKUP_THREADS = 4
 #: that is at work: with Python's 5 ms it takes 50 ms more.
 TURN_S = 0.0005
 
+#: Bodies of more bytes and more commas than this are parsed by turns: 200,000 names take a tenth of a second, in which
+#: nothing else is done. A picture, however large, does not.
+_LARGE, _MANY = 256 << 10, 10_000
+
 
 def take_short_turns() -> None:
     """Let the threads of this process take turns often, so that who is quickly done does not wait for the others."""
     sys.setswitchinterval(TURN_S)
-
-
-#: Bodies of more bytes and more commas than this are parsed by turns: 200,000 names take a tenth of a second, in which
-#: nothing else is done. A picture, however large, does not.
-_LARGE, _MANY = 256 << 10, 10_000
 
 
 class _Piece(NamedTuple):

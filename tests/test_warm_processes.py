@@ -56,9 +56,9 @@ def test_a_signal_ends_it_and_is_told(number: signal.Signals) -> None:
         process.send_signal(number)  # to nobody
 
 
-def test_a_variable_that_is_read_at_the_start_has_a_python_started() -> None:
-    code = "import sys; print(sys.flags.hash_randomization, sys.flags.utf8_mode, 'fastapi' in sys.modules)"
-    assert ended("-c", code, env={"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}) == (0, "0 1 False\n", "")
+def test_a_variable_that_is_read_at_the_start_is_obeyed() -> None:
+    code = "import sys; print(sys.flags.hash_randomization, sys.flags.utf8_mode)"
+    assert ended("-c", code, env={"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}) == (0, "0 1\n", "")
 
 
 def test_a_python_that_is_customized_is_started(tmp_path: Path) -> None:

@@ -8,13 +8,16 @@ again: nearly all tests have the same one.
 import asyncio
 import hashlib
 import io
+import multiprocessing
 import sys
 from contextlib import redirect_stdout
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tests.doubles.warm.commands import WARM
 from tuneloop.explorer.versions import verifier
+
+_WARM = multiprocessing.get_context("forkserver")
+_WARM.set_forkserver_preload([verifier.__name__])
 
 #: What was printed of base models that could be read, by the digest of their files.
 _READ: dict[str, bytes] = {}
@@ -25,8 +28,8 @@ class WarmVerifier:
 
     def __init__(self, *arguments: str) -> None:
         self._base = digest_of(Path(arguments[0])) if arguments[2] == "0" else None
-        self._told, told = WARM.Pipe(duplex=False)
-        self._process = WARM.Process(target=_verify, args=(arguments, told), daemon=True)
+        self._told, told = _WARM.Pipe(duplex=False)
+        self._process = _WARM.Process(target=_verify, args=(arguments, told), daemon=True)
         self._process.start()
         told.close()
 

@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.doubles.warm.server import DESCRIPTORS, HEAD, NUMBER
+from tests.doubles.warm.server import DESCRIPTORS, HEAD, NUMBER, end_with_parent
 
 SERVICES = ("tuneloop.explorer.__main__", "tuneloop.explorer.app", "tuneloop.cli.main")
 TRAINING = ("tuneloop.trainer.__main__", "tuneloop.trainer.loop")
 
-#: Variables that Python or a library reads when it starts: who has others there is started anew.
+#: Variables that Python or a library reads when it starts: who has others there is forked from another process.
 _READ_AT_START = (
     "LD_",
     "PYTHON",
@@ -48,7 +48,9 @@ _NAME_CHARACTERS = 4096
 class WarmServer:
     """The process that they are forked from."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(self, modules: Sequence[str], variables: Mapping[str, str]) -> None:
+        """It has imported `modules`, and read `variables` when it started."""
+        others = {name: value for name, value in os.environ.items() if not name.startswith(_READ_AT_START)}
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -56,13 +58,12 @@ class WarmServer:
                     *(sys.executable, "-P", str(Path(__file__).with_name("server.py"))),
                     *(str(theirs.fileno()), ",".join(modules), "." * _NAME_CHARACTERS),
                 ],
-                env={**os.environ, "PYTHONUNBUFFERED": "", "PYTHONPATH": ""},  # a test may have set them
+                env=others | variables,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
         self._orders = ours
         self._lock = threading.Lock()
-        self.variables = _read_at_start(os.environ)
         atexit.register(self._end)
 
     def _end(self) -> None:
@@ -96,15 +97,13 @@ class WarmProcess(subprocess.Popen[Any]):
     def _execute_child(self, *values: Any) -> None:
         given = dict(zip(_PARAMETERS, values, strict=True))
         environment = os.environ if given["env"] is None else given["env"]
-        server = None if _is_customized(environment) else _server(self._modules)
-        if server is None or _read_at_start(environment) != server.variables:
-            if self._ends_with_tests:
-                raise ValueError("a process that is started anew does not end with the tests")
-            super()._execute_child(*values)  # type: ignore[misc]
-            return
         refused = [name for name in ("preexec_fn", "pass_fds", "executable", "shell") if given[name]]
         if refused or given["args"][0] != sys.executable:
             raise ValueError(f"{refused or given['args'][0]}: this cannot be forked")
+        if _is_customized(environment):
+            given["preexec_fn"] = end_with_parent if self._ends_with_tests else None
+            super()._execute_child(*given.values())  # type: ignore[misc]
+            return
         order = {
             "command": [os.fsdecode(word) for word in given["args"]],
             "environment": dict(environment),
@@ -116,6 +115,7 @@ class WarmProcess(subprocess.Popen[Any]):
         }
         theirs = (given["p2cread"], given["c2pwrite"], given["errwrite"])
         descriptors = [own if each == -1 else each for own, each in enumerate(theirs)]
+        server = _server(self._modules, tuple(sorted(_read_at_start(environment).items())))
         self.pid, self._status = server.order(order, descriptors)
         self._child_created = True
         self._close_pipe_fds(*(given[name] for name in _PIPES))  # type: ignore[attr-defined]
@@ -148,8 +148,8 @@ _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
 @functools.cache
-def _server(modules: tuple[str, ...]) -> WarmServer:
-    return WarmServer(modules)
+def _server(modules: tuple[str, ...], variables: tuple[tuple[str, str], ...]) -> WarmServer:
+    return WarmServer(modules, dict(variables))
 
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:

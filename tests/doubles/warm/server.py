@@ -109,13 +109,18 @@ def become(order: dict[str, Any], descriptors: Sequence[int]) -> None:
     if order["process_group"] is not None:
         os.setpgid(0, order["process_group"])
     if order["ends_with_tests"]:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        end_with_parent()
     if order["umask"] is not None:
         os.umask(order["umask"])
     os.chdir(order["folder"])
     os.environ.clear()
     os.environ.update(order["environment"])
     name(order["command"])
+
+
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Have the kernel send this process a signal when its parent is gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def name(command: Sequence[str]) -> None:
@@ -155,7 +160,7 @@ def run(command: Sequence[str]) -> None:
 
 def serve(descriptor: int, modules: Sequence[str]) -> list[str] | None:
     """Import the modules, and fork for whom is at the descriptor; in a child, the command to run."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     for module in modules:
         importlib.import_module(module)
         if module.endswith(".__main__"):

@@ -3,7 +3,6 @@
 Where TUNELOOP_TEST_GPUS says how many GPUs there are, engines run on them.
 """
 
-import ctypes
 import os
 import random
 import signal
@@ -23,6 +22,7 @@ import yaml
 
 from examples.sums.model import build, save
 from tests.doubles.warm.process import SERVICES, TRAINING, WarmProcess
+from tests.doubles.warm.server import end_with_parent
 from tests.loop.harness.oracle import Oracle
 from tuneloop.shared.checkpoints.manifest import Manifest
 from tuneloop.shared.checkpoints.store import CheckpointStore
@@ -38,8 +38,6 @@ GPUS = int(os.environ.get("TUNELOOP_TEST_GPUS", "0"))
 
 #: A machine that runs many tests at once is so many times as slow as a quiet one.
 _PATIENCE = 3
-
-_PR_SET_PDEATHSIG = 1
 
 _RUN = (str(Path(sys.executable).with_name("tuneloop")), "run")
 _COMMANDS = {"both": _RUN, "run": _RUN}
@@ -105,10 +103,6 @@ def in_several_processes(config: Path) -> Path:
     return config
 
 
-def _stop_with_the_tests() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def started(
     command: Sequence[str], log: Path, *, cwd: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> "subprocess.Popen[bytes]":
@@ -121,7 +115,7 @@ def started(
             cwd=cwd,
             env=environment,
             start_new_session=True,
-            preexec_fn=_stop_with_the_tests,
+            preexec_fn=end_with_parent,
         )
 
 

@@ -113,14 +113,19 @@ class CapturedChoice:
     unreadable: bool = False
 
     def take_down(self, ids: Sequence[int] | None, logprobs: Sequence[float], *, captured: bool) -> None:
-        """Add tokens. Where nothing is `captured`, NaN stands for their log-probabilities."""
+        """Add tokens, and log-probabilities: packed ones of a stream come with later tokens than their own.
+
+        Where nothing is `captured`, NaN stands for them.
+        """
         if not captured and not logprobs:
             logprobs = [math.nan] * len(ids or ())
-        if len(ids or ()) != len(logprobs):
-            self.unreadable = True
-        elif ids:
-            self.completion_ids += ids
-            self.logprobs += logprobs
+        self.completion_ids += ids or ()
+        self.logprobs += logprobs
+
+    def logprob_per_token(self) -> list[float]:
+        """NaN where none came."""
+        count = len(self.completion_ids)
+        return self.logprobs[:count] + [math.nan] * (count - len(self.logprobs))
 
 
 class RequestedFields(NamedTuple):
@@ -190,7 +195,7 @@ class Transcript(ABC):
                     choice=index,
                     prompt_ids=choice.prompt_ids or b"",
                     completion_ids=ids or b"",
-                    logprobs=pack_logprobs(choice.logprobs) if ids else b"",
+                    logprobs=pack_logprobs(choice.logprob_per_token()) if ids else b"",
                     version_min=min(versions),
                     version_max=max(versions),
                     temperature=sampling.temperature,
@@ -207,7 +212,8 @@ class Transcript(ABC):
     def _why_not_trainable(self, choice: CapturedChoice, ids: bytes | None) -> str | None:
         if self.broken or choice.finish_reason in {None, "abort", "error"}:
             return "cut_off"
-        if choice.unreadable or choice.prompt_ids is None or ids is None:
+        unmatched = len(choice.completion_ids) != len(choice.logprobs)
+        if choice.unreadable or unmatched or choice.prompt_ids is None or ids is None:
             return "no_token_ids"
         if not ids:
             return "no_token_ids" if any(choice.text) else "empty"
@@ -321,7 +327,7 @@ class TextTranscript(Transcript):
         try:
             ids, found = _ids.decode(update.token_ids), _text_logprobs.decode(update.logprobs)
             logprobs = found.of_tokens if found else ()
-            if ids is not None and len(logprobs) != len(ids):
+            if found and found.packed is None and ids is not None and len(logprobs) != len(ids):
                 # With `echo` the prompt's come first, and the very first has none.
                 logprobs = logprobs[len(choice.prompt_ids or b"") // _ID_BYTES :]
             choice.take_down(ids, [each for each in logprobs if each is not None], captured=self.captured)

@@ -1,9 +1,10 @@
 """In the core of an engine: the log-probabilities of marked requests leave it as plain numbers.
 
-vLLM slices three arrays for each request in each step, and sends each array by itself. Of a marked request one number
-for each new token is sent, beside the tokens, in a field that is empty but for transfers of keys and values.
+vLLM slices three arrays for each request in each step, and sends each array by itself. Here one array goes to an API
+server in a step, of one number for each new token, in a field that is empty but for transfers of keys and values.
 """
 
+from collections.abc import Set
 from typing import Any
 
 from tuneloop.explorer.engines.packing.patching import MARK, find, is_marked, method, require_fields
@@ -22,40 +23,38 @@ def install() -> None:
         computed = model_runner_output.logprobs
         if computed is None:
             return update(self, scheduler_output, model_runner_output)
-        packed, others = model_runner_output.req_id_to_index, False
-        if computed.logprob_token_ids is not None:  # gpu_worker.py leaves them out where all requests are marked
-            packed, others = _packed_rows(self.requests, packed)
-        if not others:
+        rows = model_runner_output.req_id_to_index
+        marked = rows.keys()  # gpu_worker.py leaves token ids out where all requests are
+        if computed.logprob_token_ids is not None:
+            marked = _marked_among(self.requests, rows)
+        if len(marked) == len(rows):
             model_runner_output.logprobs = None  # there is nobody to slice for
         outputs = update(self, scheduler_output, model_runner_output)
-        _attach(outputs, packed, computed)
+        if marked:
+            _attach(outputs, rows, marked, computed)
         return outputs
 
     scheduler.update_from_output = update_from_output
 
 
-def _packed_rows(requests: dict[str, Any], rows: dict[str, int]) -> tuple[dict[str, int], bool]:
-    """The rows of marked requests in what the model has computed; and whether there are others."""
-    found, others = {}, False
-    for request_id, row in rows.items():
-        request = requests.get(request_id)
-        if request is None:  # it has been given up
-            continue
-        if is_marked(request.sampling_params):
-            found[request_id] = row
-        else:
-            others = True
-    return found, others
+def _marked_among(requests: dict[str, Any], rows: dict[str, int]) -> Set[str]:
+    """Those whose log-probabilities are packed; those, too, that have been given up."""
+    return {each for each in rows if each not in requests or is_marked(requests[each].sampling_params)}
 
 
-def _attach(outputs: dict[int, Any], packed: dict[str, int], computed: Any) -> None:
-    column, starts = computed.logprobs[:, 0].tolist(), computed.cu_num_generated_tokens
+def _attach(outputs: dict[int, Any], rows: dict[str, int], marked: Set[str], computed: Any) -> None:
+    """Give the first output of each API server a number for each new token of all its outputs, in their order."""
+    column, starts = computed.logprobs[:, 0], computed.cu_num_generated_tokens
     for of_client in outputs.values():
+        places: list[int] = []
+        found = False
         for output in of_client.outputs:
-            row = packed.get(output.request_id)
-            if row is None or not output.new_token_ids:
-                continue
-            start = row if starts is None else starts[row]
-            output.new_logprobs = None
-            numbers, beside = column[start : start + len(output.new_token_ids)], output.kv_transfer_params
-            output.kv_transfer_params = {MARK: numbers} if beside is None else {**beside, MARK: numbers}
+            if output.request_id in marked:
+                output.new_logprobs, found = None, True
+            if count := len(output.new_token_ids):
+                row = rows[output.request_id]
+                start = row if starts is None else starts[row]
+                places += range(start, start + count)
+        if found and places:
+            first = of_client.outputs[0]
+            first.kv_transfer_params = {**(first.kv_transfer_params or {}), MARK: column[places].tobytes()}

@@ -1,6 +1,7 @@
 """Replies whose log-probabilities are packed are the same experiences, and clients see nothing of it."""
 
 import json
+import math
 from array import array
 from base64 import b64encode
 from typing import Any
@@ -67,3 +68,39 @@ def test_numbers_that_were_cut_are_not_trained_on(told: str) -> None:
     reply["choices"][0]["logprobs"] = {"packed": told}
     hear(found, reply)
     assert experiences(found)[0].drop_reason == "no_token_ids"
+
+
+def stream(*pieces: tuple[list[int], list[float] | None, str | None]) -> Experience:
+    """What is recorded of a stream of these tokens, log-probabilities and reasons to finish."""
+    found = ChatTranscript("x", RequestedFields())
+    for ids, logprobs, reason in pieces:
+        told = None if logprobs is None else packed(logprobs)
+        choice = {"index": 0, "delta": {"content": "a"}, "logprobs": told, "finish_reason": reason, "token_ids": ids}
+        hear(found, {"id": "x", "prompt_token_ids": [5], "choices": [choice]})
+    return experiences(found)[0]
+
+
+def test_the_log_probabilities_of_a_stream_may_come_with_later_tokens() -> None:
+    at_once = stream(([1], [-0.5], None), ([2, 3], [-1.5, -2.5], None), ([4], [-3.5], "stop"))
+    later = stream(([1], None, None), ([2, 3], [-0.5, -1.5, -2.5], None), ([4], [-3.5], "stop"))
+    at_last = stream(([1], None, None), ([2, 3], None, None), ([4], [-0.5, -1.5, -2.5, -3.5], "stop"))
+    assert at_once == later == at_last
+    assert at_once.drop_reason is None
+
+
+@pytest.mark.parametrize("came", [None, [], [-0.5], [-0.5] * 5])
+def test_a_stream_whose_tokens_and_log_probabilities_differ_in_number_is_not_trained_on(
+    came: list[float] | None,
+) -> None:
+    found = stream(([1], None, None), ([2, 3], None, None), ([4], came, "stop"))
+    assert found.drop_reason == "no_token_ids"
+    assert len(found.logprobs) == len(found.completion_ids) == 4 * 4
+
+
+def test_of_a_stream_that_was_cut_off_all_tokens_are_kept() -> None:
+    found = stream(([1], None, None), ([2], [-0.5, -1.5], None), ([3, 4], None, None))
+    assert found.drop_reason == "cut_off"
+    assert list(array("i", found.completion_ids)) == [1, 2, 3, 4]
+    kept = array("f", found.logprobs)
+    assert kept[:2] == array("f", [-0.5, -1.5])
+    assert all(map(math.isnan, kept[2:]))

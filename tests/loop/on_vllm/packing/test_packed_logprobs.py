@@ -122,6 +122,14 @@ def test_they_come_without_tokens_of_their_own(roads: tuple[dict[Any, Heard], di
         assert '"packed":' not in full[name].raw, name
 
 
+def test_those_of_a_stream_come_many_at_once(roads: tuple[dict[Any, Heard], dict[Any, Heard]]) -> None:
+    packed, full = roads
+    for (name, streamed), heard in packed.items():
+        if not streamed or name == "prompt logprobs":
+            continue
+        assert heard.raw.count('"packed":"') < full[name, streamed].raw.count('"token_ids":['), name
+
+
 @pytest.fixture(scope="module")
 def crowded(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[httpx.Client]:
     """An engine of several processes, where prompts are read in pieces, and requests have to wait for one another."""

@@ -195,7 +195,7 @@ class FastProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin a request."""
         super().on_message_begin()
-        open_share(self.scope, self._watch.limits, self.transport.abort)
+        open_share(self.scope, self._watch.limits, self.transport.abort, self._answering)
         self._head_complete = self._message_complete = False
 
     def on_header(self, name: bytes, value: bytes) -> None:

@@ -46,7 +46,7 @@ FIXED: dict[str, object] = {
     "values in a body": bodies.MAX_VALUES,
     "what a client does not read": None,
     "an answer of more than 64 KiB of which its client reads nothing": answer_sender.READ_TIMEOUT_S,
-    "such answers of one key": None,
+    "bodies and such answers of one key, or of all who come without one": None,
     "[files that a request names by URL](operations.md#files-from-urls)": media_fetching.MAX_FILES,
     "how long they may take to come": media_fetching.FETCH_TIMEOUT_S,
     "a body for `/tokenize`, `/detokenize` or `/v1/messages/count_tokens`": passthrough._MAX_TEXT_BYTES,

@@ -10,6 +10,9 @@ from typing import Any
 from tuneloop.explorer.http.caller import Caller, Meter
 from tuneloop.shared.errors import RequestRefused
 
+#: What is written of an answer at once. More is written when its client has read most of this.
+PIECE_BYTES = 64 << 10
+
 #: Where a scope has its request's share.
 _SCOPE_KEY = "tuneloop.share"
 
@@ -90,6 +93,7 @@ class ConnectionLimits:
     max_held_bytes: int = 512 << 20
     head_timeout_s: float = 30.0
     body_timeout_s: float = 300.0
+    read_timeout_s: float = 60.0  # in which a client must read something of what is sent
     beginnings: Beginnings = field(default_factory=Beginnings)
     idle: dict["ConnectionWatch", None] = field(default_factory=dict)
     held_bytes: int = 0
@@ -134,6 +138,7 @@ class RequestShare:
     def __init__(self, limits: ConnectionLimits, abort: Callable[[], None] = lambda: None, who: str = "") -> None:
         """Until it begins, its bytes are those of caller `who`: of the request before it on its connection."""
         self._limits = limits
+        self.read_timeout_s = limits.read_timeout_s
         self.abort = abort
         self.who = who
         self._meter: Meter | None = None

@@ -366,8 +366,10 @@ async def _answer(app: Any, share: RequestShare, scope: Any, receive: Any, send:
 
 async def _respond(route: FastRoute, request: RawRequest, share: RequestShare) -> None:
     try:
+        await request.drain()  # what was answered before it on its connection
         await share.take_turn()
         await route(request)
+        await request.send_rest()
     except asyncio.CancelledError:
         if not request.client_left:  # the server is stopping and has waited long enough
             if request.started:

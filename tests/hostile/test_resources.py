@@ -151,7 +151,9 @@ def test_bodies_that_never_end_are_held_up_to_a_bound(bed: Bed, neighbour: httpx
 def test_bodies_of_one_key_that_never_end_leave_room_for_anothers(tmp_path: Path, echo: EchoDouble) -> None:
     with bed_with(tmp_path, [echo.url], max_held_bytes=HELD) as bed, ExitStack() as stack:
         slow, other = bed.key("slow"), bed.key("other")
-        head = f"POST {CHAT} HTTP/1.1\r\nAuthorization: {slow}\r\nContent-Length: 8000000\r\n".encode() + _HOST + b"\r\n"
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nAuthorization: {slow}\r\nContent-Length: 8000000\r\n".encode() + _HOST + b"\r\n"
+        )
         strangers = [stack.enter_context(connected(bed)) for _ in range(12)]
         for each in strangers:
             with suppress(OSError):

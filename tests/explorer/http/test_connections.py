@@ -15,10 +15,9 @@ from uvicorn.server import ServerState
 from tests.doubles.engine import CHAT, EnginePlace
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
 from tests.explorer.wire import BODY, Wire, chunked, http_request
-from tuneloop.explorer.http import answer_sender
 from tuneloop.explorer.http.caller import Caller, EntryGate, Unmetered
 from tuneloop.explorer.http.connections import Beginnings, ConnectionLimits, RequestShare, most_connections
-from tuneloop.explorer.http.raw_request import RawRequest
+from tuneloop.explorer.http.raw_request import FastRoute, RawRequest
 from tuneloop.explorer.http.server import FastProtocol, FastRoutes
 from tuneloop.shared.errors import RequestRefused
 
@@ -79,9 +78,13 @@ def test_pipelined_upgrades_are_answered_each(explorer: RunningExplorer) -> None
 
 @asynccontextmanager
 async def server_with(
-    limits: ConnectionLimits, app: Any = None, gate: asyncio.Event | None = None, entry: EntryGate | None = None
+    limits: ConnectionLimits,
+    app: Any = None,
+    gate: asyncio.Event | None = None,
+    entry: EntryGate | None = None,
+    route: FastRoute | None = None,
 ) -> AsyncIterator[Callable[[], Awaitable["Connection"]]]:
-    """A server with one fast route, which answers a body with its length; it waits for a gate where that is 3.
+    """A server with a fast route: one that answers a body with its length, and waits for a gate where that is 3.
 
     Whoever leaves while it waits is waited for, too.
     """
@@ -99,7 +102,7 @@ async def server_with(
             raise
         request.respond(200, [], b"%d" % size)
 
-    routes = FastRoutes(app, {("POST", CHAT): answer}, limits, entry)
+    routes = FastRoutes(app, {("POST", CHAT): route or answer}, limits, entry)
     config, state = uvicorn.Config(routes, lifespan="off"), ServerState()
     server = await asyncio.get_running_loop().create_server(lambda: FastProtocol(config, state, {}), "127.0.0.1", 0)
 
@@ -414,9 +417,7 @@ def answering(size: int) -> Any:
 GET = b"GET /large HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
-async def test_a_large_answer_is_held_while_its_client_reads_it_and_not_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_large_answer_is_held_while_its_client_reads_it_and_not_for_ever() -> None:
     limits, size = ConnectionLimits(), 64 << 20  # more than the system takes of it
     async with server_with(limits, answering(size)) as connect:
         reader, writer = await connect()
@@ -425,13 +426,48 @@ async def test_a_large_answer_is_held_while_its_client_reads_it_and_not_for_ever
         assert limits.held_bytes == size
         assert await reader.readexactly(size) == b"x" * size
         await until(lambda: limits.held_bytes == 0)
-        monkeypatch.setattr(answer_sender, "READ_TIMEOUT_S", 0.2)
+        limits.read_timeout_s = 0.2
         reader, writer = await connect()
         writer.write(GET)
         await until(lambda: limits.held_bytes == size)
         await until(lambda: limits.held_bytes == 0)
         with contextlib.suppress(ConnectionError):
             assert len(await ended((reader, writer), within_s=60)) < size
+
+
+@pytest.mark.parametrize("path", [CHAT, "/through-asgi"])
+async def test_requests_whose_answers_nobody_reads_are_not_answered_for_ever(path: str) -> None:
+    async def answer(request: RawRequest) -> None:
+        request.respond(200, [], b"x" * 60_000)
+
+    limits = ConnectionLimits(read_timeout_s=0.2)
+    async with server_with(limits, answering(60_000), route=answer) as connect:
+        _, writer = await connect()
+        for _ in range(1000):
+            writer.write(http_request(b"", path=path))
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(sent_for_ever(writer), 60)
+
+
+async def sent_for_ever(writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(b"\r\n")
+        await asyncio.sleep(0.01)
+        await writer.drain()
+
+
+async def test_a_client_that_reads_late_gets_all_of_its_answers() -> None:
+    async def answer(request: RawRequest) -> None:
+        request.respond(200, [], b"x" * 200_000)
+
+    async with server_with(ConnectionLimits(), route=answer) as connect:
+        reader, writer = await connect()
+        for _ in range(200):
+            writer.write(http_request(b""))
+        for _ in range(200):
+            async with asyncio.timeout(60):
+                assert b"content-length: 200000" in await reader.readuntil(b"\r\n\r\n")
+                assert await reader.readexactly(200_000) == b"x" * 200_000
 
 
 async def test_an_answer_for_which_there_is_no_room_is_refused() -> None:

@@ -47,8 +47,9 @@ class TokenClaims(msgspec.Struct, frozen=True):
 
     @property
     def binding(self) -> FeedbackBinding:
-        """What it binds its bearer to."""
-        return FeedbackBinding(self.msg_id, self.source, self.expires_at, self.max_events, self.nonce, self.key_id)
+        """What it binds its bearer to. Where it names no source, the reply does: a browser is never its key's owner."""
+        source = self.source or f"browser/{self.msg_id.partition(':')[0]}"
+        return FeedbackBinding(self.msg_id, source, self.expires_at, self.max_events, self.nonce, self.key_id)
 
 
 class FeedbackTokens:

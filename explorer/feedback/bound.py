@@ -38,7 +38,7 @@ class TokenRoute:
             msg_id=msg_id,
             source=optional_name(body, "source") or "",
             expires_at=expires_at,
-            max_events=int(_within(body, "max_events", _EVENTS, MAX_EVENTS)),
+            max_events=_whole(_within(body, "max_events", _EVENTS, MAX_EVENTS), "max_events"),
         )
         return {"token": self._tokens.sign(claims), "expires_at": expires_at}
 
@@ -53,7 +53,7 @@ def bind(entries: Sequence[Entry], binding: FeedbackBinding) -> list[Entry]:
             raise RequestRefused(message, status=403, code="token_of_another_reply")
         if entry.source not in {None, binding.source}:
             raise RequestRefused("this token fixes whose feedback it is", status=403, code="token_of_another_source")
-    return [entry._replace(source=binding.source or None) for entry in entries]
+    return [entry._replace(source=binding.source) for entry in entries]
 
 
 def _within(body: dict[str, object], param: str, default: float, most: float) -> float:
@@ -62,3 +62,10 @@ def _within(body: dict[str, object], param: str, default: float, most: float) ->
     if not 0 < value <= most:
         raise RequestRefused(f"{param} must lie between 0 and {most:g}", code="out_of_range", param=param)
     return value
+
+
+def _whole(value: float, param: str) -> int:
+    """A whole number. Raises RequestRefused for any other: half an event would allow none."""
+    if not value.is_integer():
+        raise RequestRefused(f"{param} must be a whole number", code="invalid_value", param=param)
+    return int(value)

@@ -5,14 +5,8 @@ import uuid
 from typing import Any
 
 from tuneloop.explorer.http import errors
-from tuneloop.explorer.http.connections import RequestShare, find_share
+from tuneloop.explorer.http.connections import PIECE_BYTES, RequestShare, find_share
 from tuneloop.explorer.http.raw_request import REQUEST_ID, Headers
-
-#: What is written at once. More of an answer is written when its client has read most of this.
-_PIECE_BYTES = 64 << 10
-
-#: How long a client may read nothing of the rest.
-READ_TIMEOUT_S = 60.0
 
 
 class AnswerSender:
@@ -37,11 +31,11 @@ class AnswerSender:
             self._start = self._with_headers(message)  # sent when it is known whether there is room for the rest
             return
         body = message.get("body", b"")
-        if len(body) > _PIECE_BYTES and self._share is not None:
+        if len(body) > PIECE_BYTES and self._share is not None:
             await self._send_large(self._share, message, body)
         else:
             await self._send_start()
-            await self._send(message)
+            await self._send_in_time(message)
 
     def _with_headers(self, message: Any) -> Any:
         headers = list(message.get("headers", ()))
@@ -53,7 +47,7 @@ class AnswerSender:
     async def _send_start(self) -> None:
         if self._start is not None:
             start, self._start = self._start, None
-            await self._send(start)
+            await self._send_in_time(start)
 
     async def _send_large(self, share: RequestShare, message: Any, body: bytes) -> None:
         if (refusal := share.hold_answer(len(body))) is not None and self._start is not None:
@@ -62,12 +56,18 @@ class AnswerSender:
             return
         await self._send_start()
         more = message.get("more_body", False)
+        for begin in range(0, len(body), PIECE_BYTES):
+            end = begin + PIECE_BYTES
+            await self._send_in_time({**message, "body": body[begin:end], "more_body": more or end < len(body)})
+
+    async def _send_in_time(self, message: Any) -> None:
+        """Send it when most of what came before is read; break off the connection if nothing is for too long."""
+        if self._over:
+            return
         try:
-            for begin in range(0, len(body), _PIECE_BYTES):
-                end = begin + _PIECE_BYTES
-                piece = {**message, "body": body[begin:end], "more_body": more or end < len(body)}
-                async with asyncio.timeout(READ_TIMEOUT_S):
-                    await self._send(piece)
+            async with asyncio.timeout(None if self._share is None else self._share.read_timeout_s):
+                await self._send(message)
         except TimeoutError:
             self._over = True
-            share.abort()
+            if self._share is not None:
+                self._share.abort()

@@ -10,6 +10,9 @@ from typing import Any
 from tuneloop.explorer.http.caller import Caller, Meter
 from tuneloop.shared.errors import RequestRefused
 
+#: What is written of an answer at once. More is written when its client has read most of this.
+PIECE_BYTES = 64 << 10
+
 #: Where a scope has its request's share.
 _SCOPE_KEY = "tuneloop.share"
 
@@ -83,17 +86,37 @@ class ConnectionLimits:
 
     `idle` has those that wait for a request, or have sent a part of its head: the first has waited longest. Where
     there is no room for another connection, it is closed. `held_bytes` are those of bodies whose requests are not over,
-    and of large answers that are being sent; `answer_bytes` are the latter, by their callers.
+    and of large answers that are being sent; `held_by` has them by caller.
     """
 
     max_connections: int = 1 << 16
     max_held_bytes: int = 512 << 20
     head_timeout_s: float = 30.0
     body_timeout_s: float = 300.0
+    read_timeout_s: float = 60.0  # in which a client must read something of what is sent
     beginnings: Beginnings = field(default_factory=Beginnings)
     idle: dict["ConnectionWatch", None] = field(default_factory=dict)
     held_bytes: int = 0
-    answer_bytes: Counter[str] = field(default_factory=Counter)
+    held_by: Counter[str] = field(default_factory=Counter)
+
+    def has_room(self, who: str, size: int) -> bool:
+        """Whether a caller may hold so many bytes more: never more than is then left to all others.
+
+        So nobody who ends none of his requests, or reads none of his answers, takes the room that others' need.
+        """
+        return self.held_by[who] + size <= self.max_held_bytes - self.held_bytes
+
+    def hold(self, who: str, size: int) -> None:
+        """Count bytes that are held for a caller."""
+        self.held_bytes += size
+        self.held_by[who] += size
+
+    def give_back(self, who: str, size: int) -> None:
+        """Count them no more."""
+        self.held_bytes -= size
+        self.held_by[who] -= size
+        if not self.held_by[who]:
+            del self.held_by[who]
 
     def make_room(self, connections: int) -> bool:
         """Close an idle connection if there are more than are allowed; False if all of them are at work."""
@@ -112,24 +135,28 @@ class RequestShare:
     breaks off its connection.
     """
 
-    def __init__(self, limits: ConnectionLimits, abort: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, limits: ConnectionLimits, abort: Callable[[], None] = lambda: None, who: str = "") -> None:
+        """Until it begins, its bytes are those of caller `who`: of the request before it on its connection."""
         self._limits = limits
+        self.read_timeout_s = limits.read_timeout_s
         self.abort = abort
+        self.who = who
         self._meter: Meter | None = None
-        self._who = ""
-        self._bytes = self._answer_bytes = 0
+        self._bytes = 0
         self._open = True
         self._holders = 1
 
     def begin(self, caller: Caller) -> None:
         """Its answer begins: it counts as one of its key's, with what has come of its body."""
-        self._meter, self._who = caller.meter, caller.identity
+        self._limits.give_back(self.who, self._bytes)
+        self._meter, self.who = caller.meter, caller.identity
+        self._limits.hold(self.who, self._bytes)
         caller.meter.begin_request()
         caller.meter.count_bytes(self._bytes)
 
     async def take_turn(self) -> None:
         """Wait while others of its caller's begin, so that other callers have turns between them."""
-        await self._limits.beginnings.take(self._who)
+        await self._limits.beginnings.take(self.who)
 
     def hold(self, size: int) -> RequestRefused | None:
         """So many bytes of its body have come; the refusal, if there is no room for them."""
@@ -137,26 +164,15 @@ class RequestShare:
             return None
         if self._meter is not None:
             self._meter.count_bytes(size)
-        self._bytes += size
-        self._limits.held_bytes += size
-        if self._limits.held_bytes <= self._limits.max_held_bytes:
-            return None
-        reason = "the requests that are being answered are too large together; try again in a moment"
-        return RequestRefused(reason, status=503, code="overloaded", retry_after_s=1.0)
+        return self.hold_answer(size)
 
     def hold_answer(self, size: int) -> RequestRefused | None:
-        """An answer of so many bytes is to be sent; the refusal, if its caller's would take more than is left to all.
-
-        So nobody who reads none of his answers takes the room that others' requests need.
-        """
-        limits = self._limits
-        if limits.answer_bytes[self._who] + size > limits.max_held_bytes - limits.held_bytes:
-            reason = "answers of this key that are being sent are too large together; read them, and try again"
+        """An answer of so many bytes is to be sent; the refusal, if there is no room for it."""
+        if not self._limits.has_room(self.who, size):
+            reason = "requests and answers of this key are too large together; read what is answered, and try again"
             return RequestRefused(reason, status=503, code="overloaded", retry_after_s=1.0)
         self._bytes += size
-        self._answer_bytes += size
-        limits.held_bytes += size
-        limits.answer_bytes[self._who] += size
+        self._limits.hold(self.who, size)
         return None
 
     def end(self) -> None:
@@ -164,8 +180,6 @@ class RequestShare:
         if not self._open:
             return
         self._open = False
-        if self._answer_bytes:
-            self._limits.answer_bytes -= Counter({self._who: self._answer_bytes})
         if self._meter is not None:
             self._meter.end_request()
         self.release()
@@ -178,12 +192,14 @@ class RequestShare:
         """That work has ended."""
         self._holders -= 1
         if not self._holders:
-            self._limits.held_bytes -= self._bytes
+            self._limits.give_back(self.who, self._bytes)
 
 
-def open_share(scope: Any, limits: ConnectionLimits, abort: Callable[[], None]) -> None:
-    """Begin the share of the request of a scope."""
-    scope[_SCOPE_KEY] = RequestShare(limits, abort)
+def open_share(
+    scope: Any, limits: ConnectionLimits, abort: Callable[[], None], before: RequestShare | None = None
+) -> None:
+    """Begin the share of the request of a scope, which comes after that of another one on its connection."""
+    scope[_SCOPE_KEY] = RequestShare(limits, abort, before.who if before is not None else "")
 
 
 def find_share(scope: Any) -> RequestShare | None:

@@ -9,7 +9,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from tuneloop.explorer.http import errors, run_prefix
 from tuneloop.explorer.http.caller import Caller, caller_of
-from tuneloop.explorer.http.connections import RequestShare, share_of
+from tuneloop.explorer.http.connections import PIECE_BYTES, RequestShare, share_of
 from tuneloop.explorer.http.run_prefix import RunBinding
 from tuneloop.shared.errors import RequestRefused
 
@@ -30,6 +30,7 @@ class RawRequest:
         self.path: str = cycle.scope["path"]
         self.started = False
         self.client_left = False
+        self._rest = b""
 
     def header(self, name: bytes) -> str | None:
         """The value of a request's header; `name` in lower case."""
@@ -56,6 +57,12 @@ class RawRequest:
         """Count bytes that were fetched for it as if they had come in its body. Raises RequestRefused."""
         if (refusal := self.share.hold(size)) is not None:
             raise refusal
+
+    def hold_answer(self, answer: bytes) -> bytes:
+        """An answer, counted until its client has read it if it is large. Raises RequestRefused."""
+        if len(answer) > PIECE_BYTES and (refusal := self.share.hold_answer(len(answer))) is not None:
+            raise refusal
+        return answer
 
     def leave_body(self) -> None:
         """Read no more of the body; if more of it is to come, the connection ends with the response."""
@@ -102,7 +109,7 @@ class RawRequest:
         return RequestRefused(f"the body is larger than {max_bytes} bytes", status=413, code="body_too_large")
 
     def respond(self, status: int, headers: Headers, body: bytes) -> None:
-        """Send a whole response."""
+        """Send a whole response; `send_rest` sends the rest of a large one."""
         self._finish(b"%bcontent-length: %d\r\n\r\n%b" % (self._head(status, headers), len(body), body))
 
     def start_stream(self, status: int, headers: Headers) -> None:
@@ -120,13 +127,33 @@ class RawRequest:
         return bool(self._cycle.flow.write_paused)
 
     async def drain(self) -> None:
-        """Wait until the client has read most of what was written."""
-        await self._cycle.flow.drain()
+        """Wait until the client has read most of what was written; one that reads nothing for too long is left."""
+        if not self.client_is_slow:
+            return
+        try:
+            async with asyncio.timeout(self.share.read_timeout_s):
+                await self._cycle.flow.drain()
+        except TimeoutError:
+            self.share.abort()
+            await (
+                asyncio.get_running_loop().create_future()
+            )  # until it is cancelled, as where a client leaves by itself
 
     def end_stream(self, chunk: bytes) -> None:
-        """Send the last chunk, if there is one, and end the response."""
+        """Send the last chunk, if there is one, and end the response; `send_rest` sends the rest of a large one."""
         last = self._frame(chunk) if chunk else b""  # an empty chunk would end it a second time
         self._finish(last + (b"0\r\n\r\n" if self._chunked else b""))
+
+    async def send_rest(self) -> None:
+        """Send what is left of the response, as its client reads it."""
+        data, self._rest = self._rest, b""
+        if not data:
+            return
+        end = len(data) - len(data) % PIECE_BYTES
+        for begin in range(0, end, PIECE_BYTES):
+            self._cycle.transport.write(data[begin : begin + PIECE_BYTES])
+            await self.drain()
+        self._finish(data[end:])
 
     def abort(self) -> None:
         """Close the connection in the middle of a response, so that it is not taken for whole."""
@@ -146,6 +173,9 @@ class RawRequest:
     def _finish(self, data: bytes) -> None:
         cycle = self._cycle
         if self.client_left or cycle.transport.is_closing():
+            return
+        if len(data) > PIECE_BYTES:
+            self._rest = data
             return
         cycle.transport.write(data)
         cycle.response_complete = True

@@ -195,7 +195,7 @@ class FastProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin a request."""
         super().on_message_begin()
-        open_share(self.scope, self._watch.limits, self.transport.abort)
+        open_share(self.scope, self._watch.limits, self.transport.abort, self._answering)
         self._head_complete = self._message_complete = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -366,8 +366,10 @@ async def _answer(app: Any, share: RequestShare, scope: Any, receive: Any, send:
 
 async def _respond(route: FastRoute, request: RawRequest, share: RequestShare) -> None:
     try:
+        await request.drain()  # what was answered before it on its connection
         await share.take_turn()
         await route(request)
+        await request.send_rest()
     except asyncio.CancelledError:
         if not request.client_left:  # the server is stopping and has waited long enough
             if request.started:

@@ -170,7 +170,7 @@ class Proxy:
                 outcome.status = 200
                 await self._stream_reply(in_flight, raw, reply)
             else:
-                body = _convert_whole(request.writer, await reply.read())
+                body = raw.hold_answer(_convert_whole(request.writer, await reply.read()))
                 self._metrics.count_reply(in_flight.version, "whole")
                 await self._record(in_flight)
                 outcome.status = 200

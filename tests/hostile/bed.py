@@ -21,6 +21,8 @@ from tests.explorer.running import eventually
 from tests.explorer.test_main import job, write_settings
 from tests.hostile.echo import planted, reply_to
 from tests.loop.harness.services import command_of, descendants
+from tuneloop.shared.experience import Scope
+from tuneloop.shared.ledger.keys import KeyGrant
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.database import connect
 
@@ -60,6 +62,21 @@ class Bed:
         """The processes that answer requests."""
         name = "tuneloop.explorer.processes.worker"
         return [pid for pid in descendants(self.process.pid) if name in command_of(pid)]
+
+    def key(self, name: str, tenant: str = "", scopes: Sequence[Scope] = tuple(Scope)) -> str:
+        """What a new key's holder sends as `Authorization`. All workers know it."""
+        ledger, grant = self.ledger(), KeyGrant(name=name, tenant=tenant or name, scopes=tuple(scopes))
+        found = f"Bearer {ledger.keys.create(grant, actor='test')[1]}"
+        ledger.close()
+        models = self.http.base_url.join("/v1/models")
+
+        def is_known() -> bool:
+            answers = httpx.get(models).status_code, httpx.get(models, headers={"Authorization": found}).status_code
+            return answers[0] == 401 and answers[1] != 401
+
+        # Workers hear of keys one after the other: each of some connections has to know it.
+        eventually(lambda: all(is_known() for _ in range(4)))
+        return found
 
     def ledger(self) -> Ledger:
         return Ledger(connect(f"sqlite:///{job(self.folder)}/buffer/exp_buffer.db"))

@@ -18,7 +18,8 @@ from tuneloop.explorer.capture import recorder
 from tuneloop.explorer.capture.flusher import STOP_S
 from tuneloop.explorer.dialects import conversations
 from tuneloop.explorer.feedback import bound, request, routes
-from tuneloop.explorer.http import answer_sender, bodies, server
+from tuneloop.explorer.http import bodies, server
+from tuneloop.explorer.http.connections import ConnectionLimits
 from tuneloop.explorer.processes import worker
 from tuneloop.explorer.proxy import labels, media_fetching
 from tuneloop.explorer.routes import admin, keys, passthrough, stored_completions
@@ -45,8 +46,8 @@ FIXED: dict[str, object] = {
     "objects and lists in a body": bodies.MAX_CONTAINERS,
     "values in a body": bodies.MAX_VALUES,
     "what a client does not read": None,
-    "an answer of more than 64 KiB of which its client reads nothing": answer_sender.READ_TIMEOUT_S,
-    "such answers of one key": None,
+    "an answer over 64 KiB of which its client reads nothing, whole or streamed": ConnectionLimits.read_timeout_s,
+    "bodies and such answers of one key, or of all who come without one": None,
     "[files that a request names by URL](operations.md#files-from-urls)": media_fetching.MAX_FILES,
     "how long they may take to come": media_fetching.FETCH_TIMEOUT_S,
     "a body for `/tokenize`, `/detokenize` or `/v1/messages/count_tokens`": passthrough._MAX_TEXT_BYTES,

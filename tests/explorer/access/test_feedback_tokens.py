@@ -87,6 +87,15 @@ def test_a_token_rates_its_reply(explorer: RunningExplorer, key: dict[str, str],
     assert {row[0] for row in explorer.rows("SELECT source FROM feedback")} == {"key:web/ann"}
 
 
+def test_a_browser_without_a_source_does_not_speak_for_its_key(
+    explorer: RunningExplorer, key: dict[str, str], msg_ids: list[str]
+) -> None:
+    for headers in (bearer(explorer, key, msg_ids[0]), bearer(explorer, key, f"{msg_ids[0]}:0"), key):
+        assert rate(explorer, headers, msg_ids=[msg_ids[0]]).status_code == 200
+    sources = {row[0] for row in explorer.rows("SELECT source FROM feedback")}
+    assert sources == {"key:web", f"key:web/browser/{msg_ids[0]}"}
+
+
 def test_a_token_says_nothing_about_anything_else(
     explorer: RunningExplorer, key: dict[str, str], msg_ids: list[str]
 ) -> None:
@@ -128,7 +137,11 @@ def test_a_token_is_made_for_a_reply_of_the_tenant(explorer: RunningExplorer, ke
     assert explorer.http.post("/v1/feedback_tokens", json={}).status_code == 401
 
 
-@pytest.mark.parametrize("wrong", [{"expires_in": 0}, {"expires_in": 1e6}, {"max_events": 1000}, {"max_events": "3"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"expires_in": 0}, {"expires_in": 1e6}]
+    + [{"max_events": number} for number in (1000, "3", True, -1, 0, 0.5, 1.5)],
+)
 def test_a_token_has_bounds(
     explorer: RunningExplorer, key: dict[str, str], msg_ids: list[str], wrong: dict[str, Any]
 ) -> None:

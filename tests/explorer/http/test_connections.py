@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,11 +15,11 @@ from uvicorn.server import ServerState
 from tests.doubles.engine import CHAT, EnginePlace
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
 from tests.explorer.wire import BODY, Wire, chunked, http_request
-from tuneloop.explorer.http import answer_sender
-from tuneloop.explorer.http.caller import Caller, Unmetered
+from tuneloop.explorer.http.caller import Caller, EntryGate, Unmetered
 from tuneloop.explorer.http.connections import Beginnings, ConnectionLimits, RequestShare, most_connections
-from tuneloop.explorer.http.raw_request import RawRequest
+from tuneloop.explorer.http.raw_request import FastRoute, RawRequest
 from tuneloop.explorer.http.server import FastProtocol, FastRoutes
+from tuneloop.shared.errors import RequestRefused
 
 HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n".encode()
 ADMIN_KEY = "an-administrators-key"
@@ -78,9 +78,13 @@ def test_pipelined_upgrades_are_answered_each(explorer: RunningExplorer) -> None
 
 @asynccontextmanager
 async def server_with(
-    limits: ConnectionLimits, app: Any = None, gate: asyncio.Event | None = None
+    limits: ConnectionLimits,
+    app: Any = None,
+    gate: asyncio.Event | None = None,
+    entry: EntryGate | None = None,
+    route: FastRoute | None = None,
 ) -> AsyncIterator[Callable[[], Awaitable["Connection"]]]:
-    """A server with one fast route, which answers a body with its length; it waits for a gate where that is 3.
+    """A server with a fast route: one that answers a body with its length, and waits for a gate where that is 3.
 
     Whoever leaves while it waits is waited for, too.
     """
@@ -98,7 +102,7 @@ async def server_with(
             raise
         request.respond(200, [], b"%d" % size)
 
-    routes = FastRoutes(app, {("POST", CHAT): answer}, limits)
+    routes = FastRoutes(app, {("POST", CHAT): route or answer}, limits, entry)
     config, state = uvicorn.Config(routes, lifespan="off"), ServerState()
     server = await asyncio.get_running_loop().create_server(lambda: FastProtocol(config, state, {}), "127.0.0.1", 0)
 
@@ -222,7 +226,7 @@ async def test_what_is_held_of_bodies_is_bounded_and_given_back() -> None:
             await reader.readuntil(b"\r\n\r\n600")
             assert limits.held_bytes == 0
         holding = await connect()
-        holding[1].write(http_request(b"x" * 700)[:-1])
+        holding[1].write(http_request(b"x" * 500)[:-1])
         await asyncio.sleep(0.1)
         reader, writer = await connect()
         writer.write(http_request(b"x" * 600))
@@ -342,21 +346,64 @@ def test_a_request_begins_when_it_is_its_callers_turn(
     assert turns == [""]
 
 
-def test_answers_of_a_caller_take_no_more_than_they_leave_to_others() -> None:
+@pytest.mark.parametrize("hold", [RequestShare.hold, RequestShare.hold_answer])
+def test_a_callers_bodies_and_answers_take_no_more_than_they_leave_to_others(
+    hold: Callable[[RequestShare, int], RequestRefused | None],
+) -> None:
     limits = ConnectionLimits(max_held_bytes=100)
     shares = [RequestShare(limits) for _ in range(3)]
     for share, name in zip(shares, ("slow", "slow", "other"), strict=True):
         share.begin(Caller(name=name))
-    assert shares[0].hold_answer(40) is None
-    refused = shares[1].hold_answer(30)
+    assert shares[0].hold(40) is None
+    refused = hold(shares[1], 30)
     assert refused is not None
     assert refused.code == "overloaded"
-    assert shares[2].hold_answer(30) is None
+    assert hold(shares[2], 30) is None
     shares[0].end()
-    assert shares[1].hold_answer(30) is None
+    assert hold(shares[1], 30) is None
     for share in shares:
         share.end()
-    assert (limits.held_bytes, dict(limits.answer_bytes)) == (0, {})
+    assert (limits.held_bytes, dict(limits.held_by)) == (0, {})
+
+
+class ByName:
+    """Lets everybody in by the name in `x-api-key`."""
+
+    needs_admin_key = True
+
+    def admit(self, scope: MutableMapping[str, Any]) -> Caller:
+        return Caller(name=dict(scope["headers"])[b"x-api-key"].decode())
+
+    def administrators(self) -> dict[bytes, Caller]:
+        return {}
+
+
+async def test_a_key_that_ends_none_of_its_bodies_leaves_room_for_anothers() -> None:
+    limits = ConnectionLimits(max_held_bytes=100_000)
+    async with server_with(limits, entry=ByName()) as connect:
+        slow = [await connect() for _ in range(20)]  # twice as many as would fit
+        for _, writer in slow:
+            writer.write(http_request(b"x" * 10_000, "x-api-key: slow")[:-1])
+        answers = [asyncio.create_task(reader.read()) for reader, _ in slow]
+        await until(lambda: limits.held_bytes // 9_999 + sum(each.done() for each in answers) == 20)
+        assert limits.held_bytes <= 50_000
+        assert all(b"overloaded" in each.result() for each in answers if each.done())
+        reader, writer = await connect()
+        writer.write(http_request(b"x" * 25_000, "x-api-key: other"))
+        assert (await reader.readuntil(b"\r\n\r\n25000")).startswith(b"HTTP/1.1 200")
+        assert set(limits.held_by) == {"default/slow"}
+
+
+async def test_what_comes_behind_a_request_is_its_callers_until_it_begins() -> None:
+    limits, gate = ConnectionLimits(), asyncio.Event()
+    async with server_with(limits, gate=gate, entry=ByName()) as connect:
+        reader, writer = await connect()
+        writer.write(http_request(b"123", "x-api-key: one") + http_request(b"12345", "x-api-key: two"))
+        await until(lambda: limits.held_bytes == 8)
+        assert dict(limits.held_by) == {"default/one": 8}
+        gate.set()
+        await reader.readuntil(b"\r\n\r\n5")
+        await until(lambda: not limits.held_by)
 
 
 def answering(size: int) -> Any:
@@ -370,9 +417,7 @@ def answering(size: int) -> Any:
 GET = b"GET /large HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
-async def test_a_large_answer_is_held_while_its_client_reads_it_and_not_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_large_answer_is_held_while_its_client_reads_it_and_not_for_ever() -> None:
     limits, size = ConnectionLimits(), 64 << 20  # more than the system takes of it
     async with server_with(limits, answering(size)) as connect:
         reader, writer = await connect()
@@ -381,13 +426,48 @@ async def test_a_large_answer_is_held_while_its_client_reads_it_and_not_for_ever
         assert limits.held_bytes == size
         assert await reader.readexactly(size) == b"x" * size
         await until(lambda: limits.held_bytes == 0)
-        monkeypatch.setattr(answer_sender, "READ_TIMEOUT_S", 0.2)
+        limits.read_timeout_s = 0.2
         reader, writer = await connect()
         writer.write(GET)
         await until(lambda: limits.held_bytes == size)
         await until(lambda: limits.held_bytes == 0)
         with contextlib.suppress(ConnectionError):
             assert len(await ended((reader, writer), within_s=60)) < size
+
+
+@pytest.mark.parametrize("path", [CHAT, "/through-asgi"])
+async def test_requests_whose_answers_nobody_reads_are_not_answered_for_ever(path: str) -> None:
+    async def answer(request: RawRequest) -> None:
+        request.respond(200, [], b"x" * 60_000)
+
+    limits = ConnectionLimits(read_timeout_s=0.2)
+    async with server_with(limits, answering(60_000), route=answer) as connect:
+        _, writer = await connect()
+        for _ in range(1000):
+            writer.write(http_request(b"", path=path))
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(sent_for_ever(writer), 60)
+
+
+async def sent_for_ever(writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(b"\r\n")
+        await asyncio.sleep(0.01)
+        await writer.drain()
+
+
+async def test_a_client_that_reads_late_gets_all_of_its_answers() -> None:
+    async def answer(request: RawRequest) -> None:
+        request.respond(200, [], b"x" * 200_000)
+
+    async with server_with(ConnectionLimits(), route=answer) as connect:
+        reader, writer = await connect()
+        for _ in range(200):
+            writer.write(http_request(b""))
+        for _ in range(200):
+            async with asyncio.timeout(60):
+                assert b"content-length: 200000" in await reader.readuntil(b"\r\n\r\n")
+                assert await reader.readexactly(200_000) == b"x" * 200_000
 
 
 async def test_an_answer_for_which_there_is_no_room_is_refused() -> None:

@@ -113,10 +113,7 @@ class CapturedChoice:
     unreadable: bool = False
 
     def take_down(self, ids: Sequence[int] | None, logprobs: Sequence[float], *, captured: bool) -> None:
-        """Add tokens, and log-probabilities: packed ones of a stream come with later tokens than their own.
-
-        Where nothing is `captured`, NaN stands for them.
-        """
+        """Add tokens, and log-probabilities of these or earlier ones; NaN stands for them if none is `captured`."""
         if not captured and not logprobs:
             logprobs = [math.nan] * len(ids or ())
         self.completion_ids += ids or ()
@@ -279,12 +276,8 @@ class ChatTranscript(Transcript):
                 _add_tool_calls(choice.tool_calls, delta.tool_calls)
         choice.finish_reason = update.finish_reason or choice.finish_reason
         try:
-            found = _chat_logprobs.decode(update.logprobs)
-            choice.take_down(
-                _ids.decode(update.token_ids),
-                found.of_tokens if found else (),
-                captured=self.captured,
-            )
+            ids, found = _ids.decode(update.token_ids), _chat_logprobs.decode(update.logprobs)
+            choice.take_down(ids, found.of_tokens if found else (), captured=self.captured)
         except msgspec.ValidationError:
             choice.unreadable = True
         only_ours = streamed and update.finish_reason is None and bytes(update.delta) == b"{}"

@@ -164,10 +164,13 @@ class RequestShare:
             return None
         if self._meter is not None:
             self._meter.count_bytes(size)
-        return self.hold_answer(size)
+        return self._take(size)
 
     def hold_answer(self, size: int) -> RequestRefused | None:
         """An answer of so many bytes is to be sent; the refusal, if there is no room for it."""
+        return self._take(size)
+
+    def _take(self, size: int) -> RequestRefused | None:
         if not self._limits.has_room(self.who, size):
             reason = "requests and answers of this key are too large together; read what is answered, and try again"
             return RequestRefused(reason, status=503, code="overloaded", retry_after_s=1.0)

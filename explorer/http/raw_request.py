@@ -135,9 +135,8 @@ class RawRequest:
                 await self._cycle.flow.drain()
         except TimeoutError:
             self.share.abort()
-            await (
-                asyncio.get_running_loop().create_future()
-            )  # until it is cancelled, as where a client leaves by itself
+            # Until it is cancelled, as where a client leaves by itself.
+            await asyncio.get_running_loop().create_future()
 
     def end_stream(self, chunk: bytes) -> None:
         """Send the last chunk, if there is one, and end the response; `send_rest` sends the rest of a large one."""

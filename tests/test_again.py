@@ -10,8 +10,10 @@ import pytest
 
 _HOUSE = Path(__file__).parents[1]
 
-#: No plugin but the one that is asked for: those that are installed take seconds to load.
-_PLAIN = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+#: No plugin but the one that is asked for: those that are installed take seconds to load. Nor what says to the runs
+#: in here that they were started by a worker.
+_PLAIN = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+_PLAIN["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
 
 #: Fails where another test runs beside it, as one does that measures time.
 _BUSY = """

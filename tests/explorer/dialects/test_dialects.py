@@ -127,7 +127,7 @@ def test_every_way_of_asking_is_kept_whole_and_takes_feedback(
     assert explorer.feedback(name).status_code == 200
     eventually(lambda: explorer.ledger.reports.counts()[State.REWARDED] > 0)
     assert explorer.http.post(path, json=body | {"store": False}).status_code == 200
-    assert explorer.services.proxy.admission.in_flight == 0
+    eventually(lambda: explorer.services.proxy.admission.in_flight == 0)
 
 
 def test_the_openai_client_completes_text(explorer: RunningExplorer, engine: Clever) -> None:

@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
-from tests.doubles.engine import MODEL, EngineDouble, EnginePlace
+from tests.doubles.engine import MODEL, EngineDouble, engine_place
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running, settings_for
 from tests.factories import exchange, experience
@@ -29,10 +29,13 @@ SAID = [{"role": "system", "content": "Add."}, {"role": "user", "content": "3+4=
 
 
 @pytest.fixture(scope="module")
-def many(places: list[EnginePlace], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningExplorer]:
-    """An explorer that has answered one request and whose ledger holds MANY exchanges more, every fifth labelled."""
-    double = places[1].fresh()
-    with explorer_running(settings_for(tmp_path_factory.mktemp("many"), [double.url])) as running:
+def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningExplorer]:
+    """An explorer whose ledger holds MANY exchanges, every fifth labelled; its engine is at a place of its own.
+
+    At a place of all it would see another test's engine begin there, and say so among what that test prints.
+    """
+    folder = tmp_path_factory.mktemp("many")
+    with engine_place() as place, explorer_running(settings_for(folder, [place.fresh().url])) as running:
         running.ledger.recording.record([imported(number) for number in range(MANY)])
         yield running
 

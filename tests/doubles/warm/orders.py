@@ -50,6 +50,9 @@ _READ_AT_START = (
     "CUDA_",
 )
 
+#: One that customizes a Python for good: what is forked of it has the clock that its own variables say.
+_CLOCK = Path(__file__).parents[1] / "set_clock"
+
 #: Those of Python that a forked process obeys as a started one does.
 _OBEYED = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
 
@@ -60,15 +63,20 @@ def is_read_at_start(name: str) -> bool:
 
 def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     """What of an environment only a Python that starts with it knows."""
+    obeyed = _OBEYED if _CLOCK not in _customizing(environment) else _OBEYED[1:]
     return {
-        name: value for name, value in environment.items() if value and is_read_at_start(name) and name not in _OBEYED
+        name: value for name, value in environment.items() if value and is_read_at_start(name) and name not in obeyed
     }
 
 
 def is_customized(environment: Mapping[str, str]) -> bool:
-    """Whether a Python that is started imports a module of somebody's before anything else."""
-    folders = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    return any(Path(each, "sitecustomize.py").is_file() for each in folders)
+    """Whether a Python that is started imports a module of a test's before anything else."""
+    return any(each != _CLOCK for each in _customizing(environment))
+
+
+def _customizing(environment: Mapping[str, str]) -> list[Path]:
+    folders = [Path(each) for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
+    return [each for each in folders if (each / "sitecustomize.py").is_file()]
 
 
 def order_of(given: Mapping[str, Any], *, ends_with_tests: bool = False) -> tuple[dict[str, Any], list[int]]:

@@ -11,6 +11,7 @@ import resource
 import signal
 import socket
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ _HANDLERS = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
 }
+
+#: Modules that start Pythons of ours.
+_STARTING = ("tuneloop.explorer", "tuneloop.trainer")
 
 _LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)
 
@@ -79,7 +83,15 @@ def _customizing(environment: Mapping[str, str]) -> list[Path]:
     return [each for each in folders if (each / "sitecustomize.py").is_file()]
 
 
-def order_of(given: Mapping[str, Any], *, ends_with_tests: bool = False) -> tuple[dict[str, Any], list[int]]:
+def module_of(command: Sequence[str]) -> str | None:
+    """The module that a Python command runs, with -P or without."""
+    words = [word for word in command[:4] if word != "-P"]
+    return words[2] if len(words) > 2 and words[:2] == [sys.executable, "-m"] else None
+
+
+def order_of(
+    given: Mapping[str, Any], *, ends_with_tests: bool = False, starts: bool = False
+) -> tuple[dict[str, Any], list[int]]:
     """The order for what subprocess.Popen was given, and the descriptors that go with it."""
     streams = (given["p2cread"], given["c2pwrite"], given["errwrite"])
     placed = {own: own if each == -1 else each for own, each in enumerate(streams)}
@@ -94,6 +106,7 @@ def order_of(given: Mapping[str, Any], *, ends_with_tests: bool = False) -> tupl
         "umask": _umask() if given["umask"] == -1 else given["umask"],
         "limits": [resource.getrlimit(each) for each in _LIMITS],
         "ends_with_tests": ends_with_tests,
+        "starts": starts or module_of(given["args"]) in _STARTING,
         "before": _spell(given["preexec_fn"]),
         "numbers": list(placed),
     }

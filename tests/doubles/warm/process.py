@@ -69,10 +69,19 @@ class WarmProcess(subprocess.Popen[Any]):
     _status: socket.socket | None = None
 
     def __init__(
-        self, command: Sequence[str], *, modules: Sequence[str] = SERVICES, ends_with_tests: bool = False, **but: Any
+        self,
+        command: Sequence[str],
+        *,
+        modules: Sequence[str] = SERVICES,
+        ends_with_tests: bool = False,
+        starts: bool = False,
+        **but: Any,
     ) -> None:
-        """`modules` are imported before; `ends_with_tests`: it gets SIGTERM when the tests end; `but` are Popen's."""
-        self._modules, self._ends_with_tests = tuple(modules), ends_with_tests
+        """`modules` are imported before; `ends_with_tests`: it gets SIGTERM when the tests end; `but` are Popen's.
+
+        `starts`: what it starts of ours is forked, too, as it is where the command is a service's.
+        """
+        self._modules, self._ends_with_tests, self._starts = tuple(modules), ends_with_tests, starts
         super().__init__(command, **but)
 
     def _execute_child(self, *values: Any) -> None:
@@ -85,7 +94,7 @@ class WarmProcess(subprocess.Popen[Any]):
             given["preexec_fn"] = orders.end_with_parent if self._ends_with_tests else None
             super()._execute_child(*given.values())  # type: ignore[misc]
             return
-        order, descriptors = orders.order_of(given, ends_with_tests=self._ends_with_tests)
+        order, descriptors = orders.order_of(given, ends_with_tests=self._ends_with_tests, starts=self._starts)
         server = _server(self._modules, tuple(sorted(orders.read_at_start(environment).items())))
         self.pid, self._status = server.order(order, descriptors)
         self._child_created = True

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -20,9 +19,13 @@ from tests.doubles.warm import orders
 
 _PR_SET_CHILD_SUBREAPER = 36
 
-#: Modules that start others of them, and these.
-_STARTING = ("tuneloop.explorer", "tuneloop.trainer")
-_STARTED = (*_STARTING, "tuneloop.explorer.processes.worker", "tuneloop.explorer.versions.verifier")
+#: Modules that are forked if a process which has a template starts them.
+_STARTED = (
+    "tuneloop.explorer",
+    "tuneloop.explorer.processes.worker",
+    "tuneloop.explorer.versions.verifier",
+    "tuneloop.trainer",
+)
 
 #: What a template is called in /proc.
 NAME = "template-of-a-test"
@@ -34,7 +37,7 @@ PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 def become(order: Mapping[str, Any], descriptors: Sequence[int]) -> list[str]:
     """Make this process what its starter asked for; the command that it is to run."""
     started = Started(order, descriptors, None)
-    while _module_of(started.order["command"]) in _STARTING:
+    while started.order["starts"]:
         template = _fork_template(started)
         if isinstance(template, socket.socket):
             _Starter(template, started.order["environment"]).install()
@@ -54,12 +57,6 @@ class Started(NamedTuple):
     order: Mapping[str, Any]
     descriptors: Sequence[int]
     told: socket.socket | None
-
-
-def _module_of(command: Sequence[str]) -> str | None:
-    """The module that a Python command runs, with -P or without."""
-    words = [word for word in command[:4] if word != "-P"]
-    return words[2] if len(words) > 2 and words[:2] == [sys.executable, "-m"] else None
 
 
 def _fork_template(started: Started) -> socket.socket | Started:
@@ -128,7 +125,7 @@ class _Starter:
             process._close_pipe_fds(*(given[name] for name in PIPES))  # type: ignore[attr-defined]
 
         async def start(*command: str, **but: Any) -> Any:
-            if _module_of(command) not in _STARTED:
+            if orders.module_of(command) not in _STARTED:
                 return await self._start(*command, **but)
             return StartedProcess(subprocess.Popen(command, **but))  # noqa: ASYNC220 - it takes milliseconds
 
@@ -137,7 +134,7 @@ class _Starter:
 
     def _can_be_forked(self, given: Mapping[str, Any]) -> bool:
         environment = os.environ if given["env"] is None else given["env"]
-        if _module_of(given["args"]) not in _STARTED or not orders.can_be_spelled(given["preexec_fn"]):
+        if orders.module_of(given["args"]) not in _STARTED or not orders.can_be_spelled(given["preexec_fn"]):
             return False
         if orders.is_customized(environment):
             return False

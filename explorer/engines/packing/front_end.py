@@ -36,31 +36,31 @@ def install() -> None:
 _Change = tuple[Any, str, Any]
 
 
-class Kept(array):  # type: ignore[type-arg]
-    """The log-probabilities of a reply so far: of a stream, of how many tokens they and the tokens have been sent."""
+class ReplyLogprobs:
+    """The log-probabilities of a reply so far. All outputs of a stream have this one, which knows what was sent."""
 
-    sent = 0
-    tokens_sent = 0
-    finished = False
+    def __init__(self, *, streamed: bool) -> None:
+        self.numbers = array("f")
+        self.finished = False
+        self._streamed = streamed
+        self._sent = self._tokens_sent = 0
 
+    def __getitem__(self, tokens: slice) -> "ReplyLogprobs":
+        """VLLM takes those of an output's tokens: `due` is told how many these are."""
+        return self
 
-class Portion:
-    """Stands for the log-probabilities of some tokens of a stream, which are kept."""
-
-    def __init__(self, kept: Kept) -> None:
-        self.kept = kept
-
-    def extend(self, other: "Portion") -> None:
-        """vLLM puts together what a client has not taken: those of both are kept at one place."""
+    def extend(self, other: "ReplyLogprobs") -> None:
+        """VLLM puts together what a client has not taken: it is all here."""
 
     def due(self, tokens: int) -> "array[float] | None":
-        """What to send beside so many more tokens, if anything."""
-        kept = self.kept
-        kept.tokens_sent += tokens
-        if kept.tokens_sent - kept.sent < (1 if kept.finished else _AT_ONCE):
+        """What to send with so many tokens, of a stream so many more; None if it follows with later ones."""
+        if not self._streamed:
+            return self.numbers[:tokens]
+        self._tokens_sent += tokens
+        if self._tokens_sent - self._sent < (1 if self.finished else _AT_ONCE):
             return None
-        start, kept.sent = kept.sent, kept.tokens_sent
-        return kept[start : kept.sent]
+        start, self._sent = self._sent, self._tokens_sent
+        return self.numbers[start : self._sent]
 
 
 def _output_changes() -> list[_Change]:
@@ -79,17 +79,18 @@ def _output_changes() -> list[_Change]:
     def from_new_request(cls: Any, tokenizer: Any, request: Any) -> Any:
         made = make(cls, tokenizer, request)
         if is_marked(request.sampling_params):
-            made.logprobs, made.cumulative_logprob, made.arrived = Kept("f"), None, ()
+            streamed = request.sampling_params.output_kind == delta
+            made.logprobs, made.cumulative_logprob, made.arrived = ReplyLogprobs(streamed=streamed), None, ()
         return made
 
     def update_from_output(self: Any, output: Any) -> None:
-        kept = self.logprobs
-        if isinstance(kept, Kept):
+        reply = self.logprobs
+        if isinstance(reply, ReplyLogprobs):
             if output.new_logprobs is not None:  # from a core that packs nothing
-                kept.extend(output.new_logprobs.logprobs[:, 0].tolist())
+                reply.numbers.extend(output.new_logprobs.logprobs[:, 0].tolist())
                 output.new_logprobs = None
             # A stop string may have cut the tokens that came.
-            kept.extend(self.arrived[: len(output.new_token_ids)])
+            reply.numbers.extend(self.arrived[: len(output.new_token_ids)])
             self.arrived = ()
         update(self, output)
 
@@ -98,12 +99,10 @@ def _output_changes() -> list[_Change]:
         return process(self, engine_core_outputs, *more, **named)
 
     def new_completion_output(self: Any, token_ids: Any, finish_reason: Any, stop_reason: Any) -> Any:
-        made = conclude(self, token_ids, finish_reason, stop_reason)
-        kept = self.logprobs_processor.logprobs
-        if isinstance(kept, Kept) and self.output_kind == delta:
-            kept.finished = finish_reason is not None
-            made.logprobs = Portion(kept)
-        return made
+        reply = self.logprobs_processor.logprobs
+        if isinstance(reply, ReplyLogprobs):
+            reply.finished = finish_reason is not None
+        return conclude(self, token_ids, finish_reason, stop_reason)
 
     return [
         (keeper, "from_new_request", classmethod(from_new_request)),
@@ -128,7 +127,7 @@ def _distribute(outputs: Any, states: dict[str, Any], arriving: "array[float]") 
             end = at + len(output.new_token_ids)
             state = states.get(output.request_id)
             keeper = state and state.logprobs_processor
-            if keeper and isinstance(keeper.logprobs, Kept):
+            if keeper and isinstance(keeper.logprobs, ReplyLogprobs):
                 keeper.arrived = arriving[at:end]
             at = end
     return arriving[at:] if at else arriving
@@ -193,12 +192,10 @@ def _telling(tell: Callable[..., Any], reply: Any, empty: dict[str, Any], *, lat
     """Write what is in an array as one string; `later` where it follows with later tokens."""
 
     def telling(self: Any, token_ids: Any, top_logprobs: Any, *more: Any, **named: Any) -> Any:
-        if isinstance(top_logprobs, Portion):
-            numbers = top_logprobs.due(len(token_ids))
-            return later if numbers is None else reply.model_construct(**empty, packed=_as_base64(numbers))
-        if not isinstance(top_logprobs, Kept):
+        if not isinstance(top_logprobs, ReplyLogprobs):
             return tell(self, token_ids, top_logprobs, *more, **named)
-        return reply.model_construct(**empty, packed=_as_base64(top_logprobs[: len(token_ids)]))
+        numbers = top_logprobs.due(len(token_ids))
+        return later if numbers is None else reply.model_construct(**empty, packed=_as_base64(numbers))
 
     return telling
 

@@ -58,7 +58,7 @@ from tuneloop.explorer.routes import (
     training_status,
 )
 from tuneloop.explorer.routes.metrics_json import TRINITY
-from tuneloop.explorer.routes.responses import StoredResponses
+from tuneloop.explorer.routes.responses import StoredResponses, stored_reader
 from tuneloop.explorer.ui import page
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import RequestRefused, SpoolFull
@@ -290,7 +290,7 @@ def open_services(
     )
     key = load_key(settings.job_dir / KEY)
     recorder, signer = Recorder(spool, limits, metrics, _open_redactor(settings, key, metrics)), ReplyIdSigner(key)
-    conversations = Conversations(signer, control_client=control_client, reports=ledger.reports)
+    conversations = Conversations(signer, recorder.lookups, control_client=control_client, reports=ledger.reports)
     shadow = _open_shadow(settings, fleet, control_client, metrics)
     tracing = open_tracing(settings, "explorer")
     make_proxy, make_feedback = _route_makers(tracing)
@@ -306,7 +306,7 @@ def open_services(
     )
     stored_responses = StoredResponses(
         signer=signer,
-        stored=ledger.stored,
+        read=stored_reader(ledger.stored, recorder.lookups),
         control_client=control_client,
         fleet=fleet,
         rebuild=responses.rebuild,

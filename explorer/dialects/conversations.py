@@ -51,15 +51,15 @@ def _too_large(why: str) -> RequestRefused:
 
 
 class Conversations:
-    """The recorded conversations, by the id of their last response; callers take turns in `lookups`."""
+    """The recorded conversations, by the id of their last response; callers take turns in `reading`."""
 
     def __init__(
-        self, signer: ReplyIdSigner, lookups: BulkWork, *, control_client: ControlClient, reports: Reports
+        self, signer: ReplyIdSigner, reading: BulkWork, *, control_client: ControlClient, reports: Reports
     ) -> None:
         self._signer = signer
         self._control_client = control_client
         self._reports = reports
-        self._lookups = lookups
+        self._reading = reading
 
     async def read(self, response_id: str, caller: Caller) -> Sequence[dict[str, Any]]:
         """The chat messages up to a response of the caller's tenant, and its text.
@@ -72,7 +72,7 @@ class Conversations:
             await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S, caller.tenant, asker=caller.name)
         )
         read = partial(self._read, response_id, caller.tenant, flushed=flushed)
-        return await self._lookups.run(caller.identity, read)
+        return await self._reading.run(caller.identity, read)
 
     def _read(self, response_id: str, tenant: str, *, flushed: bool) -> list[dict[str, Any]]:
         turns: list[tuple[dict[str, Any], dict[str, Any]]] = []

@@ -185,14 +185,14 @@ def _own_spool(settings: Settings, slots: Slots, stack: AsyncExitStack) -> Spool
 
 
 def _judging(services: ControlServices, ledger: Ledger, spool: Spool, stack: AsyncExitStack) -> JudgeLoop:
-    signer, lookups = ReplyIdSigner(load_key(services.settings.job_dir / KEY)), BulkWork(threads=1)
-    stack.callback(lookups.close)
+    signer, reading = ReplyIdSigner(load_key(services.settings.job_dir / KEY)), BulkWork(threads=1)
+    stack.callback(reading.close)
     return JudgeLoop(
         services.settings.judge,
         ledger,
         spool,
         metrics=services.metrics,
-        conversation=Conversations(signer, lookups, control_client=services, reports=ledger.reports).read,
+        conversation=Conversations(signer, reading, control_client=services, reports=ledger.reports).read,
         wait_until_flushed=services.wait_until_flushed,
     )
 

@@ -67,12 +67,12 @@ class HeldResponse(NamedTuple):
 ReadStored = Callable[[Caller, str], Awaitable[StoredExchange | None]]
 
 
-def stored_reader(stored: StoredCompletions, lookups: BulkWork) -> ReadStored:
-    """Reads recorded responses of the database, where callers take turns in `lookups`."""
+def stored_reader(stored: StoredCompletions, reading: BulkWork) -> ReadStored:
+    """Reads recorded responses of the database, where callers take turns in `reading`."""
 
     async def read(caller: Caller, response_id: str) -> StoredExchange | None:
         find = partial(stored.get, caller.tenant, response_id, endpoint=RESPONSES)
-        return await lookups.run(caller.identity, find)
+        return await reading.run(caller.identity, find)
 
     return read
 

@@ -7,7 +7,7 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from tuneloop.explorer.capture.recorder import Recorder
+from tuneloop.explorer.bulk_work import BulkWork
 from tuneloop.explorer.http.caller import caller_of
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
@@ -58,8 +58,8 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
 
 async def _in_turn(request: Request, query: Callable[[], _T]) -> _T:
     """The result of `query`, when it is the caller's turn."""
-    recorder: Recorder = request.app.state.services.recorder
-    return await recorder.lookups.run(caller_of(request.scope).identity, query)
+    reading: BulkWork = request.app.state.services.reading
+    return await reading.run(f"pages of {caller_of(request.scope).identity}", query)
 
 
 def _status(settings: Settings, ledger: Ledger, served: list[int]) -> dict[str, object]:

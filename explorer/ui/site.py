@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
-from tuneloop.explorer.capture.recorder import Recorder
+from tuneloop.explorer.bulk_work import BulkWork
 from tuneloop.explorer.http.bodies import read_bytes
 from tuneloop.explorer.http.caller import EntryGate
 from tuneloop.explorer.http.errors import refusal_of
@@ -78,9 +78,9 @@ class Site:
 
     async def read(self, request: Request, work: Callable[..., _T], *arguments: Any) -> _T:
         """The result of what waits for the database, when it is the turn of who asks. Raises RequestRefused."""
-        recorder: Recorder = request.app.state.services.recorder
+        reading: BulkWork = request.app.state.services.reading
         identity = self.guard.caller_of(self.guard.admit(request)).identity
-        return await recorder.lookups.run(identity, partial(work, *arguments))
+        return await reading.run(f"pages of {identity}", partial(work, *arguments))
 
     async def form(self, request: Request) -> tuple[BrowserSession, Mapping[str, str]]:
         """The session and the fields of a form that a page of ours has sent. Raises RequestRefused."""

@@ -15,7 +15,12 @@ from tuneloop.shared.experience import DEFAULT_TENANT, Scope
 from tuneloop.shared.ledger.keys import KeyGrant
 
 RESPONSES = "/v1/responses"
-READ = ["/training", "/training/calls?task_id=t&run_id=r", "/ui/exchanges", f"{RESPONSES}/ID"]
+READ = {
+    f"{RESPONSES}/ID": "default/web",
+    "/training": "pages of default/web",
+    "/training/calls?task_id=t&run_id=r": "pages of default/web",
+    "/ui/exchanges": "pages of default/web",
+}
 
 Client = tuple[httpx.Client, list[str]]
 
@@ -51,13 +56,13 @@ def key_of(explorer: RunningExplorer) -> Iterator[httpx.Client]:
         yield http
 
 
-@pytest.mark.parametrize("path", READ)
-def test_what_is_read_waits_for_its_callers_turn(caller: Client, path: str) -> None:
+@pytest.mark.parametrize(("path", "owner"), READ.items())
+def test_what_is_read_waits_for_its_callers_turn(caller: Client, path: str, owner: str) -> None:
     http, turns = caller
     path = path.replace("ID", ask(http))
     turns.clear()
     assert http.get(path).status_code == 200
-    assert set(turns) == {"default/web"}
+    assert set(turns) == {owner}
 
 
 def test_a_conversation_that_is_continued_is_read_in_turn(caller: Client) -> None:

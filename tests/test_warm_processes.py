@@ -67,6 +67,34 @@ def test_a_python_that_is_customized_is_started(tmp_path: Path) -> None:
     assert ended("-c", "import sys; print(sys.here)", env=variables) == (0, "True\n", "")
 
 
+_STARTING = """
+import asyncio, os, resource, subprocess, sys
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+os.umask(0o027)
+command = [sys.executable, "-P", "-m", "tuneloop.explorer.versions.verifier", "nowhere", "", "1", "nowhere"]
+process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+fields = open(f"/proc/{process.pid}/stat").read().rpartition(")")[2].split()
+status = open(f"/proc/{process.pid}/status").read()
+print([int(fields[1]) == os.getpid(), int(fields[3]) == process.pid, "Umask:\\t0027" in status])
+print([process.communicate()[0], process.returncode])
+
+async def verify():
+    verifier = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    print([(await verifier.communicate())[0], verifier.returncode])
+
+asyncio.run(verify())
+print(subprocess.Popen._execute_child.__module__, file=sys.stderr)
+"""
+
+
+def test_what_a_forked_process_starts_is_its_child_and_as_one_that_was_not_forked() -> None:
+    forked = ended("-c", _STARTING, starts=True)
+    started = subprocess.run([sys.executable, "-c", _STARTING], capture_output=True, text=True, check=True)
+    assert forked == (0, started.stdout, "tests.doubles.warm.template\n")
+    assert (started.stdout.splitlines()[0], started.stderr) == ("[True, True, True]", "subprocess\n")
+
+
 def test_what_cannot_be_forked_is_refused() -> None:
     with pytest.raises(ValueError, match="preexec_fn"):
         WarmProcess([sys.executable, "-c", ""], preexec_fn=print)

@@ -8,23 +8,27 @@ import os
 import time
 from pathlib import Path
 
-_AHEAD = float(os.environ.get("TUNELOOP_TEST_CLOCK", "0"))
-_BOOT = os.environ.get("TUNELOOP_TEST_BOOT")
 _LATER_S = 1000.0
 
 _time, _time_ns, _gettime, _read = time.time, time.time_ns, time.clock_gettime, Path.read_text
 
-time.time = lambda: _time() + _AHEAD
-time.time_ns = lambda: _time_ns() + int(_AHEAD * 1e9)
 
-if _BOOT is not None:
-    _boot = _BOOT
+def _ahead() -> float:
+    """Asked each time: a process that is forked has variables of its own."""
+    return float(os.environ.get("TUNELOOP_TEST_CLOCK", "0"))
 
-    def _seconds(clock: int) -> float:
-        return _gettime(clock) - (_LATER_S if clock == time.CLOCK_BOOTTIME else 0.0)
 
-    def _text(path: Path, encoding: str | None = None, errors: str | None = None) -> str:
-        return f"{_boot}\n" if str(path).endswith("/boot_id") else _read(path, encoding, errors)
+def _seconds(clock: int) -> float:
+    elsewhere = clock == time.CLOCK_BOOTTIME and "TUNELOOP_TEST_BOOT" in os.environ
+    return _gettime(clock) - (_LATER_S if elsewhere else 0.0)
 
-    time.clock_gettime = _seconds
-    Path.read_text = _text  # type: ignore[assignment,method-assign]
+
+def _text(path: Path, encoding: str | None = None, errors: str | None = None) -> str:
+    boot = os.environ.get("TUNELOOP_TEST_BOOT")
+    return f"{boot}\n" if boot is not None and str(path).endswith("/boot_id") else _read(path, encoding, errors)
+
+
+time.time = lambda: _time() + _ahead()
+time.time_ns = lambda: _time_ns() + int(_ahead() * 1e9)
+time.clock_gettime = _seconds
+Path.read_text = _text  # type: ignore[assignment,method-assign]

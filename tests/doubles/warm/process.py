@@ -5,8 +5,6 @@ To import an explorer takes a second or two of a processor, a trainer five: more
 
 import atexit
 import functools
-import inspect
-import json
 import os
 import select
 import socket
@@ -17,29 +15,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.doubles.warm.server import DESCRIPTORS, HEAD, NUMBER, end_with_parent
+from tests.doubles.warm import orders
+from tests.doubles.warm.template import PARAMETERS, PIPES
 
-SERVICES = ("tuneloop.explorer.__main__", "tuneloop.explorer.app", "tuneloop.cli.main")
-TRAINING = ("tuneloop.trainer.__main__", "tuneloop.trainer.loop")
-
-#: Variables that Python or a library reads when it starts: who has others there is forked from another process.
-_READ_AT_START = (
-    "LD_",
-    "PYTHON",
-    "OMP_",
-    "MKL_",
-    "TZ",
-    "LC_",
-    "LANG",
-    "HF_",
-    "TRANSFORMERS_",
-    "TORCH",
-    "VLLM_",
-    "CUDA_",
+SERVICES = (
+    "tuneloop.explorer.__main__",
+    "tuneloop.explorer.processes.worker",
+    "tuneloop.explorer.versions.verifier",
+    "tuneloop.cli.main",
 )
-
-#: Those of Python that a forked process obeys as a started one does.
-_OBEYED = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
+TRAINING = ("tuneloop.trainer.__main__", "tuneloop.trainer.loop", "tuneloop.trainer.workers.rank")
 
 #: How long a command's name in /proc may be.
 _NAME_CHARACTERS = 4096
@@ -50,7 +35,7 @@ class WarmServer:
 
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str]) -> None:
         """It has imported `modules`, and read `variables` when it started."""
-        others = {name: value for name, value in os.environ.items() if not name.startswith(_READ_AT_START)}
+        others = {name: value for name, value in os.environ.items() if not orders.is_read_at_start(name)}
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -73,13 +58,9 @@ class WarmServer:
     def order(self, what: Mapping[str, Any], descriptors: Sequence[int]) -> tuple[int, socket.socket]:
         """Start a process; its pid, and where its status comes once it has ended."""
         ours, theirs = socket.socketpair()
-        data = json.dumps(what).encode()
         with theirs, self._lock:
-            given = [*descriptors, theirs.fileno()]
-            assert len(given) == DESCRIPTORS
-            socket.send_fds(self._orders, [HEAD.pack(len(data))], given)
-            self._orders.sendall(data)
-        return _received(ours), ours
+            orders.send(self._orders, what, [*descriptors, theirs.fileno()])
+        return orders.number_from(ours), ours
 
 
 class WarmProcess(subprocess.Popen[Any]):
@@ -88,37 +69,36 @@ class WarmProcess(subprocess.Popen[Any]):
     _status: socket.socket | None = None
 
     def __init__(
-        self, command: Sequence[str], *, modules: Sequence[str] = SERVICES, ends_with_tests: bool = False, **but: Any
+        self,
+        command: Sequence[str],
+        *,
+        modules: Sequence[str] = SERVICES,
+        ends_with_tests: bool = False,
+        starts: bool = False,
+        **but: Any,
     ) -> None:
-        """`modules` are imported before; `ends_with_tests`: it gets SIGTERM when the tests end; `but` are Popen's."""
-        self._modules, self._ends_with_tests = tuple(modules), ends_with_tests
+        """`modules` are imported before; `ends_with_tests`: it gets SIGTERM when the tests end; `but` are Popen's.
+
+        `starts`: what it starts of ours is forked, too, as it is where the command is a service's.
+        """
+        self._modules, self._ends_with_tests, self._starts = tuple(modules), ends_with_tests, starts
         super().__init__(command, **but)
 
     def _execute_child(self, *values: Any) -> None:
-        given = dict(zip(_PARAMETERS, values, strict=True))
+        given = dict(zip(PARAMETERS, values, strict=True))
         environment = os.environ if given["env"] is None else given["env"]
         refused = [name for name in ("preexec_fn", "pass_fds", "executable", "shell") if given[name]]
         if refused or given["args"][0] != sys.executable:
             raise ValueError(f"{refused or given['args'][0]}: this cannot be forked")
-        if _is_customized(environment):
-            given["preexec_fn"] = end_with_parent if self._ends_with_tests else None
+        if orders.is_customized(environment):
+            given["preexec_fn"] = orders.end_with_parent if self._ends_with_tests else None
             super()._execute_child(*given.values())  # type: ignore[misc]
             return
-        order = {
-            "command": [os.fsdecode(word) for word in given["args"]],
-            "environment": dict(environment),
-            "folder": os.path.abspath(given["cwd"] or "."),
-            "start_new_session": given["start_new_session"],
-            "process_group": given["process_group"] if given["process_group"] != -1 else None,
-            "umask": given["umask"] if given["umask"] != -1 else None,
-            "ends_with_tests": self._ends_with_tests,
-        }
-        theirs = (given["p2cread"], given["c2pwrite"], given["errwrite"])
-        descriptors = [own if each == -1 else each for own, each in enumerate(theirs)]
-        server = _server(self._modules, tuple(sorted(_read_at_start(environment).items())))
+        order, descriptors = orders.order_of(given, ends_with_tests=self._ends_with_tests, starts=self._starts)
+        server = _server(self._modules, tuple(sorted(orders.read_at_start(environment).items())))
         self.pid, self._status = server.order(order, descriptors)
         self._child_created = True
-        self._close_pipe_fds(*(given[name] for name in _PIPES))  # type: ignore[attr-defined]
+        self._close_pipe_fds(*(given[name] for name in PIPES))  # type: ignore[attr-defined]
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         if self._status is None:
@@ -127,7 +107,7 @@ class WarmProcess(subprocess.Popen[Any]):
         if wait_flags & os.WNOHANG and not select.select([self._status], [], [], 0)[0]:
             return 0, 0
         with self._status as status:
-            return self.pid, _received(status)
+            return self.pid, orders.number_from(status)
 
     def _internal_poll(self, *values: Any, **named: Any) -> int | None:
         if self._status is None:
@@ -143,31 +123,6 @@ class WarmProcess(subprocess.Popen[Any]):
         return self.returncode
 
 
-_PARAMETERS = tuple(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
-_PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-
-
 @functools.cache
 def _server(modules: tuple[str, ...], variables: tuple[tuple[str, str], ...]) -> WarmServer:
     return WarmServer(modules, dict(variables))
-
-
-def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in environment.items()
-        if value and name.startswith(_READ_AT_START) and name not in _OBEYED
-    }
-
-
-def _is_customized(environment: Mapping[str, str]) -> bool:
-    """Whether a Python that is started imports a module of somebody's before anything else."""
-    folders = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    return any(Path(each, "sitecustomize.py").is_file() for each in folders)
-
-
-def _received(channel: socket.socket) -> int:
-    data = channel.recv(NUMBER.size, socket.MSG_WAITALL)
-    if len(data) < NUMBER.size:
-        raise RuntimeError("the process that commands are forked from is gone")
-    return int(NUMBER.unpack(data)[0])

@@ -6,31 +6,24 @@ A child runs the command as a fresh Python would, and is named in /proc by it. I
 are there before the command asks for them, and that the child's parent is this process.
 """
 
-import array
-import ctypes
 import gc
 import importlib
-import json
 import os
 import runpy
 import select
 import signal
 import socket
-import struct
 import sys
 import threading
 import types
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
-#: The length of the order that follows. With it come standard input, output and errors, and where pid and status go.
-HEAD = struct.Struct("<I")
-DESCRIPTORS = 4
-NUMBER = struct.Struct("<i")
+from tests.doubles.warm import orders
+from tests.doubles.warm.template import become
 
 
 class Server:
@@ -52,39 +45,25 @@ class Server:
                 woken.recv(4096)
                 self._reap()
             if self._client in readable:
-                taken = self._take_order()
+                taken = orders.receive(self._client)
                 if taken is None:
                     return None
                 order, descriptors = taken
                 if not self._fork(descriptors):
                     for each in (woken, waking, self._client, *self._children.values()):
                         each.close()
-                    become(order, descriptors)
-                    command: list[str] = order["command"]
-                    return command
-
-    def _take_order(self) -> tuple[dict[str, Any], list[int]] | None:
-        space = socket.CMSG_LEN(DESCRIPTORS * array.array("i").itemsize)
-        head, ancillary, _, _ = self._client.recvmsg(HEAD.size, space, socket.MSG_WAITALL)
-        if len(head) < HEAD.size:
-            return None
-        descriptors = array.array("i")
-        for _, _, data in ancillary:
-            descriptors.frombytes(data)
-        (size,) = HEAD.unpack(head)
-        order = b""
-        while len(order) < size:
-            order += self._client.recv(size - len(order))
-        return json.loads(order), list(descriptors)
+                    return become(order, descriptors[:-1])
 
     def _fork(self, descriptors: Sequence[int]) -> int:
         pid = os.fork()
-        if pid:
+        if not pid:
+            os.close(descriptors[-1])
+        else:
             status = socket.socket(fileno=descriptors[-1])
             for each in descriptors[:-1]:
                 os.close(each)
             self._children[pid] = status
-            status.send(NUMBER.pack(pid))
+            status.send(orders.NUMBER.pack(pid))
         return pid
 
     def _reap(self) -> None:
@@ -93,44 +72,7 @@ class Server:
             if not pid:
                 return
             with self._children.pop(pid) as told, suppress(OSError):  # nobody waits for it any more
-                told.send(NUMBER.pack(status))
-
-
-def become(order: dict[str, Any], descriptors: Sequence[int]) -> None:
-    """Make this process what its starter asked for."""
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number, each in enumerate(descriptors[:3]):
-        os.dup2(each, number)
-    for each in descriptors:
-        os.close(each)
-    if order["start_new_session"]:
-        os.setsid()
-    if order["process_group"] is not None:
-        os.setpgid(0, order["process_group"])
-    if order["ends_with_tests"]:
-        end_with_parent()
-    if order["umask"] is not None:
-        os.umask(order["umask"])
-    os.chdir(order["folder"])
-    os.environ.clear()
-    os.environ.update(order["environment"])
-    name(order["command"])
-
-
-def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Have the kernel send this process a signal when its parent is gone."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-
-
-def name(command: Sequence[str]) -> None:
-    """Be called by this command in /proc, as far as our own was as long."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])
-    words = b"".join(word.encode() + b"\0" for word in command)[: end - start - 1]
-    with open("/proc/self/mem", "r+b", buffering=0) as memory:
-        memory.seek(start)
-        memory.write(words.ljust(end - start, b"\0"))
+                told.send(orders.NUMBER.pack(status))
 
 
 def run(command: Sequence[str]) -> None:
@@ -148,6 +90,8 @@ def run(command: Sequence[str]) -> None:
         stream.reconfigure(write_through=bool(os.environ.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
     if how == "-m":
         sys.argv = [what, *arguments]
+        if not hasattr(sys.modules.get(what), "__path__"):
+            sys.modules.pop(what, None)  # it runs anew, with its imports there
         runpy.run_module(what, run_name="__main__", alter_sys=True)
     elif how == "-c":
         sys.argv = ["-c", *arguments]
@@ -160,11 +104,11 @@ def run(command: Sequence[str]) -> None:
 
 def serve(descriptor: int, modules: Sequence[str]) -> list[str] | None:
     """Import the modules, and fork for whom is at the descriptor; in a child, the command to run."""
-    end_with_parent(signal.SIGKILL)
+    orders.end_with_parent(signal.SIGKILL)
     for module in modules:
         importlib.import_module(module)
         if module.endswith(".__main__"):
-            del sys.modules[module]  # it runs anew, with its imports there
+            del sys.modules[module]
     if threading.active_count() > 1:  # those of OpenBLAS are made anew in a child
         raise SystemExit(f"one of {modules} has started a thread: nothing can be forked")
     gc.collect()
@@ -173,7 +117,6 @@ def serve(descriptor: int, modules: Sequence[str]) -> list[str] | None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[3]))
     _command = serve(int(sys.argv[1]), sys.argv[2].split(","))
     del sys.path[0]
     if _command is not None:

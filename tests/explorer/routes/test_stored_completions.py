@@ -179,9 +179,13 @@ def test_two_hundred_replies_are_found_as_soon_as_they_are_answered(explorer: Ru
         msg_id = (await client.post(CHAT, json=HELLO)).json()["id"]
         return (await client.get(f"{CHAT}/{msg_id}")).status_code
 
-    async def all_at_once() -> list[int]:
+    async def some_at_once() -> list[int]:
         async with httpx.AsyncClient(base_url=explorer.url, timeout=60) as client:
-            return await asyncio.gather(*(one(client) for _ in range(200)))
+            return await asyncio.gather(*(one(client) for _ in range(20)))
+
+    async def all_at_once() -> list[int]:
+        # By several clients: one looks at all its connections again for whoever waits.
+        return [each for some in await asyncio.gather(*(some_at_once() for _ in range(10))) for each in some]
 
     assert asyncio.run(all_at_once()) == [200] * 200
 

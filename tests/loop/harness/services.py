@@ -21,8 +21,9 @@ import torch
 import yaml
 
 from examples.sums.model import build, save
+from tests.doubles.warm.orders import end_with_parent
 from tests.doubles.warm.process import SERVICES, TRAINING, WarmProcess
-from tests.doubles.warm.server import end_with_parent
+from tests.doubles.warm.template import NAME
 from tests.loop.harness.oracle import Oracle
 from tuneloop.shared.checkpoints.manifest import Manifest
 from tuneloop.shared.checkpoints.store import CheckpointStore
@@ -227,16 +228,21 @@ def _parents() -> dict[int, int]:
 
 def children(pid: int) -> list[int]:
     """The processes right below `pid`."""
-    return [child for child, parent in _parents().items() if parent == pid]
+    return [child for child, parent in _parents().items() if parent == pid and not _is_template(child)]
 
 
 def descendants(pid: int) -> list[int]:
     """All living processes below `pid`."""
     parents, found, frontier = _parents(), list[int](), {pid}
     while frontier:
-        frontier = {child for child, parent in parents.items() if parent in frontier}
+        frontier = {child for child, parent in parents.items() if parent in frontier and not _is_template(child)}
         found += frontier
     return found
+
+
+def _is_template(pid: int) -> bool:
+    """Whether it is nothing that is tested, but what children of its parent are forked from."""
+    return command_of(pid)[:1] == [NAME]
 
 
 def command_of(pid: int) -> list[str]:

@@ -11,7 +11,7 @@ from threading import Event
 import pytest
 import yaml
 
-from tests.doubles.warm.process import WarmProcess
+from tests.doubles.warm.process import TRAINING, WarmProcess
 from tests.trainer.factories import commit, points, sample
 from tuneloop.shared.checkpoints.file_checks import is_weights_only
 from tuneloop.shared.experience import State
@@ -28,7 +28,7 @@ def start(settings, tmp_path):
         sections = {"trainer": {"workers": 2, "save_interval": 2}, **but}
         config.write_text(yaml.safe_dump(settings(**sections).model_dump(mode="json", exclude_unset=True)))
         command = [sys.executable, "-m", "tuneloop.trainer", "--config", str(config)]
-        process = WarmProcess(command, stderr=subprocess.PIPE, text=True)
+        process = WarmProcess(command, modules=TRAINING, stderr=subprocess.PIPE, text=True)
         started.append(process)
         return process
 

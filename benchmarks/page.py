@@ -28,6 +28,7 @@ from tests.explorer.running import settings_for
 from tests.factories import experience
 from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
 from tuneloop.explorer.access.gatekeeper import Gatekeeper
+from tuneloop.explorer.bulk_work import LOOKUP_THREADS, BulkWork
 from tuneloop.explorer.ui.page import add_routes
 from tuneloop.shared.experience import DEFAULT_TENANT
 from tuneloop.shared.job_marks import KEY, load_key
@@ -155,7 +156,7 @@ def measure(databases: Databases, rows: int, rounds: int) -> Iterator[tuple[str,
 def page_app(settings: Settings, ledger: Ledger) -> FastAPI:
     """The routes of the page, without the rest of an explorer."""
     app = FastAPI()
-    app.state.services = SimpleNamespace(fleet=SimpleNamespace(engines=[]))
+    app.state.services = SimpleNamespace(fleet=SimpleNamespace(engines=[]), reading=BulkWork(threads=LOOKUP_THREADS))
     add_routes(app, settings, ledger, Gatekeeper(settings, FeedbackTokens(load_key(settings.job_dir / KEY))))
     return app
 

@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
 from tuneloop.explorer.access.loopback import is_from_here
 from tuneloop.explorer.background_tasks import OnFailure, Task, every, run_task
+from tuneloop.explorer.bulk_work import LOOKUP_THREADS, BulkWork
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
@@ -58,7 +59,7 @@ from tuneloop.explorer.routes import (
     training_status,
 )
 from tuneloop.explorer.routes.metrics_json import TRINITY
-from tuneloop.explorer.routes.responses import StoredResponses
+from tuneloop.explorer.routes.responses import StoredResponses, stored_reader
 from tuneloop.explorer.ui import page
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import RequestRefused, SpoolFull
@@ -89,6 +90,8 @@ class Services:
     limits: SpoolLimits
     spool: Spool
     recorder: Recorder
+    #: Where callers take turns with what they read of the database, other than the few rows of a stored completion.
+    reading: BulkWork
 
 
 #: Opens the services, closed by the stack; also returns the tasks that must run beside the requests.
@@ -109,6 +112,7 @@ def create_app(
             services, tasks = await opening(stack)
             app.state.services = services
             stack.push_async_callback(services.recorder.close)
+            stack.callback(services.reading.close)
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(run_task(task, on_failure)) for task in tasks]
                 yield
@@ -277,20 +281,23 @@ def _route_makers(tracing: "Tracing | None") -> tuple[Callable[..., Proxy], Call
     return functools.partial(TracedProxy, tracing), functools.partial(TracedFeedbackRoutes, tracing)
 
 
+def _limit_spool(settings: Settings, ledger: Ledger, spool: Spool) -> SpoolLimits:
+    return SpoolLimits(
+        spool,
+        max_bytes=settings.explorer.spool_max_bytes,
+        max_age_s=settings.explorer.spool_max_age,
+        check_database=ledger.recording.check_place,
+    )
+
+
 def open_services(
     settings: Settings, ledger: Ledger, *, spool: Spool, fleet: Fleet, metrics: Metrics, control_client: ControlClient
 ) -> tuple[Services, list[Task]]:
     """Open the services that the routes call, and the tasks that they need."""
-    explorer = settings.explorer
-    limits = SpoolLimits(
-        spool,
-        max_bytes=explorer.spool_max_bytes,
-        max_age_s=explorer.spool_max_age,
-        check_database=ledger.recording.check_place,
-    )
-    key = load_key(settings.job_dir / KEY)
+    key, limits = load_key(settings.job_dir / KEY), _limit_spool(settings, ledger, spool)
     recorder, signer = Recorder(spool, limits, metrics, _open_redactor(settings, key, metrics)), ReplyIdSigner(key)
-    conversations = Conversations(signer, control_client=control_client, reports=ledger.reports)
+    reading = BulkWork(threads=LOOKUP_THREADS)
+    conversations = Conversations(signer, reading, control_client=control_client, reports=ledger.reports)
     shadow = _open_shadow(settings, fleet, control_client, metrics)
     tracing = open_tracing(settings, "explorer")
     make_proxy, make_feedback = _route_makers(tracing)
@@ -306,7 +313,7 @@ def open_services(
     )
     stored_responses = StoredResponses(
         signer=signer,
-        stored=ledger.stored,
+        read=stored_reader(ledger.stored, reading),
         control_client=control_client,
         fleet=fleet,
         rebuild=responses.rebuild,
@@ -326,6 +333,7 @@ def open_services(
         ),
         feedback_tokens=TokenRoute(signer, FeedbackTokens(key)),
         recorder=recorder,
+        reading=reading,
         fleet=fleet,
         control_client=control_client,
         limits=limits,

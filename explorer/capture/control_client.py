@@ -32,10 +32,12 @@ class Flushed(IntEnum):
 class ControlClient(Protocol):
     """What runs beside the requests, in the same process or in another."""
 
-    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None, key: str | None = None) -> Flushed:
+    async def wait_until_flushed(
+        self, timeout_s: float, tenant: str | None = None, key: str | None = None, *, asker: str = ""
+    ) -> Flushed:
         """Wait until all that is on disk, or of a tenant, or of a key of it, is in the database.
 
-        NO if it is not by then, or away.
+        `asker` is the name of the key that asks. NO if it is not by then, or away.
         """
 
     async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:

@@ -82,6 +82,7 @@ class _Waiters:
 
     def add(self, waiter: _Waiter) -> None:
         self._waiting.append(waiter)
+        self.tell()
 
     def remove(self, waiter: _Waiter) -> None:
         with contextlib.suppress(ValueError):
@@ -99,25 +100,26 @@ class _Waiters:
 class _Urgency:
     """Decides who has the flusher begin at once.
 
-    Who is alone always has. Of several each has it once in `_LOOK_S`: what one says more often goes with the next group
-    that anybody begins. Else one that says a little all the time would have it at work all the time, and each of the
-    others' would wait for a transaction, or for several.
+    Who is alone always has. Of several each has it once in `_LOOK_S` for what is his own, and once for what is all of
+    his tenant's: what one asks more often goes with the next group that anybody begins. Else one that says a little all
+    the time would have it at work all the time, and each of the others' would wait for a transaction, or for several.
     """
 
     def __init__(self) -> None:
         self._last_asked: dict[Owner, float] = {}  # the first did so longest ago
-        self._began: dict[Owner, float] = {}
+        self._began: dict[tuple[Owner, bool], float] = {}
 
-    def begins(self, owner: Owner, now: float) -> bool:
-        """Whether something is begun for an owner now."""
+    def begins(self, owner: Owner, now: float, *, of_all: bool) -> bool:
+        """Whether something is begun for an owner now: what is his own, or `of_all` of his tenant's."""
         self._last_asked.pop(owner, None)
         self._last_asked[owner] = now
         while now - self._last_asked[first := next(iter(self._last_asked))] > _ABSENT_S:
             del self._last_asked[first]
-            self._began.pop(first, None)
-        if len(self._last_asked) > 1 and now - self._began.get(owner, -math.inf) < _LOOK_S:
+            for each in (False, True):
+                self._began.pop((first, each), None)
+        if len(self._last_asked) > 1 and now - self._began.get((owner, of_all), -math.inf) < _LOOK_S:
             return False
-        self._began[owner] = now
+        self._began[owner, of_all] = now
         return True
 
 
@@ -142,8 +144,7 @@ class Flusher:
         self._stop_s, self._stopped_at = stop_s, math.inf
         self._slots = slots
         self._failed = failed
-        self._stop = threading.Event()
-        self._wake = threading.Event()
+        self._stop, self._wake = threading.Event(), threading.Event()
         self._intake = Intake(
             recording,
             slots.root,
@@ -173,17 +174,19 @@ class Flusher:
         """Whether the database did not take what it was last given."""
         return self._waiters.away
 
-    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None, key: str | None = None) -> Flushed:
+    async def wait_until_flushed(
+        self, timeout_s: float, tenant: str | None = None, key: str | None = None, *, asker: str = ""
+    ) -> Flushed:
         """Wait until all that is on disk now, or all of a tenant's, or of a key of it, is in the database.
 
-        NO if that is away, or it is not by then.
+        `asker`: the key that asks, by its name. NO if the database is away, or it is not there by then.
         """
         ends = [(slot, slot.end) for slot in self._slots.ours]
-        begins = tenant is None or self._urgency.begins(Owner(tenant, key or ""), time.monotonic())
+        now = time.monotonic()
+        begins = tenant is None or self._urgency.begins(Owner(tenant, key or asker), now, of_all=key is None)
         waiter = _Waiter(ends, asyncio.get_running_loop().create_future(), tenant, key, begins)
         with self._moved:
             self._waiters.add(waiter)
-            self._waiters.tell()
         if begins:
             self._wake.set()
         try:

@@ -1,15 +1,17 @@
 """Reads the conversation that `previous_response_id` continues from the ledger."""
 
-import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import orjson
 
+from tuneloop.explorer.bulk_work import BulkWork
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.dialects import responses_request
 from tuneloop.explorer.http.bodies import MAX_CONTAINERS, MAX_VALUES, count_structure
+from tuneloop.explorer.http.caller import Caller
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.ledger.reports import Reports
 
@@ -49,20 +51,28 @@ def _too_large(why: str) -> RequestRefused:
 
 
 class Conversations:
-    """The recorded conversations, by the id of their last response."""
+    """The recorded conversations, by the id of their last response; callers take turns in `reading`."""
 
-    def __init__(self, signer: ReplyIdSigner, *, control_client: ControlClient, reports: Reports) -> None:
+    def __init__(
+        self, signer: ReplyIdSigner, reading: BulkWork, *, control_client: ControlClient, reports: Reports
+    ) -> None:
         self._signer = signer
         self._control_client = control_client
         self._reports = reports
+        self._reading = reading
 
-    async def read(self, response_id: str, tenant: str) -> Sequence[dict[str, Any]]:
-        """The chat messages up to a tenant's response, and its text. Raises RequestRefused if it was not recorded.
+    async def read(self, response_id: str, caller: Caller) -> Sequence[dict[str, Any]]:
+        """The chat messages up to a response of the caller's tenant, and its text.
+
+        Raises RequestRefused if it was not recorded.
 
         Raises LedgerUnavailable while that is unknown: it may be in a spool that waits for the database.
         """
-        flushed = bool(await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S, tenant))
-        return await asyncio.to_thread(self._read, response_id, tenant, flushed=flushed)
+        flushed = bool(
+            await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S, caller.tenant, asker=caller.name)
+        )
+        read = partial(self._read, response_id, caller.tenant, flushed=flushed)
+        return await self._reading.run(caller.identity, read)
 
     def _read(self, response_id: str, tenant: str, *, flushed: bool) -> list[dict[str, Any]]:
         turns: list[tuple[dict[str, Any], dict[str, Any]]] = []

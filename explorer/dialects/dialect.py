@@ -17,6 +17,7 @@ from tuneloop.explorer.dialects.messages_stream import MessageStream
 from tuneloop.explorer.dialects.responses_stream import ResponseStream
 from tuneloop.explorer.dialects.token_pieces import TokenPieces
 from tuneloop.explorer.engines import vllm
+from tuneloop.explorer.http.caller import Caller
 from tuneloop.explorer.http.coercion import coerce_int, flag_of
 from tuneloop.explorer.http.errors import anthropic_engine_error, anthropic_error
 from tuneloop.shared.errors import EngineError, RequestRefused
@@ -25,8 +26,8 @@ CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v
 
 Json = dict[str, Any]
 
-#: The chat messages up to a response, by its id and its tenant.
-ReadConversation = Callable[[str, str], Awaitable[Sequence[Json]]]
+#: The chat messages up to a response of a caller's tenant, by its id.
+ReadConversation = Callable[[str, Caller], Awaitable[Sequence[Json]]]
 
 
 class ReplyWriter:
@@ -105,8 +106,8 @@ class Dialect(ABC):
         """The dialect that can express a client's body: this one, or another of the same endpoint."""
         return self
 
-    async def to_upstream(self, body: Json, tenant: str) -> Json:
-        """The engine's body for a client's body; what it names is the tenant's. Raises RequestRefused."""
+    async def to_upstream(self, body: Json, caller: Caller) -> Json:
+        """The engine's body for a client's body; what it names is the caller's tenant's. Raises RequestRefused."""
         return body
 
     def verbatim(self, upstream: Json, msg_id: str) -> Json | None:
@@ -131,7 +132,7 @@ class ChatDialect(Dialect):
 
     path, prefix = CHAT, "chatcmpl-"
 
-    async def to_upstream(self, body: Json, tenant: str) -> Json:
+    async def to_upstream(self, body: Json, caller: Caller) -> Json:
         """See Dialect."""
         flag_of(body, "logprobs")  # refused before it is queued, as vLLM refuses it
         return body
@@ -227,7 +228,7 @@ class MessagesDialect(Dialect):
 
     path, prefix = MESSAGES, "msg_"
 
-    async def to_upstream(self, body: Json, tenant: str) -> Json:
+    async def to_upstream(self, body: Json, caller: Caller) -> Json:
         """See Dialect."""
         return messages.to_chat(body)
 
@@ -294,11 +295,11 @@ class ResponsesDialect(Dialect):
         """See Dialect."""
         return self if responses_request.untranslatable_reason(body) is None else self._native
 
-    async def to_upstream(self, body: Json, tenant: str) -> Json:
+    async def to_upstream(self, body: Json, caller: Caller) -> Json:
         """See Dialect."""
         await self._ensure_context()
         previous_id = body.get("previous_response_id")
-        previous = await self._read_conversation(previous_id, tenant) if isinstance(previous_id, str) else ()
+        previous = await self._read_conversation(previous_id, caller) if isinstance(previous_id, str) else ()
         return responses_request.to_chat(body, previous)
 
     def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:

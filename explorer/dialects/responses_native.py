@@ -11,6 +11,7 @@ import orjson
 
 from tuneloop.explorer.capture.transcript import CapturedChoice, RequestedFields, Transcript
 from tuneloop.explorer.dialects.dialect import RESPONSES, Dialect, ReadConversation, ReplyWriter
+from tuneloop.explorer.http.caller import Caller
 from tuneloop.shared.errors import EngineError, RequestRefused
 from tuneloop.shared.ledger.recording.completion_object import metadata_as_text
 
@@ -125,7 +126,7 @@ class NativeResponsesDialect(Dialect):
         self._read_conversation = read_conversation
         self._defaults = defaults
 
-    async def to_upstream(self, body: Json, tenant: str) -> Json:
+    async def to_upstream(self, body: Json, caller: Caller) -> Json:
         """See Dialect. The previous conversation is sent in full: the engine may not have it."""
         defaults = {key: value for key, value in self._defaults.items() if value is not None and body.get(key) is None}
         upstream = body | defaults
@@ -139,7 +140,7 @@ class NativeResponsesDialect(Dialect):
         input_field = upstream.get("input")
         if isinstance(input_field, str | list):
             items = input_field if isinstance(input_field, list) else [{"role": "user", "content": input_field}]
-            upstream["input"] = [*input_items(await self._read_conversation(previous_id, tenant)), *items]
+            upstream["input"] = [*input_items(await self._read_conversation(previous_id, caller)), *items]
         return upstream
 
     def verbatim(self, upstream: Json, msg_id: str) -> Json:

@@ -7,6 +7,7 @@ import orjson
 
 from tuneloop.explorer.dialects import messages, responses_request
 from tuneloop.explorer.dialects.dialect import MESSAGES, RESPONSES, TEXT, Json, ReadConversation, choice_count
+from tuneloop.explorer.http.caller import Caller
 from tuneloop.runner.rewards.reply import Message, Reply, calls_of
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.ledger.recording.judging import JudgedExchange
@@ -38,7 +39,7 @@ async def _before(
         body = messages.to_chat(body)
     elif exchange.endpoint == RESPONSES:
         continued = body.get("previous_response_id")
-        previous = await conversation(continued, tenant) if isinstance(continued, str) else ()
+        previous = await conversation(continued, Caller(tenant=tenant)) if isinstance(continued, str) else ()
         body = responses_request.to_chat(body, previous)
     found: list[Any] = body["messages"]
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):

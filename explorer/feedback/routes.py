@@ -206,7 +206,7 @@ class FeedbackRoutes:
     ) -> Results | None:
         """What became of events, once what came before them of a key, or of the tenant, is in the database."""
         left_s = max(0.0, until - time.monotonic())
-        flushed = await self._control_client.wait_until_flushed(left_s, events[0].tenant, key)
+        flushed = await self._control_client.wait_until_flushed(left_s, events[0].tenant, key, asker=caller.name)
         if not flushed:
             return None
         try:
@@ -265,7 +265,7 @@ async def _is_complete(control_client: ControlClient, caller: Caller) -> bool:
     """
     has_own, tenant = bool(caller.name) and Scope.FEEDBACK in caller.scopes, caller.tenant
     patience_s = _PATIENCE_S if has_own else _COMMIT_PATIENCE_S
-    if await control_client.wait_until_flushed(patience_s, tenant):
+    if await control_client.wait_until_flushed(patience_s, tenant, asker=caller.name):
         return True
     left_s = _COMMIT_PATIENCE_S - patience_s
     if has_own and (own := await control_client.wait_until_flushed(left_s, tenant, caller.name)):

@@ -92,6 +92,15 @@ class Caller:
         """
         return f"{self.tenant}/{self.name}" if self.name else ""
 
+    @property
+    def holders(self) -> tuple[str, ...]:
+        """Under which names counts what is held for it: its own, and its tenant's where it has a key.
+
+        >>> Caller(name="web", tenant="acme").holders, Caller().holders
+        (('acme/web', 'acme/'), ('',))
+        """
+        return (self.identity, f"{self.tenant}/") if self.name else (self.identity,)
+
     def rater(self, source: str | None) -> str | None:
         """The name in which the caller gives feedback as `source`: nobody writes in the name of another's raters.
 

@@ -3,7 +3,7 @@
 import asyncio
 import resource
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +86,7 @@ class ConnectionLimits:
 
     `idle` has those that wait for a request, or have sent a part of its head: the first has waited longest. Where
     there is no room for another connection, it is closed. `held_bytes` are those of bodies whose requests are not over,
-    and of large answers that are being sent; `held_by` has them by caller.
+    and of large answers that are being sent; `held_by` has them by key and by tenant.
     """
 
     max_connections: int = 1 << 16
@@ -99,24 +99,28 @@ class ConnectionLimits:
     held_bytes: int = 0
     held_by: Counter[str] = field(default_factory=Counter)
 
-    def has_room(self, who: str, size: int) -> bool:
-        """Whether a caller may hold so many bytes more: never more than is then left to all others.
+    def has_room(self, holders: Sequence[str], size: int) -> bool:
+        """Whether so many bytes more may be held for a caller.
 
-        So nobody who ends none of his requests, or reads none of his answers, takes the room that others' need.
+        With them his key and his tenant together would hold no more than is left to all others now. So nobody who ends
+        none of his requests, or reads none of his answers, takes the room that others need: no key that of its
+        tenant's other keys, and no tenant, however many keys it has, that of another.
         """
-        return self.held_by[who] + size <= self.max_held_bytes - self.held_bytes
+        return sum(self.held_by[each] for each in holders) + size <= self.max_held_bytes - self.held_bytes
 
-    def hold(self, who: str, size: int) -> None:
+    def hold(self, holders: Sequence[str], size: int) -> None:
         """Count bytes that are held for a caller."""
         self.held_bytes += size
-        self.held_by[who] += size
+        for each in holders:
+            self.held_by[each] += size
 
-    def give_back(self, who: str, size: int) -> None:
+    def give_back(self, holders: Sequence[str], size: int) -> None:
         """Count them no more."""
         self.held_bytes -= size
-        self.held_by[who] -= size
-        if not self.held_by[who]:
-            del self.held_by[who]
+        for each in holders:
+            self.held_by[each] -= size
+            if not self.held_by[each]:
+                del self.held_by[each]
 
     def make_room(self, connections: int) -> bool:
         """Close an idle connection if there are more than are allowed; False if all of them are at work."""
@@ -135,28 +139,31 @@ class RequestShare:
     breaks off its connection.
     """
 
-    def __init__(self, limits: ConnectionLimits, abort: Callable[[], None] = lambda: None, who: str = "") -> None:
-        """Until it begins, its bytes are those of caller `who`: of the request before it on its connection."""
+    def __init__(
+        self, limits: ConnectionLimits, abort: Callable[[], None] = lambda: None, before: "RequestShare | None" = None
+    ) -> None:
+        """Until it begins, its bytes are those of who sent the request `before` it on its connection."""
         self._limits = limits
         self.read_timeout_s = limits.read_timeout_s
         self.abort = abort
-        self.who = who
+        self._who: str = before._who if before is not None else ""
+        self._holders: Sequence[str] = before._holders if before is not None else ("",)
         self._meter: Meter | None = None
         self._bytes = 0
         self._open = True
-        self._holders = 1
+        self._users = 1
 
     def begin(self, caller: Caller) -> None:
         """Its answer begins: it counts as one of its key's, with what has come of its body."""
-        self._limits.give_back(self.who, self._bytes)
-        self._meter, self.who = caller.meter, caller.identity
-        self._limits.hold(self.who, self._bytes)
+        self._limits.give_back(self._holders, self._bytes)
+        self._meter, self._who, self._holders = caller.meter, caller.identity, caller.holders
+        self._limits.hold(self._holders, self._bytes)
         caller.meter.begin_request()
         caller.meter.count_bytes(self._bytes)
 
     async def take_turn(self) -> None:
         """Wait while others of its caller's begin, so that other callers have turns between them."""
-        await self._limits.beginnings.take(self.who)
+        await self._limits.beginnings.take(self._who)
 
     def hold(self, size: int) -> RequestRefused | None:
         """So many bytes of its body have come; the refusal, if there is no room for them."""
@@ -171,11 +178,11 @@ class RequestShare:
         return self._take(size)
 
     def _take(self, size: int) -> RequestRefused | None:
-        if not self._limits.has_room(self.who, size):
-            reason = "requests and answers of this key are too large together; read what is answered, and try again"
+        if not self._limits.has_room(self._holders, size):
+            reason = "requests and answers of this key, or its tenant, are too large together; read what is answered"
             return RequestRefused(reason, status=503, code="overloaded", retry_after_s=1.0)
         self._bytes += size
-        self._limits.hold(self.who, size)
+        self._limits.hold(self._holders, size)
         return None
 
     def end(self) -> None:
@@ -189,20 +196,20 @@ class RequestShare:
 
     def keep(self) -> None:
         """Its body is held for work that goes on when it is answered, until `release`."""
-        self._holders += 1
+        self._users += 1
 
     def release(self) -> None:
         """That work has ended."""
-        self._holders -= 1
-        if not self._holders:
-            self._limits.give_back(self.who, self._bytes)
+        self._users -= 1
+        if not self._users:
+            self._limits.give_back(self._holders, self._bytes)
 
 
 def open_share(
     scope: Any, limits: ConnectionLimits, abort: Callable[[], None], before: RequestShare | None = None
 ) -> None:
     """Begin the share of the request of a scope, which comes after that of another one on its connection."""
-    scope[_SCOPE_KEY] = RequestShare(limits, abort, before.who if before is not None else "")
+    scope[_SCOPE_KEY] = RequestShare(limits, abort, before)
 
 
 def find_share(scope: Any) -> RequestShare | None:

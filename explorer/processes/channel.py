@@ -72,6 +72,7 @@ class WaitUntilFlushed(ChannelMessage, frozen=True):
     timeout_s: float
     tenant: str | None = None
     key: str | None = None
+    asker: str = ""
 
 
 class TakeOfToken(ChannelMessage, frozen=True):

@@ -259,8 +259,8 @@ class Workers:
                 return StartInfo(settings.encode(), _views(services), self._database.identity)
             case AnnounceSlot(folder):
                 return await self._let_serve(worker, Path(folder))
-            case WaitUntilFlushed(timeout_s, tenant, key):
-                return await services.wait_until_flushed(timeout_s, tenant, key)
+            case WaitUntilFlushed(timeout_s, tenant, key, asker):
+                return await services.wait_until_flushed(timeout_s, tenant, key, asker=asker)
             case TakeOfToken(binding, count):
                 return await services.take_of_token(binding, count)
             case ReportShadowReply(copied):

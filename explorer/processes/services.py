@@ -15,6 +15,7 @@ from prometheus_client import generate_latest
 from tuneloop.explorer.access.feedback_tokens import TokenUses
 from tuneloop.explorer.access.key_watch import KeyWatch, require_keys
 from tuneloop.explorer.background_tasks import OnFailure, Task
+from tuneloop.explorer.bulk_work import BulkWork
 from tuneloop.explorer.capture.control_client import Flushed, ShadowReply
 from tuneloop.explorer.capture.flusher import Flusher
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
@@ -76,12 +77,14 @@ class ControlServices:
     key_watch: KeyWatch
     token_uses: TokenUses
 
-    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None, key: str | None = None) -> Flushed:
+    async def wait_until_flushed(
+        self, timeout_s: float, tenant: str | None = None, key: str | None = None, *, asker: str = ""
+    ) -> Flushed:
         """Wait until all that is on disk, or of a tenant, or of a key of it, is in the database.
 
         NO if it is not by then, or away.
         """
-        return await self.flusher.wait_until_flushed(timeout_s, tenant, key)
+        return await self.flusher.wait_until_flushed(timeout_s, tenant, key, asker=asker)
 
     async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
         """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""
@@ -142,7 +145,7 @@ async def open_control_services(
         key_watch=key_watch,
         token_uses=TokenUses(),
     )
-    judging = [_judging(services, ledger, own).run(interval_s)] if own else []
+    judging = [_judging(services, ledger, own, stack).run(interval_s)] if own else []
     return services, [
         watch.run(),
         _version_log(settings, ledger, metrics, stack, interval_s=interval_s).run(),
@@ -181,14 +184,15 @@ def _own_spool(settings: Settings, slots: Slots, stack: AsyncExitStack) -> Spool
     return spool
 
 
-def _judging(services: ControlServices, ledger: Ledger, spool: Spool) -> JudgeLoop:
-    signer = ReplyIdSigner(load_key(services.settings.job_dir / KEY))
+def _judging(services: ControlServices, ledger: Ledger, spool: Spool, stack: AsyncExitStack) -> JudgeLoop:
+    signer, reading = ReplyIdSigner(load_key(services.settings.job_dir / KEY)), BulkWork(threads=1)
+    stack.callback(reading.close)
     return JudgeLoop(
         services.settings.judge,
         ledger,
         spool,
         metrics=services.metrics,
-        conversation=Conversations(signer, control_client=services, reports=ledger.reports).read,
+        conversation=Conversations(signer, reading, control_client=services, reports=ledger.reports).read,
         wait_until_flushed=services.wait_until_flushed,
     )
 

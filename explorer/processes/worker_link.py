@@ -56,13 +56,15 @@ class ChannelControlClient:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    async def wait_until_flushed(self, timeout_s: float, tenant: str | None = None, key: str | None = None) -> Flushed:
+    async def wait_until_flushed(
+        self, timeout_s: float, tenant: str | None = None, key: str | None = None, *, asker: str = ""
+    ) -> Flushed:
         """Wait until all that is on disk, or of a tenant, or of a key of it, is in the database.
 
         NO if it is not by then, or away.
         """
         try:
-            question = WaitUntilFlushed(timeout_s, tenant, key)
+            question = WaitUntilFlushed(timeout_s, tenant, key, asker)
             answer: Flushed = await self._channel.ask(question, Flushed, timeout_s=timeout_s + _GRACE_S)
             return answer
         except ChannelLost as error:  # what is on disk is safe there all the same

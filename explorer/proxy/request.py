@@ -151,7 +151,7 @@ class RequestParser:
         check_template(body)
         refuse_misplaced(body)
         dialect = dialect.for_body(body)
-        upstream = await dialect.to_upstream(body, raw.caller.tenant)
+        upstream = await dialect.to_upstream(body, raw.caller)
         if any(word in raw_body for word in _MEDIA_WORDS):
             upstream = await self._media.inline(upstream, raw.hold)
         labels = labels_of(upstream, raw.run(), train=self._tenant(raw.caller).train)

@@ -6,6 +6,7 @@ Any worker can answer for a background response: it asks all engines.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import orjson
@@ -13,6 +14,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.datastructures import QueryParams
 
+from tuneloop.explorer.bulk_work import BulkWork
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.dialects.dialect import RESPONSES
@@ -20,7 +22,7 @@ from tuneloop.explorer.dialects.responses_native import UNFINISHED, restore_clie
 from tuneloop.explorer.dialects.responses_request import normalize, untranslatable_reason
 from tuneloop.explorer.engines.client import EngineReply
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
-from tuneloop.explorer.http.caller import caller_of
+from tuneloop.explorer.http.caller import Caller, caller_of
 from tuneloop.explorer.proxy.background_responses import response_path
 from tuneloop.shared.errors import EngineError, LedgerUnavailable, RequestRefused
 from tuneloop.shared.ledger.recording.completion_object import StoredExchange
@@ -61,6 +63,20 @@ class HeldResponse(NamedTuple):
     response: Json
 
 
+#: A recorded response of a caller's tenant, by its id.
+ReadStored = Callable[[Caller, str], Awaitable[StoredExchange | None]]
+
+
+def stored_reader(stored: StoredCompletions, reading: BulkWork) -> ReadStored:
+    """Reads recorded responses of the database, where callers take turns in `reading`."""
+
+    async def read(caller: Caller, response_id: str) -> StoredExchange | None:
+        find = partial(stored.get, caller.tenant, response_id, endpoint=RESPONSES)
+        return await reading.run(caller.identity, find)
+
+    return read
+
+
 class StoredResponses:
     """The responses that are finished, and those in progress."""
 
@@ -68,50 +84,50 @@ class StoredResponses:
         self,
         *,
         signer: ReplyIdSigner,
-        stored: StoredCompletions,
+        read: ReadStored,
         control_client: ControlClient,
         fleet: Fleet,
         rebuild: Callable[[Json, Json, str], Awaitable[Json]],
         default_model: str,
     ) -> None:
         self._signer = signer
-        self._stored = stored
+        self._read_stored = read
         self._control_client = control_client
         self._fleet = fleet
         self._rebuild = rebuild
         self._default_model = default_model
 
-    async def get(self, tenant: str, response_id: str) -> Json:
+    async def get(self, caller: Caller, response_id: str) -> Json:
         """The response of an id. Raises RequestRefused if there is none."""
-        stored = await self._read(tenant, response_id)
+        stored = await self._read(caller, response_id)
         if stored and not stored.background:
             return await self._rebuild_response(stored)
         held = await self._ask_engines("GET", response_id)
         if held and held.status == 200:
-            return await self._after_recording(tenant, response_id, held, stored)
-        return await self._rebuild_response(stored or await self._read_after_flush(tenant, response_id))
+            return await self._after_recording(caller, response_id, held, stored)
+        return await self._rebuild_response(stored or await self._read_after_flush(caller, response_id))
 
-    async def cancel(self, tenant: str, response_id: str) -> Json:
+    async def cancel(self, caller: Caller, response_id: str) -> Json:
         """Cancel a response; returns it. Raises RequestRefused if it is not in progress."""
-        stored = await self._read(tenant, response_id)
+        stored = await self._read(caller, response_id)
         if stored is None and (held := await self._ask_engines("POST", response_id, "/cancel")):
             if held.status == 200:
                 return held.response
             error = held.response["error"]
             raise _error(error.get("message"), held.status)
-        stored = stored or await self._read_after_flush(tenant, response_id)
+        stored = stored or await self._read_after_flush(caller, response_id)
         if not (stored.whole or stored.background):
             raise _not_found(response_id)
         raise _error("Cannot cancel a synchronous response.", 400)
 
-    async def stream(self, tenant: str, response_id: str, starting_after: int | None) -> AsyncIterator[bytes]:
+    async def stream(self, caller: Caller, response_id: str, starting_after: int | None) -> AsyncIterator[bytes]:
         """The events of a background response with a stream, past and future. Raises RequestRefused."""
-        stored = await self._read(tenant, response_id)
+        stored = await self._read(caller, response_id)
         held = None if stored and not stored.background else await self._ask_engines("GET", response_id)
         if held is None:
-            await self.get(tenant, response_id)  # it may not exist at all
+            await self.get(caller, response_id)  # it may not exist at all
             raise _error(f"Unknown response_id: {response_id}", 400)
-        await self._after_recording(tenant, response_id, held, stored)
+        await self._after_recording(caller, response_id, held, stored)
         after = "" if starting_after is None else f"&starting_after={starting_after}"
         reply = await held.engine.http.request("GET", f"{response_path(response_id)}?stream=true{after}")
         blocks = reply.blocks()
@@ -124,26 +140,26 @@ class StoredResponses:
             raise _error(f"Unknown response_id: {response_id}", 400) from None
         return _remaining_blocks(reply, first, blocks)
 
-    async def _read(self, tenant: str, response_id: str) -> StoredResponse | None:
-        reply_id = self._signer.parse(response_id, tenant)
+    async def _read(self, caller: Caller, response_id: str) -> StoredResponse | None:
+        reply_id = self._signer.parse(response_id, caller.tenant)
         if reply_id is None or reply_id.msg_id != response_id:
             raise _not_found(response_id)
-        record = await asyncio.to_thread(self._stored.get, tenant, response_id, endpoint=RESPONSES)
+        record = await self._read_stored(caller, response_id)
         body = orjson.loads(record.request) if record else None
         # An imported row may hold anything.
         return StoredResponse(record, normalize(body)) if record and isinstance(body, dict) else None
 
-    async def _read_after_flush(self, tenant: str, response_id: str) -> StoredResponse:
+    async def _read_after_flush(self, caller: Caller, response_id: str) -> StoredResponse:
         """The same, after all that is acknowledged until now has reached the ledger."""
-        if not await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S, tenant):
+        if not await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S, caller.tenant, asker=caller.name):
             raise LedgerUnavailable("the database is unavailable; acknowledged data is safe on disk: try again later")
-        stored = await self._read(tenant, response_id)
+        stored = await self._read(caller, response_id)
         if stored is None:
             raise _not_found(response_id)
         return stored
 
     async def _after_recording(
-        self, tenant: str, response_id: str, held: HeldResponse, stored: StoredResponse | None
+        self, caller: Caller, response_id: str, held: HeldResponse, stored: StoredResponse | None
     ) -> Json:
         """The engine's response. A finished one is in the ledger before the client gets it.
 
@@ -153,11 +169,11 @@ class StoredResponses:
             return restore_client_fields(stored.body, held.response) if stored else held.response
         deadline = time.monotonic() + _RECORDING_TIMEOUT_S
         while stored is None and time.monotonic() < deadline:
-            await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S, tenant)
-            stored = await self._read(tenant, response_id)
+            await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S, caller.tenant, asker=caller.name)
+            stored = await self._read(caller, response_id)
             if stored is None:
                 await asyncio.sleep(_RETRY_S)
-        stored = stored or await self._read_after_flush(tenant, response_id)
+        stored = stored or await self._read_after_flush(caller, response_id)
         return restore_client_fields(stored.body, held.response)
 
     async def _rebuild_response(self, stored: StoredResponse) -> Json:
@@ -237,17 +253,17 @@ def add_routes(app: FastAPI) -> None:
 
     @app.get(f"{RESPONSES}/{{response_id}}")
     async def retrieve(response_id: str, request: Request, responses: ResponsesOf) -> Response:
-        tenant = caller_of(request.scope).tenant
+        caller = caller_of(request.scope)
         stream, after = _parse_stream(request.query_params), _parse_after(request.query_params)
         if stream:
-            events = await responses.stream(tenant, response_id, after)
+            events = await responses.stream(caller, response_id, after)
             return StreamingResponse(events, media_type="text/event-stream")
-        return Response(orjson.dumps(await responses.get(tenant, response_id)), media_type="application/json")
+        return Response(orjson.dumps(await responses.get(caller, response_id)), media_type="application/json")
 
     @app.post(f"{RESPONSES}/{{response_id}}/cancel")
     async def cancel(response_id: str, request: Request, responses: ResponsesOf) -> Response:
         return Response(
-            orjson.dumps(await responses.cancel(caller_of(request.scope).tenant, response_id)),
+            orjson.dumps(await responses.cancel(caller_of(request.scope), response_id)),
             media_type="application/json",
         )
 

@@ -56,15 +56,17 @@ class CompletionReader:
         self._control_client: ControlClient = request.app.state.services.control_client
         self.recorder: Recorder = request.app.state.services.recorder
         caller = caller_of(request.scope)
-        self.tenant, self._identity = caller.tenant, caller.identity
+        self.tenant, self._caller = caller.tenant, caller
 
     async def wait_until_flushed(self) -> bool:
         """Wait until what is in the spool now is in the database; False if that is unavailable."""
-        return bool(await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S, self.tenant))
+        return bool(
+            await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S, self.tenant, asker=self._caller.name)
+        )
 
     async def read(self, query: Callable[[], _T]) -> _T:
         """The result of `query`, when it is the caller's turn."""
-        return await self.recorder.lookups.run(self._identity, query)
+        return await self.recorder.lookups.run(self._caller.identity, query)
 
     async def find(self, msg_id: str, query: Callable[[], _T | None]) -> _T:
         """The result of `query`. Raises RequestRefused if there is none."""

@@ -1,11 +1,13 @@
 """GET /training: what the training does now and what a run has asked, for programs that drive it step by step."""
 
-import asyncio
+from collections.abc import Callable
+from typing import TypeVar
 
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from tuneloop.explorer.bulk_work import BulkWork
 from tuneloop.explorer.http.caller import caller_of
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
@@ -21,6 +23,8 @@ _LOOKS = 3
 
 _PATIENCE_S = 8.0
 
+_T = TypeVar("_T")
+
 
 def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
     """Add the route to the app."""
@@ -28,10 +32,10 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
     @app.get("/training")
     async def training(request: Request) -> Response:
         served = request.app.state.services.fleet.served_versions
-        status = await asyncio.to_thread(_status, settings, ledger, served)
+        status = await _in_turn(request, lambda: _status(settings, ledger, served))
         caller = caller_of(request.scope)
         if not caller.sees_all:  # counts and sentences are of all tenants
-            counts = await asyncio.to_thread(ledger.reports.counts, caller.tenant)
+            counts = await _in_turn(request, lambda: ledger.reports.counts(caller.tenant))
             status |= {"experiences": {state.value: count for state, count in counts.items()}, "reasons": []}
         return Response(orjson.dumps(status), media_type="application/json")
 
@@ -41,15 +45,21 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
         missing = [name for name in ("task_id", "run_id") if name not in query]
         if missing:
             raise RequestRefused(f"{missing[0]} is missing", code="missing", param=missing[0])
-        tenant = caller_of(request.scope).tenant
-        if not await request.app.state.services.control_client.wait_until_flushed(_PATIENCE_S, tenant):
+        caller, control_client = caller_of(request.scope), request.app.state.services.control_client
+        if not await control_client.wait_until_flushed(_PATIENCE_S, caller.tenant, asker=caller.name):
             raise LedgerUnavailable("the database is away, or still behind: ask again later")
-        run = tenant, query["task_id"], query["run_id"]
+        run = caller.tenant, query["task_id"], query["run_id"]
         if query.get("tokens") == "true":
-            counts = (await asyncio.to_thread(ledger.runs.count_tokens, *run))._asdict()
+            counts = (await _in_turn(request, lambda: ledger.runs.count_tokens(*run)))._asdict()
         else:
-            counts = {"calls": await asyncio.to_thread(ledger.runs.count_calls, *run)}
+            counts = {"calls": await _in_turn(request, lambda: ledger.runs.count_calls(*run))}
         return Response(orjson.dumps(counts), media_type="application/json")
+
+
+async def _in_turn(request: Request, query: Callable[[], _T]) -> _T:
+    """The result of `query`, when it is the caller's turn."""
+    reading: BulkWork = request.app.state.services.reading
+    return await reading.run(f"pages of {caller_of(request.scope).identity}", query)
 
 
 def _status(settings: Settings, ledger: Ledger, served: list[int]) -> dict[str, object]:

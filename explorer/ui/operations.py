@@ -10,7 +10,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from tuneloop.explorer.ui.ledger_counts import LedgerCounts
 from tuneloop.explorer.ui.reading.curves import Curve, CurveReader
-from tuneloop.explorer.ui.site import Site, in_thread
+from tuneloop.explorer.ui.site import Site
 from tuneloop.shared.errors import LedgerError, RequestRefused
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.operations.doctor import as_sections, examine_experiment
@@ -36,12 +36,12 @@ def add_operations(router: APIRouter, site: Site, counts: LedgerCounts) -> None:
     @router.get("/trainer")
     async def trainer(request: Request) -> Response:
         site.guard.admit(request)
-        return site.show(request, "trainer.html", **await in_thread(_trainer, site.ledger, curves))
+        return site.show(request, "trainer.html", **await site.read(request, _trainer, site.ledger, curves))
 
     @router.get("/trainer/status")
     async def status(request: Request) -> Response:
         site.guard.admit(request)
-        return site.show(request, "_trainer.html", counted=await in_thread(counts.get))
+        return site.show(request, "_trainer.html", counted=await site.read(request, counts.get))
 
     @router.get("/doctor")
     async def doctor(request: Request) -> Response:
@@ -52,7 +52,7 @@ def add_operations(router: APIRouter, site: Site, counts: LedgerCounts) -> None:
     async def report(request: Request) -> Response:
         site.guard.admit(request)
         async with examining:  # it looks at every row
-            found = await in_thread(examine_experiment, site.settings)
+            found = await asyncio.to_thread(examine_experiment, site.settings)
         return site.show(request, "_doctor.html", report=found, sections=as_sections(found, site.settings))
 
 
@@ -100,7 +100,7 @@ class ChangeWatch:
         if time.monotonic() - self._looked_at >= _LOOK_S / 2:
             self._looked_at = time.monotonic()
             try:
-                self._marks = await in_thread(self._ledger.reward_history.marks)
+                self._marks = await asyncio.to_thread(self._ledger.reward_history.marks)
             except LedgerError:  # it is away: the page says so to whoever asks
                 self._marks = ()
         return self._marks

@@ -10,7 +10,7 @@ from tuneloop.explorer.ui.overview import build_overview, find_waiting
 from tuneloop.explorer.ui.reading.conversation import last_words, read_calls, read_request
 from tuneloop.explorer.ui.reading.reply_query import FIELDS, link, parse_cursor, parse_filter
 from tuneloop.explorer.ui.reading.tokens import list_tokens
-from tuneloop.explorer.ui.site import Site, in_thread
+from tuneloop.explorer.ui.site import Site
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Outcome, State
 from tuneloop.shared.ledger.browsing.exchange_view import ExchangeView
@@ -36,14 +36,14 @@ def add_overview(router: APIRouter, site: Site, counts: LedgerCounts) -> None:
     @router.get("/")
     async def overview(request: Request) -> Response:
         site.guard.admit(request)
-        context = await in_thread(build_overview, site.ledger)
+        context = await site.read(request, build_overview, site.ledger)
         engines = request.app.state.services.fleet.engines
         return site.show(request, "overview.html", **context, engines=engines)
 
     @router.get("/waiting")
     async def waiting(request: Request) -> Response:
         site.guard.admit(request)
-        return site.show(request, "_waiting.html", waiting=await in_thread(find_waiting, counts))
+        return site.show(request, "_waiting.html", waiting=await site.read(request, find_waiting, counts))
 
 
 def add_exchanges(router: APIRouter, site: Site) -> None:
@@ -59,7 +59,9 @@ def add_exchanges(router: APIRouter, site: Site) -> None:
             wanted, after = parse_filter(query), parse_cursor(query)
         except RequestRefused as error:
             return site.show(request, "exchanges.html", 400, **context, page=None, rows=[], wrong=error, next_page="")
-        page: ReplyPage = await in_thread(lambda: ledger.reply_pages.page(tenant, wanted, after=after, limit=PAGE))
+        page: ReplyPage = await site.read(
+            request, lambda: ledger.reply_pages.page(tenant, wanted, after=after, limit=PAGE)
+        )
         rows = [(row, last_words(row.request, PREVIEW)) for row in page.rows]
         next_page = link(query, page.after) if page.after else ""
         return site.show(request, "exchanges.html", **context, page=page, rows=rows, wrong=None, next_page=next_page)
@@ -75,7 +77,7 @@ def add_exchanges(router: APIRouter, site: Site) -> None:
     async def tokens(request: Request, msg_id: str, choice: str) -> Response:
         tenant = site.tenant_of(request)
         number = int(choice) if choice.isascii() and choice.isdigit() and len(choice) < 6 else -1
-        view = await in_thread(ledger.exchange_views.tokens, tenant, msg_id, number)
+        view = await site.read(request, ledger.exchange_views.tokens, tenant, msg_id, number)
         if view is None:
             raise _no_exchange(msg_id)
         fleet = request.app.state.services.fleet
@@ -87,7 +89,9 @@ async def show_exchange(
     request: Request, site: Site, msg_id: str, *, status: int = 200, notice: str = "", wrong: str = ""
 ) -> Response:
     """The page of one exchange. Raises RequestRefused if there is none."""
-    view: ExchangeView | None = await in_thread(site.ledger.exchange_views.get, site.tenant_of(request), msg_id)
+    view: ExchangeView | None = await site.read(
+        request, site.ledger.exchange_views.get, site.tenant_of(request), msg_id
+    )
     if view is None:
         raise _no_exchange(msg_id)
     calls = {reply.id: read_calls(reply.tool_calls) for reply in view.replies}

@@ -13,7 +13,7 @@ from tuneloop.explorer.ui.pages import SENTENCES, show_exchange
 from tuneloop.explorer.ui.reading.conversation import read_calls, read_request
 from tuneloop.explorer.ui.reading.reply_query import parse_cursor
 from tuneloop.explorer.ui.sessions import PATH
-from tuneloop.explorer.ui.site import Site, in_thread
+from tuneloop.explorer.ui.site import Site
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Outcome
 from tuneloop.shared.ledger.browsing.same_prompts import PromptAnswer
@@ -40,7 +40,7 @@ def add_rating(router: APIRouter, site: Site) -> None:
     async def preferences(request: Request) -> Response:
         tenant = site.tenant_of(request)
         after = parse_cursor({"after": request.query_params.get("after", "")})
-        pair = await in_thread(site.ledger.same_prompts.next_pair, tenant, after)
+        pair = await site.read(request, site.ledger.same_prompts.next_pair, tenant, after)
         outcome = request.query_params.get("outcome", "")
         notice = SENTENCES[Outcome(outcome)] if outcome in set(SENTENCES) else ""
         return site.show(request, "preferences.html", **_view_of(pair), after=after, notice=notice)

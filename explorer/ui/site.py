@@ -1,8 +1,8 @@
 """The routes below /ui."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl, quote, urlsplit
 
 from fastapi import APIRouter, FastAPI, Request
@@ -11,6 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
+from tuneloop.explorer.bulk_work import BulkWork
 from tuneloop.explorer.http.bodies import read_bytes
 from tuneloop.explorer.http.caller import EntryGate
 from tuneloop.explorer.http.errors import refusal_of
@@ -38,6 +39,8 @@ PAGES = (
     ("/trainer", "Trainer"),
     ("/doctor", "Doctor"),
 )
+
+_T = TypeVar("_T")
 
 _MAX_FORM_BYTES, _MAX_FIELDS = 1 << 20, 50
 
@@ -73,6 +76,12 @@ class Site:
         context = {"status": refusal.status, "sentence": str(refusal), "path": request.url.path, "token": ""}
         return self.renderer.page("error.html", context, refusal.status)
 
+    async def read(self, request: Request, work: Callable[..., _T], *arguments: Any) -> _T:
+        """The result of what waits for the database, when it is the turn of who asks. Raises RequestRefused."""
+        reading: BulkWork = request.app.state.services.reading
+        identity = self.guard.caller_of(self.guard.admit(request)).identity
+        return await reading.run(f"pages of {identity}", partial(work, *arguments))
+
     async def form(self, request: Request) -> tuple[BrowserSession, Mapping[str, str]]:
         """The session and the fields of a form that a page of ours has sent. Raises RequestRefused."""
         self.guard.admit(request)
@@ -107,11 +116,6 @@ async def read_form(request: Request) -> Mapping[str, str]:
     except ValueError:
         raise RequestRefused("the form cannot be read: it is not URL-encoded UTF-8", code="invalid_form") from None
     return dict(pairs)
-
-
-async def in_thread(work: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of what waits for the database."""
-    return await asyncio.to_thread(work, *arguments)
 
 
 def _add_login(router: APIRouter, site: Site) -> None:

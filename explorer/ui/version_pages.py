@@ -10,7 +10,7 @@ from tuneloop.explorer.routes.admin import parse_decision, parse_version
 from tuneloop.explorer.ui.overview import chart_of, compare_versions_by_reward, reward_points
 from tuneloop.explorer.ui.reading.conversation import read_calls, read_request
 from tuneloop.explorer.ui.sessions import PATH
-from tuneloop.explorer.ui.site import Site, in_thread
+from tuneloop.explorer.ui.site import Site
 from tuneloop.shared.errors import RequestRefused, VersionRefused
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Ledger
@@ -59,19 +59,19 @@ def add_versions(router: APIRouter, site: Site) -> None:
     @router.get("/versions")
     async def versions(request: Request) -> Response:
         site.guard.admit(request)
-        return site.show(request, "versions.html", **await in_thread(_list, site.ledger))
+        return site.show(request, "versions.html", **await site.read(request, _list, site.ledger))
 
     @router.get("/versions/compare")
     async def compare(request: Request) -> Response:
         tenant = site.tenant_of(request)
         sides = [request.query_params.get(side, "") for side in ("a", "b")]
-        return site.show(request, "compare.html", **await in_thread(_compare, site.ledger, tenant, *sides))
+        return site.show(request, "compare.html", **await site.read(request, _compare, site.ledger, tenant, *sides))
 
     @router.get("/versions/{version}")
     async def version(request: Request, version: str) -> Response:
         site.guard.admit(request)
         done = request.query_params.get("done", "")
-        context = await in_thread(_describe, site.ledger, version)
+        context = await site.read(request, _describe, site.ledger, version)
         return site.show(request, "version.html", **context, done=_DONE.get(done, ""), wrong="")
 
     @router.post("/versions/{version}/{action}")
@@ -80,10 +80,10 @@ def add_versions(router: APIRouter, site: Site) -> None:
         if action not in _DECISIONS:
             raise RequestRefused(f"{action[:20]} is not a decision about a version", status=404, code="not_found")
         try:
-            await in_thread(_decide, site.ledger, version, action, form)
+            await site.read(request, _decide, site.ledger, version, action, form)
         except (VersionRefused, RequestRefused) as error:
             status = error.status if isinstance(error, RequestRefused) else 409
-            context = await in_thread(_describe, site.ledger, version)
+            context = await site.read(request, _describe, site.ledger, version)
             return site.show(request, "version.html", status, **context, done="", wrong=str(error))
         return RedirectResponse(f"{PATH}/versions/{version}?done={action}", 303)
 

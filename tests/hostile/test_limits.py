@@ -47,7 +47,7 @@ FIXED: dict[str, object] = {
     "values in a body": bodies.MAX_VALUES,
     "what a client does not read": None,
     "an answer over 64 KiB of which its client reads nothing, whole or streamed": ConnectionLimits.read_timeout_s,
-    "bodies and such answers of one key, or of all who come without one": None,
+    "bodies and such answers of one key, and of a tenant, or of all who come without a key": None,
     "[files that a request names by URL](operations.md#files-from-urls)": media_fetching.MAX_FILES,
     "how long they may take to come": media_fetching.FETCH_TIMEOUT_S,
     "a body for `/tokenize`, `/detokenize` or `/v1/messages/count_tokens`": passthrough._MAX_TEXT_BYTES,

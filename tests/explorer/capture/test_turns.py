@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pytest
 
@@ -198,10 +199,12 @@ async def test_keys_without_a_backlog_keep_the_order_in_which_they_spoke(own: Sp
 
 def test_something_is_begun_at_once_for_each_but_not_all_the_time_for_one_of_several() -> None:
     urgency, loud, quiet = _Urgency(), Owner("acme", "loud"), Owner("acme", "quiet")
-    assert [urgency.begins(loud, at) for at in (0.0, 0.01, 0.02)] == [True] * 3
-    assert [urgency.begins(each, 0.03) for each in (quiet, loud, quiet)] == [True, False, False]
-    assert [urgency.begins(loud, at) for at in (0.1, 0.125, 0.15)] == [False, True, False]
-    assert [urgency.begins(loud, at) for at in (1.5, 1.51, 1.52)] == [True] * 3  # the other one has left
+    own = partial(urgency.begins, of_all=False)
+    assert [own(loud, at) for at in (0.0, 0.01, 0.02)] == [True] * 3
+    assert [own(each, 0.03) for each in (quiet, loud, quiet)] == [True, False, False]
+    assert [own(loud, at) for at in (0.1, 0.125, 0.15)] == [False, True, False]
+    assert [urgency.begins(each, 0.16, of_all=True) for each in (loud, loud, quiet)] == [True, False, True]
+    assert [own(loud, at) for at in (1.5, 1.51, 1.52)] == [True] * 3  # the other one has left
 
 
 async def test_who_waits_for_nothing_does_not_begin_what_others_said(
@@ -242,3 +245,16 @@ async def test_who_says_a_little_all_the_time_has_no_transactions_of_its_own_whi
         assert await say("third")
         assert await again
     assert diary.groups == [["loud"], ["loud"], ["quiet"], ["loud", "third"]]
+
+
+async def test_who_waits_for_all_of_a_tenants_does_not_take_the_turn_of_another_key_that_does(
+    own: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flusher_module, "_LOOK_S", 600.0)
+    monkeypatch.setattr(flusher_module, "_ABSENT_S", 600.0)
+    diary = Diary()
+    with flushing(own, diary) as (flusher, _):
+        for asker in ("loud", "loud", "quiet"):
+            await append(own, feedback(key="loud"))
+            assert await flusher.wait_until_flushed(10, "acme", asker=asker) is Flushed.ALL
+    assert diary.groups == [["loud"]] * 3

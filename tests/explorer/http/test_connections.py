@@ -354,7 +354,7 @@ def test_a_callers_bodies_and_answers_take_no_more_than_they_leave_to_others(
     shares = [RequestShare(limits) for _ in range(3)]
     for share, name in zip(shares, ("slow", "slow", "other"), strict=True):
         share.begin(Caller(name=name))
-    assert shares[0].hold(40) is None
+    assert shares[0].hold(30) is None
     refused = hold(shares[1], 30)
     assert refused is not None
     assert refused.code == "overloaded"
@@ -364,6 +364,19 @@ def test_a_callers_bodies_and_answers_take_no_more_than_they_leave_to_others(
     for share in shares:
         share.end()
     assert (limits.held_bytes, dict(limits.held_by)) == (0, {})
+
+
+def test_a_tenants_keys_leave_as_much_to_another_tenant_as_they_take_however_many_they_are() -> None:
+    limits, taken = ConnectionLimits(max_held_bytes=1000), 0
+    for number in range(100):
+        share = RequestShare(limits)
+        share.begin(Caller(name=f"key-{number}", tenant="many"))
+        while share.hold(1) is None:
+            taken += 1
+    assert taken <= limits.held_bytes <= 500
+    share = RequestShare(limits)
+    share.begin(Caller(name="one", tenant="other"))
+    assert share.hold(1000 // 6) is None
 
 
 class ByName:
@@ -386,12 +399,12 @@ async def test_a_key_that_ends_none_of_its_bodies_leaves_room_for_anothers() -> 
             writer.write(http_request(b"x" * 10_000, "x-api-key: slow")[:-1])
         answers = [asyncio.create_task(reader.read()) for reader, _ in slow]
         await until(lambda: limits.held_bytes // 9_999 + sum(each.done() for each in answers) == 20)
-        assert limits.held_bytes <= 50_000
+        assert limits.held_bytes <= 33_333 + 10_000  # what comes with a head is counted before it is known whose it is
         assert all(b"overloaded" in each.result() for each in answers if each.done())
         reader, writer = await connect()
-        writer.write(http_request(b"x" * 25_000, "x-api-key: other"))
-        assert (await reader.readuntil(b"\r\n\r\n25000")).startswith(b"HTTP/1.1 200")
-        assert set(limits.held_by) == {"default/slow"}
+        writer.write(http_request(b"x" * 5_000, "x-api-key: other"))
+        assert (await reader.readuntil(b"\r\n\r\n5000")).startswith(b"HTTP/1.1 200")
+        assert set(limits.held_by) == {"default/slow", "default/"}
 
 
 async def test_what_comes_behind_a_request_is_its_callers_until_it_begins() -> None:
@@ -400,7 +413,7 @@ async def test_what_comes_behind_a_request_is_its_callers_until_it_begins() -> N
         reader, writer = await connect()
         writer.write(http_request(b"123", "x-api-key: one") + http_request(b"12345", "x-api-key: two"))
         await until(lambda: limits.held_bytes == 8)
-        assert dict(limits.held_by) == {"default/one": 8}
+        assert dict(limits.held_by) == {"default/one": 8, "default/": 8}
         gate.set()
         await reader.readuntil(b"\r\n\r\n5")
         await until(lambda: not limits.held_by)

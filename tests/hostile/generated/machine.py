@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
@@ -25,12 +26,19 @@ _tasks = (f"task-{number}" for number in itertools.count())
 
 
 class Clients(RuleBasedStateMachine):
-    """One task's clients. What they have been told is compared with the database when they are done."""
+    """One task's clients. What they have been told is compared with the database when they are done.
+
+    Where there are keys, all clients of a task bring one of them, and others' holders look for their replies.
+    """
 
     traffic: ClassVar[Traffic]
+    keys: ClassVar[Sequence[str]] = ()
+    _begun = itertools.count()
 
     def __init__(self) -> None:
         super().__init__()
+        if self.keys:
+            self.traffic.bearer = self.keys[next(self._begun) % len(self.keys)]
         self.replies: list[Reply] = []
         self.task_id, self.run_id = next(_tasks), "0"
 
@@ -175,7 +183,38 @@ class Clients(RuleBasedStateMachine):
 
     @rule(path=st.sampled_from(["/health", "/health/ready", "/v1/models", "/metrics", "/training", "/ping"]))
     def look(self, path: str) -> None:
-        assert self.traffic.send("GET", path).status_code == 200
+        assert self.traffic.send("GET", path).status_code == (403 if self.keys and path == "/metrics" else 200)
+
+    @precondition(lambda self: self.keys)
+    @rule(index=_index, how=st.sampled_from(["read", "judge", "delete", "change", "go on", "list", "commit"]))
+    def intrude(self, index: int, how: str) -> None:
+        """Another tenant's client finds nothing of a reply, whatever it does, and changes nothing."""
+        if (reply := self.one(index, CHAT, RESPONSES)) is None:
+            return
+        path, own = f"{reply.path}/{reply.msg_id}", self.traffic.bearer
+        rated = {"msg_ids": [reply.msg_id], "reward": -1.0}
+        continued = {"model": MODEL, "input": "go on", "previous_response_id": reply.msg_id}
+        calls: dict[str, tuple[str, str, dict[str, Any]]] = {
+            "read": ("GET", path, {}),
+            "judge": ("POST", "/feedback", {"json": rated}),
+            "delete": ("DELETE", f"{CHAT}/{reply.msg_id}", {}),
+            "change": ("POST", f"{CHAT}/{reply.msg_id}", {"json": {"metadata": {"note": "another's"}}}),
+            "go on": ("POST", RESPONSES, {"json": continued}),
+            "list": ("GET", CHAT, {"params": {"metadata[tuneloop_task_id]": self.task_id}}),
+            "commit": ("POST", "/commit", {"json": {"task_id": self.task_id}}),
+        }
+        method, path, what = calls[how]
+        self.traffic.bearer = next(each for each in self.keys if each != own)
+        try:
+            answer = self.traffic.send(method, path, **what)
+        finally:
+            self.traffic.bearer = own
+        if how in {"list", "commit"}:
+            assert answer.status_code in {200, 503}, answer.text
+            assert answer.status_code == 503 or (not answer.json().get("data") and not answer.json().get("committed"))
+        else:
+            assert answer.status_code == 404, (how, answer.text)
+        assert reply.text not in answer.text
 
     @rule(text=st.text(max_size=20))
     def tokenize(self, text: str) -> None:

@@ -106,6 +106,27 @@ def is_let_in(bed: Bed, secret: str) -> bool:
 
 
 @pytest.fixture
+def of_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
+    """Clients of two tenants, each task's with one tenant's key."""
+    with echo_process(tmp_path) as url, bed_with(tmp_path, [url], workers=2) as bed:
+        scopes = set(Scope) - {Scope.ADMIN, Scope.METRICS}
+        keys = [bed.key("app", tenant, tuple(scopes)).removeprefix("Bearer ") for tenant in ("acme", "globex")]
+        bed.http.headers["Authorization"] = f"Bearer {ADMIN_KEY}"
+        monkeypatch.setattr(Clients, "keys", keys)
+        found = Traffic(bed)
+        yield found
+        found.close()
+        print(f"{found.requests} requests: {dict(found.statuses)}, refusals: {dict(found.codes)}")  # noqa: T201
+        bed.is_sound()
+
+
+def test_a_state_machine_of_two_tenants_clients(of_tenants: Traffic) -> None:
+    live(of_tenants, requests=600, derandomize=True)
+    assert of_tenants.requests > 100
+    assert not of_tenants.statuses[401]
+
+
+@pytest.fixture
 def keyed(tmp_path: Path) -> Iterator[Traffic]:
     """Clients of two tenants, an administrator of one, and the operator, where nobody comes in without a key."""
     with echo_process(tmp_path) as url, bed_with(tmp_path, [url]) as bed:
@@ -137,6 +158,12 @@ def test_holders_of_keys_send_what_our_own_description_says(keyed: Traffic) -> N
 def test_holders_of_keys_send_ten_thousand_requests(keyed: Traffic) -> None:
     send_from_description(keyed, requests=REQUESTS // 10, derandomize=False, of=own_description)
     assert keyed.requests >= REQUESTS // 20
+
+
+@pytest.mark.soak
+def test_a_hundred_thousand_requests_of_two_tenants(of_tenants: Traffic) -> None:
+    live(of_tenants, requests=REQUESTS, derandomize=False)
+    assert of_tenants.requests >= REQUESTS
 
 
 @pytest.mark.soak

@@ -93,7 +93,12 @@ def read_stream(path: Path, data: str) -> tuple[str, str]:
 
 
 class Traffic:
-    """Several clients of one service. `requests` counts what they have sent, `statuses` what came back."""
+    """Several clients of one service. `requests` counts what they have sent, `statuses` what came back.
+
+    They all bring the key `bearer`, if there is one.
+    """
+
+    bearer = ""
 
     def __init__(self, bed: Bed, *, clients: int = 3, keys: Sequence[str] = ()) -> None:
         """With `keys`, each request brings the next of them."""
@@ -119,8 +124,8 @@ class Traffic:
         if self._keys:
             key = self._keys[self.requests % len(self._keys)]
             what["headers"] = {"Authorization": f"Bearer {key}"} | what.get("headers", {})
-        elif admin:
-            what["headers"] = {"Authorization": f"Bearer {ADMIN_KEY}"} | what.get("headers", {})
+        elif key := ADMIN_KEY if admin else self.bearer:
+            what["headers"] = {"Authorization": f"Bearer {key}"} | what.get("headers", {})
         answer = self._clients[self.requests % len(self._clients)].request(method, path, **what)
         self.statuses[answer.status_code] += 1
         if answer.status_code == 401:
@@ -158,7 +163,7 @@ class Traffic:
         """Ask for a stream, and go when some of it has come."""
         self.requests += 1
         with self._connected() as connection:
-            connection.sendall(_written(path, fresh_name(), labels, stream=True))
+            connection.sendall(self._written(path, fresh_name(), labels, stream=True))
             got = 0
             while got < after_bytes and (piece := connection.recv(after_bytes - got)) and b"\r\n0\r\n" not in piece:
                 got += len(piece)
@@ -169,7 +174,7 @@ class Traffic:
         """Ask for several replies on one connection without waiting for any."""
         names = [fresh_name() for _ in paths]
         self.requests += len(paths)
-        requests = [_written(path, name, labels) for path, name in zip(paths, names, strict=True)]
+        requests = [self._written(path, name, labels) for path, name in zip(paths, names, strict=True)]
         with self._connected() as connection:
             connection.sendall(b"".join(requests))
             with connection.makefile("rb") as file:
@@ -181,15 +186,17 @@ class Traffic:
             assert text_of(path, answer) == found[-1].text, answer
         return found
 
+    def _written(self, path: Path, name: str, labels: tuple[str, str], **but: Any) -> bytes:
+        metadata = {"tuneloop_task_id": labels[0], "tuneloop_run_id": labels[1]}
+        body = json.dumps(request_body(path, name, metadata=metadata, **but)).encode()
+        lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", f"Content-Length: {len(body)}"]
+        if self.bearer:
+            lines.append(f"Authorization: Bearer {self.bearer}")
+        return "\r\n".join([*lines, "", ""]).encode() + body
+
     def _connected(self) -> socket.socket:
         parts = urlsplit(self.bed.url)
         return socket.create_connection((parts.hostname, parts.port), timeout=60)
-
-
-def _written(path: Path, name: str, labels: tuple[str, str], **but: Any) -> bytes:
-    metadata = {"tuneloop_task_id": labels[0], "tuneloop_run_id": labels[1]}
-    body = json.dumps(request_body(path, name, metadata=metadata, **but)).encode()
-    return f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def _read_whole(file: Any) -> dict[str, Any]:

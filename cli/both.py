@@ -6,8 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 #: Seconds that a service gets to stop once neither can start.
 GRACE_S = 120.0
@@ -30,6 +31,7 @@ _LAST_WORDS = {
 
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 _PR_SET_PDEATHSIG = 1
+_PRCTL = ctypes.CDLL(None, use_errno=True).prctl
 
 
 def supervise(commands: Mapping[str, Sequence[str]]) -> int:
@@ -67,7 +69,9 @@ class _Service:
 
     def start(self) -> None:
         """Start it in a session of its own, so that a terminal's Ctrl-C reaches it once: through us."""
-        self.process = subprocess.Popen(self.command, start_new_session=True, preexec_fn=_child_setup(os.getpid()))
+        self.process = subprocess.Popen(
+            self.command, start_new_session=True, preexec_fn=partial(_set_up_child, os.getpid())
+        )
         self.started_at, self.starts_at = time.monotonic(), None
         self.starts += 1
 
@@ -154,16 +158,11 @@ def _say(sentence: str) -> None:
     sys.stderr.flush()
 
 
-def _child_setup(parent: int) -> Callable[[], None]:
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def before_exec() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return before_exec
+def _set_up_child(parent: int) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    _PRCTL(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _exit_code(returncode: int, forwarded: set[int]) -> int:

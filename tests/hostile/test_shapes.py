@@ -4,9 +4,10 @@ import re
 import select
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import urlsplit
 
 import httpx
@@ -82,12 +83,14 @@ class Stranger:
             self.got += piece
             self._ended = not piece
 
-    def hears(self, text: bytes, times: int) -> bool:
-        """Whether a text comes so often, or the connection ends before."""
+    def hears(self, text: bytes, times: Callable[[], int]) -> bool:
+        """Whether a text comes as often as it is said until then, or the connection ends before."""
         deadline = time.monotonic() + _LATE_S
-        while self.got.count(text) < times and not self._ended and time.monotonic() < deadline:
+        while True:
+            said, heard = times(), self.got.count(text)
+            if heard >= said or self._ended or time.monotonic() >= deadline:
+                return heard == said or (self._ended and heard < said)
             self.listen(0.05)
-        return self.got.count(text) == times or (self._ended and self.got.count(text) < times)
 
     def statuses(self) -> list[int]:
         return [int(each) for each in re.findall(rb"HTTP/1\.[01] (\d{3})", self.got)]
@@ -108,7 +111,8 @@ def test_whoever_comes_next_gets_his_own_answer(site: Site, shape: Shape) -> Non
             site.bed.ask(site.neighbour)
         # What was taken for a request of his is answered to nobody but him.
         for name in (attack, hidden):
-            assert stranger.hears(reply_to(name.decode()).encode(), site.echo.asked.count(name.decode())), stranger.got
+            times = partial(site.echo.asked.count, name.decode())
+            assert stranger.hears(reply_to(name.decode()).encode(), times), stranger.got
         if site.kind == "direct":
             assert [each for each in stranger.statuses() if each >= 500] == []
     finally:

@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from tuneloop.runner.errors import ServiceAway, TuneRefused
 
 _PR_SET_PDEATHSIG = 1
+_PRCTL = ctypes.CDLL(None, use_errno=True).prctl if sys.platform.startswith("linux") else None
 _STOP_S = 120.0
 _TAIL = 20
 
@@ -86,13 +88,11 @@ def _is_installed(module: str) -> bool:
 
 def _end_with(parent: int) -> Callable[[], None] | None:
     """What a child does before it starts, so that the kernel ends it with us; nothing where the kernel is not Linux."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    return partial(_be_ended_with, parent) if _PRCTL is not None else None
 
-    def before_exec() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-        if os.getppid() != parent:
-            os._exit(1)
 
-    return before_exec
+def _be_ended_with(parent: int) -> None:
+    assert _PRCTL is not None
+    _PRCTL(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if os.getppid() != parent:
+        os._exit(1)

@@ -36,6 +36,10 @@ _HANDLERS = {
 #: Modules that start Pythons of ours.
 _STARTING = ("tuneloop.explorer", "tuneloop.trainer")
 
+#: What tune() starts, and how.
+SERVICES_OF_TUNE = "tuneloop run"
+_RUN = ("-P", "-c", "from tuneloop.cli.main import main; main()", "run")
+
 _LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)
 
 #: Variables that Python or a library reads when it starts: who has others there is forked from another process.
@@ -84,7 +88,9 @@ def _customizing(environment: Mapping[str, str]) -> list[Path]:
 
 
 def module_of(command: Sequence[str]) -> str | None:
-    """The module that a Python command runs, with -P or without."""
+    """The module that a Python command runs, with -P or without; `tuneloop run` has none."""
+    if tuple(command[:5]) == (sys.executable, *_RUN):
+        return SERVICES_OF_TUNE
     words = [word for word in command[:4] if word != "-P"]
     return words[2] if len(words) > 2 and words[:2] == [sys.executable, "-m"] else None
 

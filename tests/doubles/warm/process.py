@@ -26,6 +26,9 @@ SERVICES = (
 )
 TRAINING = ("tuneloop.trainer.__main__", "tuneloop.trainer.loop", "tuneloop.trainer.workers.rank")
 
+#: What all of a service is, both parts.
+BOTH = (*SERVICES, *TRAINING)
+
 #: How long a command's name in /proc may be.
 _NAME_CHARACTERS = 4096
 

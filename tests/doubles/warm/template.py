@@ -25,6 +25,7 @@ _STARTED = (
     "tuneloop.explorer.processes.worker",
     "tuneloop.explorer.versions.verifier",
     "tuneloop.trainer",
+    orders.SERVICES_OF_TUNE,
 )
 
 #: What a template is called in /proc.
@@ -141,7 +142,8 @@ class _Starter:
         return orders.read_at_start(environment) == self._read_at_start
 
     def _fork(self, given: Mapping[str, Any]) -> int:
-        order, descriptors = orders.order_of(given)
+        starts = orders.module_of(given["args"]) == orders.SERVICES_OF_TUNE
+        order, descriptors = orders.order_of(given, starts=starts)
         ours, theirs = socket.socketpair()
         with self._lock, ours:
             _take_up_orphans(True)

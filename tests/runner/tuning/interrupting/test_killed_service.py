@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine, text
 
+from tests.doubles.warm.process import BOTH, WarmProcess
 from tests.loop.harness.services import alive, children, command_of, descendants, make_model, wait_for
 from tests.runner.tuning.interrupting.started import TASKS
 from tuneloop.shared.settings.loader import load_settings
@@ -19,10 +20,10 @@ from tuneloop.shared.settings.loader import load_settings
 RUNS = 2 * len(TASKS)
 
 
-def start(model: Path, folder: Path, log: Path) -> "subprocess.Popen[bytes]":
+def start(model: Path, folder: Path, log: Path) -> WarmProcess:
     command = [sys.executable, "-m", "tests.runner.tuning.interrupting.started", str(model), str(folder)]
     with log.open("ab") as output:
-        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        return WarmProcess(command, modules=BOTH, starts=True, stdout=output, stderr=subprocess.STDOUT)
 
 
 def journal(folder: Path) -> list[dict[str, Any]]:

@@ -6,9 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 #: Seconds that a service gets to stop once neither can start.
 GRACE_S = 120.0
@@ -31,7 +31,6 @@ _LAST_WORDS = {
 
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 _PR_SET_PDEATHSIG = 1
-_PRCTL = ctypes.CDLL(None, use_errno=True).prctl
 
 
 def supervise(commands: Mapping[str, Sequence[str]]) -> int:
@@ -69,6 +68,7 @@ class _Service:
 
     def start(self) -> None:
         """Start it in a session of its own, so that a terminal's Ctrl-C reaches it once: through us."""
+        _prctl()  # looked up here, not between fork and exec
         self.process = subprocess.Popen(
             self.command, start_new_session=True, preexec_fn=partial(_set_up_child, os.getpid())
         )
@@ -158,9 +158,14 @@ def _say(sentence: str) -> None:
     sys.stderr.flush()
 
 
+@cache
+def _prctl() -> Callable[..., int]:
+    return ctypes.CDLL(None, use_errno=True).prctl
+
+
 def _set_up_child(parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    _PRCTL(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    _prctl()(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
     if os.getppid() != parent:
         os._exit(1)
 

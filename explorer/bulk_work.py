@@ -35,6 +35,15 @@ def take_short_turns() -> None:
     sys.setswitchinterval(TURN_S)
 
 
+def pages_of(identity: str) -> str:
+    """The owner of what a caller's pages and reports read: his conversations do not wait for them.
+
+    >>> pages_of("acme/web")
+    'pages of acme/web'
+    """
+    return f"pages of {identity}"
+
+
 class _Piece(NamedTuple):
     work: Callable[[], Any]
     done: "asyncio.Future[Any]"

@@ -7,7 +7,7 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from tuneloop.explorer.bulk_work import BulkWork
+from tuneloop.explorer.bulk_work import BulkWork, pages_of
 from tuneloop.explorer.http.caller import caller_of
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
@@ -59,7 +59,7 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
 async def _in_turn(request: Request, query: Callable[[], _T]) -> _T:
     """The result of `query`, when it is the caller's turn."""
     reading: BulkWork = request.app.state.services.reading
-    return await reading.run(f"pages of {caller_of(request.scope).identity}", query)
+    return await reading.run(pages_of(caller_of(request.scope).identity), query)
 
 
 def _status(settings: Settings, ledger: Ledger, served: list[int]) -> dict[str, object]:

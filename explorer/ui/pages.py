@@ -35,15 +35,13 @@ def add_overview(router: APIRouter, site: Site, counts: LedgerCounts) -> None:
     @router.get("")
     @router.get("/")
     async def overview(request: Request) -> Response:
-        site.guard.admit(request)
-        context = await site.read(request, build_overview, site.ledger)
+        context = await site.in_turn(request, build_overview, site.ledger)
         engines = request.app.state.services.fleet.engines
         return site.show(request, "overview.html", **context, engines=engines)
 
     @router.get("/waiting")
     async def waiting(request: Request) -> Response:
-        site.guard.admit(request)
-        return site.show(request, "_waiting.html", waiting=await site.read(request, find_waiting, counts))
+        return site.show(request, "_waiting.html", waiting=await site.in_turn(request, find_waiting, counts))
 
 
 def add_exchanges(router: APIRouter, site: Site) -> None:
@@ -59,7 +57,7 @@ def add_exchanges(router: APIRouter, site: Site) -> None:
             wanted, after = parse_filter(query), parse_cursor(query)
         except RequestRefused as error:
             return site.show(request, "exchanges.html", 400, **context, page=None, rows=[], wrong=error, next_page="")
-        page: ReplyPage = await site.read(
+        page: ReplyPage = await site.in_turn(
             request, lambda: ledger.reply_pages.page(tenant, wanted, after=after, limit=PAGE)
         )
         rows = [(row, last_words(row.request, PREVIEW)) for row in page.rows]
@@ -77,7 +75,7 @@ def add_exchanges(router: APIRouter, site: Site) -> None:
     async def tokens(request: Request, msg_id: str, choice: str) -> Response:
         tenant = site.tenant_of(request)
         number = int(choice) if choice.isascii() and choice.isdigit() and len(choice) < 6 else -1
-        view = await site.read(request, ledger.exchange_views.tokens, tenant, msg_id, number)
+        view = await site.in_turn(request, ledger.exchange_views.tokens, tenant, msg_id, number)
         if view is None:
             raise _no_exchange(msg_id)
         fleet = request.app.state.services.fleet
@@ -89,7 +87,7 @@ async def show_exchange(
     request: Request, site: Site, msg_id: str, *, status: int = 200, notice: str = "", wrong: str = ""
 ) -> Response:
     """The page of one exchange. Raises RequestRefused if there is none."""
-    view: ExchangeView | None = await site.read(
+    view: ExchangeView | None = await site.in_turn(
         request, site.ledger.exchange_views.get, site.tenant_of(request), msg_id
     )
     if view is None:

@@ -40,7 +40,7 @@ def add_rating(router: APIRouter, site: Site) -> None:
     async def preferences(request: Request) -> Response:
         tenant = site.tenant_of(request)
         after = parse_cursor({"after": request.query_params.get("after", "")})
-        pair = await site.read(request, site.ledger.same_prompts.next_pair, tenant, after)
+        pair = await site.in_turn(request, site.ledger.same_prompts.next_pair, tenant, after)
         outcome = request.query_params.get("outcome", "")
         notice = SENTENCES[Outcome(outcome)] if outcome in set(SENTENCES) else ""
         return site.show(request, "preferences.html", **_view_of(pair), after=after, notice=notice)

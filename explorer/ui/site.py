@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
-from tuneloop.explorer.bulk_work import BulkWork
+from tuneloop.explorer.bulk_work import BulkWork, pages_of
 from tuneloop.explorer.http.bodies import read_bytes
 from tuneloop.explorer.http.caller import EntryGate
 from tuneloop.explorer.http.errors import refusal_of
@@ -76,11 +76,11 @@ class Site:
         context = {"status": refusal.status, "sentence": str(refusal), "path": request.url.path, "token": ""}
         return self.renderer.page("error.html", context, refusal.status)
 
-    async def read(self, request: Request, work: Callable[..., _T], *arguments: Any) -> _T:
+    async def in_turn(self, request: Request, work: Callable[..., _T], *arguments: Any) -> _T:
         """The result of what waits for the database, when it is the turn of who asks. Raises RequestRefused."""
         reading: BulkWork = request.app.state.services.reading
         identity = self.guard.caller_of(self.guard.admit(request)).identity
-        return await reading.run(f"pages of {identity}", partial(work, *arguments))
+        return await reading.run(pages_of(identity), partial(work, *arguments))
 
     async def form(self, request: Request) -> tuple[BrowserSession, Mapping[str, str]]:
         """The session and the fields of a form that a page of ours has sent. Raises RequestRefused."""

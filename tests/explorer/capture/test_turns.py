@@ -225,11 +225,16 @@ async def test_who_waits_for_nothing_does_not_begin_what_others_said(
     assert diary.groups == [["first"], ["second"], ["loud", "quiet"]]
 
 
-async def test_who_says_a_little_all_the_time_has_no_transactions_of_its_own_while_others_wait(
-    own: Spool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flusher that begins nothing unless somebody has it begin at once, for whom nobody is ever absent."""
     monkeypatch.setattr(flusher_module, "_LOOK_S", 600.0)
     monkeypatch.setattr(flusher_module, "_ABSENT_S", 600.0)
+
+
+async def test_who_says_a_little_all_the_time_has_no_transactions_of_its_own_while_others_wait(
+    own: Spool, unhurried: None
+) -> None:
     diary = Diary()
 
     async def say(key: str) -> Flushed:
@@ -248,10 +253,8 @@ async def test_who_says_a_little_all_the_time_has_no_transactions_of_its_own_whi
 
 
 async def test_who_waits_for_all_of_a_tenants_does_not_take_the_turn_of_another_key_that_does(
-    own: Spool, monkeypatch: pytest.MonkeyPatch
+    own: Spool, unhurried: None
 ) -> None:
-    monkeypatch.setattr(flusher_module, "_LOOK_S", 600.0)
-    monkeypatch.setattr(flusher_module, "_ABSENT_S", 600.0)
     diary = Diary()
     with flushing(own, diary) as (flusher, _):
         for asker in ("loud", "loud", "quiet"):

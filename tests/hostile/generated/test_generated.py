@@ -44,12 +44,17 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
         found.is_sound()
 
 
+def end(traffic: Traffic) -> None:
+    """Close the clients and say what they have sent."""
+    traffic.close()
+    print(f"{traffic.requests} requests: {dict(traffic.statuses)}, refusals: {dict(traffic.codes)}")  # noqa: T201
+
+
 @pytest.fixture
 def traffic(bed: Bed) -> Iterator[Traffic]:
     found = Traffic(bed)
     yield found
-    found.close()
-    print(f"{found.requests} requests: {dict(found.statuses)}, refusals: {dict(found.codes)}")  # noqa: T201
+    end(found)
 
 
 def live(traffic: Traffic, *, requests: int, derandomize: bool) -> None:
@@ -115,8 +120,7 @@ def of_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traf
         monkeypatch.setattr(Clients, "keys", keys)
         found = Traffic(bed)
         yield found
-        found.close()
-        print(f"{found.requests} requests: {dict(found.statuses)}, refusals: {dict(found.codes)}")  # noqa: T201
+        end(found)
         bed.is_sound()
 
 
@@ -142,8 +146,7 @@ def keyed(tmp_path: Path) -> Iterator[Traffic]:
         eventually(lambda: all(is_let_in(bed, secret) for secret in secrets))
         found = Traffic(bed, keys=[*secrets, ADMIN_KEY])
         yield found
-        found.close()
-        print(f"{found.requests} requests: {dict(found.statuses)}, refusals: {dict(found.codes)}")  # noqa: T201
+        end(found)
         bed.is_sound()
 
 

@@ -43,7 +43,13 @@ def serving(app: Any, *, drain_s: int = 5) -> Iterator[str]:
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(app, log_level="critical", http=Resettable, timeout_graceful_shutdown=drain_s)
+        config = uvicorn.Config(
+            app,
+            log_level="critical",
+            http=Resettable,
+            timeout_graceful_shutdown=drain_s,
+            timeout_keep_alive=75,  # as a worker's: a client that stood still for 5 s could ask on what is just closed
+        )
         server = _Prompt(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()

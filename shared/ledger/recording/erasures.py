@@ -5,19 +5,20 @@ What is read or decided here runs inside a transaction of the ledger.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from sqlalchemy import Connection, Select, exists, or_, select, tuple_
+from sqlalchemy import Connection, Select, or_, select, tuple_
 
 from tuneloop.shared.experience import Exchange, Feedback, Record, person_behind
+from tuneloop.shared.ledger.rare_rows import RareRows
 from tuneloop.shared.ledger.storage.schema import deletions, erasures, feedback
 from tuneloop.shared.ledger.storage.schema_types import Words
-from tuneloop.shared.ledger.storage.transactions import portions
+from tuneloop.shared.ledger.storage.transactions import is_among, portions
 from tuneloop.shared.ledger.stored_bytes import delete_counted
 
 #: A tenant and the name of a person there.
 Person = tuple[str, str]
 
 
-_ANYTHING_DELETED = select(exists().select_from(deletions))
+_ERASED = select(erasures).where(is_among(tuple_(erasures.c.tenant, erasures.c.user_id), "people"))
 
 
 def without_erased(records: Iterable[Record], erased: Mapping[Person, float]) -> Iterator[Record]:
@@ -39,10 +40,13 @@ def without_erased(records: Iterable[Record], erased: Mapping[Person, float]) ->
 
 
 def not_erased(
-    connection: Connection, new_exchanges: Sequence[Exchange], new_feedback: Sequence[Feedback]
+    connection: Connection, rare: RareRows, new_exchanges: Sequence[Exchange], new_feedback: Sequence[Feedback]
 ) -> tuple[list[Exchange], list[Feedback]]:
     """The exchanges and the feedback that may be stored. Earlier feedback about one that may not is deleted."""
-    new_exchanges, new_feedback = _not_deleted(connection, new_exchanges, new_feedback)
+    if rare.deletions:
+        new_exchanges, new_feedback = _not_deleted(connection, new_exchanges, new_feedback)
+    if not rare.erasures:
+        return list(new_exchanges), list(new_feedback)
     people = [(each.tenant, each.user) for each in new_exchanges] + [
         (each.tenant, each.source and person_behind(each.source)) for each in new_feedback
     ]
@@ -65,8 +69,7 @@ def erased_among(connection: Connection, people: Collection[Person]) -> dict[Per
     """When those of the people were erased who were."""
     found: dict[Person, float] = {}
     for portion in portions(people, of=2):
-        theirs = tuple_(erasures.c.tenant, erasures.c.user_id).in_(portion)
-        for row in connection.execute(select(erasures).where(theirs)):
+        for row in connection.execute(_ERASED, {"people": portion}):
             found[row.tenant, row.user_id] = row.erased_at
     return found
 
@@ -87,8 +90,6 @@ def _not_deleted(
     connection: Connection, new_exchanges: Sequence[Exchange], new_feedback: Sequence[Feedback]
 ) -> tuple[Sequence[Exchange], Sequence[Feedback]]:
     """Those that are neither a deleted completion nor about one."""
-    if not connection.execute(_ANYTHING_DELETED).scalar():
-        return new_exchanges, new_feedback
     named = {each.msg_id for each in new_exchanges} | {msg_id for each in new_feedback for msg_id in names_in(each)}
     deleted = {row.msg_id for portion in portions(named) for row in connection.execute(deleted_of(portion))}
     if not deleted:

@@ -3,12 +3,14 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from sqlalchemy import Connection, Select, and_, select, true, tuple_, update
+from sqlalchemy import ColumnElement, Connection, Select, Update, and_, bindparam, select, tuple_, update
 
 from tuneloop.shared.experience import HELD_OUT, Exchange, Experience, Feedback, Kind, Outcome, Record, State
+from tuneloop.shared.ledger.rare_rows import rare_rows
 from tuneloop.shared.ledger.raters.reliability import voice_of
 from tuneloop.shared.ledger.recording.erasures import not_erased
 from tuneloop.shared.ledger.recording.outcomes import EarlyFeedback, outcomes_apart, rows_about
@@ -62,6 +64,7 @@ _ABOUT_RUNS = _EARLIER.where(feedback.c.msg_id.is_(None), is_among(_RUN, "runs")
 _OUTCOMES = select(feedback.c.event_id, feedback.c.call_id, feedback.c.outcome).where(
     is_among(feedback.c.event_id, "events")
 )
+_NEWEST_EPOCH = select(epochs.c.epoch, epochs.c.seen_at).order_by(epochs.c.epoch.desc()).limit(1)
 _MISMATCHES = select(mismatches.c.engine, mismatches.c.since, mismatches.c.until)
 
 
@@ -113,22 +116,23 @@ class Recording(LedgerPart):
             new_feedback = self._in_ledger_time(connection, new_feedback)
             # Else a reply and its feedback, recorded by two processes at once, would not see each other.
             alone(connection, "record", shared=not new_feedback)
-            new_exchanges, new_feedback = not_erased(connection, new_exchanges, new_feedback)
-            new_exchanges = mark_untrusted(connection, new_exchanges)
+            rare = rare_rows(connection)
+            new_exchanges, new_feedback = not_erased(connection, rare, new_exchanges, new_feedback)
+            if rare.mismatches:
+                new_exchanges = mark_untrusted(connection, new_exchanges)
             choices = [experience_row(each, choice) for each in new_exchanges for choice in each.experiences]
             rows = exchange_sizes([exchange_row(each) for each in new_exchanges], choices)
             counted = new_rows(connection, exchanges.c.msg_id, rows)
             put(connection, exchanges, rows)
-            tag(connection, new_exchanges)
+            tag(connection, new_exchanges, any_changed=rare.changed_metadata)
             put(connection, experiences, choices)
             new_feedback = self._early.within_bound(connection, new_feedback)
             if changed := _new_feedback(connection, new_feedback):
                 events = event_sizes([feedback_row(each) for each in changed])
                 counted += new_rows(connection, feedback.c.event_id, events)
                 connection.execute(ignoring(connection, feedback), events)
-            self._settlement.settle(
-                connection, with_earlier_feedback(connection, new_exchanges) | set(_replies(connection, changed))
-            )
+            earlier = with_earlier_feedback(connection, rare, new_exchanges)
+            self._settlement.settle(connection, earlier | set(_replies(connection, changed)))
             count_stored(connection, counted)
 
     def outcomes(self, call_id: str, event_ids: Collection[str]) -> dict[str, Outcome]:
@@ -170,30 +174,21 @@ class Recording(LedgerPart):
         `until` (seconds since 1970) leaves out what was sampled later. Leases of a silent trainer end here too.
         """
         now = self._clock()
-        wanted = and_(
-            experiences.c.tenant == tenant,
-            experiences.c.task_id == task_id if task_id is not None else true(),
-            experiences.c.run_id == run_id if run_id is not None else true(),
-            experiences.c.task_id.in_(task_ids) if task_ids is not None else true(),
-            experiences.c.sampled_at <= until if until is not None else true(),
-        )
+        limits = {"its_task": task_id, "its_run": run_id, "its_tasks": task_ids, "its_last": until}
+        given = {name: value for name, value in limits.items() if value is not None}
+        values = {**given, "its_tenant": tenant, "now": now}
         with self._write() as connection:
-            self._give_default(connection, wanted, now)
-            done = connection.execute(
-                update(experiences)
-                .where(experiences.c.state == State.REWARDED, wanted)
-                .values(state=State.COMMITTED, committed_at=now)
-            )
+            self._give_default(connection, frozenset(given), values, now)
+            done = connection.execute(_committing(frozenset(given)), values)
         self.end_silent_leases()
         return done.rowcount
 
     def end_silent_leases(self) -> None:
         """Give back what a trainer holds that has not been heard of for LEASE_S, as long as we have listened."""
-        newest = select(epochs.c.epoch, epochs.c.seen_at).order_by(epochs.c.epoch.desc()).limit(1)
-        for beat in self._read(newest):
+        for beat in self._read(_NEWEST_EPOCH):
             if self._heartbeats.silent_s(tuple(beat)) > LEASE_S:
                 with self._write() as connection:
-                    if connection.execute(newest).one() == beat:
+                    if connection.execute(_NEWEST_EPOCH).one() == beat:
                         self._settlement.release(connection, experiences.c.lease_epoch <= beat.epoch)
 
     def recompute_rewards(
@@ -234,11 +229,14 @@ class Recording(LedgerPart):
         query = select(experiences.c.msg_id).distinct().where(untrained, experiences.c.msg_id > msg_id)
         return [row[0] for row in self._read(query.order_by(experiences.c.msg_id).limit(_PAGE))]
 
-    def _give_default(self, connection: Connection, wanted: Any, now: float) -> None:
+    def _give_default(
+        self, connection: Connection, given: frozenset[str], values: Mapping[str, Any], now: float
+    ) -> None:
         """Reward what had no feedback until its attribution window closed, if the rule says so."""
         rule = self._settlement.rule
         if rule.default is None or rule.attribution_window is None:
             return
+        wanted = _limited_to(given)
         closed = experiences.c.sampled_at < now - rule.attribution_window
         default = {
             "reward": rule.default,
@@ -246,11 +244,29 @@ class Recording(LedgerPart):
             "reward_rule": self._settlement.rule_id(connection),
         }
         recorded = experiences.c.state == State.RECORDED
-        connection.execute(update(experiences).where(recorded, wanted, closed).values(**default, state=State.REWARDED))
+        rewarding = update(experiences).where(recorded, wanted, closed).values(**default, state=State.REWARDED)
+        connection.execute(rewarding, values)
         # Else those with feedback alone would pass for all of them.
         unrewarded = and_(experiences.c.state == State.DROPPED, experiences.c.reward.is_(None))
         held_out = experiences.c.reason == HELD_OUT
-        connection.execute(update(experiences).where(unrewarded, held_out, wanted, closed).values(default))
+        connection.execute(update(experiences).where(unrewarded, held_out, wanted, closed).values(default), values)
+
+
+def _limited_to(given: frozenset[str]) -> ColumnElement[bool]:
+    """A tenant's rows, as far as the parameters that are given say."""
+    limits = {
+        "its_task": experiences.c.task_id == bindparam("its_task"),
+        "its_run": experiences.c.run_id == bindparam("its_run"),
+        "its_tasks": is_among(experiences.c.task_id, "its_tasks"),
+        "its_last": experiences.c.sampled_at <= bindparam("its_last"),
+    }
+    return and_(experiences.c.tenant == bindparam("its_tenant"), *(limits[name] for name in sorted(given)))
+
+
+@cache
+def _committing(given: frozenset[str]) -> Update:
+    rewarded = update(experiences).where(experiences.c.state == State.REWARDED, _limited_to(given))
+    return rewarded.values(state=State.COMMITTED, committed_at=bindparam("now"))
 
 
 def _new_feedback(connection: Connection, events: Sequence[Feedback]) -> list[Feedback]:
@@ -360,8 +376,6 @@ REASON = "engine_mismatch"
 def mark_untrusted(connection: Connection, new_exchanges: Sequence[Exchange]) -> list[Exchange]:
     """The exchanges, those marked that an engine answered when it was not what it should have been."""
     mismatched = connection.execute(_MISMATCHES).all()
-    if not mismatched:
-        return list(new_exchanges)
     return [
         _untrusted_exchange(each) if any(_within(each, row) for row in mismatched) else each for each in new_exchanges
     ]

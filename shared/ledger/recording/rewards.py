@@ -8,20 +8,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from sqlalchemy import (
-    Connection,
-    bindparam,
-    case,
-    exists,
-    insert,
-    literal_column,
-    or_,
-    select,
-    tuple_,
-    update,
-)
+from sqlalchemy import Connection, bindparam, case, insert, or_, select, tuple_, update
 
 from tuneloop.shared.experience import Exchange, Kind, Outcome, State
+from tuneloop.shared.ledger.rare_rows import RareRows
 from tuneloop.shared.ledger.raters.reliability import Rater, voice_of
 from tuneloop.shared.ledger.raters.standing import Standing
 from tuneloop.shared.ledger.recording.reward_rule import Event, Reward, default_of, in_window, reward_of, rewarding
@@ -37,20 +27,15 @@ Trajectory = tuple[str, str, str]
 TRAJECTORY = ("tenant", "task_id", "run_id")
 
 
-#: Whether there is feedback that waits for its reply, feedback about two replies, and feedback about whole runs.
-_ANY_FEEDBACK = select(
-    exists().where(literal_column("outcome = 'pending'"), feedback.c.id > 0),
-    exists().where(feedback.c.other_msg_id.is_not(None)),
-    exists().where(feedback.c.msg_id.is_(None)),
-)
-
-
 #: What of an event can bear on a reward: of its text that is a label alone, which is short.
 _READ = (
     *(column for column in feedback.c if column.name not in {"text", "event_id", "occurred_at"}),
     case((feedback.c.kind == Kind.LABEL, feedback.c.text)).label("text"),
 )
 _NAMED = or_(is_among(feedback.c.msg_id, "replies"), is_among(feedback.c.other_msg_id, "replies"))
+_RATED, _PREFERRED_TO = (
+    select(named).where(is_among(named, "replies")) for named in (feedback.c.msg_id, feedback.c.other_msg_id)
+)
 _RUN = tuple_(*(feedback.c[name] for name in TRAJECTORY))
 _ABOUT_REPLIES = select(*_READ).where(_NAMED)
 _ABOUT_RUNS = select(*_READ).where(feedback.c.msg_id.is_(None), is_among(_RUN, "runs"))
@@ -77,6 +62,11 @@ class RewardRow(NamedTuple):
 _OF_REPLIES = select(*(experiences.c[name] for name in RewardRow._fields)).where(
     is_among(experiences.c.msg_id, "replies")
 )
+_OF_RUNS = (
+    select(experiences.c.msg_id)
+    .distinct()
+    .where(experiences.c.task_id.is_not(None), is_among(tuple_(*(experiences.c[name] for name in TRAJECTORY)), "runs"))
+)
 _ROWS = _OF_REPLIES.order_by(experiences.c.id).with_for_update()
 
 
@@ -96,15 +86,14 @@ class Plan(NamedTuple):
     outcomes: dict[int, Outcome]
 
 
-def with_earlier_feedback(connection: Connection, new_exchanges: Sequence[Exchange]) -> set[str]:
+def with_earlier_feedback(connection: Connection, rare: RareRows, new_exchanges: Sequence[Exchange]) -> set[str]:
     """Those of these replies, just recorded, that have earlier feedback."""
-    pending, others, trajectories = connection.execute(_ANY_FEEDBACK).one()
     msg_ids = [each.msg_id for each in new_exchanges]
     found: set[str] = set()
-    for wanted, named in ((pending, feedback.c.msg_id), (others, feedback.c.other_msg_id)):
+    for wanted, earlier in ((rare.pending, _RATED), (rare.preferences, _PREFERRED_TO)):
         for portion in portions(msg_ids if wanted else ()):
-            found.update(connection.execute(select(named).where(named.in_(portion))).scalars())
-    if trajectories:
+            found.update(connection.execute(earlier, {"replies": portion}).scalars())
+    if rare.of_runs:
         found.update(each.msg_id for each in new_exchanges if None not in (each.task_id, each.run_id))
     return found
 
@@ -163,10 +152,8 @@ def write(connection: Connection, decided: Plan, rule_id: int, *, repeat: bool) 
 
 def replies_of(connection: Connection, trajectories: Collection[Trajectory]) -> Iterator[str]:
     """The msg_ids of some trajectories, each of them a tenant, a task and a run."""
-    named = tuple_(*(experiences.c[name] for name in TRAJECTORY))
     for portion in portions(trajectories, of=3):
-        query = select(experiences.c.msg_id).distinct()
-        yield from connection.execute(query.where(experiences.c.task_id.is_not(None), named.in_(portion))).scalars()
+        yield from connection.execute(_OF_RUNS, {"runs": portion}).scalars()
 
 
 def replies_preferred_to(connection: Connection, msg_ids: Collection[str]) -> Iterator[str]:
@@ -312,12 +299,17 @@ def _set(connection: Connection, table: Any, rows: Sequence[Mapping[str, object]
     for group in alike.values():
         values = {name: value for name, value in group[0].items() if name != "its_id"}
         for portion in portions([row["its_id"] for row in group] if len(group) > 1 else []):
-            connection.execute(update(table).where(table.c.id.in_(portion)).values(values))
+            connection.execute(_update_by_ids(table, tuple(values)), {"its_ids": portion, **values})
 
 
 @cache
 def _update_by_id(table: Any) -> Any:
     return update(table).where(table.c.id == bindparam("its_id"))
+
+
+@cache
+def _update_by_ids(table: Any, names: tuple[str, ...]) -> Any:
+    return update(table).where(is_among(table.c.id, "its_ids")).values({name: bindparam(name) for name in names})
 
 
 def _after(change: Change, rule_id: int) -> Mapping[str, object]:

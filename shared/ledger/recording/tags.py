@@ -6,7 +6,7 @@ What is read or written here runs inside a transaction of the ledger.
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, delete, exists, insert, literal_column, select
+from sqlalchemy import ColumnElement, Connection, delete, insert, literal_column, select
 
 from tuneloop.shared.experience import Exchange
 from tuneloop.shared.ledger.recording.completion_object import tags_of
@@ -18,9 +18,6 @@ ENDPOINT = "/v1/chat/completions"
 ENDPOINT_IN_SQL: ColumnElement[str] = literal_column(f"'{ENDPOINT}'")
 
 
-_ANYTHING_CHANGED = select(exists().select_from(changed_metadata))
-
-
 class PageCursor(NamedTuple):
     """The position of a completion in the list."""
 
@@ -28,12 +25,14 @@ class PageCursor(NamedTuple):
     msg_id: str
 
 
-def tag(connection: Connection, new_exchanges: Sequence[Exchange]) -> None:
-    """Let these be found. One whose metadata was changed is found by that already, and may be recorded once more."""
+def tag(connection: Connection, new_exchanges: Sequence[Exchange], *, any_changed: bool) -> None:
+    """Let these be found. One whose metadata was changed is found by that already, and may be recorded once more.
+
+    `any_changed`: whether there is one whose metadata was changed at all.
+    """
     chats = [each for each in new_exchanges if each.endpoint == ENDPOINT]
     if not chats:
         return
-    any_changed = connection.execute(_ANYTHING_CHANGED).scalar()
     changed = set(_changed_among(connection, [each.msg_id for each in chats])) if any_changed else set()
     rows = [
         {"tag": tag, "received_at": each.received_at, "msg_id": each.msg_id}

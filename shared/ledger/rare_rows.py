@@ -1,0 +1,32 @@
+"""Which rows there are at all that most ledgers have none of: one query, in the place of one for each kind."""
+
+from typing import Any, NamedTuple
+
+from sqlalchemy import Connection, Select, exists, literal_column, select
+
+from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, erasures, feedback, mismatches
+
+
+class RareRows(NamedTuple):
+    """Whether there are any. What is recorded is looked for among those that there are."""
+
+    deletions: bool
+    erasures: bool
+    mismatches: bool
+    changed_metadata: bool
+    pending: bool  # feedback that waits for its reply
+    preferences: bool  # feedback about two replies
+    of_runs: bool  # feedback about whole runs
+
+
+_EXIST: Select[Any] = select(
+    *(exists().select_from(table) for table in (deletions, erasures, mismatches, changed_metadata)),
+    exists().where(literal_column("outcome = 'pending'"), feedback.c.id > 0),  # the latter has the index used
+    exists().where(feedback.c.other_msg_id.is_not(None)),
+    exists().where(feedback.c.msg_id.is_(None)),
+)
+
+
+def rare_rows(connection: Connection) -> RareRows:
+    """Which of them there are, in a transaction of the ledger."""
+    return RareRows(*connection.execute(_EXIST).one())

@@ -37,6 +37,7 @@ from tuneloop.explorer.engines.admission import Admission
 from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.engines.version_routing import PinParser
 from tuneloop.explorer.feedback.bound import TokenRoute
+from tuneloop.explorer.feedback.commit import CommitRoute
 from tuneloop.explorer.feedback.routes import FeedbackRoutes
 from tuneloop.explorer.feedback.traced_feedback import TracedFeedbackRoutes
 from tuneloop.explorer.http import errors
@@ -84,6 +85,7 @@ class Services:
     dialects: Mapping[str, Dialect]
     responses: StoredResponses
     feedback: FeedbackRoutes
+    commit: CommitRoute
     feedback_tokens: TokenRoute
     fleet: Fleet
     control_client: ControlClient
@@ -198,7 +200,7 @@ def _add_routes(app: FastAPI) -> None:
     @app.post("/commit")
     @app.post(f"{TRINITY}/commit")
     async def commit(request: Request, services: ServicesOf) -> Response:
-        return JSONResponse(await services.feedback.commit(request))
+        return JSONResponse(await services.commit.commit(request))
 
     @app.get("/health")
     @app.get("/health/live")
@@ -331,6 +333,7 @@ def open_services(
             metrics=metrics,
             settings=settings,
         ),
+        commit=CommitRoute(recorder=recorder, control_client=control_client, recording=ledger.recording),
         feedback_tokens=TokenRoute(signer, FeedbackTokens(key)),
         recorder=recorder,
         reading=reading,

@@ -33,11 +33,18 @@ class ControlClient(Protocol):
     """What runs beside the requests, in the same process or in another."""
 
     async def wait_until_flushed(
-        self, timeout_s: float, tenant: str | None = None, key: str | None = None, *, asker: str = ""
+        self,
+        timeout_s: float,
+        tenant: str | None = None,
+        key: str | None = None,
+        *,
+        asker: str = "",
+        only_ratings: bool = False,
     ) -> Flushed:
         """Wait until all that is on disk, or of a tenant, or of a key of it, is in the database.
 
-        `asker` is the name of the key that asks. NO if it is not by then, or away.
+        `asker` is the name of the key that asks. With `only_ratings`, replies that belong to no run are not waited for.
+        NO if it is not by then, or away.
         """
 
     async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:

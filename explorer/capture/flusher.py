@@ -6,6 +6,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +48,7 @@ class _Waiter(NamedTuple):
     tenant: str | None
     key: str | None
     begins: bool  # what is waited for is moved at once, not with the next group
+    only_ratings: bool
 
     @property
     def reached(self) -> bool:
@@ -60,8 +63,10 @@ class _Waiter(NamedTuple):
         left = [(slot.folder, end) for slot, end in self.ends if slot.flushed.position < end]
         if all(queue.is_done(tenant, folder, end) for folder, end in left):
             return Flushed.ALL
-        of_key = self.key is not None and all(queue.is_done(tenant, folder, end, self.key) for folder, end in left)
-        return Flushed.ASKED if of_key else Flushed.NO
+        if self.key is None and not self.only_ratings:
+            return Flushed.NO
+        asked = partial(queue.is_done, tenant, key=self.key, only_ratings=self.only_ratings)
+        return Flushed.ASKED if all(asked(folder, end) for folder, end in left) else Flushed.NO
 
 
 class _Waiters:
@@ -97,29 +102,37 @@ class _Waiters:
                 waiter.future.get_loop().call_soon_threadsafe(_settle, waiter.future, flushed)
 
 
+class _Scope(Enum):
+    """What of a tenant's is waited for."""
+
+    KEY = "all of one key"
+    RATINGS = "all that rates"
+    TENANT = "all"
+
+
 class _Urgency:
     """Decides who has the flusher begin at once.
 
-    Who is alone always has. Of several each has it once in `_LOOK_S` for what is his own, and once for what is all of
-    his tenant's: what one asks more often goes with the next group that anybody begins. Else one that says a little all
-    the time would have it at work all the time, and each of the others' would wait for a transaction, or for several.
+    Who is alone always has. Of several each has it once in `_LOOK_S` for each scope: what one asks more often goes with
+    the next group that anybody begins. Else one that says a little all the time would have it at work all the time, and
+    each of the others' would wait for a transaction, or for several.
     """
 
     def __init__(self) -> None:
         self._last_asked: dict[Owner, float] = {}  # the first did so longest ago
-        self._began: dict[tuple[Owner, bool], float] = {}
+        self._began: dict[tuple[Owner, _Scope], float] = {}
 
-    def begins(self, owner: Owner, now: float, *, of_all: bool) -> bool:
-        """Whether something is begun for an owner now: what is his own, or `of_all` of his tenant's."""
+    def begins(self, owner: Owner, now: float, scope: _Scope) -> bool:
+        """Whether something is begun for an owner now."""
         self._last_asked.pop(owner, None)
         self._last_asked[owner] = now
         while now - self._last_asked[first := next(iter(self._last_asked))] > _ABSENT_S:
             del self._last_asked[first]
-            for each in (False, True):
+            for each in _Scope:
                 self._began.pop((first, each), None)
-        if len(self._last_asked) > 1 and now - self._began.get((owner, of_all), -math.inf) < _LOOK_S:
+        if len(self._last_asked) > 1 and now - self._began.get((owner, scope), -math.inf) < _LOOK_S:
             return False
-        self._began[owner, of_all] = now
+        self._began[owner, scope] = now
         return True
 
 
@@ -175,16 +188,20 @@ class Flusher:
         return self._waiters.away
 
     async def wait_until_flushed(
-        self, timeout_s: float, tenant: str | None = None, key: str | None = None, *, asker: str = ""
+        self,
+        timeout_s: float,
+        tenant: str | None = None,
+        key: str | None = None,
+        *,
+        asker: str = "",
+        only_ratings: bool = False,
     ) -> Flushed:
-        """Wait until all that is on disk now, or all of a tenant's, or of a key of it, is in the database.
-
-        `asker`: the key that asks, by its name. NO if the database is away, or it is not there by then.
-        """
+        """As ControlClient says. NO if the database is away, or it is not there by then."""
         ends = [(slot, slot.end) for slot in self._slots.ours]
         now = time.monotonic()
-        begins = tenant is None or self._urgency.begins(Owner(tenant, key or asker), now, of_all=key is None)
-        waiter = _Waiter(ends, asyncio.get_running_loop().create_future(), tenant, key, begins)
+        scope = _Scope.KEY if key is not None else _Scope.RATINGS if only_ratings else _Scope.TENANT
+        begins = tenant is None or self._urgency.begins(Owner(tenant, key or asker), now, scope)
+        waiter = _Waiter(ends, asyncio.get_running_loop().create_future(), tenant, key, begins, only_ratings)
         with self._moved:
             self._waiters.add(waiter)
         if begins:

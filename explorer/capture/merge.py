@@ -45,12 +45,16 @@ class Source(NamedTuple):
 
 
 class SlotRecord(NamedTuple):
-    """A record of a slot, the position after it there, whose it is, and its place among all that were read."""
+    """A record of a slot, the position after it there, whose it is, and its place among all that were read.
+
+    `rates` if it is feedback, or a reply of a run, which feedback about the run may be about.
+    """
 
     folder: Path
     payload: bytes
     position: Position
     owner: "Owner"
+    rates: bool
     number: int = 0
 
 
@@ -77,7 +81,7 @@ class SlotQueue:
         self._waiting: dict[str, dict[str, deque[SlotRecord]]] = {}
         self._undone: dict[Path, deque[Position]] = {}
         self._ahead: dict[Path, set[Position]] = defaultdict(set)
-        self._owned: dict[str, dict[str, dict[Path, deque[Position]]]] = {}
+        self._all, self._rating = _Undone(), _Undone()
         self._sizes: dict[Owner, int] = {}
         self._numbers = itertools.count()
         self._count = self._bytes = 0
@@ -137,22 +141,16 @@ class SlotQueue:
                     del self._sizes[owner]
         for entry in group:
             self._ahead[entry.folder].add(entry.position)
-            of_tenant = self._owned[entry.owner.tenant]
-            of_key = of_tenant[entry.owner.key]
-            of_key[entry.folder].popleft()
-            if not of_key[entry.folder]:
-                del of_key[entry.folder]
-            if not of_key:
-                del of_tenant[entry.owner.key]
-            if not of_tenant:
-                del self._owned[entry.owner.tenant]
+            self._all.take(entry)
+            if entry.rates:
+                self._rating.take(entry)
         return {folder: last for folder in {entry.folder for entry in group} if (last := self._done_up_to(folder))}
 
-    def is_done(self, tenant: str, folder: Path, end: Position, key: str | None = None) -> bool:
-        """Whether all of a tenant, or of a key of it, that lies before `end` in a slot is done."""
-        of_tenant = self._owned.get(tenant, {})
-        of_keys = of_tenant.values() if key is None else [of_tenant.get(key, {})]
-        first = min((of_key[folder][0] for of_key in of_keys if folder in of_key), default=None)
+    def is_done(
+        self, tenant: str, folder: Path, end: Position, key: str | None = None, *, only_ratings: bool = False
+    ) -> bool:
+        """Whether all of a tenant, or of a key of it, that lies before `end` in a slot is done, or what `rates` is."""
+        first = (self._rating if only_ratings else self._all).first(tenant, folder, key)
         return self._read.get(folder, Position(0, 0)) >= end and (first is None or first > end)
 
     def _in_turn(self) -> Iterator[tuple[Owner, deque[SlotRecord]]]:
@@ -175,8 +173,9 @@ class SlotQueue:
         tenant, key = entry.owner
         numbered = entry._replace(number=next(self._numbers))
         self._waiting.setdefault(tenant, {}).setdefault(key, deque()).append(numbered)
-        of_key = self._owned.setdefault(tenant, {}).setdefault(key, {})
-        of_key.setdefault(entry.folder, deque()).append(entry.position)
+        self._all.put(entry)
+        if entry.rates:
+            self._rating.put(entry)
         self._undone.setdefault(entry.folder, deque()).append(entry.position)
         self._read[entry.folder] = entry.position
         self._count += 1
@@ -197,23 +196,61 @@ class SlotQueue:
             self._sizes = sizes
 
 
+class _Undone:
+    """The positions of records that are not done, by tenant, key and slot."""
+
+    def __init__(self) -> None:
+        self._positions: dict[str, dict[str, dict[Path, deque[Position]]]] = {}
+
+    def put(self, entry: SlotRecord) -> None:
+        """It comes behind all of its key's."""
+        of_key = self._positions.setdefault(entry.owner.tenant, {}).setdefault(entry.owner.key, {})
+        of_key.setdefault(entry.folder, deque()).append(entry.position)
+
+    def take(self, entry: SlotRecord) -> None:
+        """It is the first of its key's in its slot, and is done."""
+        tenant, key = entry.owner
+        of_tenant = self._positions[tenant]
+        of_key = of_tenant[key]
+        of_key[entry.folder].popleft()
+        if not of_key[entry.folder]:
+            del of_key[entry.folder]
+        if not of_key:
+            del of_tenant[key]
+        if not of_tenant:
+            del self._positions[tenant]
+
+    def first(self, tenant: str, folder: Path, key: str | None) -> Position | None:
+        """The first position in a slot of a tenant's, or of a key's."""
+        of_tenant = self._positions.get(tenant, {})
+        of_keys = of_tenant.values() if key is None else [of_tenant.get(key, {})]
+        return min((of_key[folder][0] for of_key in of_keys if folder in of_key), default=None)
+
+
 class _Head(msgspec.Struct):
-    """Whose a record is, as both kinds of them have it; msgspec skips the rest."""
+    """What both kinds of records have; msgspec skips the rest."""
 
     tenant: str
     key: str = ""
+    task_id: str | None = None
+    run_id: str | None = None
 
 
 _heads = msgspec.msgpack.Decoder(_Head)
 
 
-def _owner_of(payload: bytes) -> Owner:
-    """Whose a record is; nobody's if it is none."""
+_NOBODYS = _Head("")
+
+
+def _head_of(payload: bytes) -> _Head:
     try:
-        head = _heads.decode(payload)
+        return _heads.decode(payload)
     except msgspec.MsgspecError:  # it is set aside later
-        return Owner("", "")
-    return Owner(head.tenant, head.key)
+        return _NOBODYS
+
+
+def _is_feedback(payload: bytes) -> bool:
+    return _FEEDBACK in payload[:24]
 
 
 def _place_of(entry: SlotRecord) -> int:
@@ -238,7 +275,9 @@ def _in_order(sources: Sequence[Source], starts: dict[Path, Position]) -> Genera
 def _entries(source: Source, start: Position) -> Iterator[SlotRecord]:
     _check_place(source)
     for payload, position in spool.read(source.folder, start, source.end):
-        yield SlotRecord(source.folder, payload, position, _owner_of(payload))
+        head = _head_of(payload)
+        rates = _is_feedback(payload) or None not in (head.task_id, head.run_id)
+        yield SlotRecord(source.folder, payload, position, Owner(head.tenant, head.key), rates)
     _check_place(source)
 
 
@@ -256,7 +295,7 @@ def _with_order(source: Source, start: Position) -> Iterator[tuple[tuple[bool, f
 
 
 def _order_of(payload: bytes) -> tuple[bool, float]:
-    if _FEEDBACK not in payload[:24]:
+    if not _is_feedback(payload):
         return False, 0.0
     try:
         record = decode(payload)

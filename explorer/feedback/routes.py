@@ -1,4 +1,4 @@
-"""Takes feedback and commits, on Trinity's wire: its bodies are understood and its answers' keys kept."""
+"""Takes feedback, on Trinity's wire: its bodies are understood and its answers' keys kept."""
 
 import asyncio
 import time
@@ -17,11 +17,11 @@ from tuneloop.explorer.capture.reply_id import ReplyIdSigner, minted_at
 from tuneloop.explorer.feedback.bound import bind
 from tuneloop.explorer.feedback.events import EventFactory, FeedbackEvent
 from tuneloop.explorer.feedback.request import parse_entries
-from tuneloop.explorer.http.bodies import as_utf8, id_of, optional_id, optional_time, read_bytes, wrong_type
+from tuneloop.explorer.http.bodies import as_utf8, read_bytes
 from tuneloop.explorer.http.caller import Caller, caller_of
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
-from tuneloop.shared.experience import Feedback, Kind, Outcome, Scope
+from tuneloop.shared.experience import Feedback, Kind, Outcome
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.reward_rule import is_clipped
 from tuneloop.shared.settings.settings import Settings
@@ -30,9 +30,6 @@ log = structlog.get_logger()
 
 #: Bytes of the largest body: room for MAX_IDS ids, and for some words.
 MAX_BODY_BYTES = 8 << 20
-
-#: Tasks in one commit.
-MAX_TASKS = 10_000
 
 #: Of several outcomes about one id, the first of these is reported: what the client should know soonest.
 WEAKEST_FIRST = (Outcome.UNKNOWN, Outcome.FULL, Outcome.LATE, Outcome.PENDING, Outcome.ACCEPTED, Outcome.DUPLICATE)
@@ -71,11 +68,18 @@ MAX_IDS_AT_WORK = 400_000
 _MAX_EXPLAINED = 1000
 
 _PATIENCE_S = 2.0  # feedback is safe by then; only what became of it is not known yet
-_COMMIT_PATIENCE_S = 8.0  # the clients of Trinity give up after ten
+
+
+async def read_body(request: Request, recorder: Recorder, *, may_be_empty: bool = False) -> dict[str, object]:
+    """The JSON object of a call that may name many ids. Raises RequestRefused."""
+    data = as_utf8(await read_bytes(request, max_bytes=MAX_BODY_BYTES))
+    if may_be_empty and not data:
+        return {}
+    return await recorder.bodies.parse(data, caller_of(request.scope).identity)
 
 
 class FeedbackRoutes:
-    """The feedback and commit routes."""
+    """The feedback routes."""
 
     def __init__(
         self,
@@ -99,7 +103,7 @@ class FeedbackRoutes:
     async def feedback(self, request: Request) -> dict[str, object]:
         """Store what is said of the replies named, and tell what became of it."""
         caller = caller_of(request.scope)
-        body = await self._read(request)
+        body = await read_body(request, self._recorder)
         return await self.take(caller, body, request.headers.get("idempotency-key"))
 
     async def take(self, caller: Caller, body: dict[str, object], key: str | None = None) -> dict[str, object]:
@@ -130,34 +134,6 @@ class FeedbackRoutes:
             )
         return {"status": "success", **answer}
 
-    async def commit(self, request: Request) -> dict[str, object]:
-        """Release what has been rewarded until now to the trainer, and say how much that was."""
-        body = await self._read(request, may_be_empty=True)
-        task_id, run_id = self._as_stored(optional_id(body, "task_id")), self._as_stored(optional_id(body, "run_id"))
-        task_ids, until = _task_ids(body), optional_time(body, "time_threshold")
-        caller = caller_of(request.scope)
-        try:
-            complete = await _is_complete(self._control_client, caller)
-            release = partial(
-                self._ledger.recording.commit,
-                caller.tenant,
-                task_id=task_id,
-                run_id=run_id,
-                task_ids=task_ids and [self._recorder.name_as_stored(each) for each in task_ids],
-                until=until,
-            )
-            committed = await self._lookups.run(caller.identity, release)
-        except LedgerUnavailable as error:
-            log.warning("commit_put_off", reason=str(error))
-            raise
-        return {"status": "success", "committed": committed} | ({} if complete else {"complete": False})
-
-    async def _read(self, request: Request, *, may_be_empty: bool = False) -> dict[str, object]:
-        data = as_utf8(await read_bytes(request, max_bytes=MAX_BODY_BYTES))
-        if may_be_empty and not data:
-            return {}
-        return await self._recorder.bodies.parse(data, caller_of(request.scope).identity)
-
     async def _aside(self, caller: Caller, named: int, work: Callable[[], _Result]) -> _Result:
         """The result of some work about so many ids: a hundred thousand take seconds, others are answered meanwhile."""
         if named <= _FEW and not self._recorder.slow:
@@ -187,9 +163,6 @@ class FeedbackRoutes:
         if reasons := dict(_reasons(parsed, found.not_trained)):
             answer["not_trained"] = reasons
         return answer
-
-    def _as_stored(self, name: str | None) -> str | None:
-        return name and self._recorder.name_as_stored(name)
 
     async def _store(self, events: Sequence[Feedback], caller: Caller) -> Results:
         """Bring events to disk, and say what became of each as far as that is known soon, and of their choices."""
@@ -258,23 +231,6 @@ class FeedbackRoutes:
         yield from (event_id for event_id, about in named.items() if not missing.isdisjoint(about))
 
 
-async def _is_complete(control_client: ControlClient, caller: Caller) -> bool:
-    """Whether the database has all that a commit is about: the tenant's, or at least what the caller itself said.
-
-    Who may only commit has said nothing: all that others did is meant. Raises LedgerUnavailable.
-    """
-    has_own, tenant = bool(caller.name) and Scope.FEEDBACK in caller.scopes, caller.tenant
-    patience_s = _PATIENCE_S if has_own else _COMMIT_PATIENCE_S
-    if await control_client.wait_until_flushed(patience_s, tenant, asker=caller.name):
-        return True
-    left_s = _COMMIT_PATIENCE_S - patience_s
-    if has_own and (own := await control_client.wait_until_flushed(left_s, tenant, caller.name)):
-        return own is Flushed.ALL
-    raise LedgerUnavailable(
-        "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
-    )
-
-
 def _count_named(body: Mapping[str, object]) -> int:
     """How many ids a body may name, whatever else is wrong with it."""
     entries = body.get("feedback")
@@ -283,23 +239,6 @@ def _count_named(body: Mapping[str, object]) -> int:
         ids = entry.get("msg_ids") if isinstance(entry, dict) else None
         found += len(ids) if isinstance(ids, list) else 1
     return found
-
-
-def _task_ids(body: dict[str, object]) -> list[str] | None:
-    """The tasks that a commit names; None if it names none. Raises RequestRefused."""
-    task_ids = body.get("task_ids")
-    if task_ids is None:
-        return None
-    if not isinstance(task_ids, list):
-        raise wrong_type("task_ids", "a list of strings or integers")
-    if len(task_ids) > MAX_TASKS:
-        raise RequestRefused(
-            f"task_ids has {len(task_ids)} ids, {MAX_TASKS} are allowed in one call",
-            status=413,
-            code="too_many_ids",
-            param="task_ids",
-        )
-    return [id_of(each, "task_ids") for each in task_ids]
 
 
 def _choices(parsed: Sequence[FeedbackEvent], apart: Mapping[str, _Apart]) -> Iterator[tuple[str, _Apart]]:

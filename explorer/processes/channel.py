@@ -73,6 +73,7 @@ class WaitUntilFlushed(ChannelMessage, frozen=True):
     tenant: str | None = None
     key: str | None = None
     asker: str = ""
+    only_ratings: bool = False
 
 
 class TakeOfToken(ChannelMessage, frozen=True):

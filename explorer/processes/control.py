@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 
 from tuneloop.explorer.access.key_watch import SharedUsage
@@ -259,8 +260,8 @@ class Workers:
                 return StartInfo(settings.encode(), _views(services), self._database.identity)
             case AnnounceSlot(folder):
                 return await self._let_serve(worker, Path(folder))
-            case WaitUntilFlushed(timeout_s, tenant, key, asker):
-                return await services.wait_until_flushed(timeout_s, tenant, key, asker=asker)
+            case WaitUntilFlushed():
+                return await services.wait_until_flushed(**msgspec.structs.asdict(question))
             case TakeOfToken(binding, count):
                 return await services.take_of_token(binding, count)
             case ReportShadowReply(copied):

@@ -78,13 +78,19 @@ class ControlServices:
     token_uses: TokenUses
 
     async def wait_until_flushed(
-        self, timeout_s: float, tenant: str | None = None, key: str | None = None, *, asker: str = ""
+        self,
+        timeout_s: float,
+        tenant: str | None = None,
+        key: str | None = None,
+        *,
+        asker: str = "",
+        only_ratings: bool = False,
     ) -> Flushed:
         """Wait until all that is on disk, or of a tenant, or of a key of it, is in the database.
 
         NO if it is not by then, or away.
         """
-        return await self.flusher.wait_until_flushed(timeout_s, tenant, key, asker=asker)
+        return await self.flusher.wait_until_flushed(timeout_s, tenant, key, asker=asker, only_ratings=only_ratings)
 
     async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
         """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""

@@ -57,14 +57,20 @@ class ChannelControlClient:
         self._channel = channel
 
     async def wait_until_flushed(
-        self, timeout_s: float, tenant: str | None = None, key: str | None = None, *, asker: str = ""
+        self,
+        timeout_s: float,
+        tenant: str | None = None,
+        key: str | None = None,
+        *,
+        asker: str = "",
+        only_ratings: bool = False,
     ) -> Flushed:
         """Wait until all that is on disk, or of a tenant, or of a key of it, is in the database.
 
         NO if it is not by then, or away.
         """
         try:
-            question = WaitUntilFlushed(timeout_s, tenant, key, asker)
+            question = WaitUntilFlushed(timeout_s, tenant, key, asker, only_ratings)
             answer: Flushed = await self._channel.ask(question, Flushed, timeout_s=timeout_s + _GRACE_S)
             return answer
         except ChannelLost as error:  # what is on disk is safe there all the same

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Select, exists, literal_column, select
+from sqlalchemy import Select, exists, literal_column, select
 
 from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, erasures, feedback, mismatches
 
@@ -19,14 +19,10 @@ class RareRows(NamedTuple):
     of_runs: bool  # feedback about whole runs
 
 
-_EXIST: Select[Any] = select(
+#: What reads them: one row.
+RARE_ROWS: Select[Any] = select(
     *(exists().select_from(table) for table in (deletions, erasures, mismatches, changed_metadata)),
     exists().where(literal_column("outcome = 'pending'"), feedback.c.id > 0),  # the latter has the index used
     exists().where(feedback.c.other_msg_id.is_not(None)),
     exists().where(feedback.c.msg_id.is_(None)),
 )
-
-
-def rare_rows(connection: Connection) -> RareRows:
-    """Which of them there are, in a transaction of the ledger."""
-    return RareRows(*connection.execute(_EXIST).one())

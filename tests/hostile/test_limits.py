@@ -17,7 +17,7 @@ from tuneloop.explorer.access import feedback_tokens, rate_limits
 from tuneloop.explorer.capture import recorder
 from tuneloop.explorer.capture.flusher import STOP_S
 from tuneloop.explorer.dialects import conversations
-from tuneloop.explorer.feedback import bound, request, routes
+from tuneloop.explorer.feedback import bound, commit, request, routes
 from tuneloop.explorer.http import bodies, server
 from tuneloop.explorer.http.connections import ConnectionLimits
 from tuneloop.explorer.processes import worker
@@ -65,7 +65,7 @@ FIXED: dict[str, object] = {
     "one key's large requests that wait for redaction": recorder.MAX_UNREDACTED,
     "text in one call of feedback, counted once for each id": request.MAX_CHARACTERS,
     "`task_id`, `run_id`, `source`, `metric`, `label`, `idempotency_key`": MAX_NAME,
-    "tasks named in one commit": routes.MAX_TASKS,
+    "tasks named in one commit": commit.MAX_TASKS,
     "completions in one listing": stored_completions.MAX_LIMIT,
     "completions examined for a listing with several filters": MAX_EXAMINED,
     "pairs of a stored completion's new metadata": MAX_PAIRS,

@@ -1,12 +1,13 @@
-"""The verb about engines that answered with other weights than they should have had."""
+"""What is recorded, or was, of engines that answered with other weights than they should have had."""
 
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import msgspec
 from sqlalchemy import ColumnElement, Connection, and_, insert, or_, select, update
 
-from tuneloop.shared.experience import HELD_OUT, State, VersionAction
-from tuneloop.shared.ledger.recording.recording import REASON
+from tuneloop.shared.experience import HELD_OUT, Exchange, Experience, State, VersionAction
 from tuneloop.shared.ledger.recording.retention import regroup
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, mismatches
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, alone, portions
@@ -14,6 +15,11 @@ from tuneloop.shared.ledger.versions.events import Decision, Details, note
 
 #: Seconds that no reply takes. The time when a reply ended has no index, but the one when it began has.
 _LONGEST = 86_400.0
+
+#: Why what such an engine sampled is not trained on.
+REASON = "engine_mismatch"
+
+_MISMATCHES = select(mismatches.c.engine, mismatches.c.since, mismatches.c.until)
 
 _UNTRAINED = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
 
@@ -90,3 +96,25 @@ def _sampled_meanwhile(found: Mismatch) -> ColumnElement[bool]:
         experiences.c.sampled_at < found.until,
         exchanges.c.received_at + exchanges.c.latency_s >= found.since,
     )
+
+
+def mark_untrusted(connection: Connection, new_exchanges: Sequence[Exchange]) -> list[Exchange]:
+    """The exchanges, those marked that an engine answered when it was not what it should have been."""
+    mismatched = connection.execute(_MISMATCHES).all()
+    return [
+        _untrusted_exchange(each) if any(_within(each, row) for row in mismatched) else each for each in new_exchanges
+    ]
+
+
+def _within(exchange: Exchange, row: Any) -> bool:
+    same: bool = exchange.engine == row.engine
+    return same and exchange.received_at < row.until and exchange.received_at + exchange.latency_s >= row.since
+
+
+def _untrusted_exchange(exchange: Exchange) -> Exchange:
+    return msgspec.structs.replace(exchange, experiences=tuple(map(_untrusted_experience, exchange.experiences)))
+
+
+def _untrusted_experience(experience: Experience) -> Experience:
+    known = experience.drop_reason if experience.drop_reason != HELD_OUT else None
+    return msgspec.structs.replace(experience, drop_reason=known or REASON)

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from sqlalchemy import ColumnElement, Connection, Select, Update, and_, bindparam, select, tuple_, update
 
-from tuneloop.shared.experience import HELD_OUT, Exchange, Experience, Feedback, Kind, Outcome, Record, State
-from tuneloop.shared.ledger.rare_rows import rare_rows
+from tuneloop.shared.experience import HELD_OUT, Exchange, Feedback, Kind, Outcome, Record, State
+from tuneloop.shared.ledger.rare_rows import RARE_ROWS, RareRows
 from tuneloop.shared.ledger.raters.reliability import voice_of
+from tuneloop.shared.ledger.recording.attestation import mark_untrusted
 from tuneloop.shared.ledger.recording.erasures import not_erased
 from tuneloop.shared.ledger.recording.outcomes import EarlyFeedback, outcomes_apart, rows_about
 from tuneloop.shared.ledger.recording.rewards import (
@@ -27,7 +28,7 @@ from tuneloop.shared.ledger.recording.rewards import (
 from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.recording.tags import tag
 from tuneloop.shared.ledger.storage.rows import exchange_row, experience_row, feedback_row
-from tuneloop.shared.ledger.storage.schema import epochs, exchanges, experiences, feedback, mismatches
+from tuneloop.shared.ledger.storage.schema import epochs, exchanges, experiences, feedback
 from tuneloop.shared.ledger.storage.transactions import (
     LedgerPart,
     Transactions,
@@ -65,7 +66,6 @@ _OUTCOMES = select(feedback.c.event_id, feedback.c.call_id, feedback.c.outcome).
     is_among(feedback.c.event_id, "events")
 )
 _NEWEST_EPOCH = select(epochs.c.epoch, epochs.c.seen_at).order_by(epochs.c.epoch.desc()).limit(1)
-_MISMATCHES = select(mismatches.c.engine, mismatches.c.since, mismatches.c.until)
 
 
 class RecomputeResult(NamedTuple):
@@ -116,7 +116,7 @@ class Recording(LedgerPart):
             new_feedback = self._in_ledger_time(connection, new_feedback)
             # Else a reply and its feedback, recorded by two processes at once, would not see each other.
             alone(connection, "record", shared=not new_feedback)
-            rare = rare_rows(connection)
+            rare = RareRows(*connection.execute(RARE_ROWS).one())
             new_exchanges, new_feedback = not_erased(connection, rare, new_exchanges, new_feedback)
             if rare.mismatches:
                 new_exchanges = mark_untrusted(connection, new_exchanges)
@@ -159,6 +159,11 @@ class Recording(LedgerPart):
         if event.choice is not None:
             return {}
         return outcomes_apart(self._settlement.rule, event, [RewardRow(*row) for row in self._read(rows_about(event))])
+
+    def rewards_at_once(self) -> bool:
+        """Whether a reply of no run may have a reward when it is recorded: by earlier feedback, or by the rule."""
+        rare = RareRows(*self._read(RARE_ROWS)[0])
+        return rare.pending or rare.preferences or self._settlement.rule.default is not None
 
     def commit(
         self,
@@ -367,29 +372,3 @@ def _under_the_rule(connection: Connection, msg_ids: Sequence[str], rule_id: int
     open_ = experiences.c.state.not_in((State.LEASED, State.TRAINED))
     same = and_(experiences.c.msg_id.in_(msg_ids), experiences.c.reward.is_not(None), open_)
     connection.execute(update(experiences).where(same).values(reward_rule=rule_id))
-
-
-#: Why what such an engine sampled is not trained on.
-REASON = "engine_mismatch"
-
-
-def mark_untrusted(connection: Connection, new_exchanges: Sequence[Exchange]) -> list[Exchange]:
-    """The exchanges, those marked that an engine answered when it was not what it should have been."""
-    mismatched = connection.execute(_MISMATCHES).all()
-    return [
-        _untrusted_exchange(each) if any(_within(each, row) for row in mismatched) else each for each in new_exchanges
-    ]
-
-
-def _within(exchange: Exchange, row: Any) -> bool:
-    same: bool = exchange.engine == row.engine
-    return same and exchange.received_at < row.until and exchange.received_at + exchange.latency_s >= row.since
-
-
-def _untrusted_exchange(exchange: Exchange) -> Exchange:
-    return msgspec.structs.replace(exchange, experiences=tuple(map(_untrusted_experience, exchange.experiences)))
-
-
-def _untrusted_experience(experience: Experience) -> Experience:
-    known = experience.drop_reason if experience.drop_reason != HELD_OUT else None
-    return msgspec.structs.replace(experience, drop_reason=known or REASON)

@@ -14,7 +14,8 @@ from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_
 from tests.explorer.wire import Wire, http_request
 from tuneloop.explorer.access import rate_limits
 from tuneloop.explorer.access.rate_limits import KeyMeter
-from tuneloop.explorer.feedback import routes
+from tuneloop.explorer.capture import flusher
+from tuneloop.explorer.feedback import commit, routes
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Outcome, Scope
 from tuneloop.shared.ledger.keys import KeyGrant, KeyLimits
@@ -90,16 +91,50 @@ def test_a_commit_waits_for_what_its_own_key_said_and_says_that_others_is_behind
         releasing = key(explorer, "releasing", "one", (Scope.COMMIT,))
         assert "complete" not in explorer.http.post("/commit", json={}, headers=quiet).json()
         explorer.ledger.recording.refuses = lambda record: bool(time.sleep(SLOW_S))
-        monkeypatch.setattr(routes, "_PATIENCE_S", 0.5)
+        for module in (routes, commit):
+            monkeypatch.setattr(module, "_PATIENCE_S", 0.5)
         flood = [{"task_id": "t", "run_id": str(number), "reward": 1} for number in range(EVENTS)]
         explorer.http.post("/feedback", json={"feedback": flood}, headers=loud)
         reply = explorer.http.post(CHAT, json=HELLO, headers=quiet).json()["id"]
         explorer.http.post("/feedback", json={"msg_ids": [reply], "reward": 1}, headers=quiet)
         told = explorer.http.post("/commit", json={}, headers=quiet).json()
         assert told == {"status": "success", "committed": 1, "complete": False}
-        monkeypatch.setattr(routes, "_COMMIT_PATIENCE_S", 0.5)
+        monkeypatch.setattr(commit, "_LONGEST_S", 0.5)
         assert explorer.http.post("/commit", json={}, headers=releasing).status_code == 503
         assert explorer.services.spool.backlog_bytes() > 0, "the flood is behind still"
+
+
+def test_a_commit_waits_for_replies_that_may_have_a_reward_and_for_no_other(
+    tmp_path: Path, double: EngineDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with explorer_running(settings_for(tmp_path, [double.url])) as explorer:
+        loud, quiet = key(explorer, "loud", "one"), key(explorer, "quiet", "one")
+        behind = explorer.services.spool.backlog_bytes
+
+        def chat(headers: dict[str, str], **more: Any) -> str:
+            return str(explorer.http.post(CHAT, json=HELLO | more, headers=headers).json()["id"])
+
+        def rate(msg_id: str) -> Any:
+            rated = {"msg_ids": [msg_id], "reward": 1}
+            return explorer.http.post("/feedback", json=rated, headers=quiet).json()["counts"]
+
+        def commit_all() -> Any:
+            return explorer.http.post("/commit", json={}, headers=quiet).json()
+
+        assert rate(chat(quiet))["accepted"] == 1
+        monkeypatch.setattr(flusher, "_LOOK_S", 600.0)  # it moves what somebody waits for
+        monkeypatch.setattr(flusher, "_ABSENT_S", 0.0)
+        assert rate(chat(quiet))["accepted"] == 1
+        chat(loud)
+        assert commit_all() == {"status": "success", "committed": 2}
+        assert behind() > 0
+        chat(loud, metadata={"task_id": "t", "run_id": "r"})
+        assert commit_all() == {"status": "success", "committed": 0}
+        assert behind() == 0, "its run may have a reward"
+        assert rate(explorer.services.feedback._signer.mint("one", 1))["pending"] == 1
+        chat(loud)
+        assert commit_all() == {"status": "success", "committed": 0}
+        assert behind() == 0, "it may be the one that was rated before"
 
 
 def test_feedback_that_finds_nothing_is_looked_up_once_where_nothing_else_is_behind(

@@ -11,7 +11,7 @@ from tests.explorer.capture.test_flusher import Notebook, append, flushing, own,
 from tests.factories import exchange, feedback
 from tuneloop.explorer.capture import flusher as flusher_module
 from tuneloop.explorer.capture.control_client import Flushed
-from tuneloop.explorer.capture.flusher import _Urgency
+from tuneloop.explorer.capture.flusher import _Scope, _Urgency
 from tuneloop.explorer.capture.merge import GROUP, Owner, SlotQueue, Source
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.shared.experience import Record, decode
@@ -199,11 +199,11 @@ async def test_keys_without_a_backlog_keep_the_order_in_which_they_spoke(own: Sp
 
 def test_something_is_begun_at_once_for_each_but_not_all_the_time_for_one_of_several() -> None:
     urgency, loud, quiet = _Urgency(), Owner("acme", "loud"), Owner("acme", "quiet")
-    own = partial(urgency.begins, of_all=False)
+    own = partial(urgency.begins, scope=_Scope.KEY)
     assert [own(loud, at) for at in (0.0, 0.01, 0.02)] == [True] * 3
     assert [own(each, 0.03) for each in (quiet, loud, quiet)] == [True, False, False]
     assert [own(loud, at) for at in (0.1, 0.125, 0.15)] == [False, True, False]
-    assert [urgency.begins(each, 0.16, of_all=True) for each in (loud, loud, quiet)] == [True, False, True]
+    assert [urgency.begins(each, 0.16, _Scope.TENANT) for each in (loud, loud, quiet)] == [True, False, True]
     assert [own(loud, at) for at in (1.5, 1.51, 1.52)] == [True] * 3  # the other one has left
 
 
@@ -223,6 +223,24 @@ async def test_who_waits_for_nothing_does_not_begin_what_others_said(
         await append(own, feedback(key="quiet"))
         assert await flusher.wait_until_flushed(60, "acme", "quiet") is Flushed.ALL
     assert diary.groups == [["first"], ["second"], ["loud", "quiet"]]
+
+
+async def test_who_waits_for_ratings_does_not_wait_for_replies_of_no_run(own: Spool, unhurried: None) -> None:
+    diary = Diary()
+    with flushing(own, diary) as (flusher, _):
+        wait = partial(flusher.wait_until_flushed, 60, "acme", asker="quiet", only_ratings=True)
+        await append(own, feedback(key="first"))
+        assert await flusher.wait_until_flushed(60)
+        await append(own, exchange(key="loud"), exchange(key="loud", task_id="t"))
+        assert await wait() is Flushed.ASKED
+        assert diary.groups == [["first"]]
+        await append(own, exchange(key="of a run", task_id="t", run_id="r"))
+        assert await wait() is Flushed.ALL
+        await append(own, exchange(key="loud"))
+        assert await wait() is Flushed.ASKED
+        await append(own, feedback(key="rater"))
+        assert await wait() is Flushed.ALL
+    assert diary.groups == [["first"], ["loud", "loud", "of a run"], ["loud", "rater"]]
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ from tests.factories import committed, exchange, experience, feedback, ids, leas
 from tuneloop.shared.errors import LeaseLost
 from tuneloop.shared.experience import Exchange, State, VersionAction
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
-from tuneloop.shared.ledger.recording.attestation import Mismatch
-from tuneloop.shared.ledger.recording.recording import REASON
+from tuneloop.shared.ledger.recording.attestation import REASON, Mismatch
 
 FOUND = Mismatch(engine=1, version=0, since=1000.0, until=2000.0, reason="4 nats off", figures={"nats": 4.0})
 

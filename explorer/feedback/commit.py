@@ -1,0 +1,107 @@
+"""Takes commits, on Trinity's wire: its bodies are understood and its answers' keys kept."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import structlog
+from fastapi import Request
+
+from tuneloop.explorer.capture.control_client import ControlClient, Flushed
+from tuneloop.explorer.capture.recorder import Recorder
+from tuneloop.explorer.feedback.routes import read_body
+from tuneloop.explorer.http.bodies import id_of, optional_id, optional_time, wrong_type
+from tuneloop.explorer.http.caller import Caller, caller_of
+from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
+from tuneloop.shared.experience import Scope
+from tuneloop.shared.ledger.recording.recording import Recording
+
+log = structlog.get_logger()
+
+#: Tasks in one commit.
+MAX_TASKS = 10_000
+
+#: How long a commit waits: for all of the tenant's, where there is something of the caller's own, and at all.
+_PATIENCE_S = 2.0
+_LONGEST_S = 8.0  # the clients of Trinity give up after ten
+
+
+class CommitRoute:
+    """The commit route."""
+
+    def __init__(self, *, recorder: Recorder, control_client: ControlClient, recording: Recording) -> None:
+        self._recorder, self._control_client, self._recording = recorder, control_client, recording
+
+    async def commit(self, request: Request) -> dict[str, object]:
+        """Release what has been rewarded until now to the trainer, and say how much that was."""
+        body = await read_body(request, self._recorder, may_be_empty=True)
+        task_id, run_id = self._as_stored(optional_id(body, "task_id")), self._as_stored(optional_id(body, "run_id"))
+        task_ids, until = _task_ids(body), optional_time(body, "time_threshold")
+        caller = caller_of(request.scope)
+        release = partial(
+            self._recording.commit,
+            caller.tenant,
+            task_id=task_id,
+            run_id=run_id,
+            task_ids=task_ids and [self._recorder.name_as_stored(each) for each in task_ids],
+            until=until,
+        )
+        try:
+            committed, complete = await self._release(caller, release)
+        except LedgerUnavailable as error:
+            log.warning("commit_put_off", reason=str(error))
+            raise
+        return {"status": "success", "committed": committed} | ({} if complete else {"complete": False})
+
+    async def _release(self, caller: Caller, release: Callable[[], int]) -> tuple[int, bool]:
+        """How many were released, and whether the database had all that the commit is about. Raises LedgerUnavailable.
+
+        That is the tenant's, or at least what the caller itself said. Who may only commit has said nothing: all that
+        others did is meant. What can have no reward yet is not waited for: others may say much of it all the time.
+        """
+        has_own, wait = bool(caller.name) and Scope.FEEDBACK in caller.scopes, self._control_client.wait_until_flushed
+        began = time.monotonic()
+        all_by = began + (_PATIENCE_S if has_own else _LONGEST_S)
+        flushed = await wait(_left_s(all_by), caller.tenant, asker=caller.name, only_ratings=True)
+        if flushed is Flushed.ASKED:
+            committed = await self._recorder.lookups.run(caller.identity, partial(self._release_rated, release))
+            if committed is not None:
+                return committed, True
+            flushed = await wait(_left_s(all_by), caller.tenant, asker=caller.name)
+        complete = bool(flushed)
+        if not flushed and has_own:
+            flushed = await wait(_left_s(began + _LONGEST_S), caller.tenant, caller.name)
+            complete = flushed is Flushed.ALL
+        if not flushed:
+            raise LedgerUnavailable(
+                "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
+            )
+        return await self._recorder.lookups.run(caller.identity, release), complete
+
+    def _release_rated(self, release: Callable[[], int]) -> int | None:
+        """How many were released; None if replies that are not recorded yet may have a reward."""
+        return None if self._recording.rewards_at_once() else release()
+
+    def _as_stored(self, name: str | None) -> str | None:
+        return name and self._recorder.name_as_stored(name)
+
+
+def _left_s(until: float) -> float:
+    return max(0.0, until - time.monotonic())
+
+
+def _task_ids(body: dict[str, object]) -> list[str] | None:
+    """The tasks that a commit names; None if it names none. Raises RequestRefused."""
+    task_ids = body.get("task_ids")
+    if task_ids is None:
+        return None
+    if not isinstance(task_ids, list):
+        raise wrong_type("task_ids", "a list of strings or integers")
+    if len(task_ids) > MAX_TASKS:
+        raise RequestRefused(
+            f"task_ids has {len(task_ids)} ids, {MAX_TASKS} are allowed in one call",
+            status=413,
+            code="too_many_ids",
+            param="task_ids",
+        )
+    return [id_of(each, "task_ids") for each in task_ids]

@@ -6,9 +6,9 @@ answers are made without it; those that are not trained on yet are made anew at 
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import Connection, and_, delete, func, insert, or_, select, update
+from sqlalchemy import Connection, and_, bindparam, delete, func, insert, select, tuple_, update
 
 from tuneloop.shared.errors import UnknownRater
 from tuneloop.shared.experience import Kind
@@ -26,7 +26,7 @@ from tuneloop.shared.ledger.recording.reward_rule import Event, is_clipped, wort
 from tuneloop.shared.ledger.recording.rewards import replies_of
 from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.storage.schema import feedback
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, put
 from tuneloop.shared.settings.feedback import FeedbackSettings, RewardRule
 
 #: The newest events that raters are compared by, and so many of one rater at most.
@@ -39,10 +39,22 @@ EXTREME_LEAST, EXTREME_SHARE, EXTREME_OF_OTHERS = 10, 0.2, 0.05
 ON_ONE_REPLY = 20
 
 #: Replies whose rewards are made anew in one transaction.
-_PAGE = 1000
+_PAGE = 100
 
 #: Who decides by himself.
 BY = "tuneloop"
+
+#: Raters whose figures are written in one transaction.
+_WRITTEN = 200
+
+_FIGURES = ("reliability", "compared", "events", "extreme")
+_NEW_FIGURES = (
+    update(raters)
+    .where(raters.c.tenant == bindparam("its_tenant"), raters.c.name == bindparam("its_name"))
+    .values({name: bindparam(f"its_{name}") for name in (*_FIGURES, "updated_at")})
+)
+
+_T = TypeVar("_T")
 
 _RATINGS = (Kind.NUMBER, Kind.BOOLEAN, Kind.LABEL)
 
@@ -150,27 +162,51 @@ class Raters(LedgerPart):
         events = _newest_of_each(self._read(_window()))
         rule, now = self._settlement.rule, self._clock()
         did = _activities(rule, events)
+        before = {(row.tenant, row.name): row for row in self._read(select(raters))}
+        ignored = {who for who, row in before.items() if row.state == RaterState.QUARANTINED}
+        found = figures(_verdicts(rule, events), trusted=trusted, ignored=ignored)
+        rows = {who: _row(who, found.get(who, RaterFigures()), done, now) for who, done in did.items()}
+        self._store(rows, before)
+        decided = []
+        for who in rows.keys() - ignored:
+            known, reason = before.get(who), _why(options, found.get(who, RaterFigures()), did, who)
+            if reason is None or who[1] in trusted or (known is not None and known.released):
+                continue
+            decision = RaterDecision(*who, now, RaterState.QUARANTINED, BY, reason)
+            if self._quarantine(decision):
+                decided.append(decision)
+        return decided
+
+    def _store(self, rows: Mapping[Rater, Mapping[str, Any]], before: Mapping[Rater, Any]) -> None:
+        """Write what is new. Raters of whom nothing is known and who say nothing any more are forgotten.
+
+        A few in each transaction, and nothing rests on what was read before: others write meanwhile.
+        """
+        for new in _in_pages([row for who, row in rows.items() if who not in before]):
+            with self._write() as connection:
+                put(connection, raters, new)
+        for changed in _in_pages(list(_changes(rows, before))):
+            with self._write() as connection:
+                connection.execute(_NEW_FIGURES, changed)
+        unknown = and_(
+            raters.c.state == RaterState.ACTIVE, raters.c.compared < KNOWN, ~raters.c.released, raters.c.settled
+        )
+        for silent in _in_pages([who for who in before if who not in rows]):
+            with self._write() as connection:
+                these = tuple_(raters.c.tenant, raters.c.name).in_(silent)
+                connection.execute(delete(raters).where(unknown, these))
+
+    def _quarantine(self, decision: RaterDecision) -> bool:
+        """Whether it was put there: not who was released, or is there, meanwhile."""
+        one = and_(raters.c.tenant == decision.tenant, raters.c.name == decision.name)
+        free = and_(raters.c.state == RaterState.ACTIVE, ~raters.c.released)
+        changed = {"state": decision.state, "reason": decision.reason, "settled": False}
         with self._write() as connection:
             alone(connection, "raters")
-            before = {(row.tenant, row.name): row for row in connection.execute(select(raters))}
-            ignored = {who for who, row in before.items() if row.state == RaterState.QUARANTINED}
-            found = figures(_verdicts(rule, events), trusted=trusted, ignored=ignored)
-            decided = []
-            rows = {who: _row(who, found.get(who, RaterFigures()), done, now) for who, done in did.items()}
-            for who, row in rows.items():
-                known = before.get(who)
-                reason = (
-                    None
-                    if known is not None and (known.released or who in ignored)
-                    else _why(options, found.get(who, RaterFigures()), did, who)
-                )
-                if reason is not None and who[1] not in trusted:
-                    row |= {"state": RaterState.QUARANTINED, "reason": reason, "settled": False}
-                    decided.append(RaterDecision(*who, now, RaterState.QUARANTINED, BY, reason))
-            _store(connection, rows, before)
-            for each in decided:
-                self._note(connection, each)
-        return decided
+            done = bool(connection.execute(update(raters).where(one, free).values(changed)).rowcount)
+            if done:
+                self._note(connection, decision)
+        return done
 
     def _note(self, connection: Connection, decision: RaterDecision) -> None:
         connection.execute(insert(rater_events).values(decision._asdict()))
@@ -283,22 +319,19 @@ def _row(who: Rater, found: RaterFigures, did: _Activity, now: float) -> dict[st
     }
 
 
-def _store(connection: Connection, rows: Mapping[Rater, Mapping[str, Any]], before: Mapping[Rater, Any]) -> None:
-    """Write what is new. Raters of whom nothing is known and who say nothing any more are forgotten."""
-    if new := [row for who, row in rows.items() if who not in before]:
-        connection.execute(insert(raters), new)
-    figures_of = ("reliability", "compared", "events", "extreme", "updated_at")
+def _changes(rows: Mapping[Rater, Mapping[str, Any]], before: Mapping[Rater, Any]) -> Iterator[Mapping[str, Any]]:
+    """The new figures of raters that there were before, as parameters of _NEW_FIGURES."""
     for who in rows.keys() & before.keys():
         row, known = rows[who], before[who]
-        changed = {name: row[name] for name in figures_of}
-        if row["compared"] < min(KNOWN, known.compared):  # what was known of it is worth more
-            changed = {name: row[name] for name in ("events", "extreme", "updated_at")}
-        if row["state"] == RaterState.QUARANTINED:
-            changed |= {name: row[name] for name in ("state", "reason", "settled")}
-        same = and_(raters.c.tenant == who[0], raters.c.name == who[1])
-        connection.execute(update(raters).where(same).values(changed))
-    silent = [who for who in before if who not in rows]
-    unknown = and_(raters.c.state == RaterState.ACTIVE, raters.c.compared < KNOWN, ~raters.c.released, raters.c.settled)
-    for portion in portions(silent, of=2):
-        these = or_(*(and_(raters.c.tenant == tenant, raters.c.name == name) for tenant, name in portion))
-        connection.execute(delete(raters).where(unknown, these))
+        less = row["compared"] < min(KNOWN, known.compared)  # what was known of it is worth more
+        judged = {"reliability": known.reliability, "compared": known.compared} if less else {}
+        changed = {name: row[name] for name in _FIGURES} | judged
+        if any(getattr(known, name) != value for name, value in changed.items()):
+            yield {f"its_{name}": row[name] for name in ("tenant", "name", "updated_at")} | {
+                f"its_{name}": value for name, value in changed.items()
+            }
+
+
+def _in_pages(values: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    for begin in range(0, len(values), _WRITTEN):
+        yield values[begin : begin + _WRITTEN]

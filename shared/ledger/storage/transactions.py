@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import psycopg
 from psycopg import sql
 from sqlalchemy import (
+    Boolean,
     ColumnElement,
     Connection,
     Double,
@@ -50,6 +51,7 @@ _COPIED: Mapping[type, str] = {
     Double: "float8",
     SmallInteger: "int2",
     Integer: "int4",
+    Boolean: "bool",
     LargeBinary: "bytea",
 }
 

@@ -1,9 +1,10 @@
 """Raters in the ledger: compared, put into quarantine, released; and what their feedback is worth meanwhile."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
-from sqlalchemy import Engine, select
+from sqlalchemy import Connection, Engine, select
 
 from tests.factories import exchange, feedback, ids, trained
 from tuneloop.shared.errors import UnknownRater
@@ -282,3 +283,27 @@ def test_a_group_is_taken_without_the_word_of_who_has_its_share(ledger: Ledger) 
     ledger.raters.assess(OPTIONS)
     policy = LIMITED._replace(group_by="task", group_size=2)
     assert len(ledger.training.lease(ledger.training.take_epoch("trainer"), 20, policy)) == 20
+
+
+def test_many_raters_are_compared_in_transactions_of_a_few_and_what_is_unchanged_is_not_written(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replies = [exchange() for _ in range(2)]
+    said = [feedback(msg_id=each.msg_id, source=f"rater {number}") for each in replies for number in range(500)]
+    ledger.recording.record([*replies, *said])
+    written: list[float] = []
+    write = ledger.raters._write
+
+    @contextmanager
+    def counting() -> Iterator[Connection]:
+        with write() as connection:
+            began = connection.exec_driver_sql("SELECT count(*) FROM raters").scalar_one()
+            yield connection
+            written.append(connection.exec_driver_sql("SELECT count(*) FROM raters").scalar_one() - began)
+
+    monkeypatch.setattr(ledger.raters, "_write", counting)
+    assert ledger.raters.assess(OPTIONS) == []
+    assert written == [200, 200, 100]
+    ledger.recording.record([feedback(msg_id=replies[0].msg_id, source="rater 7", value=0.5)])
+    assert ledger.raters.assess(OPTIONS) == []
+    assert len(written) == 4

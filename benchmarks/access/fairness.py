@@ -34,6 +34,7 @@ from tuneloop.shared.experience import DEFAULT_TENANT, Scope
 from tuneloop.shared.ledger.keys import KeyGrant, KeyLimits
 
 _PLACES, _REPLY_S, _CONNECTIONS, _WARM_S, _NICE = 16, 0.1, 64, 3.0, 19
+_AS_IN_PRODUCTION = {"service_status_check_interval": 60.0, "durability": "fsync"}
 _CHAT = "/v1/chat/completions"
 _HELLO = asking("n0")
 _LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
@@ -173,7 +174,7 @@ def main() -> None:
     gc.disable()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         url, other = (stack.enter_context(echo_process(Path(folder), pause_s=_REPLY_S)) for _ in range(2))
-        bed = stack.enter_context(bed_with(Path(folder), [url], max_in_flight=_PLACES))
+        bed = stack.enter_context(bed_with(Path(folder), [url], max_in_flight=_PLACES, **_AS_IN_PRODUCTION))
         free, bound = KeyLimits(), KeyLimits(max_concurrent=8, feedback_per_minute=600, requests_per_minute=6000)
         theirs = "another" if given.apart else DEFAULT_TENANT
         quiet = _key(bed, "quiet", free, DEFAULT_TENANT)

@@ -127,12 +127,11 @@ class Bed:
 @contextmanager
 def bed_with(folder: Path, engine_urls: Sequence[str], **explorer: Any) -> Iterator[Bed]:
     """A service with these settings of `explorer`, ready; it must stop by itself in the end."""
-    but = {f"explorer__{name}": value for name, value in explorer.items()}
+    quick = {"service_status_check_interval": 0.2, "durability": "write"}
+    but = {f"explorer__{name}": value for name, value in (quick | explorer).items()}
     settings = write_settings(
         folder,
         explorer__rollout_model__engine_urls=list(engine_urls),
-        explorer__service_status_check_interval=0.2,
-        explorer__durability="write",
         explorer__admin_key=ADMIN_KEY,
         **but,
     )

@@ -1,7 +1,6 @@
 """Takes commits, on Trinity's wire: its bodies are understood and its answers' keys kept."""
 
 import time
-from collections.abc import Callable
 from functools import partial
 
 import structlog
@@ -14,7 +13,7 @@ from tuneloop.explorer.http.bodies import id_of, optional_id, optional_time, wro
 from tuneloop.explorer.http.caller import Caller, caller_of
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import Scope
-from tuneloop.shared.ledger.recording.recording import Recording
+from tuneloop.shared.ledger.recording.recording import CommitLimits, Recording
 
 log = structlog.get_logger()
 
@@ -38,22 +37,20 @@ class CommitRoute:
         task_id, run_id = self._as_stored(optional_id(body, "task_id")), self._as_stored(optional_id(body, "run_id"))
         task_ids, until = _task_ids(body), optional_time(body, "time_threshold")
         caller = caller_of(request.scope)
-        release = partial(
-            self._recording.commit,
-            caller.tenant,
-            task_id=task_id,
-            run_id=run_id,
-            task_ids=task_ids and [self._recorder.name_as_stored(each) for each in task_ids],
-            until=until,
-        )
+        limits: CommitLimits = {
+            "task_id": task_id,
+            "run_id": run_id,
+            "task_ids": task_ids and [self._recorder.name_as_stored(each) for each in task_ids],
+            "until": until,
+        }
         try:
-            committed, complete = await self._release(caller, release)
+            committed, complete = await self._release(caller, limits)
         except LedgerUnavailable as error:
             log.warning("commit_put_off", reason=str(error))
             raise
         return {"status": "success", "committed": committed} | ({} if complete else {"complete": False})
 
-    async def _release(self, caller: Caller, release: Callable[[], int]) -> tuple[int, bool]:
+    async def _release(self, caller: Caller, limits: CommitLimits) -> tuple[int, bool]:
         """How many were released, and whether the database had all that the commit is about. Raises LedgerUnavailable.
 
         That is the tenant's, or at least what the caller itself said. Who may only commit has said nothing: all that
@@ -64,7 +61,8 @@ class CommitRoute:
         all_by = began + (_PATIENCE_S if has_own else _LONGEST_S)
         flushed = await wait(_left_s(all_by), caller.tenant, asker=caller.name, only_ratings=True)
         if flushed is Flushed.ASKED:
-            committed = await self._recorder.lookups.run(caller.identity, partial(self._release_rated, release))
+            without_some = partial(self._recording.commit_recorded, caller.tenant, **limits)
+            committed = await self._recorder.lookups.run(caller.identity, without_some)
             if committed is not None:
                 return committed, True
             flushed = await wait(_left_s(all_by), caller.tenant, asker=caller.name)
@@ -76,11 +74,8 @@ class CommitRoute:
             raise LedgerUnavailable(
                 "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
             )
-        return await self._recorder.lookups.run(caller.identity, release), complete
-
-    def _release_rated(self, release: Callable[[], int]) -> int | None:
-        """How many were released; None if replies that are not recorded yet may have a reward."""
-        return None if self._recording.rewards_at_once() else release()
+        with_all = partial(self._recording.commit, caller.tenant, **limits)
+        return await self._recorder.lookups.run(caller.identity, with_all), complete
 
     def _as_stored(self, name: str | None) -> str | None:
         return name and self._recorder.name_as_stored(name)

@@ -44,40 +44,40 @@ def most_connections(wanted: int | None, descriptors: int) -> int:
     return room if wanted is None else min(wanted, room)
 
 
-class Beginnings:
-    """Lets one request of each caller begin in each turn of the event loop.
+class LoopTurns:
+    """Lets one request of each caller begin, or one of its replies be taken up, in each turn of the event loop.
 
-    What comes at once of a caller, such as its next requests when several were answered together, would stand before
+    What comes at once of a caller, such as replies that end together and the next requests then, would stand before
     everything that the loop has to do for others.
     """
 
     def __init__(self) -> None:
-        self._begun: set[str] = set()
+        self._had_theirs: set[str] = set()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def take(self, who: str) -> None:
-        """Wait until one of this caller's may begin."""
-        if who not in self._begun:
-            self._begin(who)
+        """Wait until one of this caller's may go on."""
+        if who not in self._had_theirs:
+            self._give(who)
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(who, deque()).append(turn)
         await turn
 
-    def _begin(self, who: str) -> None:
-        if not self._begun:
+    def _give(self, who: str) -> None:
+        if not self._had_theirs:
             asyncio.get_running_loop().call_soon(self._next)
-        self._begun.add(who)
+        self._had_theirs.add(who)
 
     def _next(self) -> None:
-        self._begun.clear()
+        self._had_theirs.clear()
         for who, waiting in list(self._waiting.items()):
             turn = waiting.popleft()
             if not waiting:
                 del self._waiting[who]
             if not turn.cancelled():
                 turn.set_result(None)
-            self._begin(who)
+            self._give(who)
 
 
 @dataclass(eq=False)
@@ -94,7 +94,7 @@ class ConnectionLimits:
     head_timeout_s: float = 30.0
     body_timeout_s: float = 300.0
     read_timeout_s: float = 60.0  # in which a client must read something of what is sent
-    beginnings: Beginnings = field(default_factory=Beginnings)
+    turns: LoopTurns = field(default_factory=LoopTurns)
     idle: dict["ConnectionWatch", None] = field(default_factory=dict)
     held_bytes: int = 0
     held_by: Counter[str] = field(default_factory=Counter)
@@ -162,8 +162,8 @@ class RequestShare:
         caller.meter.count_bytes(self._bytes)
 
     async def take_turn(self) -> None:
-        """Wait while others of its caller's begin, so that other callers have turns between them."""
-        await self._limits.beginnings.take(self._who)
+        """Wait while others of its caller's go on, so that other callers have turns between them."""
+        await self._limits.turns.take(self._who)
 
     def hold(self, size: int) -> RequestRefused | None:
         """So many bytes of its body have come; the refusal, if there is no room for them."""

@@ -170,7 +170,9 @@ class Proxy:
                 outcome.status = 200
                 await self._stream_reply(in_flight, raw, reply)
             else:
-                body = raw.hold_answer(_convert_whole(request.writer, await reply.read()))
+                content = await reply.read()
+                await raw.share.take_turn()
+                body = raw.hold_answer(_convert_whole(request.writer, content))
                 self._metrics.count_reply(in_flight.version, "whole")
                 await self._record(in_flight)
                 outcome.status = 200

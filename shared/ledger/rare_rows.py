@@ -1,8 +1,9 @@
 """Which rows there are at all that most ledgers have none of: one query, in the place of one for each kind."""
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from sqlalchemy import Select, exists, literal_column, select
+from sqlalchemy import ColumnElement, Executable, exists, literal_column, select
 
 from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, erasures, feedback, mismatches
 
@@ -19,10 +20,12 @@ class RareRows(NamedTuple):
     of_runs: bool  # feedback about whole runs
 
 
-#: What reads them: one row.
-RARE_ROWS: Select[Any] = select(
+_KINDS: Sequence[ColumnElement[bool]] = (
     *(exists().select_from(table) for table in (deletions, erasures, mismatches, changed_metadata)),
     exists().where(literal_column("outcome = 'pending'"), feedback.c.id > 0),  # the latter has the index used
     exists().where(feedback.c.other_msg_id.is_not(None)),
     exists().where(feedback.c.msg_id.is_(None)),
 )
+
+#: What reads them: one row.
+RARE_ROWS: Executable = select(*_KINDS)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import httpx
 import pytest
@@ -27,7 +27,7 @@ from tuneloop.explorer.routes import responses, stored_completions
 from tuneloop.shared.errors import LedgerForbidden, LedgerUnavailable, TuneloopError
 from tuneloop.shared.experience import Exchange, Feedback, Record, State, decode
 from tuneloop.shared.ledger.ledger import Ledger, Version
-from tuneloop.shared.ledger.recording.recording import Recording
+from tuneloop.shared.ledger.recording.recording import CommitLimits, Recording
 from tuneloop.shared.ledger.versions.alarms import Alarms
 from tuneloop.shared.ledger.versions.decisions import Versions
 from tuneloop.shared.settings.settings import Settings
@@ -52,10 +52,15 @@ class MoodyRecording(Recording):
             raise ValueError("refused")
         super().record(records)
 
-    def commit(self, tenant: str, **which: Any) -> int:
+    def commit(self, tenant: str, **limits: Unpack[CommitLimits]) -> int:
         if self.away:
             raise LedgerUnavailable("away")
-        return super().commit(tenant, **which)
+        return super().commit(tenant, **limits)
+
+    def commit_recorded(self, tenant: str, **limits: Unpack[CommitLimits]) -> int | None:
+        if self.away:
+            raise LedgerUnavailable("away")
+        return super().commit_recorded(tenant, **limits)
 
 
 class CountingVersions(Versions):

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, Select, Update, and_, bindparam, select, tuple_, update
@@ -73,6 +73,18 @@ class RecomputeResult(NamedTuple):
 
     replies: int
     changed: int
+
+
+class CommitLimits(TypedDict, total=False):
+    """What is committed of a tenant's, if it is not all: of a task, a run, some tasks, or what was sampled by a time.
+
+    `until` is in seconds since 1970.
+    """
+
+    task_id: str | None
+    run_id: str | None
+    task_ids: Sequence[str] | None
+    until: float | None
 
 
 class _Heartbeats:
@@ -160,33 +172,29 @@ class Recording(LedgerPart):
             return {}
         return outcomes_apart(self._settlement.rule, event, [RewardRow(*row) for row in self._read(rows_about(event))])
 
-    def rewards_at_once(self) -> bool:
-        """Whether a reply of no run may have a reward when it is recorded: by earlier feedback, or by the rule."""
-        rare = RareRows(*self._read(RARE_ROWS)[0])
-        return rare.pending or rare.preferences or self._settlement.rule.default is not None
-
-    def commit(
-        self,
-        tenant: str,
-        *,
-        task_id: str | None = None,
-        run_id: str | None = None,
-        task_ids: Sequence[str] | None = None,
-        until: float | None = None,
-    ) -> int:
-        """Release the tenant's rewarded experiences, or those of some tasks, to the trainer and return how many.
-
-        `until` (seconds since 1970) leaves out what was sampled later. Leases of a silent trainer end here too.
-        """
-        now = self._clock()
-        limits = {"its_task": task_id, "its_run": run_id, "its_tasks": task_ids, "its_last": until}
-        given = {name: value for name, value in limits.items() if value is not None}
-        values = {**given, "its_tenant": tenant, "now": now}
+    def commit(self, tenant: str, **limits: Unpack[CommitLimits]) -> int:
+        """Release the tenant's rewarded experiences to the trainer and return how many."""
         with self._write() as connection:
-            self._give_default(connection, frozenset(given), values, now)
-            done = connection.execute(_committing(frozenset(given)), values)
-        self.end_silent_leases()
-        return done.rowcount
+            return self._release(connection, tenant, limits)
+
+    def commit_recorded(self, tenant: str, **limits: Unpack[CommitLimits]) -> int | None:
+        """The same while replies of no run may not be recorded yet.
+
+        None, and nothing is released, if one of them may have a reward as soon as it is: it was rated before, or the
+        rule rewards what nobody rates.
+        """
+        if self._settlement.rule.default is not None:
+            return None
+        with self._write() as connection:
+            rare = RareRows(*connection.execute(RARE_ROWS).one())
+            return None if rare.pending or rare.preferences else self._release(connection, tenant, limits)
+
+    def _release(self, connection: Connection, tenant: str, limits: CommitLimits) -> int:
+        now = self._clock()
+        given = {f"its_{name}": value for name, value in limits.items() if value is not None}
+        names, values = frozenset(given), {**given, "its_tenant": tenant, "now": now}
+        self._give_default(connection, names, values, now)
+        return connection.execute(_committing(names), values).rowcount
 
     def end_silent_leases(self) -> None:
         """Give back what a trainer holds that has not been heard of for LEASE_S, as long as we have listened."""
@@ -260,10 +268,10 @@ class Recording(LedgerPart):
 def _limited_to(given: frozenset[str]) -> ColumnElement[bool]:
     """A tenant's rows, as far as the parameters that are given say."""
     limits = {
-        "its_task": experiences.c.task_id == bindparam("its_task"),
-        "its_run": experiences.c.run_id == bindparam("its_run"),
-        "its_tasks": is_among(experiences.c.task_id, "its_tasks"),
-        "its_last": experiences.c.sampled_at <= bindparam("its_last"),
+        "its_task_id": experiences.c.task_id == bindparam("its_task_id"),
+        "its_run_id": experiences.c.run_id == bindparam("its_run_id"),
+        "its_task_ids": is_among(experiences.c.task_id, "its_task_ids"),
+        "its_until": experiences.c.sampled_at <= bindparam("its_until"),
     }
     return and_(experiences.c.tenant == bindparam("its_tenant"), *(limits[name] for name in sorted(given)))
 

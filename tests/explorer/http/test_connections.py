@@ -16,7 +16,7 @@ from tests.doubles.engine import CHAT, EnginePlace
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
 from tests.explorer.wire import BODY, Wire, chunked, http_request
 from tuneloop.explorer.http.caller import Caller, EntryGate, Unmetered
-from tuneloop.explorer.http.connections import Beginnings, ConnectionLimits, RequestShare, most_connections
+from tuneloop.explorer.http.connections import ConnectionLimits, LoopTurns, RequestShare, most_connections
 from tuneloop.explorer.http.raw_request import FastRoute, RawRequest
 from tuneloop.explorer.http.server import FastProtocol, FastRoutes
 from tuneloop.shared.errors import RequestRefused
@@ -316,10 +316,10 @@ def test_a_share_is_given_back_once_and_what_is_kept_of_it_later() -> None:
 
 
 async def test_of_each_caller_one_request_begins_in_a_turn_of_the_loop() -> None:
-    beginnings, began = Beginnings(), list[str]()
+    turns, began = LoopTurns(), list[str]()
 
     async def request(who: str) -> None:
-        await beginnings.take(who)
+        await turns.take(who)
         began.append(who)
 
     async with asyncio.TaskGroup() as group:
@@ -329,7 +329,7 @@ async def test_of_each_caller_one_request_begins_in_a_turn_of_the_loop() -> None
         group.create_task(request("quiet"))
     assert began == ["loud", "quiet", "loud", "loud"]
     await asyncio.sleep(0)
-    await asyncio.wait_for(beginnings.take("loud"), 60)  # nothing is left of the others
+    await asyncio.wait_for(turns.take("loud"), 60)  # nothing is left of the others
 
 
 @pytest.mark.parametrize("path", [CHAT, "/feedback"])
@@ -341,7 +341,7 @@ def test_a_request_begins_when_it_is_its_callers_turn(
     async def take(who: str) -> None:
         turns.append(who)
 
-    monkeypatch.setattr(explorer.app.limits.beginnings, "take", take)
+    monkeypatch.setattr(explorer.app.limits.turns, "take", take)
     explorer.http.post(path, json={})
     assert turns == [""]
 

@@ -165,17 +165,17 @@ def test_feedback_for_what_is_expired_is_noted_but_brings_it_not_back(ledger: Le
     assert [(row.state, row.reward) for row in rows(engine)][1:] == [("expired", 0.25)]
 
 
-def test_the_leases_of_a_silent_trainer_end_with_a_later_commit(engine: Engine, clock: Clock) -> None:
+def test_the_leases_of_a_silent_trainer_end(engine: Engine, clock: Clock) -> None:
     ledger = Ledger(engine, ticks=clock)
     epoch, _samples = leased(ledger, 2)
     for _ in range(3):
-        ledger.recording.commit("acme")
+        ledger.recording.end_silent_leases()
         assert ledger.reports.counts() == only(leased=2)
         clock.now += LEASE_S - 1
         ledger.training.extend(epoch)
-    ledger.recording.commit("acme")
+    ledger.recording.end_silent_leases()
     clock.now += LEASE_S + 1
-    ledger.recording.commit("acme")
+    ledger.recording.end_silent_leases()
     assert ledger.reports.counts() == only(committed=2)
 
 

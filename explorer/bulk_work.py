@@ -5,8 +5,8 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -111,8 +111,8 @@ class BulkWork:
             if piece.done.cancelled():
                 continue
             self._busy.add(owner)
-            task = asyncio.get_running_loop().run_in_executor(self._pool, partial(self._do, piece.work))
-            task.add_done_callback(partial(self._end, owner, piece))
+            task = self._pool.submit(self._do, piece.work)
+            task.add_done_callback(partial(self._tell, asyncio.get_running_loop(), owner, piece))
 
     def _do(self, work: Callable[[], Any]) -> Any:
         if not self._rests:
@@ -127,7 +127,12 @@ class BulkWork:
     def _next_owner(self) -> str | None:
         return next((each for each in self._waiting if each not in self._busy), None)
 
-    def _end(self, owner: str, piece: _Piece, task: "asyncio.Future[Any]") -> None:
+    def _tell(self, loop: asyncio.AbstractEventLoop, owner: str, piece: _Piece, task: "Future[Any]") -> None:
+        """Called by the thread: a future of the loop would take one more turn of it."""
+        with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+            loop.call_soon_threadsafe(self._end, owner, piece, task)
+
+    def _end(self, owner: str, piece: _Piece, task: "Future[Any]") -> None:
         self._busy.discard(owner)
         if not piece.done.cancelled():
             if (error := task.exception()) is not None:

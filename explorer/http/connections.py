@@ -1,7 +1,9 @@
 """What one process's connections may take: how many there are, how long a request may come, what is held of bodies."""
 
 import asyncio
+import math
 import resource
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +14,9 @@ from tuneloop.shared.errors import RequestRefused
 
 #: What is written of an answer at once. More is written when its client has read most of this.
 PIECE_BYTES = 64 << 10
+
+#: From one of a caller's requests, or replies, to its next, while there are other callers; and who is alone.
+_LOOP_TURNS, _ALONE_S = 4, 1.0
 
 #: Where a scope has its request's share.
 _SCOPE_KEY = "tuneloop.share"
@@ -48,15 +53,19 @@ class LoopTurns:
     """Lets one request of each caller begin, or one of its replies be taken up, in each turn of the event loop.
 
     What comes at once of a caller, such as replies that end together and the next requests then, would stand before
-    everything that the loop has to do for others.
+    everything that the loop has to do for others. Where there are others, each has one in some turns: what a thread or
+    the control process answers takes a few of them until its request goes on.
     """
 
     def __init__(self) -> None:
         self._had_theirs: set[str] = set()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._last, self._changed_at = "", -math.inf
 
     async def take(self, who: str) -> None:
         """Wait until one of this caller's may go on."""
+        if who != self._last:
+            self._last, self._changed_at = who, time.monotonic()
         if who not in self._had_theirs:
             self._give(who)
             return
@@ -66,10 +75,14 @@ class LoopTurns:
 
     def _give(self, who: str) -> None:
         if not self._had_theirs:
-            asyncio.get_running_loop().call_soon(self._next)
+            alone = time.monotonic() - self._changed_at > _ALONE_S
+            asyncio.get_running_loop().call_soon(self._next, 1 if alone else _LOOP_TURNS)
         self._had_theirs.add(who)
 
-    def _next(self) -> None:
+    def _next(self, left: int) -> None:
+        if left > 1:
+            asyncio.get_running_loop().call_soon(self._next, left - 1)
+            return
         self._had_theirs.clear()
         for who, waiting in list(self._waiting.items()):
             turn = waiting.popleft()

@@ -15,6 +15,7 @@ from uvicorn.server import ServerState
 from tests.doubles.engine import CHAT, EnginePlace
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
 from tests.explorer.wire import BODY, Wire, chunked, http_request
+from tuneloop.explorer.http import connections
 from tuneloop.explorer.http.caller import Caller, EntryGate, Unmetered
 from tuneloop.explorer.http.connections import ConnectionLimits, LoopTurns, RequestShare, most_connections
 from tuneloop.explorer.http.raw_request import FastRoute, RawRequest
@@ -330,6 +331,30 @@ async def test_of_each_caller_one_request_begins_in_a_turn_of_the_loop() -> None
     assert began == ["loud", "quiet", "loud", "loud"]
     await asyncio.sleep(0)
     await asyncio.wait_for(turns.take("loud"), 60)  # nothing is left of the others
+
+
+async def test_who_is_not_alone_has_a_turn_in_some_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def turns_of_loop(turns: LoopTurns) -> list[int]:
+        """The turns of the loop in which each of three requests of one caller begins."""
+        now, began = 0, []
+
+        async def request() -> None:
+            await turns.take("loud")
+            began.append(now)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(3):
+                group.create_task(request())
+            while len(began) < 3:
+                await asyncio.sleep(0)
+                now += 1
+        return [each - began[0] for each in began]
+
+    turns = LoopTurns()
+    await turns.take("quiet")
+    assert await turns_of_loop(turns) == [0, 4, 8]
+    monkeypatch.setattr(connections, "_ALONE_S", -1.0)
+    assert await turns_of_loop(turns) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("path", [CHAT, "/feedback"])

@@ -54,6 +54,8 @@ def test_what_passes_alone_is_named(tmp_path: Path) -> None:
     ended = again(tmp_path, {"tests/test_a.py": _BUSY})
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "PASSED ONLY ALONE, to be mended:\n  tests/test_a.py::test_busy\n" in ended.stdout
+    assert "again: tests/test_a.py::test_busy@" in ended.stdout
+    assert "PYTEST_XDIST_WORKER" in ended.stdout.partition("PASSED ONLY")[0], "how it had ended"
     assert "1 passed" in ended.stdout
 
 

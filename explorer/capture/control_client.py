@@ -29,23 +29,26 @@ class Flushed(IntEnum):
     ALL = 2
 
 
+class FlushTarget(msgspec.Struct, frozen=True):
+    """What is waited for until it is in the database: all, or what is a tenant's, or a key's of it.
+
+    `asker` is the name of the key that asks. With `only_ratings`, replies that belong to no run are left out.
+    """
+
+    tenant: str | None = None
+    key: str | None = None
+    asker: str = ""
+    only_ratings: bool = False
+
+
+EVERYTHING = FlushTarget()
+
+
 class ControlClient(Protocol):
     """What runs beside the requests, in the same process or in another."""
 
-    async def wait_until_flushed(
-        self,
-        timeout_s: float,
-        tenant: str | None = None,
-        key: str | None = None,
-        *,
-        asker: str = "",
-        only_ratings: bool = False,
-    ) -> Flushed:
-        """Wait until all that is on disk, or of a tenant, or of a key of it, is in the database.
-
-        `asker` is the name of the key that asks. With `only_ratings`, replies that belong to no run are not waited for.
-        NO if it is not by then, or away.
-        """
+    async def wait_until_flushed(self, timeout_s: float, target: FlushTarget = EVERYTHING) -> Flushed:
+        """Wait until what is on disk of the target is in the database. NO if it is not by then, or away."""
 
     async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
         """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""

@@ -6,7 +6,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import structlog
 
 from tuneloop.explorer.capture import spool
-from tuneloop.explorer.capture.control_client import Flushed
+from tuneloop.explorer.capture.control_client import EVERYTHING, Flushed, FlushTarget
 from tuneloop.explorer.capture.intake import Intake, Patience
 from tuneloop.explorer.capture.merge import Owner, SlotQueue, Source
 from tuneloop.explorer.capture.spool_slots import FlushedMark, Predecessors, Slot, Slots
@@ -45,10 +44,8 @@ STOP_S = 5.0
 class _Waiter(NamedTuple):
     ends: Sequence[tuple[Slot, Position]]
     future: "asyncio.Future[Flushed]"
-    tenant: str | None
-    key: str | None
+    target: FlushTarget
     begins: bool  # what is waited for is moved at once, not with the next group
-    only_ratings: bool
 
     @property
     def reached(self) -> bool:
@@ -58,14 +55,15 @@ class _Waiter(NamedTuple):
         """How much is done: of the tenant's, or key's, by the `queue`, though others' is not."""
         if self.reached:
             return Flushed.ALL
-        if queue is None or (tenant := self.tenant) is None:
+        key, only_ratings = self.target.key, self.target.only_ratings
+        if queue is None or (tenant := self.target.tenant) is None:
             return Flushed.NO
         left = [(slot.folder, end) for slot, end in self.ends if slot.flushed.position < end]
         if all(queue.is_done(tenant, folder, end) for folder, end in left):
             return Flushed.ALL
-        if self.key is None and not self.only_ratings:
+        if key is None and not only_ratings:
             return Flushed.NO
-        asked = partial(queue.is_done, tenant, key=self.key, only_ratings=self.only_ratings)
+        asked = partial(queue.is_done, tenant, key=key, only_ratings=only_ratings)
         return Flushed.ASKED if all(asked(folder, end) for folder, end in left) else Flushed.NO
 
 
@@ -102,37 +100,30 @@ class _Waiters:
                 waiter.future.get_loop().call_soon_threadsafe(_settle, waiter.future, flushed)
 
 
-class _Scope(Enum):
-    """What of a tenant's is waited for."""
-
-    KEY = "all of one key"
-    RATINGS = "all that rates"
-    TENANT = "all"
-
-
 class _Urgency:
     """Decides who has the flusher begin at once.
 
-    Who is alone always has. Of several each has it once in `_LOOK_S` for each scope: what one asks more often goes with
-    the next group that anybody begins. Else one that says a little all the time would have it at work all the time, and
-    each of the others' would wait for a transaction, or for several.
+    Who is alone always has. Of several each has it once in `_LOOK_S` for each target: what one asks more often goes
+    with the next group that anybody begins. Else one that says a little all the time would have it at work all the
+    time, and each of the others' would wait for a transaction, or for several.
     """
 
     def __init__(self) -> None:
-        self._last_asked: dict[Owner, float] = {}  # the first did so longest ago
-        self._began: dict[tuple[Owner, _Scope], float] = {}
+        self._began: dict[Owner, dict[FlushTarget, float]] = {}  # the first of them asked longest ago
+        self._asked_at: dict[Owner, float] = {}
 
-    def begins(self, owner: Owner, now: float, scope: _Scope) -> bool:
-        """Whether something is begun for an owner now."""
-        self._last_asked.pop(owner, None)
-        self._last_asked[owner] = now
-        while now - self._last_asked[first := next(iter(self._last_asked))] > _ABSENT_S:
-            del self._last_asked[first]
-            for each in _Scope:
-                self._began.pop((first, each), None)
-        if len(self._last_asked) > 1 and now - self._began.get((owner, scope), -math.inf) < _LOOK_S:
+    def begins(self, target: FlushTarget, now: float) -> bool:
+        """Whether something is begun for a target now."""
+        if target.tenant is None:
+            return True
+        owner = Owner(target.tenant, target.key or target.asker)
+        began = self._began[owner] = self._began.pop(owner, {})
+        self._asked_at[owner] = now
+        while now - self._asked_at[first := next(iter(self._began))] > _ABSENT_S:
+            del self._began[first], self._asked_at[first]
+        if len(self._began) > 1 and now - began.get(target, -math.inf) < _LOOK_S:
             return False
-        self._began[owner, scope] = now
+        began[target] = now
         return True
 
 
@@ -187,21 +178,11 @@ class Flusher:
         """Whether the database did not take what it was last given."""
         return self._waiters.away
 
-    async def wait_until_flushed(
-        self,
-        timeout_s: float,
-        tenant: str | None = None,
-        key: str | None = None,
-        *,
-        asker: str = "",
-        only_ratings: bool = False,
-    ) -> Flushed:
-        """As ControlClient says. NO if the database is away, or it is not there by then."""
+    async def wait_until_flushed(self, timeout_s: float, target: FlushTarget = EVERYTHING) -> Flushed:
+        """Wait until what is on disk of the target is in the database. NO if it is not by then, or away."""
         ends = [(slot, slot.end) for slot in self._slots.ours]
-        now = time.monotonic()
-        scope = _Scope.KEY if key is not None else _Scope.RATINGS if only_ratings else _Scope.TENANT
-        begins = tenant is None or self._urgency.begins(Owner(tenant, key or asker), now, scope)
-        waiter = _Waiter(ends, asyncio.get_running_loop().create_future(), tenant, key, begins, only_ratings)
+        begins = self._urgency.begins(target, time.monotonic())
+        waiter = _Waiter(ends, asyncio.get_running_loop().create_future(), target, begins)
         with self._moved:
             self._waiters.add(waiter)
         if begins:

@@ -3,10 +3,11 @@
 import time
 from functools import partial
 
+import msgspec
 import structlog
 from fastapi import Request
 
-from tuneloop.explorer.capture.control_client import ControlClient, Flushed
+from tuneloop.explorer.capture.control_client import ControlClient, Flushed, FlushTarget
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.feedback.routes import read_body
 from tuneloop.explorer.http.bodies import id_of, optional_id, optional_time, wrong_type
@@ -57,18 +58,18 @@ class CommitRoute:
         others did is meant. What can have no reward yet is not waited for: others may say much of it all the time.
         """
         has_own, wait = bool(caller.name) and Scope.FEEDBACK in caller.scopes, self._control_client.wait_until_flushed
-        began = time.monotonic()
+        began, everybodys = time.monotonic(), FlushTarget(caller.tenant, asker=caller.name)
         all_by = began + (_PATIENCE_S if has_own else _LONGEST_S)
-        flushed = await wait(_left_s(all_by), caller.tenant, asker=caller.name, only_ratings=True)
+        flushed = await wait(_left_s(all_by), msgspec.structs.replace(everybodys, only_ratings=True))
         if flushed is Flushed.ASKED:
             without_some = partial(self._recording.commit_recorded, caller.tenant, **limits)
             committed = await self._recorder.lookups.run(caller.identity, without_some)
             if committed is not None:
                 return committed, True
-            flushed = await wait(_left_s(all_by), caller.tenant, asker=caller.name)
+            flushed = await wait(_left_s(all_by), everybodys)
         complete = bool(flushed)
         if not flushed and has_own:
-            flushed = await wait(_left_s(began + _LONGEST_S), caller.tenant, caller.name)
+            flushed = await wait(_left_s(began + _LONGEST_S), FlushTarget(caller.tenant, caller.name))
             complete = flushed is Flushed.ALL
         if not flushed:
             raise LedgerUnavailable(

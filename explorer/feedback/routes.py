@@ -11,7 +11,7 @@ import structlog
 from fastapi import Request
 
 from tuneloop.explorer.bulk_work import AmountAtWork
-from tuneloop.explorer.capture.control_client import ControlClient, Flushed
+from tuneloop.explorer.capture.control_client import ControlClient, Flushed, FlushTarget
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner, minted_at
 from tuneloop.explorer.feedback.bound import bind
@@ -179,7 +179,8 @@ class FeedbackRoutes:
     ) -> Results | None:
         """What became of events, once what came before them of a key, or of the tenant, is in the database."""
         left_s = max(0.0, until - time.monotonic())
-        flushed = await self._control_client.wait_until_flushed(left_s, events[0].tenant, key, asker=caller.name)
+        target = FlushTarget(caller.tenant, key, asker=caller.name)
+        flushed = await self._control_client.wait_until_flushed(left_s, target)
         if not flushed:
             return None
         try:

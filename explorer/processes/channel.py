@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from tuneloop.explorer.access.rate_limits import KeyUsage
-from tuneloop.explorer.capture.control_client import ShadowReply
+from tuneloop.explorer.capture.control_client import FlushTarget, ShadowReply
 from tuneloop.explorer.engines.adapter_names import ModelRenaming
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.explorer.engines.version_routing import TrafficSplit
@@ -64,16 +64,10 @@ class AnnounceSlot(ChannelMessage, frozen=True):
 
 
 class WaitUntilFlushed(ChannelMessage, frozen=True):
-    """A worker: wait until what is on disk, in all slots, is in the database, or all of a tenant's or a key's is.
-
-    The answer is a Flushed.
-    """
+    """A worker: wait until what is on disk of the target, in all slots, is in the database. The answer is a Flushed."""
 
     timeout_s: float
-    tenant: str | None = None
-    key: str | None = None
-    asker: str = ""
-    only_ratings: bool = False
+    target: FlushTarget
 
 
 class TakeOfToken(ChannelMessage, frozen=True):

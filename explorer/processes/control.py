@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import structlog
 
 from tuneloop.explorer.access.key_watch import SharedUsage
@@ -260,8 +259,8 @@ class Workers:
                 return StartInfo(settings.encode(), _views(services), self._database.identity)
             case AnnounceSlot(folder):
                 return await self._let_serve(worker, Path(folder))
-            case WaitUntilFlushed():
-                return await services.wait_until_flushed(**msgspec.structs.asdict(question))
+            case WaitUntilFlushed(timeout_s, target):
+                return await services.wait_until_flushed(timeout_s, target)
             case TakeOfToken(binding, count):
                 return await services.take_of_token(binding, count)
             case ReportShadowReply(copied):

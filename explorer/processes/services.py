@@ -16,7 +16,7 @@ from tuneloop.explorer.access.feedback_tokens import TokenUses
 from tuneloop.explorer.access.key_watch import KeyWatch, require_keys
 from tuneloop.explorer.background_tasks import OnFailure, Task
 from tuneloop.explorer.bulk_work import BulkWork
-from tuneloop.explorer.capture.control_client import Flushed, ShadowReply
+from tuneloop.explorer.capture.control_client import EVERYTHING, Flushed, FlushTarget, ShadowReply
 from tuneloop.explorer.capture.flusher import Flusher
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.retention import SpoolRetention
@@ -77,20 +77,9 @@ class ControlServices:
     key_watch: KeyWatch
     token_uses: TokenUses
 
-    async def wait_until_flushed(
-        self,
-        timeout_s: float,
-        tenant: str | None = None,
-        key: str | None = None,
-        *,
-        asker: str = "",
-        only_ratings: bool = False,
-    ) -> Flushed:
-        """Wait until all that is on disk, or of a tenant, or of a key of it, is in the database.
-
-        NO if it is not by then, or away.
-        """
-        return await self.flusher.wait_until_flushed(timeout_s, tenant, key, asker=asker, only_ratings=only_ratings)
+    async def wait_until_flushed(self, timeout_s: float, target: FlushTarget = EVERYTHING) -> Flushed:
+        """Wait until what is on disk of the target is in the database. NO if it is not by then, or away."""
+        return await self.flusher.wait_until_flushed(timeout_s, target)
 
     async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
         """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""

@@ -9,7 +9,7 @@ from tuneloop.explorer.access.gatekeeper import Gatekeeper
 from tuneloop.explorer.access.rate_limits import KeyUsage
 from tuneloop.explorer.app import Services, open_services
 from tuneloop.explorer.background_tasks import Task, every
-from tuneloop.explorer.capture.control_client import Flushed, ShadowReply
+from tuneloop.explorer.capture.control_client import EVERYTHING, Flushed, FlushTarget, ShadowReply
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, Fleet
@@ -56,21 +56,10 @@ class ChannelControlClient:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    async def wait_until_flushed(
-        self,
-        timeout_s: float,
-        tenant: str | None = None,
-        key: str | None = None,
-        *,
-        asker: str = "",
-        only_ratings: bool = False,
-    ) -> Flushed:
-        """Wait until all that is on disk, or of a tenant, or of a key of it, is in the database.
-
-        NO if it is not by then, or away.
-        """
+    async def wait_until_flushed(self, timeout_s: float, target: FlushTarget = EVERYTHING) -> Flushed:
+        """Wait until what is on disk of the target is in the database. NO if it is not by then, or away."""
         try:
-            question = WaitUntilFlushed(timeout_s, tenant, key, asker, only_ratings)
+            question = WaitUntilFlushed(timeout_s, target)
             answer: Flushed = await self._channel.ask(question, Flushed, timeout_s=timeout_s + _GRACE_S)
             return answer
         except ChannelLost as error:  # what is on disk is safe there all the same

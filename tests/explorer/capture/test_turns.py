@@ -10,9 +10,9 @@ import pytest
 from tests.explorer.capture.test_flusher import Notebook, append, flushing, own, slots_of
 from tests.factories import exchange, feedback
 from tuneloop.explorer.capture import flusher as flusher_module
-from tuneloop.explorer.capture.control_client import Flushed
-from tuneloop.explorer.capture.flusher import _Scope, _Urgency
-from tuneloop.explorer.capture.merge import GROUP, Owner, SlotQueue, Source
+from tuneloop.explorer.capture.control_client import Flushed, FlushTarget
+from tuneloop.explorer.capture.flusher import _Urgency
+from tuneloop.explorer.capture.merge import GROUP, SlotQueue, Source
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.shared.experience import Record, decode
 
@@ -61,8 +61,8 @@ async def test_who_comes_behind_a_flood_is_answered_after_one_group_of_it(own: S
     said = [exchange(tenant="other"), feedback(tenant="other")]
     with flushing(own, gate) as (flusher, _):
         await append(own, *flood, *said)  # at once: who comes later is seen after half a second of work
-        commit = asyncio.ensure_future(flusher.wait_until_flushed(60, "other"))
-        theirs = asyncio.ensure_future(flusher.wait_until_flushed(60, "acme"))
+        commit = asyncio.ensure_future(flusher.wait_until_flushed(60, FlushTarget("other")))
+        theirs = asyncio.ensure_future(flusher.wait_until_flushed(60, FlushTarget("acme")))
         all_ = asyncio.ensure_future(flusher.wait_until_flushed(60))
         gate.may.release(3)
         assert await commit
@@ -89,7 +89,7 @@ async def test_who_comes_while_a_flood_is_being_moved_has_a_turn_too(
             while len(gate.records) < 2 * GROUP:  # noqa: ASYNC110 - another thread fills it
                 await asyncio.sleep(0.01)
         await append(own, late)
-        commit = asyncio.ensure_future(flusher.wait_until_flushed(60, "late"))
+        commit = asyncio.ensure_future(flusher.wait_until_flushed(60, FlushTarget("late")))
         gate.may.release(3)
         assert await commit
         assert len(gate.records) < 6 * GROUP
@@ -161,8 +161,8 @@ async def test_keys_of_one_tenant_take_turns(own: Spool) -> None:
     said = [exchange(key="quiet"), feedback(key="quiet")]
     with flushing(own, gate) as (flusher, _):
         await append(own, *flood, *said)  # at once: who comes later is seen after half a second of work
-        theirs = asyncio.ensure_future(flusher.wait_until_flushed(60, "acme", "quiet"))
-        all_ = asyncio.ensure_future(flusher.wait_until_flushed(60, "acme"))
+        theirs = asyncio.ensure_future(flusher.wait_until_flushed(60, FlushTarget("acme", "quiet")))
+        all_ = asyncio.ensure_future(flusher.wait_until_flushed(60, FlushTarget("acme")))
         gate.may.release(3)
         assert await theirs is Flushed.ASKED
         assert [each for each in gate.records if each.key == "quiet"] == said
@@ -170,7 +170,7 @@ async def test_keys_of_one_tenant_take_turns(own: Spool) -> None:
         assert not all_.done()
         gate.may.release(100)
         assert await all_ is Flushed.ALL
-        assert await flusher.wait_until_flushed(60, "acme", "quiet") is Flushed.ALL
+        assert await flusher.wait_until_flushed(60, FlushTarget("acme", "quiet")) is Flushed.ALL
     assert [each for each in gate.records if each.key == "loud"] == flood
     assert own.backlog_bytes() == 0
 
@@ -198,13 +198,14 @@ async def test_keys_without_a_backlog_keep_the_order_in_which_they_spoke(own: Sp
 
 
 def test_something_is_begun_at_once_for_each_but_not_all_the_time_for_one_of_several() -> None:
-    urgency, loud, quiet = _Urgency(), Owner("acme", "loud"), Owner("acme", "quiet")
-    own = partial(urgency.begins, scope=_Scope.KEY)
-    assert [own(loud, at) for at in (0.0, 0.01, 0.02)] == [True] * 3
-    assert [own(each, 0.03) for each in (quiet, loud, quiet)] == [True, False, False]
-    assert [own(loud, at) for at in (0.1, 0.125, 0.15)] == [False, True, False]
-    assert [urgency.begins(each, 0.16, _Scope.TENANT) for each in (loud, loud, quiet)] == [True, False, True]
-    assert [own(loud, at) for at in (1.5, 1.51, 1.52)] == [True] * 3  # the other one has left
+    urgency, loud, quiet = _Urgency(), FlushTarget("acme", "loud"), FlushTarget("acme", "quiet")
+    assert [urgency.begins(loud, at) for at in (0.0, 0.01, 0.02)] == [True] * 3
+    assert [urgency.begins(each, 0.03) for each in (quiet, loud, quiet)] == [True, False, False]
+    assert [urgency.begins(loud, at) for at in (0.1, 0.125, 0.15)] == [False, True, False]
+    all_, ratings = FlushTarget("acme", asker="loud"), FlushTarget("acme", asker="loud", only_ratings=True)
+    by_other = FlushTarget("acme", asker="quiet")
+    assert [urgency.begins(each, 0.16) for each in (all_, all_, by_other, ratings)] == [True, False, True, True]
+    assert [urgency.begins(loud, at) for at in (1.5, 1.51, 1.52)] == [True] * 3  # the other one has left
 
 
 async def test_who_waits_for_nothing_does_not_begin_what_others_said(
@@ -218,17 +219,17 @@ async def test_who_waits_for_nothing_does_not_begin_what_others_said(
         await append(own, feedback(key="second"))
         assert await flusher.wait_until_flushed(60)
         await append(own, feedback(key="loud"))
-        assert await flusher.wait_until_flushed(60, "another") is Flushed.ALL
-        assert await flusher.wait_until_flushed(60, "acme", "rater") is Flushed.ASKED
+        assert await flusher.wait_until_flushed(60, FlushTarget("another")) is Flushed.ALL
+        assert await flusher.wait_until_flushed(60, FlushTarget("acme", "rater")) is Flushed.ASKED
         await append(own, feedback(key="quiet"))
-        assert await flusher.wait_until_flushed(60, "acme", "quiet") is Flushed.ALL
+        assert await flusher.wait_until_flushed(60, FlushTarget("acme", "quiet")) is Flushed.ALL
     assert diary.groups == [["first"], ["second"], ["loud", "quiet"]]
 
 
 async def test_who_waits_for_ratings_does_not_wait_for_replies_of_no_run(own: Spool, unhurried: None) -> None:
     diary = Diary()
     with flushing(own, diary) as (flusher, _):
-        wait = partial(flusher.wait_until_flushed, 60, "acme", asker="quiet", only_ratings=True)
+        wait = partial(flusher.wait_until_flushed, 60, FlushTarget("acme", asker="quiet", only_ratings=True))
         await append(own, feedback(key="first"))
         assert await flusher.wait_until_flushed(60)
         await append(own, exchange(key="loud"), exchange(key="loud", task_id="t"))
@@ -257,7 +258,7 @@ async def test_who_says_a_little_all_the_time_has_no_transactions_of_its_own_whi
 
     async def say(key: str) -> Flushed:
         await append(own, feedback(key=key))
-        return await flusher.wait_until_flushed(60, "acme", key)
+        return await flusher.wait_until_flushed(60, FlushTarget("acme", key))
 
     with flushing(own, diary) as (flusher, _):
         for key in ("loud", "loud", "quiet"):  # nobody else waits for the first two
@@ -277,5 +278,5 @@ async def test_who_waits_for_all_of_a_tenants_does_not_take_the_turn_of_another_
     with flushing(own, diary) as (flusher, _):
         for asker in ("loud", "loud", "quiet"):
             await append(own, feedback(key="loud"))
-            assert await flusher.wait_until_flushed(10, "acme", asker=asker) is Flushed.ALL
+            assert await flusher.wait_until_flushed(10, FlushTarget("acme", asker=asker)) is Flushed.ALL
     assert diary.groups == [["loud"]] * 3

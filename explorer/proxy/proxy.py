@@ -170,9 +170,7 @@ class Proxy:
                 outcome.status = 200
                 await self._stream_reply(in_flight, raw, reply)
             else:
-                content = await reply.read()
-                await raw.share.take_turn()
-                body = raw.hold_answer(_convert_whole(request.writer, content))
+                body = await _whole_answer(request.writer, raw, reply)
                 self._metrics.count_reply(in_flight.version, "whole")
                 await self._record(in_flight)
                 outcome.status = 200
@@ -296,11 +294,14 @@ async def _ask(engine: Engine, request: Request) -> EngineReply:
     return await engine.http.request("POST", path, request.upstream_body, headers)
 
 
-def _convert_whole(writer: ReplyWriter, reply: bytes) -> bytes:
+async def _whole_answer(writer: ReplyWriter, raw: RawRequest, reply: EngineReply) -> bytes:
+    content = await reply.read()
+    await raw.share.take_turn()
     try:
-        return writer.convert_whole(reply)
+        answer = writer.convert_whole(content)
     except _UNREADABLE_REPLY as error:
         raise EngineError(f"the engine's reply cannot be read: {error!r}") from error
+    return raw.hold_answer(answer)
 
 
 def _convert_block(writer: ReplyWriter, block: bytes) -> bytes:

@@ -371,6 +371,19 @@ def test_a_request_begins_when_it_is_its_callers_turn(
     assert turns == [""]
 
 
+def test_a_reply_is_taken_up_when_it_is_its_callers_turn(
+    explorer: RunningExplorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[str] = []
+
+    async def take(who: str) -> None:
+        turns.append(who)
+
+    monkeypatch.setattr(explorer.app.limits.turns, "take", take)
+    explorer.chat()
+    assert turns == ["", ""]
+
+
 @pytest.mark.parametrize("hold", [RequestShare.hold, RequestShare.hold_answer])
 def test_a_callers_bodies_and_answers_take_no_more_than_they_leave_to_others(
     hold: Callable[[RequestShare, int], RequestRefused | None],

@@ -32,7 +32,8 @@ class Flushed(IntEnum):
 class FlushTarget(msgspec.Struct, frozen=True):
     """What is waited for until it is in the database: all, or what is a tenant's, or a key's of it.
 
-    `asker` is the name of the key that asks. With `only_ratings`, replies that belong to no run are left out.
+    `asker` is the name of the key that asks. With `only_ratings`, replies of other keys that belong to no run are left
+    out.
     """
 
     tenant: str | None = None

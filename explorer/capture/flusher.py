@@ -6,9 +6,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -55,16 +54,20 @@ class _Waiter(NamedTuple):
         """How much is done: of the tenant's, or key's, by the `queue`, though others' is not."""
         if self.reached:
             return Flushed.ALL
-        key, only_ratings = self.target.key, self.target.only_ratings
         if queue is None or (tenant := self.target.tenant) is None:
             return Flushed.NO
         left = [(slot.folder, end) for slot, end in self.ends if slot.flushed.position < end]
-        if all(queue.is_done(tenant, folder, end) for folder, end in left):
+
+        def is_done(**which: Any) -> bool:
+            return all(queue.is_done(tenant, folder, end, **which) for folder, end in left)
+
+        if is_done():
             return Flushed.ALL
-        if key is None and not only_ratings:
-            return Flushed.NO
-        asked = partial(queue.is_done, tenant, key=key, only_ratings=only_ratings)
-        return Flushed.ASKED if all(asked(folder, end) for folder, end in left) else Flushed.NO
+        if self.target.only_ratings:
+            asked = is_done(only_ratings=True) and is_done(key=self.target.asker)
+        else:
+            asked = self.target.key is not None and is_done(key=self.target.key)
+        return Flushed.ASKED if asked else Flushed.NO
 
 
 class _Waiters:

@@ -55,7 +55,7 @@ class CommitRoute:
         """How many were released, and whether the database had all that the commit is about. Raises LedgerUnavailable.
 
         That is the tenant's, or at least what the caller itself said. Who may only commit has said nothing: all that
-        others did is meant. What can have no reward yet is not waited for: others may say much of it all the time.
+        others did is meant. Others' replies that can have no reward yet are not waited for: they may come all the time.
         """
         has_own, wait = bool(caller.name) and Scope.FEEDBACK in caller.scopes, self._control_client.wait_until_flushed
         began, everybodys = time.monotonic(), FlushTarget(caller.tenant, asker=caller.name)

@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from tuneloop.explorer.access.rate_limits import KeyUsage
-from tuneloop.explorer.capture.control_client import FlushTarget, ShadowReply
+from tuneloop.explorer.capture.control_client import EVERYTHING, FlushTarget, ShadowReply
 from tuneloop.explorer.engines.adapter_names import ModelRenaming
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.explorer.engines.version_routing import TrafficSplit
@@ -67,7 +67,7 @@ class WaitUntilFlushed(ChannelMessage, frozen=True):
     """A worker: wait until what is on disk of the target, in all slots, is in the database. The answer is a Flushed."""
 
     timeout_s: float
-    target: FlushTarget
+    target: FlushTarget = EVERYTHING
 
 
 class TakeOfToken(ChannelMessage, frozen=True):

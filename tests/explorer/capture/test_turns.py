@@ -226,7 +226,7 @@ async def test_who_waits_for_nothing_does_not_begin_what_others_said(
     assert diary.groups == [["first"], ["second"], ["loud", "quiet"]]
 
 
-async def test_who_waits_for_ratings_does_not_wait_for_replies_of_no_run(own: Spool, unhurried: None) -> None:
+async def test_who_waits_for_ratings_does_not_wait_for_others_replies_of_no_run(own: Spool, unhurried: None) -> None:
     diary = Diary()
     with flushing(own, diary) as (flusher, _):
         wait = partial(flusher.wait_until_flushed, 60, FlushTarget("acme", asker="quiet", only_ratings=True))
@@ -241,7 +241,9 @@ async def test_who_waits_for_ratings_does_not_wait_for_replies_of_no_run(own: Sp
         assert await wait() is Flushed.ASKED
         await append(own, feedback(key="rater"))
         assert await wait() is Flushed.ALL
-    assert diary.groups == [["first"], ["loud", "loud", "of a run"], ["loud", "rater"]]
+        await append(own, exchange(key="quiet"))
+        assert await wait() is Flushed.ALL, "its own are waited for"
+    assert diary.groups == [["first"], ["loud", "loud", "of a run"], ["loud", "rater"], ["quiet"]]
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, Executable, exists, literal_column, select
+from sqlalchemy import ColumnElement, Executable, bindparam, exists, literal_column, select
 
 from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, erasures, feedback, mismatches
 
@@ -29,3 +29,11 @@ _KINDS: Sequence[ColumnElement[bool]] = (
 
 #: What reads them: one row.
 RARE_ROWS: Executable = select(*_KINDS)
+
+#: Whether `its_tenant` has feedback about a reply that waits for it, and whether any reply was preferred to another.
+ANY_EARLY: Executable = select(
+    exists().where(
+        literal_column("outcome = 'pending' AND msg_id IS NOT NULL"), feedback.c.tenant == bindparam("its_tenant")
+    ),
+    exists().where(feedback.c.other_msg_id.is_not(None)),
+)

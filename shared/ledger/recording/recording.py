@@ -10,7 +10,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Connection, Select, Update, and_, bindparam, select, tuple_, update
 
 from tuneloop.shared.experience import HELD_OUT, Exchange, Feedback, Kind, Outcome, Record, State
-from tuneloop.shared.ledger.rare_rows import RARE_ROWS, RareRows
+from tuneloop.shared.ledger.rare_rows import ANY_EARLY, RARE_ROWS, RareRows
 from tuneloop.shared.ledger.raters.reliability import voice_of
 from tuneloop.shared.ledger.recording.attestation import mark_untrusted
 from tuneloop.shared.ledger.recording.erasures import not_erased
@@ -186,8 +186,8 @@ class Recording(LedgerPart):
         if self._settlement.rule.default is not None:
             return None
         with self._write() as connection:
-            rare = RareRows(*connection.execute(RARE_ROWS).one())
-            return None if rare.pending or rare.preferences else self._release(connection, tenant, limits)
+            early = connection.execute(ANY_EARLY, {"its_tenant": tenant}).one()
+            return None if any(early) else self._release(connection, tenant, limits)
 
     def _release(self, connection: Connection, tenant: str, limits: CommitLimits) -> int:
         now = self._clock()

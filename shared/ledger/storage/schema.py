@@ -331,6 +331,7 @@ partial(
     "ix_feedback_trajectory", *(feedback.c[name] for name in ("tenant", "task_id", "run_id")), where="msg_id IS NULL"
 )
 partial("ix_feedback_pending", feedback.c.id, where="outcome = 'pending'")
+partial("ix_feedback_early", feedback.c.tenant, where="outcome = 'pending' AND msg_id IS NOT NULL")
 partial("ix_feedback_source", feedback.c.tenant, feedback.c.source, where="source IS NOT NULL")
 
 #: People whose rows were deleted. What of theirs was received before, and comes in later, is not taken.

@@ -131,6 +131,11 @@ def test_a_commit_waits_for_replies_that_may_have_a_reward_and_for_no_other(
         chat(loud, metadata={"task_id": "t", "run_id": "r"})
         assert commit_all() == {"status": "success", "committed": 0}
         assert behind() == 0, "its run may have a reward"
+        of_a_run = {"task_id": "t", "run_id": "none", "reward": 1}
+        assert explorer.http.post("/feedback", json=of_a_run, headers=loud).json()["counts"]["pending"] == 1
+        chat(loud)
+        assert commit_all() == {"status": "success", "committed": 0}
+        assert behind() > 0, "it is of no run"
         assert rate(explorer.services.feedback._signer.mint("one", 1))["pending"] == 1
         chat(loud)
         assert commit_all() == {"status": "success", "committed": 0}

@@ -168,9 +168,9 @@ class Raters(LedgerPart):
         rows = {who: _row(who, found.get(who, RaterFigures()), done, now) for who, done in did.items()}
         self._store(rows, before)
         decided = []
-        for who in rows.keys() - ignored:
+        for who in rows:
             known, reason = before.get(who), _why(options, found.get(who, RaterFigures()), did, who)
-            if reason is None or who[1] in trusted or (known is not None and known.released):
+            if reason is None or who in ignored or who[1] in trusted or (known is not None and known.released):
                 continue
             decision = RaterDecision(*who, now, RaterState.QUARANTINED, BY, reason)
             if self._quarantine(decision):
@@ -180,19 +180,22 @@ class Raters(LedgerPart):
     def _store(self, rows: Mapping[Rater, Mapping[str, Any]], before: Mapping[Rater, Any]) -> None:
         """Write what is new. Raters of whom nothing is known and who say nothing any more are forgotten.
 
-        A few in each transaction, and nothing rests on what was read before: others write meanwhile.
+        A few in each transaction: others write meanwhile, and nothing rests on what was read before.
         """
         for new in _in_pages([row for who, row in rows.items() if who not in before]):
             with self._write() as connection:
+                alone(connection, "raters")
                 put(connection, raters, new)
         for changed in _in_pages(list(_changes(rows, before))):
             with self._write() as connection:
+                alone(connection, "raters")
                 connection.execute(_NEW_FIGURES, changed)
         unknown = and_(
             raters.c.state == RaterState.ACTIVE, raters.c.compared < KNOWN, ~raters.c.released, raters.c.settled
         )
         for silent in _in_pages([who for who in before if who not in rows]):
             with self._write() as connection:
+                alone(connection, "raters")
                 these = tuple_(raters.c.tenant, raters.c.name).in_(silent)
                 connection.execute(delete(raters).where(unknown, these))
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-import structlog
 from fastapi import Request
 
 from tuneloop.explorer.bulk_work import AmountAtWork
@@ -25,8 +24,6 @@ from tuneloop.shared.experience import Feedback, Kind, Outcome
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.reward_rule import is_clipped
 from tuneloop.shared.settings.settings import Settings
-
-log = structlog.get_logger()
 
 #: Bytes of the largest body: room for MAX_IDS ids, and for some words.
 MAX_BODY_BYTES = 8 << 20

@@ -15,8 +15,10 @@ from tuneloop.shared.errors import RequestRefused
 #: What is written of an answer at once. More is written when its client has read most of this.
 PIECE_BYTES = 64 << 10
 
-#: From one of a caller's requests, or replies, to its next, while there are other callers; and who is alone.
-_LOOP_TURNS, _ALONE_S = 4, 1.0
+#: How many turns of the event loop lie between two requests, or replies, of one caller while there are others.
+_LOOP_TURNS = 4
+#: Who has been the only caller for so long is alone.
+_ALONE_S = 1.0
 
 #: Where a scope has its request's share.
 _SCOPE_KEY = "tuneloop.share"

@@ -182,18 +182,18 @@ class Raters(LedgerPart):
 
         A few in each transaction: others write meanwhile, and nothing rests on what was read before.
         """
-        for new in _in_pages([row for who, row in rows.items() if who not in before]):
+        for new in _in_pages([row for who, row in rows.items() if who not in before], _WRITTEN):
             with self._write() as connection:
                 alone(connection, "raters")
                 put(connection, raters, new)
-        for changed in _in_pages(list(_changes(rows, before))):
+        for changed in _in_pages(list(_changes(rows, before)), _WRITTEN):
             with self._write() as connection:
                 alone(connection, "raters")
                 connection.execute(_NEW_FIGURES, changed)
         unknown = and_(
             raters.c.state == RaterState.ACTIVE, raters.c.compared < KNOWN, ~raters.c.released, raters.c.settled
         )
-        for silent in _in_pages([who for who in before if who not in rows]):
+        for silent in _in_pages([who for who in before if who not in rows], _WRITTEN):
             with self._write() as connection:
                 alone(connection, "raters")
                 these = tuple_(raters.c.tenant, raters.c.name).in_(silent)
@@ -217,11 +217,10 @@ class Raters(LedgerPart):
     def _settle(self) -> None:
         """Make the rewards anew that raters had a part in of whom it was decided."""
         for row in self._read(select(raters).where(~raters.c.settled)):
-            replies = sorted(self._replies_of(row.tenant, row.name))
-            for begin in range(0, len(replies), _PAGE):
+            for replies in _in_pages(sorted(self._replies_of(row.tenant, row.name)), _PAGE):
                 with self._write() as connection:
                     alone(connection, "record")
-                    self._settlement.recompute(connection, replies[begin : begin + _PAGE])
+                    self._settlement.recompute(connection, replies)
             with self._write() as connection:
                 same = and_(raters.c.tenant == row.tenant, raters.c.name == row.name, raters.c.state == row.state)
                 connection.execute(update(raters).where(same).values(settled=True))
@@ -327,14 +326,11 @@ def _changes(rows: Mapping[Rater, Mapping[str, Any]], before: Mapping[Rater, Any
     for who in rows.keys() & before.keys():
         row, known = rows[who], before[who]
         less = row["compared"] < min(KNOWN, known.compared)  # what was known of it is worth more
-        judged = {"reliability": known.reliability, "compared": known.compared} if less else {}
-        changed = {name: row[name] for name in _FIGURES} | judged
-        if any(getattr(known, name) != value for name, value in changed.items()):
-            yield {f"its_{name}": row[name] for name in ("tenant", "name", "updated_at")} | {
-                f"its_{name}": value for name, value in changed.items()
-            }
+        after = {**row, "reliability": known.reliability, "compared": known.compared} if less else row
+        if any(getattr(known, name) != after[name] for name in _FIGURES):
+            yield {f"its_{name}": after[name] for name in ("tenant", "name", *_FIGURES, "updated_at")}
 
 
-def _in_pages(values: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    for begin in range(0, len(values), _WRITTEN):
-        yield values[begin : begin + _WRITTEN]
+def _in_pages(values: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
+    for begin in range(0, len(values), size):
+        yield values[begin : begin + size]

@@ -7,9 +7,10 @@ One vLLM with the flags that the explorer gives its own engines, and an explorer
 `explorer.capture.logprobs`, which record to a disk as they do by default. Clients ask the engine ("bare": neither
 log-probabilities nor token ids are asked for) and the explorers in turns, for whole and for streamed replies of the
 same length, so many at once, in waves. `ids`, `captured` and `packed` are the engine alone, asked for token ids, and
-for log-probabilities too: vLLM's own way, and packed, as explorers ask. Each round asks all once; a ratio is the median
-over the rounds of what one got by what the bare engine got in the same turn. The load is one process of C
-(`benchmarks/proxy/load.c`); what it can do at most is measured first, against an upstream that replays recordings.
+for log-probabilities too: vLLM's own way, and packed, as explorers ask. Each round asks all once; a ratio is the
+geometric mean over the rounds of what one got by what the bare engine got in the same turn, with its standard error.
+The load is one process of C (`benchmarks/proxy/load.c`); what it can do at most is measured first, against an upstream
+that replays recordings.
 
 On a machine without a GPU everything is tiny, and shows only that it runs.
 """
@@ -28,6 +29,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import httpx
+import numpy as np
 import sqlalchemy
 import torch
 
@@ -239,14 +241,29 @@ def _table(subjects: list[Subject], cells: list[Cell]) -> str:
     for cell in cells:
         values = [cell.kind, str(cell.at_once), _rate(bare, cell)]
         for each in others:
-            pairs = zip(each.seen.get(cell, []), bare.seen.get(cell, []), strict=False)
-            ratios = [rate / most for rate, most in pairs]
-            ratio = f"{median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "–"
+            ratio = _ratio(_ratios(each, bare, cell))
             cores = f"{median(each.cores[cell]):.2f}" if cell in each.cores else "–"
             values.append(f"{_rate(each, cell)}, **{ratio}**, {cores}")
         lines.append("| " + " | ".join(values) + " |")
+    for kinds in ({"whole"}, {"stream"}, {"whole", "stream"}):
+        ratios = [[r for cell in cells if cell.kind in kinds for r in _ratios(each, bare, cell)] for each in others]
+        lines.append(f"| {', '.join(sorted(kinds))} | all of these | | " + " | ".join(map(_ratio, ratios)) + " |")
     failures = ", ".join(f"{each.name} {each.failed} of {each.asked}" for each in subjects)
     return "\n".join([*lines, f"failed: {failures}"])
+
+
+def _ratios(subject: Subject, bare: Subject, cell: Cell) -> list[float]:
+    pairs = zip(subject.seen.get(cell, []), bare.seen.get(cell, []), strict=False)
+    return [rate / most for rate, most in pairs]
+
+
+def _ratio(ratios: Sequence[float]) -> str:
+    """Their geometric mean, its standard error, the lowest and the highest."""
+    if not ratios:
+        return "–"
+    logarithms = np.log(ratios)
+    error = logarithms.std(ddof=1) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
+    return f"{np.exp(logarithms.mean()):.3f} ± {error:.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def _rate(subject: Subject, cell: Cell) -> str:

@@ -6,12 +6,13 @@ import multiprocessing
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from tuneloop.explorer.engines.proof.fingerprint import (
     MODULUS,
@@ -28,6 +29,12 @@ _Out = TypeVar("_Out")
 
 #: Processes that read a large model at once, and from how many bytes on it is large. Counting holds Python's lock.
 _READERS, _LARGE = min(16, len(os.sched_getaffinity(0))), 256 << 20
+
+#: Bytes that a process reads in one go, of embeddings too, which are a quarter of a small model.
+_SPAN = 32 << 20
+
+#: Bytes that are looked at at once: what is made of them stays in a processor's cache.
+_BLOCK = 1 << 19
 
 _LONGEST_HEADER = 100_000_000
 _INDEX = "model.safetensors.index.json"
@@ -79,8 +86,9 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
 
 def find_not_finite(found: Mapping[str, StoredTensor]) -> str | None:
     """The name of a tensor that holds a number that is infinite or none at all, if one does."""
-    finite = _read_all(is_finite, list(found.values()), found.values())
-    return next((name for name, is_so in zip(found, finite, strict=True) if not is_so), None)
+    spans = [(name, span) for name, tensor in found.items() for span in _spans_of(tensor)]
+    finite = _read_all(is_finite, [span for _, span in spans], found.values())
+    return next((name for (name, _), is_so in zip(spans, finite, strict=True) if not is_so), None)
 
 
 def is_finite(tensor: StoredTensor) -> bool:
@@ -88,10 +96,9 @@ def is_finite(tensor: StoredTensor) -> bool:
     if tensor.dtype not in EXPONENTS or tensor.start == tensor.end:
         return True
     kind, exponent = EXPONENTS[tensor.dtype]
-    count = (tensor.end - tensor.start) // np.dtype(kind).itemsize
-    bits = np.memmap(tensor.file, dtype=kind, mode="r", offset=tensor.start, shape=(count,))
-    block = 1 << 24
-    return not any(((bits[at : at + block] & exponent) == exponent).any() for at in range(0, count, block))
+    bits = _bytes_of(tensor).view(kind)
+    block = _BLOCK // bits.itemsize
+    return not any(((bits[at : at + block] & exponent) == exponent).any() for at in range(0, len(bits), block))
 
 
 def fingerprints_of(found: Mapping[str, StoredTensor], *, tied: bool) -> dict[str, Fingerprint]:
@@ -114,8 +121,9 @@ def _add_up(tensors: Iterable[tuple[str, StoredTensor, float]]) -> dict[str, Fin
     chosen = list(tensors)
     if any(tensor.dtype not in EXPONENTS or tensor.start == tensor.end for _, tensor, _ in chosen):
         return {}
+    spans = [(part, span, scale) for part, tensor, scale in chosen for span in _spans_of(tensor)]
     sums: dict[str, defaultdict[str, int]] = {served: defaultdict(int) for served in SERVED}
-    for (part, _, _), totals in zip(chosen, _read_all(_sums_of, chosen, [each for _, each, _ in chosen]), strict=True):
+    for (part, _, _), totals in zip(spans, _read_all(_sums_of, spans, [each for _, each, _ in chosen]), strict=True):
         for served, total in totals.items():
             sums[served][part] = (sums[served][part] + total) % MODULUS
     return {served: dict(parts) for served, parts in sums.items()}
@@ -123,8 +131,17 @@ def _add_up(tensors: Iterable[tuple[str, StoredTensor, float]]) -> dict[str, Fin
 
 def _sums_of(summed: tuple[str, StoredTensor, float]) -> dict[str, int]:
     _, tensor, scale = summed
-    data = np.memmap(tensor.file, dtype=np.uint8, mode="r", offset=tensor.start, shape=(tensor.end - tensor.start,))
-    return stored_sums(data, tensor.dtype, scale=scale)
+    return stored_sums(_bytes_of(tensor), tensor.dtype, scale=scale)
+
+
+def _spans_of(tensor: StoredTensor) -> Iterator[StoredTensor]:
+    """The pieces of a tensor that are read each in one go."""
+    for start in range(tensor.start, tensor.end, _SPAN):
+        yield tensor._replace(start=start, end=min(tensor.end, start + _SPAN))
+
+
+def _bytes_of(tensor: StoredTensor) -> npt.NDArray[np.uint8]:
+    return np.memmap(tensor.file, dtype=np.uint8, mode="r", offset=tensor.start, shape=(tensor.end - tensor.start,))
 
 
 def _read_all(read: Callable[[_In], _Out], each: Sequence[_In], tensors: Iterable[StoredTensor]) -> list[_Out]:

@@ -180,7 +180,8 @@ class Publisher:
     def _register(self, publication: "Publication", ids: Collection[int], started: float) -> PublishedVersion:
         """In the thread, if there is one: explorers hear of a version as soon as it is registered."""
         self._copies.wait()
-        published = publication.register(self._ledger.training, ids)
+        with self.states.priority.urgent():
+            published = publication.register(self._ledger.training, ids)
         took = publication.measured["time/publish/registered"] = time.perf_counter() - started
         self._note(published.version)
         _log.info("version_published", version=published.version, step=published.step, seconds=round(took, 3))

@@ -43,7 +43,7 @@ from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.algorithms.terms.moments import Moments
 from tuneloop.trainer.batches.batch import all_but_first
 from tuneloop.trainer.batches.tokenizer import Tokenizer, tokenizer_of
-from tuneloop.trainer.checkpoints.tensor_file import TensorFiles
+from tuneloop.trainer.checkpoints.tensor_file import DiskPriority, TensorFiles
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.model import Actor, Critic
 from tuneloop.trainer.models.optimizer import MasterAdamW, Room
@@ -205,10 +205,12 @@ def give_state(learner: Learner) -> None:
         optimizer.copy(None)
 
 
-def save_state(state: CapturedState, folder: Path, *, base: Path) -> dict[Path, str]:
-    """Write critic and optimisers into `folder`; returns the sha256 of the large files."""
+def save_state(
+    state: CapturedState, folder: Path, *, base: Path, priority: DiskPriority | None = None
+) -> dict[Path, str]:
+    """Write critic and optimisers into `folder`, behind what is urgent; returns the sha256 of the large files."""
     critic, optimizers = folder / CRITIC, folder / TRAINER_STATE
-    with TensorFiles() as files:
+    with TensorFiles(priority.wait) if priority else TensorFiles() as files:
         optimizers.mkdir(exist_ok=True)
         for name, tensors in state.optimizers.items():
             files.write(tensors, optimizers / f"{name}.safetensors")

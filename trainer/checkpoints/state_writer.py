@@ -27,6 +27,7 @@ from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.copies import Copies
 from tuneloop.trainer.checkpoints.pruning import prune_by_settings
 from tuneloop.trainer.checkpoints.snapshot import CapturedState
+from tuneloop.trainer.checkpoints.tensor_file import DiskPriority
 from tuneloop.trainer.learner import Learner
 
 _log = structlog.get_logger()
@@ -67,6 +68,8 @@ class StateWriter:
         self._copies = Copies(snapshot.size_of_state, snapshot.copy_state)
         self._last: PublishedVersion | None = None
         self._written = self._since = 0
+        #: What is written of a version goes first.
+        self.priority = DiskPriority()
         #: Whether the last state did not fit on the disk.
         self.full = False
         #: Whether there was no room for one when the last version had been published, and older ones deleted.
@@ -228,7 +231,8 @@ class StateWriter:
             raise DiskFull(space.sentence)
         staging = self._staging = self._store.stage(self._epoch, state=True)
         try:
-            digests = snapshot.save_state(state, staging, base=self._settings.model.model_path)
+            base = self._settings.model.model_path
+            digests = snapshot.save_state(state, staging, base=base, priority=self.priority)
             files = self._store.seal(staging, digests=digests)
             manifest = StateManifest(
                 version=published.version, epoch=self._epoch, manifest_sha256=published.manifest_sha256, files=files

@@ -4,13 +4,15 @@ What a process writes lies in memory until the kernel, or somebody's fsync, brin
 journaling file system waits for what others have written before. A checkpoint written at the speed of memory keeps
 requests, which are on disk before they are acknowledged, waiting for seconds. So it is brought to disk piece by piece.
 A thread hashes each piece while it is written, and several files are written at once.
+
+What nobody waits for, critic and optimisers, has the disk while no version is being written (`DiskPriority`).
 """
 
 import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +30,9 @@ PIECE = 16 << 20
 
 #: Files that are written at once; each has a thread that hashes it besides.
 _WRITERS = 4
+
+#: How long a piece waits for what is more urgent.
+_PATIENCE_S = 1.0
 
 #: What save_pretrained calls in transformers 5.5 to 5.19.
 _WRITER = "safe_save_file"
@@ -48,13 +53,51 @@ _TYPES = {
 }
 
 
-class TensorFiles:
-    """Safetensors files on their way to the disk, by `write` or by save_pretrained within `saving`.
+def _do_nothing() -> None:
+    pass
 
-    The tensors must stay as they are until `digests` has been asked, or the block has ended.
+
+class DiskPriority:
+    """Has pieces of files wait while something more urgent is written, but each for `_PATIENCE_S` at most.
+
+    So they are written at 16 MB a second and file at the least, however long the urgent takes.
     """
 
     def __init__(self) -> None:
+        self._lock, self._urgent, self._free = threading.Lock(), 0, threading.Event()
+        self._free.set()
+
+    @contextmanager
+    def urgent(self) -> Iterator[None]:
+        """What is written within the block goes first."""
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def wait(self) -> None:
+        """Before a piece that is not urgent."""
+        self._free.wait(_PATIENCE_S)
+
+    def _count(self, more: int) -> None:
+        with self._lock:
+            self._urgent += more
+            if self._urgent:
+                self._free.clear()
+            else:
+                self._free.set()
+
+
+class TensorFiles:
+    """Safetensors files on their way to the disk, by `write` or by save_pretrained within `saving`.
+
+    The tensors must stay as they are until `digests` has been asked, or the block has ended. Before each piece
+    `before_piece` is called, in a thread.
+    """
+
+    def __init__(self, before_piece: Callable[[], None] = _do_nothing) -> None:
+        self._before_piece = before_piece
         self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="tensors")
         self._written: dict[Path, Future[str]] = {}
 
@@ -68,7 +111,8 @@ class TensorFiles:
         self, tensors: Mapping[str, Tensor], path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
     ) -> None:
         """Begin to write a file."""
-        self._written[Path(path)] = self._pool.submit(write_tensors, tensors, path, metadata)
+        work = self._pool.submit(write_tensors, tensors, path, metadata, before_piece=self._before_piece)
+        self._written[Path(path)] = work
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -86,7 +130,11 @@ class TensorFiles:
 
 
 def write_tensors(
-    tensors: Mapping[str, Tensor], path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
+    tensors: Mapping[str, Tensor],
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    before_piece: Callable[[], None] = _do_nothing,
 ) -> str:
     """Write a safetensors file, with at most PIECE bytes of it on the way to the disk at any time; its sha256.
 
@@ -99,6 +147,8 @@ def write_tensors(
         waiting, digest = 0, hashlib.sha256()
         hashed: Future[None] | None = None
         for piece in _pieces(tensors, metadata):
+            if not waiting:
+                before_piece()
             if hashed is not None:
                 hashed.result()
             hashed = hasher.submit(digest.update, piece)

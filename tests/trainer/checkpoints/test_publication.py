@@ -1,6 +1,7 @@
 """A version is whole or not there, and old ones go when they may."""
 
 import errno
+import time
 from threading import Event
 
 import pytest
@@ -10,10 +11,11 @@ from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.errors import DiskFull, EnvironmentRefused
 from tuneloop.shared.job_marks import registered_in
 from tuneloop.shared.ledger.ledger import BatchPolicy
-from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.checkpoints import snapshot, tensor_file
 from tuneloop.trainer.checkpoints.pruning import prune
 from tuneloop.trainer.checkpoints.publication import Publication, Publisher
 from tuneloop.trainer.checkpoints.state_writer import StateWriter
+from tuneloop.trainer.checkpoints.tensor_file import DiskPriority
 from tuneloop.trainer.loop import run
 
 
@@ -75,6 +77,51 @@ def test_explorers_hear_of_a_version_before_critic_and_optimiser_are_copied(sett
     assert publisher.end(learner).version == 1
     publisher.close()
     assert publisher.states.known == 1
+
+
+def test_a_state_that_is_being_written_waits_while_a_version_is(settings, ledger, monkeypatch):
+    monkeypatch.setattr(tensor_file, "_PATIENCE_S", 60.0)
+    chosen, waiting, seen = settings(), Event(), []
+    ledger.versions.ensure_base(chosen.model.model_path)
+    epoch, store = ledger.training.take_epoch("t"), CheckpointStore(chosen.job_dir)
+    publisher, learner = Publisher(chosen, ledger, store, epoch=epoch), snapshot.load(chosen, None)
+    wait, save_weights = DiskPriority.wait, snapshot.save_weights
+
+    def notice(priority):
+        waiting.set()
+        wait(priority)
+        seen.append("state")
+
+    def write_slowly(*weights, **where):
+        """Of the second version; the first one's state is not written yet."""
+        go.set()
+        assert waiting.wait(60)
+        time.sleep(0.2)
+        seen.append("weights")
+        return save_weights(*weights, **where)
+
+    go = _held_back(monkeypatch)
+    publisher.begin(learner, [], steps=0, parent=0)
+    publisher.end(learner)
+    monkeypatch.setattr(DiskPriority, "wait", notice)
+    monkeypatch.setattr(snapshot, "save_weights", write_slowly)
+    publisher.begin(learner, [], steps=0, parent=1)
+    publisher.end(learner)
+    publisher.close()
+    assert seen[0] == "weights"
+    assert "state" in seen
+
+
+def _held_back(monkeypatch):
+    """What lets states be written."""
+    go, save_state = Event(), snapshot.save_state
+
+    def save(*state, **where):
+        assert go.wait(60)
+        return save_state(*state, **where)
+
+    monkeypatch.setattr(snapshot, "save_state", save)
+    return go
 
 
 def _published(ledger, store, count):

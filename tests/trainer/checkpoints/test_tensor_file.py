@@ -1,6 +1,7 @@
 """Files of tensors that are brought to disk piece by piece."""
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from tests.loop.harness.services import make_model
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.checkpoints import snapshot, tensor_file
-from tuneloop.trainer.checkpoints.tensor_file import write_tensors
+from tuneloop.trainer.checkpoints.tensor_file import DiskPriority, write_tensors
 
 
 def tensors() -> dict[str, Tensor]:
@@ -82,3 +83,33 @@ def test_every_large_file_of_a_learner_is_written_so(tmp_path: Path, monkeypatch
     large = [path for path in folder.rglob("*.safetensors") if path.name != "value_head.safetensors"]
     assert {path.relative_to(folder).parts[0] for path in large} == {"actor", "critic", "trainer_state"}
     assert {str(path) for path in large} == disk.synced.keys()
+
+
+def test_what_is_not_urgent_is_written_when_nothing_urgent_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_file, "_PATIENCE_S", 60.0)
+    priority, path, found = DiskPriority(), tmp_path / "long.safetensors", {"a": torch.zeros(100)}
+    writer = threading.Thread(target=write_tensors, args=(found, path), kwargs={"before_piece": priority.wait})
+    with priority.urgent(), priority.urgent():
+        writer.start()
+        writer.join(0.2)
+        assert path.stat().st_size == 0
+    writer.join(60)
+    assert load_file(path).keys() == {"a"}
+
+
+def test_the_urgent_is_waited_for_so_long_before_each_piece_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_file, "PIECE", 4096)
+    monkeypatch.setattr(tensor_file, "_PATIENCE_S", 0.01)
+    priority, path, waited = DiskPriority(), tmp_path / "long.safetensors", []
+
+    def wait() -> None:
+        waited.append(path.stat().st_size)
+        priority.wait()
+
+    found = {f"{number}": torch.arange(100, dtype=torch.float32) for number in range(40)}
+    with priority.urgent():
+        write_tensors(found, path, before_piece=wait)
+    assert load_file(path).keys() == found.keys()
+    assert len(waited) == path.stat().st_size // 4096 + 1, "before each tensor would be many times as long"

@@ -32,14 +32,14 @@ class Flushed(IntEnum):
 class FlushTarget(msgspec.Struct, frozen=True):
     """What is waited for until it is in the database: all, or what is a tenant's, or a key's of it.
 
-    `asker` is the name of the key that asks. With `only_ratings`, replies of other keys that belong to no run are left
-    out.
+    `asker` is the name of the key that asks. With `rewards_only`, of other keys only what affects rewards is meant:
+    feedback, and replies of runs.
     """
 
     tenant: str | None = None
     key: str | None = None
     asker: str = ""
-    only_ratings: bool = False
+    rewards_only: bool = False
 
 
 EVERYTHING = FlushTarget()

@@ -63,8 +63,8 @@ class _Waiter(NamedTuple):
 
         if is_done():
             return Flushed.ALL
-        if self.target.only_ratings:
-            asked = is_done(only_ratings=True) and is_done(key=self.target.asker)
+        if self.target.rewards_only:
+            asked = is_done(rewards_only=True) and is_done(key=self.target.asker)
         else:
             asked = self.target.key is not None and is_done(key=self.target.key)
         return Flushed.ASKED if asked else Flushed.NO

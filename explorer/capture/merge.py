@@ -47,14 +47,14 @@ class Source(NamedTuple):
 class SlotRecord(NamedTuple):
     """A record of a slot, the position after it there, whose it is, and its place among all that were read.
 
-    `rates` if it is feedback, or a reply of a run, which feedback about the run may be about.
+    It `affects_rewards` if it is feedback, or a reply of a run, which feedback about the run may be about.
     """
 
     folder: Path
     payload: bytes
     position: Position
     owner: "Owner"
-    rates: bool
+    affects_rewards: bool
     number: int = 0
 
 
@@ -81,7 +81,7 @@ class SlotQueue:
         self._waiting: dict[str, dict[str, deque[SlotRecord]]] = {}
         self._undone: dict[Path, deque[Position]] = {}
         self._ahead: dict[Path, set[Position]] = defaultdict(set)
-        self._all, self._rating = _Undone(), _Undone()
+        self._all, self._affecting = _Undone(), _Undone()
         self._sizes: dict[Owner, int] = {}
         self._numbers = itertools.count()
         self._count = self._bytes = 0
@@ -142,15 +142,15 @@ class SlotQueue:
         for entry in group:
             self._ahead[entry.folder].add(entry.position)
             self._all.take(entry)
-            if entry.rates:
-                self._rating.take(entry)
+            if entry.affects_rewards:
+                self._affecting.take(entry)
         return {folder: last for folder in {entry.folder for entry in group} if (last := self._done_up_to(folder))}
 
     def is_done(
-        self, tenant: str, folder: Path, end: Position, key: str | None = None, *, only_ratings: bool = False
+        self, tenant: str, folder: Path, end: Position, key: str | None = None, *, rewards_only: bool = False
     ) -> bool:
-        """Whether all of a tenant, or of a key of it, that lies before `end` in a slot is done, or what `rates` is."""
-        first = (self._rating if only_ratings else self._all).first(tenant, folder, key)
+        """Whether all of a tenant, or of a key of it, before `end` in a slot is done, or what `affects_rewards`."""
+        first = (self._affecting if rewards_only else self._all).first(tenant, folder, key)
         return self._read.get(folder, Position(0, 0)) >= end and (first is None or first > end)
 
     def _in_turn(self) -> Iterator[tuple[Owner, deque[SlotRecord]]]:
@@ -174,8 +174,8 @@ class SlotQueue:
         numbered = entry._replace(number=next(self._numbers))
         self._waiting.setdefault(tenant, {}).setdefault(key, deque()).append(numbered)
         self._all.put(entry)
-        if entry.rates:
-            self._rating.put(entry)
+        if entry.affects_rewards:
+            self._affecting.put(entry)
         self._undone.setdefault(entry.folder, deque()).append(entry.position)
         self._read[entry.folder] = entry.position
         self._count += 1
@@ -276,8 +276,8 @@ def _entries(source: Source, start: Position) -> Iterator[SlotRecord]:
     _check_place(source)
     for payload, position in spool.read(source.folder, start, source.end):
         head = _head_of(payload)
-        rates = _is_feedback(payload) or None not in (head.task_id, head.run_id)
-        yield SlotRecord(source.folder, payload, position, Owner(head.tenant, head.key), rates)
+        affects_rewards = _is_feedback(payload) or None not in (head.task_id, head.run_id)
+        yield SlotRecord(source.folder, payload, position, Owner(head.tenant, head.key), affects_rewards)
     _check_place(source)
 
 

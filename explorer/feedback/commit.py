@@ -60,7 +60,7 @@ class CommitRoute:
         has_own, wait = bool(caller.name) and Scope.FEEDBACK in caller.scopes, self._control_client.wait_until_flushed
         began, everybodys = time.monotonic(), FlushTarget(caller.tenant, asker=caller.name)
         all_by = began + (_PATIENCE_S if has_own else _LONGEST_S)
-        flushed = await wait(_left_s(all_by), msgspec.structs.replace(everybodys, only_ratings=True))
+        flushed = await wait(_left_s(all_by), msgspec.structs.replace(everybodys, rewards_only=True))
         if flushed is Flushed.ASKED:
             without_some = partial(self._recording.commit_recorded, caller.tenant, **limits)
             committed = await self._recorder.lookups.run(caller.identity, without_some)

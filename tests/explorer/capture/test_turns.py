@@ -202,7 +202,7 @@ def test_something_is_begun_at_once_for_each_but_not_all_the_time_for_one_of_sev
     assert [urgency.begins(loud, at) for at in (0.0, 0.01, 0.02)] == [True] * 3
     assert [urgency.begins(each, 0.03) for each in (quiet, loud, quiet)] == [True, False, False]
     assert [urgency.begins(loud, at) for at in (0.1, 0.125, 0.15)] == [False, True, False]
-    all_, ratings = FlushTarget("acme", asker="loud"), FlushTarget("acme", asker="loud", only_ratings=True)
+    all_, ratings = FlushTarget("acme", asker="loud"), FlushTarget("acme", asker="loud", rewards_only=True)
     by_other = FlushTarget("acme", asker="quiet")
     assert [urgency.begins(each, 0.16) for each in (all_, all_, by_other, ratings)] == [True, False, True, True]
     assert [urgency.begins(loud, at) for at in (1.5, 1.51, 1.52)] == [True] * 3  # the other one has left
@@ -229,7 +229,7 @@ async def test_who_waits_for_nothing_does_not_begin_what_others_said(
 async def test_who_waits_for_ratings_does_not_wait_for_others_replies_of_no_run(own: Spool, unhurried: None) -> None:
     diary = Diary()
     with flushing(own, diary) as (flusher, _):
-        wait = partial(flusher.wait_until_flushed, 60, FlushTarget("acme", asker="quiet", only_ratings=True))
+        wait = partial(flusher.wait_until_flushed, 60, FlushTarget("acme", asker="quiet", rewards_only=True))
         await append(own, feedback(key="first"))
         assert await flusher.wait_until_flushed(60)
         await append(own, exchange(key="loud"), exchange(key="loud", task_id="t"))

@@ -106,8 +106,12 @@ def is_taken(slot: Path) -> bool:
 
 
 def segments(folder: Path) -> list[int]:
-    """The numbers of the segments, oldest first."""
-    return sorted(int(path.stem) for path in folder.glob("*.seg") if path.stem.isdigit())
+    """The numbers of the segments, oldest first; none of a folder that is gone, or goes meanwhile."""
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(int(stem) for stem, suffix in map(os.path.splitext, names) if suffix == ".seg" and stem.isdigit())
 
 
 def segment_path(folder: Path, number: int) -> Path:

@@ -139,7 +139,7 @@ class FastProtocol(HttpToolsProtocol):
     _refusal: RequestRefused | None = None
     _last: RequestRefused | None = None
     _watch: ConnectionWatch
-    _answering: RequestShare | None = None
+    _answered: Any = None  # the cycle of uvicorn that is being answered, or was last
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take the connection, if there is room for it or an idle one can make room."""
@@ -195,7 +195,8 @@ class FastProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin a request."""
         super().on_message_begin()
-        open_share(self.scope, self._watch.limits, self.transport.abort, self._answering)
+        before = share_of(self._answered.scope) if self._answered is not None else None
+        open_share(self.scope, self._watch.limits, self.transport.abort, before)
         self._head_complete = self._message_complete = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -227,8 +228,8 @@ class FastProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Wait for the next request, or answer the next one that has come."""
         self._watch.end_request()
-        if self._answering is not None:
-            self._answering.end()
+        if self._answered is not None:
+            share_of(self._answered.scope).end()
         if self._last is not None and not self.pipeline:
             self._refuse_last(self._last)
         else:
@@ -289,7 +290,7 @@ class FastProtocol(HttpToolsProtocol):
         return rest
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        share = self._answering = share_of(cycle.scope)
+        share, self._answered = share_of(cycle.scope), cycle
         admitted, scope, route = self.config.app, cycle.scope, None
         if isinstance(admitted, FastRoutes):
             try:
@@ -323,7 +324,10 @@ class FastProtocol(HttpToolsProtocol):
         if self._raw_request is not None and self._response_task is not None and not self._response_task.done():
             self._raw_request.client_left = True
             self._response_task.cancel()
-        self._raw_request = self._response_task = self._answering = None
+        if self._answered is not None:  # uvicorn tells the last one alone, which may have been pipelined behind it
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+        self._raw_request = self._response_task = self._answered = None
         for never_begun, _ in self.pipeline:
             share_of(never_begun.scope).end()
         self.pipeline.clear()

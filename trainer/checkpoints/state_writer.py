@@ -1,6 +1,7 @@
 """Writes critic and optimisers behind a version that is registered, and deletes what is not needed any more."""
 
 import errno
+import os
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -137,10 +138,11 @@ class StateWriter:
     @property
     def unwritten(self) -> int:
         """The bytes that the disk is yet to take of the state that is written now or next."""
-        staging, written = self._staging, 0
-        for file in staging.rglob("*") if staging is not None else ():
-            with suppress(FileNotFoundError):  # It has just been put in its place.
-                written += file.stat().st_size
+        written = 0
+        for folder, _, names in os.walk(self._staging) if self._staging is not None else ():
+            for name in names:
+                with suppress(FileNotFoundError):  # It has just been put in its place.
+                    written += os.stat(os.path.join(folder, name)).st_size
         return max(0, self._pending - written)
 
     def close(self) -> None:

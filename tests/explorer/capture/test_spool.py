@@ -7,8 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,26 @@ async def test_a_new_process_begins_a_new_segment_and_reads_the_old(tmp_path: Pa
         found.close()
     assert spool_format.segments(found.folder) == [1, 2, 3]
     assert payloads(found.folder) == [b"0", b"1", b"2"]
+
+
+def test_a_folder_that_goes_while_it_is_looked_at_has_no_segments(tmp_path: Path) -> None:
+    there, elsewhere, ended = tmp_path / "0", tmp_path / "1", threading.Event()
+    spool_format.segment_path(there, 7).parent.mkdir()
+    spool_format.segment_path(there, 7).touch()
+
+    def move() -> None:
+        while not ended.is_set():
+            there.rename(elsewhere)
+            elsewhere.rename(there)
+
+    with ThreadPoolExecutor(1) as pool:
+        moved = pool.submit(move)
+        try:
+            found = {tuple(spool_format.segments(there)) for _ in range(20_000)}
+        finally:
+            ended.set()
+        moved.result()
+    assert found == {(), (7,)}
 
 
 async def test_zeros_at_the_end_are_no_records(tmp_path: Path) -> None:

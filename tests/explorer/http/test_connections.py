@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+import uvloop
 from structlog.testing import capture_logs
 from uvicorn.server import ServerState
 
@@ -17,7 +18,7 @@ from tests.explorer.running import RunningExplorer, explorer_running, settings_f
 from tests.explorer.wire import BODY, Wire, chunked, http_request
 from tuneloop.explorer.http import connections
 from tuneloop.explorer.http.caller import Caller, EntryGate, Unmetered
-from tuneloop.explorer.http.connections import ConnectionLimits, LoopTurns, RequestShare, most_connections
+from tuneloop.explorer.http.connections import ConnectionLimits, LoopTurns, RequestShare, most_connections, share_of
 from tuneloop.explorer.http.raw_request import FastRoute, RawRequest
 from tuneloop.explorer.http.server import FastProtocol, FastRoutes
 from tuneloop.shared.errors import RequestRefused
@@ -582,3 +583,30 @@ def test_descriptors_are_left_for_the_rest() -> None:
     assert most_connections(None, 1 << 20) == (1 << 20) - 256
     assert most_connections(10, 1 << 20) == 10
     assert most_connections(None, 100) == 16
+
+
+def test_an_answer_to_a_connection_that_was_closed_before_another_request_goes_nowhere(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Uvicorn tells the last request alone that its connection is closed, and uvloop refuses to write there."""
+    heard = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        share_of(scope).abort()
+        heard.append(await receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async def ask() -> None:
+        async with server_with(ConnectionLimits(), app) as connect:
+            connection = await connect()
+            connection[1].write(2 * http_request(b"", path="/through-asgi"))
+            with contextlib.suppress(ConnectionError):
+                assert await ended(connection) == b""
+            await until(lambda: heard)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(ask())
+    assert heard == [{"type": "http.disconnect"}]
+    assert caplog.records == []

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from threading import Event
 
@@ -236,3 +237,26 @@ def test_states_come_at_their_interval_and_at_a_clean_stop_and_stages_are_curves
     assert [is_weights_only(ledger.versions.get(version).path) for version in (1, 2, 3)] == [True, False, False]
     for stage in ("weights", "probe", "sync", "register", "registered", "copy", "state", "prune"):
         assert points(chosen.tensorboard_dir / "trainer", f"time/publish/{stage}"), stage
+
+
+def test_what_is_unwritten_is_told_while_the_state_is_put_in_its_place(settings, ledger, tmp_path):
+    writer = StateWriter(settings(), ledger, CheckpointStore(tmp_path), epoch=1)
+    writer._pending, writer._staging = 100, tmp_path / "staging"
+    there, elsewhere, ended = tmp_path / "staging", tmp_path / "placed", Event()
+    (there / "critic").mkdir(parents=True)
+    (there / "critic" / "model.safetensors").write_bytes(bytes(30))
+
+    def move():
+        while not ended.is_set():
+            there.rename(elsewhere)
+            elsewhere.rename(there)
+
+    with ThreadPoolExecutor(1) as pool:
+        moved = pool.submit(move)
+        try:
+            found = {writer.unwritten for _ in range(20_000)}
+        finally:
+            ended.set()
+        moved.result()
+    writer.close()
+    assert found == {70, 100}

@@ -20,6 +20,8 @@ _LOOP_TURNS = 4
 #: Who has been the only caller for so long is alone.
 _ALONE_S = 1.0
 
+_HEAD_ENDS = b"\r\n\r\n"
+
 #: Where a scope has its request's share.
 _SCOPE_KEY = "tuneloop.share"
 
@@ -220,11 +222,9 @@ class RequestShare:
             self._limits.give_back(self._holders, self._bytes)
 
 
-def open_share(
-    scope: Any, limits: ConnectionLimits, abort: Callable[[], None], before: RequestShare | None = None
-) -> None:
-    """Begin the share of the request of a scope, which comes after that of another one on its connection."""
-    scope[_SCOPE_KEY] = RequestShare(limits, abort, before)
+def open_share(scope: Any, limits: ConnectionLimits, abort: Callable[[], None], before: Any = None) -> None:
+    """Begin the share of the request of a scope, which comes after that of the scope `before` on its connection."""
+    scope[_SCOPE_KEY] = RequestShare(limits, abort, None if before is None else share_of(before))
 
 
 def find_share(scope: Any) -> RequestShare | None:
@@ -237,6 +237,27 @@ def share_of(scope: Any) -> RequestShare:
     """The share of the request of a scope."""
     found: RequestShare = scope[_SCOPE_KEY]
     return found
+
+
+class HeadBytes:
+    """Counts the bytes of the head that is being read: not those of requests that were complete before it."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self.of_body = 0  # what came since the last head
+        self.message_ended = False
+
+    def count(self, data: bytes, *, is_read: bool) -> int:
+        """How long it is, after this data, with which a body may have come and a message ended; `is_read` if one is."""
+        if is_read and self.message_ended:  # rather too little than too much, where the body came in chunks
+            before = data.rfind(_HEAD_ENDS) + len(_HEAD_ENDS) if _HEAD_ENDS in data else 0
+            self._bytes = max(0, len(data) - before - self.of_body)
+        elif is_read and not self.of_body:
+            self._bytes += len(data)
+        else:
+            self._bytes = 0
+        self.of_body, self.message_ended = 0, False
+        return self._bytes
 
 
 class ConnectionWatch:

@@ -19,7 +19,14 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from tuneloop.explorer.http import errors, run_prefix
 from tuneloop.explorer.http.answer_sender import AnswerSender
 from tuneloop.explorer.http.caller import Caller, EntryGate, find_caller, set_caller
-from tuneloop.explorer.http.connections import ConnectionLimits, ConnectionWatch, RequestShare, open_share, share_of
+from tuneloop.explorer.http.connections import (
+    ConnectionLimits,
+    ConnectionWatch,
+    HeadBytes,
+    RequestShare,
+    open_share,
+    share_of,
+)
 from tuneloop.explorer.http.cors import CrossOrigin
 from tuneloop.explorer.http.raw_request import (
     LINGER_S,
@@ -35,7 +42,6 @@ log = structlog.get_logger()
 
 #: The most bytes of a request's line and headers together.
 _MAX_HEAD_BYTES = 64 << 10
-_HEAD_ENDS = b"\r\n\r\n"
 
 #: uvicorn's private methods that are used here, with the parameters that they must have.
 _PRIVATE_METHODS = {
@@ -108,27 +114,6 @@ class FastRoutes:
         await self.app(scope, receive, send)
 
 
-class _HeadBytes:
-    """Counts the bytes of the head that is being read: not those of requests that were complete before it."""
-
-    def __init__(self) -> None:
-        self._bytes = 0
-        self.of_body = 0  # what came since the last head
-        self.message_ended = False
-
-    def count(self, data: bytes, *, is_read: bool) -> int:
-        """How long it is, after this data, with which a body may have come and a message ended; `is_read` if one is."""
-        if is_read and self.message_ended:  # rather too little than too much, where the body came in chunks
-            before = data.rfind(_HEAD_ENDS) + len(_HEAD_ENDS) if _HEAD_ENDS in data else 0
-            self._bytes = max(0, len(data) - before - self.of_body)
-        elif is_read and not self.of_body:
-            self._bytes += len(data)
-        else:
-            self._bytes = 0
-        self.of_body, self.message_ended = 0, False
-        return self._bytes
-
-
 class FastProtocol(HttpToolsProtocol):
     """One connection. Where `config.app` is a FastRoutes, its fast routes and limits are used."""
 
@@ -146,7 +131,7 @@ class FastProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         limits = getattr(self.config.app, "limits", None) or ConnectionLimits()
         self._watch = ConnectionWatch(limits, self._refuse_and_close, transport.abort)
-        self._head = _HeadBytes()
+        self._head = HeadBytes()
         if limits.make_room(len(self.connections)):
             self._watch.wait_for_head(begun=False)
             return
@@ -195,8 +180,7 @@ class FastProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin a request."""
         super().on_message_begin()
-        before = share_of(self._answered.scope) if self._answered is not None else None
-        open_share(self.scope, self._watch.limits, self.transport.abort, before)
+        open_share(self.scope, self._watch.limits, self.transport.abort, getattr(self._answered, "scope", None))
         self._head_complete = self._message_complete = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -294,13 +278,12 @@ class FastProtocol(HttpToolsProtocol):
         admitted, scope, route = self.config.app, cycle.scope, None
         if isinstance(admitted, FastRoutes):
             try:
-                caller = admitted.admit(scope)
+                share.begin(admitted.admit(scope))
             except RequestRefused as error:
                 if error.held_s:
                     self._watch.wait_for_refusal()
                 self._respond(cycle, partial(_refuse, error, admitted.cross_origin.headers(scope)), share)
                 return
-            share.begin(caller)
             route = admitted.fast_routes.get((scope["method"], scope["path"]))
         if route is None:
             super()._start_asgi_task(cycle, partial(_answer, app, share))
@@ -324,15 +307,20 @@ class FastProtocol(HttpToolsProtocol):
         if self._raw_request is not None and self._response_task is not None and not self._response_task.done():
             self._raw_request.client_left = True
             self._response_task.cancel()
-        if self._answered is not None:  # uvicorn tells the last one alone, which may have been pipelined behind it
-            self._answered.disconnected = True
-            self._answered.message_event.set()
+        _disconnect(self._answered)
         self._raw_request = self._response_task = self._answered = None
         for never_begun, _ in self.pipeline:
             share_of(never_begun.scope).end()
         self.pipeline.clear()
         if self.cycle is not None:
             self.cycle.on_response = _do_nothing  # else the two would hold each other
+
+
+def _disconnect(cycle: Any) -> None:
+    """Tell who answers that nobody reads it; uvicorn tells the last one alone that was pipelined on the connection."""
+    if cycle is not None:
+        cycle.disconnected = True
+        cycle.message_event.set()
 
 
 async def _refuse(error: RequestRefused, more: Headers, request: RawRequest) -> None:

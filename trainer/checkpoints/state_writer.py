@@ -138,8 +138,8 @@ class StateWriter:
     @property
     def unwritten(self) -> int:
         """The bytes that the disk is yet to take of the state that is written now or next."""
-        written = 0
-        for folder, _, names in os.walk(self._staging) if self._staging is not None else ():
+        staging, written = self._staging, 0  # the thread may be done with it at any time
+        for folder, _, names in os.walk(staging) if staging is not None else ():
             for name in names:
                 with suppress(FileNotFoundError):  # It has just been put in its place.
                     written += os.stat(os.path.join(folder, name)).st_size

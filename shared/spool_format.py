@@ -106,10 +106,10 @@ def is_taken(slot: Path) -> bool:
 
 
 def segments(folder: Path) -> list[int]:
-    """The numbers of the segments, oldest first; none of a folder that is gone, or goes meanwhile."""
+    """The numbers of the segments, oldest first; none of a folder that is gone, goes meanwhile, or may not be read."""
     try:
         names = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return []
     return sorted(int(stem) for stem, suffix in map(os.path.splitext, names) if suffix == ".seg" and stem.isdigit())
 

@@ -210,7 +210,7 @@ def save_state(
 ) -> dict[Path, str]:
     """Write critic and optimisers into `folder`, behind what is urgent; returns the sha256 of the large files."""
     critic, optimizers = folder / CRITIC, folder / TRAINER_STATE
-    with TensorFiles(priority.wait) if priority else TensorFiles() as files:
+    with TensorFiles(priority) as files:
         optimizers.mkdir(exist_ok=True)
         for name, tensors in state.optimizers.items():
             files.write(tensors, optimizers / f"{name}.safetensors")

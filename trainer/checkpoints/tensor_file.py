@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,10 +53,6 @@ _TYPES = {
 }
 
 
-def _do_nothing() -> None:
-    pass
-
-
 class DiskPriority:
     """Has pieces of files wait while something more urgent is written, but each for `_PATIENCE_S` at most.
 
@@ -64,40 +60,32 @@ class DiskPriority:
     """
 
     def __init__(self) -> None:
-        self._lock, self._urgent, self._free = threading.Lock(), 0, threading.Event()
+        self._free = threading.Event()
         self._free.set()
 
     @contextmanager
     def urgent(self) -> Iterator[None]:
-        """What is written within the block goes first."""
-        self._count(1)
+        """What is written within the block goes first; there is one such block at a time."""
+        self._free.clear()
         try:
             yield
         finally:
-            self._count(-1)
+            self._free.set()
 
     def wait(self) -> None:
         """Before a piece that is not urgent."""
         self._free.wait(_PATIENCE_S)
 
-    def _count(self, more: int) -> None:
-        with self._lock:
-            self._urgent += more
-            if self._urgent:
-                self._free.clear()
-            else:
-                self._free.set()
-
 
 class TensorFiles:
     """Safetensors files on their way to the disk, by `write` or by save_pretrained within `saving`.
 
-    The tensors must stay as they are until `digests` has been asked, or the block has ended. Before each piece
-    `before_piece` is called, in a thread.
+    The tensors must stay as they are until `digests` has been asked, or the block has ended. With a `priority` they are
+    not urgent.
     """
 
-    def __init__(self, before_piece: Callable[[], None] = _do_nothing) -> None:
-        self._before_piece = before_piece
+    def __init__(self, priority: DiskPriority | None = None) -> None:
+        self._priority = priority
         self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="tensors")
         self._written: dict[Path, Future[str]] = {}
 
@@ -111,7 +99,7 @@ class TensorFiles:
         self, tensors: Mapping[str, Tensor], path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
     ) -> None:
         """Begin to write a file."""
-        work = self._pool.submit(write_tensors, tensors, path, metadata, before_piece=self._before_piece)
+        work = self._pool.submit(write_tensors, tensors, path, metadata, priority=self._priority)
         self._written[Path(path)] = work
 
     @contextmanager
@@ -134,7 +122,7 @@ def write_tensors(
     path: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
     *,
-    before_piece: Callable[[], None] = _do_nothing,
+    priority: DiskPriority | None = None,
 ) -> str:
     """Write a safetensors file, with at most PIECE bytes of it on the way to the disk at any time; its sha256.
 
@@ -147,8 +135,8 @@ def write_tensors(
         waiting, digest = 0, hashlib.sha256()
         hashed: Future[None] | None = None
         for piece in _pieces(tensors, metadata):
-            if not waiting:
-                before_piece()
+            if priority is not None and not waiting:
+                priority.wait()
             if hashed is not None:
                 hashed.result()
             hashed = hasher.submit(digest.update, piece)

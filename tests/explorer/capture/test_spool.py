@@ -7,14 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.moving_folder import moving
 from tuneloop.explorer.capture import spool
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.capture.spool_slots import FlushedMark
@@ -92,23 +91,22 @@ async def test_a_new_process_begins_a_new_segment_and_reads_the_old(tmp_path: Pa
 
 
 def test_a_folder_that_goes_while_it_is_looked_at_has_no_segments(tmp_path: Path) -> None:
-    there, elsewhere, ended = tmp_path / "0", tmp_path / "1", threading.Event()
-    spool_format.segment_path(there, 7).parent.mkdir()
-    spool_format.segment_path(there, 7).touch()
-
-    def move() -> None:
-        while not ended.is_set():
-            there.rename(elsewhere)
-            elsewhere.rename(there)
-
-    with ThreadPoolExecutor(1) as pool:
-        moved = pool.submit(move)
-        try:
-            found = {tuple(spool_format.segments(there)) for _ in range(20_000)}
-        finally:
-            ended.set()
-        moved.result()
+    folder = tmp_path / "0"
+    folder.mkdir()
+    spool_format.segment_path(folder, 7).touch()
+    with moving(folder):
+        found = {tuple(spool_format.segments(folder)) for _ in range(20_000)}
     assert found == {(), (7,)}
+
+
+def test_a_folder_that_may_not_be_read_has_no_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    spool_format.segment_path(tmp_path, 7).touch()
+    assert spool_format.segments(tmp_path) == [7]
+    monkeypatch.setattr(os, "listdir", refuse)
+    assert spool_format.segments(tmp_path) == []
 
 
 async def test_zeros_at_the_end_are_no_records(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import errno
 import hashlib
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from threading import Event
 
@@ -13,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from structlog.testing import capture_logs
 
+from tests.moving_folder import moving
 from tests.trainer.factories import commit, points, sample
 from tuneloop.shared.checkpoints.file_checks import check_files, files_at, is_weights_only
 from tuneloop.shared.checkpoints.manifest import StateManifest, read_manifest, read_state_manifest
@@ -240,23 +240,11 @@ def test_states_come_at_their_interval_and_at_a_clean_stop_and_stages_are_curves
 
 
 def test_what_is_unwritten_is_told_while_the_state_is_put_in_its_place(settings, ledger, tmp_path):
-    writer = StateWriter(settings(), ledger, CheckpointStore(tmp_path), epoch=1)
-    writer._pending, writer._staging = 100, tmp_path / "staging"
-    there, elsewhere, ended = tmp_path / "staging", tmp_path / "placed", Event()
-    (there / "critic").mkdir(parents=True)
-    (there / "critic" / "model.safetensors").write_bytes(bytes(30))
-
-    def move():
-        while not ended.is_set():
-            there.rename(elsewhere)
-            elsewhere.rename(there)
-
-    with ThreadPoolExecutor(1) as pool:
-        moved = pool.submit(move)
-        try:
-            found = {writer.unwritten for _ in range(20_000)}
-        finally:
-            ended.set()
-        moved.result()
+    writer, staging = StateWriter(settings(), ledger, CheckpointStore(tmp_path), epoch=1), tmp_path / "staging"
+    writer._pending, writer._staging = 100, staging
+    (staging / "critic").mkdir(parents=True)
+    (staging / "critic" / "model.safetensors").write_bytes(bytes(30))
+    with moving(staging):
+        found = {writer.unwritten for _ in range(20_000)}
     writer.close()
     assert found == {70, 100}

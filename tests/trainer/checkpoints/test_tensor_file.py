@@ -88,8 +88,8 @@ def test_every_large_file_of_a_learner_is_written_so(tmp_path: Path, monkeypatch
 def test_what_is_not_urgent_is_written_when_nothing_urgent_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_file, "_PATIENCE_S", 60.0)
     priority, path, found = DiskPriority(), tmp_path / "long.safetensors", {"a": torch.zeros(100)}
-    writer = threading.Thread(target=write_tensors, args=(found, path), kwargs={"before_piece": priority.wait})
-    with priority.urgent(), priority.urgent():
+    writer = threading.Thread(target=write_tensors, args=(found, path), kwargs={"priority": priority})
+    with priority.urgent():
         writer.start()
         writer.join(0.2)
         assert path.stat().st_size == 0
@@ -102,14 +102,16 @@ def test_the_urgent_is_waited_for_so_long_before_each_piece_and_no_longer(
 ) -> None:
     monkeypatch.setattr(tensor_file, "PIECE", 4096)
     monkeypatch.setattr(tensor_file, "_PATIENCE_S", 0.01)
-    priority, path, waited = DiskPriority(), tmp_path / "long.safetensors", []
+    path, waited = tmp_path / "long.safetensors", []
 
-    def wait() -> None:
-        waited.append(path.stat().st_size)
-        priority.wait()
+    class Noting(DiskPriority):
+        def wait(self) -> None:
+            waited.append(path.stat().st_size)
+            super().wait()
 
     found = {f"{number}": torch.arange(100, dtype=torch.float32) for number in range(40)}
+    priority = Noting()
     with priority.urgent():
-        write_tensors(found, path, before_piece=wait)
+        write_tensors(found, path, priority=priority)
     assert load_file(path).keys() == found.keys()
     assert len(waited) == path.stat().st_size // 4096 + 1, "before each tensor would be many times as long"

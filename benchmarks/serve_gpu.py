@@ -1,14 +1,15 @@
 """Tokens a second through the explorer beside vLLM alone, by what is captured; all in front of one engine, by turns.
 
     python -m benchmarks.serve_gpu [--size 0.6b] [--budget-seconds 360] [--at-once 32,128,256] [--api-servers N]
-        [--subjects bare,all,share,none] [--workers 1] [--built FOLDER] [--work FOLDER]
+        [--subjects all,share,none] [--workers 1] [--built FOLDER] [--work FOLDER]
 
-One vLLM with the flags that the explorer gives its own engines, and an explorer attached to it for each mode of
-`explorer.capture.logprobs`, which record to a disk as they do by default. Clients ask the engine ("bare": neither
-log-probabilities nor token ids are asked for) and the explorers in turns, for whole and for streamed replies of the
-same length, so many at once, in waves. `ids`, `captured` and `packed` are the engine alone, asked for token ids, and
-for log-probabilities too: vLLM's own way, and packed, as explorers ask. Each round asks all once; a ratio is the
-geometric mean over the rounds of what one got by what the bare engine got in the same turn, with its standard error.
+One engine as the explorer starts its own, and an explorer attached to it for each mode of `explorer.capture.logprobs`,
+which record to a disk as they do by default; and "bare", vLLM itself: a second engine with the same flags on the same
+GPU, without our plugin, which neither log-probabilities nor token ids are asked of. Clients ask all of them in turns,
+for whole and for streamed replies of the same length, so many at once, in waves. `plain`, `ids`, `captured` and
+`packed` are the first engine alone, asked as the bare one is, for token ids, and for log-probabilities too: vLLM's own
+way, and packed, as explorers ask. Each round asks all once; a ratio is the geometric mean over the rounds of what one
+got by what the bare engine got in the same turn, with its standard error.
 The load is one process of C (`benchmarks/proxy/load.c`); what it can do at most is measured first, against an upstream
 that replays recordings.
 
@@ -38,18 +39,22 @@ from benchmarks.on_gpu.services import Clock, await_ready, bare_engine, rollout_
 from benchmarks.proxy.load import built, cpu_s, load, request_body, running
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.packing.wire import HEADER, PACKED
+from tuneloop.explorer.engines.vllm_plugin import PACKS
 from tuneloop.shared.settings.hardware import api_servers_of
 from tuneloop.shared.settings.settings import Settings
 
 _PATH, _MODEL, _PORT = "/v1/chat/completions", "random", 21_600
+_BARE_PORT = _PORT + 10
 _MODES = ("all", "share", "none")
-#: What is asked of an engine itself, by subject.
-_BARE: dict[str, dict[str, object]] = {
-    "bare": {},
+#: What is asked of the engine of ours itself, by subject.
+_ASKED: dict[str, dict[str, object]] = {
+    "plain": {},
     "ids": {"return_token_ids": True},
     "captured": {"logprobs": True, "return_token_ids": True},
     "packed": {"logprobs": True, "return_token_ids": True},
 }
+#: Of the keys and values of an engine, where two share a GPU and would disturb each other when they look for room.
+_CACHE_BYTES = 16 << 30
 _EXPLORER_S = 120.0
 _ROOM_S = 15.0
 
@@ -98,11 +103,9 @@ def main() -> int:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="serve-", dir=options.work)))
         tools = _tools(work / "tools", options.built)
         model = make_model(options.size, work / "model", on_gpu=options.gpu)
-        engine_pid, engine_log = _start_engine(work, model, options, stack)
-        clock.say("engine starts; meanwhile: " + _ceiling(tools, max(cell.at_once for cell in cells)))
-        subjects = list(_start(work, model, options, stack, clock, engine=(engine_pid, engine_log)))
-        if not any(each.name == "bare" for each in subjects):
-            raise RuntimeError("there is nothing to compare with: the bare engine is among the subjects")
+        engines = _start_engines(work, model, options, stack)
+        clock.say("engines start; meanwhile: " + _ceiling(tools, max(cell.at_once for cell in cells)))
+        subjects = list(_start(work, model, options, stack, clock, engines=engines))
         for subject in subjects:
             _check(subject, tools, options.tokens, clock, at_once=min(cell.at_once for cell in cells))
         took, number = 0.0, 0
@@ -126,8 +129,18 @@ def _tools(folder: Path, prebuilt: Path | None) -> Path:
     return folder
 
 
-def _start_engine(work: Path, model: Path, options: argparse.Namespace, stack: ExitStack) -> tuple[int, Path]:
-    rollout = rollout_of(on_gpu=options.gpu, memory=options.memory, api_servers=options.api_servers)
+class RunningEngine(NamedTuple):
+    """An engine that was started, and may not be up yet."""
+
+    port: int
+    pid: int
+    log: Path
+
+
+def _start_engines(work: Path, model: Path, options: argparse.Namespace, stack: ExitStack) -> list[RunningEngine]:
+    """Ours, and the bare one."""
+    rollout = rollout_of(on_gpu=options.gpu, memory=options.memory / 2, api_servers=options.api_servers)
+    rollout |= {"kv_cache_memory_bytes": _CACHE_BYTES} if options.gpu else {}
     settings = write_settings(work / "engine" / "settings.yaml", _values(work / "engine", model, options, rollout))
     servers = api_servers_of(settings)
     print(
@@ -136,8 +149,12 @@ def _start_engine(work: Path, model: Path, options: argparse.Namespace, stack: E
         f"explorer.workers {options.workers}; replies of {options.tokens} tokens, {options.waves} waves",
         flush=True,
     )
-    log = work / "engine.log"
-    return stack.enter_context(bare_engine(settings, model, _PORT, log)), log
+    started = []
+    for port, env in ((_PORT, {}), (_BARE_PORT, {PACKS: "0"})):
+        log = work / f"engine-{port}.log"
+        pid = stack.enter_context(bare_engine(settings, model, port, log, env=env))
+        started.append(RunningEngine(port, pid, log))
+    return started
 
 
 def _values(folder: Path, model: Path, options: argparse.Namespace, rollout: dict[str, Any]) -> dict[str, Any]:
@@ -153,7 +170,13 @@ def _values(folder: Path, model: Path, options: argparse.Namespace, rollout: dic
 
 
 def _start(
-    work: Path, model: Path, options: argparse.Namespace, stack: ExitStack, clock: Clock, *, engine: tuple[int, Path]
+    work: Path,
+    model: Path,
+    options: argparse.Namespace,
+    stack: ExitStack,
+    clock: Clock,
+    *,
+    engines: Sequence[RunningEngine],
 ) -> Iterator[Subject]:
     """Everything that is to be measured and comes up; what does not is reported, and left out."""
     names = options.subjects.split(",")
@@ -166,10 +189,13 @@ def _start(
         settings = write_settings(folder / "settings.yaml", values)
         pid = stack.enter_context(service(folder / "settings.yaml", "explorer", folder / "explorer.log"))
         waiting.append(Subject(name=mode, port=port, pids=[pid], settings=settings))
-    pid, log = engine
-    await_ready(f"http://127.0.0.1:{_PORT}/health", pid, log, timeout_s=max(60.0, clock.remaining - 60.0))
-    clock.say("engine is up")
-    yield from (Subject(name=each, port=_PORT, pids=[pid], more=_BARE[each]) for each in names if each in _BARE)
+    for port, pid, log in engines:
+        await_ready(f"http://127.0.0.1:{port}/health", pid, log, timeout_s=max(60.0, clock.remaining - 60.0))
+    clock.say("engines are up")
+    ours, bare = engines
+    yield Subject(name="bare", port=bare.port, pids=[bare.pid])
+    for name in (each for each in names if each in _ASKED):
+        yield Subject(name=name, port=ours.port, pids=[ours.pid], more=_ASKED[name])
     for subject in waiting:
         url, log = f"http://127.0.0.1:{subject.port}/health/ready", work / subject.name / "explorer.log"
         try:
@@ -228,7 +254,7 @@ def _turn(subject: Subject, cell: Cell, tools: Path, options: argparse.Namespace
     subject.cores.setdefault(cell, []).append(cores)
     clock.say(
         f"{subject.name:8} {cell.kind:6} {cell.at_once:4}: {rate:8,.0f} tokens/s, {cores:.2f} cores of "
-        f"{'the engine' if subject.port == _PORT else 'the explorer'}, p50 {said['p50_us'] / 1e6:.2f} s, failed "
+        f"{'the engine' if subject.settings is None else 'the explorer'}, p50 {said['p50_us'] / 1e6:.2f} s, failed "
         f"{said['failed']}, cut {cut}, {said['events'] / max(1, said['requests']):.0f} events a reply"
     )
 
@@ -312,10 +338,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=256 if on_gpu else 32, help="of a reply")
     parser.add_argument("--waves", type=int, default=2, help="requests of each client in a turn")
     parser.add_argument("--rounds", type=int, default=8, help="at most; the budget may end them before")
-    parser.add_argument("--subjects", default="bare,all,share,none")
+    parser.add_argument("--subjects", default="all,share,none", help="beside bare")
     parser.add_argument("--api-servers", type=int, help="vLLM's front ends, as by default: what the cores allow")
     parser.add_argument("--workers", type=int, default=1, help="explorer.workers")
-    parser.add_argument("--memory", type=float, default=0.7, help="gpu_memory_utilization")
+    parser.add_argument("--memory", type=float, default=0.7, help="gpu_memory_utilization of both engines together")
     parser.add_argument("--built", type=Path, help="a folder with `load` and `replay`, where there is no C compiler")
     parser.add_argument("--work", type=Path, help="where to put everything")
     parser.add_argument("--gpu", action=argparse.BooleanOptionalAction, default=on_gpu)

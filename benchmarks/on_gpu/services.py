@@ -49,12 +49,14 @@ def rollout_of(*, on_gpu: bool, memory: float, api_servers: int | None) -> dict[
 
 
 @contextmanager
-def bare_engine(settings: Settings, model: Path, port: int, log: Path) -> Iterator[int]:
+def bare_engine(
+    settings: Settings, model: Path, port: int, log: Path, *, env: Mapping[str, str] | None = None
+) -> Iterator[int]:
     """The process of a vLLM with the flags that the explorer gives its own, but on a port."""
     words = vllm.command(settings, model=model, socket=Path("unused"))
     at = words.index("--uds")
     words[at : at + 2] = ["--host", "127.0.0.1", "--port", str(port)]
-    with running(words, log, env=vllm.environment(settings, 0)) as pid:
+    with running(words, log, env=vllm.environment(settings, 0) | (env or {})) as pid:
         yield pid
 
 

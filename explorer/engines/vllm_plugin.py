@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tuneloop.explorer.engines.packing import core, front_end, gpu_scores, gpu_worker
+from tuneloop.explorer.engines.packing import core, front_end, gpu_copies, gpu_scores, gpu_worker
 from tuneloop.explorer.engines.packing.patching import UnknownVllm
 
 log = logging.getLogger(__name__)
@@ -49,18 +49,18 @@ def register() -> None:
 
 
 def _pack() -> None:
-    """Have log-probabilities packed in each part of the engine that is built as it is known.
+    """Have log-probabilities packed in each part of the engine that is built as it is known, and paid for in its core.
 
     Only API servers begin it, and each part may do without the others.
     """
     parts = [core, front_end]
     if importlib.import_module("vllm.triton_utils").HAS_TRITON:
-        parts += [gpu_scores, gpu_worker]
+        parts += [gpu_scores, gpu_worker, gpu_copies]
     for part in parts:
         try:
             part.install()
         except UnknownVllm as error:
-            log.warning("log-probabilities are not packed in %s: %s", part.__name__.rpartition(".")[2], error)
+            log.warning("vLLM goes its own way in %s: %s", part.__name__.rpartition(".")[2], error)
 
 
 def _fork(processes: Any) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 
 from tuneloop.explorer.engines.packing.patching import MARK, find, is_marked, method, require_fields
 
+#: Bytes of a number.
+_FLOAT = 4
+
 
 def install() -> None:
     """Change vLLM's scheduler. Raises UnknownVllm."""
@@ -24,14 +27,13 @@ def install() -> None:
         if computed is None:
             return update(self, scheduler_output, model_runner_output)
         rows = model_runner_output.req_id_to_index
-        marked = rows.keys()  # gpu_worker.py leaves token ids out where all requests are
-        if computed.logprob_token_ids is not None:
-            marked = _marked_among(self.requests, rows)
-        if len(marked) == len(rows):
+        # gpu_worker.py leaves token ids out where all requests are marked
+        marked = rows.keys() if computed.logprob_token_ids is None else _marked_among(self.requests, rows)
+        if all_are := len(marked) == len(rows):
             model_runner_output.logprobs = None  # there is nobody to slice for
         outputs = update(self, scheduler_output, model_runner_output)
         if marked:
-            _attach(outputs, rows, marked, computed)
+            _attach([each for each in outputs.values() if all_are or _clear(each, marked)], rows, computed)
         return outputs
 
     scheduler.update_from_output = update_from_output
@@ -42,19 +44,33 @@ def _marked_among(requests: dict[str, Any], rows: dict[str, int]) -> Set[str]:
     return {each for each in rows if each not in requests or is_marked(requests[each].sampling_params)}
 
 
-def _attach(outputs: dict[int, Any], rows: dict[str, int], marked: Set[str], computed: Any) -> None:
+def _clear(of_client: Any, marked: Set[str]) -> bool:
+    """Take vLLM's own log-probabilities from the marked among these outputs; whether there are any."""
+    found = [each for each in of_client.outputs if each.request_id in marked]
+    for output in found:
+        output.new_logprobs = None
+    return bool(found)
+
+
+def _attach(clients: list[Any], rows: dict[str, int], computed: Any) -> None:
     """Give the first output of each API server a number for each new token of all its outputs, in their order."""
-    column, starts = computed.logprobs[:, 0], computed.cu_num_generated_tokens
-    for of_client in outputs.values():
-        places: list[int] = []
-        found = False
-        for output in of_client.outputs:
-            if output.request_id in marked:
-                output.new_logprobs, found = None, True
-            if count := len(output.new_token_ids):
-                row = rows[output.request_id]
-                start = row if starts is None else starts[row]
-                places += range(start, start + count)
-        if found and places:
+    starts = computed.cu_num_generated_tokens
+    places: list[int] = []
+    ends = []
+    for of_client in clients:
+        if starts is None:  # one token for each, if any: who samples no drafts
+            places += [rows[each.request_id] for each in of_client.outputs if each.new_token_ids]
+        else:
+            for each in of_client.outputs:
+                start = starts[rows[each.request_id]] if each.new_token_ids else 0
+                places += range(start, start + len(each.new_token_ids))
+        ends.append(len(places))
+    if not places:
+        return
+    packed, start = computed.logprobs[:, 0][places].tobytes(), 0
+    for of_client, end in zip(clients, ends, strict=True):
+        if end > start:
             first = of_client.outputs[0]
-            first.kv_transfer_params = {**(first.kv_transfer_params or {}), MARK: column[places].tobytes()}
+            numbers = packed[start * _FLOAT : end * _FLOAT]
+            first.kv_transfer_params = {**(first.kv_transfer_params or {}), MARK: numbers}
+        start = end

@@ -29,13 +29,14 @@ def install() -> None:
     kernel, score = find(_MODULE, "_topk_log_softmax_kernel"), find(_MODULE, "compute_token_logprobs")
     if (names := getattr(kernel, "arg_names", None)) != _PARAMETERS:
         raise UnknownVllm(f"{_MODULE}._topk_log_softmax_kernel takes {names}")
+    float32 = importlib.import_module("torch").float32
+    pieces = {"BLOCK_SIZE": _PIECE, "TOPK_BLOCK_SIZE": 1, "num_warps": _WARPS}
 
     def compute_token_logprobs(logits: Any, token_ids: Any) -> Any:
         rows, columns = token_ids.shape
         if columns != 1:  # others than the sampled token's, too
             return score(logits, token_ids)
-        logprobs = logits.new_empty((rows, 1), dtype=importlib.import_module("torch").float32)
-        pieces = {"BLOCK_SIZE": _PIECE, "TOPK_BLOCK_SIZE": 1, "num_warps": _WARPS}
+        logprobs = logits.new_empty((rows, 1), dtype=float32)
         kernel[(rows,)](logprobs, logits, logits.stride(0), token_ids.long(), 1, logits.shape[1], **pieces)
         return logprobs
 

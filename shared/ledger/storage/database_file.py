@@ -28,10 +28,11 @@ class DatabaseFile:
         """Raises LedgerForbidden if the file is not the one it was."""
         if self._path is None:
             return
+        wanted = self.identity  # before one looks: another thread may make the file meanwhile, and look first
         present = self._identity(self._path)
-        if self.identity is None:
-            self.identity = present
-        elif present != self.identity:
+        if wanted is None:
+            self.identity = self.identity or present
+        elif present != wanted:
             raise LedgerForbidden(f"{self._path} was deleted or replaced: put it back, or restart the services")
 
     @staticmethod

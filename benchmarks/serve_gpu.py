@@ -1,4 +1,4 @@
-"""Tokens a second through the explorer beside vLLM alone, by what is captured; all in front of one engine, by turns.
+"""Tokens a second through the explorer beside vLLM alone, by what is captured, by turns on one GPU.
 
     python -m benchmarks.serve_gpu [--size 0.6b] [--budget-seconds 360] [--at-once 32,128,256] [--api-servers N]
         [--subjects all,share,none] [--workers 1] [--built FOLDER] [--work FOLDER]

@@ -25,14 +25,13 @@ LOOKUP_THREADS = 4
 #: that is at work: with Python's 5 ms it takes 50 ms more.
 TURN_S = 0.0005
 
-#: Bodies of more bytes and more commas than this are parsed by turns: 200,000 names take a tenth of a second, in which
-#: nothing else is done. A picture, however large, does not.
-_LARGE, _MANY = 256 << 10, 10_000
-
-
 #: The same in the control process, whose flusher is at work for milliseconds at a time while workers wait for what its
 #: loop tells them. In a worker turns as short would cost a sixth of the requests that it can answer.
 CONTROL_TURN_S = 0.00005
+
+#: Bodies of more bytes and more commas than this are parsed by turns: 200,000 names take a tenth of a second, in which
+#: nothing else is done. A picture, however large, does not.
+_LARGE, _MANY = 256 << 10, 10_000
 
 
 def take_short_turns(turn_s: float = TURN_S) -> None:

@@ -52,7 +52,7 @@ def rollout_of(*, on_gpu: bool, memory: float, api_servers: int | None) -> dict[
 def bare_engine(
     settings: Settings, model: Path, port: int, log: Path, *, env: Mapping[str, str] | None = None
 ) -> Iterator[int]:
-    """The process of a vLLM with the flags that the explorer gives its own, but on a port."""
+    """The process of a vLLM with the flags that the explorer gives its own, but on a port; `env` adds to its own."""
     words = vllm.command(settings, model=model, socket=Path("unused"))
     at = words.index("--uds")
     words[at : at + 2] = ["--host", "127.0.0.1", "--port", str(port)]

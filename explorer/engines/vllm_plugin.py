@@ -10,7 +10,8 @@ that they came from. Then nobody can look at what is computed with, and of tied 
 On a CPU vLLM starts its processes anew, where on a GPU it forks them; each then imports vLLM again, which takes fifteen
 seconds of a core. What forking does not bear is threads that compute: engines on a CPU have one.
 
-The log-probability of a sampled token is a number; vLLM makes some twenty objects of it (`packing/`).
+The log-probability of a sampled token is a number; vLLM makes some twenty objects of it (`packing/`). On a GPU it
+copies in each step what has not changed since the last (`packing/gpu_copies.py`).
 
 `python -m` this file is `vllm serve`, which starts several API servers, where the module that is vLLM's for `python -m`
 starts one. It is not found as `vllm` where that is installed under the name of its CPU build.
@@ -49,9 +50,9 @@ def register() -> None:
 
 
 def _pack() -> None:
-    """Have log-probabilities packed in each part of the engine that is built as it is known, and paid for in its core.
+    """Change each part of the engine that is built as it is known: for packed log-probabilities, and fewer GPU copies.
 
-    Only API servers begin it, and each part may do without the others.
+    Only API servers begin packing, and each part may do without the others.
     """
     parts = [core, front_end]
     if importlib.import_module("vllm.triton_utils").HAS_TRITON:
@@ -60,7 +61,7 @@ def _pack() -> None:
         try:
             part.install()
         except UnknownVllm as error:
-            log.warning("vLLM goes its own way in %s: %s", part.__name__.rpartition(".")[2], error)
+            log.warning("vLLM is left unchanged in %s: %s", part.__name__.rpartition(".")[2], error)
 
 
 def _fork(processes: Any) -> None:

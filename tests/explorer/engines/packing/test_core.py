@@ -10,9 +10,9 @@ from tuneloop.explorer.engines.packing import core
 from tuneloop.explorer.engines.packing.patching import MARK
 
 
-def output(name: str, *tokens: int, **more: Any) -> Any:
+def output(name: str, *tokens: int) -> Any:
     return SimpleNamespace(
-        request_id=name, new_token_ids=list(tokens), new_logprobs="vLLM's own", kv_transfer_params=None, **more
+        request_id=name, new_token_ids=list(tokens), new_logprobs="vLLM's own", kv_transfer_params=None
     )
 
 

@@ -130,6 +130,12 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.gpu_turn_seconds = Histogram(
+            "tuneloop_gpu_turn_seconds",
+            "From an engine's falling asleep for the trainer's turn to serving again",
+            buckets=_SECONDS,
+            registry=registry,
+        )
         self.version_decisions = Counter(
             "tuneloop_version_decisions", "Decisions about versions", ["action", "by"], registry=registry
         )

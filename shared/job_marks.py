@@ -5,6 +5,8 @@
 {job_dir}/served.json        what the explorer served last: a copy, for the time while the database is away
 {job_dir}/announced.json     the newest decision about a version that was announced: by one explorer of several, once
 {job_dir}/traffic        touched while requests are being answered, for a trainer that yields to them
+{job_dir}/gpu.held           locked by whose memory is on the GPU, where trainer and engine have it by turns
+{job_dir}/gpu.wanted_by_*    locked by the trainer, or the explorer for its engine, while it waits for its turn
 {job_dir}/keys.json          the hashes of the clients' keys, for the same time
 {job_dir}/ended_sessions     the page's sessions that somebody has logged out of, until they would have expired
 {job_dir}/secrets/msg_id.key the key that the names of replies are signed with, and redacted names are digested with
@@ -16,6 +18,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -32,6 +35,7 @@ _KEY_BYTES = 32
 _REGISTERED, _RESTORING = "registered.json", "restoring.json"
 _ANNOUNCED, _ANNOUNCING = "announced.json", ".announced.lock"
 _TRAFFIC = "traffic"
+_GPU_HELD, _GPU_WANTED = "gpu.held", "gpu.wanted_by_{}"
 
 #: Seconds between two touches of the mark of traffic while there is any.
 TRAFFIC_S = 0.2
@@ -149,6 +153,67 @@ def traffic_stamp(job_dir: Path) -> int:
         return (job_dir / _TRAFFIC).lstat().st_mtime_ns
     except OSError:
         return 0
+
+
+class MarkLock:
+    """A lock on a file of the job folder, which the kernel releases when who has it is no more.
+
+    Processes that inherit its descriptor have it too, until all of them have ended or one of them releases it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = append_unlinked(path)
+
+    def fileno(self) -> int:
+        """The descriptor to inherit."""
+        return self._file.fileno()
+
+    def take(self) -> bool:
+        """Whether it is ours now; at once."""
+        return self._try(fcntl.LOCK_EX)
+
+    def is_another_s(self) -> bool:
+        """Whether somebody else has it. Not for who may have it: it would be lost."""
+        if not self._try(fcntl.LOCK_SH):
+            return True
+        self.release()
+        return False
+
+    def release(self) -> None:
+        """Let others have it."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Release it, unless others have inherited it."""
+        self._file.close()
+
+    def _try(self, how: int) -> bool:
+        try:
+            fcntl.flock(self._file, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+class GpuLocks(NamedTuple):
+    """The locks by which trainer and engine have one GPU by turns. Raises OSError."""
+
+    held: MarkLock
+    wanted_by_trainer: MarkLock
+    wanted_by_engine: MarkLock
+
+    @classmethod
+    def of(cls, job_dir: Path) -> "GpuLocks":
+        """Those of a job folder, none of which is taken by that."""
+        wanted = [MarkLock(job_dir / _GPU_WANTED.format(user)) for user in ("trainer", "engine")]
+        return cls(MarkLock(job_dir / _GPU_HELD), *wanted)
+
+    def close(self) -> None:
+        """Release all."""
+        for each in self:
+            each.close()
 
 
 def load_key(path: Path) -> bytes:

@@ -25,6 +25,7 @@ from tuneloop.shared.errors import (
     ParentEnded,
     SamplesRefused,
     TeacherAway,
+    TurnNotGiven,
 )
 from tuneloop.shared.evaluation.tasks import tasks_of
 from tuneloop.shared.experience import Sample, VersionAction
@@ -43,6 +44,7 @@ from tuneloop.trainer.checkpoints.publication import Publisher
 from tuneloop.trainer.checkpoints.recomputation import Recomputation
 from tuneloop.trainer.checkpoints.resumption import find_state, require_weights
 from tuneloop.trainer.evaluation.gate import Examination
+from tuneloop.trainer.gpu_turns import GpuTurns
 from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.leased_rows import LeasedRows
@@ -147,8 +149,10 @@ class TrainingLoop:
         self._settings, self._ledger, self._stop, self._ranks = settings, ledger, stop, ranks
         self._beat_s, self._spans = beat_s, spans or StepSpans(settings, None)
         self._store = CheckpointStore(settings.job_dir, mode=int(settings.trainer.checkpoint_mode, 8))
-        self._micro_batch, self._monitors = MicroBatch(settings, stop), Monitors(settings, ledger)
-        self._examination = Examination(settings, ledger)
+        self._turns = GpuTurns(settings, stop)
+        self._micro_batch = MicroBatch(settings, stop, take_gpu=self._turns.begin)
+        self._monitors = Monitors(settings, ledger)
+        self._examination = Examination(settings, ledger, take_gpu=self._turns.begin)
         self._finite = FiniteSteps(settings, ledger.alarms)
         self._recomputation = Recomputation(settings, ledger, self._micro_batch)
         self._away = False
@@ -162,12 +166,20 @@ class TrainingLoop:
         self._publisher = Publisher(self._settings, self._ledger, self._store, epoch=self._epoch, behind=behind)
         self._rows = LeasedRows(self._settings, self._ledger, self._recomputation, epoch=self._epoch)
         self._steps = UnpublishedSteps(self._settings, self._ledger, self._publisher, self._spans, epoch=self._epoch)
-        with _end_epoch_at_exit(self._ledger, self._epoch), heartbeat, closing(self._publisher):
+        with (
+            _end_epoch_at_exit(self._ledger, self._epoch),
+            heartbeat,
+            closing(self._publisher),
+            closing(self._turns),
+            suppress(TurnNotGiven),
+        ):
             self._teacher = TeacherRetries(self._settings, self._ledger.alarms, self._stop)
             self._resume(self._ledger.versions.newest())
             while not self._stop.is_set() and not self._steps.are_complete(self._learner):
                 try:
                     self._turn()
+                except TurnNotGiven:
+                    break
                 except LedgerUnavailable as error:
                     self._wait_for_the_database(error)
             if not heartbeat.overtaken:
@@ -180,6 +192,8 @@ class TrainingLoop:
             _log.info("trainer_stopped", version=self._version, step=self._learner.steps)
 
     def _turn(self) -> None:
+        if self._turns.is_over:
+            self._turns.end(self._learner)
         if self._away or self._learner.spoilt:
             self._settle()
         self._ledger.training.extend(self._epoch)
@@ -205,10 +219,12 @@ class TrainingLoop:
 
     def _idle(self) -> None:
         if self._publisher.steps_begun:
+            self._turns.end(self._learner)
             return self._publisher.wait(self._settings.trainer.poll_interval)
         if not self._steps.count:
             self._examination.examine(self._learner, self._version)
         self._micro_batch.warm_up(self._learner)
+        self._turns.end(self._learner)
         self._stop.wait(self._settings.trainer.poll_interval)
 
     # In doubt.
@@ -221,6 +237,7 @@ class TrainingLoop:
 
     def _settle(self) -> None:
         """Do what a restart would: give everything back, and go on from the newest registered version."""
+        self._turns.take()
         self._steps.wait_for_publication(self._learner, self._curves)
         self._rows.release()
         newest = self._ledger.versions.newest()
@@ -235,6 +252,7 @@ class TrainingLoop:
 
     def _resume(self, newest: Version) -> None:
         """Become the newest registered version."""
+        self._turns.take()
         with room_for_weights():
             self._learner = _load(self._settings, self._ledger, self._store, newest, self._ranks)
             self._learner.teacher = self._teacher.teacher
@@ -292,6 +310,7 @@ class TrainingLoop:
 
     def _publish(self) -> None:
         """Publish all steps; where that is done behind the next ones, begin to."""
+        self._turns.begin(self._learner)
         self._steps.begin(self._learner, self._curves)
         self._end_publication()
         self._waiting_since = time.perf_counter()
@@ -324,6 +343,8 @@ class TrainingLoop:
                 self._end_publication()
         except LedgerUnavailable as error:
             self._wait_for_the_database(error)
+        except TurnNotGiven as error:  # Their rows are trained on again.
+            _log.warning("steps_not_published", steps=self._steps.count, reason=str(error))
 
 
 def _is_async(settings: Settings) -> bool:

@@ -8,7 +8,7 @@ as it has turned out to hold.
 import os
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -58,6 +58,8 @@ def fit_to_memory(settings: Settings, *, free: int | None = None, total: int | N
         if device.type != "cuda" or settings.trainer.micro_batch_tokens is not None:
             return settings
         free, total = torch.cuda.mem_get_info(device)
+        if settings.cluster.gpu_turn is not None:  # Of what is taken now, an engine that sleeps has given back most.
+            free = total
     try:
         shapes = shapes_of(settings)
     except EnvironmentRefused as error:
@@ -87,7 +89,11 @@ class MicroBatch:
     Before each of them requests are let go first, if `trainer.yield_to_traffic`, until `stop` is set.
     """
 
-    def __init__(self, settings: Settings, stop: Stop | None = None) -> None:
+    def __init__(
+        self, settings: Settings, stop: Stop | None = None, *, take_gpu: Callable[[Learner], None] | None = None
+    ) -> None:
+        """`take_gpu` is called before a GPU is needed."""
+        self._take_gpu = take_gpu
         self._settings, self._setting = settings, settings.trainer.tokens_at_once
         self._path = settings.job_dir / _FILE
         memory = _read(self._path, self._setting)
@@ -102,7 +108,7 @@ class MicroBatch:
         """`learner.step`, in micro-batches that fit. Raises EnvironmentRefused if none does, and what that raises."""
         learner.smaller = partial(self._shrink_together, ref(learner))
         self._longest = max(len(each.prompt_ids) + len(each.completion_ids) for each in samples)
-        self._yield_before_passes(learner)
+        self.take_gpu(learner)
         if self._is_checkpointing:
             make_activations_again(learner)
         while True:
@@ -120,7 +126,7 @@ class MicroBatch:
         self._warm, started = ref(learner), time.perf_counter()
         if not learner.actor.is_compiled or learner.ranks.size > 1:
             return
-        self._yield_before_passes(learner)
+        self.take_gpu(learner)
         learner.before_pass()
         algorithm = self._settings.algorithm
         is_tempered = ALGORITHMS[algorithm.algorithm_type].asks(algorithm).tempered
@@ -134,7 +140,7 @@ class MicroBatch:
 
     def recompute(self, learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
         """The log-probabilities of `recompute`, in the same way."""
-        self._yield_before_passes(learner)
+        self.take_gpu(learner)
         while True:
             learner.micro_batch_tokens = self.tokens
             try:
@@ -143,7 +149,10 @@ class MicroBatch:
                 pass
             self._halve()
 
-    def _yield_before_passes(self, learner: Learner) -> None:
+    def take_gpu(self, learner: Learner) -> None:
+        """Have the GPU, with the learner there, and yield before each pass. Raises TurnNotGiven."""
+        if self._take_gpu is not None:
+            self._take_gpu(learner)
         if self._yielding is not None:
             learner.before_pass = self._yielding
 

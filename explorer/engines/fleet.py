@@ -27,6 +27,8 @@ class EngineState(StrEnum):
     STARTING = "starting"
     READY = "ready"
     RELOADING = "reloading"
+    #: In the trainer's turn at the GPU: it answers afterwards.
+    ASLEEP = "asleep"
     DOWN = "down"
     #: Nothing runs there: room for a fresh engine beside the one that it will replace.
     SPARE = "spare"
@@ -176,7 +178,8 @@ class Fleet:
 
     @staticmethod
     def _will_be_ready(engines: Iterable[Engine]) -> bool:
-        return any(engine.state in {EngineState.READY, EngineState.RELOADING} for engine in engines)
+        will = {EngineState.READY, EngineState.RELOADING, EngineState.ASLEEP}
+        return any(engine.state in will for engine in engines)
 
     async def set_state(self, engine: Engine, state: EngineState) -> None:
         """Change an engine's state and wake the requests that wait for it."""

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import structlog
@@ -45,10 +46,22 @@ def start_stage(lines: Sequence[str]) -> str:
     return next((stage for line in reversed(lines) for sign, stage in _STAGES if sign in line), "importing")
 
 
+class HeldGpu(Protocol):
+    """A GPU that is locked for an engine, by a lock that its guard inherits: until the engine is no more."""
+
+    async def hold(self) -> None:
+        """Have it, or wait for it."""
+
+    def fileno(self) -> int:
+        """The lock's descriptor."""
+
+
 class EngineProcess:
     """The process behind one engine."""
 
-    def __init__(self, settings: Settings, engine: Engine, *, socket: Path) -> None:
+    def __init__(self, settings: Settings, engine: Engine, *, socket: Path, gpu: HeldGpu | None = None) -> None:
+        """`gpu`: a GPU that is not always the engine's."""
+        self._gpu = gpu
         self._settings = settings
         self._engine = engine
         self._socket = socket
@@ -58,6 +71,8 @@ class EngineProcess:
 
     async def start(self, model: Path) -> None:
         """Start the engine with the weights in `model` and wait until it is healthy. Raises EnvironmentRefused."""
+        if self._gpu is not None:
+            await self._gpu.hold()
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._socket.unlink(missing_ok=True)
         command, environment = self.command(model)
@@ -73,6 +88,7 @@ class EngineProcess:
                 stdout=output,
                 stderr=output,
                 env=environment,
+                pass_fds=[self._gpu.fileno()] if self._gpu else [],
                 # A signal to our whole group must not kill the guard: the engine's own children would go on.
                 start_new_session=True,
             )

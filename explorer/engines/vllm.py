@@ -106,6 +106,8 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
         "--enable-lora": bool(rank),
         "--trust-remote-code": model_settings.trust_remote_code,
         "--disable-uvicorn-access-log": True,
+        # A CPU's engine has no memory to give back, and refuses the flag.
+        "--enable-sleep-mode": settings.cluster.gpu_turn is not None and settings.cluster.gpu_per_node > 0,
         "--enable-scale-out": settings.explorer.rebuilds_grammars and gates_renderer(installed_version()),
     }
     return [
@@ -269,6 +271,14 @@ class EngineControl:
     async def resume(self) -> None:
         """Go on sampling."""
         await self._post("/resume")
+
+    async def sleep(self) -> None:
+        """Give back the GPU's memory, weights to main memory. What is in flight stands still, and then goes on."""
+        await self._post("/sleep", params={"level": "1", "mode": "keep"})
+
+    async def wake_up(self) -> None:
+        """Take the memory again, and go on."""
+        await self._post("/wake_up")
 
     async def prove(self, probe: Probe) -> None:
         """Raise CheckpointRejected unless its log-probabilities are the trainer's, through its prefix cache too."""

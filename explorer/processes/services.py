@@ -32,8 +32,10 @@ from tuneloop.explorer.feedback.judge import JudgeLoop
 from tuneloop.explorer.feedback.rater_assessment import RaterAssessment
 from tuneloop.explorer.http.caller import FeedbackBinding
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
-from tuneloop.explorer.processes.engine_supervisor import Attachment, Champions, EngineSupervisor, FleetTrial
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
+from tuneloop.explorer.processes.supervision.attachment import Attachment, Champions
+from tuneloop.explorer.processes.supervision.engine_supervisor import EngineSupervisor, FleetTrial
+from tuneloop.explorer.processes.supervision.gpu_turns import GpuTurns
 from tuneloop.explorer.processes.version_log import VersionLog, decision_span
 from tuneloop.explorer.versions.attestation import Attestation
 from tuneloop.explorer.versions.canary import CanaryController
@@ -41,7 +43,7 @@ from tuneloop.explorer.versions.evaluation import CandidateEvaluation
 from tuneloop.explorer.versions.loading import Verifier, servable_champion
 from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.shared import steady_time
-from tuneloop.shared.job_marks import KEY, load_key
+from tuneloop.shared.job_marks import KEY, GpuLocks, load_key
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
@@ -152,7 +154,7 @@ async def open_control_services(
         RaterAssessment(settings, ledger, metrics).run(),
         key_watch.run(metrics),
         *judging,
-        *_supervision(services, ledger, sockets, attestation),
+        *_supervision(services, ledger, sockets, attestation, stack),
     ]
 
 
@@ -210,15 +212,19 @@ async def _open_fleet(
     return Fleet(engines, wait_timeout_s=explorer.request_timeout, replicas=audience), addresses, own
 
 
-def _supervision(services: ControlServices, ledger: Ledger, own: list[Path], attestation: Attestation) -> list[Task]:
+def _supervision(
+    services: ControlServices, ledger: Ledger, own: list[Path], attestation: Attestation, stack: AsyncExitStack
+) -> list[Task]:
     """What keeps the engines in use: our own on these sockets, and those of others."""
     settings, fleet = services.settings, services.fleet
     verifier, timeout_s = Verifier.of(settings), settings.explorer.rollout_model.health_timeout
     champion = partial(servable_champion, ledger, verifier)
     trial = FleetTrial(fleet, head_is_seen=_head_is_seen(settings)) if _may_load_in_place(settings) else None
     runs: list[Task] = []
+    turns = _open_turns(services, stack) if own else None
+    runs += [turns.run()] if turns else []
     for engine, socket in zip(fleet.engines, own, strict=False):
-        process = EngineProcess(settings, engine, socket=socket)
+        process = EngineProcess(settings, engine, socket=socket, gpu=turns)
         supervisor = EngineSupervisor(
             engine, process, fleet=fleet, champion=champion, health_timeout_s=timeout_s, trial=trial
         )
@@ -236,6 +242,16 @@ def _supervision(services: ControlServices, ledger: Ledger, own: list[Path], att
         )
         runs.append(attachment.run(services.metrics))
     return runs
+
+
+def _open_turns(services: ControlServices, stack: AsyncExitStack) -> GpuTurns | None:
+    """The turns of our own engine at its GPU, if it does not have that all the time."""
+    settings = services.settings
+    if settings.cluster.gpu_turn is None:
+        return None
+    locks = GpuLocks.of(settings.job_dir)
+    stack.callback(locks.close)
+    return GpuTurns(locks, services.fleet, services.metrics, turn_s=settings.cluster.gpu_turn)
 
 
 def _may_load_in_place(settings: Settings) -> bool:

@@ -192,4 +192,5 @@ def division(
 
 def _up(engines: Sequence[Engine]) -> list[Engine]:
     """Those that answer, or will in a moment, with the version that they have."""
-    return [engine for engine in engines if engine.state in {EngineState.READY, EngineState.RELOADING}]
+    up = {EngineState.READY, EngineState.RELOADING, EngineState.ASLEEP}
+    return [engine for engine in engines if engine.state in up]

@@ -10,6 +10,9 @@ _MOST, _LEAST = 32768, 1024
 #: The share of the room that is used: the model of the memory is a few percent off, most of it too little.
 _USED = 0.95
 
+#: What an engine that is asleep keeps of a GPU: CUDA itself, its graphs and its buffers. 1.4 GiB were measured.
+ASLEEP_ENGINE = 2 << 30
+
 #: What to do where nothing fits.
 CURE = (
     "train an adapter (model.lora.rank: 16), its base in 4 bits (model.lora.base_bits: 4), keep AdamW's memory in 8"
@@ -28,6 +31,8 @@ def shapes_of(settings: Settings) -> tuple[ModelShape, ModelShape]:
 def room_for_trainer(settings: Settings, gpu_bytes: int) -> int:
     """What an engine leaves the trainer of a GPU of so many bytes."""
     rollout = settings.explorer.rollout_model
+    if settings.cluster.gpu_turn is not None:
+        return gpu_bytes - ASLEEP_ENGINE
     shares = settings.mode == "both" and 0 < settings.cluster.gpu_per_node <= settings.gpus_of_engines
     return gpu_bytes - int(rollout.gpu_memory_utilization * gpu_bytes) if shares else gpu_bytes
 

@@ -99,6 +99,10 @@ class ClusterSettings(Section):
     ray_address: str = "auto"
     """The Ray cluster that places engines, and the workers of mode `train`, where `node_num` is above 1, `host:port`;
     `auto`: the one that this machine belongs to. An address also gives it the workers of one machine."""
+    gpu_turn: Seconds | None = None
+    """Have trainer and engine use one GPU [by turns](operations.md#one-gpu-by-turns), each nearly all of its memory,
+    and give way after so many seconds at the latest while the other waits; a step that has begun ends first. null: they
+    share the memory by `gpu_memory_utilization`. Explorer and trainer need the same, and one machine."""
 
 
 class RolloutModelSettings(Section):

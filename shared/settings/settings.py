@@ -66,6 +66,7 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
         contradictions = [
             *self._engines_beyond_the_machine(),
             *self._engines_in_the_trainers_way(),
+            *_turns_of_several(self),
             *_workers_beyond_the_machines(self),
             *_rows_shared_unevenly(self),
             *self._response_beyond_the_model(),
@@ -114,10 +115,11 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
     def _engines_in_the_trainers_way(self) -> Iterator[str]:
         share, there = self.explorer.rollout_model.gpu_memory_utilization, self.cluster.gpu_per_node
         shares = self.mode == "both" and self.trainer.device != "cpu" and 0 < there <= self.gpus_of_engines
-        if shares and share > 0.5:
+        if shares and share > 0.5 and self.cluster.gpu_turn is None:
             yield (
                 f"explorer.rollout_model.gpu_memory_utilization: {share} leaves the trainer too little of the GPU that"
-                f" it shares with an engine (cluster.gpu_per_node: {there}, mode: both). Write 0.4"
+                f" it shares with an engine (cluster.gpu_per_node: {there}, mode: both). Write 0.4, or give"
+                " cluster.gpu_turn"
             )
 
     def _response_beyond_the_model(self) -> Iterator[str]:
@@ -174,7 +176,9 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
     def spare_places(self) -> int:
         """So many engines may be started beside `engine_places`, to take the place of one of them."""
         rollout = self.explorer.rollout_model
-        return 0 if self.model.lora.rank else rollout.spare_places(self.cluster, spare_gpus=self.has_spare_gpus)
+        if self.model.lora.rank or self.cluster.gpu_turn is not None:
+            return 0
+        return rollout.spare_places(self.cluster, spare_gpus=self.has_spare_gpus)
 
     @property
     def has_spare_gpus(self) -> bool:
@@ -270,6 +274,25 @@ def _workers_beyond_the_machines(settings: Settings) -> Iterator[str]:
         yield (
             f"trainer.workers: {workers} need a GPU each, and {max(free, 0)} are free of engines (mode: {mode},"
             f" cluster.gpu_per_node: {settings.cluster.gpu_per_node}). Lower it, or write null: all that are free"
+        )
+
+
+def _turns_of_several(settings: Settings) -> Iterator[str]:
+    cluster, rollout, trainer = settings.cluster, settings.explorer.rollout_model, settings.trainer
+    obstacles = {
+        "cluster.node_num": cluster.node_num > 1,
+        "cluster.gpu_per_node": cluster.gpu_per_node > 1,
+        "explorer.rollout_model.engine_num": rollout.engine_num > 1,
+        "explorer.rollout_model.engine_urls": bool(rollout.engine_urls),
+        "explorer.rollout_model.spare_place": bool(rollout.spare_place),
+        "trainer.workers": settings.trainer_workers > 1,
+        "trainer.yield_to_traffic": trainer.yield_to_traffic,
+    }
+    found = [name for name, is_one in obstacles.items() if is_one]
+    if cluster.gpu_turn is not None and found:
+        yield (
+            "cluster.gpu_turn: turns are taken by one engine that the explorer starts and one trainer's process, on one"
+            f" GPU of one machine; write null, or change {', '.join(found)}"
         )
 
 

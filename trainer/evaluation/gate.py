@@ -5,6 +5,7 @@ still that version.
 """
 
 import time
+from collections.abc import Callable
 
 import structlog
 import torch
@@ -32,8 +33,16 @@ _AGAIN_S = 60.0
 class Examination:
     """The examiner of one trainer. Raises EnvironmentRefused if the tasks cannot be asked."""
 
-    def __init__(self, settings: Settings, ledger: Ledger, *, again_s: float = _AGAIN_S) -> None:
-        self._settings, self._ledger, self._again_s = settings, ledger, again_s
+    def __init__(
+        self,
+        settings: Settings,
+        ledger: Ledger,
+        *,
+        again_s: float = _AGAIN_S,
+        take_gpu: Callable[[Learner], None] | None = None,
+    ) -> None:
+        """`take_gpu` is called before a GPU is needed."""
+        self._settings, self._ledger, self._again_s, self._take_gpu = settings, ledger, again_s, take_gpu
         #: Whether versions are examined here, each while the learner is that version.
         self.wanted = settings.gate.mode != "off" and evaluator_of(settings) is Evaluator.TRAINER
         tasks = tasks_of(settings.monitor.evaluation) if self.wanted else []
@@ -49,6 +58,8 @@ class Examination:
         found, before = self._figures(version), self._figures(champion.version)
         if before and found and (version == champion.version or self._compared(found, champion)):
             return
+        if self._take_gpu is not None:
+            self._take_gpu(learner)
         try:
             self._compare(learner, version, champion)
         except NotEvaluated as error:

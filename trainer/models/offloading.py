@@ -1,7 +1,9 @@
-"""Gradients on their way to an optimizer in main memory, whose update the CPU's cores make together."""
+"""What is in main memory instead of a GPU's: gradients on their way to an optimizer there, whose update the CPU's cores
+make together; and a whole learner, while somebody else has the GPU.
+"""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -40,3 +42,48 @@ def _all_cores() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+class MovedTensors:
+    """Tensors that have left a device, with all that shares memory with them, until they are put back.
+
+    They are read and saved as before, from main memory. A tensor is the same object all the while, so that optimizers,
+    hooks and compiled code go on with it.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], room: Callable[[Tensor], Tensor]) -> None:
+        """`room` makes memory like that of a tensor of bytes; nothing of it is on the device any more afterwards."""
+        storages: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        for each in {id(each): each for each in tensors}.values():
+            storage = each.untyped_storage()
+            whole = torch.empty(0, dtype=torch.uint8, device=each.device).set_(storage)
+            storages.setdefault(storage.data_ptr(), (whole, []))[1].append(each)
+        self._moved: list[tuple[Tensor, torch.device, list[Tensor]]] = []
+        for whole, shared in storages.values():
+            copy = room(whole).copy_(whole, non_blocking=True)
+            self._moved.append((copy, whole.device, shared))
+        for device in {device for _, device, _ in self._moved if device.type == "cuda"}:
+            torch.cuda.synchronize(device)
+        storages.clear()
+        for copy, _, shared in self._moved:
+            _share(copy, shared)
+
+    @property
+    def size(self) -> int:
+        """Their bytes."""
+        return sum(len(copy) for copy, _, _ in self._moved)
+
+    def put_back(self) -> None:
+        """Have them on their device again. Raises torch.OutOfMemoryError, and then none is there."""
+        copies = [copy.to(device, non_blocking=True, copy=True) for copy, device, _ in self._moved]
+        for copy, (_, _, shared) in zip(copies, self._moved, strict=True):
+            _share(copy, shared)
+        self._moved.clear()
+
+
+def _share(memory: Tensor, tensors: Iterable[Tensor]) -> None:
+    """Have the tensors, as they lie in memory that they share, lie in other bytes."""
+    for each in tensors:
+        moved = torch.empty(0, dtype=each.dtype, device=memory.device)
+        offset = each.storage_offset() + memory.storage_offset() // each.itemsize
+        each.data = moved.set_(memory.untyped_storage(), offset, each.size(), each.stride())

@@ -6,7 +6,7 @@ main memory, and the CPU makes the update.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -127,6 +127,12 @@ class MasterAdamW:
             for shard, master in self._masters.items()
             if not hidden or shard.name in self._sums
         }
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that lasts from one update to the next, where it lies."""
+        yield from self._masters.values()
+        for state in self._adamw.state.values():
+            yield from (each for each in state.values() if isinstance(each, Tensor))
 
     def moments(self) -> dict[str, Tensor]:
         """AdamW's memory of a rank alone, as `moment.parameter`."""

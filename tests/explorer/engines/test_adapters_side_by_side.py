@@ -18,7 +18,7 @@ from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.processes.engine_supervisor import Attachment, Champions
+from tuneloop.explorer.processes.supervision.attachment import Attachment, Champions
 from tuneloop.explorer.versions.loading import KnownProbes, Verifier
 from tuneloop.shared.experience import Evaluator, VersionAction, VersionState
 from tuneloop.shared.settings.settings import Settings

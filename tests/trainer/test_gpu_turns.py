@@ -1,0 +1,185 @@
+"""Between the trainer's turns at a GPU another has it, and nothing that was learnt is lost or different."""
+
+import threading
+import time
+from contextlib import closing
+
+import pytest
+import torch
+
+from tests.trainer.factories import sample
+from tuneloop.shared.errors import TurnNotGiven
+from tuneloop.shared.job_marks import GpuLocks
+from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.gpu_turns import GpuTurns, _tensors
+from tuneloop.trainer.micro_batch import MicroBatch
+from tuneloop.trainer.models.offloading import MovedTensors
+
+BATCHES = [[sample(i) for i in range(4 * at, 4 * at + 4)] for at in range(3)]
+TURN_S = 0.2
+
+
+@pytest.fixture
+def engine(settings):
+    """An engine's side of the turns."""
+    locks = GpuLocks.of(settings().job_dir)
+    yield locks
+    locks.close()
+
+
+@pytest.fixture
+def stop():
+    return threading.Event()
+
+
+@pytest.fixture
+def turns(settings, stop):
+    with closing(GpuTurns(settings(cluster={"gpu_turn": TURN_S}), stop)) as made:
+        yield made
+
+
+def eventually(holds):
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def weights_of(learner):
+    moments = {name: each for kind in learner.optimizers.values() for name, each in kind.moments().items()}
+    return learner.actor.network.state_dict() | moments
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    assert all(torch.equal(each.cpu(), other[name].cpu()) for name, each in one.items())
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_learner_that_was_moved_goes_on_as_one_that_was_not(settings, dtype, bits):
+    chosen = settings(trainer={"dtype": dtype}, algorithm={"optimizer": {"lr": 1e-3, "bits": bits}, "kl_coef": 0.1})
+    here, moved = snapshot.load(chosen, None), snapshot.load(chosen, None)
+    for batch in BATCHES:
+        here.step(batch)
+        moved.step(batch)
+        before = {name: each.clone() for name, each in weights_of(moved).items()}
+        places = {each.data_ptr() for each in _tensors(moved)}
+        away = MovedTensors(_tensors(moved), torch.empty_like)
+        assert places.isdisjoint(each.data_ptr() for each in _tensors(moved))
+        assert_same(weights_of(moved), before)
+        saved = snapshot.state_of(moved)
+        assert saved.optimizers["actor"]
+        away.put_back()
+        assert_same(weights_of(moved), before)
+    assert_same(weights_of(moved), weights_of(here))
+
+
+def test_what_shares_memory_moves_once_and_shares_it_still():
+    whole = torch.arange(12.0)
+    parts = [whole[2:6].view(2, 2), whole[6:], torch.nn.Parameter(whole), torch.arange(3, dtype=torch.int8)]
+    away = MovedTensors([*parts, parts[0]], torch.empty_like)
+    assert away.size == 12 * 4 + 3
+    assert parts[0].tolist() == [[2, 3], [4, 5]]
+    parts[2].data[2] = 20
+    assert parts[0][0, 0] == 20
+    assert whole[2] == 2  # whoever was not named is left behind
+    away.put_back()
+    assert [each.flatten()[0].item() for each in parts] == [20, 6, 0, 0]
+    assert isinstance(parts[2], torch.nn.Parameter)
+
+
+def test_the_gpu_is_had_once_the_engine_lets_go(turns, engine):
+    assert engine.held.take()
+    taking = threading.Thread(target=turns.take)
+    taking.start()
+    eventually(engine.wanted_by_trainer.is_another_s)
+    assert taking.is_alive()
+    engine.held.release()
+    taking.join(10)
+    assert engine.held.is_another_s()
+    assert not engine.wanted_by_trainer.is_another_s()
+    turns.take()  # it is ours already
+    turns.close()
+    assert engine.held.take()
+
+
+def test_an_engine_that_waits_comes_before_the_next_turn(settings, turns, engine):
+    learner = snapshot.load(settings(), None)
+    turns.begin(learner)
+    assert not turns.is_over
+    time.sleep(TURN_S)
+    assert not turns.is_over  # nobody waits
+    assert engine.wanted_by_engine.take()
+    eventually(lambda: turns.is_over)
+    turns.end(learner)
+    assert not turns.is_over
+    again = threading.Thread(target=turns.begin, args=(learner,))
+    again.start()
+    time.sleep(0.2)
+    assert again.is_alive()
+    assert engine.held.take()
+    engine.wanted_by_engine.release()
+    engine.held.release()
+    again.join(10)
+    assert engine.held.is_another_s()
+    turns.end(learner)
+    turns.end(learner)  # nothing more happens
+    assert engine.held.take()
+
+
+def test_who_waits_can_be_told_to_stop(turns, stop, engine):
+    assert engine.held.take()
+    threading.Timer(0.2, stop.set).start()
+    with pytest.raises(TurnNotGiven):
+        turns.take()
+    assert not engine.wanted_by_trainer.is_another_s()
+
+
+def test_a_step_takes_the_gpu_first(settings, turns, engine):
+    learner, micro_batch = snapshot.load(settings(), None), MicroBatch(settings(), take_gpu=turns.begin)
+    assert engine.held.take()
+    stepping = threading.Thread(target=lambda: micro_batch.step(learner, BATCHES[0], version=0))
+    stepping.start()
+    stepping.join(0.5)
+    assert stepping.is_alive()
+    assert learner.steps == 0
+    engine.held.release()
+    stepping.join(60)
+    assert learner.steps == 1
+
+
+def test_without_turns_nothing_is_locked(settings):
+    turns, learner = GpuTurns(settings(), threading.Event()), snapshot.load(settings(), None)
+    turns.begin(learner)
+    turns.end(learner)
+    assert learner.moved is None
+    assert not list(settings().job_dir.glob("gpu.*"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_between_turns_a_gpu_is_empty_and_steps_are_the_same(settings, engine, compiled):
+    chosen = settings(
+        cluster={"gpu_turn": TURN_S, "gpu_per_node": 1},
+        trainer={"device": "cuda", "compile": compiled},
+        algorithm={"kl_coef": 0.1},
+    )
+    turns = GpuTurns(chosen, threading.Event())
+    turns.take()
+    here, moved = snapshot.load(chosen, None), snapshot.load(chosen, None)
+    for batch in BATCHES:
+        here.step(batch)
+        turns.begin(moved)
+        moved.step(batch)
+        taken = sum(each.untyped_storage().nbytes() for each in set(_tensors(moved)) if each.is_cuda)
+        assert taken
+        before = torch.cuda.memory_allocated()
+        turns.end(moved)
+        assert not [each for each in _tensors(moved) if each.is_cuda]
+        assert torch.cuda.memory_allocated() < before
+        assert snapshot.state_of(moved).optimizers["actor"]
+        assert engine.held.take()
+        engine.held.release()
+    for name, each in weights_of(here).items():
+        assert torch.allclose(each.float().cpu(), weights_of(moved)[name].float().cpu(), atol=1e-6), name

@@ -1,7 +1,7 @@
 """From the last commit of a batch to replies of the new weights, stage by stage; what the trainer does with its time.
 
     python -m benchmarks.loop_gpu [--size 0.6b] [--gpus 1] [--lanes 16,64] [--batch 64] [--budget-seconds 240]
-        [--set trainer.state_interval=10] [--work FOLDER]
+        [--gpu-turn 10] [--set trainer.state_interval=10] [--work FOLDER]
 
 `tuneloop run` with the README's settings at `save_interval: 1`, on one GPU, which engine and trainer share, or on two.
 So many clients ask side by side, each reply gets feedback, and what has some is committed four times a second. For each
@@ -90,9 +90,14 @@ class Timeline(NamedTuple):
 class Traffic:
     """What clients saw."""
 
-    replies: int = 0
     tokens: int = 0
+    seconds: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+
+    @property
+    def replies(self) -> int:
+        """How many there were."""
+        return len(self.seconds)
 
 
 def main() -> int:
@@ -125,21 +130,23 @@ def main() -> int:
         _report(settings, log, traffic, clock, lanes=None, since=0.0)
     for failure in traffic.failures[:5]:
         print("failed:", failure)
-    print(f"{traffic.replies} replies, {len(traffic.failures)} requests failed")
+    p50, p99 = np.percentile(traffic.seconds or [0.0], [50, 99])
+    print(f"{traffic.replies} replies, {p50:.2f} s each, p99 {p99:.2f} s; {len(traffic.failures)} requests failed")
     return 1 if traffic.failures else 0
 
 
 def _values(work: Path, model: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The README's settings, with this machine's paths."""
     on_gpu = options.gpus > 0
-    memory = options.memory or (0.4 if options.gpus == 1 else 0.9)
+    shared = 0.4 if options.gpu_turn is None else 0.85
+    memory = options.memory or (shared if options.gpus == 1 else 0.9)
     values: dict[str, Any] = {
         "mode": "both",
         "project": "bench",
         "name": "loop",
         "checkpoint_root_dir": str(work / "job"),
         "model": {"model_path": str(model), "max_model_len": 8192 if on_gpu else 1024, "served_model_name": _MODEL},
-        "cluster": {"gpu_per_node": options.gpus},
+        "cluster": {"gpu_per_node": options.gpus, "gpu_turn": options.gpu_turn},
         "explorer": {
             "proxy_port": _PORT,
             "rollout_model": rollout_of(on_gpu=on_gpu, memory=memory, api_servers=None),
@@ -184,7 +191,9 @@ async def _lane(http: httpx.AsyncClient, number: int, over: asyncio.Event, traff
         said = f"Tell me about number {number * 100_003 + asked}."
         body = {"model": _MODEL, "messages": [{"role": "user", "content": said}], "max_tokens": tokens}
         try:
+            began = time.monotonic()
             reply = (await http.post("/v1/chat/completions", json=body)).raise_for_status().json()
+            took = time.monotonic() - began
             text = reply["choices"][0]["message"]["content"] or ""
             reward = text.count("e") / max(1, len(text))
             (await http.post("/feedback", json={"msg_ids": [reply["id"]], "reward": reward})).raise_for_status()
@@ -192,7 +201,7 @@ async def _lane(http: httpx.AsyncClient, number: int, over: asyncio.Event, traff
             traffic.failures.append(f"{time.strftime('%H:%M:%S')} {error!r}")
             await asyncio.sleep(0.5)
         else:
-            traffic.replies += 1
+            traffic.seconds.append(took)
             traffic.tokens += reply["usage"]["completion_tokens"]
 
 
@@ -334,7 +343,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64 if on_gpu else 8, help="buffer.train_batch_size")
     parser.add_argument("--tokens", type=int, default=256 if on_gpu else 16, help="of a reply, at most")
     parser.add_argument("--capture", choices=["all", "share", "none"], default="all")
-    parser.add_argument("--memory", type=float, help="gpu_memory_utilization: 0.4 beside the trainer, else 0.9")
+    parser.add_argument(
+        "--memory", type=float, help="gpu_memory_utilization: 0.4 beside the trainer, 0.85 by turns, else 0.9"
+    )
+    parser.add_argument(
+        "--gpu-turn", type=float, help="cluster.gpu_turn: seconds of a turn; else they share its memory"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="one more setting")
     parser.add_argument("--budget-seconds", type=float, default=240.0)
     parser.add_argument("--work", type=Path, help="where to put everything")

@@ -107,9 +107,7 @@ class Metrics:
         )
         self.engines = Gauge("tuneloop_engines", "Engines by state", ["state"], registry=registry)
         self.version_served = Gauge("tuneloop_version_served", "The version that answers requests", registry=registry)
-        self.probes = Counter(
-            "tuneloop_engine_probes", "Proofs of engines' weights, by outcome", ["outcome"], registry=registry
-        )
+        self.probes = Counter("tuneloop_engine_probes", "Proofs of weights, by outcome", ["outcome"], registry=registry)
         self.last_good_probe = Gauge(
             "tuneloop_engine_last_good_probe_timestamp_seconds",
             "Start of the engine's last proof that matched",
@@ -125,16 +123,10 @@ class Metrics:
         for outcome in ("matched", "mismatched", "failed"):
             self.probes.labels(outcome)
         self.reload_seconds = Histogram(
-            "tuneloop_reload_seconds",
-            "From taking an engine out of rotation to serving again",
-            buckets=_SECONDS,
-            registry=registry,
+            "tuneloop_reload_seconds", "From leaving the rotation to serving again", buckets=_SECONDS, registry=registry
         )
         self.gpu_turn_seconds = Histogram(
-            "tuneloop_gpu_turn_seconds",
-            "From an engine's falling asleep for the trainer's turn to serving again",
-            buckets=_SECONDS,
-            registry=registry,
+            "tuneloop_gpu_turn_seconds", "An engine's sleep in the trainer's turn", buckets=_SECONDS, registry=registry
         )
         self.version_decisions = Counter(
             "tuneloop_version_decisions", "Decisions about versions", ["action", "by"], registry=registry

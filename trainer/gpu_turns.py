@@ -6,6 +6,8 @@ Between two turns all that the learner is lies in main memory: it can be saved f
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain, count
+from typing import NamedTuple
+from weakref import ref
 
 import structlog
 import torch
@@ -24,6 +26,13 @@ _log = structlog.get_logger()
 _LOOK_S = 0.01
 
 
+class _Moved(NamedTuple):
+    """What is not on the GPU, of a learner that may be no more."""
+
+    learner: ref[Learner]
+    tensors: MovedTensors
+
+
 class GpuTurns:
     """One trainer's. Where the GPU is not had by turns, it is always the trainer's, and nothing is moved."""
 
@@ -31,16 +40,10 @@ class GpuTurns:
         self._stop, self._turn_s = stop, settings.cluster.gpu_turn
         self._locks = None if self._turn_s is None else GpuLocks.of(settings.job_dir)
         self._is_ours, self._began = False, 0.0
+        self._moved: _Moved | None = None
         self._memory = PinnedMemory()
         #: What was taken of it, by its place in the order of leaving.
         self._rooms: dict[int, Tensor] = {}
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the turn has lasted as long as it may, and the engine waits."""
-        if self._locks is None or self._turn_s is None or not self._is_ours:
-            return False
-        return time.monotonic() - self._began >= self._turn_s and self._locks.wanted_by_engine.is_another_s()
 
     def take(self) -> None:
         """Have the GPU, or wait for it. Raises TurnNotGiven if told to stop first."""
@@ -59,9 +62,9 @@ class GpuTurns:
     def begin(self, learner: Learner) -> None:
         """The same, with the learner there."""
         self.take()
-        if learner.moved is not None:
-            learner.moved.put_back()
-            learner.moved = None
+        moved, self._moved = self._moved, None
+        if moved is not None and moved.learner() is learner:
+            moved.tensors.put_back()
 
     def end(self, learner: Learner) -> None:
         """Leave the GPU to the engine, and what the learner is in main memory; nothing if the turn is over already."""
@@ -70,11 +73,18 @@ class GpuTurns:
         tensors = [each for each in _tensors(learner) if each.is_cuda]
         if tensors:
             torch.cuda.synchronize()  # Copies that are on their way come first.
-            learner.moved = MovedTensors(tensors, self._same_room())
+            self._moved = _Moved(ref(learner), MovedTensors(tensors, self._same_room()))
             torch.cuda.empty_cache()
         self._is_ours = False
         self._locks.held.release()
         _log.info("gpu_turn_over", seconds=round(time.monotonic() - self._began, 3))
+
+    def end_if_over(self, learner: Learner) -> None:
+        """The same, if the turn has lasted as long as it may, and the engine waits."""
+        if self._locks is None or self._turn_s is None or not self._is_ours:
+            return
+        if time.monotonic() - self._began >= self._turn_s and self._locks.wanted_by_engine.is_another_s():
+            self.end(learner)
 
     def close(self) -> None:
         """Leave the GPU to others for good."""

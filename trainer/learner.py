@@ -30,7 +30,6 @@ from tuneloop.trainer.batches.pairs import mismatch_replies
 from tuneloop.trainer.batches.sequences import TokenSequence, assemble
 from tuneloop.trainer.models.layers import is_checkpointing
 from tuneloop.trainer.models.model import Actor, Critic
-from tuneloop.trainer.models.offloading import MovedTensors
 from tuneloop.trainer.models.optimizer import MasterAdamW
 from tuneloop.trainer.ranks.orders import StepOrder
 from tuneloop.trainer.ranks.ranks import ALONE, Ranks
@@ -48,8 +47,7 @@ class Learner:
     `steps` counts batches learnt from. The reference is the base model; it and the critic are None if the algorithm
     does not look at them; `critic_since` is the number of steps after which the critic was begun. `teacher` is set by
     who has one, before the first step of an algorithm that asks for it. `baselines` is what the algorithm remembers
-    from step to step. Of copies that a GPU is `copying` the next update waits for the end. What has `moved` to
-    main memory must be put back before a step. `spoilt` is true once a step
+    from step to step. Of copies that a GPU is `copying` the next update waits for the end. `spoilt` is true once a step
     failed after some of its updates: the weights from before it are not here, and it must be loaded anew.
 
     Of several `ranks` each has one, and a step is made by all together: rank 0's tells the others."""
@@ -73,7 +71,6 @@ class Learner:
         self.teacher: Teacher | None = None
         self.baselines: Baselines = {}
         self.copying: list[torch.cuda.Event] = []
-        self.moved: MovedTensors | None = None
         self.generator = torch.Generator().manual_seed(settings.trainer.seed)
         self._algorithm = settings.algorithm
         self._page = ALGORITHMS[settings.algorithm.algorithm_type]

@@ -92,6 +92,8 @@ def run(settings: Settings, stop: Stop, ranks: Ranks = ALONE) -> None:
                 return TrainingLoop(settings, ledger, stop, ranks=ranks).run()
             with closing(tracing):
                 TrainingLoop(settings, ledger, stop, spans=StepSpans(settings, tracing), ranks=ranks).run()
+    except TurnNotGiven as error:  # Rows of steps that no version has are trained on again.
+        _log.info("trainer_stopped", reason=str(error))
     finally:
         ledger.close()
 
@@ -149,9 +151,8 @@ class TrainingLoop:
         self._settings, self._ledger, self._stop, self._ranks = settings, ledger, stop, ranks
         self._beat_s, self._spans = beat_s, spans or StepSpans(settings, None)
         self._store = CheckpointStore(settings.job_dir, mode=int(settings.trainer.checkpoint_mode, 8))
-        self._turns = GpuTurns(settings, stop)
+        self._turns, self._monitors = GpuTurns(settings, stop), Monitors(settings, ledger)
         self._micro_batch = MicroBatch(settings, stop, take_gpu=self._turns.begin)
-        self._monitors = Monitors(settings, ledger)
         self._examination = Examination(settings, ledger, take_gpu=self._turns.begin)
         self._finite = FiniteSteps(settings, ledger.alarms)
         self._recomputation = Recomputation(settings, ledger, self._micro_batch)
@@ -166,13 +167,7 @@ class TrainingLoop:
         self._publisher = Publisher(self._settings, self._ledger, self._store, epoch=self._epoch, behind=behind)
         self._rows = LeasedRows(self._settings, self._ledger, self._recomputation, epoch=self._epoch)
         self._steps = UnpublishedSteps(self._settings, self._ledger, self._publisher, self._spans, epoch=self._epoch)
-        with (
-            _end_epoch_at_exit(self._ledger, self._epoch),
-            heartbeat,
-            closing(self._publisher),
-            closing(self._turns),
-            suppress(TurnNotGiven),
-        ):
+        with _end_epoch_at_exit(self._ledger, self._epoch), heartbeat, closing(self._publisher), closing(self._turns):
             self._teacher = TeacherRetries(self._settings, self._ledger.alarms, self._stop)
             self._resume(self._ledger.versions.newest())
             while not self._stop.is_set() and not self._steps.are_complete(self._learner):
@@ -192,8 +187,7 @@ class TrainingLoop:
             _log.info("trainer_stopped", version=self._version, step=self._learner.steps)
 
     def _turn(self) -> None:
-        if self._turns.is_over:
-            self._turns.end(self._learner)
+        self._turns.end_if_over(self._learner)
         if self._away or self._learner.spoilt:
             self._settle()
         self._ledger.training.extend(self._epoch)
@@ -211,20 +205,20 @@ class TrainingLoop:
         if self._steps.are_due(self._learner):  # Another was not done, or it did not fit.
             return self._publish()
         made = self._steps.are_all_made(self._learner)
-        batch = None if made else self._rows.next_batch(self._learner, version=self._exact_version)
+        batch = None if made else self._rows.next_batch(self._learner, version=self._steps.exact_version)
         if batch is None:
             self._idle()
         elif self._learn(batch) and self._steps.are_due(self._learner):
             self._publish()
 
     def _idle(self) -> None:
-        if self._publisher.steps_begun:
-            self._turns.end(self._learner)
-            return self._publisher.wait(self._settings.trainer.poll_interval)
-        if not self._steps.count:
-            self._examination.examine(self._learner, self._version)
-        self._micro_batch.warm_up(self._learner)
+        if not self._publisher.steps_begun:
+            if not self._steps.count:
+                self._examination.examine(self._learner, self._version)
+            self._micro_batch.warm_up(self._learner)
         self._turns.end(self._learner)
+        if self._publisher.steps_begun:
+            return self._publisher.wait(self._settings.trainer.poll_interval)
         self._stop.wait(self._settings.trainer.poll_interval)
 
     # In doubt.
@@ -274,7 +268,7 @@ class TrainingLoop:
         drop = partial(self._rows.drop, step=self._learner.steps)
         try:
             labelled = self._teacher.label(batch)
-            learnt = self._micro_batch.step(self._learner, labelled, version=self._exact_version)
+            learnt = self._micro_batch.step(self._learner, labelled, version=self._steps.exact_version)
         except (TeacherAway, SamplesRefused) as error:
             self._rows.held = self._teacher.requeue(batch, error, drop=drop)
             return False
@@ -300,11 +294,6 @@ class TrainingLoop:
     def _version(self) -> int:
         """The registered version that the learner was made of."""
         return self._steps.parent
-
-    @property
-    def _exact_version(self) -> int | None:
-        """The version that the learner is; None if it has made a step since."""
-        return None if self._steps.count else self._version
 
     # A version.
 
@@ -343,8 +332,6 @@ class TrainingLoop:
                 self._end_publication()
         except LedgerUnavailable as error:
             self._wait_for_the_database(error)
-        except TurnNotGiven as error:  # Their rows are trained on again.
-            _log.warning("steps_not_published", steps=self._steps.count, reason=str(error))
 
 
 def _is_async(settings: Settings) -> bool:

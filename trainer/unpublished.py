@@ -26,6 +26,11 @@ class UnpublishedSteps:
         self._ids: list[int] = []
         self.parent = self.count = 0
 
+    @property
+    def exact_version(self) -> int | None:
+        """The version that the learner is; None if it has made a step since."""
+        return None if self.count else self.parent
+
     def restart(self, parent: int) -> None:
         """The learner has become the version `parent`."""
         self.parent, self.count = parent, 0

@@ -230,6 +230,11 @@ class Fleet:
         async with self._changed:
             await self._changed.wait_for(lambda: engine.state in states)
 
+    async def wait_until_awake(self) -> None:
+        """Wait until no engine sleeps in the trainer's turn."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: all(each.state is not EngineState.ASLEEP for each in self.engines))
+
     async def acquire(self, key: RoutingKey | None = None, prefix_hashes: Sequence[int] = ()) -> Engine:
         """The engine that answers a request of a key, counted as busy until it is released.
 

@@ -34,8 +34,8 @@ from tuneloop.explorer.http.caller import FeedbackBinding
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
 from tuneloop.explorer.processes.supervision.attachment import Attachment, Champions
+from tuneloop.explorer.processes.supervision.engine_sleep import EngineSleep
 from tuneloop.explorer.processes.supervision.engine_supervisor import EngineSupervisor, FleetTrial
-from tuneloop.explorer.processes.supervision.gpu_turns import GpuTurns
 from tuneloop.explorer.processes.version_log import VersionLog, decision_span
 from tuneloop.explorer.versions.attestation import Attestation
 from tuneloop.explorer.versions.canary import CanaryController
@@ -142,6 +142,7 @@ async def open_control_services(
         key_watch=key_watch,
         token_uses=TokenUses(),
     )
+    sleep = _engine_sleep(services, reloader, stack)
     judging = [_judging(services, ledger, own, stack).run(interval_s)] if own else []
     return services, [
         watch.run(),
@@ -154,7 +155,8 @@ async def open_control_services(
         RaterAssessment(settings, ledger, metrics).run(),
         key_watch.run(metrics),
         *judging,
-        *_supervision(services, ledger, sockets, attestation, stack),
+        *([sleep.run()] if sleep else []),
+        *_supervision(services, ledger, sockets, attestation, sleep),
     ]
 
 
@@ -213,7 +215,7 @@ async def _open_fleet(
 
 
 def _supervision(
-    services: ControlServices, ledger: Ledger, own: list[Path], attestation: Attestation, stack: AsyncExitStack
+    services: ControlServices, ledger: Ledger, own: list[Path], attestation: Attestation, sleep: EngineSleep | None
 ) -> list[Task]:
     """What keeps the engines in use: our own on these sockets, and those of others."""
     settings, fleet = services.settings, services.fleet
@@ -221,10 +223,8 @@ def _supervision(
     champion = partial(servable_champion, ledger, verifier)
     trial = FleetTrial(fleet, head_is_seen=_head_is_seen(settings)) if _may_load_in_place(settings) else None
     runs: list[Task] = []
-    turns = _open_turns(services, stack) if own else None
-    runs += [turns.run()] if turns else []
     for engine, socket in zip(fleet.engines, own, strict=False):
-        process = EngineProcess(settings, engine, socket=socket, gpu=turns)
+        process = EngineProcess(settings, engine, socket=socket, gpu=sleep)
         supervisor = EngineSupervisor(
             engine, process, fleet=fleet, champion=champion, health_timeout_s=timeout_s, trial=trial
         )
@@ -244,14 +244,15 @@ def _supervision(
     return runs
 
 
-def _open_turns(services: ControlServices, stack: AsyncExitStack) -> GpuTurns | None:
-    """The turns of our own engine at its GPU, if it does not have that all the time."""
+def _engine_sleep(services: ControlServices, reloader: Reloader, stack: AsyncExitStack) -> EngineSleep | None:
+    """What gives the trainer its turns at the GPU, if the engine does not have that all the time."""
     settings = services.settings
     if settings.cluster.gpu_turn is None:
         return None
     locks = GpuLocks.of(settings.job_dir)
     stack.callback(locks.close)
-    return GpuTurns(locks, services.fleet, services.metrics, turn_s=settings.cluster.gpu_turn)
+    turn_s, is_swapping = settings.cluster.gpu_turn, reloader.swapping.locked
+    return EngineSleep(locks, services.fleet, services.metrics, turn_s=turn_s, is_swapping=is_swapping)
 
 
 def _may_load_in_place(settings: Settings) -> bool:

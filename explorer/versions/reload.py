@@ -235,6 +235,7 @@ class Reloader(WeightSwapper):
         except VersionRefused as error:  # somebody else has decided meanwhile
             log.warning("version_not_taken_up", reason=str(error))
         await wait_for_registration(self._job_dir, seen, at_most_s=self._interval_s)
+        await self._fleet.wait_until_awake()
         return 0.0
 
     async def turn(self) -> None:

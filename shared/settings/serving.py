@@ -188,7 +188,7 @@ class RolloutModelSettings(Section):
 
     def spare_places(self, cluster: ClusterSettings, *, spare_gpus: bool) -> int:
         """So many engines may be started beside `engine_num`, to take the place of one of them."""
-        if self.engine_urls:
+        if self.engine_urls or cluster.gpu_turn is not None:
             return 0
         if self.spare_place is None and (cluster.gpu_per_node or cluster.node_num > 1):
             return int(cluster.node_num == 1 and spare_gpus)

@@ -118,8 +118,7 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
         if shares and share > 0.5 and self.cluster.gpu_turn is None:
             yield (
                 f"explorer.rollout_model.gpu_memory_utilization: {share} leaves the trainer too little of the GPU that"
-                f" it shares with an engine (cluster.gpu_per_node: {there}, mode: both). Write 0.4, or give"
-                " cluster.gpu_turn"
+                f" it shares with an engine (cluster.gpu_per_node: {there}, mode: both). Write 0.4"
             )
 
     def _response_beyond_the_model(self) -> Iterator[str]:
@@ -176,9 +175,7 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
     def spare_places(self) -> int:
         """So many engines may be started beside `engine_places`, to take the place of one of them."""
         rollout = self.explorer.rollout_model
-        if self.model.lora.rank or self.cluster.gpu_turn is not None:
-            return 0
-        return rollout.spare_places(self.cluster, spare_gpus=self.has_spare_gpus)
+        return 0 if self.model.lora.rank else rollout.spare_places(self.cluster, spare_gpus=self.has_spare_gpus)
 
     @property
     def has_spare_gpus(self) -> bool:

@@ -6,6 +6,7 @@ that were being answered go on afterwards, with the same weights.
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import structlog
 
@@ -22,12 +23,18 @@ _LOOK_S = 0.05
 _SAY_EVERY_S = 60.0
 
 
-class GpuTurns:
+class EngineSleep:
     """One engine's. With adapters side by side, several of the fleet's engines are the one."""
 
-    def __init__(self, locks: GpuLocks, fleet: Fleet, metrics: Metrics, *, turn_s: float) -> None:
-        """After a turn of the trainer's the engine has one that is as long, of `turn_s` at most."""
+    def __init__(
+        self, locks: GpuLocks, fleet: Fleet, metrics: Metrics, *, turn_s: float, is_swapping: Callable[[], bool]
+    ) -> None:
+        """After a turn of the trainer's the engine has one that is as long, of `turn_s` at most.
+
+        While it is `swapping` weights it does not give way, so that what was learnt in one turn is served in the next.
+        """
         self._locks, self._fleet, self._metrics, self._turn_s = locks, fleet, metrics, turn_s
+        self._is_swapping = is_swapping
         self._is_ours, self._not_before = False, 0.0
 
     async def run(self) -> None:
@@ -54,7 +61,7 @@ class GpuTurns:
         self._is_ours = True
 
     async def _turn(self) -> None:
-        ready = all(engine.state is EngineState.READY for engine in self._fleet.engines)
+        ready = all(engine.state is EngineState.READY for engine in self._fleet.engines) and not self._is_swapping()
         if ready and time.monotonic() >= self._not_before and self._locks.wanted_by_trainer.is_another_s():
             await self._lend()
 

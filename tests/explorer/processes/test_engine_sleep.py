@@ -11,8 +11,8 @@ from structlog.testing import capture_logs
 
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.processes.supervision import gpu_turns
-from tuneloop.explorer.processes.supervision.gpu_turns import GpuTurns
+from tuneloop.explorer.processes.supervision import engine_sleep
+from tuneloop.explorer.processes.supervision.engine_sleep import EngineSleep
 from tuneloop.shared.errors import EngineError
 from tuneloop.shared.job_marks import GpuLocks
 
@@ -29,6 +29,7 @@ class Control:
     def __init__(self, held: Callable[[], bool]) -> None:
         self.asked: list[tuple[str, bool]] = []
         self.fails_at: str | None = None
+        self.is_swapping = False
         self._held = held
 
     async def _ask(self, what: str) -> None:
@@ -61,7 +62,8 @@ def played(folder: Path, trainer: GpuLocks, then: Callable[[Engine, Control, Met
     locks, metrics = GpuLocks.of(folder), Metrics()
     control = Control(trainer.held.is_another_s)
     engine = Engine(0, None, control)  # type: ignore[arg-type]
-    turns = GpuTurns(locks, Fleet([engine], wait_timeout_s=1), metrics, turn_s=TURN_S)
+    fleet = Fleet([engine], wait_timeout_s=1)
+    turns = EngineSleep(locks, fleet, metrics, turn_s=TURN_S, is_swapping=lambda: control.is_swapping)
 
     async def play() -> Any:
         await turns.hold()
@@ -126,6 +128,20 @@ def test_a_trainer_that_is_gone_before_it_has_the_gpu_is_not_waited_for(tmp_path
     played(tmp_path, trainer, then)
 
 
+def test_an_engine_whose_weights_are_swapped_does_not_give_way(tmp_path: Path, trainer: GpuLocks) -> None:
+    """Or it would never get them, where they come in each of the trainer's turns."""
+
+    async def then(engine: Engine, control: Control, metrics: Metrics) -> None:
+        control.is_swapping = True
+        await until(trainer.wanted_by_trainer.take)
+        await asyncio.sleep(0.3)
+        assert not trainer.held.take()
+        control.is_swapping = False
+        await until(trainer.held.take)
+
+    played(tmp_path, trainer, then)
+
+
 @pytest.mark.parametrize("state", [EngineState.RELOADING, EngineState.DOWN, EngineState.STARTING])
 def test_an_engine_that_is_not_ready_does_not_give_way(tmp_path: Path, trainer: GpuLocks, state: EngineState) -> None:
     async def then(engine: Engine, control: Control, metrics: Metrics) -> None:
@@ -161,7 +177,7 @@ def test_an_engine_that_does_not_do_it_is_left_to_its_supervisor(tmp_path: Path,
 def test_that_the_gpu_does_not_come_back_is_said(
     tmp_path: Path, trainer: GpuLocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_turns, "_SAY_EVERY_S", 0.1)
+    monkeypatch.setattr(engine_sleep, "_SAY_EVERY_S", 0.1)
 
     async def then(engine: Engine, control: Control, metrics: Metrics) -> None:
         await begin_turn(trainer)

@@ -13,6 +13,7 @@ import structlog
 import torch
 from torch import Tensor, nn
 
+from tuneloop.shared.disk_space import gigabytes
 from tuneloop.shared.errors import TurnNotGiven
 from tuneloop.shared.job_marks import GpuLocks
 from tuneloop.shared.settings.settings import Settings
@@ -77,7 +78,8 @@ class GpuTurns:
             torch.cuda.empty_cache()
         self._is_ours = False
         self._locks.held.release()
-        _log.info("gpu_turn_over", seconds=round(time.monotonic() - self._began, 3))
+        left = torch.cuda.memory_reserved() if tensors else 0
+        _log.info("gpu_turn_over", seconds=round(time.monotonic() - self._began, 3), left=gigabytes(left))
 
     def end_if_over(self, learner: Learner) -> None:
         """The same, if the turn has lasted as long as it may, and the engine waits."""

@@ -5,6 +5,7 @@ make together; and a whole learner, while somebody else has the GPU.
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +45,15 @@ def _all_cores() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+class _Place(NamedTuple):
+    """Where a tensor lies in memory that it may share; `offset` counts its own numbers."""
+
+    tensor: Tensor
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
 class MovedTensors:
     """Tensors that have left a device, with all that shares memory with them, until they are put back.
 
@@ -53,12 +63,13 @@ class MovedTensors:
 
     def __init__(self, tensors: Iterable[Tensor], room: Callable[[Tensor], Tensor]) -> None:
         """`room` makes memory like that of a tensor of bytes; nothing of it is on the device any more afterwards."""
-        storages: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        storages: dict[int, tuple[Tensor, list[_Place]]] = {}
         for each in {id(each): each for each in tensors}.values():
             storage = each.untyped_storage()
             whole = torch.empty(0, dtype=torch.uint8, device=each.device).set_(storage)
-            storages.setdefault(storage.data_ptr(), (whole, []))[1].append(each)
-        self._moved: list[tuple[Tensor, torch.device, list[Tensor]]] = []
+            place = _Place(each, int(each.storage_offset()), each.size(), each.stride())
+            storages.setdefault(storage.data_ptr(), (whole, []))[1].append(place)
+        self._moved: list[tuple[Tensor, torch.device, list[_Place]]] = []
         for whole, shared in storages.values():
             copy = room(whole).copy_(whole, non_blocking=True)
             self._moved.append((copy, whole.device, shared))
@@ -81,9 +92,10 @@ class MovedTensors:
         self._moved.clear()
 
 
-def _share(memory: Tensor, tensors: Iterable[Tensor]) -> None:
-    """Have the tensors, as they lie in memory that they share, lie in other bytes."""
-    for each in tensors:
-        moved = torch.empty(0, dtype=each.dtype, device=memory.device)
-        offset = each.storage_offset() + memory.storage_offset() // each.itemsize
-        each.data = moved.set_(memory.untyped_storage(), offset, each.size(), each.stride())
+def _share(memory: Tensor, places: Iterable[_Place]) -> None:
+    """Have the tensors lie in other bytes as they lay in those that they came from."""
+    for each in places:
+        dtype = each.tensor.dtype
+        offset = memory.storage_offset() // dtype.itemsize + each.offset
+        moved = torch.empty(0, dtype=dtype, device=memory.device)
+        each.tensor.data = moved.set_(memory.untyped_storage(), offset, each.size, each.stride)

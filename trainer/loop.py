@@ -187,7 +187,8 @@ class TrainingLoop:
             _log.info("trainer_stopped", version=self._version, step=self._learner.steps)
 
     def _turn(self) -> None:
-        self._turns.end_if_over(self._learner)
+        if not self._steps.wait_for_publisher:
+            self._turns.end_if_over(self._learner)
         if self._away or self._learner.spoilt:
             self._settle()
         self._ledger.training.extend(self._epoch)
@@ -216,7 +217,8 @@ class TrainingLoop:
             if not self._steps.count:
                 self._examination.examine(self._learner, self._version)
             self._micro_batch.warm_up(self._learner)
-        self._turns.end(self._learner)
+        if not self._steps.wait_for_publisher:
+            self._turns.end(self._learner)
         if self._publisher.steps_begun:
             return self._publisher.wait(self._settings.trainer.poll_interval)
         self._stop.wait(self._settings.trainer.poll_interval)

@@ -57,6 +57,12 @@ class UnpublishedSteps:
         enough = self.count >= self._settings.trainer.save_interval or self.are_all_made(learner)
         return enough and self.count > 0 and not self._publisher.steps_begun
 
+    @property
+    def wait_for_publisher(self) -> bool:
+        """Whether they are enough for a version, but another is being published."""
+        begun = self._publisher.steps_begun
+        return begun > 0 and self.count - begun >= self._settings.trainer.save_interval
+
     def begin(self, learner: Learner, curves: CurveWriter) -> None:
         """Begin to publish all of them."""
         self._publisher.states.report(curves)

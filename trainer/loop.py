@@ -312,11 +312,8 @@ class TrainingLoop:
             return
         try:
             published = self._steps.end(self._learner, self._curves)
-        except LeaseLost as error:  # The person of a row was erased: no version may be made of it.
-            _log.warning("leases_lost", reason=str(error))
-            return self._settle()
-        except ParentEnded:
-            _tell_why_back(self._ledger, self._version)
+        except (LeaseLost, ParentEnded) as error:
+            _tell_why_refused(error, self._ledger, self._version)
             return self._settle()
         if not published:
             self._stop.wait(self._settings.trainer.poll_interval)
@@ -372,3 +369,11 @@ def _tell_why_back(ledger: Ledger, version: int) -> None:
     state = ended[-1].action.value if ended else "unknown"
     to = ledger.versions.newest().version
     _log.warning("training_goes_back", version=version, to=to, state=state, by=by, reason=reason)
+
+
+def _tell_why_refused(error: LeaseLost | ParentEnded, ledger: Ledger, parent: int) -> None:
+    """Say why the ledger took no version that was made of `parent`."""
+    if isinstance(error, ParentEnded):
+        _tell_why_back(ledger, parent)
+    else:  # The person of a row was erased: no version may be made of it.
+        _log.warning("leases_lost", reason=str(error))

@@ -174,7 +174,7 @@ class MarkLock:
         """Whether it is ours now; at once."""
         return self._try(fcntl.LOCK_EX)
 
-    def is_another_s(self) -> bool:
+    def is_held_by_another(self) -> bool:
         """Whether somebody else has it. Not for who may have it: it would be lost."""
         if not self._try(fcntl.LOCK_SH):
             return True

@@ -50,9 +50,10 @@ class GpuTurns:
         """Have the GPU, or wait for it. Raises TurnNotGiven if told to stop first."""
         if self._locks is None or self._is_ours:
             return
-        wanted, started = self._locks.wanted_by_trainer, time.monotonic()
+        locks, started = self._locks, time.monotonic()
+        wanted = locks.wanted_by_trainer
         try:
-            while not (wanted.take() and not self._locks.wanted_by_engine.is_another_s() and self._locks.held.take()):
+            while not (wanted.take() and not locks.wanted_by_engine.is_held_by_another() and locks.held.take()):
                 if self._stop.wait(_LOOK_S):
                     raise TurnNotGiven("told to stop while another has the GPU")
         finally:
@@ -85,7 +86,7 @@ class GpuTurns:
         """The same, if the turn has lasted as long as it may, and the engine waits."""
         if self._locks is None or self._turn_s is None or not self._is_ours:
             return
-        if time.monotonic() - self._began >= self._turn_s and self._locks.wanted_by_engine.is_another_s():
+        if time.monotonic() - self._began >= self._turn_s and self._locks.wanted_by_engine.is_held_by_another():
             self.end(learner)
 
     def close(self) -> None:

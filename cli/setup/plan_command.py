@@ -6,7 +6,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json
-from tuneloop.shared.capacity.fit import CURE, fit_trainer, room_for_trainer, shapes_of, smallest
+from tuneloop.shared.capacity.fit import ASLEEP_ENGINE, CURE, fit_trainer, room_for_trainer, shapes_of, smallest
 from tuneloop.shared.capacity.memory import (
     EXPLORER_BASE,
     WORKER_BASE,
@@ -17,6 +17,7 @@ from tuneloop.shared.capacity.memory import (
     disk_speed,
     engine_memory,
     gpu_memory,
+    moved_memory,
     offloaded_memory,
     trainer_memory,
     version_disk,
@@ -45,7 +46,8 @@ GpuMemoryOption = Annotated[
 class ExperimentPlan(NamedTuple):
     """What an experiment takes. GPUs are numbered from 0; `problems` are sentences, empty where it fits.
 
-    `micro_batch`: tokens at once, and whether activations are made again. `offloaded`: main memory beside the GPUs'.
+    `micro_batch`: tokens at once, and whether activations are made again. `offloaded`: main memory for AdamW beside the
+    GPUs'; `moved`: for what engine and trainer have on their GPU by turns.
     """
 
     shape: ModelShape
@@ -55,6 +57,7 @@ class ExperimentPlan(NamedTuple):
     engine: EngineMemory | None
     trainer: TrainerMemory | None
     offloaded: int
+    moved: int
     micro_batch: tuple[int, bool]
     on_gpus: dict[int, list[str]]
     disk: VersionDisk
@@ -104,14 +107,17 @@ def make_plan(
     urls = settings.explorer.rollout_model.engine_urls
     disk = version_disk(shape, critic, settings)
     rate = disk_speed(settings.job_dir) if speed is None else speed
+    engine = engine_memory(shape, settings, gpu_bytes) if serves and not urls else None
+    trainer = trainer_memory(shape, critic, settings) if trains else None
     made = ExperimentPlan(
         shape=shape,
         gpus=settings.cluster.gpu_per_node,
         gpu_bytes=gpu_bytes,
         engines=settings.explorer.rollout_model.engine_num if serves and not urls else 0,
-        engine=engine_memory(shape, settings, gpu_bytes) if serves and not urls else None,
-        trainer=trainer_memory(shape, critic, settings) if trains else None,
+        engine=engine,
+        trainer=trainer,
         offloaded=offloaded_memory(shape, critic, settings) if trains and _offloads(settings) else 0,
+        moved=moved_memory(engine, trainer) if _moves(settings) else 0,
         micro_batch=(settings.trainer.tokens_at_once, bool(settings.trainer.activation_checkpointing)),
         on_gpus=users_of_gpus(settings),
         disk=disk,
@@ -157,6 +163,11 @@ def _main_memory_problems(made: ExperimentPlan, settings: Settings, free: int) -
             f"trainer.optimizer_offload: AdamW takes {gigabytes(made.offloaded)} of main memory, {gigabytes(free)} are"
             " free; write false, or algorithm.optimizer.bits: 8, or give it more memory"
         )
+    if made.moved and made.moved + made.offloaded > free:
+        yield (
+            f"cluster.gpu_turn: what waits for its turn at the GPU takes {gigabytes(made.moved)} of main memory,"
+            f" {gigabytes(free - made.offloaded)} are free; write null, or algorithm.optimizer.bits: 8"
+        )
     parts: dict[str, int] = {}
     if made.engines and made.engine is not None and not made.gpus:
         parts["the engine" if made.engines == 1 else f"{made.engines} engines"] = made.engines * made.engine.total
@@ -177,10 +188,17 @@ def _offloads(settings: Settings) -> bool:
     return settings.trainer.optimizer_offload and trainer_on_gpu(settings)
 
 
+def _moves(settings: Settings) -> bool:
+    return settings.cluster.gpu_turn is not None and settings.cluster.gpu_per_node > 0
+
+
 def _needed_on(made: ExperimentPlan, users: list[str], settings: Settings) -> int:
     needed = made.trainer.total if made.trainer and any(map(is_trainer, users)) else 0
     share = settings.explorer.rollout_model.gpu_memory_utilization
-    return needed + (0 if all(map(is_trainer, users)) else int(share * (made.gpu_bytes or 0)))
+    engine = 0 if all(map(is_trainer, users)) else int(share * (made.gpu_bytes or 0))
+    if _moves(settings):
+        return max(engine, needed + ASLEEP_ENGINE)
+    return needed + engine
 
 
 def _as_json(made: ExperimentPlan, settings: Settings) -> dict[str, Any]:
@@ -192,6 +210,7 @@ def _as_json(made: ExperimentPlan, settings: Settings) -> dict[str, Any]:
         "engine_bytes": as_numbers(made.engine) if made.engine else None,
         "trainer_bytes": as_numbers(made.trainer) if made.trainer else None,
         "offloaded_bytes": made.offloaded,
+        "moved_bytes": made.moved,
         "micro_batch": {"tokens": made.micro_batch[0], "activation_checkpointing": made.micro_batch[1]},
         "explorer_bytes": _explorer_bytes(settings) if settings.mode != "train" else None,
         "on_gpus": {str(number): users for number, users in made.on_gpus.items()},
@@ -231,6 +250,8 @@ def _trainer_lines(made: ExperimentPlan, trainer: TrainerMemory, settings: Setti
     yield f"           {', '.join(parts)}"
     if made.offloaded:
         yield f"           {gigabytes(made.offloaded)} of {_place(on_gpu=False)} for AdamW"
+    if made.moved:
+        yield f"           {gigabytes(made.moved)} of {_place(on_gpu=False)} for what waits for its turn at the GPU"
     tokens, again = made.micro_batch
     yield f"           {tokens} tokens at once{', activations made again' if again else ''}"
     yield f"Disk       {gigabytes(disk.newest)} for a version to go on from, {gigabytes(disk.older)} for an older one"

@@ -176,6 +176,12 @@ def offloaded_memory(shape: ModelShape, critic: ModelShape, settings: Settings) 
     return int(found)
 
 
+def moved_memory(engine: EngineMemory | None, trainer: TrainerMemory | None) -> int:
+    """Main memory for what does not stay on a GPU that engine and trainer have by turns."""
+    of_engine = engine.weights if engine else 0
+    return of_engine + (trainer.weights + trainer.optimizer + trainer.reference if trainer else 0)
+
+
 def optimizer_bytes(bits: int, size: int) -> float:
     """Of each parameter of `size` bytes: AdamW's two moments, and a float32 master if it is smaller."""
     return (8 if bits == 32 else EIGHT_BIT_MOMENTS) + (0 if size == 4 else 4)

@@ -284,6 +284,7 @@ def _turns_of_several(settings: Settings) -> Iterator[str]:
         "explorer.rollout_model.spare_place": bool(rollout.spare_place),
         "trainer.workers": settings.trainer_workers > 1,
         "trainer.yield_to_traffic": trainer.yield_to_traffic,
+        "trainer.device": cluster.gpu_per_node > 0 and trainer.device == "cpu",
     }
     found = [name for name, is_one in obstacles.items() if is_one]
     if cluster.gpu_turn is not None and found:

@@ -79,11 +79,6 @@ class MovedTensors:
         for copy, _, shared in self._moved:
             _share(copy, shared)
 
-    @property
-    def size(self) -> int:
-        """Their bytes."""
-        return sum(len(copy) for copy, _, _ in self._moved)
-
     def put_back(self) -> None:
         """Have them on their device again. Raises torch.OutOfMemoryError, and then none is there."""
         copies = [copy.to(device, non_blocking=True, copy=True) for copy, device, _ in self._moved]

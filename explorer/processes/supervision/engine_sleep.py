@@ -31,7 +31,7 @@ class EngineSleep:
     ) -> None:
         """After a turn of the trainer's the engine has one that is as long, of `turn_s` at most.
 
-        While it is `swapping` weights it does not give way, so that what was learnt in one turn is served in the next.
+        While a version is taken up (`is_swapping`) it does not give way: what one turn taught is served in the next.
         """
         self._locks, self._fleet, self._metrics, self._turn_s = locks, fleet, metrics, turn_s
         self._is_swapping = is_swapping
@@ -62,7 +62,7 @@ class EngineSleep:
 
     async def _turn(self) -> None:
         ready = all(engine.state is EngineState.READY for engine in self._fleet.engines) and not self._is_swapping()
-        if ready and time.monotonic() >= self._not_before and self._locks.wanted_by_trainer.is_another_s():
+        if ready and time.monotonic() >= self._not_before and self._locks.wanted_by_trainer.is_held_by_another():
             await self._lend()
 
     async def _lend(self) -> None:
@@ -91,7 +91,7 @@ class EngineSleep:
         self._is_ours = False
         self._locks.held.release()
         while True:
-            if self._locks.held.is_another_s() or not self._locks.wanted_by_trainer.is_another_s():
+            if self._locks.held.is_held_by_another() or not self._locks.wanted_by_trainer.is_held_by_another():
                 return
             await asyncio.sleep(_LOOK_S)
 

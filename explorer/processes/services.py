@@ -3,7 +3,7 @@
 import asyncio
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -78,6 +78,7 @@ class ControlServices:
     canary_controller: CanaryController
     key_watch: KeyWatch
     token_uses: TokenUses
+    engine_sleep: EngineSleep | None
 
     async def wait_until_flushed(self, timeout_s: float, target: FlushTarget = EVERYTHING) -> Flushed:
         """Wait until what is on disk of the target is in the database. NO if it is not by then, or away."""
@@ -125,6 +126,9 @@ async def open_control_services(
     reloader = Reloader(settings, fleet, ledger=ledger, metrics=metrics)
     examination = CandidateEvaluation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
     attestation = Attestation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
+    sleep = _engine_sleep(
+        settings, fleet, metrics, stack, is_busy=lambda: reloader.swapping.locked() or attestation.probing > 0
+    )
     totals = ProcessTotals(metrics.registry)
     key_watch = KeyWatch(settings, ledger.keys)
     await asyncio.to_thread(key_watch.open)
@@ -141,8 +145,8 @@ async def open_control_services(
         watch=watch,
         key_watch=key_watch,
         token_uses=TokenUses(),
+        engine_sleep=sleep,
     )
-    sleep = _engine_sleep(services, reloader, stack)
     judging = [_judging(services, ledger, own, stack).run(interval_s)] if own else []
     return services, [
         watch.run(),
@@ -244,15 +248,15 @@ def _supervision(
     return runs
 
 
-def _engine_sleep(services: ControlServices, reloader: Reloader, stack: AsyncExitStack) -> EngineSleep | None:
+def _engine_sleep(
+    settings: Settings, fleet: Fleet, metrics: Metrics, stack: AsyncExitStack, *, is_busy: Callable[[], bool]
+) -> EngineSleep | None:
     """What gives the trainer its turns at the GPU, if the engine does not have that all the time."""
-    settings = services.settings
     if settings.cluster.gpu_turn is None:
         return None
     locks = GpuLocks.of(settings.job_dir)
     stack.callback(locks.close)
-    turn_s, is_swapping = settings.cluster.gpu_turn, reloader.swapping.locked
-    return EngineSleep(locks, services.fleet, services.metrics, turn_s=turn_s, is_swapping=is_swapping)
+    return EngineSleep(locks, fleet, metrics, turn_s=settings.cluster.gpu_turn, is_busy=is_busy)
 
 
 def _may_load_in_place(settings: Settings) -> bool:

@@ -79,6 +79,8 @@ class Attestation:
         self._proofs: dict[int, _Proof] = {}
         self.probes = reloader.probes
         self._untold: list[Mismatch] = []
+        #: The engines that are being probed now.
+        self.probing = 0
 
     async def run(self) -> None:
         """Probe each engine when it has new weights, and every `probe_interval` seconds."""
@@ -106,6 +108,13 @@ class Attestation:
 
     async def attest(self, engine: Engine) -> None:
         """Probe an engine that is in rotation; if it is not what it should be, set it right."""
+        self.probing += 1
+        try:
+            await self._probe(engine)
+        finally:
+            self.probing -= 1
+
+    async def _probe(self, engine: Engine) -> None:
         before, loads = engine.proof, engine.loads
         proof = _Proof(steady_time.since_boot(), loads)
         try:

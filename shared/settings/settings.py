@@ -285,12 +285,13 @@ def _turns_of_several(settings: Settings) -> Iterator[str]:
         "trainer.workers": settings.trainer_workers > 1,
         "trainer.yield_to_traffic": trainer.yield_to_traffic,
         "trainer.device": cluster.gpu_per_node > 0 and trainer.device == "cpu",
+        "algorithm.distill.teacher_path": bool(settings.algorithm.distill.teacher_path),
     }
     found = [name for name, is_one in obstacles.items() if is_one]
     if cluster.gpu_turn is not None and found:
         yield (
-            "cluster.gpu_turn: turns are taken by one engine that the explorer starts and one trainer's process, on one"
-            f" GPU of one machine; write null, or change {', '.join(found)}"
+            "cluster.gpu_turn: turns are taken by one engine that the explorer starts and one trainer's process, with"
+            f" nothing else on the one GPU of one machine; write null, or change {', '.join(found)}"
         )
 
 

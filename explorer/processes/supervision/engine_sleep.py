@@ -27,15 +27,20 @@ class EngineSleep:
     """One engine's. With adapters side by side, several of the fleet's engines are the one."""
 
     def __init__(
-        self, locks: GpuLocks, fleet: Fleet, metrics: Metrics, *, turn_s: float, is_swapping: Callable[[], bool]
+        self, locks: GpuLocks, fleet: Fleet, metrics: Metrics, *, turn_s: float, is_busy: Callable[[], bool]
     ) -> None:
         """After a turn of the trainer's the engine has one that is as long, of `turn_s` at most.
 
-        While a version is taken up (`is_swapping`) it does not give way: what one turn taught is served in the next.
+        While its weights are changed or proven (`is_busy`) it does not give way: what one turn taught is served in the
+        next, and weights that are not there are not read.
         """
         self._locks, self._fleet, self._metrics, self._turn_s = locks, fleet, metrics, turn_s
-        self._is_swapping = is_swapping
+        self._is_busy, self._stays_awake = is_busy, False
         self._is_ours, self._not_before = False, 0.0
+
+    def stay_awake(self) -> None:
+        """Begin no turn of the trainer's any more: what is in flight is to end."""
+        self._stays_awake = True
 
     async def run(self) -> None:
         """Let the trainer have the GPU whenever it waits for it and the engine has had its turn."""
@@ -60,8 +65,16 @@ class EngineSleep:
             wanted.release()
         self._is_ours = True
 
+    def let_go(self) -> None:
+        """See HeldGpu."""
+        self._is_ours = False
+        self._locks.held.release()
+
     async def _turn(self) -> None:
-        ready = all(engine.state is EngineState.READY for engine in self._fleet.engines) and not self._is_swapping()
+        states = {engine.state for engine in self._fleet.engines}
+        if not states <= {EngineState.READY, EngineState.RELOADING}:  # Once it is up, it answers first.
+            self._not_before = time.monotonic() + self._turn_s
+        ready = states == {EngineState.READY} and not self._is_busy() and not self._stays_awake
         if ready and time.monotonic() >= self._not_before and self._locks.wanted_by_trainer.is_held_by_another():
             await self._lend()
 
@@ -74,10 +87,10 @@ class EngineSleep:
         control = engines[0].control
         try:
             await control.sleep()
-            await self._let_go()
+            await self._lend_lock()
             await self.hold()
             await control.wake_up()
-        except EngineError as error:
+        except (EngineError, OSError) as error:
             log.error("gpu_turn_failed", reason=str(error))
             await self._set_all(EngineState.DOWN)
             return
@@ -86,10 +99,9 @@ class EngineSleep:
         await self._set_all(EngineState.READY)
         self._metrics.gpu_turn_seconds.observe(took)
 
-    async def _let_go(self) -> None:
+    async def _lend_lock(self) -> None:
         """Return when the trainer has the GPU, or is no more."""
-        self._is_ours = False
-        self._locks.held.release()
+        self.let_go()
         while True:
             if self._locks.held.is_held_by_another() or not self._locks.wanted_by_trainer.is_held_by_another():
                 return

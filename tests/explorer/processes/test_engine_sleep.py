@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from tests.explorer.running import settings_for
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
+from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.processes.supervision import engine_sleep
 from tuneloop.explorer.processes.supervision.engine_sleep import EngineSleep
@@ -29,7 +31,8 @@ class Control:
     def __init__(self, held: Callable[[], bool]) -> None:
         self.asked: list[tuple[str, bool]] = []
         self.fails_at: str | None = None
-        self.is_swapping = False
+        self.turns: EngineSleep | None = None
+        self.is_busy = False
         self._held = held
 
     async def _ask(self, what: str) -> None:
@@ -63,7 +66,7 @@ def played(folder: Path, trainer: GpuLocks, then: Callable[[Engine, Control, Met
     control = Control(trainer.held.is_held_by_another)
     engine = Engine(0, None, control)  # type: ignore[arg-type]
     fleet = Fleet([engine], wait_timeout_s=1)
-    turns = EngineSleep(locks, fleet, metrics, turn_s=TURN_S, is_swapping=lambda: control.is_swapping)
+    turns = control.turns = EngineSleep(locks, fleet, metrics, turn_s=TURN_S, is_busy=lambda: control.is_busy)
 
     async def play() -> Any:
         await turns.hold()
@@ -128,15 +131,15 @@ def test_a_trainer_that_is_gone_before_it_has_the_gpu_is_not_waited_for(tmp_path
     played(tmp_path, trainer, then)
 
 
-def test_an_engine_whose_weights_are_swapped_does_not_give_way(tmp_path: Path, trainer: GpuLocks) -> None:
-    """Or it would never get them, where they come in each of the trainer's turns."""
+def test_an_engine_whose_weights_are_changed_or_proven_does_not_give_way(tmp_path: Path, trainer: GpuLocks) -> None:
+    """Or it would never get those that come in each of the trainer's turns, and weights would be read that are away."""
 
     async def then(engine: Engine, control: Control, metrics: Metrics) -> None:
-        control.is_swapping = True
+        control.is_busy = True
         await until(trainer.wanted_by_trainer.take)
         await asyncio.sleep(0.3)
         assert not trainer.held.take()
-        control.is_swapping = False
+        control.is_busy = False
         await until(trainer.held.take)
 
     played(tmp_path, trainer, then)
@@ -152,6 +155,60 @@ def test_an_engine_that_is_not_ready_does_not_give_way(tmp_path: Path, trainer: 
         assert engine.state is state
         engine.state = EngineState.READY
         await until(trainer.held.take)
+
+    played(tmp_path, trainer, then)
+
+
+def test_an_engine_that_was_started_anew_has_a_turn_first(tmp_path: Path, trainer: GpuLocks) -> None:
+    async def then(engine: Engine, control: Control, metrics: Metrics) -> float:
+        engine.state = EngineState.DOWN
+        await until(trainer.wanted_by_trainer.take)
+        await asyncio.sleep(0.2)
+        engine.state, began = EngineState.READY, time.monotonic()
+        await until(trainer.held.take)
+        return time.monotonic() - began
+
+    assert played(tmp_path, trainer, then) >= TURN_S - 0.1
+
+
+def test_while_the_explorer_stops_no_turn_begins(tmp_path: Path, trainer: GpuLocks) -> None:
+    async def then(engine: Engine, control: Control, metrics: Metrics) -> None:
+        assert control.turns is not None
+        control.turns.stay_awake()
+        await until(trainer.wanted_by_trainer.take)
+        await asyncio.sleep(0.3)
+        assert not trainer.held.take()
+        assert control.asked == []
+
+    played(tmp_path, trainer, then)
+
+
+def test_where_no_engine_is_the_trainer_has_the_gpu(tmp_path: Path, trainer: GpuLocks) -> None:
+    async def then(engine: Engine, control: Control, metrics: Metrics) -> None:
+        assert control.turns is not None
+        engine.state = EngineState.DOWN
+        control.turns.let_go()
+        assert trainer.held.take()
+        starting = asyncio.ensure_future(control.turns.hold())
+        await until(trainer.wanted_by_engine.is_held_by_another)
+        assert not starting.done()
+        trainer.held.release()
+        await starting
+
+    played(tmp_path, trainer, then)
+
+
+def test_an_engine_whose_lock_cannot_be_read_is_left_to_its_supervisor(
+    tmp_path: Path, trainer: GpuLocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def then(engine: Engine, control: Control, metrics: Metrics) -> None:
+        async def fail() -> None:
+            raise OSError("no locks available")
+
+        monkeypatch.setattr(control.turns, "hold", fail)
+        await begin_turn(trainer)
+        trainer.held.release()
+        await until(lambda: engine.state is EngineState.DOWN)
 
     played(tmp_path, trainer, then)
 
@@ -186,3 +243,13 @@ def test_that_the_gpu_does_not_come_back_is_said(
     with capture_logs() as logs:
         played(tmp_path, trainer, then)
     assert "gpu_not_given_back" in {each["event"] for each in logs}
+
+
+def test_an_engine_s_process_that_is_no_more_has_no_gpu(tmp_path: Path, trainer: GpuLocks) -> None:
+    async def then(engine: Engine, control: Control, metrics: Metrics) -> None:
+        process = EngineProcess(settings_for(tmp_path), engine, socket=tmp_path / "s", gpu=control.turns)
+        assert not trainer.held.take()
+        await process.stop()
+        assert trainer.held.take()
+
+    played(tmp_path, trainer, then)

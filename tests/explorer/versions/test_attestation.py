@@ -1,7 +1,9 @@
 """Engines that do not have the weights they should have are found out by the next probe, and set right."""
 
+import asyncio
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +11,11 @@ import pytest
 from tests import factories
 from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
-from tests.explorer.running import RunningExplorer, eventually
+from tests.explorer.running import RunningExplorer, eventually, settings_for
 from tests.explorer.versions.test_reload import SWAP, actor, all_ready, candidate, model, until_ready
-from tuneloop.explorer.engines.fleet import EngineState
+from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.versions.attestation import Attestation
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.experience import State, VersionAction
 from tuneloop.shared.ledger.recording.attestation import Attestations, Distrusted, Mismatch
@@ -179,3 +183,39 @@ def test_what_the_database_could_not_be_told_it_is_told_later(
     assert mismatches(explorer) == []
     away[0] = False
     eventually(lambda: len(mismatches(explorer)) == 1)
+
+
+class Measured:
+    """An engine that is found right, and how many were being probed meanwhile."""
+
+    loads_in_place, renaming, proof = True, None, ""
+
+    def __init__(self) -> None:
+        self.attestation: Attestation | None = None
+        self.seen: list[int] = []
+
+    async def of(self, engine: Engine) -> tuple[None, None]:
+        return None, None
+
+    async def measure_probe(self, probe: None) -> SimpleNamespace:
+        await asyncio.sleep(0)
+        assert self.attestation is not None
+        self.seen.append(self.attestation.probing)
+        return SimpleNamespace(problem=None)
+
+
+def test_an_engine_counts_as_probed_as_long_as_it_is(tmp_path: Path) -> None:
+    """So that nobody puts it to sleep meanwhile."""
+    control = Measured()
+    engine = Engine(0, None, control)  # type: ignore[arg-type]
+    fleet, reloader = Fleet([engine], wait_timeout_s=1), SimpleNamespace(probes=control)
+    attestation = control.attestation = Attestation(
+        settings_for(tmp_path),
+        fleet,
+        ledger=None,  # type: ignore[arg-type]
+        metrics=Metrics(),
+        reloader=reloader,  # type: ignore[arg-type]
+    )
+    engine.state = EngineState.READY
+    asyncio.run(attestation.attest(engine))
+    assert (control.seen, attestation.probing) == ([1], 0)

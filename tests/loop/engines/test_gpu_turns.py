@@ -157,6 +157,38 @@ def test_whoever_is_killed_in_the_trainers_turn_holds_nobody_up(model: Path, tmp
             os.killpg(explorer.process.pid, signal.SIGKILL)
 
 
+def test_a_stream_ends_before_the_explorer_does(model: Path, tmp_path: Path) -> None:
+    """Though the trainer waits."""
+    explorer = Service(by_turns(tmp_path, model), "explorer")
+    locks, got = GpuLocks.of(explorer.settings.job_dir), []
+    ask = {"model": explorer.settings.served_model_name, "messages": [{"role": "user", "content": "a"}]}
+
+    def stream() -> None:
+        body = ask | {"max_tokens": 900, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{explorer.url}/v1/chat/completions", json=body, timeout=120) as reply:
+            got.extend(line for line in reply.iter_lines() if line)
+
+    try:
+        explorer.wait_until_ready()
+        time.sleep(TURN_S)
+        reading = threading.Thread(target=stream)
+        reading.start()
+        wait_for(lambda: len(got) > 20)
+        explorer.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: "explorer_stopping" in explorer.log.read_text())
+        wait_for(locks.wanted_by_trainer.take)
+        while reading.is_alive():
+            assert not locks.held.take()
+            reading.join(0.05)
+        assert got[-1] == "data: [DONE]"
+        wait_for(locks.held.take)
+        assert explorer.process.wait(60) == 0
+    finally:
+        locks.close()
+        if explorer.process.poll() is None:
+            explorer.kill()
+
+
 def test_an_engine_that_dies_asleep_is_started_again_in_its_own_turn(both: Service) -> None:
     locks = GpuLocks.of(both.settings.job_dir)
     try:

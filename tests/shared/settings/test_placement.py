@@ -114,6 +114,7 @@ def test_by_turns_an_engine_may_have_what_it_may_not_have_beside_the_trainer() -
         ("trainer", "workers", 2),
         ("trainer", "yield_to_traffic", True),
         ("trainer", "device", "cpu"),
+        ("algorithm.distill", "teacher_path", "t"),
     ],
 )
 def test_turns_of_what_is_not_one_engine_and_one_trainer_are_refused(section: str, name: str, value: object) -> None:

@@ -1,5 +1,6 @@
 """Between the trainer's turns at a GPU another has it, and nothing that was learnt is lost or different."""
 
+import os
 import threading
 import time
 from contextlib import closing
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from tests.trainer.factories import sample
-from tuneloop.shared.errors import TurnNotGiven
+from tuneloop.shared.errors import EnvironmentRefused, TurnNotGiven
 from tuneloop.shared.job_marks import GpuLocks
+from tuneloop.trainer import gpu_turns
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.pinned_memory import PinnedMemory
 from tuneloop.trainer.gpu_turns import GpuTurns, _tensors
@@ -102,18 +104,39 @@ def test_the_gpu_is_had_once_the_engine_lets_go(turns, engine):
     assert engine.held.is_held_by_another()
     assert not engine.wanted_by_trainer.is_held_by_another()
     turns.take()  # it is ours already
-    turns.close()
-    assert engine.held.take()
+
+
+def test_who_closes_without_an_end_keeps_the_gpu_until_its_process_is_no_more(settings, engine):
+    chosen, stop = settings(cluster={"gpu_turn": TURN_S}), threading.Event()
+    ends = GpuTurns(chosen, stop)
+    ends.take()
+    ends.end(snapshot.load(settings(), None))
+    ends.close()
+    assert not engine.held.is_held_by_another()
+    child = os.fork()
+    if not child:
+        fails = GpuTurns(chosen, stop)
+        fails.take()
+        fails.close()
+        time.sleep(2)
+        os._exit(0)
+    eventually(engine.held.is_held_by_another)
+    time.sleep(0.5)
+    assert engine.held.is_held_by_another()
+    os.waitpid(child, 0)
+    assert not engine.held.is_held_by_another()
 
 
 def test_an_engine_that_waits_comes_before_the_next_turn(settings, turns, engine):
     learner = snapshot.load(settings(), None)
     turns.begin(learner)
     time.sleep(TURN_S)
-    turns.end_if_over(learner)  # nobody waits
+    turns.end_if_over(learner, publishes=False)  # nobody waits
     assert engine.held.is_held_by_another()
     assert engine.wanted_by_engine.take()
-    turns.end_if_over(learner)
+    turns.end_if_over(learner, publishes=True)  # once more as long
+    assert engine.held.is_held_by_another()
+    turns.end_if_over(learner, publishes=False)
     assert not engine.held.is_held_by_another()
     again = threading.Thread(target=turns.begin, args=(learner,))
     again.start()
@@ -133,8 +156,48 @@ def test_a_turn_is_not_over_before_its_time(settings, turns, engine):
     learner = snapshot.load(settings(), None)
     turns.begin(learner)
     assert engine.wanted_by_engine.take()
-    turns.end_if_over(learner)
+    turns.end_if_over(learner, publishes=False)
     assert engine.held.is_held_by_another()
+
+
+def test_what_waits_for_the_publisher_does_not_keep_the_gpu_for_ever(settings, turns, engine):
+    learner = snapshot.load(settings(), None)
+    turns.begin(learner)
+    assert engine.wanted_by_engine.take()
+    time.sleep(2 * TURN_S)
+    turns.end_if_over(learner, publishes=True)
+    assert not engine.held.is_held_by_another()
+
+
+class Late:
+    """Tensors for which there is room at the third try."""
+
+    tries = 0
+
+    def put_back(self):
+        self.tries += 1
+        if self.tries < 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+
+def test_room_that_comes_late_is_waited_for_and_none_is_said(monkeypatch):
+    gpu_turns._put_back(late := Late())
+    assert late.tries == 3
+    monkeypatch.setattr(gpu_turns, "_ROOM_S", 0.0)
+    with pytest.raises(EnvironmentRefused, match="no room for the weights"):
+        gpu_turns._put_back(Late())
+
+
+def test_the_same_memory_is_used_in_each_turn(turns):
+    """Also where there is more to be moved than the last time, in another order."""
+    small, large = (torch.zeros(size, dtype=torch.uint8) for size in (100, 1000))
+    turns._memory = PinnedMemory(partial(torch.empty, dtype=torch.uint8))
+    room = turns._room()
+    first = [room(small), room(small), room(large)]
+    room = turns._room()
+    again = [room(large), room(small), room(small), room(small)]
+    assert {each.data_ptr() for each in first} < {each.data_ptr() for each in again}
+    assert len({each.data_ptr() for each in again}) == 4
 
 
 def test_who_waits_can_be_told_to_stop(turns, stop, engine):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 
 import structlog
 from transformers.utils.logging import disable_progress_bar
@@ -46,7 +47,6 @@ from tuneloop.trainer.checkpoints.resumption import find_state, require_weights
 from tuneloop.trainer.evaluation.gate import Examination
 from tuneloop.trainer.gpu_turns import GpuTurns
 from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat
-from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.leased_rows import LeasedRows
 from tuneloop.trainer.micro_batch import MicroBatch, fit_to_memory
 from tuneloop.trainer.models.folders import require_folders
@@ -169,7 +169,8 @@ class TrainingLoop:
         self._steps = UnpublishedSteps(self._settings, self._ledger, self._publisher, self._spans, epoch=self._epoch)
         with _end_epoch_at_exit(self._ledger, self._epoch), heartbeat, closing(self._publisher), closing(self._turns):
             self._teacher = TeacherRetries(self._settings, self._ledger.alarms, self._stop)
-            self._resume(self._ledger.versions.newest())
+            newest = self._ledger.versions.newest()
+            self._resume(newest, _state_of(newest, self._ledger, self._store))
             while not self._stop.is_set() and not self._steps.are_complete(self._learner):
                 try:
                     self._turn()
@@ -240,20 +241,22 @@ class TrainingLoop:
         self._rows.release()
         newest = self._ledger.versions.newest()
         if self._steps.count or newest.version != self._steps.parent or self._learner.spoilt:
+            state = _state_of(newest, self._ledger, self._store)
+            self._turns.take()
             self._publisher.states.settle(self._curves)
             self._curves.close()
-            self._turns.take()
             del self._learner  # A GPU has no room for two.
-            self._resume(newest)
+            self._resume(newest, state)
         if self._away:
             self._away = False
             _log.info("database_back", version=self._steps.parent, step=self._learner.steps)
 
-    def _resume(self, newest: Version) -> None:
-        """Become the newest registered version."""
+    def _resume(self, newest: Version, state: Path | None) -> None:
+        """Become the newest registered version, with the `state` that was found for it."""
         self._turns.take()
         with room_for_weights():
-            self._learner = _load(self._settings, self._ledger, self._store, newest, self._ranks)
+            path = newest.path if newest.version else None
+            self._learner = snapshot.resume(self._settings, path, state, self._ranks)
             self._learner.teacher = self._teacher.teacher
             self._learner.micro_batch_tokens = self._micro_batch.tokens
             self._publisher.prepare(self._learner)
@@ -339,11 +342,12 @@ def _is_async(settings: Settings) -> bool:
     return device_of(settings).type == "cuda" if chosen is None else chosen
 
 
-def _load(settings: Settings, ledger: Ledger, store: CheckpointStore, newest: Version, ranks: Ranks) -> Learner:
+def _state_of(newest: Version, ledger: Ledger, store: CheckpointStore) -> Path | None:
+    """What a version is resumed with, whose weights are what they should be."""
     if not newest.version:
-        return snapshot.resume(settings, None, None, ranks)
+        return None
     require_weights(newest, store)
-    return snapshot.resume(settings, newest.path, find_state(newest, ledger.versions, store), ranks)
+    return find_state(newest, ledger.versions, store)
 
 
 def _log_step(learnt: metrics.Metrics, *, step: int, version: int) -> None:

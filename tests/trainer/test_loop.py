@@ -23,6 +23,7 @@ from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.training.training import Training
 from tuneloop.shared.telemetry.spans import span_of_reply, span_of_version
+from tuneloop.trainer import loop
 from tuneloop.trainer.loop import TrainingLoop, run
 from tuneloop.trainer.monitoring.step_spans import StepSpans
 
@@ -286,6 +287,26 @@ def test_a_database_that_is_away_for_a_moment_costs_no_row_and_trains_none_twice
     other.close()
 
 
+def test_a_database_that_goes_away_when_training_goes_back_is_waited_for(settings, ledger, monkeypatch):
+    """With the learner that there is, until it is known what the next one is made of."""
+    commit(ledger, [sample(i) for i in range(8)])
+    chosen, asked = settings(trainer={"total_steps": 2}), []
+    ledger.versions.ensure_base(chosen.model.model_path)
+    ledger.training = Interrupted(ledger.training, ("register",), late=False)
+
+    def state_of(*arguments):
+        asked.append(arguments)
+        if len(asked) == 2:
+            raise LedgerUnavailable("away")
+        return find(*arguments)
+
+    find = loop._state_of
+    monkeypatch.setattr(loop, "_state_of", state_of)
+    TrainingLoop(chosen, ledger, Event()).run()
+    assert len(asked) == 3
+    assert ledger.reports.counts()[State.TRAINED] == 8
+
+
 class Forgetting(Training):
     """A person is erased while the trainer learns from what they said."""
 
@@ -368,9 +389,19 @@ def test_a_damaged_checkpoint_is_not_gone_on_from(settings, ledger):
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    refusal = rf"^checkpoint_root_dir: .*{weights.parent}/critic\.safetensors: its sha256 .* restore"
+    refusal = (
+        rf"^checkpoint_root_dir: .*{weights.parent}/critic\.safetensors: its sha256 .*; restore that folder, or give it"
+        " up: tuneloop versions reject 1 --reason damaged; then start again$"
+    )
     with pytest.raises(EnvironmentRefused, match=refusal):
         run(settings(trainer={"total_steps": 2}), Event())
+    ledger.versions.appoint(1, instead_of=0, by="ann", reason="")
+    with pytest.raises(EnvironmentRefused, match="tuneloop versions rollback 1 --reason damaged; then"):
+        run(settings(trainer={"total_steps": 2}), Event())
+    assert ledger.versions.roll_back(1, by="ann", reason="damaged") == 0
+    commit(ledger, [sample(i) for i in range(4, 8)])
+    run(settings(trainer={"total_steps": 1}), Event())
+    assert ledger.versions.newest().version == 2
 
 
 def test_a_missing_model_is_refused_before_anything_is_made(settings, tmp_path):

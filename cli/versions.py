@@ -142,7 +142,7 @@ def _roll_back(options: _RollbackOptions) -> None:
 
 
 def _reject(options: _RejectOptions) -> None:
-    """Say of a candidate that it must never be served."""
+    """Say of a candidate, or a retired version, that it must never be served."""
     _settings, ledger = existing_ledger(options.config, options.set_)
     with closing(ledger):
         result = reject(ledger, options.version, _decision_request(options.by, options.reason))

@@ -102,7 +102,7 @@ class VersionState(StrEnum):
     CHAMPION = "champion"  # -> retired, rolled_back
     REJECTED = "rejected"  # final: never served, with the reason
     ROLLED_BACK = "rolled_back"  # final: has served, and must not again, with the reason
-    RETIRED = "retired"  # -> champion, when a newer one is rolled back, or an administrator promotes it
+    RETIRED = "retired"  # -> champion, when a newer one is rolled back, or as an administrator says; -> rejected
 
 
 class VersionAction(StrEnum):

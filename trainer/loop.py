@@ -47,6 +47,7 @@ from tuneloop.trainer.checkpoints.resumption import find_state, require_weights
 from tuneloop.trainer.evaluation.gate import Examination
 from tuneloop.trainer.gpu_turns import GpuTurns
 from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat
+from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.leased_rows import LeasedRows
 from tuneloop.trainer.micro_batch import MicroBatch, fit_to_memory
 from tuneloop.trainer.models.folders import require_folders
@@ -227,8 +228,6 @@ class TrainingLoop:
         self._turns.end(self._learner)
         self._stop.wait(self._settings.trainer.poll_interval)
 
-    # In doubt.
-
     def _wait_for_the_database(self, error: LedgerUnavailable) -> None:
         if not self._away:
             _log.warning("database_away", reason=str(error))
@@ -255,8 +254,7 @@ class TrainingLoop:
         """Become the newest registered version, with the `state` that was found for it."""
         self._turns.take()
         with room_for_weights():
-            path = newest.path if newest.version else None
-            self._learner = snapshot.resume(self._settings, path, state, self._ranks)
+            self._learner = _load(self._settings, newest, state, self._ranks)
             self._learner.teacher = self._teacher.teacher
             self._learner.micro_batch_tokens = self._micro_batch.tokens
             self._publisher.prepare(self._learner)
@@ -267,8 +265,6 @@ class TrainingLoop:
         self._waiting_since = time.perf_counter()
         self._examination.examine(self._learner, self._steps.parent)
         _log.info("trainer_ready", version=self._steps.parent, step=self._learner.steps, epoch=self._epoch)
-
-    # One step.
 
     def _learn(self, batch: list[Sample]) -> bool:
         """Whether a step was made of the batch; if not, its rows are dropped, or wait for the teacher."""
@@ -298,8 +294,6 @@ class TrainingLoop:
         _log_step(learnt, step=self._learner.steps, version=self._steps.parent)
         self._spans.send_step(self._learner.steps, batch, started=started)
         return True
-
-    # A version.
 
     def _publish(self) -> None:
         """Publish all steps; where that is done behind the next ones, begin to."""
@@ -340,6 +334,10 @@ class TrainingLoop:
 def _is_async(settings: Settings) -> bool:
     chosen = settings.trainer.async_save
     return device_of(settings).type == "cuda" if chosen is None else chosen
+
+
+def _load(settings: Settings, newest: Version, state: Path | None, ranks: Ranks) -> Learner:
+    return snapshot.resume(settings, newest.path if newest.version else None, state, ranks)
 
 
 def _state_of(newest: Version, ledger: Ledger, store: CheckpointStore) -> Path | None:

@@ -83,8 +83,9 @@ class UnpublishedSteps:
         return True
 
     def wait_for_publication(self, learner: Learner, curves: CurveWriter) -> None:
-        """Wait until none is being published. The ledger knows what came of it, and is to be asked."""
+        """Wait until none is being published, nor the state of one written. The ledger knows what came of it."""
         self._publisher.wait()
         if self._publisher.is_over:
             with suppress(LedgerUnavailable, LeaseLost, ParentEnded):
                 self.end(learner, curves)
+        self._publisher.states.join()

@@ -219,7 +219,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         _VERSIONS, "Go back to the champion before", "versions.md", body=_REASONED
     ),
     ("POST", "/admin/versions/{version}/rollback"): Operation(
-        _VERSIONS, "Go back to this version", "versions.md", body=_REASONED
+        _VERSIONS, "Take this version out of service for good", "versions.md", body=_REASONED
     ),
     ("GET", "/admin/raters"): Operation(_KEYS, "Raters, and how far each is believed", "feedback.md"),
     ("GET", "/admin/keys"): Operation(_KEYS, "Keys, without their secrets", "keys.md"),

@@ -38,7 +38,7 @@ _OFFERED: Mapping[VersionState, tuple[str, ...]] = {
     VersionState.CANDIDATE: ("promote", "pin", "reject"),
     VersionState.CANARY: ("promote", "rollback"),
     VersionState.CHAMPION: ("pin", "rollback"),
-    VersionState.RETIRED: ("promote", "pin"),
+    VersionState.RETIRED: ("promote", "pin", "reject"),
     VersionState.REJECTED: (),
     VersionState.ROLLED_BACK: (),
 }

@@ -15,6 +15,7 @@ from tuneloop.shared.job_marks import require_restored
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
 from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage import revisions
+from tuneloop.shared.ledger.versions.versions import SERVABLE
 from tuneloop.shared.operations.clock_skew import ClockSkew
 from tuneloop.shared.operations.diagnosis import Reason, ago, diagnose, equation, moment, number
 from tuneloop.shared.operations.engines import EngineSummary, read_engines
@@ -140,8 +141,9 @@ def _space(ledger: Ledger, settings: Settings) -> DiskSpace | None:
         return None
     gone_on_from = ledger.versions.newest().version
     places = {each.version: each.path for each in versions if each.version and each.path.exists()}
+    resumable = {each.version: each.path for each in versions if each.state in SERVABLE and each.version in places}
     try:
-        kept = {gone_on_from, newest_with_state(places, upto=gone_on_from)}
+        kept = {gone_on_from, newest_with_state(resumable, upto=gone_on_from)}
         states = {version: size_without_weights(path) for version, path in places.items()}
         weights = sum(file.size for file in read_manifest(versions[-1].path).files if stays(file.path))
         freed = sum(size for version, size in states.items() if version not in kept)

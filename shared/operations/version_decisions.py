@@ -58,14 +58,20 @@ def roll_back(ledger: Ledger, version: int | None, request: DecisionRequest) -> 
 
 
 def reject(ledger: Ledger, version: int, request: DecisionRequest) -> DecisionResult:
-    """Say that a candidate must never be served. Raises VersionRefused, for any other version too."""
+    """Say that a candidate, or a version that has retired, must never be served.
+
+    Raises VersionRefused, for any other version too.
+    """
     require_version(ledger, version)
     if not request.reason:
         raise VersionRefused("give a reason: a version that is rejected is never served")
-    if not ledger.versions.reject(version, request.reason, by=_admin(request)):
+    if version == 0:
+        raise VersionRefused("version 0 is the base model, which is what is served where no other can be")
+    if not ledger.versions.reject(version, request.reason, by=_admin(request), also_retired=True):
         state = require_version(ledger, version).state
         raise VersionRefused(
-            f"version {version} is {state}: only a candidate can be rejected; a version that serves can be rolled back"
+            f"version {version} is {state}: only a candidate, or a retired version, can be rejected; a version that"
+            " serves can be rolled back"
         )
     return DecisionResult(version, ledger.versions.champion().version)
 

@@ -247,7 +247,7 @@ def test_without_a_number_the_canary_is_rolled_back_and_then_the_champion(file: 
     assert ledger.versions.all()[2].reason == "so does it"
 
 
-def test_a_candidate_is_rejected_and_nothing_else_is(file: Path, ledger: Ledger) -> None:
+def test_a_candidate_or_a_retired_version_is_rejected_and_nothing_else_is(file: Path, ledger: Ledger) -> None:
     assert versions(file, "reject", 3).exit_code == 2, "a reason is required"
     assert "give a reason" in refusal(versions(file, "reject", 3, "--reason", " "))
     assert versions(file, "reject", 3, "--reason", "wrong data", "--by", "ann").output == (
@@ -255,11 +255,13 @@ def test_a_candidate_is_rejected_and_nothing_else_is(file: Path, ledger: Ledger)
     )
     assert states(ledger) == ["retired", "retired", "champion", "rejected"]
     assert (ledger.versions.events(3)[-1].actor, ledger.versions.all()[3].reason) == ("admin:ann", "wrong data")
-    for version, state in ((3, "rejected"), (2, "champion"), (1, "retired")):
+    assert versions(file, "reject", 1, "--reason", "damaged").exit_code == 0
+    for version, state in ((3, "rejected"), (2, "champion"), (1, "rejected")):
         found = refusal(versions(file, "reject", version, "--reason", "x"))
-        assert found.startswith(f"version {version} is {state}: only a candidate can be rejected")
+        assert found.startswith(f"version {version} is {state}: only a candidate, or a retired version, can be")
     assert refusal(versions(file, "reject", 9, "--reason", "x")) == "there is no version 9"
-    assert states(ledger) == ["retired", "retired", "champion", "rejected"]
+    assert refusal(versions(file, "reject", 0, "--reason", "x")).startswith("version 0 is the base model, which is")
+    assert states(ledger) == ["retired", "rejected", "champion", "rejected"]
 
 
 def test_a_pinned_version_stays_until_it_is_unpinned(file: Path, ledger: Ledger) -> None:

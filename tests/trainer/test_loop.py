@@ -398,7 +398,10 @@ def test_a_damaged_checkpoint_is_not_gone_on_from(settings, ledger):
     ledger.versions.appoint(1, instead_of=0, by="ann", reason="")
     with pytest.raises(EnvironmentRefused, match="tuneloop versions rollback 1 --reason damaged; then"):
         run(settings(trainer={"total_steps": 2}), Event())
-    assert ledger.versions.roll_back(1, by="ann", reason="damaged") == 0
+    ledger.versions.appoint(0, instead_of=1, by="ann", reason="")
+    with pytest.raises(EnvironmentRefused, match="tuneloop versions reject 1 --reason damaged; then"):
+        run(settings(trainer={"total_steps": 2}), Event())
+    assert ledger.versions.reject(1, "damaged", by="ann", also_retired=True)
     commit(ledger, [sample(i) for i in range(4, 8)])
     run(settings(trainer={"total_steps": 1}), Event())
     assert ledger.versions.newest().version == 2

@@ -9,6 +9,7 @@ from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.versions.decisions import Versions
+from tuneloop.shared.ledger.versions.versions import SERVABLE
 from tuneloop.shared.settings.settings import Settings
 
 _log = structlog.get_logger()
@@ -57,10 +58,13 @@ def prune(
     if still_sampled is not None:
         others = [each.version for each in registered if each.version not in spared and each.path.exists()]
         spared |= set(sorted(still_sampled(others))[-_WAITED_FOR:])
+    resumable = {each.version: each.path for each in registered if each.state in SERVABLE and each.path.exists()}
+    with_state = newest_with_state(resumable, upto=resumed_from)
+    spared.add(with_state)
     places = {each.version: each.path for each in registered if each.version in spared}
     try:
         gone = store.prune(places.values(), newest=numbers[-1])
-        for version in spared - {0, resumed_from, newest_with_state(places, upto=resumed_from), writing}:
+        for version in spared - {0, resumed_from, with_state, writing}:
             store.strip(places[version])
     except OSError as error:
         _log.warning("prune_failed", reason=str(error))

@@ -183,7 +183,8 @@ class Recomputation:
     def _load(self, version: int) -> Actor:
         if not version:
             return snapshot.actor_in(self._settings, self._settings.model.model_path)
-        row = self._ledger.versions.all()[version]
+        row = self._ledger.versions.get(version)
+        assert row is not None  # Rows of versions that are not known were left out.
         check_files(row.path, read_manifest(row.path, sha256=row.manifest_sha256), folder=ACTOR)
         return snapshot.actor_in(self._settings, row.path / ACTOR)
 

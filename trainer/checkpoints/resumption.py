@@ -16,24 +16,17 @@ _log = structlog.get_logger()
 
 _GIVEN_UP = (VersionState.REJECTED, VersionState.ROLLED_BACK)
 
-#: The command by which an operator gives a version up, by its state.
-_GIVE_UP = {
-    VersionState.CANDIDATE: "reject",
-    VersionState.CANARY: "rollback",
-    VersionState.CHAMPION: "rollback",
-}
-
 
 def require_weights(version: Version, store: CheckpointStore) -> None:
     """Raise EnvironmentRefused unless all files of a registered version are those that were published."""
     try:
         _check(version, store)
     except CheckpointRejected as error:
-        command = _GIVE_UP.get(version.state)
-        also = f", or give it up: tuneloop versions {command} {version.version} --reason damaged" if command else ""
+        serves = version.state in {VersionState.CANARY, VersionState.CHAMPION}
         raise EnvironmentRefused(
-            f"checkpoint_root_dir: the newest version is damaged, {version.path.parent}/{error}; restore that folder"
-            f"{also}; then start again"
+            f"checkpoint_root_dir: the newest version is damaged, {version.path.parent}/{error}; restore that folder, "
+            f"or give it up: tuneloop versions {'rollback' if serves else 'reject'} {version.version} --reason "
+            "damaged; then start again"
         ) from error
 
 

@@ -142,6 +142,7 @@ class Training(LedgerPart):
         """
         with self._write() as connection:
             _fence(connection, epoch)
+            alone(connection, "promote")  # What it descends from is not rolled back meanwhile.
             if parent is not None and (newest := _newest_version(connection)) != parent:
                 raise ParentEnded(f"version {parent} was trained on, training goes on from version {newest}")
             version = 1 + (connection.execute(_newest_number()).scalar() or 0)

@@ -118,11 +118,23 @@ class VersionStates(VersionEvents):
             _serve(connection, version, VersionState.CANARY, decision)
             note(connection, version, VersionAction.CANARY, decision)
 
-    def reject(self, version: int, reason: str, *, by: str = "explorer", details: Details | None = None) -> bool:
-        """Record that a candidate must not be served, and why. False: it is none, and stays what it is."""
+    def reject(
+        self,
+        version: int,
+        reason: str,
+        *,
+        by: str = "explorer",
+        details: Details | None = None,
+        also_retired: bool = False,
+    ) -> bool:
+        """Record that a candidate must not be served, and why; or that a retired version must not be again.
+
+        False: it is none, or the base model, which is what is served where no other can be; it stays what it is.
+        """
+        states = {VersionState.CANDIDATE, VersionState.RETIRED} if also_retired else {VersionState.CANDIDATE}
         with self._write() as connection:
             alone(connection, "promote")
-            if state_of(connection, version) != VersionState.CANDIDATE:
+            if state_of(connection, version) not in states or version == 0:
                 return False
             end(connection, version, VersionState.REJECTED, Decision(by, self._clock(), reason, details))
             return True

@@ -7,6 +7,7 @@ from threading import Event
 import pytest
 
 from tests.trainer.factories import commit, sample
+from tuneloop.shared.checkpoints import file_checks
 from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.errors import DiskFull, EnvironmentRefused
 from tuneloop.shared.job_marks import registered_in
@@ -230,6 +231,43 @@ def test_only_what_training_goes_on_from_keeps_critic_and_optimiser(settings, le
         "random.safetensors",
         "state.json",
     ]
+
+
+def _has_critic(path):
+    return (path / "critic" / "model.safetensors").exists()
+
+
+@pytest.fixture
+def of_critics(monkeypatch):
+    """These checkpoints have no manifests: a state is a critic."""
+    monkeypatch.setattr(file_checks, "is_weights_only", lambda path: not _has_critic(path))
+
+
+@pytest.mark.usefixtures("of_critics")
+def test_the_only_state_stays_however_many_versions_came_without_one(settings, ledger):
+    store = CheckpointStore(settings().job_dir)
+    ledger.versions.ensure_base(settings().model.model_path)
+    _published(ledger, store, 9)
+    _whole(store, 2)
+    ledger.versions.promote(9)
+    prune(store, ledger.versions, keep=2, writing=9)
+    assert _there(store) == [2, 8, 9]
+    assert _has_critic(store.path(2))
+    _whole(store, 9)
+    prune(store, ledger.versions, keep=2)
+    assert _there(store) == [8, 9]
+
+
+@pytest.mark.usefixtures("of_critics")
+def test_the_state_of_a_version_that_was_given_up_is_no_reason_to_delete_another(settings, ledger):
+    store = CheckpointStore(settings().job_dir)
+    ledger.versions.ensure_base(settings().model.model_path)
+    _published(ledger, store, 3)
+    for version in (1, 2):
+        _whole(store, version)
+    ledger.versions.reject(2, "its probe differs")
+    prune(store, ledger.versions, keep=5)
+    assert [_has_critic(store.path(version)) for version in (1, 2, 3)] == [True, False, False]
 
 
 def test_keeping_0_keeps_all(settings, ledger):

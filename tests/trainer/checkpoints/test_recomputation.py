@@ -152,6 +152,19 @@ def test_a_reply_whose_version_is_gone_is_dropped_with_the_reason(settings: Made
     }
 
 
+def test_where_a_restore_left_numbers_out_a_version_is_found_by_its_own(
+    settings: Made, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = two_versions(settings, ledger, explorer=SHARE)
+    learner, version = newest(chosen, ledger)
+    rows = [silent(1, version_min=1, version_max=1)]
+    [expected], _ = recomputation(chosen, ledger).fill(rows, learner, version=version)
+    there = ledger.versions.all()
+    monkeypatch.setattr(ledger.versions, "all", lambda: there[1:])
+    [found], _ = recomputation(chosen, ledger).fill(rows, learner, version=version)
+    assert found.logprobs.tolist() == expected.logprobs.tolist()
+
+
 def test_damaged_weights_are_not_recomputed_from(settings: Made, ledger: Ledger) -> None:
     chosen = two_versions(settings, ledger, explorer=SHARE)
     learner, version = newest(chosen, ledger)

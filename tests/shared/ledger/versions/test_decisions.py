@@ -97,6 +97,16 @@ def test_only_what_serves_is_rolled_back(made: Ledger) -> None:
             made.versions.roll_back(version, by="anna", reason="no")
 
 
+def test_a_retired_version_is_rejected_by_who_means_it_and_the_base_model_never(made: Ledger) -> None:
+    """What descends from it stays: it was made before anybody knew."""
+    assert not made.versions.reject(1, "it swears")
+    assert made.versions.reject(1, "it swears", by="anna", also_retired=True)
+    assert not made.versions.reject(0, "it swears", by="anna", also_retired=True)
+    assert states(made) == ["retired", "rejected", "champion", "candidate"]
+    assert story(made, 1)[-1] == ("rejected", "anna", "it swears")
+    assert made.versions.roll_back(2, by="anna", reason="it swears too") == 0
+
+
 def test_who_means_the_canary_does_not_roll_back_what_has_become_of_it(made: Ledger) -> None:
     made.versions.begin_canary(3, by="explorer", reason="a tenth")
     made.versions.promote(3, by="anna")

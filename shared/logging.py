@@ -157,13 +157,26 @@ def configure_logging(environment: Mapping[str, str] | None = None) -> None:
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
             _CLEANER.process,
-            structlog.processors.JSONRenderer(default=str)
-            if as_json
-            else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+            *(
+                [structlog.processors.JSONRenderer(default=str)]
+                if as_json
+                else [_escape, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+            ),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _LossyStream(sys.stderr))),
     )
+
+
+def _escape(logger: object, method: str, event: EventDict) -> EventDict:
+    """Names that clients choose move no cursor, and begin no line. Tracebacks keep their lines."""
+    return {name: value if name == "exception" else _escape_text(value) for name, value in event.items()}
+
+
+def _escape_text(value: object) -> object:
+    if not isinstance(value, str) or value.isprintable():
+        return value
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in value)
 
 
 def _tell_uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:

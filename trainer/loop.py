@@ -206,8 +206,8 @@ class TrainingLoop:
             return self._pause()
         if self._steps.are_due(self._learner):  # Another was not done, or it did not fit.
             return self._publish()
-        made = self._steps.are_all_made(self._learner)
-        batch = None if made else self._rows.next_batch(self._learner, version=self._steps.exact_version)
+        enough = self._steps.are_all_made(self._learner) or self._steps.wait_for_room
+        batch = None if enough else self._rows.next_batch(self._learner, version=self._steps.exact_version)
         if batch is None:
             self._idle()
         elif self._learn(batch) and self._steps.are_due(self._learner):

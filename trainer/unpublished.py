@@ -25,6 +25,7 @@ class UnpublishedSteps:
         self._pace = PaceLog(settings, ledger)
         self._ids: list[int] = []
         self.parent = self.count = 0
+        self._found_no_room = False
 
     @property
     def exact_version(self) -> int | None:
@@ -64,6 +65,11 @@ class UnpublishedSteps:
     def _are_enough(self, steps: int, learner: Learner) -> bool:
         return steps > 0 and (steps >= self._settings.trainer.save_interval or self.are_all_made(learner))
 
+    @property
+    def wait_for_room(self) -> bool:
+        """Whether the last try to publish them found no room on the disk, and the next is under way: none is made."""
+        return self._found_no_room and self._publisher.steps_begun > 0
+
     def begin(self, learner: Learner, curves: CurveWriter) -> None:
         """Begin to publish all of them."""
         self._publisher.states.report(curves)
@@ -72,6 +78,7 @@ class UnpublishedSteps:
     def end(self, learner: Learner, curves: CurveWriter) -> bool:
         """Whether a version was registered; there may have been no room for it. Raises what Publisher.end does."""
         ended = self._publisher.end(learner)
+        self._found_no_room = ended.version is None
         if ended.version is None:
             return False
         self.parent = ended.version

@@ -6,6 +6,7 @@ which. It does not depend on the messages, so it is asked once for all requests 
 
 import asyncio
 import contextlib
+import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -34,8 +35,9 @@ _DECISIVE = (
 #: Instead of the prompt.
 _STAND_IN: Mapping[str, object] = {"messages": [{"role": "user", "content": "a"}], "prompt": "a"}
 
-#: Grammars that are remembered, and how long an engine may take to tell one, in seconds.
-_REMEMBERED = 1024
+#: Grammars that are remembered, each of so many characters at most; of larger ones the engine is asked each time.
+_REMEMBERED, _LARGEST = 1024, 64 << 10
+#: How long an engine may take to tell one, in seconds.
 _TIMEOUT_S = 5.0
 
 
@@ -84,14 +86,16 @@ class Grammars:
         decisive = {name: upstream[name] for name in _DECISIVE if upstream.get(name) is not None}
         decisive |= {name: value for name, value in _STAND_IN.items() if name in upstream}
         body = orjson.dumps(decisive)
-        key = path.encode() + body
+        key = hashlib.blake2b(path.encode() + body).digest()
         if key in self._found:
             self._found.move_to_end(key)
-        else:
-            self._found[key] = await _render(engine, f"{path}/render", body)
+            return self._found[key]
+        found = await _render(engine, f"{path}/render", body)
+        if found is None or len(found.spec) <= _LARGEST:
+            self._found[key] = found
             if len(self._found) > _REMEMBERED:
                 self._found.popitem(last=False)
-        return self._found[key]
+        return found
 
 
 async def _render(engine: Engine, path: str, body: bytes) -> Grammar | None:

@@ -1,7 +1,7 @@
 """The admin API of keys, /admin/keys: makes, lists and revokes them, and shows the audit log."""
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import Depends, FastAPI, Request
@@ -9,14 +9,20 @@ from fastapi.responses import Response
 
 from tuneloop.explorer.http.bodies import read_object
 from tuneloop.explorer.http.caller import Caller, caller_of
+from tuneloop.shared import steady_time
 from tuneloop.shared.errors import KeyRefused, RequestRefused
 from tuneloop.shared.experience import Scope
-from tuneloop.shared.ledger.keys import AccessKey, KeyGrant, Keys
+from tuneloop.shared.ledger.keys import AccessKey, KeyGrant, KeyLimits, Keys
 
 _MAX_BODY_BYTES = 16 << 10
 
 #: The entries of the audit log that one answer has.
 _MAX_EVENTS = 1000
+
+#: The keys that a tenant's administrators may have made.
+MAX_KEYS = 1000
+
+_Number = TypeVar("_Number", int, float)
 
 
 def _caller(request: Request) -> Caller:
@@ -26,8 +32,8 @@ def _caller(request: Request) -> Caller:
 CallerOf = Annotated[Caller, Depends(_caller)]
 
 
-def add_routes(app: FastAPI, keys: Keys) -> None:
-    """Add the routes to the app."""
+def add_routes(app: FastAPI, keys: Keys, *, max_stored_bytes: int | None) -> None:
+    """Add the routes to the app. `max_stored_bytes` holds for a key that names no such limit."""
 
     @app.get("/admin/keys")
     async def list_keys(caller: CallerOf) -> Response:
@@ -40,7 +46,9 @@ def add_routes(app: FastAPI, keys: Keys) -> None:
         if not caller.sees_all:
             body.setdefault("tenant", caller.tenant)
         grant = parse_grant(body)
-        _check_own(caller, grant)
+        if not caller.sees_all:
+            theirs = await asyncio.to_thread(lambda: keys.all(tenant=caller.tenant))
+            grant = _within(grant, caller, theirs, max_stored_bytes=max_stored_bytes)
         key, secret = await asyncio.to_thread(lambda: keys.create(grant, actor=caller.name))
         return _json(_report(key) | {"key": secret}, no_store=True)
 
@@ -62,13 +70,37 @@ def _tenant_of(caller: Caller) -> str | None:
     return None if caller.sees_all else caller.tenant
 
 
-def _check_own(caller: Caller, grant: KeyGrant) -> None:
-    """Raise RequestRefused for a key that would allow more than its maker may."""
-    if caller.sees_all:
-        return
+def _within(grant: KeyGrant, caller: Caller, theirs: list[AccessKey], *, max_stored_bytes: int | None) -> KeyGrant:
+    """The grant within what the key of its maker allows, who administers the tenant of which `theirs` are all keys.
+
+    Raises RequestRefused where it would allow more.
+    """
     if grant.tenant != caller.tenant or Scope.METRICS in grant.scopes:
-        reason = "the administrator of a tenant makes keys of that tenant alone, and none with the scope metrics"
-        raise RequestRefused(reason, status=403, code="operator_only")
+        raise _operator_only(
+            "the administrator of a tenant makes keys of that tenant alone, none with the scope metrics"
+        )
+    if len(theirs) >= MAX_KEYS:
+        raise _operator_only(
+            f"a tenant has {MAX_KEYS} keys at most, revoked ones included, unless an operator makes more"
+        )
+    own = next(key for key in theirs if key.key_id == caller.key_id)
+    bounds = msgspec.structs.asdict(own.limits)
+    bounds["max_stored_bytes"] = own.limits.max_stored_bytes or max_stored_bytes
+    limits = {name: _cap(f"limits.{name}", getattr(grant.limits, name), most) for name, most in bounds.items()}
+    left = None if own.expires_at is None else max(1.0, own.expires_at - steady_time.now())
+    expires_in = _cap("expires_in", grant.expires_in, left)
+    return msgspec.structs.replace(grant, limits=KeyLimits(**limits), expires_in=expires_in)
+
+
+def _cap(name: str, asked: _Number | None, most: _Number | None) -> _Number | None:
+    """What is asked for, or all there is."""
+    if asked is not None and most is not None and asked > most:
+        raise _operator_only(f"{name}: {asked:g} is more than the key that makes it allows, {most:g}")
+    return most if asked is None else asked
+
+
+def _operator_only(reason: str) -> RequestRefused:
+    return RequestRefused(reason, status=403, code="operator_only")
 
 
 def parse_grant(body: dict[str, Any]) -> KeyGrant:

@@ -161,16 +161,21 @@ class Raters(LedgerPart):
     def _assess(self, options: FeedbackSettings, trusted: Collection[str]) -> list[RaterDecision]:
         events = _newest_of_each(self._read(_window()))
         rule, now = self._settlement.rule, self._clock()
-        did = _activities(rule, events)
         before = {(row.tenant, row.name): row for row in self._read(select(raters))}
         ignored = {who for who, row in before.items() if row.state == RaterState.QUARANTINED}
-        found = figures(_verdicts(rule, events), trusted=trusted, ignored=ignored)
-        rows = {who: _row(who, found.get(who, RaterFigures()), done, now) for who, done in did.items()}
+        rows: dict[Rater, Mapping[str, Any]] = {}
+        reasons: dict[Rater, str] = {}
+        for theirs in _by_tenant(events):
+            did = _activities(rule, theirs)
+            found = figures(_verdicts(rule, theirs), trusted=trusted, ignored=ignored)
+            rows |= {who: _row(who, found.get(who, RaterFigures()), done, now) for who, done in did.items()}
+            told = {who: _why(options, found.get(who, RaterFigures()), did, who) for who in did}
+            reasons |= {who: reason for who, reason in told.items() if reason is not None}
         self._store(rows, before)
         decided = []
-        for who in rows:
-            known, reason = before.get(who), _why(options, found.get(who, RaterFigures()), did, who)
-            if reason is None or who in ignored or who[1] in trusted or (known is not None and known.released):
+        for who, reason in reasons.items():
+            known = before.get(who)
+            if who in ignored or who[1] in trusted or (known is not None and known.released):
                 continue
             decision = RaterDecision(*who, now, RaterState.QUARANTINED, BY, reason)
             if self._quarantine(decision):
@@ -256,6 +261,14 @@ def _newest_of_each(newest_first: Sequence[Any]) -> list[Any]:
         if counts[rater_of(event)] <= OF_ONE:
             kept.append(event)
     return kept[::-1]
+
+
+def _by_tenant(events: Sequence[Any]) -> Collection[Sequence[Any]]:
+    """Raters of one tenant are compared with one another alone: others rate by another scale, or mean harm."""
+    found: dict[str, list[Any]] = defaultdict(list)
+    for event in events:
+        found[event.tenant].append(event)
+    return found.values()
 
 
 def _verdicts(rule: RewardRule, events: Sequence[Any]) -> Iterator[RaterVerdict]:

@@ -38,6 +38,7 @@ _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 #: The bounds that no setting moves, and those that cannot be written as a number.
 FIXED: dict[str, object] = {
     "what a [key](keys.md#limits) allows": None,
+    "keys of a tenant, revoked ones included, that its administrators make": keys.MAX_KEYS,
     "refusals of a key, or of all who come without one, before a body is read": rate_limits._PROMPT_REFUSALS,
     "a connection without another request": worker._KEEP_ALIVE_S,
     "a request's headers; what is sent between a body's chunks": server._MAX_HEAD_BYTES,
@@ -56,7 +57,7 @@ FIXED: dict[str, object] = {
     "a body of feedback or commit": routes.MAX_BODY_BYTES,
     "ids in one call of feedback": request.MAX_IDS,
     "events about one reply, one choice or one run in one call of feedback": request.MAX_OF_ONE,
-    "events about one reply or one run in all": MAX_SAID,
+    "events about one reply, those that prefer another to it too, or one run in all": MAX_SAID,
     "those of them of one key, or of one source without a key": MAX_SAID_BY_ONE,
     "a tenant's events about runs without a reply, and replies that are not stored": MAX_EARLY,
     "moving the spool when the service ends": STOP_S,

@@ -29,6 +29,28 @@ def test_one_line_per_event_goes_to_stderr() -> None:
     assert "folder=/spool" in line
 
 
+_ESCAPES = r"""
+import structlog
+from tuneloop.shared.logging import configure_logging
+
+configure_logging()
+structlog.get_logger().warning("rater_quarantined", rater="\x1b[2Jok\n2026 [info] paid", many=["\x1b"])
+try:
+    raise ValueError("a")
+except ValueError:
+    structlog.get_logger().exception("failed")
+"""
+
+
+def test_names_that_clients_choose_move_no_cursor_and_begin_no_line() -> None:
+    said = subprocess.run([sys.executable, "-c", _ESCAPES], capture_output=True, text=True, check=True).stderr
+    assert "\x1b" not in said
+    first, *rest = said.splitlines()
+    assert r"\x1b[2Jok" in first
+    assert "paid" in first
+    assert rest[-1] == "ValueError: a"
+
+
 def test_a_log_on_a_full_disk_stops_nobody() -> None:
     with Path("/dev/full").open("w") as full:
         said = subprocess.run(

@@ -155,9 +155,16 @@ def _others(
 def _ranges(
     by_subject: Mapping[tuple[object, str], Mapping[Rater, float]], trusted: Collection[str]
 ) -> dict[str, float]:
-    """How far verdicts under each metric are apart: those of all together, so that one alone cannot stretch it."""
+    """How far verdicts under each metric are apart: of replies that several have judged, or a trusted rater.
+
+    Those of all together, and not what one has said alone, or it could be stretched by who says the most absurd.
+    """
     middles: dict[str, list[float]] = defaultdict(list)
     for (_, metric), by_rater in by_subject.items():
         golden = [Opinion(value, 1.0) for rater, value in by_rater.items() if rater[1] in trusted]
-        middles[metric].append(together(golden or [Opinion(value, 1.0) for value in by_rater.values()]))
-    return {metric: max(values) - min(values) for metric, values in middles.items()}
+        voices = {(tenant, voice_of(source)) for tenant, source in by_rater}
+        if golden or len(voices) > 1:
+            middles[metric].append(together(golden or [Opinion(value, 1.0) for value in by_rater.values()]))
+        else:
+            middles[metric]  # Nothing is known of it yet.
+    return {metric: max(values) - min(values) if values else 0.0 for metric, values in middles.items()}

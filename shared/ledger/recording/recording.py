@@ -2,12 +2,12 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Select, Update, and_, bindparam, select, tuple_, update
+from sqlalchemy import ColumnElement, Connection, Select, Update, and_, bindparam, or_, select, tuple_, update
 
 from tuneloop.shared.experience import HELD_OUT, Exchange, Feedback, Kind, Outcome, Record, State
 from tuneloop.shared.ledger.rare_rows import ANY_EARLY, RARE_ROWS, RareRows
@@ -58,7 +58,12 @@ _UNCOMPARED = {"text", "event_id", "occurred_at", "key", "stored_bytes"}
 _COMPARED = [column for column in feedback.c if column.name not in _UNCOMPARED]
 
 _EARLIER = select(*_COMPARED, feedback.c.text.is_not(None).label("has_text"))
-_ABOUT_REPLIES = _EARLIER.where(is_among(feedback.c.msg_id, "replies"))
+_ABOUT_REPLIES = _EARLIER.where(
+    or_(
+        is_among(feedback.c.msg_id, "replies"),
+        and_(feedback.c.other_msg_id.is_not(None), is_among(feedback.c.other_msg_id, "replies")),
+    )
+)
 _RUN = tuple_(feedback.c.tenant, feedback.c.task_id, feedback.c.run_id)
 _ABOUT_RUNS = _EARLIER.where(feedback.c.msg_id.is_(None), is_among(_RUN, "runs"))
 
@@ -158,9 +163,8 @@ class Recording(LedgerPart):
     def without_room(self, events: Collection[Feedback]) -> set[str]:
         """Those of these events, none of which is stored, whose reply or run, or voice there, has all it may have."""
         quota = _FeedbackQuota()
-        for query, values in _earlier_feedback(events):
-            for row in self._read(query, values):
-                quota.take(row)
+        for row in _earlier_feedback(events, self._read):
+            quota.take(row)
         full = {tenant for tenant in {each.tenant for each in events} if self._early.is_full(tenant, self._read)}
         of_full = [event for event in events if event.tenant in full]
         unknown = self._early.without_reply(of_full, self._read) | {e.event_id for e in of_full if e.msg_id is None}
@@ -286,8 +290,7 @@ def _new_feedback(connection: Connection, events: Sequence[Feedback]) -> list[Fe
     """The events that do not merely repeat the latest one of the same source about the same subject, and find room."""
     last: dict[object, Any] = {}
     quota = _FeedbackQuota()
-    earlier = [row for query, values in _earlier_feedback(events) for row in connection.execute(query, values)]
-    for row in sorted(earlier, key=event_order):
+    for row in sorted(_earlier_feedback(events, connection.execute), key=event_order):
         last[_subject(row)] = row
         quota.take(row)
     new = []
@@ -295,8 +298,9 @@ def _new_feedback(connection: Connection, events: Sequence[Feedback]) -> list[Fe
         before = last.get(_subject(event))
         if before is not None and _is_repeated(connection, before, event):
             continue
-        # Who has said something may take it back whatever others have said since.
-        if (event.kind is Kind.RETRACTION and before is not None) or quota.allows(event):
+        # Who has said something may take it back, once, whatever others have said since.
+        takes_back = event.kind is Kind.RETRACTION and before is not None and before.kind != Kind.RETRACTION
+        if takes_back or quota.allows(event):
             quota.take(event)
             last[_subject(event)] = event
             new.append(event)
@@ -312,31 +316,41 @@ class _FeedbackQuota:
 
     def take(self, event: Any) -> None:
         """Count an event."""
-        self._by_subject[_thing(event)] += 1
-        self._by_voice[_thing(event), _voice(event)] += 1
+        for thing in _things(event):
+            self._by_subject[thing] += 1
+            self._by_voice[thing, _voice(event)] += 1
 
     def allows(self, event: Any) -> bool:
         """Whether there is room for an event."""
-        by_voice = self._by_voice[_thing(event), _voice(event)]
-        return self._by_subject[_thing(event)] < MAX_SAID and by_voice < MAX_SAID_BY_ONE
+        return all(
+            self._by_subject[thing] < MAX_SAID and self._by_voice[thing, _voice(event)] < MAX_SAID_BY_ONE
+            for thing in _things(event)
+        )
 
 
-def _thing(event: Any) -> object:
-    """The reply or run that an event is about."""
-    return event.msg_id or (event.tenant, event.task_id, event.run_id)
+def _things(event: Any) -> Iterator[object]:
+    """The reply or run that an event is about, and the reply that it is preferred to."""
+    yield event.msg_id or (event.tenant, event.task_id, event.run_id)
+    if event.other_msg_id is not None:
+        yield event.other_msg_id
 
 
 def _voice(event: Any) -> str:
     return voice_of(event.source or "")
 
 
-def _earlier_feedback(events: Collection[Feedback]) -> Iterator[tuple[Select[Any], Mapping[str, Any]]]:
-    """What finds the feedback there is about the replies and runs that these events are about, with its values."""
-    for portion in portions({event.msg_id for event in events if event.msg_id is not None}):
-        yield _ABOUT_REPLIES, {"replies": portion}
+def _earlier_feedback(
+    events: Collection[Feedback], read: Callable[[Select[Any], Mapping[str, Any]], Iterable[Any]]
+) -> Collection[Any]:
+    """The feedback that there is about the replies and runs that these events are about."""
+    found: dict[int, Any] = {}
+    replies = {event.msg_id for event in events} | {event.other_msg_id for event in events}
+    for portion in portions(replies - {None}):
+        found |= {row.id: row for row in read(_ABOUT_REPLIES, {"replies": portion})}
     runs = {(event.tenant, event.task_id, event.run_id) for event in events if event.msg_id is None}
     for few in portions(runs, of=3):
-        yield _ABOUT_RUNS, {"runs": few}
+        found |= {row.id: row for row in read(_ABOUT_RUNS, {"runs": few})}
+    return found.values()
 
 
 def _is_repeated(connection: Connection, before: Any, event: Feedback) -> bool:

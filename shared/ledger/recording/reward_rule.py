@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from tuneloop.shared.experience import MAX_REWARD, Kind
+from tuneloop.shared.experience import KEY_SOURCE, MAX_REWARD, Kind
 from tuneloop.shared.ledger.raters.reliability import Opinion, by_voice, voice_of
 from tuneloop.shared.settings.feedback import RewardRule
 
@@ -136,8 +136,8 @@ def _part(rule: RewardRule, weight: float, events: Sequence[tuple[Event, float]]
 
 def _voice(event: Event) -> object:
     """Whose word an event is: that of its key, or else of its call."""
-    voice = voice_of(event.source or "")
-    return voice if voice != (event.source or "") or event.call_id is None else event.call_id
+    source = event.source or ""
+    return voice_of(source) if source.startswith(KEY_SOURCE) or event.call_id is None else event.call_id
 
 
 def _clip(rule: RewardRule, value: float) -> float:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, Select, func, select, update
+from sqlalchemy import Connection, Select, func, or_, select, update
 
 from tuneloop.shared.errors import VersionRefused
 from tuneloop.shared.experience import VersionAction, VersionState
@@ -44,9 +44,9 @@ class Versions(VersionStates):
     ) -> int:
         """Take a canary or the champion out of service for good; returns the champion's number after that.
 
-        In place of a champion comes the one before it. Newer versions that wait descend from what is rolled back, so
-        they are rejected. Raises VersionRefused, and changes nothing, if the version does not serve, or not as
-        `only_as`, is pinned, or there is none to go back to.
+        In place of a champion comes the one before it. Newer versions that wait, or have retired unserved, descend from
+        what is rolled back, so they are rejected. Raises VersionRefused, and changes nothing, if the version does not
+        serve, or not as `only_as`, is pinned, or there is none to go back to.
         """
         with self._write() as connection:
             alone(connection, "promote")
@@ -187,9 +187,11 @@ def _end_descendants(connection: Connection, version: int, decision: Decision) -
     waiting = {
         VersionState.CANDIDATE: VersionState.REJECTED,
         VersionState.CANARY: VersionState.ROLLED_BACK,
+        VersionState.RETIRED: VersionState.REJECTED,  # Or training would go on from it.
     }
+    unserved = or_(versions.c.state != VersionState.RETIRED, versions.c.served_at.is_(None))
     newer = select(versions.c.version, versions.c.state).where(
-        versions.c.version > version, versions.c.state.in_(tuple(waiting))
+        versions.c.version > version, versions.c.state.in_(tuple(waiting)), unserved
     )
     for number, state in connection.execute(newer.order_by(versions.c.version)).all():
         end(connection, number, waiting[VersionState(state)], because)

@@ -15,8 +15,9 @@ from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running, settings_for
 from tuneloop.explorer.access.route_scopes import PAGE, required_scopes
+from tuneloop.explorer.routes import keys
 from tuneloop.shared.experience import Scope
-from tuneloop.shared.ledger.keys import KeyGrant
+from tuneloop.shared.ledger.keys import KeyGrant, KeyLimits
 from tuneloop.shared.settings.feedback import FeedbackSettings, TenantSettings
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -310,6 +311,37 @@ def test_an_administrator_lists_and_makes_keys_and_raters_of_the_tenant_alone(
     assert http.get("/admin/versions", headers=operator).status_code == 200
     for path in ("/admin/versions", "/admin/versions/0", "/metrics", "/trinity/metrics"):
         assert http.get(path, headers=admin).json()["error"]["code"] == "operator_only", path
+
+
+def test_an_administrator_of_a_tenant_gives_no_more_than_he_has(
+    explorer: RunningExplorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = KeyLimits(requests_per_minute=50, max_concurrent=4)
+    grant = KeyGrant(name="boss", tenant="small", scopes=(ADMIN,), limits=limits, expires_in=3600)
+    admin = {"Authorization": f"Bearer {explorer.ledger.keys.create(grant, actor='test')[1]}"}
+    http = explorer.http
+    eventually(lambda: http.get("/admin/keys", headers=admin).status_code == 200)
+
+    def make(**but: object) -> httpx.Response:
+        return http.post("/admin/keys", json={"name": "new", **but}, headers=admin)
+
+    made = make().json()
+    assert {name: made["limits"][name] for name in ("requests_per_minute", "max_concurrent", "max_stored_bytes")} == {
+        "requests_per_minute": 50,
+        "max_concurrent": 4,
+        "max_stored_bytes": explorer.settings.explorer.max_stored_bytes_per_key,
+    }
+    assert 3500 < made["expires_at"] - made["created_at"] <= 3600
+    less = make(limits={"requests_per_minute": 5, "tokens_per_minute": 9}, expires_in=60).json()
+    assert (less["limits"]["requests_per_minute"], less["limits"]["tokens_per_minute"]) == (5, 9)
+    for more in (
+        {"limits": {"requests_per_minute": 51}},
+        {"limits": {"max_stored_bytes": 1 << 50}},
+        {"expires_in": 7200},
+    ):
+        assert (make(**more).status_code, make(**more).json()["error"]["code"]) == (403, "operator_only"), more
+    monkeypatch.setattr(keys, "MAX_KEYS", 3)
+    assert "3 keys at most" in make().json()["error"]["message"]
 
 
 def test_two_tenants_have_the_same_names_without_meeting(

@@ -96,6 +96,21 @@ def test_an_engine_is_asked_once_for_all_requests_of_an_agent(explorer: RunningE
     assert {each.grammar for each in recorded(explorer)} == {Grammar(kind="structural_tag", spec=TAG)}
 
 
+def test_of_large_requests_and_grammars_nothing_is_held(explorer: RunningExplorer, double: EngineDouble) -> None:
+    """Neither what a client fills its template with, nor a grammar of any size: both would be, for each request."""
+    double.rendered = rendered(structural_tag=TAG)
+    for number in range(2):
+        ask(explorer, tools=[STRICT], extra_body={"chat_template_kwargs": {"x": f"{number}" * 100_000}})
+    held = explorer.services.proxy._grammars._found
+    assert [len(key) for key in held] == [64, 64]
+    double.rendered = rendered(structural_tag=json.dumps({"type": "structural_tag", "x": "a" * 70_000}))
+    for _ in range(2):
+        found = ask(explorer, tools=[STRICT], response_format={"type": "json_object"})
+        assert found.grammar is not None
+        assert len(found.grammar.spec) > 70_000
+    assert (len(held), len(double.renders)) == (2, 4)
+
+
 def test_nobody_is_asked_about_other_replies(explorer: RunningExplorer, double: EngineDouble) -> None:
     double.rendered = rendered(structural_tag=TAG)
     found = [

@@ -58,6 +58,18 @@ def test_who_contradicts_all_others_goes_into_quarantine_with_the_reason(ledger:
     assert min(reliable[name] for name in HONEST) > 0.9
 
 
+def test_raters_are_measured_by_their_own_tenants(ledger: Ledger) -> None:
+    """Another's scale is no reason for quarantine, and makes no liar honest."""
+    judged(ledger)
+    others = [exchange(tenant="globex") for _ in range(60)]
+    stars = [
+        feedback(tenant="globex", msg_id=each.msg_id, source="zoe", value=5.0 * (n % 2))
+        for n, each in enumerate(others)
+    ]
+    ledger.recording.record([*others, *stars])
+    assert [(each.tenant, each.name) for each in ledger.raters.assess(OPTIONS)] == [("acme", "liar")]
+
+
 def test_what_a_rater_in_quarantine_said_counts_for_nothing_and_again_when_it_is_released(
     ledger: Ledger, engine: Engine
 ) -> None:

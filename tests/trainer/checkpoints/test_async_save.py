@@ -2,6 +2,7 @@
 
 import errno
 import threading
+import time
 from threading import Event
 
 import pytest
@@ -199,6 +200,26 @@ def test_what_did_not_fit_is_in_the_next_version_with_the_steps_made_since(setti
     assert ledger.versions.newest().step == 3
     assert ledger.reports.counts()[State.TRAINED] == 12
     assert ledger.alarms.all() == []
+
+
+def test_while_there_is_no_room_no_step_after_step_is_made(settings, ledger, monkeypatch):
+    """They would be in no version, and from ever older rows."""
+    tries = []
+
+    def seal(self, staging, *, digests=None):
+        if not staging.name.endswith("-state") and len(tries) < 6:
+            tries.append(time.sleep(0.2))  # so long it takes to find out
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, staging, digests=digests)
+
+    real = CheckpointStore.seal
+    monkeypatch.setattr(CheckpointStore, "seal", seal)
+    commit(ledger, [sample(i) for i in range(60)])
+    run(settings(trainer={"total_steps": 12, "async_save": True}), Event())
+    [first, *_] = [consumed for version, _, consumed in _versions(ledger) if version]
+    assert len(tries) == 6
+    assert first <= 6 * 4
+    assert ledger.reports.counts()[State.TRAINED] == 48
 
 
 @pytest.fixture

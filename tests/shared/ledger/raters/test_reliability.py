@@ -90,6 +90,12 @@ def test_a_trusted_rater_is_enough_to_be_compared_with() -> None:
     assert [found["acme", name].agreement for name in "abc"] == [1.0, 0.0, 0.0]
 
 
+def test_what_one_says_alone_does_not_make_the_others_alike() -> None:
+    """Under two names of one key too."""
+    alone = [verdict("key:eve", 1000, -100.0), *(verdict(f"key:eve/{n}", 1001, -100.0) for n in range(2))]
+    assert figures([*crowd(5, 1), *alone]) | figures(crowd(5, 1)) == figures([*crowd(5, 1), *alone])
+
+
 def test_a_metric_in_which_all_is_alike_tells_nothing() -> None:
     said = [verdict(name, reply, 1.0) for reply in range(9) for name in "abc"]
     assert {each.compared for each in figures(said).values()} == {0}

@@ -47,6 +47,40 @@ def test_beyond_so_many_events_nothing_is_stored_but_what_is_taken_back(
     assert stored(engine) == MAX_SAID + 2
 
 
+def test_what_others_are_preferred_to_a_reply_counts_as_said_of_it(ledger: Ledger, engine: Engine) -> None:
+    worse, better = exchange(), [exchange() for _ in range(12)]
+    ledger.recording.record([worse, *better])
+    record(
+        ledger,
+        [
+            feedback(
+                msg_id=each.msg_id,
+                kind=Kind.PREFERENCE,
+                value=None,
+                other_msg_id=worse.msg_id,
+                other_choice=0,
+                source=f"rater {number}",
+            )
+            for each in better
+            for number in range(100)
+        ],
+    )
+    assert stored(engine) == MAX_SAID
+    late = feedback(msg_id=worse.msg_id, source="one more")
+    ledger.recording.record([late])
+    assert stored(engine) == MAX_SAID
+    assert ledger.recording.without_room([late]) == {late.event_id}
+
+
+def test_what_was_taken_back_is_not_taken_back_without_end(ledger: Ledger, engine: Engine) -> None:
+    said = exchange()
+    ledger.recording.record([said])
+    record(ledger, [feedback(msg_id=said.msg_id, source=f"rater {number}") for number in range(MAX_SAID)])
+    taken_back = {"msg_id": said.msg_id, "source": "rater 3", "kind": Kind.RETRACTION, "value": None}
+    record(ledger, [feedback(**taken_back, task_id=f"task {number}") for number in range(50)])
+    assert stored(engine) == MAX_SAID + 1
+
+
 def test_one_key_leaves_room_for_others_whatever_names_it_uses(ledger: Ledger, engine: Engine) -> None:
     said = exchange()
     ledger.recording.record([said])

@@ -218,3 +218,5 @@ def test_many_names_of_one_key_are_one_word_beside_another_keys() -> None:
     assert value(RULE, *two, *flood) == 1.0
     of_one_key = [event(source=f"key:web/{n}", value=float(n < 2), call_id=f"call-{n}") for n in range(3)]
     assert value(RULE, *of_one_key) == 1.0
+    without_a_name = event(source="key:eve", value=-1.0, call_id="call-99")
+    assert value(RULE, event(source="key:web", value=1.0, call_id="other"), *flood[:3], without_a_name) == 0.0

@@ -84,6 +84,15 @@ def test_a_canary_that_is_rolled_back_takes_its_descendants_with_it_and_leaves_t
     assert gone.reason == "worse"
 
 
+def test_what_retired_unserved_is_not_gone_on_from_once_what_it_descends_from_is_rolled_back(made: Ledger) -> None:
+    trained(made)
+    made.versions.begin_canary(4, by="explorer", reason="a tenth")
+    assert states(made) == ["retired", "retired", "champion", "retired", "canary"]
+    assert made.versions.roll_back(2, by="anna", reason="it swears") == 1
+    assert states(made) == ["retired", "champion", "rolled_back", "rejected", "rolled_back"]
+    assert made.versions.newest().version == 1
+
+
 def test_a_canary_that_retired_is_not_what_is_gone_back_to(made: Ledger) -> None:
     made.versions.begin_canary(3, by="explorer", reason="a tenth")
     made.versions.appoint(1, instead_of=2, by="anna", reason="as it was")

@@ -102,6 +102,30 @@ def test_a_successor_waits_until_a_version_is_registered(ledger: Ledger) -> None
     assert ledger.training.take_epoch("third") == epoch + 2
 
 
+def test_what_descends_from_a_version_that_is_rolled_back_meanwhile_is_never_gone_on_from(ledger: Ledger) -> None:
+    """A rollback that comes while the next version is put in its place is that version's end too."""
+    ledger.versions.ensure_base(Path("base"))
+    first = trained(ledger)
+    ledger.versions.promote(first)
+    epoch, samples = leased(ledger)
+    rolling: list[threading.Thread] = []
+
+    def publish(version: int) -> tuple[Path, str]:
+        rolling.append(threading.Thread(target=lambda: ledger.versions.roll_back(first, by="ann", reason="rude")))
+        rolling[0].start()
+        time.sleep(0.5)
+        return published(version)
+
+    ledger.training.register(epoch, ids(samples), step=2, publish=publish, parent=first)
+    rolling[0].join(30)
+    assert ledger.versions.newest().version == 0
+    assert [each.state for each in ledger.versions.all()] == [
+        VersionState.CHAMPION,
+        VersionState.ROLLED_BACK,
+        VersionState.REJECTED,
+    ]
+
+
 def test_a_reply_and_its_feedback_recorded_at_once_find_each_other(ledger: Ledger) -> None:
     for number in range(60):
         name = f"chatcmpl-r{number}"

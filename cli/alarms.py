@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from tuneloop.cli.command_group import CommandGroup
-from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json, existing_ledger, visible
+from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json, existing_ledger
 from tuneloop.shared.errors import TuneloopError
 from tuneloop.shared.ledger.ledger import Alarm
+from tuneloop.shared.logging import visible
 from tuneloop.shared.operations.diagnosis import moment
 
 app = typer.Typer(help="The alarms of the training.", invoke_without_command=True, cls=CommandGroup)

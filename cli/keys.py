@@ -21,13 +21,13 @@ from tuneloop.cli.options import (
     existing_ledger,
     open_to_group,
     operator_name,
-    visible,
 )
 from tuneloop.shared.errors import KeyRefused, TuneloopError
 from tuneloop.shared.experience import DEFAULT_TENANT, Scope
 from tuneloop.shared.ledger.keys import AccessKey, KeyGrant, KeyLimits
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.database import upgrade
+from tuneloop.shared.logging import visible
 from tuneloop.shared.operations.diagnosis import moment
 from tuneloop.shared.settings.loader import read_settings
 

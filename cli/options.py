@@ -4,7 +4,6 @@ import getpass
 import inspect
 import json
 import os
-import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +14,7 @@ import typer
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import revisions
+from tuneloop.shared.logging import visible
 from tuneloop.shared.settings.database_url import without_password
 from tuneloop.shared.settings.loader import read_settings
 from tuneloop.shared.settings.settings import Settings
@@ -27,9 +27,6 @@ SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one option, such as explorer.proxy_port=80.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
-
-#: Controls, marks that change the direction of text, lone surrogates, and separators that begin a line.
-_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
 def existing_ledger(config: Path, overrides: Sequence[str] | None) -> tuple[Settings, Ledger]:
@@ -70,25 +67,6 @@ def open_to_group(settings: Settings) -> None:
 def echo(text: str, *, err: bool = False) -> None:
     """Print lines; what strangers wrote into them cannot command the terminal."""
     typer.echo(visible(text, keep="\n\t"), err=err)
-
-
-def visible(text: str, *, keep: str = "") -> str:
-    r"""The text with everything that is not seen written as an escape, but for the characters in `keep`.
-
-    >>> visible("fine\x1b[2J\n9  champion by ann")
-    'fine\\x1b[2J\\n9  champion by ann'
-    """
-    if text.isprintable():
-        return text
-    return "".join(each if each in keep or not _is_hidden(each) else _escape(each) for each in text)
-
-
-def _is_hidden(character: str) -> bool:
-    return unicodedata.category(character) in _HIDDEN
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode()
 
 
 def operator_name() -> str:

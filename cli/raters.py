@@ -16,9 +16,9 @@ from tuneloop.cli.options import (
     echo_json,
     existing_ledger,
     operator_name,
-    visible,
 )
 from tuneloop.shared.ledger.assessment import RaterStanding
+from tuneloop.shared.logging import visible
 from tuneloop.shared.operations.diagnosis import moment
 
 app = typer.Typer(help="Who gives feedback, and whose counts.", invoke_without_command=True, cls=CommandGroup)

@@ -18,10 +18,10 @@ from tuneloop.cli.options import (
     echo_json,
     existing_ledger,
     operator_name,
-    visible,
 )
 from tuneloop.shared.evaluation.off_policy import REPLAY_AGAINST
 from tuneloop.shared.evaluation.scores import TASKS
+from tuneloop.shared.logging import visible
 from tuneloop.shared.operations.diagnosis import ago, moment, number
 from tuneloop.shared.operations.version_comparison import MIN_SOURCES, Comparison, Mean, ScorePair, compare_versions
 from tuneloop.shared.operations.version_decisions import (

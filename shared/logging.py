@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -17,6 +18,9 @@ from typing import TextIO, cast
 
 import structlog
 from structlog.typing import EventDict, WrappedLogger
+
+#: Controls, marks that change the direction of text, lone surrogates, and separators that begin a line.
+_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 #: So many lines of one event are written at once, and so many a second after them.
 LINES_AT_ONCE, LINES_PER_S = 100, 10.0
@@ -160,7 +164,7 @@ def configure_logging(environment: Mapping[str, str] | None = None) -> None:
             *(
                 [structlog.processors.JSONRenderer(default=str)]
                 if as_json
-                else [_escape, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+                else [_escape_values, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
             ),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
@@ -168,15 +172,30 @@ def configure_logging(environment: Mapping[str, str] | None = None) -> None:
     )
 
 
-def _escape(logger: object, method: str, event: EventDict) -> EventDict:
+def _escape_values(logger: WrappedLogger, name: str, event: EventDict) -> EventDict:
     """Names that clients choose move no cursor, and begin no line. Tracebacks keep their lines."""
-    return {name: value if name == "exception" else _escape_text(value) for name, value in event.items()}
+    return {
+        key: visible(value) if isinstance(value, str) and key != "exception" else value for key, value in event.items()
+    }
 
 
-def _escape_text(value: object) -> object:
-    if not isinstance(value, str) or value.isprintable():
-        return value
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in value)
+def visible(text: str, *, keep: str = "") -> str:
+    r"""The text with everything that is not seen written as an escape, but for the characters in `keep`.
+
+    >>> visible("fine\x1b[2J\n9  champion by ann")
+    'fine\\x1b[2J\\n9  champion by ann'
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each in keep or not _is_hidden(each) else _escape(each) for each in text)
+
+
+def _is_hidden(character: str) -> bool:
+    return unicodedata.category(character) in _HIDDEN
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode()
 
 
 def _tell_uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:

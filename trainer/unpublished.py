@@ -34,7 +34,7 @@ class UnpublishedSteps:
 
     def restart(self, parent: int) -> None:
         """The learner has become the version `parent`."""
-        self.parent, self.count = parent, 0
+        self.parent, self.count, self._found_no_room = parent, 0, False
         self._ids.clear()
         self._spans.forget()
 

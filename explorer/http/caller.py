@@ -122,9 +122,11 @@ class Caller:
         return not self.name or (Scope.ADMIN in self.scopes and self.tenant == DEFAULT_TENANT)
 
 
-def operator_only() -> RequestRefused:
-    """The refusal of the administrator of one tenant, where all tenants are concerned."""
-    reason = "this is about all tenants: it needs explorer.admin_key, or an admin key of the tenant default"
+_ABOUT_ALL = "this is about all tenants: it needs explorer.admin_key, or an admin key of the tenant default"
+
+
+def operator_only(reason: str = _ABOUT_ALL) -> RequestRefused:
+    """The refusal of the administrator of one tenant, where all tenants are concerned, or for another reason."""
     return RequestRefused(reason, status=403, code="operator_only")
 
 

@@ -213,7 +213,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         _VERSIONS, "Make a candidate the champion", "versions.md", body=_DECISION
     ),
     ("POST", "/admin/versions/{version}/reject"): Operation(
-        _VERSIONS, "Never serve this candidate", "versions.md", body=_REASONED
+        _VERSIONS, "Never serve this candidate, or retired version", "versions.md", body=_REASONED
     ),
     ("POST", "/admin/versions/rollback"): Operation(
         _VERSIONS, "Go back to the champion before", "versions.md", body=_REASONED

@@ -8,7 +8,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response
 
 from tuneloop.explorer.http.bodies import read_object
-from tuneloop.explorer.http.caller import Caller, caller_of
+from tuneloop.explorer.http.caller import Caller, caller_of, operator_only
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import KeyRefused, RequestRefused
 from tuneloop.shared.experience import Scope
@@ -76,11 +76,11 @@ def _within(grant: KeyGrant, caller: Caller, theirs: list[AccessKey], *, max_sto
     Raises RequestRefused where it would allow more.
     """
     if grant.tenant != caller.tenant or Scope.METRICS in grant.scopes:
-        raise _operator_only(
+        raise operator_only(
             "the administrator of a tenant makes keys of that tenant alone, none with the scope metrics"
         )
     if len(theirs) >= MAX_KEYS:
-        raise _operator_only(
+        raise operator_only(
             f"a tenant has {MAX_KEYS} keys at most, revoked ones included, unless an operator makes more"
         )
     own = next(key for key in theirs if key.key_id == caller.key_id)
@@ -95,12 +95,8 @@ def _within(grant: KeyGrant, caller: Caller, theirs: list[AccessKey], *, max_sto
 def _cap(name: str, asked: _Number | None, most: _Number | None) -> _Number | None:
     """What is asked for, or all there is."""
     if asked is not None and most is not None and asked > most:
-        raise _operator_only(f"{name}: {asked:g} is more than the key that makes it allows, {most:g}")
+        raise operator_only(f"{name}: {asked:g} is more than the key that makes it allows, {most:g}")
     return most if asked is None else asked
-
-
-def _operator_only(reason: str) -> RequestRefused:
-    return RequestRefused(reason, status=403, code="operator_only")
 
 
 def parse_grant(body: dict[str, Any]) -> KeyGrant:

@@ -141,7 +141,7 @@ def _space(ledger: Ledger, settings: Settings) -> DiskSpace | None:
         return None
     gone_on_from = ledger.versions.newest().version
     places = {each.version: each.path for each in versions if each.version and each.path.exists()}
-    resumable = {each.version: each.path for each in versions if each.state in SERVABLE and each.version in places}
+    resumable = {each.version: each.path for each in versions if each.state in SERVABLE}
     try:
         kept = {gone_on_from, newest_with_state(resumable, upto=gone_on_from)}
         states = {version: size_without_weights(path) for version, path in places.items()}

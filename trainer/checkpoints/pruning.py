@@ -58,7 +58,7 @@ def prune(
     if still_sampled is not None:
         others = [each.version for each in registered if each.version not in spared and each.path.exists()]
         spared |= set(sorted(still_sampled(others))[-_WAITED_FOR:])
-    resumable = {each.version: each.path for each in registered if each.state in SERVABLE and each.path.exists()}
+    resumable = {each.version: each.path for each in registered if each.state in SERVABLE}
     with_state = newest_with_state(resumable, upto=resumed_from)
     spared.add(with_state)
     places = {each.version: each.path for each in registered if each.version in spared}

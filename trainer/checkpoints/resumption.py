@@ -11,10 +11,9 @@ from tuneloop.shared.errors import CheckpointRejected, EnvironmentRefused
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Version
 from tuneloop.shared.ledger.versions.decisions import Versions
+from tuneloop.shared.ledger.versions.versions import SERVABLE
 
 _log = structlog.get_logger()
-
-_GIVEN_UP = (VersionState.REJECTED, VersionState.ROLLED_BACK)
 
 
 def require_weights(version: Version, store: CheckpointStore) -> None:
@@ -39,9 +38,7 @@ def find_state(version: Version, versions: Versions, store: CheckpointStore) -> 
         _log.info("state_resumed_from", version=version.version, behind=0)
         return version.path
     older = {
-        each.version: each
-        for each in versions.all()
-        if 0 < each.version < version.version and each.state not in _GIVEN_UP
+        each.version: each for each in versions.all() if 0 < each.version < version.version and each.state in SERVABLE
     }
     while older:
         newest = newest_with_state({number: each.path for number, each in older.items()}, upto=version.version)

@@ -163,8 +163,6 @@ def _ranges(
     for (_, metric), by_rater in by_subject.items():
         golden = [Opinion(value, 1.0) for rater, value in by_rater.items() if rater[1] in trusted]
         voices = {(tenant, voice_of(source)) for tenant, source in by_rater}
-        if golden or len(voices) > 1:
-            middles[metric].append(together(golden or [Opinion(value, 1.0) for value in by_rater.values()]))
-        else:
-            middles[metric]  # Nothing is known of it yet.
+        several = [Opinion(value, 1.0) for value in by_rater.values()] if len(voices) > 1 else []
+        middles[metric] += [together(golden or several)] if golden or several else []
     return {metric: max(values) - min(values) if values else 0.0 for metric, values in middles.items()}

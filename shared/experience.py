@@ -4,6 +4,7 @@ These are also the records of the spool, so they are msgspec structs: `encode` a
 """
 
 import hashlib
+import re
 import sys
 from array import array
 from collections.abc import Sequence
@@ -51,6 +52,15 @@ KEY_SOURCE = "key:"
 
 #: Everybody's whose key names no other, and who has no key.
 DEFAULT_TENANT = "default"
+
+# No slash: it ends a tenant where the name of a key follows, and a key where that of a rater does.
+_TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+
+
+def is_tenant_name(text: str) -> bool:
+    """Whether a tenant, or a key, may have this name."""
+    return _TENANT_NAME.fullmatch(text) is not None
+
 
 #: Stands for a token id that spelled what was redacted: nothing is learnt from it, and its log-probability is 0.
 REDACTED = -1

@@ -28,12 +28,18 @@ class FeedbackEvent(NamedTuple):
 class EventFactory:
     """One call. Its ids are read by `signer` as the caller's tenant's, and its raters are the caller's.
 
-    Names go into digests `as_stored`.
+    Names go into digests `as_stored`. `judge`: the source that is our judge's alone, whose word is taken for true.
     """
 
     def __init__(
-        self, signer: ReplyIdSigner, caller: Caller, *, as_stored: Callable[[str], str] = lambda name: name
+        self,
+        signer: ReplyIdSigner,
+        caller: Caller,
+        *,
+        as_stored: Callable[[str], str] = lambda name: name,
+        judge: str | None = None,
     ) -> None:
+        self._judge = judge
         self._as_stored = as_stored
         self._signer = signer
         self._tenant = caller.tenant
@@ -44,9 +50,15 @@ class EventFactory:
         self._numbers = itertools.count()
 
     def events_of(self, entries: Sequence[Entry]) -> list[FeedbackEvent]:
-        """The events of the entries, in their order. Of two names of one reply both have the same event."""
+        """The events of the entries, in their order. Of two names of one reply both have the same event.
+
+        Raises RequestRefused for what nobody may say, or not so much of.
+        """
         _refuse_floods(entries, self._signer, self._tenant)
         named = [entry._replace(source=self._caller.rater(entry.source)) for entry in entries]
+        if self._judge is not None and self._judge in {entry.source for entry in named}:
+            message = f"{self._judge} is the source of the judge in the settings; choose another name"
+            raise RequestRefused(message, code="source_of_judge", param="source")
         return [each for number, entry in enumerate(named) for each in self._events_of_entry(entry, number)]
 
     def _events_of_entry(self, entry: Entry, place: int) -> Iterator[FeedbackEvent]:

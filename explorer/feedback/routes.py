@@ -96,6 +96,7 @@ class FeedbackRoutes:
         self._bulk_work, self._lookups = recorder.bulk_work, recorder.lookups
         self._ids_at_work = AmountAtWork("large calls")
         self._any_reply, self._rule = settings.algorithm.of_any_reply, settings.reward
+        self._judge_source = settings.judge.own_source
 
     async def feedback(self, request: Request) -> dict[str, object]:
         """Store what is said of the replies named, and tell what became of it."""
@@ -141,7 +142,8 @@ class FeedbackRoutes:
         self, caller: Caller, body: dict[str, object], key: str | None
     ) -> tuple[list[FeedbackEvent], list[Feedback]]:
         """What a body says of what it names, and the events that are to be stored."""
-        factory = EventFactory(self._signer, caller, as_stored=self._recorder.name_as_stored)
+        as_stored = self._recorder.name_as_stored
+        factory = EventFactory(self._signer, caller, as_stored=as_stored, judge=self._judge_source)
         entries = parse_entries(body, key)
         parsed = factory.events_of(bind(entries, caller.binding) if caller.binding else entries)
         return parsed, list({each.event.event_id: each.event for each in parsed if each.event is not None}.values())

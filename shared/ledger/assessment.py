@@ -5,7 +5,7 @@ answers are made without it; those that are not trained on yet are made anew at 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import Connection, and_, bindparam, delete, func, insert, select, tuple_, update
@@ -121,7 +121,7 @@ class Raters(LedgerPart):
         query = select(*(rater_events.c[name] for name in RaterDecision._fields)).order_by(rater_events.c.id)
         return [RaterDecision(*row)._replace(state=RaterState(row.state)) for row in self._read(query)]
 
-    def assess(self, options: FeedbackSettings, *, trusted: Collection[str] = ()) -> list[RaterDecision]:
+    def assess(self, options: FeedbackSettings, *, trusted: Container[Rater] = ()) -> list[RaterDecision]:
         """Compare the raters by the newest feedback, if there is any; outliers go into quarantine. Says which did."""
         newest = self._read(select(func.max(feedback.c.id)))[0][0]
         decided: list[RaterDecision] = []
@@ -158,7 +158,7 @@ class Raters(LedgerPart):
             self._note(connection, RaterDecision(tenant, name, self._clock(), state, by, reason))
         self._settle()
 
-    def _assess(self, options: FeedbackSettings, trusted: Collection[str]) -> list[RaterDecision]:
+    def _assess(self, options: FeedbackSettings, trusted: Container[Rater]) -> list[RaterDecision]:
         events = _newest_of_each(self._read(_window()))
         rule, now = self._settlement.rule, self._clock()
         before = {(row.tenant, row.name): row for row in self._read(select(raters))}
@@ -175,7 +175,7 @@ class Raters(LedgerPart):
         decided = []
         for who, reason in reasons.items():
             known = before.get(who)
-            if who in ignored or who[1] in trusted or (known is not None and known.released):
+            if who in ignored or who in trusted or (known is not None and known.released):
                 continue
             decision = RaterDecision(*who, now, RaterState.QUARANTINED, BY, reason)
             if self._quarantine(decision):

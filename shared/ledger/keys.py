@@ -5,7 +5,6 @@ which a password needs, would protect nothing more.
 """
 
 import hashlib
-import re
 import secrets
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Select, and_, func, insert, select, true, update
 
 from tuneloop.shared.errors import KeyRefused
-from tuneloop.shared.experience import DEFAULT_TENANT, KeyAction, Scope
+from tuneloop.shared.experience import DEFAULT_TENANT, KeyAction, Scope, is_tenant_name
 from tuneloop.shared.ledger.storage.key_tables import key_events, keys, stored_by_keys
 from tuneloop.shared.ledger.storage.transactions import LedgerPart
 from tuneloop.shared.ledger.stored_bytes import NO_KEY
@@ -32,9 +31,6 @@ _LARGEST = {"max_stored_bytes": 2**53 - 1}
 _STORED_WITHOUT = select(stored_by_keys.c.bytes).where(
     stored_by_keys.c.tenant == DEFAULT_TENANT, stored_by_keys.c.key == NO_KEY
 )
-
-#: No slash: it ends the name of a key where the name of a rater follows.
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}").fullmatch
 
 
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +107,7 @@ def digest_of(secret: str) -> bytes:
 def check_grant(grant: KeyGrant) -> None:
     """Raise KeyRefused for a key that cannot be made so."""
     for param, text in (("name", grant.name), ("tenant", grant.tenant)):
-        if not _NAME(text):
+        if not is_tenant_name(text):
             raise KeyRefused(
                 f"{param} must have 1 to 64 letters, digits or any of . _ @ -, and begin with a letter or a digit"
             )

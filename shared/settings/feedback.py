@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -9,6 +10,7 @@ from typing import Annotated, Literal
 import regex
 from pydantic import AfterValidator, Field
 
+from tuneloop.shared.experience import DEFAULT_TENANT, is_tenant_name
 from tuneloop.shared.settings.types import (
     Address,
     Fraction,
@@ -88,6 +90,11 @@ class JudgeSettings(Section):
         """Who its feedback is from."""
         return f"judge:{self.model}"
 
+    @property
+    def own_source(self) -> str | None:
+        """The same, which nobody else may use; None where there is no judge."""
+        return self.source if self.url else None
+
     def contradictions(self) -> Iterator[str]:
         """What does not fit together."""
         if self.url and not self.model:
@@ -146,6 +153,31 @@ class RewardRule(Section):
             )
 
 
+@dataclass(frozen=True, slots=True)
+class TrustedRaters:
+    """Whose verdicts are taken for true: some tenants' sources, and the judge's about the replies of every tenant.
+
+    Anybody may give a rater of his own tenant the name of another's, but nobody that of the judge.
+    """
+
+    named: frozenset[tuple[str, str]] = frozenset()
+    judge: str | None = None
+
+    def __contains__(self, rater: object) -> bool:
+        """Whether a rater, a tenant and a source, is one of them."""
+        return rater in self.named or (isinstance(rater, tuple) and self.judge is not None and rater[1] == self.judge)
+
+
+def _trusted_rater(entry: str) -> tuple[str, str]:
+    """The tenant and the source that an entry names.
+
+    >>> _trusted_rater("acme/key:web/ann"), _trusted_rater("key:web/ann"), _trusted_rater("ann")
+    (('acme', 'key:web/ann'), ('default', 'key:web/ann'), ('default', 'ann'))
+    """
+    tenant, slash, source = entry.partition("/")
+    return (tenant, source) if slash and is_tenant_name(tenant) else (DEFAULT_TENANT, entry)
+
+
 class FeedbackSettings(Section):
     """What is done with feedback beside the reward."""
 
@@ -157,16 +189,16 @@ class FeedbackSettings(Section):
     ([more](feedback.md#many-raters)); 1: all of it. _Train._"""
     trusted_raters: tuple[str, ...] = ()
     """Sources whose verdicts are taken for true: others are compared with them, and their own part of a batch is not
-    limited. The [judge](judges.md) is one."""
+    limited. `tenant/source`; without a tenant, of `default`. The [judge](judges.md) is one for all tenants."""
     quarantine_below: Fraction | None = 0.5
     """A rater that surely agrees with others less than this is put into quarantine, as other outliers are; null: nobody
     is, but by hand. _Serve._"""
     quarantine_after: Positive = 20
     """After so many comparisons with others a rater may be put into quarantine. _Serve._"""
 
-    def all_trusted(self, judge: JudgeSettings) -> frozenset[str]:
-        """The sources whose verdicts are taken for true, the judge's among them."""
-        return frozenset({*self.trusted_raters, *([judge.source] if judge.url else [])})
+    def all_trusted(self, judge: JudgeSettings) -> TrustedRaters:
+        """The raters whose verdicts are taken for true, the judge among them."""
+        return TrustedRaters(frozenset(map(_trusted_rater, self.trusted_raters)), judge.own_source)
 
 
 class RetentionSettings(Section):

@@ -14,7 +14,7 @@ One says nothing of a rater whom it alone can be compared with: of two who diffe
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 #: What a rater is known by: a tenant and a source, which is empty for feedback that names none.
@@ -119,9 +119,9 @@ def by_voice(opinions: Iterable[tuple[object, Opinion]]) -> float:
 
 
 def figures(
-    verdicts: Iterable[RaterVerdict], *, trusted: Collection[str] = (), ignored: Collection[Rater] = ()
+    verdicts: Iterable[RaterVerdict], *, trusted: Container[Rater] = (), ignored: Collection[Rater] = ()
 ) -> dict[Rater, RaterFigures]:
-    """The figures of all who gave the verdicts. `trusted` are sources; those ignored are compared, but do not count."""
+    """The figures of all who gave the verdicts. Those `ignored` are compared, but do not count."""
     by_subject: dict[tuple[object, str], dict[Rater, float]] = defaultdict(dict)
     for verdict in verdicts:
         by_subject[verdict.subject, verdict.metric][verdict.rater] = verdict.value
@@ -144,16 +144,16 @@ def figures(
 
 
 def _others(
-    rater: Rater, by_rater: Mapping[Rater, float], trusted: Collection[str], ignored: Collection[Rater]
+    rater: Rater, by_rater: Mapping[Rater, float], trusted: Container[Rater], ignored: Collection[Rater]
 ) -> list[Rater]:
     """Whom a rater is compared with on one reply; nobody if they are too few."""
     others = [each for each in by_rater if each != rater and each not in ignored]
-    golden = [each for each in others if each[1] in trusted]
+    golden = [each for each in others if each in trusted]
     return golden or (others if len(others) > 1 else [])
 
 
 def _ranges(
-    by_subject: Mapping[tuple[object, str], Mapping[Rater, float]], trusted: Collection[str]
+    by_subject: Mapping[tuple[object, str], Mapping[Rater, float]], trusted: Container[Rater]
 ) -> dict[str, float]:
     """How far verdicts under each metric are apart: of replies that several have judged, or a trusted rater.
 
@@ -161,7 +161,7 @@ def _ranges(
     """
     middles: dict[str, list[float]] = defaultdict(list)
     for (_, metric), by_rater in by_subject.items():
-        golden = [Opinion(value, 1.0) for rater, value in by_rater.items() if rater[1] in trusted]
+        golden = [Opinion(value, 1.0) for rater, value in by_rater.items() if rater in trusted]
         voices = {(tenant, voice_of(source)) for tenant, source in by_rater}
         several = [Opinion(value, 1.0) for value in by_rater.values()] if len(voices) > 1 else []
         middles[metric] += [together(golden or several)] if golden or several else []

@@ -7,7 +7,7 @@ All names that are used with one key are one rater here.
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, select, tuple_, update
@@ -163,12 +163,12 @@ def _of_unit(words: Mapping[int, Collection[Rater]], unit: Unit) -> dict[int, Co
     return {row: words.get(row, ()) for row in unit.rows}
 
 
-def _parts(words: Mapping[int, Collection[Rater]], trusted: Collection[str]) -> dict[Rater, float]:
+def _parts(words: Mapping[int, Collection[Rater]], trusted: Container[Rater]) -> dict[Rater, float]:
     """How much of a unit is each rater's word, in rows."""
     parts: dict[Rater, float] = defaultdict(float)
     for by in words.values():
         for rater in by:
-            if rater[1] and rater[1] not in trusted:
+            if rater[1] and rater not in trusted:
                 parts[_voice(rater)] += 1 / len(by)
     return parts
 

@@ -107,6 +107,22 @@ def test_every_reply_is_judged_and_its_verdict_is_feedback(settings: Settings, j
         assert explorer.commit().json()["committed"] == 2
 
 
+def test_nobody_speaks_in_the_name_of_the_judge(settings: Settings, judge: JudgeDouble) -> None:
+    """Its verdicts are taken for true."""
+    with explorer_running(judged_by(settings, judge)) as explorer:
+        said = explorer.chat().json()["id"]
+        refused = explorer.feedback(said, reward=1.0, source="judge:j")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "source_of_judge")
+        token = explorer.http.post("/v1/feedback_tokens", json={"msg_id": said, "source": "judge:j"}).json()["token"]
+        bearer = {"Authorization": f"Bearer {token}"}
+        refused = explorer.http.post("/feedback", json={"msg_ids": [said], "value": 1.0}, headers=bearer)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "source_of_judge")
+        explorer.feedback(said, reward=1.0, source="judge:k")
+        eventually(lambda: len(verdicts(explorer)) == 1)
+        others = explorer.rows("SELECT DISTINCT source FROM feedback WHERE metric = 'reward'")
+        assert [row[0] for row in others] == ["judge:k"]
+
+
 def test_a_restart_judges_nothing_twice(settings: Settings, judge: JudgeDouble) -> None:
     settings = judged_by(settings, judge)
     with explorer_running(settings) as explorer:

@@ -13,7 +13,7 @@ from tuneloop.shared.ledger.assessment import BY, ON_ONE_REPLY
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.raters.rater_tables import RaterState
 from tuneloop.shared.ledger.storage.schema import experiences
-from tuneloop.shared.settings.feedback import FeedbackSettings, RewardRule
+from tuneloop.shared.settings.feedback import FeedbackSettings, JudgeSettings, RewardRule, TrustedRaters
 
 OPTIONS = FeedbackSettings()
 HONEST = ("ann", "ben", "cid")
@@ -137,8 +137,26 @@ def test_little_evidence_is_not_enough(ledger: Ledger) -> None:
 
 def test_a_trusted_rater_is_right_against_all_others(ledger: Ledger) -> None:
     judged(ledger)
-    decided = ledger.raters.assess(OPTIONS, trusted=["liar"])
+    decided = ledger.raters.assess(OPTIONS, trusted=[("acme", "liar")])
     assert {each.name for each in decided} == set(HONEST)
+
+
+def test_the_name_of_a_trusted_rater_is_worth_nothing_at_another_tenant(ledger: Ledger) -> None:
+    judged(ledger)
+    options = FeedbackSettings(trusted_raters=("globex/liar", "liar"))
+    trusted = options.all_trusted(JudgeSettings(url="http://judge", model="m"))
+    assert [each.name for each in ledger.raters.assess(options, trusted=trusted)] == ["liar"]
+    assert ("globex", "liar") in trusted
+    assert ("default", "liar") in trusted
+    assert ("acme", "judge:m") in trusted
+
+
+def test_the_share_of_a_rater_with_the_name_of_another_tenants_trusted_one_is_limited(ledger: Ledger) -> None:
+    flood, rest = crowded(ledger, floods=25)
+    options = FeedbackSettings(trusted_raters=("globex/flood", "flood"))
+    policy = LIMITED._replace(trusted_raters=options.all_trusted(JudgeSettings()))
+    batch = ledger.training.lease(ledger.training.take_epoch("trainer"), 10, policy)
+    assert {each.msg_id for each in batch} == {flood[0], *rest[:9]}
 
 
 def test_quarantine_can_be_switched_off(ledger: Ledger) -> None:
@@ -206,7 +224,10 @@ def test_one_rater_has_no_more_than_its_share_of_a_batch(ledger: Ledger) -> None
     assert {each.msg_id for each in batch} == {flood[0], *rest[:9]}
 
 
-@pytest.mark.parametrize("policy", [BatchPolicy(), LIMITED._replace(trusted_raters=frozenset({"flood"}))])
+TRUSTING = LIMITED._replace(trusted_raters=TrustedRaters(frozenset({("acme", "flood")})))
+
+
+@pytest.mark.parametrize("policy", [BatchPolicy(), TRUSTING])
 def test_without_a_limit_and_for_a_trusted_rater_nothing_changes(ledger: Ledger, policy: BatchPolicy) -> None:
     flood, _ = crowded(ledger, floods=25)
     batch = ledger.training.lease(ledger.training.take_epoch("trainer"), 10, policy)

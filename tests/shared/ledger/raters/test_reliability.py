@@ -86,7 +86,7 @@ def test_a_trusted_rater_is_enough_to_be_compared_with() -> None:
         for reply in range(50)
         for name, value in (("gold", reply % 2), ("a", reply % 2), ("b", 1 - reply % 2), ("c", 1 - reply % 2))
     ]
-    found = figures(said, trusted={"gold"})
+    found = figures(said, trusted={("acme", "gold")})
     assert [found["acme", name].agreement for name in "abc"] == [1.0, 0.0, 0.0]
 
 

@@ -14,6 +14,7 @@ from tuneloop.shared.experience import Sample, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.ledger.training.batches import next_groups, next_of, select_unsampled, tenants
+from tuneloop.shared.settings.feedback import TrustedRaters
 from tuneloop.shared.settings.settings import Settings
 
 
@@ -304,7 +305,7 @@ def test_the_settings_make_the_policy(tmp_path: Path) -> None:
     }
     backlog = {"train_batch_size": 16, "max_backlog": 3}
     bounds = {"max_staleness": 5, "max_age": 9.0}
-    raters = {"max_rater_share": 0.25, "trusted_raters": frozenset({"ann", "judge:m"})}
+    raters = {"max_rater_share": 0.25, "trusted_raters": TrustedRaters(frozenset({("default", "ann")}), "judge:m")}
     settings = Settings(
         model={"model_path": tmp_path},
         buffer=chosen | backlog,

@@ -5,13 +5,14 @@ answers are made without it; those that are not trained on yet are made anew at 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import Connection, and_, bindparam, delete, func, insert, select, tuple_, update
+from sqlalchemy import Connection, and_, bindparam, delete, insert, select, tuple_, update
 
 from tuneloop.shared.errors import UnknownRater
 from tuneloop.shared.experience import Kind
+from tuneloop.shared.ledger.raters.newest_feedback import KeyWithFeedback, keys_with_feedback, newest_of_key
 from tuneloop.shared.ledger.raters.rater_tables import RaterState, rater_events, raters
 from tuneloop.shared.ledger.raters.reliability import (
     KNOWN,
@@ -29,8 +30,14 @@ from tuneloop.shared.ledger.storage.schema import feedback
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, put
 from tuneloop.shared.settings.feedback import FeedbackSettings, RewardRule
 
-#: The newest events that raters are compared by, and so many of one rater at most.
+#: The newest events of a tenant that its raters are compared by, and so many of one rater at most.
 WINDOW, OF_ONE = 5000, 500
+
+#: When so many events have been read, the other tenants wait for the next turn: they are first then.
+AT_ONCE = 20_000
+
+#: The keys of a tenant that are looked at: those that spoke last.
+_MOST_KEYS = 500
 
 #: A rater is an outlier with so many numbers that are clipped, if they are this part of its own and few of the others'.
 EXTREME_LEAST, EXTREME_SHARE, EXTREME_OF_OTHERS = 10, 0.2, 0.05
@@ -56,11 +63,11 @@ _NEW_FIGURES = (
 
 _T = TypeVar("_T")
 
-_RATINGS = (Kind.NUMBER, Kind.BOOLEAN, Kind.LABEL)
+_RATED = and_(feedback.c.kind.in_((Kind.NUMBER, Kind.BOOLEAN, Kind.LABEL)), feedback.c.msg_id.is_not(None))
 
 
 class RaterStanding(NamedTuple):
-    """A row of `raters`; `events` and `extreme` are among the newest WINDOW events."""
+    """A row of `raters`; `events` and `extreme` are among the newest WINDOW events of the tenant."""
 
     tenant: str
     name: str
@@ -108,7 +115,8 @@ class Raters(LedgerPart):
     def __init__(self, transactions: Transactions, settlement: Settlement) -> None:
         super().__init__(transactions)
         self._settlement = settlement
-        self._seen: int | None = None
+        #: By tenant, the newest event when its raters were last compared; who waits longest comes first.
+        self._seen: dict[str, int] = {}
 
     def all(self) -> list[RaterStanding]:
         """All raters, those in quarantine first."""
@@ -122,14 +130,46 @@ class Raters(LedgerPart):
         return [RaterDecision(*row)._replace(state=RaterState(row.state)) for row in self._read(query)]
 
     def assess(self, options: FeedbackSettings, *, trusted: Container[Rater] = ()) -> list[RaterDecision]:
-        """Compare the raters by the newest feedback, if there is any; outliers go into quarantine. Says which did."""
-        newest = self._read(select(func.max(feedback.c.id)))[0][0]
+        """Compare the raters of tenants with new feedback; outliers go into quarantine. Says which did."""
         decided: list[RaterDecision] = []
-        if newest is not None and newest != self._seen:
-            decided = self._assess(options, trusted)
-            self._seen = newest
+        read = 0
+        for tenant, keys in self._tenants_to_compare():
+            if read >= AT_ONCE:
+                break
+            events = self._window(keys)
+            decided += self._assess(tenant, events, options, trusted)
+            read += len(events)
+            self._seen.pop(tenant, None)
+            self._seen[tenant] = _newest(keys)
         self._settle()
         return decided
+
+    def _tenants_to_compare(self) -> Sequence[tuple[str, Sequence[KeyWithFeedback]]]:
+        """The tenants whose feedback is not what it was, each with its keys: who waits longest comes first."""
+        found: dict[str, list[KeyWithFeedback]] = {}
+        for row in self._read(select(raters.c.tenant).distinct()):
+            found[row.tenant] = []  # all of its feedback may be deleted
+        for key in keys_with_feedback(self._read):
+            found.setdefault(key.tenant, []).append(key)
+        turns = {tenant: number for number, tenant in enumerate(self._seen)}
+        changed = [(tenant, keys) for tenant, keys in found.items() if self._seen.get(tenant) != _newest(keys)]
+        return sorted(changed, key=lambda each: turns.get(each[0], -1))
+
+    def _window(self, keys: Sequence[KeyWithFeedback]) -> list[Any]:
+        """The newest WINDOW events of a tenant, the newest first: of each key its share, and what others leave of it.
+
+        A key that floods must not push the others out, or nobody could be compared with it.
+        """
+        found: list[Any] = []
+        waiting = sorted(keys, key=lambda each: each.newest, reverse=True)[:_MOST_KEYS]
+        share = WINDOW // max(1, len(waiting))
+        first = {key: self._read(newest_of_key(key, _RATED, share)) for key in waiting}
+        full = {key for key, events in first.items() if len(events) == share}
+        left = WINDOW - sum(map(len, first.values()))
+        more = share + left // max(1, len(full))
+        for key, events in first.items():
+            found += self._read(newest_of_key(key, _RATED, more)) if key in full and more > share else events
+        return sorted(found, key=lambda event: event.id, reverse=True)
 
     def quarantine(self, tenant: str, name: str, *, by: str, reason: str) -> None:
         """Hear a rater no more. Raises UnknownRater."""
@@ -158,24 +198,20 @@ class Raters(LedgerPart):
             self._note(connection, RaterDecision(tenant, name, self._clock(), state, by, reason))
         self._settle()
 
-    def _assess(self, options: FeedbackSettings, trusted: Container[Rater]) -> list[RaterDecision]:
-        events = _newest_of_each(self._read(_window()))
-        rule, now = self._settlement.rule, self._clock()
-        before = {(row.tenant, row.name): row for row in self._read(select(raters))}
+    def _assess(
+        self, tenant: str, newest_first: Sequence[Any], options: FeedbackSettings, trusted: Container[Rater]
+    ) -> list[RaterDecision]:
+        """Compare the raters of one tenant with one another alone: others rate by another scale, or mean harm."""
+        events, rule, now = _newest_of_each(newest_first), self._settlement.rule, self._clock()
+        before = {(tenant, row.name): row for row in self._read(select(raters).where(raters.c.tenant == tenant))}
         ignored = {who for who, row in before.items() if row.state == RaterState.QUARANTINED}
-        rows: dict[Rater, Mapping[str, Any]] = {}
-        reasons: dict[Rater, str] = {}
-        for theirs in _by_tenant(events):
-            did = _activities(rule, theirs)
-            found = figures(_verdicts(rule, theirs), trusted=trusted, ignored=ignored)
-            rows |= {who: _row(who, found.get(who, RaterFigures()), done, now) for who, done in did.items()}
-            told = {who: _why(options, found.get(who, RaterFigures()), did, who) for who in did}
-            reasons |= {who: reason for who, reason in told.items() if reason is not None}
-        self._store(rows, before)
+        did = _activities(rule, events)
+        found = figures(_verdicts(rule, events), trusted=trusted, ignored=ignored)
+        self._store({who: _row(who, found.get(who, RaterFigures()), done, now) for who, done in did.items()}, before)
         decided = []
-        for who, reason in reasons.items():
-            known = before.get(who)
-            if who in ignored or who in trusted or (known is not None and known.released):
+        for who in did:
+            known, reason = before.get(who), _why(options, found.get(who, RaterFigures()), did, who)
+            if reason is None or who in ignored or who in trusted or (known is not None and known.released):
                 continue
             decision = RaterDecision(*who, now, RaterState.QUARANTINED, BY, reason)
             if self._quarantine(decision):
@@ -246,10 +282,8 @@ def _is_by(tenant: str, name: str) -> Any:
     return and_(feedback.c.tenant == tenant, unnamed)
 
 
-def _window() -> Any:
-    names = ("id", "tenant", "msg_id", "choice", "kind", "metric", "value", "text", "source", "received_at")
-    rated = and_(feedback.c.kind.in_(_RATINGS), feedback.c.msg_id.is_not(None))
-    return select(*(feedback.c[name] for name in names)).where(rated).order_by(feedback.c.id.desc()).limit(WINDOW)
+def _newest(keys: Sequence[KeyWithFeedback]) -> int:
+    return max((key.newest for key in keys), default=0)
 
 
 def _newest_of_each(newest_first: Sequence[Any]) -> list[Any]:
@@ -261,14 +295,6 @@ def _newest_of_each(newest_first: Sequence[Any]) -> list[Any]:
         if counts[rater_of(event)] <= OF_ONE:
             kept.append(event)
     return kept[::-1]
-
-
-def _by_tenant(events: Sequence[Any]) -> Collection[Sequence[Any]]:
-    """Raters of one tenant are compared with one another alone: others rate by another scale, or mean harm."""
-    found: dict[str, list[Any]] = defaultdict(list)
-    for event in events:
-        found[event.tenant].append(event)
-    return found.values()
 
 
 def _verdicts(rule: RewardRule, events: Sequence[Any]) -> Iterator[RaterVerdict]:

@@ -325,6 +325,7 @@ feedback = Table(
     CheckConstraint("(kind = 'preference') = (other_msg_id IS NOT NULL)", name="preferred_to_another"),
     CheckConstraint("msg_id IS NOT NULL OR (task_id IS NOT NULL AND run_id IS NOT NULL)", name="about_something"),
     Index(None, "msg_id", "received_at"),
+    Index(None, "tenant", "key", "id"),
 )
 partial("ix_feedback_other_msg_id", feedback.c.other_msg_id, where="other_msg_id IS NOT NULL")
 partial(

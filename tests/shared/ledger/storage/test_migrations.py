@@ -3,6 +3,7 @@
 import importlib.util
 import re
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 
@@ -123,7 +124,7 @@ def test_the_comparison_sees_a_changed_rule(migrated: Engine) -> None:
 
 
 def test_going_back_leaves_nothing_behind(migrated: Engine) -> None:
-    steps = sorted(Path(migrations.__path__[0], "versions").glob("[0-9]*.py"), reverse=True)
+    steps = sorted(Path(migrations.__path__[0], "versions").rglob("[0-9]*.py"), key=attrgetter("name"), reverse=True)
     with migrated.begin() as connection, Operations.context(MigrationContext.configure(connection)):
         for step in steps:
             _loaded(step).downgrade()
@@ -140,7 +141,7 @@ def _loaded(path: Path) -> ModuleType:
 
 
 def test_migrations_are_numbered_one_after_the_other() -> None:
-    steps = sorted(Path(migrations.__path__[0], "versions").glob("[0-9]*.py"))
+    steps = sorted(Path(migrations.__path__[0], "versions").rglob("[0-9]*.py"), key=attrgetter("name"))
     found = [(_loaded(step).revision, _loaded(step).down_revision) for step in steps]
     numbers = [f"{number:04d}" for number in range(1, len(steps) + 1)]
     assert found == list(zip(numbers, [None, *numbers[:-1]], strict=True))

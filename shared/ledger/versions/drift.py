@@ -1,16 +1,21 @@
 """The ledger's verbs for the monitors: the newest replies, and who gave the newest feedback.
 
-Both read backwards from the newest row, so that they cost the same however much the ledger holds.
+All read backwards from the newest row, or that of each key, so that they cost the same however much the ledger holds.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import and_, exists, func, select
+from sqlalchemy import ColumnElement, and_, func, select, true
 from zstandard import ZstdError
 
 from tuneloop.shared.experience import MAX_REWARD, Kind
+from tuneloop.shared.ledger.raters.newest_feedback import KeyWithFeedback, keys_with_feedback, newest_of_key
 from tuneloop.shared.ledger.raters.rater_tables import RaterState, raters
+from tuneloop.shared.ledger.raters.reliability import Rater
+from tuneloop.shared.ledger.raters.standing import rater_of
+from tuneloop.shared.ledger.raters.voice_shares import SILENT_S, SuspectEvent, most_of_one, share_amiss
 from tuneloop.shared.ledger.storage.codec import unpack_text
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, portions
@@ -21,6 +26,9 @@ LONGEST = 2000
 
 # Where few events name a source, no more than so many times the events asked for are read.
 _STRETCH = 10
+
+# So many keys are looked at, of each tenant in turn that which spoke last.
+_MOST_KEYS = 100
 
 
 class ReplyExcerpt(NamedTuple):
@@ -67,28 +75,45 @@ class Drift(LedgerPart):
         return max(latest.count(source) for source in set(latest)) / count
 
     def extreme_share(self, count: int, rule: RewardRule) -> float | None:
-        """The part of the newest `count` numbers under metrics that count that is beyond the clip.
+        """The part of the newest numbers under metrics that count that is beyond the clip, as voices share in it.
 
-        Those of raters in quarantine are left out. None if there are not so many.
+        Those of raters in quarantine are left out. None if there are not `count`.
         """
         weights = {metric: weight for metric, weight in rule.weights.items() if weight}
-        numbers = and_(feedback.c.kind == Kind.NUMBER, feedback.c.metric.in_(weights), ~_is_quarantined())
-        newest = select(feedback.c.metric, feedback.c.value).where(numbers).order_by(feedback.c.id.desc())
-        rows = self._read(newest.limit(count))
         low, high = rule.clip or (-MAX_REWARD, MAX_REWARD)
-        beyond = sum(not low <= weights[row.metric] * row.value <= high for row in rows)
-        return beyond / count if len(rows) == count else None
+        numbers = and_(feedback.c.kind == Kind.NUMBER, feedback.c.metric.in_(weights))
+        quarantined = self._raters_in_quarantine()
+        rows = [row for row in self._newest_of_voices(count, numbers) if rater_of(row) not in quarantined]
+        return share_amiss((_suspect(row, not low <= weights[row.metric] * row.value <= high) for row in rows), count)
 
     def quarantined_share(self, count: int) -> float | None:
-        """The part of the newest `count` feedback events that raters in quarantine gave; None if there are fewer."""
-        newest = select(_is_quarantined().label("theirs")).select_from(feedback)
-        rows = self._read(newest.order_by(feedback.c.id.desc()).limit(count))
-        return sum(bool(row.theirs) for row in rows) / count if len(rows) == count else None
+        """The part of the newest feedback that raters in quarantine gave, as voices share in it. None as above."""
+        quarantined, rows = self._raters_in_quarantine(), self._newest_of_voices(count, true())
+        return share_amiss((_suspect(row, rater_of(row) in quarantined) for row in rows), count)
+
+    def _raters_in_quarantine(self) -> set[Rater]:
+        query = select(raters.c.tenant, raters.c.name).where(raters.c.state == RaterState.QUARANTINED)
+        return {(row.tenant, row.name) for row in self._read(query)}
+
+    def _newest_of_voices(self, count: int, wanted: ColumnElement[bool]) -> Iterator[Any]:
+        """The newest events of each key, of all together about _STRETCH times `count`: whoever floods hides nobody."""
+        turns: Counter[str] = Counter()
+        of_tenant: list[tuple[int, int, KeyWithFeedback]] = []
+        for key in sorted(keys_with_feedback(self._read), key=lambda each: each.newest, reverse=True):
+            turns[key.tenant] += 1
+            of_tenant.append((turns[key.tenant], -key.newest, key))
+        keys = [key for *_, key in sorted(of_tenant, key=lambda each: each[:2])[:_MOST_KEYS]]
+        newest = select(feedback.c.id, feedback.c.received_at).where(feedback.c.id.in_([key.newest for key in keys]))
+        spoke = {row.id: row.received_at for row in self._read(newest)}
+        since = max(spoke.values(), default=0.0) - SILENT_S
+        speaking = [key for key in keys if spoke.get(key.newest, 0.0) >= since]
+        for key in speaking:
+            most = max(most_of_one(count, len(speaking)), _STRETCH * count // len(speaking))
+            yield from self._read(newest_of_key(key, wanted, most))
 
 
-def _is_quarantined() -> Any:
-    same = and_(raters.c.tenant == feedback.c.tenant, raters.c.name == func.coalesce(feedback.c.source, ""))
-    return exists().where(same, raters.c.state == RaterState.QUARANTINED)
+def _suspect(row: Any, amiss: bool) -> SuspectEvent:
+    return SuspectEvent(row.id, row.received_at, rater_of(row), amiss)
 
 
 def _readable(stored: bytes) -> bytes | None:

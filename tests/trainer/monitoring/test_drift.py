@@ -334,7 +334,7 @@ def test_extreme_rewards_hold_new_versions_unless_they_are_a_quarantined_raters(
     said = exchange()
     ledger.recording.record([said, *(feedback(msg_id=said.msg_id, source=f"r{n}", value=n - 5.0) for n in range(10))])
     curves = [watch.after_step(Trained(step), {REWARD: 0.5}, version=step) for step in (1, 2)]
-    assert curves[1]["drift/extreme_rewards"] == 0.7
+    assert curves[1]["drift/extreme_rewards"] == pytest.approx(6 / 9)  # one of them alone is not heard
     assert curves[1][LEVEL] == 0.75
     assert [(alarm.name, alarm.holds) for alarm in ledger.alarms.all()] == [("extreme_rewards", True)]
     for number in range(10):

@@ -7,6 +7,7 @@ from sqlalchemy import Engine, event, update
 from tests.factories import exchange, experience, feedback, fill
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.schema import exchanges
+from tuneloop.shared.settings.feedback import RewardRule
 
 
 def test_the_newest_replies_come_first_with_the_requests_of_those_that_call_tools(ledger: Ledger) -> None:
@@ -52,6 +53,46 @@ def test_the_same_name_at_two_tenants_is_two_raters(ledger: Ledger) -> None:
     ledger.recording.record(said)
     ledger.recording.record([feedback(msg_id=each.msg_id, tenant=each.tenant, source="judge") for each in said])
     assert ledger.drift.largest_rater(2) == 0.5
+
+
+def say(ledger: Ledger, count: int, *keys: str, value: float = 0.5, tenant: str = "acme") -> None:
+    """Each key rates so many replies."""
+    said = [exchange(tenant=tenant) for _ in range(count)]
+    by = [
+        feedback(tenant=tenant, msg_id=each.msg_id, source=f"key:{key}", key=key, value=value)
+        for each in said
+        for key in keys
+    ]
+    ledger.recording.record([*said, *by])
+
+
+def test_a_key_that_floods_is_not_what_all_say(ledger: Ledger) -> None:
+    rule = RewardRule()
+    say(ledger, 8, "a", "b", "c")
+    say(ledger, 250, "eve", value=9.0)
+    assert ledger.drift.extreme_share(20, rule) == 0.0
+    ledger.raters.quarantine("acme", "key:eve", by="ann", reason="it floods")
+    assert ledger.drift.quarantined_share(20) == 0.0
+    assert ledger.drift.extreme_share(20, rule) == 0.0
+    say(ledger, 8, "a", "b", "c", value=9.0)
+    assert ledger.drift.extreme_share(20, rule) == 1.0
+    for key in "abc":
+        ledger.raters.quarantine("acme", f"key:{key}", by="ann", reason="it is extreme")
+    assert ledger.drift.quarantined_share(20) == 1.0
+
+
+def test_where_there_are_one_or_two_keys_either_can_say_that_something_is_amiss(ledger: Ledger) -> None:
+    say(ledger, 10, "a")
+    assert ledger.drift.extreme_share(20, RewardRule()) is None
+    say(ledger, 10, "b", value=9.0)
+    assert ledger.drift.extreme_share(20, RewardRule()) == 0.5
+
+
+def test_the_keys_of_one_tenant_crowd_out_no_other(ledger: Ledger) -> None:
+    for tenant in ("globex", "initech"):
+        say(ledger, 12, "web", "app", tenant=tenant)
+    say(ledger, 1, *(f"eve-{number}" for number in range(200)), value=9.0, tenant="mallory")
+    assert ledger.drift.extreme_share(20, RewardRule()) == 0.0
 
 
 def test_what_is_asked_does_not_grow_with_the_ledger(ledger: Ledger, engine: Engine) -> None:

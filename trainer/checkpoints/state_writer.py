@@ -68,7 +68,9 @@ class StateWriter:
         self._measured: SimpleQueue[tuple[int, Metrics]] = SimpleQueue()
         self._copies = Copies(snapshot.size_of_state, snapshot.copy_state)
         self._last: PublishedVersion | None = None
-        self._written = self._since = 0
+        #: The version whose state was written last. Not its number: one that was not registered has a namesake.
+        self._written: PublishedVersion | None = None
+        self._since = 0
         #: What is written of a version goes first.
         self.priority = DiskPriority()
         #: Whether the last state did not fit on the disk.
@@ -116,7 +118,7 @@ class StateWriter:
     def finish(self, learner: Learner | None, version: int, curves: CurveWriter) -> None:
         """Before a clean stop at `version`, which `learner` is: write its state now, if that was skipped or not due."""
         self.join()
-        if learner and self._last is not None and self._last.version == version != self._written:
+        if learner and self._last is not None and self._last.version == version and self._last != self._written:
             size = snapshot.size_of_state(learner)
             state = snapshot.state_of(learner) if learner.ranks.size == 1 else self._copy(learner)
             if state is not None:
@@ -212,7 +214,7 @@ class StateWriter:
         except (OSError, SafetensorError) as error:  # A newer trainer has moved it away, or the disk refuses.
             _log.error("state_not_kept", version=published.version, reason=str(error))
             return {"state/skipped": 1.0}
-        self._written, self._since, self.full = published.version, 0, False
+        self._written, self._since, self.full = published, 0, False
         took = time.perf_counter() - started
         _log.info("state_kept", version=published.version, step=published.step, seconds=round(took, 3))
         return {"time/publish/state": took}

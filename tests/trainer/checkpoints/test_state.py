@@ -18,13 +18,14 @@ from tuneloop.shared.checkpoints.file_checks import check_files, files_at, is_we
 from tuneloop.shared.checkpoints.manifest import StateManifest, read_manifest, read_state_manifest
 from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.disk_space import DiskSpace
-from tuneloop.shared.errors import CheckpointRejected
+from tuneloop.shared.errors import CheckpointRejected, LedgerUnavailable
+from tuneloop.shared.ledger.training.training import Training
 from tuneloop.shared.tensorboard import Curves
 from tuneloop.trainer.checkpoints import snapshot, state_writer
 from tuneloop.trainer.checkpoints.pruning import prune
 from tuneloop.trainer.checkpoints.resumption import find_state
 from tuneloop.trainer.checkpoints.state_writer import PublishedVersion, StateWriter
-from tuneloop.trainer.loop import run
+from tuneloop.trainer.loop import TrainingLoop, run
 
 
 @pytest.fixture
@@ -214,6 +215,31 @@ def test_a_state_that_comes_too_early_is_skipped_and_written_at_a_clean_stop(tra
     assert isinstance(read_state_manifest(first.path), StateManifest)
     assert isinstance(read_state_manifest(second.path), StateManifest)
     writer.close()
+
+
+def test_the_state_of_a_version_that_was_not_registered_is_not_that_of_its_namesake(settings, ledger):
+    """The answer to COMMIT was lost, and so was the transaction: the next version has its number."""
+
+    class Losing(Training):
+        def register(self, epoch, ids, *, step, publish, parent=None):
+            def put(version):
+                published = publish(version)
+                if version == 2 and not lost:
+                    lost.append(version)
+                    raise LedgerUnavailable("the connection was closed")
+                return published
+
+            return super().register(epoch, ids, step=step, publish=put, parent=parent)
+
+    chosen, lost = settings(trainer={"total_steps": 2, "state_interval": 2}), []
+    commit(ledger, [sample(i) for i in range(16)])
+    ledger.versions.ensure_base(chosen.model.model_path)
+    ledger.training = Losing(ledger.transactions, ledger.settlement)
+    TrainingLoop(chosen, ledger, Event()).run()
+    assert lost == [2]
+    newest = ledger.versions.newest()
+    assert (newest.version, newest.step) == (2, 2)
+    assert read_state_manifest(newest.path).manifest_sha256 == newest.manifest_sha256
 
 
 def test_a_folder_whose_one_manifest_lists_everything_is_gone_on_from(trained, ledger):

@@ -47,6 +47,19 @@ def _of_choices(rule: RewardRule, event: Feedback, rows: Sequence[RewardRow]) ->
         yield f"{row.msg_id}:{row.choice}", outcome
 
 
+def equal_texts(connection: Connection, texts: Collection[tuple[int, str | None]]) -> set[tuple[int, str | None]]:
+    """Those of the pairs of a stored event and a text in which it is the event's. Only as long texts are read."""
+    lengths = {(row, len(text)) for row, text in texts if text is not None}
+    found: set[tuple[int, str | None]] = set()
+    for portion in portions(lengths, of=2):
+        as_long = tuple_(feedback.c.id, func.length(feedback.c.text)).in_(portion)
+        these = feedback.c.id.in_([row for row, _ in portion])
+        found |= {
+            tuple(row) for row in connection.execute(select(feedback.c.id, feedback.c.text).where(these, as_long))
+        }
+    return found & set(texts)
+
+
 class EarlyFeedback:
     """Holds tenants to MAX_EARLY events about what is not there.
 

@@ -14,7 +14,7 @@ from tuneloop.shared.ledger.rare_rows import ANY_EARLY, RARE_ROWS, RareRows
 from tuneloop.shared.ledger.raters.reliability import voice_of
 from tuneloop.shared.ledger.recording.attestation import mark_untrusted
 from tuneloop.shared.ledger.recording.erasures import not_erased
-from tuneloop.shared.ledger.recording.outcomes import EarlyFeedback, outcomes_apart, rows_about
+from tuneloop.shared.ledger.recording.outcomes import EarlyFeedback, equal_texts, outcomes_apart, rows_about
 from tuneloop.shared.ledger.recording.rewards import (
     RewardRow,
     Trajectory,
@@ -293,10 +293,13 @@ def _new_feedback(connection: Connection, events: Sequence[Feedback]) -> list[Fe
     for row in sorted(_earlier_feedback(events, connection.execute), key=event_order):
         last[_subject(row)] = row
         quota.take(row)
+    alike = ((last[_subject(event)], event) for event in events if _subject(event) in last)
+    texts = [(row.id, event.text) for row, event in alike if _content(row) == _content(event) and row.has_text]
+    same = equal_texts(connection, texts)
     new = []
     for event in events:
         before = last.get(_subject(event))
-        if before is not None and _is_repeated(connection, before, event):
+        if before is not None and _is_repeated(before, event, same):
             continue
         # Who has said something may take it back, once, whatever others have said since.
         takes_back = event.kind is Kind.RETRACTION and before is not None and before.kind != Kind.RETRACTION
@@ -353,16 +356,13 @@ def _earlier_feedback(
     return found.values()
 
 
-def _is_repeated(connection: Connection, before: Any, event: Feedback) -> bool:
-    """Whether an event says what the one before it said. A stored text is read only where all else is the same."""
+def _is_repeated(before: Any, event: Feedback, same: Collection[tuple[int, str | None]]) -> bool:
+    """Whether an event says what the one before it said; `same` are stored events with a text that is theirs."""
     if _content(before) != _content(event):
         return False
     if isinstance(before, Feedback):
         return before.text == event.text
-    if event.text is None or not before.has_text:
-        return event.text is None and not before.has_text
-    stored = connection.execute(select(feedback.c.text).where(feedback.c.id == before.id)).scalar_one()
-    return bool(stored == event.text)
+    return (before.id, event.text) in same if before.has_text else event.text is None
 
 
 def _subject(event: Any) -> object:

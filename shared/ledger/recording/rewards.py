@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, bindparam, case, insert, or_, select, tuple_, update
+from sqlalchemy import Connection, and_, bindparam, case, insert, or_, select, tuple_, update
 
 from tuneloop.shared.experience import Exchange, Kind, Outcome, State
 from tuneloop.shared.ledger.rare_rows import RareRows
@@ -26,6 +26,18 @@ Trajectory = tuple[str, str, str]
 
 TRAJECTORY = ("tenant", "task_id", "run_id")
 
+#: From so many rows with the same values on, they have a statement of their own.
+_MANY_ALIKE = 16
+
+#: What a row that is repeated has anew; what else it has is the same, but for how it is trained on.
+_REPEATED = ("correction", "state", "reward", "reward_rule", "rewarded_at")
+_OWN = {"id", "committed_at", "group_id", "lease_epoch", "lease_until", "trained_version", *_REPEATED}
+_SAME = tuple(column for column in experiences.c if column.name not in _OWN)
+_ANEW = (bindparam(f"its_{name}", type_=experiences.c[name].type).label(name) for name in _REPEATED)
+_REPEATING = insert(experiences).from_select(
+    [*(column.name for column in _SAME), *_REPEATED],
+    select(*_SAME, *_ANEW).where(experiences.c.id == bindparam("its_id")),
+)
 
 #: What of an event can bear on a reward: of its text that is a label alone, which is short.
 _READ = (
@@ -139,15 +151,12 @@ def write(connection: Connection, decided: Plan, rule_id: int, *, repeat: bool) 
     _set(connection, experiences, labels)
     _set(connection, experiences, [_after(change, rule_id) for change in decided.changes])
     _set(connection, feedback, [{"its_id": id_, "outcome": outcome} for id_, outcome in decided.outcomes.items()])
-    for change in decided.changes:
-        if change.reward is None and change.row.group_id is not None:
-            # What is left of its group may be a lone member: let it be gathered again.
-            of_its_group = experiences.c.group_id == change.row.group_id
-            connection.execute(
-                update(experiences).where(of_its_group, experiences.c.state == State.COMMITTED).values(group_id=None)
-            )
-    for change in decided.repeats if repeat else ():
-        _repeat(connection, change, rule_id)
+    # What is left of a group may be a lone member: let it be gathered again.
+    for portion in portions({change.row.group_id for change in decided.changes if change.reward is None} - {None}):
+        of_these = and_(experiences.c.group_id.in_(portion), experiences.c.state == State.COMMITTED)
+        connection.execute(update(experiences).where(of_these).values(group_id=None))
+    if repeat and decided.repeats:
+        connection.execute(_REPEATING, [_values_of_repeat(change, rule_id) for change in decided.repeats])
 
 
 def replies_of(connection: Connection, trajectories: Collection[Trajectory]) -> Iterator[str]:
@@ -184,34 +193,39 @@ class _Events:
     def __init__(self, events: Collection[Any], standing: Standing) -> None:
         self._standing = standing
         self.all = sorted({event.id: event for event in events}.values(), key=event_order)
-        self._of_runs: dict[object, Reward | None] = {}
+        self._rewards: dict[object, Reward | None] = {}
+        self._by_key: dict[object, list[Event]] = {}
         self._made: dict[tuple[int, bool], Event] = {}
         self._by_target: dict[object, list[Any]] = defaultdict(list)
         retracted = set(retracted_preferences(self.all))
         for event in self.all:
             if event.id in retracted:
                 continue
-            for target in _targets(event):
+            for target in {*_targets(event)}:
                 self._by_target[target].append(event)
 
     def reward(self, rule: RewardRule, row: RewardRow) -> Reward | None:
-        """What the events make of one row; reckoned once for all rows of a run that have no feedback of their own."""
-        if self._by_target.get(row.msg_id) or rule.attribution_window is not None:
-            return reward_of(rule, self.about(row), sampled_at=row.sampled_at)
-        run = (row.tenant, row.task_id, row.run_id)
-        if run not in self._of_runs:
-            self._of_runs[run] = reward_of(rule, self.about(row), sampled_at=row.sampled_at)
-        return self._of_runs[run]
+        """What the events make of one row; reckoned once for all rows of which the same was said."""
+        same = (self._key(row), rule.attribution_window and row.sampled_at)
+        if same not in self._rewards:
+            self._rewards[same] = reward_of(rule, self.about(row), sampled_at=row.sampled_at)
+        return self._rewards[same]
 
-    def about(self, row: RewardRow) -> Iterator[Event]:
+    def about(self, row: RewardRow) -> Sequence[Event]:
         """The events about one row, as they bear on it."""
-        own, of_run = (
-            self._by_target.get(row.msg_id, []),
-            self._by_target.get((row.tenant, row.task_id, row.run_id), []),
-        )
-        for event in sorted([*own, *of_run], key=event_order) if own and of_run else own or of_run:
-            if event.tenant == row.tenant and ((is_about := _is_about(event, row)) or _is_rejected_by(event, row)):
-                yield self._borne(event, is_about)
+        if (key := self._key(row)) not in self._by_key:
+            targets = _targets_of(row)
+            found = {event.id: event for target in targets for event in self._by_target.get(target, ())}
+            self._by_key[key] = [
+                self._borne(event, is_about)
+                for event in sorted(found.values(), key=event_order)
+                if event.tenant == row.tenant and ((is_about := _is_about(event, row)) or _is_rejected_by(event, row))
+            ]
+        return self._by_key[key]
+
+    def _key(self, row: RewardRow) -> object:
+        """The same for rows of which the same was said: choices of a reply, replies of a run."""
+        return row.tenant, *(target for target in _targets_of(row) if target in self._by_target)
 
     def _borne(self, event: Any, is_about: bool) -> Event:
         """An event as it bears on a row, made once for all rows."""
@@ -240,12 +254,18 @@ def event_order(event: Any) -> int:
 
 
 def _targets(event: Any) -> Iterator[object]:
+    """What an event is about, a run or a reply or a choice of it; and what a preference is against."""
     if event.msg_id is None:
         yield event.tenant, event.task_id, event.run_id
         return
-    yield event.msg_id
-    if event.other_msg_id not in (None, event.msg_id):
-        yield event.other_msg_id
+    yield event.msg_id, event.choice
+    if event.other_msg_id is not None:
+        yield event.other_msg_id, event.other_choice
+
+
+def _targets_of(row: RewardRow) -> tuple[object, ...]:
+    """All that an event may be about, or against, which bears on a row."""
+    return (row.msg_id, None), (row.msg_id, row.choice), (row.tenant, row.task_id, row.run_id)
 
 
 def _is_about(event: Any, row: RewardRow) -> bool:
@@ -294,11 +314,11 @@ def _set(connection: Connection, table: Any, rows: Sequence[Mapping[str, object]
     alike: dict[object, list[Mapping[str, object]]] = defaultdict(list)
     for row in rows:
         alike[tuple(value for name, value in row.items() if name != "its_id")].append(row)
-    if single := [group[0] for group in alike.values() if len(group) == 1]:
+    if single := [row for group in alike.values() if len(group) < _MANY_ALIKE for row in group]:
         connection.execute(_update_by_id(table), single)
     for group in alike.values():
         values = {name: value for name, value in group[0].items() if name != "its_id"}
-        for portion in portions([row["its_id"] for row in group] if len(group) > 1 else []):
+        for portion in portions([row["its_id"] for row in group] if len(group) >= _MANY_ALIKE else []):
             connection.execute(_update_by_ids(table, tuple(values)), {"its_ids": portion, **values})
 
 
@@ -328,12 +348,12 @@ def _outcomes(rule: RewardRule, rows: Sequence[RewardRow], events: _Events) -> I
     waiting = [event for event in events.all if event.outcome in (Outcome.PENDING, Outcome.LATE)]
     by_target: dict[object, list[RewardRow]] = defaultdict(list)
     for row in newest_corrections(rows) if waiting else ():
-        by_target[row.msg_id].append(row)
-        by_target[row.tenant, row.task_id, row.run_id].append(row)
+        for target in _targets_of(row):
+            by_target[target].append(row)
     strictest: dict[object, RewardRow | None] = {}
     for event in waiting:
         target = next(_targets(event))
-        subject = event.tenant, target, event.choice
+        subject = event.tenant, target
         if subject not in strictest:
             about = (row for row in by_target[target] if event.tenant == row.tenant and _is_about(event, row))
             strictest[subject] = min(about, key=lambda row: (not _is_closed(row), row.sampled_at), default=None)
@@ -364,29 +384,17 @@ def _repeats(
 ) -> Iterator[Change]:
     """Trained replies to which feedback that came too late gives another reward."""
     late = {event.id for event in events.all if outcomes.get(event.id, event.outcome) == Outcome.LATE}
-    for row in newest_corrections(rows) if late else ():
-        if row.state != State.TRAINED:
-            continue
-        about = list(events.about(row))
-        reward = reward_of(rule, about, sampled_at=row.sampled_at)
-        too_late = any(event.id in late and rewarding(rule, event.kind) for event in about)
-        if too_late and reward is not None and reward.value != row.reward:
+    trained = [row for row in newest_corrections(rows) if row.state == State.TRAINED] if late else []
+    for row in trained:
+        reward = events.reward(rule, row)
+        changed = reward is not None and reward.value != row.reward
+        if changed and any(event.id in late and rewarding(rule, event.kind) for event in events.about(row)):
             yield Change(row, reward)
 
 
-def _repeat(connection: Connection, change: Change, rule_id: int) -> None:
-    """Repeat a row's tokens under its present reward."""
+def _values_of_repeat(change: Change, rule_id: int) -> Mapping[str, object]:
+    """The parameters of _REPEATING: a row's tokens once more, under its present reward."""
     row, reward = change
     assert reward is not None
-    changed: dict[str, object] = {
-        "correction": row.correction + 1,
-        "state": State.REWARDED,
-        "reward": reward.value,
-        "reward_rule": rule_id,
-        "rewarded_at": reward.at,
-    }
-    left_out = {"id", "committed_at", "group_id", "lease_epoch", "lease_until", "trained_version"}
-    unchanged = [column for column in experiences.c if column.name not in left_out | changed.keys()]
-    values = [bindparam(f"its_{name}", value, experiences.c[name].type).label(name) for name, value in changed.items()]
-    copy = select(*unchanged, *values).where(experiences.c.id == row.id)
-    connection.execute(insert(experiences).from_select([*(column.name for column in unchanged), *changed], copy))
+    values = zip(_REPEATED, (row.correction + 1, State.REWARDED, reward.value, rule_id, reward.at), strict=True)
+    return {"its_id": row.id} | {f"its_{name}": value for name, value in values}

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, select, tuple_, update
+from sqlalchemy import Connection, bindparam, select, tuple_, update
 
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.raters.rater_tables import RaterState, raters
@@ -30,6 +30,8 @@ WINDOW = 4
 REASON = "its rater has more of the waiting feedback than feedback.max_rater_share lets into batches"
 
 _TRAJECTORY = ("tenant", "task_id", "run_id")
+
+_REWARDING = update(experiences).where(experiences.c.id == bindparam("its_id")).values(reward=bindparam("its_reward"))
 
 
 class Unit(NamedTuple):
@@ -105,8 +107,8 @@ class _Shares:
                 continue
             self._take(unit, words)
             changed.update(values)
-        for row, reward in changed.items():
-            connection.execute(update(experiences).where(experiences.c.id == row).values(reward=reward))
+        if changed:
+            connection.execute(_REWARDING, [{"its_id": row, "its_reward": reward} for row, reward in changed.items()])
         return rest
 
     def _audible(self, unit: Unit) -> dict[int, Collection[Rater]] | None:

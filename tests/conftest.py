@@ -15,7 +15,7 @@ from sqlalchemy import Engine
 from tests.databases import Kind, Schemas, engine_of, put_file
 from tests.doubles import postgres
 from tests.doubles.clock import Clock
-from tests.order import seconds_of
+from tests.order import is_slow, seconds_of
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.feedback import RewardRule
 
@@ -128,6 +128,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Who names a group of his own is in that one alone. What takes longest begins first.
     """
     for item in items:
+        if is_slow(item.nodeid):
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("xdist_group") is not None:
             continue  # xdist would make a third group of two
         engines = {"explorer", "bare_engine", "second_engine"}.intersection(getattr(item, "fixturenames", ()))

@@ -1,7 +1,8 @@
 """What each test costs, by the clock and of processors: `pytest -p tests.costs --costs FILE` writes a line for each.
 
-`python -m tests.costs FILE` adds them up by group, as tests/order.py has them. The processor time is that of the test's
-process and of all processes below it, so that of an engine or a server is told where it was spent.
+`python -m tests.costs FILE` adds them up by group, as tests/order.py has them; `python -m tests.costs --slow FILE` says
+which tests are slow, as tests/slow.txt has them. The processor time is that of the test's process and of all processes
+below it, so that of an engine or a server is told where it was spent.
 """
 
 import json
@@ -9,14 +10,25 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean, median
 from typing import NamedTuple
 
 import pytest
 
 LEAST = 20
 """Seconds: groups that take fewer need no place of their own in tests/order.py."""
+
+SLOW_S, WHOLE_S = 0.5, 3.0
+"""Seconds that a test costs a run on two cores from which on it is slow; the first test of a file that would have no
+other may cost more."""
+
+NEVER_SLOW = ("tests/loop/test_loop.py", "tests/loop/test_kills.py", "tests/runner/feedback/test_kills.py")
+"""What the project is for: the whole road with real vLLM, PostgreSQL and trainer, and that no kill loses what was taken."""
+
+_CORES, _AT_ONCE = 2, 8
+"""What waits costs a run less than what computes: others go on meanwhile."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -26,6 +38,20 @@ class Moment(NamedTuple):
 
     wall: float
     cpu: float
+
+
+class Cost(NamedTuple):
+    """Seconds that a test took, by the clock and of processors."""
+
+    test: str
+    group: str
+    wall: float
+    cpu: float
+
+    @property
+    def of_run(self) -> float:
+        """About how many seconds a run on two cores takes longer with it."""
+        return self.cpu / _CORES + self.wall / _AT_ONCE
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,7 +71,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
             group = item.get_closest_marker("xdist_group")
             name = (group.args[0] if group.args else group.kwargs["name"]) if group else str(item.path)
             line = {
-                "test": item.nodeid,
+                "test": item.nodeid.removesuffix(f"@{name}"),  # pytest-xdist adds it
                 "group": Path(name).stem,
                 "wall": round(after.wall - before.wall, 3),
                 "cpu": round(after.cpu - before.cpu, 2),
@@ -78,17 +104,50 @@ def _ticks_below(root: int) -> list[int]:
     return found
 
 
-def main(files: list[str]) -> None:
-    """Print the groups, the longest first."""
+def groups_of(costs: Sequence[Cost]) -> Iterator[str]:
+    """A line of tests/order.py for each group that takes long, the longest first."""
     walls: dict[str, float] = defaultdict(float)
     cpus: dict[str, float] = defaultdict(float)
-    for line in (json.loads(each) for file in files for each in Path(file).read_text().splitlines()):
-        walls[line["group"]] += line["wall"]
-        cpus[line["group"]] += line["cpu"]
+    for cost in costs:
+        walls[cost.group] += cost.wall
+        cpus[cost.group] += cost.cpu
     for group in sorted(walls, key=lambda each: -walls[each]):
         if walls[group] >= LEAST:
-            sys.stdout.write(f'    "{group}": {walls[group]:.0f},  # {cpus[group]:.0f} of processors\n')
-    sys.stderr.write(f"in all {sum(walls.values()):.0f} s, {sum(cpus.values()):.0f} s of processors\n")
+            yield f'    "{group}": {walls[group]:.0f},  # {cpus[group]:.0f} of processors'
+
+
+def slow_tests(costs: Sequence[Cost]) -> Iterator[str]:
+    """The functions whose tests are slow, in the order of their names; a file that has no others is named alone.
+
+    What a file's first test costs more than the median is taken for what they share, and each has its part of it.
+    """
+    by_file: dict[str, list[Cost]] = defaultdict(list)
+    for cost in costs:
+        by_file[cost.test.partition("::")[0]].append(cost)
+    for file, found in sorted(by_file.items()):
+        if file in NEVER_SLOW:
+            continue
+        shared = max(0.0, found[0].of_run - median(each.of_run for each in found)) if len(found) > 1 else 0.0
+        of_function: dict[str, list[float]] = defaultdict(list)
+        for number, cost in enumerate(found):
+            own = cost.of_run - (0.0 if number else shared)
+            of_function[cost.test.partition("[")[0]].append(own + shared / len(found))
+        means = {function: fmean(each) for function, each in of_function.items()}
+        slow = {function for function, mean in means.items() if mean >= SLOW_S}
+        first = min(means, key=lambda each: sum(of_function[each]))
+        if slow == means.keys() and sum(of_function[first]) < WHOLE_S:
+            slow.remove(first)
+        yield from [file] if slow == means.keys() else sorted(slow)
+
+
+def main(arguments: list[str]) -> None:
+    """Print the groups, the longest first, or the tests that are slow."""
+    files = [each for each in arguments if each != "--slow"]
+    costs = [Cost(**json.loads(line)) for file in files for line in Path(file).read_text().splitlines()]
+    for line in slow_tests(costs) if "--slow" in arguments else groups_of(costs):
+        sys.stdout.write(f"{line}\n")
+    wall, cpu = (sum(getattr(cost, of) for cost in costs) for of in ("wall", "cpu"))
+    sys.stderr.write(f"in all {wall:.0f} s, {cpu:.0f} s of processors\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""Which groups of tests begin first: those that take longest, or the last of them would run alone.
+"""Which groups of tests begin first: those that take longest, or the last of them would run alone. Which tests are slow.
 
 A group is what shares an engine, or a file. The seconds are rough, of two cores; who is not named takes fewer than any.
-`tests/costs.py` measures them.
+Slow are the files and functions of slow.txt, which `make test` leaves to `make slow`. `tests/costs.py` measures both.
 """
 
+from functools import cache
 from pathlib import Path
+
+SLOW = Path(__file__).with_name("slow.txt")
 
 SECONDS = {
     "engine": 550,
@@ -61,6 +64,18 @@ SECONDS = {
     "test_bad_requests": 30,
     "test_stored_completions": 30,
 }
+
+
+@cache
+def slow_names() -> frozenset[str]:
+    """The files, and the functions of others, whose tests are slow."""
+    return frozenset(SLOW.read_text().split())
+
+
+def is_slow(nodeid: str) -> bool:
+    """Whether a test, with its parameters, is slow."""
+    function = nodeid.partition("[")[0]
+    return function in slow_names() or function.partition("::")[0] in slow_names()
 
 
 def seconds_of(group: str) -> int:

@@ -27,8 +27,22 @@ def test_what_a_test_costs_includes_the_processes_that_it_starts(tmp_path: Path)
 def test_groups_are_added_up_and_the_longest_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "lines"
     lines = [("a", 30, 1), ("b", 25, 2), ("b", 25, 3), ("short", 1, 1)]
-    file.write_text("".join(json.dumps({"group": name, "wall": wall, "cpu": cpu}) + "\n" for name, wall, cpu in lines))
+    keys = ("test", "group", "wall", "cpu")
+    written = [dict(zip(keys, (f"{name}.py::test", name, wall, cpu), strict=True)) for name, wall, cpu in lines]
+    file.write_text("".join(json.dumps(line) + "\n" for line in written))
     costs.main([str(file)])
     printed = capsys.readouterr()
     assert printed.out == '    "b": 50,  # 5 of processors\n    "a": 30,  # 1 of processors\n'
     assert printed.err == "in all 81 s, 7 s of processors\n"
+
+
+def test_what_a_file_shares_is_of_all_its_tests_and_one_that_costs_little_stays() -> None:
+    def of(test: str, cpu: float) -> costs.Cost:
+        return costs.Cost(test, "", 0.0, cpu)
+
+    server = [of("a.py::test_first", 10.0), *(of(f"a.py::test_other[{n}]", 0.1) for n in range(40))]
+    long = [of("b.py::test_long", 9.0), of("b.py::test_longer", 20.0), of("b.py::test_short", 0.2)]
+    rest = [of("c.py::test_cheapest", 5.0), of("c.py::test_long", 12.0), of("d.py::test_long", 50.0)]
+    kept = [of(f"{costs.NEVER_SLOW[0]}::test_long", 80.0)]
+    slow = ["b.py::test_long", "b.py::test_longer", "c.py::test_long", "d.py"]
+    assert list(costs.slow_tests([*server, *long, *rest, *kept])) == slow

@@ -25,7 +25,7 @@ SLOW_S, WHOLE_S = 0.5, 3.0
 other may cost more."""
 
 NEVER_SLOW = ("tests/loop/test_loop.py", "tests/loop/test_kills.py", "tests/runner/feedback/test_kills.py")
-"""What the project is for: the whole road with real vLLM, PostgreSQL and trainer, and that no kill loses what was taken."""
+"""What the project is for: the whole road with real vLLM, PostgreSQL and trainer; no kill loses what was taken."""
 
 _CORES, _AT_ONCE = 2, 8
 """What waits costs a run less than what computes: others go on meanwhile."""

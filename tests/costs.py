@@ -20,15 +20,12 @@ import pytest
 LEAST = 20
 """Seconds: groups that take fewer need no place of their own in tests/order.py."""
 
-SLOW_S, WHOLE_S = 0.5, 3.0
-"""Seconds that a test costs a run on two cores from which on it is slow; the first test of a file that would have no
-other may cost more."""
+SLOW_S, WHOLE_S = 0.75, 5.0
+"""Seconds by the clock, of three tests at once on two cores, from which on one is slow; the first of a file that would
+have no other may take longer."""
 
 NEVER_SLOW = ("tests/loop/test_loop.py", "tests/loop/test_kills.py", "tests/runner/feedback/test_kills.py")
 """What the project is for: the whole road with real vLLM, PostgreSQL and trainer; no kill loses what was taken."""
-
-_CORES, _AT_ONCE = 2, 8
-"""What waits costs a run less than what computes: others go on meanwhile."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -47,11 +44,6 @@ class Cost(NamedTuple):
     group: str
     wall: float
     cpu: float
-
-    @property
-    def of_run(self) -> float:
-        """About how many seconds a run on two cores takes longer with it."""
-        return self.cpu / _CORES + self.wall / _AT_ONCE
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -119,7 +111,7 @@ def groups_of(costs: Sequence[Cost]) -> Iterator[str]:
 def slow_tests(costs: Sequence[Cost]) -> Iterator[str]:
     """The functions whose tests are slow, in the order of their names; a file that has no others is named alone.
 
-    What a file's first test costs more than the median is taken for what they share, and each has its part of it.
+    What a file's first test takes longer than the median is taken for what they share, and each has its part of it.
     """
     by_file: dict[str, list[Cost]] = defaultdict(list)
     for cost in costs:
@@ -127,10 +119,10 @@ def slow_tests(costs: Sequence[Cost]) -> Iterator[str]:
     for file, found in sorted(by_file.items()):
         if file in NEVER_SLOW:
             continue
-        shared = max(0.0, found[0].of_run - median(each.of_run for each in found)) if len(found) > 1 else 0.0
+        shared = max(0.0, found[0].wall - median(each.wall for each in found)) if len(found) > 1 else 0.0
         of_function: dict[str, list[float]] = defaultdict(list)
         for number, cost in enumerate(found):
-            own = cost.of_run - (0.0 if number else shared)
+            own = cost.wall - (0.0 if number else shared)
             of_function[cost.test.partition("[")[0]].append(own + shared / len(found))
         means = {function: fmean(each) for function, each in of_function.items()}
         slow = {function for function, mean in means.items() if mean >= SLOW_S}

@@ -37,8 +37,8 @@ def test_groups_are_added_up_and_the_longest_comes_first(tmp_path: Path, capsys:
 
 
 def test_what_a_file_shares_is_of_all_its_tests_and_one_that_costs_little_stays() -> None:
-    def of(test: str, cpu: float) -> costs.Cost:
-        return costs.Cost(test, "", 0.0, cpu)
+    def of(test: str, wall: float) -> costs.Cost:
+        return costs.Cost(test, "", wall, 0.0)
 
     server = [of("a.py::test_first", 10.0), *(of(f"a.py::test_other[{n}]", 0.1) for n in range(40))]
     long = [of("b.py::test_long", 9.0), of("b.py::test_longer", 20.0), of("b.py::test_short", 0.2)]

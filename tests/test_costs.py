@@ -42,7 +42,7 @@ def test_what_a_file_shares_is_of_all_its_tests_and_one_that_costs_little_stays(
 
     server = [of("a.py::test_first", 10.0), *(of(f"a.py::test_other[{n}]", 0.1) for n in range(40))]
     long = [of("b.py::test_long", 9.0), of("b.py::test_longer", 20.0), of("b.py::test_short", 0.2)]
-    rest = [of("c.py::test_cheapest", 5.0), of("c.py::test_long", 12.0), of("d.py::test_long", 50.0)]
+    rest = [of("c.py::test_cheapest", 4.0), of("c.py::test_long", 12.0), of("d.py::test_long", 50.0)]
     kept = [of(f"{costs.NEVER_SLOW[0]}::test_long", 80.0)]
     slow = ["b.py::test_long", "b.py::test_longer", "c.py::test_long", "d.py"]
     assert list(costs.slow_tests([*server, *long, *rest, *kept])) == slow

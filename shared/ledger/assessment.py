@@ -4,15 +4,15 @@ A rater in quarantine is heard no more: what it said is kept, and what comes is 
 answers are made without it; those that are not trained on yet are made anew at once, also after a crash in between.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import Connection, and_, bindparam, delete, insert, select, tuple_, update
+from sqlalchemy import Connection, and_, bindparam, delete, func, insert, select, tuple_, update
 
 from tuneloop.shared.errors import UnknownRater
 from tuneloop.shared.experience import Kind
-from tuneloop.shared.ledger.raters.newest_feedback import KeyWithFeedback, keys_with_feedback, newest_of_key
+from tuneloop.shared.ledger.raters.newest_feedback import KeyWithFeedback, keys_with_feedback, newest_rated_of_key
 from tuneloop.shared.ledger.raters.rater_tables import RaterState, rater_events, raters
 from tuneloop.shared.ledger.raters.reliability import (
     KNOWN,
@@ -36,7 +36,10 @@ WINDOW, OF_ONE = 5000, 500
 #: When so many events have been read, the other tenants wait for the next turn: they are first then.
 AT_ONCE = 20_000
 
-#: The keys of a tenant that are looked at: those that spoke last.
+#: As how many events a key counts there, whatever it said: it is asked for by itself.
+_KEY_COST = 10
+
+#: The keys of a tenant that are looked at: those that spoke last, and what has no key, which the judge is a part of.
 _MOST_KEYS = 500
 
 #: A rater is an outlier with so many numbers that are clipped, if they are this part of its own and few of the others'.
@@ -62,8 +65,6 @@ _NEW_FIGURES = (
 )
 
 _T = TypeVar("_T")
-
-_RATED = and_(feedback.c.kind.in_((Kind.NUMBER, Kind.BOOLEAN, Kind.LABEL)), feedback.c.msg_id.is_not(None))
 
 
 class RaterStanding(NamedTuple):
@@ -117,6 +118,8 @@ class Raters(LedgerPart):
         self._settlement = settlement
         #: By tenant, the newest event when its raters were last compared; who waits longest comes first.
         self._seen: dict[str, int] = {}
+        #: The newest event of all when no tenant was left to be compared.
+        self._compared: int | None = None
 
     def all(self) -> list[RaterStanding]:
         """All raters, those in quarantine first."""
@@ -132,15 +135,18 @@ class Raters(LedgerPart):
     def assess(self, options: FeedbackSettings, *, trusted: Container[Rater] = ()) -> list[RaterDecision]:
         """Compare the raters of tenants with new feedback; outliers go into quarantine. Says which did."""
         decided: list[RaterDecision] = []
+        newest = self._read(select(func.max(feedback.c.id)))[0][0]
+        waiting = deque(self._tenants_to_compare() if newest != self._compared else ())
         read = 0
-        for tenant, keys in self._tenants_to_compare():
-            if read >= AT_ONCE:
-                break
+        while waiting and read < AT_ONCE:
+            tenant, keys = waiting.popleft()
             events = self._window(keys)
             decided += self._assess(tenant, events, options, trusted)
-            read += len(events)
+            read += len(events) + _KEY_COST * len(keys)
             self._seen.pop(tenant, None)
             self._seen[tenant] = _newest(keys)
+        if not waiting:
+            self._compared = newest
         self._settle()
         return decided
 
@@ -161,14 +167,14 @@ class Raters(LedgerPart):
         A key that floods must not push the others out, or nobody could be compared with it.
         """
         found: list[Any] = []
-        waiting = sorted(keys, key=lambda each: each.newest, reverse=True)[:_MOST_KEYS]
+        waiting = sorted(keys, key=lambda each: (each.key is None, each.newest), reverse=True)[:_MOST_KEYS]
         share = WINDOW // max(1, len(waiting))
-        first = {key: self._read(newest_of_key(key, _RATED, share)) for key in waiting}
-        full = {key for key, events in first.items() if len(events) == share}
-        left = WINDOW - sum(map(len, first.values()))
-        more = share + left // max(1, len(full))
+        shares = {each: share if each.key else max(share, min(OF_ONE, WINDOW)) for each in waiting}
+        first = {key: self._read(newest_rated_of_key(key, most)) for key, most in shares.items()}
+        full = {key for key, events in first.items() if len(events) == shares[key]}
+        left = max(0, WINDOW - sum(map(len, first.values()))) // max(1, len(full))
         for key, events in first.items():
-            found += self._read(newest_of_key(key, _RATED, more)) if key in full and more > share else events
+            found += self._read(newest_rated_of_key(key, shares[key] + left)) if key in full and left else events
         return sorted(found, key=lambda event: event.id, reverse=True)
 
     def quarantine(self, tenant: str, name: str, *, by: str, reason: str) -> None:

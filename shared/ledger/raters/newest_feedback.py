@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, and_, case, func, select
+from sqlalchemy import ColumnElement, Select, Subquery, and_, case, func, select, text
 
-from tuneloop.shared.ledger.storage.schema import feedback
+from tuneloop.shared.ledger.storage.schema import RATED, feedback
 
 # Where few events are wanted, no more than so many times the events asked for are read.
 _STRETCH = 10
@@ -26,9 +26,14 @@ _NEXT_KEY = select(func.min(feedback.c.key)).where(_GREATER).correlate(_SOME).sc
 _KEYS = _SOME.union_all(select(_SOME.c.tenant, _NEXT_KEY).where(_SOME.c.key.is_not(None)))
 
 
+# As the index is read backwards, also where the key is null: PostgreSQL does not know that all nulls are alike.
+_BACKWARDS = (feedback.c.key.desc(), feedback.c.id.desc())
+
+
 def _newest(same_key: ColumnElement[bool]) -> Any:
     same_tenant = feedback.c.tenant == _KEYS.c.tenant
-    return select(func.max(feedback.c.id)).where(same_tenant, same_key).correlate(_KEYS).scalar_subquery()
+    newest = select(feedback.c.id).where(same_tenant, same_key).order_by(*_BACKWARDS).limit(1)
+    return newest.correlate(_KEYS).scalar_subquery()
 
 
 _NEWEST = case((_KEYS.c.key.is_(None), _newest(feedback.c.key.is_(None))), else_=_newest(feedback.c.key == _KEYS.c.key))
@@ -50,9 +55,20 @@ def keys_with_feedback(read: Callable[[Any], Sequence[Any]]) -> list[KeyWithFeed
 
 def newest_of_key(of: KeyWithFeedback, wanted: ColumnElement[bool], count: int) -> Select[Any]:
     """The newest events of a key that are wanted, so many at most, the newest first."""
+    part = _ids_of_key(of).limit(count * _STRETCH).subquery()
+    return _events_of(part).where(wanted).limit(count)
+
+
+def newest_rated_of_key(of: KeyWithFeedback, count: int) -> Select[Any]:
+    """The newest ratings of a key, so many at most, the newest first: what it says besides does not hide them."""
+    return _events_of(_ids_of_key(of).where(text(RATED)).limit(count).subquery())
+
+
+def _ids_of_key(of: KeyWithFeedback) -> Select[Any]:
     same_key = feedback.c.key.is_(None) if of.key is None else feedback.c.key == of.key
-    newest = select(feedback.c.id).where(feedback.c.tenant == of.tenant, same_key).order_by(feedback.c.id.desc())
-    part = newest.limit(count * _STRETCH).subquery()
+    return select(feedback.c.id).where(feedback.c.tenant == of.tenant, same_key).order_by(*_BACKWARDS)
+
+
+def _events_of(part: Subquery) -> Select[Any]:
     columns = (feedback.c[name] for name in _COLUMNS)
-    found = select(*columns).join(part, part.c.id == feedback.c.id).where(wanted)
-    return found.order_by(feedback.c.id.desc()).limit(count)
+    return select(*columns).join(part, part.c.id == feedback.c.id).order_by(feedback.c.id.desc())

@@ -169,6 +169,9 @@ exchanges = Table(
 partial("ix_exchanges_user_id", exchanges.c.tenant, exchanges.c.user_id, where="user_id IS NOT NULL")
 partial("ix_exchanges_chat", exchanges.c.tenant, exchanges.c.received_at, exchanges.c.msg_id, where=CHAT)
 
+#: Feedback that raters are compared by.
+RATED = "kind IN ('number', 'boolean', 'label') AND msg_id IS NOT NULL"
+
 #: What a stored completion is found by: digests of its model and of each pair of its metadata. Names of any length
 #: would not fit into an index.
 tags = Table(
@@ -333,6 +336,7 @@ partial(
 )
 partial("ix_feedback_pending", feedback.c.id, where="outcome = 'pending'")
 partial("ix_feedback_early", feedback.c.tenant, where="outcome = 'pending' AND msg_id IS NOT NULL")
+partial("ix_feedback_rated", *(feedback.c[name] for name in ("tenant", "key", "id")), where=RATED)
 partial("ix_feedback_source", feedback.c.tenant, feedback.c.source, where="source IS NOT NULL")
 
 #: People whose rows were deleted. What of theirs was received before, and comes in later, is not taken.

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, func, select, true
+from sqlalchemy import ColumnElement, and_, exists, func, select, true
 from zstandard import ZstdError
 
 from tuneloop.shared.experience import MAX_REWARD, Kind
@@ -15,7 +15,7 @@ from tuneloop.shared.ledger.raters.newest_feedback import KeyWithFeedback, keys_
 from tuneloop.shared.ledger.raters.rater_tables import RaterState, raters
 from tuneloop.shared.ledger.raters.reliability import Rater
 from tuneloop.shared.ledger.raters.standing import rater_of
-from tuneloop.shared.ledger.raters.voice_shares import SILENT_S, SuspectEvent, most_of_one, share_amiss
+from tuneloop.shared.ledger.raters.voice_shares import SILENT_S, SuspectEvent, share_amiss
 from tuneloop.shared.ledger.storage.codec import unpack_text
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, portions
@@ -81,9 +81,8 @@ class Drift(LedgerPart):
         """
         weights = {metric: weight for metric, weight in rule.weights.items() if weight}
         low, high = rule.clip or (-MAX_REWARD, MAX_REWARD)
-        numbers = and_(feedback.c.kind == Kind.NUMBER, feedback.c.metric.in_(weights))
-        quarantined = self._raters_in_quarantine()
-        rows = [row for row in self._newest_of_voices(count, numbers) if rater_of(row) not in quarantined]
+        numbers = and_(feedback.c.kind == Kind.NUMBER, feedback.c.metric.in_(weights), ~_IS_QUARANTINED)
+        rows = self._newest_of_voices(count, numbers)
         return share_amiss((_suspect(row, not low <= weights[row.metric] * row.value <= high) for row in rows), count)
 
     def quarantined_share(self, count: int) -> float | None:
@@ -96,7 +95,7 @@ class Drift(LedgerPart):
         return {(row.tenant, row.name) for row in self._read(query)}
 
     def _newest_of_voices(self, count: int, wanted: ColumnElement[bool]) -> Iterator[Any]:
-        """The newest events of each key, of all together about _STRETCH times `count`: whoever floods hides nobody."""
+        """The newest events of each key, `count` at least where it has them: whoever floods hides nobody."""
         turns: Counter[str] = Counter()
         of_tenant: list[tuple[int, int, KeyWithFeedback]] = []
         for key in sorted(keys_with_feedback(self._read), key=lambda each: each.newest, reverse=True):
@@ -108,8 +107,14 @@ class Drift(LedgerPart):
         since = max(spoke.values(), default=0.0) - SILENT_S
         speaking = [key for key in keys if spoke.get(key.newest, 0.0) >= since]
         for key in speaking:
-            most = max(most_of_one(count, len(speaking)), _STRETCH * count // len(speaking))
-            yield from self._read(newest_of_key(key, wanted, most))
+            # Of each as many as of all: where only one of many says what is wanted, that must be enough to go by.
+            yield from self._read(newest_of_key(key, wanted, max(count, _STRETCH * count // len(speaking))))
+
+
+_IS_QUARANTINED = exists().where(
+    and_(raters.c.tenant == feedback.c.tenant, raters.c.name == func.coalesce(feedback.c.source, "")),
+    raters.c.state == RaterState.QUARANTINED,
+)
 
 
 def _suspect(row: Any, amiss: bool) -> SuspectEvent:

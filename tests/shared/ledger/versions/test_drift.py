@@ -95,6 +95,22 @@ def test_the_keys_of_one_tenant_crowd_out_no_other(ledger: Ledger) -> None:
     assert ledger.drift.extreme_share(20, RewardRule()) == 0.0
 
 
+def test_one_key_that_says_enough_is_gone_by_where_many_say_little(ledger: Ledger) -> None:
+    say(ledger, 1, *(f"idle-{number}" for number in range(40)))
+    say(ledger, 300, "app")
+    assert ledger.drift.extreme_share(200, RewardRule()) == 0.0
+    assert ledger.drift.quarantined_share(200) == 0.0
+
+
+def test_a_rater_in_quarantine_hides_no_other_of_its_key(ledger: Ledger) -> None:
+    for user, count in (("ann", 30), ("eve", 300)):
+        said = [exchange() for _ in range(count)]
+        by = [feedback(msg_id=each.msg_id, source=f"key:web/{user}", key="web", value=9.0) for each in said]
+        ledger.recording.record([*said, *by])
+    ledger.raters.quarantine("acme", "key:web/eve", by="ann", reason="it floods")
+    assert ledger.drift.extreme_share(20, RewardRule()) == 1.0
+
+
 def test_what_is_asked_does_not_grow_with_the_ledger(ledger: Ledger, engine: Engine) -> None:
     fill(engine, 2000)
     with engine.begin() as connection:

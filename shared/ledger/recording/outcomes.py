@@ -50,13 +50,14 @@ def _of_choices(rule: RewardRule, event: Feedback, rows: Sequence[RewardRow]) ->
 def equal_texts(connection: Connection, texts: Collection[tuple[int, str | None]]) -> set[tuple[int, str | None]]:
     """Those of the pairs of a stored event and a text in which it is the event's. Only as long texts are read."""
     lengths = {(row, len(text)) for row, text in texts if text is not None}
+    as_long: list[int] = []
+    for portion in portions({row for row, _ in lengths}):
+        of_rows = select(feedback.c.id, func.length(feedback.c.text)).where(feedback.c.id.in_(portion))
+        as_long += [row for row, length in connection.execute(of_rows) if (row, length) in lengths]
     found: set[tuple[int, str | None]] = set()
-    for portion in portions(lengths, of=2):
-        as_long = tuple_(feedback.c.id, func.length(feedback.c.text)).in_(portion)
-        these = feedback.c.id.in_([row for row, _ in portion])
-        found |= {
-            tuple(row) for row in connection.execute(select(feedback.c.id, feedback.c.text).where(these, as_long))
-        }
+    for portion in portions(as_long):
+        of_texts = select(feedback.c.id, feedback.c.text).where(feedback.c.id.in_(portion))
+        found |= {(row, text) for row, text in connection.execute(of_texts)}
     return found & set(texts)
 
 

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Select, Subquery, and_, case, func, select, text
 
-from tuneloop.shared.ledger.storage.schema import RATED, feedback
+from tuneloop.shared.ledger.storage.schema import feedback
+from tuneloop.shared.ledger.storage.schema_types import RATED
 
 # Where few events are wanted, no more than so many times the events asked for are read.
 _STRETCH = 10

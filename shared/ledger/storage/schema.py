@@ -25,7 +25,7 @@ from sqlalchemy import (
 
 from tuneloop.shared.experience import AlarmState, Evaluator, Kind, Outcome, State, VersionAction, VersionState
 from tuneloop.shared.ledger.storage.key_tables import key_events, keys, stored_by_keys  # noqa: F401 - they are of the schema, too
-from tuneloop.shared.ledger.storage.schema_types import RowId, Words, metadata, one_of, partial
+from tuneloop.shared.ledger.storage.schema_types import RATED, RowId, Words, metadata, one_of, partial
 
 #: Says the same as the partial indexes of what the trainer may take.
 COMMITTED = f"state = '{State.COMMITTED}'"
@@ -168,9 +168,6 @@ exchanges = Table(
 )
 partial("ix_exchanges_user_id", exchanges.c.tenant, exchanges.c.user_id, where="user_id IS NOT NULL")
 partial("ix_exchanges_chat", exchanges.c.tenant, exchanges.c.received_at, exchanges.c.msg_id, where=CHAT)
-
-#: Feedback that raters are compared by.
-RATED = "kind IN ('number', 'boolean', 'label') AND msg_id IS NOT NULL"
 
 #: What a stored completion is found by: digests of its model and of each pair of its metadata. Names of any length
 #: would not fit into an index.

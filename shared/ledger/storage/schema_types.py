@@ -21,6 +21,9 @@ metadata = MetaData(
 RowId = BigInteger().with_variant(Integer(), "sqlite")
 
 
+#: Feedback that raters are compared by, as an index has it.
+RATED = "kind IN ('number', 'boolean', 'label') AND msg_id IS NOT NULL"
+
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 
 

@@ -27,10 +27,18 @@ from sqlalchemy import (
 
 from tuneloop.shared.experience import KEY_SOURCE, Kind, Outcome, State, person_behind
 from tuneloop.shared.ledger.raters.rater_tables import rater_events, raters
-from tuneloop.shared.ledger.recording.erasures import Person
+from tuneloop.shared.ledger.recording.erasures import Person, deleted_of, mark_deleted
 from tuneloop.shared.ledger.recording.rewards import Trajectory, replies_of
 from tuneloop.shared.ledger.recording.settlement import Settlement
-from tuneloop.shared.ledger.storage.schema import erasures, exchanges, experiences, exports, feedback, versions
+from tuneloop.shared.ledger.storage.schema import (
+    deletions,
+    erasures,
+    exchanges,
+    experiences,
+    exports,
+    feedback,
+    versions,
+)
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions, translating_errors
 from tuneloop.shared.ledger.stored_bytes import delete_counted
 from tuneloop.shared.settings.feedback import RetentionSettings as Bounds
@@ -44,6 +52,9 @@ PORTION = 2000
 
 # Not a comparison with a parameter: the partial index would not be used.
 _PENDING: ColumnElement[bool] = text(f"outcome = '{Outcome.PENDING}'")  # type: ignore[assignment]
+
+# What is kept of an exchange that was deleted with its person, beside its id.
+_DELETED = exchanges.c.tenant, exchanges.c.received_at
 
 # Between two portions, so that who waits for SQLite's lock gets it.
 _PAUSE_S = 0.02
@@ -129,17 +140,19 @@ class Retention(LedgerPart):
         """Delete a person: their exchanges, the feedback about these, and the feedback that they gave.
 
         Others' replies that are not trained on yet take the rewards that they have without it. Records of theirs that
-        were received before now, and are still in a spool, are not stored.
+        were received before now, and are still in a spool, are not stored, nor is what is said of theirs from now on.
         """
         with self._write() as connection:
             alone(connection, "record")
             alone(connection, "exports")  # else a file might be listed, with rows of theirs in it, after we looked
             rows = connection.execute(_rows_of(tenant, user)).all()
-            msg_ids = set(connection.execute(_exchanges_of(tenant, user)).scalars())
+            theirs = connection.execute(_exchanges_of(tenant, user, *_DELETED)).all()
+            msg_ids = {each.msg_id for each in theirs}
             events = {event.id: event for event in _feedback_to_erase(connection, tenant, user, rows, msg_ids)}
             if not dry_run:
                 touched = set(_replies(connection, events.values())) - msg_ids
                 self._mark_erased(connection, tenant, user)
+                mark_deleted(connection, theirs, at=self._clock())
                 regroup(connection, rows)
                 _delete(connection, rows)
                 delete_by(connection, exchanges, exchanges.c.msg_id, msg_ids)
@@ -147,8 +160,7 @@ class Retention(LedgerPart):
                 for table in (raters, rater_events):
                     named = select(table.c.name).where(table.c.tenant == tenant, _may_be(table.c.name, user))
                     names = {name for name in connection.execute(named).scalars() if person_behind(name) == user}
-                    theirs = and_(table.c.tenant == tenant, table.c.name.in_(names))
-                    connection.execute(delete(table).where(theirs))
+                    connection.execute(delete(table).where(table.c.tenant == tenant, table.c.name.in_(names)))
                 self._settlement.recompute(connection, touched)
         trained = Counter(row.trained_version for row in rows if row.trained_version is not None)
         return ErasureResult(frozenset(msg_ids), len(rows), len(events), dict(sorted(trained.items())))
@@ -156,6 +168,14 @@ class Retention(LedgerPart):
     def erasures(self) -> dict[Person, float]:
         """When each person was erased who was."""
         return {(row.tenant, row.user_id): row.erased_at for row in self._read(select(erasures))}
+
+    def deleted_among(self, msg_ids: Collection[str]) -> set[str]:
+        """Those of these exchanges that were deleted one by one, or with their person."""
+        return {row.msg_id for portion in portions(msg_ids) for row in self._read(deleted_of(portion))}
+
+    def deletions(self) -> int:
+        """How many exchanges were deleted so; a number that never falls."""
+        return int(self._read(select(func.count()).select_from(deletions))[0][0])
 
     def exported_files(self) -> list[Export]:
         """The files that rows were exported to."""
@@ -241,10 +261,10 @@ def _waits_for_its_repeat() -> ColumnElement[bool]:
     return exists().where(same, repeat.c.correction > experiences.c.correction, repeat.c.state.in_(untrained))
 
 
-def _exchanges_of(tenant: str, user: str) -> Any:
+def _exchanges_of(tenant: str, user: str, *columns: ColumnElement[Any]) -> Any:
     # Stated twice, so that the index of those with a user is seen to apply.
     theirs = and_(exchanges.c.user_id.is_not(None), exchanges.c.user_id == user)
-    return select(exchanges.c.msg_id).where(exchanges.c.tenant == tenant, theirs)
+    return select(exchanges.c.msg_id, *columns).where(exchanges.c.tenant == tenant, theirs)
 
 
 def _rows_of(tenant: str, user: str) -> Any:

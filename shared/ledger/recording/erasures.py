@@ -87,10 +87,10 @@ def forget_feedback(connection: Connection, msg_ids: Collection[str]) -> None:
         delete_counted(connection, feedback, about)
 
 
-def mark_deleted(connection: Connection, gone: Iterable[Any], *, at: float) -> None:
+def mark_deleted(connection: Connection, rows: Iterable[Any], *, at: float) -> None:
     """Note that these exchanges were deleted: feedback about them, which may come later, is not taken."""
     names = ("msg_id", "tenant", "received_at")
-    put(connection, deletions, [{name: getattr(each, name) for name in names} | {"deleted_at": at} for each in gone])
+    put(connection, deletions, [{name: getattr(each, name) for name in names} | {"deleted_at": at} for each in rows])
 
 
 def stored_name(name: str) -> str:

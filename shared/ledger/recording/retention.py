@@ -136,11 +136,12 @@ class Retention(LedgerPart):
             self.empty_log()
         return PurgeResult(purged, parked)
 
-    def erase(self, tenant: str, user: str, *, dry_run: bool = False) -> ErasureResult:
+    def erase(self, tenant: str, user: str, *, at: float | None = None, dry_run: bool = False) -> ErasureResult:
         """Delete a person: their exchanges, the feedback about these, and the feedback that they gave.
 
         Others' replies that are not trained on yet take the rewards that they have without it. Records of theirs that
         were received before now, and are still in a spool, are not stored, nor is what is said of theirs from now on.
+        `at` is when they were erased, if that was earlier.
         """
         with self._write() as connection:
             alone(connection, "record")
@@ -151,8 +152,9 @@ class Retention(LedgerPart):
             events = {event.id: event for event in _feedback_to_erase(connection, tenant, user, rows, msg_ids)}
             if not dry_run:
                 touched = set(_replies(connection, events.values())) - msg_ids
-                self._mark_erased(connection, tenant, user)
-                mark_deleted(connection, theirs, at=self._clock())
+                at = self._clock() if at is None else at
+                _mark_erased(connection, tenant, user, at)
+                mark_deleted(connection, theirs, at=at)
                 regroup(connection, rows)
                 _delete(connection, rows)
                 delete_by(connection, exchanges, exchanges.c.msg_id, msg_ids)
@@ -229,12 +231,6 @@ class Retention(LedgerPart):
             alone(connection, "record")
             return delete_counted(connection, feedback, parked)
 
-    def _mark_erased(self, connection: Connection, tenant: str, user: str) -> None:
-        theirs = and_(erasures.c.tenant == tenant, erasures.c.user_id == user)
-        now = self._clock()
-        if not connection.execute(update(erasures).where(theirs).values(erased_at=now)).rowcount:
-            connection.execute(insert(erasures).values(tenant=tenant, user_id=user, erased_at=now))
-
 
 class _Scope(NamedTuple):
     """Whose rows: a tenant's, or everybody's but those of some tenants."""
@@ -247,6 +243,12 @@ class _Scope(NamedTuple):
         if self.tenant is not None:
             return table.c.tenant == self.tenant
         return table.c.tenant.not_in(self.but) if self.but else true()
+
+
+def _mark_erased(connection: Connection, tenant: str, user: str, at: float) -> None:
+    theirs = and_(erasures.c.tenant == tenant, erasures.c.user_id == user)
+    if not connection.execute(update(erasures).where(theirs).values(erased_at=at)).rowcount:
+        connection.execute(insert(erasures).values(tenant=tenant, user_id=user, erased_at=at))
 
 
 def _columns() -> Any:

@@ -146,6 +146,7 @@ class Retention(LedgerPart):
         with self._write() as connection:
             alone(connection, "record")
             alone(connection, "exports")  # else a file might be listed, with rows of theirs in it, after we looked
+            alone(connection, "raters")  # else they might be named there, by feedback that is deleted
             rows = connection.execute(_rows_of(tenant, user)).all()
             theirs = connection.execute(_exchanges_of(tenant, user, *_DELETED)).all()
             msg_ids = {each.msg_id for each in theirs}

@@ -206,6 +206,22 @@ def test_what_others_say_of_their_replies_is_cleared_too(
     assert holding(own.folder) == set()
 
 
+@pytest.mark.parametrize("name", ["quarantine.seg", "00000001.torn", "00000001.kept"])
+def test_files_that_stay_lose_a_completion_that_is_deleted(
+    forgetting: SpoolRetention, own: Spool, ledger: Ledger, name: str
+) -> None:
+    said, bobs = exchange(request=b"goldfinch", received_at=time.time()), encode(exchange(user="bob"))
+    ledger.recording.record([said])
+    for payload in (encode(said), encode(feedback(msg_id=said.msg_id, metric="goldfinch")), bobs):
+        quarantine.set_aside(own.folder, payload)
+    (own.folder / "quarantine.seg").rename(own.folder / name)
+    forgetting.look()
+    assert holding(own.folder) == {name}
+    ledger.stored.delete("acme", said.msg_id)
+    forgetting.look()
+    assert (holding(own.folder), holding(own.folder, bobs)) == (set(), {name})
+
+
 def test_a_second_erasure_clears_again(forgetting: SpoolRetention, own: Spool, ledger: Ledger) -> None:
     quarantine.set_aside(own.folder, encode(exchange(user="bob", request=b"goldfinch")))
     for user, left in (("ann", {"quarantine.seg"}), ("bob", set())):

@@ -43,7 +43,7 @@ def erase(
 ) -> Erasure:
     """Delete the person from the ledger and from the exported files. The spools follow at the explorers' next look.
 
-    With a `redactor`, by the name that it writes for theirs too.
+    With a `redactor`, by the name that it writes in the place of theirs too.
     """
     user = person_name(user)
     names = _stored_names(ledger, tenant, user, redactor)
@@ -76,8 +76,13 @@ def erase(
 
 
 def _stored_names(ledger: Ledger, tenant: str, user: str, redactor: Redactor | None) -> tuple[str, ...]:
-    """What a person is called in the ledger: by the pseudonym, and by the name if that was once written."""
-    stored = redactor.name(user) if redactor else user
-    if stored == user or ledger.retention.erase(tenant, user, dry_run=True) != NOTHING_ERASED:
-        return tuple(dict.fromkeys([user, stored]))
-    return (stored,)  # the name would stand among those that were erased
+    """What a person is called in the ledger: by the pseudonym, and by the name if that was once written.
+
+    By the pseudonym whatever is redacted now: other kinds may have been when they were recorded.
+    """
+    if redactor is None:
+        return (user,)
+    hidden = redactor.hidden_name(user)
+    if redactor.name(user) == user or ledger.retention.erase(tenant, user, dry_run=True) != NOTHING_ERASED:
+        return (user, hidden)
+    return (hidden,)  # the name would stand among those that were erased

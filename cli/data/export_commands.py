@@ -110,6 +110,8 @@ def _import(options: _ImportOptions) -> None:
     echo(f"{options.file}: {result.rows} rows, {result.new} of them new")
     if result.changed_rewards:
         echo(f"  {result.changed_rewards} have another reward by this experiment's rule than in the file")
+    if result.refused:
+        echo(f"  {result.refused} are not taken: their people were erased, or they were deleted")
 
 
 def _require_newest_schema(settings: Settings) -> None:

@@ -33,12 +33,16 @@ from tuneloop.shared.experience import (
     pack_logprobs,
 )
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.recording.erasures import stored_name
 from tuneloop.shared.privacy.redactor import Redactor
 
 #: Mistakes of a file that are listed; more would repeat them.
 _MAX_MISTAKES = 20
 
 _PAGE = 500
+
+#: The endpoint of conversations, of which no file says when they were.
+_UNDATED = "imported"
 
 Id = Annotated[int, msgspec.Meta(ge=REDACTED, lt=1 << 31)]
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
@@ -186,11 +190,15 @@ class Conversation(msgspec.Struct, kw_only=True):
 
 
 class ImportResult(NamedTuple):
-    """The result of an import. `changed_rewards`: rows whose reward under this ledger's rule is not the file's."""
+    """The result of an import. `changed_rewards`: rows whose reward under this ledger's rule is not the file's.
+
+    `refused`: rows of people who were erased, or that were deleted one by one.
+    """
 
     rows: int
     new: int
     changed_rewards: int
+    refused: int = 0
 
 
 class ParsedRow(NamedTuple):
@@ -262,13 +270,31 @@ def _record_page(
     msg_ids = {row.msg_id for row in page}
     before = ledger.exports.rewards_of(msg_ids)
     records = [record for row in page for record in row.records]
-    ledger.recording.record(redactor.records(records) if redactor else records)
+    ledger.recording.record(_not_of_erased(ledger, redactor.records(records) if redactor else records))
     after = ledger.exports.rewards_of(msg_ids)
     new = {(row.msg_id, row.choice): row.reward for row in page if (row.msg_id, row.choice) not in before}
     changed = sum(1 for name, reward in new.items() if name in after and after[name] != reward)
     return ImportResult(
-        result.rows + len(page), result.new + len(new.keys() & after.keys()), result.changed_rewards + changed
+        result.rows + len(page),
+        result.new + len(new.keys() & after.keys()),
+        result.changed_rewards + changed,
+        result.refused + sum((row.msg_id, row.choice) not in after for row in page),
     )
+
+
+def _not_of_erased(ledger: Ledger, records: Sequence[Record]) -> list[Record]:
+    """The records but the conversations of people who were erased: of others the ledger knows by the time itself."""
+    erased = ledger.retention.erasures()
+    return [
+        each
+        for each in records
+        if not (
+            isinstance(each, Exchange)
+            and each.endpoint == _UNDATED
+            and each.user is not None
+            and (each.tenant, stored_name(each.user)) in erased
+        )
+    ]
 
 
 def _parse_conversation(row: dict[str, Any], conversation: Conversation, *, tenant: str, now: float) -> ParsedRow:
@@ -294,7 +320,7 @@ def _parse_conversation(row: dict[str, Any], conversation: Conversation, *, tena
     exchange = Exchange(
         msg_id=msg_id,
         tenant=tenant,
-        endpoint="imported",
+        endpoint=_UNDATED,
         request=orjson.dumps(request),
         received_at=now,
         latency_s=0.0,

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -49,6 +49,7 @@ class SpoolRetention:
         self._purge_at = clock()
         self._segments: dict[Path, tuple[int, float]] = {}
         self._erased: dict[Person, float] = {}
+        self._deleted = 0
         self._cleared: dict[Path, tuple[int, int, int]] = {}
 
     async def run(self) -> None:
@@ -85,19 +86,23 @@ class SpoolRetention:
             for slot in self._slots.ours:
                 slot.renew()
             self._cleared.clear()
-        for folder in slots(self._slots.root) if erased else ():
-            self._clear(folder, erased)
         self._erased = erased
+        kept = {folder: files for folder in slots(self._slots.root) if (files := kept_files(folder))}
+        # To count takes long where many were deleted, and most spools keep nothing.
+        deleted = self._retention.deletions() if kept else self._deleted
+        if deleted != self._deleted:
+            self._cleared.clear()
+        self._deleted = deleted
+        for folder, files in kept.items() if erased or deleted else ():
+            if new := [path for path in files if self._cleared.get(path) != _looks(path)]:
+                self._clear(folder, new)
 
-    def _clear(self, folder: Path, erased: dict[Person, float]) -> None:
-        new = [path for path in kept_files(folder) if self._cleared.get(path) != _looks(path)]
-        if not new:
-            return
+    def _clear(self, folder: Path, new: Sequence[Path]) -> None:
         try:
             # Only the flusher writes to files that stay, and those of our own writers' slots are ours to change.
             with nullcontext() if self._slots.lives(folder) else take_slot(folder):
                 for path in new:
-                    done = clear(path, erased)
+                    done = clear(path, self._erased, self._retention.deleted_among)
                     say = log.warning if done.unread_bytes else log.info
                     say("records_erased", file=str(path), records=done.removed, unread_bytes=done.unread_bytes)
                     self._cleared[path] = _looks(path)

@@ -1,6 +1,6 @@
-"""Takes an erased person's records out of the files that a spool keeps for good: its quarantine, and torn segments."""
+"""Takes erased people and deleted replies out of the files that a spool keeps for good: quarantine, torn segments."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,9 +8,12 @@ from msgspec.structs import replace
 
 from tuneloop.shared.experience import time_received
 from tuneloop.shared.held_files import read_unlinked
-from tuneloop.shared.ledger.recording.erasures import Person, without_erased
+from tuneloop.shared.ledger.recording.erasures import Person, names_in, without_erased
 from tuneloop.shared.quarantine import keeping, pieces_of, replace_pieces
 from tuneloop.shared.spool_format import QUARANTINE
+
+#: Those of some replies that were deleted.
+DeletedAmong = Callable[[Collection[str]], Collection[str]]
 
 
 class Cleared(NamedTuple):
@@ -25,12 +28,17 @@ def kept_files(slot: Path) -> list[Path]:
     return sorted(path for name in ("*.torn", "*.kept", QUARANTINE) for path in slot.glob(name))
 
 
-def clear(path: Path, erased: Mapping[Person, float]) -> Cleared:
-    """Write the file anew without what the erased people had said until then. The caller holds the slot."""
+def clear(path: Path, erased: Mapping[Person, float], deleted_among: DeletedAmong = lambda msg_ids: ()) -> Cleared:
+    """Write the file anew without what the erased people had said until then, and without what names a deleted reply.
+
+    The caller holds the slot.
+    """
     with keeping(path.parent):
         pieces = list(pieces_of(read_unlinked(path)))
         dated = [each.record and replace(each.record, received_at=time_received(each.record)) for each in pieces]
-        kept = {id(record) for record in without_erased((each for each in dated if each is not None), erased)}
+        records = [each for each in dated if each is not None]
+        deleted = deleted_among({msg_id for each in records for msg_id in names_in(each)})
+        kept = {id(record) for record in without_erased(records, erased, deleted=deleted)}
         left = [each for each, record in zip(pieces, dated, strict=True) if record is None or id(record) in kept]
         if len(left) < len(pieces):
             replace_pieces(path, left)

@@ -232,7 +232,7 @@ class Raters(LedgerPart):
         for new in _in_pages([row for who, row in rows.items() if who not in before], _WRITTEN):
             with self._write() as connection:
                 alone(connection, "raters")
-                put(connection, raters, new)
+                put(connection, raters, [row for row in new if _has_feedback(connection, row["tenant"], row["name"])])
         for changed in _in_pages(list(_changes(rows, before)), _WRITTEN):
             with self._write() as connection:
                 alone(connection, "raters")
@@ -286,6 +286,13 @@ class Raters(LedgerPart):
 def _is_by(tenant: str, name: str) -> Any:
     unnamed = feedback.c.source.is_(None) if not name else feedback.c.source == name
     return and_(feedback.c.tenant == tenant, unnamed)
+
+
+def _has_feedback(connection: Connection, tenant: str, name: str) -> bool:
+    """Whether a rater has feedback still: who was erased since it was read has none, and is not to be named again."""
+    return (
+        not name or connection.execute(select(feedback.c.id).where(_is_by(tenant, name)).limit(1)).first() is not None
+    )
 
 
 def _newest(keys: Sequence[KeyWithFeedback]) -> int:

@@ -3,10 +3,12 @@
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from tuneloop.shared.checkpoints.sealing import sync_folder
 from tuneloop.shared.checkpoints.store import CheckpointStore
@@ -24,6 +26,7 @@ from tuneloop.shared.ledger.facts import TRAINER_SEEN_S
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.dump import Row, count_rows, drop_tables, load_rows, open_snapshot
+from tuneloop.shared.ledger.training.restoration import LASTING
 from tuneloop.shared.operations.backup import model_sizes
 from tuneloop.shared.operations.backup_format import (
     CHECKPOINTS,
@@ -43,6 +46,10 @@ from tuneloop.shared.spool_format import QUARANTINE, backlog_of, is_taken, size_
 
 #: Why the version before the next one is none.
 LEFT_OUT = "restored from a backup: versions up to this number may have been published after it"
+
+
+#: Below the job folder: what the database that is replaced knew of what must not be undone.
+_LASTING_ROWS = "restoring.rows"
 
 
 class RestoreResult(NamedTuple):
@@ -110,10 +117,13 @@ class _Restore:
         self._on_bytes = on_bytes
         self._schema = settings.buffer.trainer_input.experience_buffer.name
         self._job = settings.job_dir
+        self._lasting = settings.job_dir / _LASTING_ROWS
 
     def run(self, next_version: int | None) -> RestoreResult:
         """All of it."""
         self._job.mkdir(parents=True, exist_ok=True)
+        if restoring_in(self._job) is None:
+            self._lasting.unlink(missing_ok=True)
         begin_restoring(self._job, Restoring(str(self._root.absolute()), self._now))
         self._put_checkpoints()
         self._put_spool()
@@ -121,6 +131,7 @@ class _Restore:
         (self._job / SERVED).unlink(missing_ok=True)
         self._put_rows()
         following = self._number_on(next_version)
+        self._lasting.unlink(missing_ok=True)
         end_restoring(self._job)
         return RestoreResult(self._manifest, following)
 
@@ -152,12 +163,16 @@ class _Restore:
             self._copy_file(leaf, target / leaf.name)
 
     def _copy_file(self, source: Path, target: Path) -> None:
-        """Copy it to disk, to be read by us alone."""
+        with source.open("rb") as origin:
+            self._write(target, pieces(origin))
+
+    def _write(self, target: Path, data: Iterable[bytes]) -> None:
+        """Bring it to disk, to be read by us alone."""
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = target.with_name(f".{target.name}.partial")
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file, source.open("rb") as origin:
-            for piece in pieces(origin):
+        with os.fdopen(descriptor, "wb") as file:
+            for piece in data:
                 file.write(piece)
                 self._on_bytes("restoring the spool", len(piece))
             file.flush()
@@ -168,8 +183,25 @@ class _Restore:
     def _put_rows(self) -> None:
         url = self._settings.database_url
         if revisions.current(url, schema=self._schema) is not None:
+            self._note_lasting()
             drop_tables(url, schema=self._schema)
         load_rows(url, schema=self._schema, revision=self._manifest.revision, rows=self._rows)
+
+    def _note_lasting(self) -> None:
+        """Bring to disk what must be done again, before it is dropped; what an interrupted restore noted stays.
+
+        Another experiment's people are not ours.
+        """
+        if self._lasting.exists():
+            return
+        noted = {}
+        with open_snapshot(self._settings.database_url, schema=self._schema) as snapshot:
+            owners = list(snapshot.rows("experiment")) if "experiment" in snapshot.tables else []
+            ours = (self._manifest.project, self._manifest.name)
+            is_ours = all((row["project"], row["name"]) == ours for row in owners)
+            for table in LASTING.keys() & set(snapshot.tables) if is_ours else ():
+                noted[table] = [{name: row[name] for name in LASTING[table]} for row in snapshot.rows(table)]
+        self._write(self._lasting, [msgspec.msgpack.encode(noted)])
 
     def _rows(self, table: str) -> Iterator[Row]:
         for row in decode_rows(self._root / rows_path(table), self._on_bytes):
@@ -189,6 +221,8 @@ class _Restore:
         if next_version is not None:
             last = next_version - 1
         with closing(ledger):
+            if self._lasting.exists():
+                ledger.restoration.redo(msgspec.msgpack.decode(self._lasting.read_bytes()))
             offer_again(self._settings.spool_dir, ledger)
             now = ledger.restoration.begin_anew(
                 version=last,

@@ -151,8 +151,10 @@ class Redactor:
 
     def name(self, name: str) -> str:
         """A name as it may be written: a keyed digest of one that holds what is redacted."""
-        if not self._detector.spans(name):
-            return name
+        return self.hidden_name(name) if self._detector.spans(name) else name
+
+    def hidden_name(self, name: str) -> str:
+        """What is, or was by other settings, written of a name that holds what is redacted."""
         person = person_behind(name)
         return name.removesuffix(person) + pseudonym(person, self._key)
 

@@ -4,6 +4,7 @@ What is read or decided here runs inside a transaction of the ledger.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from sqlalchemy import Connection, Select, or_, select, tuple_
 
@@ -11,7 +12,7 @@ from tuneloop.shared.experience import Exchange, Feedback, Record, person_behind
 from tuneloop.shared.ledger.rare_rows import RareRows
 from tuneloop.shared.ledger.storage.schema import deletions, erasures, feedback
 from tuneloop.shared.ledger.storage.schema_types import Words
-from tuneloop.shared.ledger.storage.transactions import is_among, portions
+from tuneloop.shared.ledger.storage.transactions import is_among, portions, put
 from tuneloop.shared.ledger.stored_bytes import delete_counted
 
 #: A tenant and the name of a person there.
@@ -21,18 +22,20 @@ Person = tuple[str, str]
 _ERASED = select(erasures).where(is_among(tuple_(erasures.c.tenant, erasures.c.user_id), "people"))
 
 
-def without_erased(records: Iterable[Record], erased: Mapping[Person, float]) -> Iterator[Record]:
+def without_erased(
+    records: Iterable[Record], erased: Mapping[Person, float], *, deleted: Iterable[str] = ()
+) -> Iterator[Record]:
     """The records but those of an erased person that were received before that: exchanges, and feedback by them.
 
-    Feedback about such an exchange goes too, where the exchange comes before it.
+    Feedback about such an exchange goes too, where the exchange comes before it, or is among the `deleted`.
     """
-    gone: set[str] = set()
+    gone = set(deleted)
     for record in records:
         if isinstance(record, Exchange):
-            theirs = _before(erased, record.tenant, record.user, record.received_at)
+            theirs = record.msg_id in gone or _before(erased, record.tenant, record.user, record.received_at)
             gone.update([record.msg_id] if theirs else [])
         else:
-            about = {record.msg_id, record.other_msg_id} & gone
+            about = names_in(record) & gone
             said_by = record.source and person_behind(record.source)
             theirs = bool(about) or _before(erased, record.tenant, said_by, record.received_at)
         if not theirs:
@@ -56,7 +59,10 @@ def not_erased(
         return list(new_exchanges), list(new_feedback)
     remaining = list(without_erased([*new_exchanges, *new_feedback], erased))
     remaining_exchanges = [each for each in remaining if isinstance(each, Exchange)]
-    forget_feedback(connection, {each.msg_id for each in new_exchanges} - {each.msg_id for each in remaining_exchanges})
+    left = {each.msg_id for each in remaining_exchanges}
+    refused = [each for each in new_exchanges if each.msg_id not in left]
+    forget_feedback(connection, {each.msg_id for each in refused})
+    mark_deleted(connection, refused, at=max(erased.values()))
     return remaining_exchanges, [each for each in remaining if isinstance(each, Feedback)]
 
 
@@ -81,6 +87,12 @@ def forget_feedback(connection: Connection, msg_ids: Collection[str]) -> None:
         delete_counted(connection, feedback, about)
 
 
+def mark_deleted(connection: Connection, rows: Iterable[Any], *, at: float) -> None:
+    """Note that these exchanges were deleted: feedback about them, which may come later, is not taken."""
+    names = ("msg_id", "tenant", "received_at")
+    put(connection, deletions, [{name: getattr(each, name) for name in names} | {"deleted_at": at} for each in rows])
+
+
 def stored_name(name: str) -> str:
     """The name of a person as the ledger holds it."""
     return Words.storable(name)
@@ -100,9 +112,11 @@ def _not_deleted(
     )
 
 
-def names_in(event: Feedback) -> set[str]:
-    """The replies that an event names."""
-    return {msg_id for msg_id in (event.msg_id, event.other_msg_id) if msg_id is not None}
+def names_in(record: Record) -> set[str]:
+    """The replies that a record names."""
+    if isinstance(record, Exchange):
+        return {record.msg_id}
+    return {msg_id for msg_id in (record.msg_id, record.other_msg_id) if msg_id is not None}
 
 
 def _before(erased: Mapping[Person, float], tenant: str, name: str | None, received_at: float) -> bool:

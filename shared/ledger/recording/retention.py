@@ -27,10 +27,18 @@ from sqlalchemy import (
 
 from tuneloop.shared.experience import KEY_SOURCE, Kind, Outcome, State, person_behind
 from tuneloop.shared.ledger.raters.rater_tables import rater_events, raters
-from tuneloop.shared.ledger.recording.erasures import Person
+from tuneloop.shared.ledger.recording.erasures import Person, deleted_of, mark_deleted
 from tuneloop.shared.ledger.recording.rewards import Trajectory, replies_of
 from tuneloop.shared.ledger.recording.settlement import Settlement
-from tuneloop.shared.ledger.storage.schema import erasures, exchanges, experiences, exports, feedback, versions
+from tuneloop.shared.ledger.storage.schema import (
+    deletions,
+    erasures,
+    exchanges,
+    experiences,
+    exports,
+    feedback,
+    versions,
+)
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions, translating_errors
 from tuneloop.shared.ledger.stored_bytes import delete_counted
 from tuneloop.shared.settings.feedback import RetentionSettings as Bounds
@@ -44,6 +52,9 @@ PORTION = 2000
 
 # Not a comparison with a parameter: the partial index would not be used.
 _PENDING: ColumnElement[bool] = text(f"outcome = '{Outcome.PENDING}'")  # type: ignore[assignment]
+
+# What is kept of an exchange that was deleted with its person, beside its id.
+_DELETED = exchanges.c.tenant, exchanges.c.received_at
 
 # Between two portions, so that who waits for SQLite's lock gets it.
 _PAUSE_S = 0.02
@@ -125,21 +136,26 @@ class Retention(LedgerPart):
             self.empty_log()
         return PurgeResult(purged, parked)
 
-    def erase(self, tenant: str, user: str, *, dry_run: bool = False) -> ErasureResult:
+    def erase(self, tenant: str, user: str, *, at: float | None = None, dry_run: bool = False) -> ErasureResult:
         """Delete a person: their exchanges, the feedback about these, and the feedback that they gave.
 
         Others' replies that are not trained on yet take the rewards that they have without it. Records of theirs that
-        were received before now, and are still in a spool, are not stored.
+        were received before now, and are still in a spool, are not stored, nor is what is said of theirs from now on.
+        `at` is when they were erased, if that was earlier.
         """
         with self._write() as connection:
             alone(connection, "record")
             alone(connection, "exports")  # else a file might be listed, with rows of theirs in it, after we looked
+            alone(connection, "raters")  # else they might be named there, by feedback that is deleted
             rows = connection.execute(_rows_of(tenant, user)).all()
-            msg_ids = set(connection.execute(_exchanges_of(tenant, user)).scalars())
+            theirs = connection.execute(_exchanges_of(tenant, user, *_DELETED)).all()
+            msg_ids = {each.msg_id for each in theirs}
             events = {event.id: event for event in _feedback_to_erase(connection, tenant, user, rows, msg_ids)}
             if not dry_run:
                 touched = set(_replies(connection, events.values())) - msg_ids
-                self._mark_erased(connection, tenant, user)
+                at = self._clock() if at is None else at
+                _mark_erased(connection, tenant, user, at)
+                mark_deleted(connection, theirs, at=at)
                 regroup(connection, rows)
                 _delete(connection, rows)
                 delete_by(connection, exchanges, exchanges.c.msg_id, msg_ids)
@@ -147,8 +163,7 @@ class Retention(LedgerPart):
                 for table in (raters, rater_events):
                     named = select(table.c.name).where(table.c.tenant == tenant, _may_be(table.c.name, user))
                     names = {name for name in connection.execute(named).scalars() if person_behind(name) == user}
-                    theirs = and_(table.c.tenant == tenant, table.c.name.in_(names))
-                    connection.execute(delete(table).where(theirs))
+                    connection.execute(delete(table).where(table.c.tenant == tenant, table.c.name.in_(names)))
                 self._settlement.recompute(connection, touched)
         trained = Counter(row.trained_version for row in rows if row.trained_version is not None)
         return ErasureResult(frozenset(msg_ids), len(rows), len(events), dict(sorted(trained.items())))
@@ -156,6 +171,14 @@ class Retention(LedgerPart):
     def erasures(self) -> dict[Person, float]:
         """When each person was erased who was."""
         return {(row.tenant, row.user_id): row.erased_at for row in self._read(select(erasures))}
+
+    def deleted_among(self, msg_ids: Collection[str]) -> set[str]:
+        """Those of these exchanges that were deleted one by one, or with their person."""
+        return {row.msg_id for portion in portions(msg_ids) for row in self._read(deleted_of(portion))}
+
+    def deletions(self) -> int:
+        """How many exchanges were deleted so; a number that never falls."""
+        return int(self._read(select(func.count()).select_from(deletions))[0][0])
 
     def exported_files(self) -> list[Export]:
         """The files that rows were exported to."""
@@ -209,12 +232,6 @@ class Retention(LedgerPart):
             alone(connection, "record")
             return delete_counted(connection, feedback, parked)
 
-    def _mark_erased(self, connection: Connection, tenant: str, user: str) -> None:
-        theirs = and_(erasures.c.tenant == tenant, erasures.c.user_id == user)
-        now = self._clock()
-        if not connection.execute(update(erasures).where(theirs).values(erased_at=now)).rowcount:
-            connection.execute(insert(erasures).values(tenant=tenant, user_id=user, erased_at=now))
-
 
 class _Scope(NamedTuple):
     """Whose rows: a tenant's, or everybody's but those of some tenants."""
@@ -229,6 +246,12 @@ class _Scope(NamedTuple):
         return table.c.tenant.not_in(self.but) if self.but else true()
 
 
+def _mark_erased(connection: Connection, tenant: str, user: str, at: float) -> None:
+    theirs = and_(erasures.c.tenant == tenant, erasures.c.user_id == user)
+    if not connection.execute(update(erasures).where(theirs).values(erased_at=at)).rowcount:
+        connection.execute(insert(erasures).values(tenant=tenant, user_id=user, erased_at=at))
+
+
 def _columns() -> Any:
     names = ("id", "msg_id", "tenant", "task_id", "run_id", "group_id", "trained_version")
     return select(*(experiences.c[name] for name in names))
@@ -241,10 +264,10 @@ def _waits_for_its_repeat() -> ColumnElement[bool]:
     return exists().where(same, repeat.c.correction > experiences.c.correction, repeat.c.state.in_(untrained))
 
 
-def _exchanges_of(tenant: str, user: str) -> Any:
+def _exchanges_of(tenant: str, user: str, *columns: ColumnElement[Any]) -> Any:
     # Stated twice, so that the index of those with a user is seen to apply.
     theirs = and_(exchanges.c.user_id.is_not(None), exchanges.c.user_id == user)
-    return select(exchanges.c.msg_id).where(exchanges.c.tenant == tenant, theirs)
+    return select(exchanges.c.msg_id, *columns).where(exchanges.c.tenant == tenant, theirs)
 
 
 def _rows_of(tenant: str, user: str) -> Any:

@@ -10,12 +10,12 @@ from sqlalchemy import Connection, LargeBinary, Select, and_, exists, func, inse
 from tuneloop.shared.experience import Feedback, State
 from tuneloop.shared.ledger.recording.completion_object import StoredChoice, StoredExchange, as_json, tags_of
 from tuneloop.shared.ledger.recording.erasures import deleted_of, forget_feedback, names_in
-from tuneloop.shared.ledger.recording.retention import delete_by, delete_with_exchanges, regroup
+from tuneloop.shared.ledger.recording.retention import PORTION, delete_by, delete_with_exchanges, regroup
 from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.recording.tags import ENDPOINT, ENDPOINT_IN_SQL, PageCursor, change
 from tuneloop.shared.ledger.storage import codec
 from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, exchanges, experiences, feedback, tags
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions, put
 
 Order = Literal["asc", "desc"]
 
@@ -104,18 +104,23 @@ class StoredCompletions(LedgerPart):
             exchange = connection.execute(_exchange(tenant, msg_id)).one_or_none()
             if exchange is None:
                 return None
-            rows = connection.execute(_rows_of(msg_id)).all()
+            rows = connection.execute(_rows_of([msg_id])).all()
             if any(row.state == State.LEASED for row in rows):
                 return Deletion.LEASED
-            touched = _replies_compared_to(connection, msg_id)
-            regroup(connection, rows)
-            delete_with_exchanges(connection, rows)
-            delete_by(connection, exchanges, exchanges.c.msg_id, [msg_id])
-            forget_feedback(connection, [msg_id])
-            self._settlement.recompute(connection, touched)
+            self._settlement.recompute(connection, _delete_named(connection, [msg_id], rows))
             deleted = {"msg_id": msg_id, "tenant": tenant, "received_at": exchange.received_at}
             connection.execute(insert(deletions).values(**deleted, deleted_at=self._clock()))
         return Deletion.DONE
+
+    def delete_again(self, marks: Sequence[Mapping[str, Any]]) -> None:
+        """Delete exchanges that a ledger had deleted before it was put back, of any endpoint: rows of `deletions`."""
+        for begin in range(0, len(marks), PORTION):
+            page = {row["msg_id"]: row for row in marks[begin : begin + PORTION]}
+            with self._write() as connection:
+                alone(connection, "record")
+                rows = connection.execute(_rows_of(page)).all()
+                self._settlement.recompute(connection, _delete_named(connection, page, rows))
+                put(connection, deletions, list(page.values()))
 
     def about_deleted(self, events: Sequence[Feedback]) -> list[str]:
         """The ids of those events that name a deleted completion, and so were not stored."""
@@ -237,13 +242,17 @@ def _exchange(tenant: str, msg_id: str) -> Select[Any]:
     return select(exchanges.c.received_at, exchanges.c.request).where(ours).with_for_update()
 
 
-def _rows_of(msg_id: str) -> Select[Any]:
+def _rows_of(msg_ids: Collection[str]) -> Select[Any]:
     names = ("id", "msg_id", "tenant", "task_id", "run_id", "group_id", "trained_version", "state")
-    return select(*(experiences.c[name] for name in names)).where(experiences.c.msg_id == msg_id).with_for_update()
+    return select(*(experiences.c[name] for name in names)).where(experiences.c.msg_id.in_(msg_ids)).with_for_update()
 
 
-def _replies_compared_to(connection: Connection, msg_id: str) -> set[str]:
-    """The replies that this one was preferred to, and those that were preferred to it."""
-    about = or_(feedback.c.msg_id == msg_id, feedback.c.other_msg_id == msg_id)
-    query = select(feedback.c.msg_id, feedback.c.other_msg_id).where(about)
-    return {name for row in connection.execute(query) for name in row if name not in (None, msg_id)}
+def _delete_named(connection: Connection, msg_ids: Collection[str], rows: Sequence[Any]) -> set[str]:
+    """Delete exchanges with their experiences, the `rows`; the replies that they were compared with."""
+    about = or_(feedback.c.msg_id.in_(msg_ids), feedback.c.other_msg_id.in_(msg_ids))
+    compared = connection.execute(select(feedback.c.msg_id, feedback.c.other_msg_id).where(about)).all()
+    regroup(connection, rows)
+    delete_with_exchanges(connection, rows)
+    delete_by(connection, exchanges, exchanges.c.msg_id, msg_ids)
+    forget_feedback(connection, msg_ids)
+    return {name for row in compared for name in row if name is not None} - set(msg_ids)

@@ -190,8 +190,8 @@ changed_metadata = Table(
     Column("metadata", Text, nullable=False),
 )
 
-#: Completions that were deleted one by one. What of them comes in later is not taken; `received_at` is where they
-#: stood in the list.
+#: Exchanges that were deleted, alone or with their person. What of them comes in later is not taken; `received_at` is
+#: where they stood in the list.
 deletions = Table(
     "deletions",
     metadata,

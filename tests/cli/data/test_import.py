@@ -154,6 +154,19 @@ def test_plain_conversations_are_examples_for_sft(lines: Path, ledger: Ledger, t
     assert [row["tools"] for row in found] == [None, TOOLS]
 
 
+def test_who_was_erased_does_not_come_back(source: Ledger, file: Path, ledger: Ledger) -> None:
+    """In either format: of a conversation nobody knows when it was."""
+    said = [asked("Said.", user=user) for user in ("ann", "bob", "ann")]
+    source.recording.record(said)
+    export(source, ExportRequest(Format.SFT, ACME, everything=True), file)
+    ledger.retention.erase("acme", "ann")
+    assert import_file(ledger, file, tenant="acme") == ImportResult(3, 1, 0, refused=2)
+    assert import_file(ledger, file, tenant="acme") == ImportResult(3, 0, 0, refused=2)
+    assert [row["user_id"] for row in table(ledger, exchanges)] == ["bob"]
+    file.unlink()
+    assert moved(source, file, ledger) == ImportResult(3, 0, 0, refused=2)
+
+
 def test_an_exported_conversation_of_parquet_is_one_again(source: Ledger, tmp_path: Path, ledger: Ledger) -> None:
     said = asked("", request={"messages": ASKED, "tools": TOOLS}, tool_calls=json.dumps(CALLS).encode())
     source.recording.record([said, about(said)])

@@ -14,8 +14,12 @@ from tuneloop.cli.data.retention_commands import seconds
 from tuneloop.cli.main import app
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import State
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import exports
+from tuneloop.shared.privacy.detection import Detector
+from tuneloop.shared.privacy.redactor import Redactor
+from tuneloop.shared.settings.feedback import PrivacySettings
 from tuneloop.shared.settings.settings import Settings
 
 DAY = 86400.0
@@ -177,7 +181,23 @@ def test_erase_speaks_json(file: Path, tmp_path: Path) -> None:
 def test_erase_keeps_to_the_tenant(file: Path, ledger: Ledger) -> None:
     found = ran("erase", "-c", file, "--user", "ann", "--tenant", "acme")
     assert "  exchanges    1" in found.output.splitlines()
-    assert ledger.retention.erasures().keys() == {("acme", "ann")}
+    of_acme, [plain, hidden] = zip(*sorted(ledger.retention.erasures()), strict=True)
+    assert (of_acme, plain, hidden[:9]) == (("acme", "acme"), "ann", "redacted:")
+
+
+@pytest.mark.parametrize("now", [[], ["email"]])
+def test_erase_finds_whom_other_kinds_of_redaction_recorded(file: Path, ledger: Ledger, now: list[str]) -> None:
+    settings = Settings.model_validate(yaml.safe_load(file.read_text()))
+    by_mail = PrivacySettings.model_validate({"redact": ["email"]})
+    redactor = Redactor(Detector(by_mail), key=load_key(settings.job_dir / KEY))
+    mail = "ann@example.org"
+    said, other = exchange(tenant="default", user=mail), exchange(tenant="default", user="bob")
+    judged = feedback(tenant="default", msg_id=other.msg_id, source=f"key:web/{mail}")
+    ledger.recording.record(redactor.records([said, other, judged]))
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"privacy": {"redact": now}}))
+    lines = told("erase", "-c", file, "--user", mail)[1:]
+    assert lines == ["  exchanges    1", "  experiences  1", "  feedback     1"]
+    assert ("default", mail) not in ledger.retention.erasures() or not now
 
 
 def test_a_person_who_is_not_known_is_remembered_all_the_same(file: Path, ledger: Ledger) -> None:

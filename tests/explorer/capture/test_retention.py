@@ -20,7 +20,7 @@ from tuneloop.explorer.capture.spool_erasure import Cleared, clear
 from tuneloop.explorer.capture.spool_slots import Slots
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared import quarantine
-from tuneloop.shared.experience import State, encode
+from tuneloop.shared.experience import Kind, State, encode
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.feedback import RetentionSettings
 from tuneloop.shared.settings.settings import Settings
@@ -189,6 +189,37 @@ def test_files_that_stay_are_cleared_once_and_again_when_they_grow(
     quarantine.set_aside(own.folder, of_ann())
     forgetting.look()
     assert (own.folder / "quarantine.seg").read_bytes() == left
+
+
+def test_what_others_say_of_their_replies_is_cleared_too(
+    forgetting: SpoolRetention, own: Spool, ledger: Ledger
+) -> None:
+    ann, bob = exchange(user="ann"), exchange(user="bob")
+    ledger.recording.record([ann, bob])
+    words = {"kind": Kind.COMMENT, "value": None, "text": "goldfinch", "source": "carol"}
+    other = encode(feedback(msg_id=bob.msg_id))
+    for payload in (encode(feedback(msg_id=ann.msg_id, **words)), other):
+        quarantine.set_aside(own.folder, payload)
+    ledger.retention.erase("acme", "ann")
+    forgetting.look()
+    assert holding(own.folder, other) == {"quarantine.seg"}
+    assert holding(own.folder) == set()
+
+
+@pytest.mark.parametrize("name", ["quarantine.seg", "00000001.torn", "00000001.kept"])
+def test_files_that_stay_lose_a_completion_that_is_deleted(
+    forgetting: SpoolRetention, own: Spool, ledger: Ledger, name: str
+) -> None:
+    said, bobs = exchange(request=b"goldfinch", received_at=time.time()), encode(exchange(user="bob"))
+    ledger.recording.record([said])
+    for payload in (encode(said), encode(feedback(msg_id=said.msg_id, metric="goldfinch")), bobs):
+        quarantine.set_aside(own.folder, payload)
+    (own.folder / "quarantine.seg").rename(own.folder / name)
+    forgetting.look()
+    assert holding(own.folder) == {name}
+    ledger.stored.delete("acme", said.msg_id)
+    forgetting.look()
+    assert (holding(own.folder), holding(own.folder, bobs)) == (set(), {name})
 
 
 def test_a_second_erasure_clears_again(forgetting: SpoolRetention, own: Spool, ledger: Ledger) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from sqlalchemy import Connection, Engine, select
@@ -11,6 +12,7 @@ from tuneloop.shared.errors import UnknownRater
 from tuneloop.shared.experience import Exchange, Kind, State
 from tuneloop.shared.ledger.assessment import BY, ON_ONE_REPLY
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.raters.newest_feedback import KeyWithFeedback
 from tuneloop.shared.ledger.raters.rater_tables import RaterState
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.settings.feedback import FeedbackSettings, JudgeSettings, RewardRule, TrustedRaters
@@ -56,6 +58,22 @@ def test_who_contradicts_all_others_goes_into_quarantine_with_the_reason(ledger:
     reliable = {each.name: each.reliability for each in ledger.raters.all()}
     assert reliable["liar"] < 0.1
     assert min(reliable[name] for name in HONEST) > 0.9
+
+
+def test_who_is_erased_while_raters_are_compared_is_not_named_again(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged(ledger)
+    read = ledger.raters._window
+
+    def read_and_erase(keys: Sequence[KeyWithFeedback]) -> list[Any]:
+        events = read(keys)
+        ledger.retention.erase("acme", "ann")
+        return events
+
+    monkeypatch.setattr(ledger.raters, "_window", read_and_erase)
+    ledger.raters.assess(OPTIONS)
+    assert states(ledger).keys() == {"ben", "cid", "liar"}
 
 
 def test_raters_are_measured_by_their_own_tenants(ledger: Ledger) -> None:

@@ -18,13 +18,18 @@ from tests.conftest import Place
 from tests.databases import Schemas
 from tests.explorer.checkpoints import register, write_model
 from tests.factories import committed, exchange, experience, feedback, leased
+from tuneloop.cli.data.export import ExportRequest, export
+from tuneloop.cli.data.export_formats import Format
 from tuneloop.shared.checkpoints.file_checks import check_files
 from tuneloop.shared.checkpoints.manifest import read_manifest
 from tuneloop.shared.errors import EnvironmentRefused, FileRefused
 from tuneloop.shared.experience import Kind, State, encode
 from tuneloop.shared.job_marks import KEY, require_restored
+from tuneloop.shared.ledger.export import Selection
+from tuneloop.shared.ledger.keys import KeyGrant
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database, dump, revisions
+from tuneloop.shared.ledger.training.restoration import LASTING
 from tuneloop.shared.operations import restore as restoring
 from tuneloop.shared.operations.backup import back_up
 from tuneloop.shared.operations.restore import check_backup, restore
@@ -205,6 +210,58 @@ def test_nothing_is_replaced_unless_it_is_said(source: Experiment, bench: Bench,
     assert again.tables()["exchanges"] == before["exchanges"]
     assert restored.next_version > lost
     assert again.ledger.reports.audit() == []
+
+
+@pytest.mark.parametrize("bench", BOTH, indirect=True)
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_what_was_revoked_deleted_and_exported_since_the_backup_stays_so(
+    source: Experiment, bench: Bench, tmp_path: Path, interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def later() -> float:
+        return time.time() + 61
+
+    ledger = source.ledger
+    key, live = (ledger.keys.create(KeyGrant(name=name), actor="ann")[0] for name in ("web", "app"))
+    anns, deleted, compared = exchange(user="ann"), exchange(user="bob"), exchange(user="bob")
+    preferred = feedback(msg_id=compared.msg_id, other_msg_id=deleted.msg_id, kind=Kind.PREFERENCE, value=None)
+    ledger.recording.record([anns, deleted, compared, preferred])
+    back_up(source.settings, tmp_path / "backup")
+    ledger.keys.revoke(key.key_id, actor="bob")
+    ledger.retention.erase("acme", "ann")
+    ledger.stored.delete("acme", deleted.msg_id)
+    asked = ExportRequest(Format.SFT, Selection("acme"), everything=True)
+    export(ledger, asked, tmp_path / "rows.jsonl")
+    last = {name: source.tables()[name] for name in (*LASTING, "exchanges", "feedback")}
+    ledger.close()
+    if interrupted:
+        with monkeypatch.context() as patched:
+            patched.setattr(restoring, "load_rows", disk_full)
+            with pytest.raises(FileRefused, match="give it again"):
+                restore(source.settings, tmp_path / "backup", replace=True, clock=later)
+    restore(source.settings, tmp_path / "backup", replace=True, clock=later)
+    again = bench.open(source.settings)
+    assert {name: again.tables()[name] for name in last} == last
+    assert [each.key_id for each in again.ledger.keys.table().keys] == [live.key_id]
+    assert again.ledger.reports.audit() == []
+    assert not (again.job / "restoring.rows").exists()
+    again.ledger.recording.record([exchange(user="ann", msg_id=anns.msg_id), feedback(msg_id=anns.msg_id)])
+    assert again.tables()["feedback"] == last["feedback"]
+
+
+def test_what_another_experiment_deleted_is_not_deleted_here(source: Experiment, bench: Bench, tmp_path: Path) -> None:
+    source.ledger.recording.record([exchange(user="ann")])
+    back_up(source.settings, tmp_path / "backup")
+    before = source.tables()["exchanges"]
+    source.ledger.retention.erase("acme", "ann")
+    with source.ledger.transactions.write() as connection:
+        connection.execute(text("UPDATE experiment SET name = 'other'"))
+    source.ledger.close()
+    restore(source.settings, tmp_path / "backup", replace=True, clock=lambda: time.time() + 61)
+    assert bench.open(source.settings).tables()["exchanges"] == before
+
+
+def disk_full(*_arguments: object, **_named: object) -> None:
+    raise OSError("no space")
 
 
 def test_the_numbers_of_versions_that_may_have_been_published_are_left_out(

@@ -91,6 +91,22 @@ def test_a_name_that_no_database_can_hold_is_found_again(ledger: Ledger, engine:
     assert column(engine, exchanges.c.msg_id) == []
 
 
+def test_what_is_said_of_their_replies_afterwards_is_not_taken(ledger: Ledger, engine: Engine) -> None:
+    """A judge had read one when it was deleted; another was still in a spool."""
+    kept, read, spooled = exchange(user="bob"), exchange(user="ann"), exchange(user="ann")
+    ledger.recording.record([kept, read])
+    ledger.retention.erase("acme", "ann")
+    ledger.recording.record([spooled])
+    comment = {"kind": Kind.COMMENT, "value": None, "text": "goldfinch", "source": "judge", "received_at": NOW + 1}
+    late = [heard(msg_id=each.msg_id, **comment) for each in (read, spooled)]
+    compared = heard(msg_id=kept.msg_id, other_msg_id=read.msg_id, kind=Kind.PREFERENCE, value=None)
+    taken = heard(msg_id=kept.msg_id, **comment)
+    ledger.recording.record([*late, compared, taken])
+    assert column(engine, feedback.c.event_id) == [taken.event_id]
+    assert ledger.retention.deleted_among([read.msg_id, spooled.msg_id, kept.msg_id]) == {read.msg_id, spooled.msg_id}
+    assert ledger.stored.about_deleted(late) == [each.event_id for each in late]
+
+
 def test_a_second_deletion_reaches_what_came_after_the_first(engine: Engine) -> None:
     for now in (10.0, 20.0):
         Ledger(engine, clock=lambda now=now: now).retention.erase("acme", "ann")

@@ -103,12 +103,11 @@ class Redactor:
         )
         work.look(prompt)
         for each in exchange.experiences:
-            work.look(each.text)
-            work.look(_load(each.tool_calls))
+            work.look(_said(each))
         spellings = [self._spellings(each) for each in exchange.experiences]
         for spelling in (each for both in spellings if both for each in both):
             work.look(spelling.text)
-        in_tokens = bool(work.values)
+        shown = bool(work.values)
         if beside:
             work.look({name: request[name] for name in request.keys() & _BESIDE_THE_PROMPT})
         for grammar in (each.grammar for each in exchange.experiences if each.grammar):
@@ -117,11 +116,13 @@ class Redactor:
         if not work.values:
             return replace(exchange, **names) if names != _names(exchange) else exchange
         self._count(work.kinds)
+        # What was found beside the prompt only may stand in it all the same, where no pattern tells it by itself.
+        shown = shown or (None in spellings and work.changes([prompt, *map(_said, exchange.experiences)]))
         return replace(
             exchange,
             request=orjson.dumps(work.clean(request)) if work.changes(request) else exchange.request,
             experiences=tuple(
-                self._experience(each, work, spelling, in_tokens)
+                self._experience(each, work, spelling, shown)
                 for each, spelling in zip(exchange.experiences, spellings, strict=True)
             ),
             **names,
@@ -176,8 +177,9 @@ class Redactor:
         return found if experience.text.strip() in found.completion.text else None
 
     def _experience(
-        self, experience: Experience, work: "_Work", spellings: "_Spellings | None", in_tokens: bool
+        self, experience: Experience, work: "_Work", spellings: "_Spellings | None", shown: bool
     ) -> Experience:
+        """The experience as it may be written; `shown`: the prompt or a reply holds what is to be replaced."""
         calls = _load(experience.tool_calls)
         cleaned = replace(
             experience,
@@ -186,9 +188,9 @@ class Redactor:
         )
         if experience.grammar and work.changes(experience.grammar.spec):
             cleaned = replace(cleaned, grammar=None, unsampled=cleaned.unsampled or REASON)
-        if not in_tokens:
-            return cleaned
         if spellings is None:  # nobody knows which ids they are
+            if not shown:
+                return cleaned
             gone = {"prompt_ids": b"", "completion_ids": b"", "logprobs": b"", "grammar": None}
             return replace(cleaned, drop_reason=cleaned.drop_reason or REASON, **gone)
         prompt, hidden = _without(experience.prompt_ids, spellings.prompt, work)
@@ -340,6 +342,10 @@ def _places(part: str, text: str) -> Iterator[tuple[int, int]]:
 def _names(record: Record) -> dict[str, str | None]:
     person = {"user": record.user} if isinstance(record, Exchange) else {"source": record.source}
     return {"task_id": record.task_id, "run_id": record.run_id, **person}
+
+
+def _said(experience: Experience) -> list[Any]:
+    return [experience.text, _load(experience.tool_calls)]
 
 
 def _load(data: bytes | str | None) -> Any:

@@ -131,6 +131,32 @@ def test_metadata_does_not_change_whether_a_reply_is_a_sample(bytes_as_tokens: V
     assert clean.experiences[0].unsampled is None
 
 
+#: A key, and a prompt in which no pattern tells it: what stands before it makes it a part of a word.
+SECRET = "sk-abcdefghijklmnop1234"
+LINK = f"https://example.org/?k%3D{SECRET}"
+NAMED = json.dumps({"messages": [{"role": "user", "content": LINK}], "metadata": {"key": SECRET}}).encode()
+
+
+def test_the_ids_of_what_was_found_in_metadata_go_from_the_prompt_and_the_reply(bytes_as_tokens: Vocabulary) -> None:
+    clean = redactor(bytes_as_tokens, redact=["api_key"]).exchange(exchange(LINK, f"x{SECRET}", request=NAMED))
+    [said] = clean.experiences
+    assert SECRET.encode() not in clean.request
+    for packed in (said.prompt_ids, said.completion_ids):
+        assert np.frombuffer(packed, "<i4").tolist().count(REDACTED) == len(SECRET)
+    assert (said.unsampled, said.text) == ("redacted", "x[REDACTED:api_key]")
+
+
+def test_ids_that_nobody_can_spell_are_dropped_for_what_was_found_in_metadata() -> None:
+    [said] = redactor(redact=["api_key"]).exchange(exchange(LINK, "fine", request=NAMED)).experiences
+    assert (said.prompt_ids, said.completion_ids, said.drop_reason) == (b"", b"", "redacted")
+
+
+def test_ids_that_nobody_can_spell_are_kept_where_only_metadata_changes() -> None:
+    body = json.dumps({"messages": [], "metadata": {"key": SECRET}}).encode()
+    [said] = redactor(redact=["api_key"]).exchange(exchange("hello", "fine", request=body)).experiences
+    assert (said.drop_reason, bytes(np.frombuffer(said.prompt_ids, "<i4").tolist())) == (None, b"hello")
+
+
 def test_names_are_the_same_for_the_same_name_and_key_only() -> None:
     hides = redactor()
     assert hides.name(MAIL) == hides.name(MAIL) == pseudonym(MAIL, KEY) != hides.name("bob@example.org")

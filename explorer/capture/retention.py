@@ -15,6 +15,7 @@ from tuneloop.explorer.capture.spool_slots import Slot, Slots
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.ledger.recording.erasures import Person
 from tuneloop.shared.ledger.recording.retention import PURGEABLE, Retention, bounds_of, bounds_of_tenants
+from tuneloop.shared.quarantine import clear_drafts
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import slots
 
@@ -86,6 +87,7 @@ class SpoolRetention:
                 slot.renew()
             self._cleared.clear()
         for folder in slots(self._slots.root) if erased else ():
+            clear_drafts(folder)
             self._clear(folder, erased)
         self._erased = erased
 

@@ -32,6 +32,11 @@ def change_unlinked(path: Path) -> RawIOBase:
     return os.fdopen(no_link(path, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
 
 
+def new_unlinked(path: Path) -> BinaryIO:
+    """Make a file to write in that only we may read, where there is none, and no link either. Raises OSError."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb")
+
+
 def no_link(path: str | Path, flags: int) -> int:
     """The opener of files that must not be symbolic links. Raises OSError for one."""
     try:

@@ -9,6 +9,7 @@ import hashlib
 import io
 import os
 import re
+import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +18,13 @@ from typing import NamedTuple
 import msgspec
 
 from tuneloop.shared.experience import Record, decode
-from tuneloop.shared.held_files import append_unlinked, no_link, read_unlinked
+from tuneloop.shared.held_files import append_unlinked, new_unlinked, no_link, read_unlinked
 from tuneloop.shared.spool_format import HEAD, QUARANTINE, frame, next_payload, slots
 
 # How a record begins. Behind damage, where its length cannot be trusted, the next one is found by it.
 _RECORD = re.compile(rb"(?:[\x80-\x8f]|\xde..)\xa4type\xa8(?:exchange|feedback)", re.DOTALL)
+
+_DRAFT = ".partial"
 
 
 class Piece(NamedTuple):
@@ -48,7 +51,16 @@ def keeping(slot: Path) -> Iterator[None]:
     """Be the only one, in any process, who changes the files of a slot that stay."""
     with open(slot / "quarantine.lock", "wb", opener=no_link) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        for draft in slot.glob(f"*{_DRAFT}"):  # left by a process that was killed: others are made under the lock
+            draft.unlink(missing_ok=True)
         yield
+
+
+def clear_drafts(slot: Path) -> None:
+    """Delete what a process that was killed has left half written in a slot."""
+    if any(slot.glob(f"*{_DRAFT}")):
+        with keeping(slot):
+            pass
 
 
 def set_aside(slot: Path, payload: bytes) -> None:
@@ -104,12 +116,13 @@ def pieces_of(data: bytes) -> Iterator[Piece]:
 
 
 def replace_pieces(path: Path, pieces: Collection[Piece]) -> None:
-    """Write the file anew with these pieces; without any, it goes."""
+    """Write the file anew with these pieces; without any, it goes. The caller keeps the slot."""
     if not pieces:
         path.unlink()
         return
-    draft = path.with_suffix(".partial")
-    with draft.open("wb") as file:
+    draft = path.with_suffix(_DRAFT)
+    with new_unlinked(draft) as file:
+        shutil.copymode(path, draft)
         file.write(b"".join(piece.data for piece in pieces))
         file.flush()
         os.fsync(file.fileno())

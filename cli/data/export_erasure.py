@@ -4,14 +4,15 @@ The new file is written beside the old one and renamed: a reader has the old one
 """
 
 import os
-import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
+from tuneloop.cli.data.drafts import DraftFile, clear_left_drafts
 from tuneloop.cli.data.progress import with_progress
 from tuneloop.shared.experience import person_behind
 from tuneloop.shared.ledger.recording.erasures import stored_name
@@ -55,17 +56,27 @@ class FileErasure(NamedTuple):
 
 
 def erase_rows(path: str, person: Person, *, dry_run: bool = False) -> FileErasure:
-    """Remove the person's rows from the file; with `dry_run`, only count them."""
+    """Remove the person's rows from the file, and drafts of it that were left; with `dry_run`, only count them.
+
+    Of a link, the file that it names is changed: by its own name it would keep the rows.
+    """
+    found = Path(os.path.realpath(path))
+    done = _erase(found, person, dry_run, is_parquet=path.endswith(".parquet"))
+    left = [] if dry_run else [why for each in dict.fromkeys([Path(path), found]) for why in clear_left_drafts(each)]
+    problems = [*([done.problem] if done.problem else []), *left]
+    return done._replace(path=path, problem="; ".join(problems) or None)
+
+
+def _erase(path: Path, person: Person, dry_run: bool, *, is_parquet: bool) -> FileErasure:
     try:
-        if path.endswith(".parquet"):
-            return _erase_parquet(Path(path), person, dry_run)
-        return _erase_lines(Path(path), person, dry_run)
+        return _erase_parquet(path, person, dry_run) if is_parquet else _erase_lines(path, person, dry_run)
     except ImportError:
-        return FileErasure(path, problem='Parquet files need pyarrow: in a clone, pip install ./runner ".[parquet]"')
+        problem = 'Parquet files need pyarrow: in a clone, pip install ./runner ".[parquet]"'
     except OSError as error:
-        return FileErasure(path, problem=error.strerror or str(error))
+        problem = error.strerror or str(error)
     except ValueError as error:  # pyarrow's: it is no Parquet file
-        return FileErasure(path, problem=f"cannot be read: {str(error).splitlines()[0]}")
+        problem = f"cannot be read: {str(error).splitlines()[0]}"
+    return FileErasure(str(path), problem=problem)
 
 
 def _erase_lines(path: Path, person: Person, dry_run: bool) -> FileErasure:
@@ -74,7 +85,7 @@ def _erase_lines(path: Path, person: Person, dry_run: bool) -> FileErasure:
         is_theirs = row is not None and person.owns(row)
         removed, left, unreadable = removed + is_theirs, left + (not is_theirs), unreadable + (row is None)
     if removed and not dry_run:
-        with _replacing(path) as draft, draft.open("wb") as file:
+        with _replacing(path) as file:
             rows = with_progress(_lines(path), f"writing {path.name}")
             file.writelines(line for line, row in rows if row is None or not person.owns(row))
     problem = f"{unreadable} lines are not exported rows and were left unchanged" if unreadable else None
@@ -109,7 +120,7 @@ def _erase_parquet(path: Path, person: Person, dry_run: bool) -> FileErasure:
 
 
 def _write_parquet(
-    file: Any, draft: Path, keep: Iterable[Sequence[bool]], *, filter_of: Callable[[Sequence[bool]], Any]
+    file: Any, draft: BinaryIO, keep: Iterable[Sequence[bool]], *, filter_of: Callable[[Sequence[bool]], Any]
 ) -> None:
     import pyarrow.parquet
 
@@ -119,14 +130,12 @@ def _write_parquet(
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def _replacing(path: Path) -> Iterator[BinaryIO]:
     """A file beside it, which takes its place when all went well."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    draft = DraftFile(path)
     try:
-        yield draft
-        shutil.copymode(path, draft)
-        with draft.open("rb") as file:
-            os.fsync(file.fileno())
-        draft.replace(path)
+        yield draft.file
+        os.fchmod(draft.file.fileno(), stat.S_IMODE(path.stat().st_mode))
+        draft.publish()
     finally:
-        draft.unlink(missing_ok=True)
+        draft.discard()

@@ -3,16 +3,16 @@
 pyarrow is imported only where a Parquet file is touched: it is an extra, and JSON lines do without it.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 import orjson
 
+from tuneloop.cli.data.drafts import DraftFile
 from tuneloop.cli.data.export_formats import Format, Row
 from tuneloop.shared.errors import EnvironmentRefused, FileRefused
 
@@ -36,9 +36,10 @@ class Draft:
     def __init__(self, path: Path, format_: Format) -> None:
         self.rows = 0
         self._path = path
-        self._draft = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        is_parquet = _is_parquet(path)
         with self._writing():
-            self._writer = _writer(path, self._draft, format_)
+            self._draft = DraftFile(path)
+            self._writer = self._open_writer(format_, is_parquet=is_parquet)
 
     def __enter__(self) -> Self:
         return self
@@ -47,7 +48,7 @@ class Draft:
         try:
             self._writer.close()
         finally:
-            self._draft.unlink(missing_ok=True)
+            self._draft.discard()
 
     def write(self, row: Row) -> None:
         """Add a row."""
@@ -59,9 +60,14 @@ class Draft:
         """Bring the file to disk and to its place."""
         with self._writing():
             self._writer.close()
-            with self._draft.open("rb") as file:
-                os.fsync(file.fileno())
-            self._draft.replace(self._path)
+            self._draft.publish()
+
+    def _open_writer(self, format_: Format, *, is_parquet: bool) -> "_Lines | _Groups":
+        try:
+            return _Groups(self._draft.file, format_) if is_parquet else _Lines(self._draft.file)
+        except BaseException:
+            self._draft.discard()
+            raise
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -72,23 +78,23 @@ class Draft:
 
 
 class _Lines:
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
 
     def write(self, row: Row) -> None:
         self._file.write(orjson.dumps(row, default=_plain, option=orjson.OPT_APPEND_NEWLINE))
 
     def close(self) -> None:
-        self._file.close()
+        self._file.flush()
 
 
 class _Groups:
     """A Parquet file, with a schema of its format's and not of what happens to stand in its first rows."""
 
-    def __init__(self, path: Path, format_: Format) -> None:
+    def __init__(self, file: BinaryIO, format_: Format) -> None:
         self._arrow = _pyarrow()
         self._schema = _schema(self._arrow, format_)
-        self._writer = _parquet().ParquetWriter(path, self._schema, compression="zstd")
+        self._writer = _parquet().ParquetWriter(file, self._schema, compression="zstd")
         self._waiting: list[Row] = []
 
     def write(self, row: Row) -> None:
@@ -143,10 +149,6 @@ def _read_parquet(path: Path, columns: frozenset[str]) -> Iterator[RowLocation]:
                 yield RowLocation(f"{path}:{number}", row)
     except arrow.ArrowInvalid as error:
         raise FileRefused(f"{path}: cannot be read as Parquet: {error}") from None
-
-
-def _writer(path: Path, draft: Path, format_: Format) -> _Lines | _Groups:
-    return _Groups(draft, format_) if _is_parquet(path) else _Lines(draft)
 
 
 def _is_parquet(path: Path) -> bool:

@@ -15,6 +15,7 @@ from tuneloop.explorer.capture.spool_slots import Slot, Slots
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.ledger.recording.erasures import Person
 from tuneloop.shared.ledger.recording.retention import PURGEABLE, Retention, bounds_of, bounds_of_tenants
+from tuneloop.shared.quarantine import clear_drafts
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import slots
 
@@ -87,6 +88,8 @@ class SpoolRetention:
                 slot.renew()
             self._cleared.clear()
         self._erased = erased
+        for folder in slots(self._slots.root) if erased else ():
+            clear_drafts(folder)
         kept = {folder: files for folder in slots(self._slots.root) if (files := kept_files(folder))}
         # To count takes long where many were deleted, and most spools keep nothing.
         deleted = self._retention.deletions() if kept else self._deleted

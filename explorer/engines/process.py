@@ -19,6 +19,7 @@ from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.held_files import append_unlinked, open_unlinked
 from tuneloop.shared.settings.hardware import free_memory
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.types import umask_of
 
 log = structlog.get_logger()
 
@@ -120,6 +121,7 @@ class EngineProcess:
             log=str(self._log),
             command=command,
             environment=vllm.engine_variables(settings),
+            umask=umask_of(settings.trainer.checkpoint_mode),
         )
         environment = {**os.environ, SPEC_VARIABLE: msgspec.json.encode(spec).decode()}
         return [sys.executable, "-P", "-m", "tuneloop.explorer.engines.ray_engine"], environment

@@ -7,6 +7,7 @@ process, and this process with the engine. Its RayEngineSpec comes in the enviro
 import asyncio
 import hmac
 import os
+import resource
 import secrets
 import signal
 import subprocess
@@ -98,7 +99,8 @@ SPEC_VARIABLE = "TUNELOOP_RAY_ENGINE_SPEC"
 class RayEngineSpec(msgspec.Struct, frozen=True):
     """An engine to run: its command, which listens on `socket`, its additional environment, and the GPUs it needs.
 
-    `socket` is on this machine. The command gets another one, on the machine where it runs.
+    `socket` is on this machine. The command gets another one, on the machine where it runs, and `umask` instead of that
+    of Ray's workers.
     """
 
     ray_address: str
@@ -108,6 +110,7 @@ class RayEngineSpec(msgspec.Struct, frozen=True):
     log: str
     command: list[str]
     environment: dict[str, str]
+    umask: int
 
 
 class EngineActor:
@@ -124,6 +127,8 @@ class EngineActor:
         spec = msgspec.json.decode(encoded_spec, type=RayEngineSpec)
         socket = Path(tempfile.mkdtemp(prefix="tuneloop-")) / "engine.sock"
         command = [str(socket) if part == spec.socket else part for part in spec.command[1:]]
+        os.umask(spec.umask)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # all of the memory
         Path(spec.log).parent.mkdir(parents=True, exist_ok=True)
         with append_unlinked(Path(spec.log)) as output:
             self._process = subprocess.Popen(

@@ -1,6 +1,7 @@
 """GET /training: what the training does now and what a run has asked, for programs that drive it step by step."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import orjson
@@ -13,7 +14,7 @@ from tuneloop.explorer.http.caller import caller_of
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
+from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules, StateCount
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.operations.diagnosis import diagnose
 from tuneloop.shared.settings.settings import Settings
@@ -33,11 +34,9 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
     @app.get("/training")
     async def training(request: Request) -> Response:
         served = request.app.state.services.fleet.served_versions
-        status = await _in_turn(request, lambda: _status(settings, ledger, served))
         caller = caller_of(request.scope)
-        if not caller.sees_all:  # counts and sentences are of all tenants
-            counts = await _in_turn(request, lambda: ledger.reports.counts(caller.tenant))
-            status |= {"experiences": {state.value: count for state, count in counts.items()}, "reasons": []}
+        tenant = None if caller.sees_all else caller.tenant
+        status = await _in_turn(request, lambda: _status(settings, ledger, served, tenant))
         return Response(orjson.dumps(status), media_type="application/json")
 
     @app.get("/training/calls")
@@ -63,13 +62,16 @@ async def _in_turn(request: Request, query: Callable[[], _T]) -> _T:
     return await reading.run(pages_of(caller_of(request.scope).identity), query)
 
 
-def _status(settings: Settings, ledger: Ledger, served: list[int]) -> dict[str, object]:
+def _status(settings: Settings, ledger: Ledger, served: list[int], tenant: str | None) -> dict[str, object]:
+    """With a `tenant`, nothing that tells of others' rows: counts are its own, and sentences are left out."""
     rules, now = Rules.of(settings), steady_time.now()
     facts = ledger.reports.facts(BatchPolicy.of(settings))
-    new = _LOOKS * settings.trainer.poll_interval
-    committed_at = ledger.reports.newest_commit()
-    looked_at = committed_at is None or now - committed_at > new
     reasons = diagnose(Facts(now=now, rules=rules, spool=spool_status(settings.spool_dir), ledger=facts))
+    if tenant is not None:
+        facts, reasons = _of_tenant(facts, settings, ledger, tenant), []
+    new = _LOOKS * settings.trainer.poll_interval
+    committed_at = ledger.reports.newest_commit(tenant)
+    looked_at = committed_at is None or now - committed_at > new
     weights = facts.weights
     return {
         "served": min(served, default=weights.champion or 0 if weights else 0),
@@ -81,6 +83,15 @@ def _status(settings: Settings, ledger: Ledger, served: list[int]) -> dict[str, 
         "reasons": [{"code": reason.code.value, "sentence": reason.sentence} for reason in reasons],
         "configured": _training_options(settings),
     }
+
+
+def _of_tenant(facts: LedgerFacts, settings: Settings, ledger: Ledger, tenant: str) -> LedgerFacts:
+    counts = ledger.reports.counts(tenant)
+    return replace(
+        facts,
+        states={state: StateCount(count) for state, count in counts.items()},
+        claimable=ledger.reports.claimable(BatchPolicy.of(settings), tenant) if counts[State.COMMITTED] else 0,
+    )
 
 
 def _training_options(settings: Settings) -> dict[str, object]:

@@ -12,6 +12,7 @@ from typing import IO, Any
 
 from tuneloop.runner.collection.blind_pairs import CHOICES, BlindPair, HumanPreference
 from tuneloop.runner.errors import LogRefused
+from tuneloop.runner.private_files import private_opener
 
 _TEXTS = ("preferred", "rejected", "source")
 
@@ -40,7 +41,7 @@ def read_preferences(path: Path) -> dict[tuple[str, str | None], HumanPreference
 def append_line(path: Path, row: BlindPair | HumanPreference) -> None:
     """Append a row to a file. It is on disk when this returns."""
     line = json.dumps(asdict(row), ensure_ascii=False).encode(errors="replace") + b"\n"
-    with path.open("ab+") as file:
+    with open(path, "ab+", opener=private_opener) as file:
         _lock(file)
         if file.seek(0, os.SEEK_END) and not _ends_a_line(file):
             file.seek(0)

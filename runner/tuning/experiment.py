@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from tuneloop.runner.errors import TuneRefused
+from tuneloop.runner.private_files import make_private_folder
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,80}")
 _STAMP = re.compile(r"-\d{14}$")
@@ -33,7 +34,7 @@ class ExperimentFolder:
         for moment in range(60):
             path = parent / f"{experiment}-{time.strftime('%Y%m%d%H%M%S', time.localtime(time.time() + moment))}"
             try:
-                path.mkdir(parents=True)
+                make_private_folder(path)
                 return cls(path)
             except FileExistsError:
                 continue

@@ -9,11 +9,13 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from tuneloop.runner.errors import TuneFailed, TuneRefused
 from tuneloop.runner.feedback.segments import lock
+from tuneloop.runner.private_files import make_private_folder, private_opener
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +106,10 @@ class Journal:
     """The open journal: appends lines, each on disk when `append` returns."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(path.parent, exist_ok=True)
         self.path = path
         self.state = JournalState()
-        self._file = path.open("ab", buffering=0)
+        self._file = FileIO(path, "ab", opener=private_opener)
         try:
             if not lock(self._file.fileno()):
                 raise TuneRefused(f"{path} is in use: another call of tune() goes on with this experiment")

@@ -95,9 +95,13 @@ class Reports(LedgerPart):
             query = query.where(versions.c.version == version)
         return [row[0] for row in self._read(query)]
 
-    def newest_commit(self) -> float | None:
-        """When the newest of what is committed now was; None if nothing is."""
-        return self._read(_NEWEST_COMMIT)[0][0]  # type: ignore[no-any-return]
+    def newest_commit(self, tenant: str | None = None) -> float | None:
+        """When the newest of what is committed now was, a tenant's or all; None if nothing is."""
+        return self._read(_NEWEST_COMMIT.where(_of(tenant)))[0][0]  # type: ignore[no-any-return]
+
+    def claimable(self, policy: BatchPolicy, tenant: str) -> int:
+        """How many of a tenant's committed rows may go into the next batch."""
+        return self._count_committed(policy, tenant)[1 if policy.group_by == "none" else 2]
 
     def facts(self, policy: BatchPolicy, *, drops: int = 0) -> LedgerFacts:
         """The facts that explain why no step is happening, with so many of the most frequent reasons for `drops`."""
@@ -139,12 +143,12 @@ class Reports(LedgerPart):
         [(count,)] = self._read(select(func.count()).where(_UNSAMPLED, waiting, lately))
         return int(count)
 
-    def _count_committed(self, policy: BatchPolicy) -> tuple[int, int, int]:
+    def _count_committed(self, policy: BatchPolicy, tenant: str | None = None) -> tuple[int, int, int]:
         """The committed rows that the policy takes, those not too old for the next batch, and those in groups."""
         newest = select(func.max(versions.c.version)).where(versions.c.state.in_(SERVABLE))
         fit = young(policy, newest=func.coalesce(newest.scalar_subquery(), 0), now=self._clock())
         grouped = func.count(experiences.c.group_id).filter(fit)
-        query = select(func.count(), func.count().filter(fit), grouped).where(_COMMITTED, takable(policy))
+        query = select(func.count(), func.count().filter(fit), grouped).where(_COMMITTED, takable(policy), _of(tenant))
         [(committed, young_rows, grouped_rows)] = self._read(query)
         return committed, young_rows, grouped_rows
 

@@ -1,6 +1,7 @@
 """Finds what is to be redacted in a text: the built-in kinds, the operator's patterns, and Presidio's entities."""
 
 import importlib
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -20,6 +21,10 @@ PATTERN_TIMEOUT_S = 0.25
 
 #: Characters that Presidio is given at once; a longer text is cut, with an overlap in which a name has room.
 _PRESIDIO_CHARACTERS, _OVERLAP = 100_000, 200
+
+#: The least number that is a card's, the only built-in kind of digits alone, and the least that Presidio is asked about
+#: unless there are patterns: a request may be thousands of token ids, each of which takes it milliseconds.
+_CARD, _PRESIDIO_NUMBER = 10**12, 10**6
 
 #: Texts up to so many characters are searched together, so many characters at once: most of what a search of a short
 #: one takes is to begin it. Between them stands what no built-in kind has in it, and which none takes for a letter.
@@ -57,6 +62,8 @@ class Detector:
         }
         self._analyzer = analyzer or (presidio(settings) if settings.presidio else None)
         self.slow = bool(self._patterns) or self._analyzer is not None
+        least = _CARD if "credit_card" in self._finders else math.inf
+        self._least_number = 0 if self._patterns else _PRESIDIO_NUMBER if self._analyzer else least
         self._timed_out = timed_out
 
     def __bool__(self) -> bool:
@@ -89,6 +96,14 @@ class Detector:
         for finder in self._finders.values():
             for start, _ in finder(together):
                 yield texts[bisect_right(starts, start) - 1]
+
+    def text_of(self, number: float) -> str | None:
+        """A number of JSON as a text to search; None where nothing can be found in it."""
+        if -self._least_number < number < self._least_number:
+            return None
+        if number == number // 1:
+            return str(int(number))
+        return str(number) if self._patterns else None  # neither a card nor a phone number
 
     def redact(self, text: str) -> str:
         """A text with `[REDACTED:kind]` in the place of what is found in it."""

@@ -7,6 +7,7 @@ again, become a keyed digest: the same for the same name.
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -26,8 +27,11 @@ REASON = "redacted"
 #: Fields of a request that an engine makes no tokens of.
 _BESIDE_THE_PROMPT = frozenset({"metadata", "user", "safety_identifier", "prompt_cache_key", "store"})
 
-#: Fields that name what is ours.
-_OURS = frozenset({"previous_response_id"})
+#: The field of a request that names a reply, and the names that are ours: they stay, or nobody could go on from it.
+_CONTINUED = "previous_response_id"
+_OUR_NAME = re.compile(r"(?:resp_|chatcmpl-|cmpl-|msg_)[0-9a-vA-V]{40}(?::\d{1,8})?", re.ASCII)
+
+_NUMBERS = frozenset({int, float})
 
 #: A value of fewer characters is replaced where it was found only, a longer one in all of its exchange.
 _SHORTEST_VALUE = 6
@@ -96,19 +100,18 @@ class Redactor:
     def exchange(self, exchange: Exchange) -> Exchange:
         """The exchange as it may be written. What is found in one place of it is replaced in all."""
         work = _Work(self._detector)
-        request = _load(exchange.request)
+        request, ours = _apart_from_ours(_load(exchange.request))
         beside = isinstance(request, dict)
         prompt = (
             {name: value for name, value in request.items() if name not in _BESIDE_THE_PROMPT} if beside else request
         )
         work.look(prompt)
         for each in exchange.experiences:
-            work.look(each.text)
-            work.look(_load(each.tool_calls))
+            work.look(_reply_parts(each))
         spellings = [self._spellings(each) for each in exchange.experiences]
         for spelling in (each for both in spellings if both for each in both):
             work.look(spelling.text)
-        in_tokens = bool(work.values)
+        shown = bool(work.values)
         if beside:
             work.look({name: request[name] for name in request.keys() & _BESIDE_THE_PROMPT})
         for grammar in (each.grammar for each in exchange.experiences if each.grammar):
@@ -117,11 +120,13 @@ class Redactor:
         if not work.values:
             return replace(exchange, **names) if names != _names(exchange) else exchange
         self._count(work.kinds)
+        # What was found beside the prompt only may stand in it all the same, where no pattern tells it by itself.
+        shown = shown or (None in spellings and work.changes([prompt, *map(_reply_parts, exchange.experiences)]))
         return replace(
             exchange,
-            request=orjson.dumps(work.clean(request)) if work.changes(request) else exchange.request,
+            request=_dump(work.clean(request), ours) if work.changes(request) else exchange.request,
             experiences=tuple(
-                self._experience(each, work, spelling, in_tokens)
+                self._experience(each, work, spelling, shown)
                 for each, spelling in zip(exchange.experiences, spellings, strict=True)
             ),
             **names,
@@ -178,8 +183,9 @@ class Redactor:
         return found if experience.text.strip() in found.completion.text else None
 
     def _experience(
-        self, experience: Experience, work: "_Work", spellings: "_Spellings | None", in_tokens: bool
+        self, experience: Experience, work: "_Work", spellings: "_Spellings | None", shown: bool
     ) -> Experience:
+        """The experience as it may be written; `shown`: the prompt or a reply holds what is to be replaced."""
         calls = _load(experience.tool_calls)
         cleaned = replace(
             experience,
@@ -188,9 +194,9 @@ class Redactor:
         )
         if experience.grammar and work.changes(experience.grammar.spec):
             cleaned = replace(cleaned, grammar=None, unsampled=cleaned.unsampled or REASON)
-        if not in_tokens:
-            return cleaned
         if spellings is None:  # nobody knows which ids they are
+            if not shown:
+                return cleaned
             gone = {"prompt_ids": b"", "completion_ids": b"", "logprobs": b"", "grammar": None}
             return replace(cleaned, drop_reason=cleaned.drop_reason or REASON, **gone)
         prompt, hidden = _without(experience.prompt_ids, spellings.prompt, work)
@@ -256,7 +262,7 @@ class _Work:
     def look(self, value: Any) -> None:
         """Find what is in a text, or in the texts of a JSON value."""
         new = []
-        for each in _texts(value):  # one by one: what does this at once keeps the interpreter from all others
+        for each in self._texts(value):  # one by one: what does this at once keeps the interpreter from all others
             if each not in self._found:
                 self._found[each] = ()
                 new.append(each)
@@ -287,7 +293,7 @@ class _Work:
 
     def changes(self, value: Any) -> bool:
         """Whether anything in a value is to be replaced."""
-        return any(self.spans(text) for text in _texts(value))
+        return any(self.spans(text) for text in self._texts(value))
 
     def clean(self, value: Any) -> Any:
         """A text or a JSON value without it."""
@@ -296,7 +302,9 @@ class _Work:
         if isinstance(value, list):
             return [self.clean(each) for each in value]
         if isinstance(value, dict):
-            return {self._clean_name(name): each if name in _OURS else self.clean(each) for name, each in value.items()}
+            return {self._clean_name(name): self.clean(each) for name, each in value.items()}
+        if type(value) in _NUMBERS and (text := self._detector.text_of(value)) and self.spans(text):
+            return self._clean_text(text)
         return value
 
     def _clean_name(self, name: str) -> str:
@@ -307,24 +315,32 @@ class _Work:
     def _clean_text(self, text: str) -> str:
         return replace_spans(text, self.spans(text))
 
+    def _texts(self, value: Any) -> list[str]:
+        """The texts of a JSON value, its numbers among them, and the names of its fields."""
+        found: list[str] = []
+        self._gather(value, found)
+        return found
 
-def _texts(value: Any) -> list[str]:
-    """The texts of a JSON value, and the names of its fields."""
-    found: list[str] = []
-    _gather(value, found)
-    return found
+    def _gather(self, value: Any, found: list[str]) -> None:
+        if isinstance(value, str):
+            found.append(value)
+        elif isinstance(value, list):
+            for each in value:
+                self._gather(each, found)
+        elif isinstance(value, dict):
+            found += value
+            for each in value.values():
+                self._gather(each, found)
+        elif type(value) in _NUMBERS and (text := self._detector.text_of(value)):
+            found.append(text)
 
 
-def _gather(value: Any, found: list[str]) -> None:
-    if isinstance(value, str):
-        found.append(value)
-    elif isinstance(value, list):
-        for each in value:
-            _gather(each, found)
-    elif isinstance(value, dict):
-        found += value
-        for each in (each for name, each in value.items() if name not in _OURS):
-            _gather(each, found)
+def _apart_from_ours(request: Any) -> tuple[Any, dict[str, str]]:
+    """A request without what names one of our replies, and that."""
+    name = request.get(_CONTINUED) if isinstance(request, dict) else None
+    if not isinstance(name, str) or not _OUR_NAME.fullmatch(name):
+        return request, {}
+    return {field: value for field, value in request.items() if field != _CONTINUED}, {_CONTINUED: name}
 
 
 def _spellings_of(value: str) -> set[str]:
@@ -344,8 +360,16 @@ def _names(record: Record) -> dict[str, str | None]:
     return {"task_id": record.task_id, "run_id": record.run_id, **person}
 
 
+def _reply_parts(experience: Experience) -> list[Any]:
+    return [experience.text, _load(experience.tool_calls)]
+
+
 def _load(data: bytes | str | None) -> Any:
     return None if data is None else orjson.loads(data)
+
+
+def _dump(request: Any, ours: Mapping[str, str]) -> bytes:
+    return orjson.dumps({**request, **ours} if ours else request)
 
 
 def _message_of(event: Feedback) -> Any:

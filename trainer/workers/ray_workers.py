@@ -15,6 +15,7 @@ import structlog
 
 from tuneloop.shared.errors import EnvironmentRefused, StaleEpoch, StartupError
 from tuneloop.shared.logging import clean_error, configure_logging
+from tuneloop.shared.privacy.crash_reports import redact_crash_reports
 from tuneloop.shared.ray_cluster import LOCAL, keep_to_this_machine, require_token
 from tuneloop.shared.settings.hardware import trainer_on_gpu
 from tuneloop.shared.settings.settings import Settings
@@ -163,6 +164,7 @@ def work(given: dict[str, Any]) -> None:
     os.chdir(given["folder"])  # The settings' paths may be relative.
     os.umask(umask_of(settings.trainer.checkpoint_mode))
     configure_logging()
+    redact_crash_reports(settings.privacy)
     try:
         together = settings.trainer.ulysses_sequence_parallel_size
         serve(settings, JoinedRanks(device_of(settings), together=together), NoticedStop(board))

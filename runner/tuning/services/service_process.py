@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tuneloop.runner.errors import ServiceAway, TuneRefused
+from tuneloop.runner.private_files import make_private_folder, private_opener
 
 _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None, use_errno=True).prctl if sys.platform.startswith("linux") else None
@@ -30,8 +31,8 @@ class ServiceProcess:
 
     def __init__(self, config: Path, log: Path, *, command: list[str] | None = None) -> None:
         self._log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
+        make_private_folder(log.parent, exist_ok=True)
+        with open(log, "ab", opener=private_opener) as output:
             self._process = subprocess.Popen(
                 [*(command or find_command()), "run", "--config", str(config)],
                 stdin=subprocess.DEVNULL,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tuneloop.runner.models.bound_model import ModelEndpoint, make_model, wanted_client
+from tuneloop.runner.private_files import write_private_text
 from tuneloop.runner.tuning.config import AlgorithmConfig, TunerModelConfig, WorkflowType
 from tuneloop.runner.tuning.experiment import ExperimentFolder
 from tuneloop.runner.tuning.rollouts.model_factory import call_defaults
@@ -117,7 +118,7 @@ class ServiceOpener:
             monitor_type=self._options.monitor_type,
             over=merge_settings(changes, self._options.over),
         )
-        path.write_text(json.dumps(settings, indent=2))
+        write_private_text(path, json.dumps(settings, indent=2))
         process = ServiceProcess(path, log)
         self._stack.callback(process.stop)
         self._say(f"starting the service of {name}: its log is {log}")

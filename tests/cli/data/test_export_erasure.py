@@ -1,6 +1,7 @@
 """An erased person's rows in exported files."""
 
 import json
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tuneloop.cli.data.drafts import DraftFile
 from tuneloop.cli.data.export_erasure import FileErasure, Person, erase_rows
 
 ANN = Person("acme", ("ann",), frozenset({"m1"}))
@@ -115,3 +117,61 @@ def test_what_cannot_be_reached_is_told(tmp_path: Path, name: str, data: bytes |
 def test_without_pyarrow_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert 'pip install ./runner ".[parquet]"' in (erase_rows(str(tmp_path / "a.parquet"), ANN).problem or "")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_of_a_link_the_file_that_it_names_is_changed(tmp_path: Path, suffix: str) -> None:
+    moved, link = tmp_path / f"moved.{suffix}", tmp_path / f"a.{suffix}"
+    rows = [{"msg_id": "m1"}, {"msg_id": "m9"}]
+    if suffix == "jsonl":
+        write_lines(moved, rows)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), moved)
+    link.symlink_to(moved)
+    assert erase_rows(str(link), ANN) == FileErasure(str(link), 1, 1)
+    assert link.is_symlink()
+    assert b"m1" not in moved.read_bytes()
+
+
+def test_drafts_that_were_left_go_with_their_rows(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", OTHERS)
+    left = tmp_path / ".a.jsonl.4711.partial"
+    others = [tmp_path / name for name in (".b.jsonl.4711.partial", ".a.jsonl.mine.partial")]
+    for each in (left, *others):
+        write_lines(each, THEIRS)
+    assert erase_rows(str(path), ANN, dry_run=True).problem is None
+    assert left.exists()
+    assert erase_rows(str(path), ANN).problem is None
+    assert (left.exists(), [each.exists() for each in others]) == (False, [True, True])
+
+
+def test_a_draft_that_is_being_written_stays(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", OTHERS)
+    draft = DraftFile(path)
+    draft.file.write(b"{}")
+    assert erase_rows(str(path), ANN) == FileErasure(str(path), 0, len(OTHERS))
+    draft.publish()
+    draft.discard()
+    assert (path.read_bytes(), [each.name for each in tmp_path.iterdir()]) == (b"{}", ["a.jsonl"])
+
+
+def test_a_draft_that_cannot_be_deleted_is_told(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", OTHERS)
+    (tmp_path / ".a.jsonl.1.partial").mkdir()
+    problem = erase_rows(str(path), ANN).problem
+    assert problem is not None
+    assert problem.startswith("its draft .a.jsonl.1.partial cannot be deleted: ")
+
+
+def test_a_draft_is_its_owners_alone_and_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, precious = tmp_path / "a.jsonl", tmp_path / "precious"
+    precious.write_text("precious")
+    draft = DraftFile(path)
+    [written] = tmp_path.glob(".*.partial")
+    assert written.stat().st_mode & 0o777 == 0o600
+    draft.discard()
+    monkeypatch.setattr(secrets, "token_hex", lambda count: "0")
+    (tmp_path / ".a.jsonl.0.partial").symlink_to(precious)
+    with pytest.raises(FileExistsError):
+        DraftFile(path)
+    assert precious.read_text() == "precious"

@@ -288,6 +288,19 @@ def test_a_list_and_a_count_are_of_the_tenant_alone(explorer: RunningExplorer, a
     assert training["reasons"] == []
 
 
+def test_whether_training_is_settled_tells_a_tenant_of_its_own_rows_only(
+    explorer: RunningExplorer, acme: Tenant, globex: Tenant
+) -> None:
+    def is_settled(of: Tenant) -> bool:
+        return explorer.http.get("/training", headers=of.headers).json()["settled"] is True
+
+    assert (is_settled(acme), is_settled(globex)) == (True, True)
+    done = explorer.http.post(CHAT, json=HELLO, headers=globex.headers).json()["id"]
+    explorer.http.post("/feedback", json={"msg_id": done, "reward": 1.0}, headers=globex.headers)
+    explorer.http.post("/commit", json={}, headers=globex.headers)
+    assert (is_settled(acme), is_settled(globex)) == (True, False)
+
+
 def test_an_administrator_lists_and_makes_keys_and_raters_of_the_tenant_alone(
     explorer: RunningExplorer, acme: Tenant, globex: Tenant
 ) -> None:

@@ -276,3 +276,26 @@ def test_a_file_with_nothing_left_goes(tmp_path: Path) -> None:
 def test_what_they_said_after_it_stays(tmp_path: Path) -> None:
     quarantine.set_aside(tmp_path, of_ann(received_at=1e9 + 1))
     assert clear(tmp_path / "quarantine.seg", ERASED) == Cleared(0, 0)
+
+
+def test_what_a_killed_process_left_half_written_goes_with_a_person(
+    own: Spool, ledger: Ledger, forgetting: SpoolRetention
+) -> None:
+    draft = own.folder / "quarantine.partial"
+    draft.write_bytes(of_ann())
+    ledger.retention.erase("acme", "ann")
+    forgetting.look()
+    assert not draft.exists()
+
+
+def test_a_file_is_written_anew_by_no_link_that_was_planted(tmp_path: Path) -> None:
+    kept = of_ann(received_at=1e9 + 1)
+    for each in (of_ann(), kept):
+        quarantine.set_aside(tmp_path, each)
+    path, precious = tmp_path / "quarantine.seg", tmp_path / "precious"
+    path.chmod(0o640)
+    precious.write_text("precious")
+    (tmp_path / "quarantine.partial").symlink_to(precious)
+    assert clear(path, ERASED) == Cleared(1, 0)
+    assert (precious.read_text(), kept in path.read_bytes(), path.is_symlink()) == ("precious", True, False)
+    assert path.stat().st_mode & 0o777 == 0o640

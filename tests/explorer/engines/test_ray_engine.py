@@ -1,9 +1,13 @@
 """What is ordered of a Ray cluster, and the tunnel that carries an engine's socket from another machine."""
 
 import asyncio
+import os
+import resource
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -11,7 +15,13 @@ import pytest
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.process import EngineProcess
-from tuneloop.explorer.engines.ray_engine import SPEC_VARIABLE, RayEngineSpec, open_local_end, open_remote_end
+from tuneloop.explorer.engines.ray_engine import (
+    SPEC_VARIABLE,
+    EngineActor,
+    RayEngineSpec,
+    open_local_end,
+    open_remote_end,
+)
 from tuneloop.shared.settings.settings import Settings
 
 SECRET = b"s" * 32
@@ -31,13 +41,45 @@ def test_an_engine_elsewhere_gets_the_gpus_that_ray_chooses(tmp_path: Path) -> N
     command, environment = EngineProcess(settings, Engine(1, EngineHttp()), socket=socket).command(Path("weights"))
     order = msgspec.json.decode(environment[SPEC_VARIABLE], type=RayEngineSpec)
     assert command[-1] == "tuneloop.explorer.engines.ray_engine"
-    assert (order.ray_address, order.gpus) == ("head:6379", 2)
+    assert (order.ray_address, order.gpus, order.umask) == ("head:6379", 2, 0o077)
     assert "CUDA_VISIBLE_DEVICES" not in order.environment
     assert order.environment["VLLM_SERVER_DEV_MODE"] == "1"
     # Its own processes stay among themselves: they ask for no key, and every machine of the cluster could reach them.
     assert order.environment["VLLM_HOST_IP"] == "127.0.0.1"
     assert order.environment["GLOO_SOCKET_IFNAME"] == order.environment["NCCL_SOCKET_IFNAME"] == "lo"
     assert order.command.count(str(socket)) == order.command.count("weights") == 1
+
+
+def test_an_engine_elsewhere_writes_for_its_owner_alone_and_no_core_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    util = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(util=util))
+    limited: list[tuple[int, tuple[int, int]]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limits: limited.append((what, limits)))
+    log = tmp_path / "log" / "engine.log"
+    spec = RayEngineSpec(
+        ray_address="",
+        insecure=True,
+        gpus=0,
+        socket=str(tmp_path / "engine.sock"),
+        log=str(log),
+        command=["python", "-c", "import os; print(oct(os.umask(0)))"],
+        environment={},
+        umask=0o077,
+    )
+    before = os.umask(0o022)
+    try:
+        actor = EngineActor()
+        actor.start(msgspec.json.encode(spec), b"secret")
+        assert actor.wait() == 0
+        assert actor._process.stdin is not None
+        actor._process.stdin.close()
+    finally:
+        os.umask(before)
+    assert (log.parent.stat().st_mode & 0o777, log.stat().st_mode & 0o777) == (0o700, 0o600)
+    assert log.read_text() == "0o77\n"
+    assert limited == [(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))]
 
 
 async def _engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

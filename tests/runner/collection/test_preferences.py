@@ -298,6 +298,7 @@ CHOICE = HumanPreference(pair_id=PAIR.pair_id, choice="left", preferred="é", re
 def test_a_last_line_that_was_cut_off_was_never_written(tmp_path: Path) -> None:
     file = tmp_path / "said.jsonl"
     append_line(file, CHOICE)
+    assert file.stat().st_mode & 0o777 == 0o600
     whole = file.read_bytes()
     append_line(file, replace(CHOICE, source="bob"))
     longer = file.read_bytes()

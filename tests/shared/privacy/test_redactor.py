@@ -131,6 +131,72 @@ def test_metadata_does_not_change_whether_a_reply_is_a_sample(bytes_as_tokens: V
     assert clean.experiences[0].unsampled is None
 
 
+#: A key, and a prompt in which no pattern tells it: what stands before it makes it a part of a word.
+SECRET = "sk-abcdefghijklmnop1234"
+LINK = f"https://example.org/?k%3D{SECRET}"
+NAMED = json.dumps({"messages": [{"role": "user", "content": LINK}], "metadata": {"key": SECRET}}).encode()
+
+
+def test_the_ids_of_what_was_found_in_metadata_go_from_the_prompt_and_the_reply(bytes_as_tokens: Vocabulary) -> None:
+    clean = redactor(bytes_as_tokens, redact=["api_key"]).exchange(exchange(LINK, f"x{SECRET}", request=NAMED))
+    [said] = clean.experiences
+    assert SECRET.encode() not in clean.request
+    for packed in (said.prompt_ids, said.completion_ids):
+        assert np.frombuffer(packed, "<i4").tolist().count(REDACTED) == len(SECRET)
+    assert (said.unsampled, said.text) == ("redacted", "x[REDACTED:api_key]")
+
+
+def test_ids_that_nobody_can_spell_are_dropped_for_what_was_found_in_metadata() -> None:
+    [said] = redactor(redact=["api_key"]).exchange(exchange(LINK, "fine", request=NAMED)).experiences
+    assert (said.prompt_ids, said.completion_ids, said.drop_reason) == (b"", b"", "redacted")
+
+
+def test_ids_that_nobody_can_spell_are_kept_where_only_metadata_changes() -> None:
+    body = json.dumps({"messages": [], "metadata": {"key": SECRET}}).encode()
+    [said] = redactor(redact=["api_key"]).exchange(exchange("hello", "fine", request=body)).experiences
+    assert (said.drop_reason, bytes(np.frombuffer(said.prompt_ids, "<i4").tolist())) == (None, b"hello")
+
+
+CARD = 4242424242424242
+
+
+def redacted_request(body: dict[str, Any], **privacy: Any) -> Any:
+    said = exchange("a", "b", request=json.dumps(body).encode())
+    return json.loads(redactor(**privacy).exchange(said).request)
+
+
+def test_a_number_is_redacted_as_a_text_is() -> None:
+    used = {"type": "tool_use", "input": {"card": CARD, "same": float(CARD), "year": 2024, "part": 0.4242424242424242}}
+    found = redacted_request({"messages": [used], "stream": True, "seed": None}, redact=["credit_card"])
+    assert found["messages"][0]["input"] == {
+        "card": "[REDACTED:credit_card]",
+        "same": "[REDACTED:credit_card]",
+        "year": 2024,
+        "part": 0.4242424242424242,
+    }
+    assert (found["stream"], found["seed"]) == (True, None)
+
+
+def test_own_patterns_find_small_numbers_and_fractions() -> None:
+    body = {"messages": [{"at": 52.5200, "id": 12345, "is": True}]}
+    found = redacted_request(body, patterns={"id": r"^\d{5}$", "place": r"52\.52", "one": "^1$"})
+    assert found == {"messages": [{"at": "[REDACTED:place]", "id": "[REDACTED:id]", "is": True}]}
+
+
+OUR_NAME = "resp_" + "0123456789" * 4
+
+
+def test_only_names_of_ours_are_kept_that_a_request_goes_on_from() -> None:
+    digits = {"redact": ["email"], "patterns": {"digits": r"\d{10,}"}}
+    for name in (OUR_NAME, OUR_NAME.replace("resp_", "chatcmpl-"), f"{OUR_NAME}:1"):
+        body = {"previous_response_id": name, "input": MAIL}
+        assert redacted_request(body, **digits) == {"previous_response_id": name, "input": "[REDACTED:email]"}
+    for name in (MAIL, f"{OUR_NAME} {MAIL}"):
+        found = redacted_request({"previous_response_id": name, "metadata": {"previous_response_id": MAIL}}, **digits)
+        assert MAIL not in json.dumps(found)
+    assert MAIL not in json.dumps(redacted_request({"input": [{"previous_response_id": {"to": MAIL}}]}))
+
+
 def test_names_are_the_same_for_the_same_name_and_key_only() -> None:
     hides = redactor()
     assert hides.name(MAIL) == hides.name(MAIL) == pseudonym(MAIL, KEY) != hides.name("bob@example.org")

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,11 @@ from openai import AsyncOpenAI
 from tests.doubles.serving import serving
 from tests.runner.tuning.service_double import MODEL, ServiceDouble
 from tuneloop.runner import AlgorithmConfig, DatasetConfig, ServiceAway, TuneFailed, TuneRefused, TuneResult, tune
+from tuneloop.runner.tuning.config import TunerModelConfig
+from tuneloop.runner.tuning.experiment import ExperimentFolder
 from tuneloop.runner.tuning.journal import Journal
+from tuneloop.runner.tuning.services.service_process import ServiceProcess
+from tuneloop.runner.tuning.services.service_set import ServiceOpener, ServiceOptions
 from tuneloop.runner.tuning.session import run_to_end
 
 TASKS = [{"question": f"{n}+1"} for n in range(8)]
@@ -186,6 +192,35 @@ def test_one_experiment_is_gone_on_with_by_one_call_at_a_time(tmp_path: Path) ->
         Journal(path)
     first.close()
     Journal(path).close()
+
+
+def test_the_files_of_an_experiment_are_their_owners_alone(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        folder = ExperimentFolder.open(tmp_path, "project", "name", resume=False)
+        Journal(folder.journal).close()
+        process = ServiceProcess(folder.settings("model"), folder.log("model"), command=["true"])
+    finally:
+        os.umask(before)
+    process.stop()
+    modes = {each.name: each.stat().st_mode & 0o777 for each in (folder.path, *folder.path.rglob("*"))}
+    assert modes == {folder.name: 0o700, "tune": 0o700, "journal.jsonl": 0o600, "model.log": 0o600}
+
+
+async def test_settings_of_a_started_service_are_their_owners_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuneloop.runner.tuning.services.service_process.find_command", lambda: ["true"])
+    folder = ExperimentFolder.open(tmp_path, "project", "name", resume=False)
+    Journal(folder.journal).close()
+    before = os.umask(0o022)
+    try:
+        async with AsyncExitStack() as stack:
+            opener = ServiceOpener(folder, ServiceOptions(), stack, say=str)
+            await opener._start("model", TunerModelConfig(model_path="m"), AlgorithmConfig(), {})
+    finally:
+        os.umask(before)
+    assert folder.settings("model").stat().st_mode & 0o777 == 0o600
 
 
 def test_more_epochs_run_the_rest_of_a_short_last_step(

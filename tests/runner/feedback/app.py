@@ -1,13 +1,16 @@
 """An app that says something of replies until it is killed: `python -m tests.runner.feedback.app URL OUTBOX FROM ID…`.
 
-It says the numbers from FROM on, in turn of each id, and prints each when it is acknowledged. FROM `-` says nothing,
-and sends what is left.
+It says the numbers from FROM on, MOST of them, in turn of each id, and prints each when it is acknowledged. FROM `-`
+says nothing, and sends what is left.
 """
 
-import itertools
+import signal
 import sys
 
 from tuneloop.runner import Feedback
+
+#: What it says at most: on a quick machine it would say more than the service takes in a minute afterwards.
+MOST = 400
 
 
 def main(url: str, outbox: str, first: str, ids: list[str]) -> None:
@@ -15,9 +18,10 @@ def main(url: str, outbox: str, first: str, ids: list[str]) -> None:
     feedback = Feedback(url, outbox=outbox, timeout=5)
     if first == "-":
         sys.exit(0 if feedback.flush(60) else 1)
-    for value in itertools.count(int(first)):
+    for value in range(int(first), int(first) + MOST):
         feedback.reward(ids[value % len(ids)], value, source="app")
         print(value, flush=True)  # noqa: T201 - the test reads it
+    signal.pause()
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import Connection, LargeBinary, Select, and_, exists, func, insert, or_, select, tuple_
+from sqlalchemy import Connection, LargeBinary, Select, and_, exists, func, or_, select, tuple_
 
 from tuneloop.shared.experience import Feedback, State
 from tuneloop.shared.ledger.recording.completion_object import StoredChoice, StoredExchange, as_json, tags_of
-from tuneloop.shared.ledger.recording.erasures import deleted_of, forget_feedback, names_in
+from tuneloop.shared.ledger.recording.erasures import deleted_of, forget_feedback, mark_deleted, names_in
 from tuneloop.shared.ledger.recording.retention import PORTION, delete_by, delete_with_exchanges, regroup
 from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.recording.tags import ENDPOINT, ENDPOINT_IN_SQL, PageCursor, change
@@ -108,8 +108,7 @@ class StoredCompletions(LedgerPart):
             if any(row.state == State.LEASED for row in rows):
                 return Deletion.LEASED
             self._settlement.recompute(connection, _delete_named(connection, [msg_id], rows))
-            deleted = {"msg_id": msg_id, "tenant": tenant, "received_at": exchange.received_at}
-            connection.execute(insert(deletions).values(**deleted, deleted_at=self._clock()))
+            mark_deleted(connection, [exchange], at=self._clock())
         return Deletion.DONE
 
     def delete_again(self, marks: Sequence[Mapping[str, Any]]) -> None:
@@ -239,7 +238,8 @@ def _completion(row: Any, choices: Sequence[StoredChoice]) -> StoredExchange:
 
 def _exchange(tenant: str, msg_id: str) -> Select[Any]:
     ours = and_(exchanges.c.tenant == tenant, exchanges.c.endpoint == ENDPOINT, exchanges.c.msg_id == msg_id)
-    return select(exchanges.c.received_at, exchanges.c.request).where(ours).with_for_update()
+    names = ("msg_id", "tenant", "received_at", "request")
+    return select(*(exchanges.c[name] for name in names)).where(ours).with_for_update()
 
 
 def _rows_of(msg_ids: Collection[str]) -> Select[Any]:

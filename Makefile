@@ -21,21 +21,18 @@ lock: ## look for the newest versions that go together, and write them into requ
 
 test: ## install what the tests need and run those that are not slow (WORKERS=n at once, 3)
 	@scripts/install dev
-	@scripts/links build/links
 	@scripts/compile & scripts/install-clients && wait
 	@PYTHONDONTWRITEBYTECODE= $(PYTHON_IN_VENV) -m pytest -m 'not slow and not soak and not gpu' -n $(or $(WORKERS),3) --dist loadgroup
 
 .PHONY: slow
 slow: ## the tests that take long: what starts engines, trainers and clusters of its own, or waits
 	@scripts/install dev
-	@scripts/links build/links
 	@scripts/install-clients
 	@PYTHONDONTWRITEBYTECODE= $(PYTHON_IN_VENV) -m pytest -m 'slow and not soak and not gpu' -n $(or $(WORKERS),3) --dist loadgroup
 
 .PHONY: soak
 soak: ## the long versions of what the tests promise: many kills, long runs, every learning curve
 	@scripts/install dev
-	@scripts/links build/links
 	@scripts/install-clients
 	@PYTHONDONTWRITEBYTECODE= $(PYTHON_IN_VENV) -m pytest -m 'soak and not gpu' -n $(or $(WORKERS),2) --dist loadgroup
 

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.doubles.engine import CHAT, EngineDouble, EnginePlace
+from tests.doubles.engine import CHAT, EngineDouble, engine_place
 from tests.doubles.warm.process import WarmProcess
 from tests.explorer.checkpoints import register
 from tests.explorer.running import HELLO, eventually, settings_for
@@ -119,8 +119,9 @@ def hired(folder: Path, double: EngineDouble, **explorer: object) -> Iterator[St
 
 
 @pytest.fixture(scope="module")
-def staff(tmp_path_factory: pytest.TempPathFactory, places: list[EnginePlace]) -> Iterator[Staff]:
-    with hired(tmp_path_factory.mktemp("workers"), places[0].fresh()) as found:
+def staff(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Staff]:
+    """On an engine of its own: it lives beside the services that other tests here start."""
+    with engine_place() as place, hired(tmp_path_factory.mktemp("workers"), place.fresh()) as found:
         yield found
 
 

@@ -30,6 +30,9 @@ ADOPT_S = 2.0
 _LOOK_S = 0.1
 _DISK_PAUSE_S = 0.5
 
+#: How often writers are looked at until none has moved: a look takes microseconds, what they write takes longer.
+_LOOKS_AT_ENDS = 1000
+
 #: Who has waited for nothing for so long is not there.
 _ABSENT_S = 1.0
 
@@ -242,10 +245,11 @@ class Flusher:
         with contextlib.ExitStack() as stack:
             taken = [source for folder in left_behind if (source := _take(folder, stack)) is not None]
             folders = {source.folder for source in taken}
-            ours = [
-                Source(slot.folder, slot.flushed, slot.end) for slot in self._slots.ours if slot.folder not in folders
-            ]
-            moved = self._drained([*taken, *ours])
+            ours = [slot for slot in self._slots.ours if slot.folder not in folders]
+            ends = _ends_at_one_moment(ours)
+            moved = self._drained(
+                [*taken, *(Source(slot.folder, slot.flushed, end) for slot, end in zip(ours, ends, strict=True))]
+            )
             if moved:
                 for source in taken:
                     if source.segments:
@@ -329,6 +333,19 @@ class Flusher:
 def _settle(future: "asyncio.Future[Flushed]", flushed: Flushed) -> None:
     if not future.done():
         future.set_result(flushed)
+
+
+def _ends_at_one_moment(ours: Sequence[Slot]) -> Sequence[Position]:
+    """Where the writers are. What one of them acknowledged before another got what lies before its end is included.
+
+    Looked at once, one after the other, they could show a correction and not what it corrects.
+    """
+    ends = [slot.end for slot in ours]
+    for _ in range(_LOOKS_AT_ENDS if len(ours) > 1 else 0):
+        before, ends = ends, [slot.end for slot in ours]
+        if before == ends:
+            break
+    return ends
 
 
 def _left_behind(slots_: Slots, *, everywhere: bool) -> list[Path]:

@@ -87,13 +87,15 @@ class Intake:
     def move(self, group: Sequence[tuple[Path, bytes]]) -> bool:
         """Put records, each with its slot, into the database; False if we were told to stop while it was away."""
         records: list[Record] = []
+        slots: list[Path] = []
         for folder, payload in group:
             try:
                 records.append(decode(payload))
+                slots.append(folder)
             except msgspec.MsgspecError as error:
                 self._set_aside(folder, payload, error)
         try:
-            return not records or self._record(records)
+            return not records or self._record(records, slots)
         except (LedgerError, *_NO_ROW) as error:
             log.warning("group_refused", records=len(records), reason=_reason(error))
         return all(self._one(folder, payload) for folder, payload in group)
@@ -118,11 +120,11 @@ class Intake:
         except OSError as error:  # the spool's own disk is worse news, and told elsewhere
             log.error("refusal_not_noted", reason=str(error))
 
-    def _record(self, records: Sequence[Record]) -> bool:
+    def _record(self, records: Sequence[Record], slots: Sequence[Path]) -> bool:
         pause = _SHORTEST_PAUSE_S
         while True:
             try:
-                self._recording.record(records)
+                self._recording.record(records, slots)
             except LedgerUnavailable as error:
                 if isinstance(error, LedgerForbidden):
                     self._refuse(_reason(error))
@@ -147,7 +149,7 @@ class Intake:
         pause, last = _SHORTEST_PAUSE_S, None
         while True:
             try:
-                moved = self._record(records)
+                moved = self._record(records, [folder])
             except _NO_ROW as error:
                 self._set_aside(folder, payload, error)
                 return True

@@ -43,14 +43,14 @@ class MoodyRecording(Recording):
     forbids = False
     refuses: Callable[[Record], bool] = staticmethod(lambda record: False)
 
-    def record(self, records: Sequence[Record]) -> None:
+    def record(self, records: Sequence[Record], slots: Sequence[object] = ()) -> None:
         if self.away:
             raise LedgerUnavailable("away")
         if self.forbids:
             raise LedgerForbidden("permission denied for table experiences")
         if any(self.refuses(each) for each in records):
             raise ValueError("refused")
-        super().record(records)
+        super().record(records, slots)
 
     def commit(self, tenant: str, **limits: Unpack[CommitLimits]) -> int:
         if self.away:

@@ -1,13 +1,15 @@
-"""What becomes of feedback about several choices at once, choice by choice, and of what comes before any reply."""
+"""What becomes of feedback about several choices at once, choice by choice, of what comes before any reply, and of what
+is offered again."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Select, and_, func, literal_column, or_, select, tuple_
 
 from tuneloop.shared.experience import Feedback, Outcome
+from tuneloop.shared.ledger.raters.reliability import voice_of
 from tuneloop.shared.ledger.recording.rewards import TRAJECTORY, RewardRow, in_time_for, newest_corrections
 from tuneloop.shared.ledger.storage.schema import experiences, feedback
 from tuneloop.shared.ledger.storage.transactions import portions
@@ -16,9 +18,17 @@ from tuneloop.shared.settings.feedback import RewardRule
 #: The choices of a reply or trajectory that are told apart.
 MAX_TOLD = 1000
 
+#: Feedback events about one reply or run: each later one is reckoned with all of them.
+MAX_SAID = 1000
+#: How many of them are of one key, or of one source without a key: nobody keeps others from saying anything.
+MAX_SAID_BY_ONE = 250
+
 #: Events of a tenant about replies and runs that are not there: not yet, or not to be stored at all.
 MAX_EARLY = 100_000
 _EARLY_S = 10.0
+
+#: An event's id, and the id of the request that brought it.
+EventName = tuple[str, str]
 
 
 def rows_about(event: Feedback) -> Select[Any]:
@@ -59,6 +69,63 @@ def equal_texts(connection: Connection, texts: Collection[tuple[int, str | None]
         of_texts = select(feedback.c.id, feedback.c.text).where(feedback.c.id.in_(portion))
         found |= {(row, text) for row, text in connection.execute(of_texts)}
     return found & set(texts)
+
+
+def offered_again(
+    events: Sequence[Feedback], stored: Collection[EventName], slots: Mapping[EventName, object]
+) -> set[EventName]:
+    """Those of the events that were offered before, when the process or the database died before we knew of it.
+
+    What a slot holds of one key is stored in its order. So what comes before an event that is stored had its turn, too:
+    where it is not there, it said what had been said, or found no room. Taken now it would be the last word.
+    """
+    found, done = set(), set()
+    for event in reversed(events):
+        name = name_of(event)
+        if (slot := slots.get(name)) is not None:
+            queue = slot, event.tenant, event.key
+            if name in stored:
+                done.add(queue)
+            if queue in done:
+                found.add(name)
+    return found
+
+
+def name_of(event: Any) -> EventName:
+    """An event, as the request that brought it named it."""
+    return event.event_id, event.call_id
+
+
+class FeedbackQuota:
+    """How many events each reply or run has, and from whom."""
+
+    def __init__(self) -> None:
+        self._by_subject: Counter[object] = Counter()
+        self._by_voice: Counter[object] = Counter()
+
+    def take(self, event: Any) -> None:
+        """Count an event."""
+        for thing in _things(event):
+            self._by_subject[thing] += 1
+            self._by_voice[thing, _voice(event)] += 1
+
+    def allows(self, event: Any) -> bool:
+        """Whether there is room for an event."""
+        return all(
+            self._by_subject[thing] < MAX_SAID and self._by_voice[thing, _voice(event)] < MAX_SAID_BY_ONE
+            for thing in _things(event)
+        )
+
+
+def _things(event: Any) -> Iterator[object]:
+    """The reply or run that an event is about, and the reply that it is preferred to."""
+    yield event.msg_id or (event.tenant, event.task_id, event.run_id)
+    if event.other_msg_id is not None:
+        yield event.other_msg_id
+
+
+def _voice(event: Any) -> str:
+    return voice_of(event.source or "")
 
 
 class EarlyFeedback:

@@ -1,7 +1,6 @@
 """The explorer's verbs: record exchanges and feedback, commit experiences, recompute rewards."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
@@ -11,10 +10,18 @@ from sqlalchemy import ColumnElement, Connection, Select, Update, and_, bindpara
 
 from tuneloop.shared.experience import HELD_OUT, Exchange, Feedback, Kind, Outcome, Record, State
 from tuneloop.shared.ledger.rare_rows import ANY_EARLY, RARE_ROWS, RareRows
-from tuneloop.shared.ledger.raters.reliability import voice_of
 from tuneloop.shared.ledger.recording.attestation import mark_untrusted
 from tuneloop.shared.ledger.recording.erasures import not_erased
-from tuneloop.shared.ledger.recording.outcomes import EarlyFeedback, equal_texts, outcomes_apart, rows_about
+from tuneloop.shared.ledger.recording.outcomes import (
+    EarlyFeedback,
+    EventName,
+    FeedbackQuota,
+    equal_texts,
+    name_of,
+    offered_again,
+    outcomes_apart,
+    rows_about,
+)
 from tuneloop.shared.ledger.recording.rewards import (
     RewardRow,
     Trajectory,
@@ -48,13 +55,8 @@ _Record = TypeVar("_Record", Exchange, Feedback)
 #: Replies whose rewards are recomputed in one transaction.
 _PAGE = 1000
 
-#: Feedback events about one reply or run: each later one is reckoned with all of them.
-MAX_SAID = 1000
-#: How many of them are of one key, or of one source without a key: nobody keeps others from saying anything.
-MAX_SAID_BY_ONE = 250
-
 #: What of an event tells whether a later one repeats it, but for its text, which may be long.
-_UNCOMPARED = {"text", "event_id", "occurred_at", "key", "stored_bytes"}
+_UNCOMPARED = {"text", "occurred_at", "key", "stored_bytes"}
 _COMPARED = [column for column in feedback.c if column.name not in _UNCOMPARED]
 
 _EARLIER = select(*_COMPARED, feedback.c.text.is_not(None).label("has_text"))
@@ -124,8 +126,13 @@ class Recording(LedgerPart):
         self._settlement = settlement
         self._heartbeats, self._early = _Heartbeats(ticks), EarlyFeedback(ticks)
 
-    def record(self, records: Sequence[Record]) -> None:
-        """Store exchanges and feedback in their order; what is there already stays as it is."""
+    def record(self, records: Sequence[Record], slots: Sequence[object] = ()) -> None:
+        """Store exchanges and feedback in their order; what is there already stays as it is.
+
+        `slots` are those that the records were read from, in which they are read again if the process dies.
+        """
+        from_slots = zip(records, slots, strict=bool(slots))
+        slot_of = {name_of(each): slot for each, slot in from_slots if isinstance(each, Feedback)}
         new_exchanges = [record for record in records if isinstance(record, Exchange)]
         new_feedback = [record for record in records if isinstance(record, Feedback)]
         with self._write() as connection:
@@ -144,7 +151,7 @@ class Recording(LedgerPart):
             tag(connection, new_exchanges, any_changed=rare.changed_metadata)
             put(connection, experiences, choices)
             new_feedback = self._early.within_bound(connection, new_feedback)
-            if changed := _new_feedback(connection, new_feedback):
+            if changed := _new_feedback(connection, new_feedback, slot_of):
                 events = event_sizes([feedback_row(each) for each in changed])
                 counted += new_rows(connection, feedback.c.event_id, events)
                 connection.execute(ignoring(connection, feedback), events)
@@ -162,7 +169,7 @@ class Recording(LedgerPart):
 
     def without_room(self, events: Collection[Feedback]) -> set[str]:
         """Those of these events, none of which is stored, whose reply or run, or voice there, has all it may have."""
-        quota = _FeedbackQuota()
+        quota = FeedbackQuota()
         for row in _earlier_feedback(events, self._read):
             quota.take(row)
         full = {tenant for tenant in {each.tenant for each in events} if self._early.is_full(tenant, self._read)}
@@ -286,11 +293,16 @@ def _committing(given: frozenset[str]) -> Update:
     return rewarded.values(state=State.COMMITTED, committed_at=bindparam("now"))
 
 
-def _new_feedback(connection: Connection, events: Sequence[Feedback]) -> list[Feedback]:
+def _new_feedback(
+    connection: Connection, events: Sequence[Feedback], slot_of: Mapping[EventName, object]
+) -> list[Feedback]:
     """The events that do not merely repeat the latest one of the same source about the same subject, and find room."""
     last: dict[object, Any] = {}
-    quota = _FeedbackQuota()
-    for row in sorted(_earlier_feedback(events, connection.execute), key=event_order):
+    quota = FeedbackQuota()
+    earlier = _earlier_feedback(events, connection.execute)
+    again = offered_again(events, {name_of(row) for row in earlier}, slot_of)
+    events = [event for event in events if name_of(event) not in again]
+    for row in sorted(earlier, key=event_order):
         last[_subject(row)] = row
         quota.take(row)
     alike = ((last[_subject(event)], event) for event in events if _subject(event) in last)
@@ -308,38 +320,6 @@ def _new_feedback(connection: Connection, events: Sequence[Feedback]) -> list[Fe
             last[_subject(event)] = event
             new.append(event)
     return new
-
-
-class _FeedbackQuota:
-    """How many events each reply or run has, and from whom."""
-
-    def __init__(self) -> None:
-        self._by_subject: Counter[object] = Counter()
-        self._by_voice: Counter[object] = Counter()
-
-    def take(self, event: Any) -> None:
-        """Count an event."""
-        for thing in _things(event):
-            self._by_subject[thing] += 1
-            self._by_voice[thing, _voice(event)] += 1
-
-    def allows(self, event: Any) -> bool:
-        """Whether there is room for an event."""
-        return all(
-            self._by_subject[thing] < MAX_SAID and self._by_voice[thing, _voice(event)] < MAX_SAID_BY_ONE
-            for thing in _things(event)
-        )
-
-
-def _things(event: Any) -> Iterator[object]:
-    """The reply or run that an event is about, and the reply that it is preferred to."""
-    yield event.msg_id or (event.tenant, event.task_id, event.run_id)
-    if event.other_msg_id is not None:
-        yield event.other_msg_id
-
-
-def _voice(event: Any) -> str:
-    return voice_of(event.source or "")
 
 
 def _earlier_feedback(

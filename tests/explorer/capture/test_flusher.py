@@ -2,11 +2,12 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, select
 
 from tests.doubles.clock import Clock
 from tests.explorer.running import eventually
@@ -22,6 +23,7 @@ from tuneloop.shared import spool_format, steady_time
 from tuneloop.shared.errors import LedgerError, LedgerForbidden, LedgerUnavailable, RecordRefused, TuneloopError
 from tuneloop.shared.experience import Record, State, encode
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
 from tuneloop.shared.spool_format import Position
 
 See = Callable[[Spool], RemoteSlot]
@@ -40,7 +42,7 @@ class Notebook:
     def check_place(self) -> None:
         """It has no file."""
 
-    def record(self, records: Sequence[Record]) -> None:
+    def record(self, records: Sequence[Record], slots: Sequence[object] = ()) -> None:
         self.tries += 1
         if self.away:
             raise LedgerUnavailable("away\nfor a while")
@@ -98,7 +100,7 @@ class Broken:
     def check_place(self) -> None:
         """It has no file."""
 
-    def record(self, _records: Sequence[Record]) -> None:
+    def record(self, _records: Sequence[Record], _slots: Sequence[object]) -> None:
         raise RuntimeError("a bug")
 
 
@@ -212,10 +214,10 @@ async def test_a_long_backlog_does_not_keep_a_stop_waiting_and_is_not_lost(own: 
     begun, may_go_on, said = threading.Event(), threading.Event(), [exchange() for _ in range(3 * GROUP)]
 
     class Slow(Notebook):
-        def record(self, records: Sequence[Record]) -> None:
+        def record(self, records: Sequence[Record], slots: Sequence[object] = ()) -> None:
             begun.set()
             assert may_go_on.wait(60)
-            super().record(records)
+            super().record(records, slots)
 
     notebook = Slow()
     await append(own, *said)
@@ -434,6 +436,66 @@ async def test_what_was_said_to_several_writers_comes_in_the_order_in_which_it_w
     second.close()
 
 
+async def test_a_correction_is_not_seen_before_what_it_corrects(tmp_path: Path, engine: Engine) -> None:
+    """Though that is written after one writer was looked at, and the correction before the other is."""
+    first, second = (Spool.open(tmp_path, sync=False) for _ in range(2))
+    said, loop = exchange(), asyncio.get_running_loop()
+    await append(first, said)
+
+    def rate(writer: Spool, value: float) -> None:
+        rated = feedback(msg_id=said.msg_id, value=value, stamp=steady_time.stamp())
+        asyncio.run_coroutine_threadsafe(append(writer, rated), loop).result(60)
+
+    class LookedAt:
+        """The first writer. Once it has been looked at, it hears a rating, and the other one the correction."""
+
+        folder, flushed, renew = first.folder, first.flushed, first.renew
+        rates = True
+
+        @property
+        def end(self) -> Position:
+            found = first.end
+            if self.rates and threading.current_thread().name == "flusher":
+                self.rates = False
+                rate(first, 0.0)
+                rate(second, 1.0)
+            return found
+
+    slots, looked_at = Slots(tmp_path), LookedAt()
+    slots.add(looked_at)
+    slots.add(second)
+    ledger = Ledger(engine)
+    with flushing(first, ledger.recording, slots) as (flusher, _):
+        while looked_at.rates:  # noqa: ASYNC110 - another thread looks
+            await asyncio.sleep(0.01)
+        await until_caught_up(flusher)
+    assert [row.reward_sum for row in ledger.reports.rewards()] == [1.0]
+    first.close()
+    second.close()
+
+
+async def test_what_is_read_again_after_a_kill_does_not_become_the_last_word(tmp_path: Path, engine: Engine) -> None:
+    """The database had a group of the spool, the mark had not: in it somebody said again what was then corrected."""
+    own, said, ledger = Spool.open(tmp_path, sync=False), exchange(), Ledger(engine)
+    with flushing(own, ledger.recording) as (flusher, _):
+        await append(own, said, feedback(msg_id=said.msg_id, value=0.0))
+        await until_caught_up(flusher)
+        marked = own.flushed.position
+        await append(own, feedback(msg_id=said.msg_id, value=0.0), feedback(msg_id=said.msg_id, value=1.0))
+        await until_caught_up(flusher)
+    own.close()
+    mark = own.folder / "flushed"
+    mark.unlink()
+    with closing(spool_slots.FlushedMark(mark)) as moved_back:
+        moved_back.move(marked)
+    again = Spool.open(tmp_path, sync=False)
+    with flushing(again, ledger.recording) as (flusher, _):
+        await append(again, feedback(msg_id=said.msg_id, metric="speed", value=2.0))
+        await until_caught_up(flusher)
+    again.close()
+    assert [(row.metric, row.value) for row in _events(engine)] == [("reward", 0.0), ("reward", 1.0), ("speed", 2.0)]
+
+
 async def test_the_first_use_of_a_key_counts_whichever_writer_heard_it(tmp_path: Path, engine: Engine) -> None:
     writers = [Spool.open(tmp_path, sync=False) for _ in range(2)]
     said = [exchange() for _ in range(20)]
@@ -568,6 +630,11 @@ async def test_many_wait_and_are_all_told(own: Spool) -> None:
         await until_caught_up(flusher)
         assert await asyncio.gather(*(flusher.wait_until_flushed(60) for _ in range(4))) == [Flushed.ALL] * 4
     assert not [each for each in threading.enumerate() if each.name == "flusher"]
+
+
+def _events(engine: Engine) -> Sequence[Any]:
+    with engine.connect() as connection:
+        return connection.execute(select(feedback_table).order_by(feedback_table.c.id)).all()
 
 
 def _quarantined(folder: Path) -> list[bytes]:

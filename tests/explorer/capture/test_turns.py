@@ -26,7 +26,7 @@ class Diary(Notebook):
         super().__init__()
         self.groups: list[list[str]] = []
 
-    def record(self, records: Sequence[Record]) -> None:
+    def record(self, records: Sequence[Record], slots: Sequence[object] = ()) -> None:
         self.groups.append([each.key for each in records])
 
 
@@ -37,9 +37,9 @@ class Gate(Notebook):
         super().__init__()
         self.may = threading.Semaphore(0)
 
-    def record(self, records: Sequence[Record]) -> None:
+    def record(self, records: Sequence[Record], slots: Sequence[object] = ()) -> None:
         assert self.may.acquire(timeout=60)
-        super().record(records)
+        super().record(records, slots)
 
 
 def of(records: Sequence[Record], tenant: str) -> list[Record]:

@@ -125,6 +125,28 @@ def test_of_feedback_on_a_reply_and_on_its_trajectory_the_later_counts(ledger: L
     assert rewards(engine) == [0.5, 0.5]
 
 
+def test_what_is_offered_again_changes_nothing(ledger: Ledger, engine: Engine) -> None:
+    """A group whose transaction was committed before anybody knew; what merely repeated left no trace."""
+    said, other = exchange(), exchange()
+    first, repeated, corrected = (feedback(msg_id=said.msg_id, value=value) for value in (0.0, 0.0, 1.0))
+    anothers = feedback(msg_id=other.msg_id, value=0.5, key="another")
+    ledger.recording.record([said, other, first])
+    ledger.recording.record([repeated, corrected], ["slot", "slot"])
+    ledger.recording.record([repeated, anothers, corrected], ["slot", "slot", "slot"])
+    assert rewards(engine) == [1.0, 0.5], "another key's had not had its turn"
+    ledger.recording.record([repeated, corrected], ["another slot", "slot"])
+    assert rewards(engine) == [0.0, 0.5], "what another slot holds had not been offered"
+
+
+def test_a_request_that_is_sent_again_does_not_hide_what_was_said_before_it(ledger: Ledger, engine: Engine) -> None:
+    said = exchange()
+    sent = {"event_id": "a key", "msg_id": said.msg_id, "value": 0.0}
+    ledger.recording.record([said, feedback(**sent, call_id="once")])
+    again = [feedback(msg_id=said.msg_id, value=1.0), feedback(**sent, call_id="twice")]
+    ledger.recording.record(again, ["slot", "slot"])
+    assert rewards(engine) == [1.0]
+
+
 def test_a_reply_joins_the_trajectory_that_its_feedback_names(ledger: Ledger, engine: Engine) -> None:
     said = exchange()
     ledger.recording.record([said, feedback(**run_of("1"), value=0.25)])

@@ -9,7 +9,7 @@ from sqlalchemy import Engine, event, func, select
 from tests.factories import exchange, feedback
 from tuneloop.shared.experience import Feedback, Kind, Outcome, State
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.recording.recording import MAX_SAID, MAX_SAID_BY_ONE
+from tuneloop.shared.ledger.recording.outcomes import MAX_SAID, MAX_SAID_BY_ONE
 from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
 
 RUN = {"msg_id": None, "task_id": "task", "run_id": "run"}

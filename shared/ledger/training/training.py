@@ -107,12 +107,13 @@ class Training(LedgerPart):
             connection.execute(ended.values(ended_at=self._clock()))
 
     def drop(self, epoch: int, ids: Collection[int], reason: str) -> None:
-        """Take leased experiences out of training for good."""
+        """Take leased experiences out of training for good. What was corrected meanwhile takes its reward now."""
         dropped = {"state": State.DROPPED, "reason": reason, "lease_epoch": None, "lease_until": None}
         with self._write() as connection:
             _fence(connection, epoch)
             for portion in portions(ids):
                 connection.execute(update(experiences).where(_leased_rows(epoch, portion)).values(dropped))
+            self._settlement.settle_by_own_rules(connection, too_late_for(connection, _replies(connection, ids)))
 
     def versions_waiting(self, among: Collection[int]) -> list[int]:
         """Those of the versions that have sampled replies which may still be trained on."""

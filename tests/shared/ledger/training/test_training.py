@@ -227,6 +227,15 @@ def test_a_dropped_experience_keeps_its_reason_and_its_reward(ledger: Ledger, en
     ]
 
 
+def test_a_dropped_experience_takes_the_correction_that_came_while_it_was_leased(
+    ledger: Ledger, engine: Engine
+) -> None:
+    epoch, samples = leased(ledger, 2)
+    ledger.recording.record([feedback(msg_id=each.msg_id, value=0.25, call_id="late") for each in rows(engine)])
+    ledger.training.drop(epoch, ids(samples)[:1], "too long")
+    assert [(row.state, row.reward) for row in rows(engine)] == [("dropped", 0.25), ("leased", 1.0)]
+
+
 def test_only_what_is_leased_can_be_dropped(ledger: Ledger, engine: Engine) -> None:
     committed(ledger, 1)
     ledger.training.drop(ledger.training.take_epoch("trainer"), [rows(engine)[0].id, 10**9], "bad")

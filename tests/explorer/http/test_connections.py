@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from contextlib import asynccontextmanager
@@ -609,4 +610,5 @@ def test_an_answer_to_a_connection_that_was_closed_before_another_request_goes_n
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(ask())
     assert heard == [{"type": "http.disconnect"}]
-    assert caplog.records == []
+    # Servers of this process that other tests share tell of their requests meanwhile.
+    assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []

@@ -52,17 +52,18 @@ class Training(LedgerPart):
             give_all_back(connection)
             return epoch
 
-    def lease(self, epoch: int, size: int, policy: BatchPolicy) -> list[Sample]:
+    def lease(self, epoch: int, size: int, policy: BatchPolicy, *, held: Collection[int] = ()) -> list[Sample]:
         """The next `size` committed experiences, or groups of at least so many, claimed for `epoch`.
 
-        None unless there are enough. What is older than the policy allows expires first.
+        The ids `held` are leased already and count as some of the `size`: what is missing is returned. None unless
+        there are enough. What is older than the policy allows expires first.
         """
         now = self._clock()
         with self._write() as connection:
             _fence(connection, epoch)
             newest = _newest_version(connection)
             expire(connection, policy, newest=newest, now=now)
-            ids = claim(connection, policy, size, newest=newest, now=now)
+            ids = claim(connection, policy, size, held, newest=newest, now=now)
             leased = {"state": State.LEASED, "lease_epoch": epoch, "lease_until": now + LEASE_S}
             rows: list[Any] = []
             for portion in portions(ids):

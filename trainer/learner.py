@@ -129,10 +129,7 @@ class Learner:
         return {name: float(value) for name, value in sums.items()} if self.ranks.speaks else {}
 
     def optim_step(self) -> Metrics:
-        """Update the weights with the gradients added up. Raises NotFinite before it touches any.
-
-        Raises EnvironmentRefused where memory runs out for an update, which may have touched some.
-        """
+        """Update the weights with the gradients. Raises NotFinite before it touches any, EnvironmentRefused after."""
         trained = {name: each for name, each in self.optimizers.items() if name != "actor" or not self._warming_up}
         norms = {name: optimizer.gradient_norm() for name, optimizer in trained.items()}
         _must_be_finite({f"the {name}'s gradient norm": norm for name, norm in norms.items()})
@@ -169,10 +166,7 @@ class Learner:
         return _of_updates(updates)
 
     def _update(self, batch: Batch, targets: Targets) -> Metrics:
-        """One update. Where memory runs out for the gradients they are made again, in smaller pieces.
-
-        It does not matter how they are cut.
-        """
+        """One update. Gradients that memory runs out for are made again, in smaller pieces: it does not matter how."""
         while True:
             try:
                 metrics = self.forward_backward(batch, targets)

@@ -129,7 +129,7 @@ class Learner:
         return {name: float(value) for name, value in sums.items()} if self.ranks.speaks else {}
 
     def optim_step(self) -> Metrics:
-        """Update the weights with the gradients added up. Raises NotFinite before it touches any."""
+        """Update the weights with the gradients. Raises NotFinite before it touches any, EnvironmentRefused after."""
         trained = {name: each for name, each in self.optimizers.items() if name != "actor" or not self._warming_up}
         norms = {name: optimizer.gradient_norm() for name, optimizer in trained.items()}
         _must_be_finite({f"the {name}'s gradient norm": norm for name, norm in norms.items()})
@@ -137,7 +137,7 @@ class Learner:
         _end_copies(self.copying)
         for name, optimizer in trained.items():
             metrics[f"{name}/lr"] = optimizer.lr
-            _apply(optimizer, norms[name], self._algorithm.max_grad_norm, self.ranks)
+            _apply(optimizer, norms[name], self._algorithm.max_grad_norm)
         return metrics
 
     def logprobs(self, ids: Sequence[int]) -> list[float]:
@@ -166,7 +166,7 @@ class Learner:
         return _of_updates(updates)
 
     def _update(self, batch: Batch, targets: Targets) -> Metrics:
-        """One update. Where memory runs out it is made again, in smaller pieces: it does not matter how it is cut."""
+        """One update. Gradients that memory runs out for are made again, in smaller pieces: it does not matter how."""
         while True:
             try:
                 metrics = self.forward_backward(batch, targets)
@@ -318,13 +318,11 @@ def _end_copies(copying: list[torch.cuda.Event]) -> None:
         copying.pop().wait()
 
 
-def _apply(optimizer: MasterAdamW, norm: float, max_norm: float, ranks: Ranks) -> None:
+def _apply(optimizer: MasterAdamW, norm: float, max_norm: float) -> None:
     try:
         optimizer.update(norm=norm, max_norm=max_norm)
     except torch.OutOfMemoryError as error:
-        if ranks.size == 1:
-            raise
-        # Other ranks have made the update, and cannot make it again.
+        # Other weights, here or on other ranks, have been updated, and cannot be again.
         raise EnvironmentRefused(f"model.model_path: a GPU has no room for AdamW's memory: {error}") from None
 
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -131,19 +131,21 @@ class CheckpointStore:
         (staging / STATE_MANIFEST).rename(path / STATE_MANIFEST)
         sync_folder(path)
 
-    def prune(self, spared: Collection[Path], *, newest: int) -> list[Path]:
-        """Delete all folders of versions up to `newest` but the `spared`, all of them registered; returns the deleted.
+    def put_aside(self, spared: Collection[Path], *, newest: int) -> Iterator[tuple[Path, Path]]:
+        """Make all folders of versions up to `newest` but the `spared` invisible, all of them registered.
 
-        What comes after `newest` may be a checkpoint that a newer trainer is just registering.
+        One after the other; with each where it is now, for `delete`. What comes after `newest` may be a checkpoint that
+        a newer trainer is just registering.
         """
         names = {path.name for path in spared}
-        deleted = []
         for path in sorted(self._root.glob(f"{VERSION_PREFIX}*")):
             version = version_in(path.name)
             if version is not None and version <= newest and path.name not in names:
-                self._bin(path)
-                deleted.append(path)
-        return deleted
+                yield path, self._hide(path)
+
+    def delete(self, garbage: Path) -> None:
+        """Delete what was put aside."""
+        shutil.rmtree(garbage, ignore_errors=True)
 
     def strip(self, path: Path) -> None:
         """Delete of a version's folder what only going on from it to the bit needs: critic and optimiser.
@@ -217,9 +219,12 @@ class CheckpointStore:
 
     def _bin(self, path: Path) -> None:
         """Make `path` invisible in one step, then delete it: a reader never meets half a folder."""
+        self.delete(self._hide(path))
+
+    def _hide(self, path: Path) -> Path:
         garbage = Path(tempfile.mkdtemp(prefix=GARBAGE, dir=self._root))
         path.rename(garbage / path.name)
-        shutil.rmtree(garbage, ignore_errors=True)
+        return garbage
 
 
 def _is_stripped(path: Path) -> bool:

@@ -44,6 +44,14 @@ def publish(store: CheckpointStore, version: int = 1, weights: bytes = b"weights
     return store.publish(staging, manifest(version=version, files=store.seal(staging)))
 
 
+def pruned(store: CheckpointStore, spared: list[Path], *, newest: int) -> list[Path]:
+    """The folders that are deleted, one after the other."""
+    aside = dict(store.put_aside(spared, newest=newest))
+    for garbage in aside.values():
+        store.delete(garbage)
+    return list(aside)
+
+
 def rewrite(path: Path, **but: Any) -> None:
     """Put another manifest in the place of the checkpoint's own."""
     found = msgspec.structs.replace(read_manifest(path), **but)
@@ -84,7 +92,7 @@ def test_a_name_that_is_taken_is_left_alone(store: CheckpointStore) -> None:
     assert [path.name for path in paths] == ["global_step_1", "global_step_1-1", "global_step_1-2"]
     assert [(path / "actor" / "config.json").read_bytes() for path in paths] == [b"first", b"second", b"third"]
     assert sorted(paths[0].parent.iterdir()) == paths
-    assert store.prune([paths[1]], newest=1) == [paths[0], paths[2]]
+    assert pruned(store, [paths[1]], newest=1) == [paths[0], paths[2]]
 
 
 def test_staging_touches_nothing_of_another_epoch(store: CheckpointStore) -> None:
@@ -172,7 +180,7 @@ def test_a_publisher_killed_at_any_step_leaves_no_half_checkpoint(tmp_path: Path
     store.clear(3)
     path, found = _published_by_a_successor(store)
     check_files(path, found)
-    store.prune([path, store.path(7)], newest=7)
+    pruned(store, [path, store.path(7)], newest=7)
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted([path.name, "global_step_7"])
 
 
@@ -189,7 +197,7 @@ def test_pruning_keeps_what_it_is_told_to_keep(store: CheckpointStore) -> None:
     write(store.stage(1))
     (store.path(1).parent / "monitor").mkdir()
     (store.path(1).parent / "global_step_best").mkdir()
-    gone = store.prune([store.path(2), Path("/mounted/elsewhere/global_step_5")], newest=5)
+    gone = pruned(store, [store.path(2), Path("/mounted/elsewhere/global_step_5")], newest=5)
     assert gone == [store.path(version) for version in (1, 3, 4)]
     assert {path.name for path in store.path(1).parent.iterdir()} == {
         "global_step_2",
@@ -203,13 +211,13 @@ def test_pruning_keeps_what_it_is_told_to_keep(store: CheckpointStore) -> None:
 
 
 def test_pruning_where_nothing_is_does_nothing(store: CheckpointStore) -> None:
-    assert store.prune([], newest=9) == []
+    assert pruned(store, [], newest=9) == []
 
 
 def test_pruning_leaves_alone_what_comes_after_the_newest(store: CheckpointStore) -> None:
     """A newer trainer may be registering it just now."""
     publish(store, 1), publish(store, 2)
-    assert store.prune([], newest=1) == [store.path(1)]
+    assert pruned(store, [], newest=1) == [store.path(1)]
     assert store.path(2).exists()
 
 

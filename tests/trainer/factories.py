@@ -35,7 +35,7 @@ def sample(number: int = 0, **but: object) -> Sample:
     return Sample(**(values | but))  # type: ignore[arg-type]
 
 
-def commit(ledger: Ledger, samples: list[Sample], *, unsaid: Collection[int] = ()) -> None:
+def commit(ledger: Ledger, samples: list[Sample], *, unsaid: Collection[int] = (), source: str | None = None) -> None:
     """Bring samples into the ledger the way that the explorer does. Nothing is said of the ids in `unsaid`."""
     for each in samples:
         experience = Experience(
@@ -70,6 +70,7 @@ def commit(ledger: Ledger, samples: list[Sample], *, unsaid: Collection[int] = (
             tenant="t",
             value=each.reward,
             received_at=2.0 + each.id,
+            source=source,
         )
         ledger.recording.record([said] if each.id in unsaid else [said, heard])
     ledger.recording.commit("t")

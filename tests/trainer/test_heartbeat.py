@@ -24,8 +24,8 @@ class Busy(Training):
     happens: Callable[[], object] = staticmethod(lambda: None)
     done: Callable[[], bool] = staticmethod(lambda: True)
 
-    def lease(self, epoch, size, policy):
-        rows = super().lease(epoch, size, policy)
+    def lease(self, epoch, size, policy, *, held=()):
+        rows = super().lease(epoch, size, policy, held=held)
         self.happens()
         until(self.done)
         return rows

@@ -8,7 +8,7 @@ from threading import Event
 
 import numpy as np
 import pytest
-from sqlalchemy import make_url
+from sqlalchemy import make_url, text
 from structlog.testing import capture_logs
 
 from tests.databases import put_file
@@ -22,6 +22,7 @@ from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.training.training import Training
+from tuneloop.shared.settings.feedback import FeedbackSettings
 from tuneloop.shared.telemetry.spans import span_of_reply, span_of_version
 from tuneloop.trainer import loop
 from tuneloop.trainer.loop import TrainingLoop, run
@@ -134,6 +135,21 @@ def test_a_reply_without_tokens_is_dropped_and_another_takes_its_place(settings,
     assert len(_losses(chosen)) == 1
 
 
+def test_what_takes_its_place_keeps_to_the_raters_shares_of_the_whole_batch(settings, ledger):
+    commit(ledger, [sample(i) for i in range(9)], source="flood")
+    nothing = np.array([], dtype=np.float32)
+    commit(ledger, [sample(9, completion_ids=nothing.astype(np.int32), logprobs=nothing)], source="a")
+    for number in range(10, 13):
+        commit(ledger, [sample(number)], source=f"rater-{number}")
+    ledger.raters.assess(FeedbackSettings())
+    chosen = settings(trainer={"total_steps": 1}, feedback={"max_rater_share": 0.25})
+    run(chosen, Event())
+    with database.connect(chosen.database_url).connect() as connection:
+        trained = connection.execute(text("SELECT msg_id FROM experiences WHERE state = 'trained'")).scalars().all()
+    assert sorted(trained) == ["m0", "m10", "m11", "m12"]
+    assert ledger.reports.counts()[State.DROPPED] == 1
+
+
 def test_staleness_is_counted_in_versions(settings, ledger):
     commit(ledger, [sample(i) for i in range(8)])
     commit(ledger, [sample(i, version_min=1, version_max=2) for i in range(8, 11)])
@@ -237,8 +253,8 @@ def test_a_trainer_that_was_overtaken_stops_and_writes_nothing(settings, ledger)
 class Overtaken(Training):
     """Another trainer starts at the moment this one has a batch."""
 
-    def lease(self, epoch, size, policy):
-        rows = super().lease(epoch, size, policy)
+    def lease(self, epoch, size, policy, *, held=()):
+        rows = super().lease(epoch, size, policy, held=held)
         self.take_epoch("another")
         return rows
 
@@ -310,8 +326,8 @@ def test_a_database_that_goes_away_when_training_goes_back_is_waited_for(setting
 class Forgetting(Training):
     """A person is erased while the trainer learns from what they said."""
 
-    def lease(self, epoch, size, policy):
-        rows = super().lease(epoch, size, policy)
+    def lease(self, epoch, size, policy, *, held=()):
+        rows = super().lease(epoch, size, policy, held=held)
         if rows and not self.retention.erasures():
             self.retention.erase("t", "ann")
         return rows

@@ -1,6 +1,7 @@
 """Which checkpoints stay, and which keep critic and optimiser."""
 
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 import structlog
 
@@ -8,7 +9,7 @@ from tuneloop.shared.checkpoints.file_checks import newest_with_state
 from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.versions.decisions import Versions
+from tuneloop.shared.ledger.versions.decisions import Versions, VersionsNow
 from tuneloop.shared.ledger.versions.versions import SERVABLE
 from tuneloop.shared.settings.settings import Settings
 
@@ -43,31 +44,44 @@ def prune(
     """Delete checkpoints but the last `keep`, and never one that is served, may be served, or is resumed from.
 
     `keep` 0 means all of them. Those of every `keep_interval`-th step stay, too, and what a rollback would go back to,
-    if there is such a version, and the newest _WAITED_FOR of those that `still_sampled` says replies wait of, which may
-    have to be recomputed. All keep their weights alone but the one that is resumed from, and the newest before it that
-    has critic and optimiser, while it has none, and `writing`. A disk that refuses is no reason to stop training.
+    if there is such a version, and what would be resumed from after a rollback or a rejection, and the newest
+    _WAITED_FOR of those that `still_sampled` says replies wait of, which may have to be recomputed. All keep their
+    weights alone but the one that is resumed from, and the newest before it that has critic and optimiser, while it has
+    none, and `writing`. A disk that refuses is no reason to stop training.
     """
-    registered = versions.all()
-    numbers = [each.version for each in registered]
-    last = numbers[-keep:] if keep else numbers
-    may_serve = {VersionState.CANDIDATE, VersionState.CANARY, VersionState.CHAMPION}
-    needed = {each.version for each in registered if each.pinned or each.state in may_serve}
-    resumed_from = versions.newest().version
-    milestones = {each.version for each in registered if keep_interval and each.step % keep_interval == 0}
-    spared = {*last, *needed, *milestones, resumed_from, versions.champion_before() or 0}
+    seen = versions.now()
+    spared = _must_stay(seen) | _by_the_settings(seen, keep, keep_interval)
     if still_sampled is not None:
-        others = [each.version for each in registered if each.version not in spared and each.path.exists()]
+        others = [each.version for each in seen.versions if each.version not in spared and each.path.exists()]
         spared |= set(sorted(still_sampled(others))[-_WAITED_FOR:])
-    resumable = {each.version: each.path for each in registered if each.state in SERVABLE}
-    with_state = newest_with_state(resumable, upto=resumed_from)
-    spared.add(with_state)
-    places = {each.version: each.path for each in registered if each.version in spared}
+    resumable = {each.version: each.path for each in seen.versions if each.state in SERVABLE}
+    spared.add(with_state := newest_with_state(resumable, upto=seen.newest))
+    aside: dict[Path, Path] = {}
     try:
-        gone = store.prune(places.values(), newest=numbers[-1])
-        for version in spared - {0, resumed_from, with_state, writing}:
+        with versions.hold() as now:  # Meanwhile somebody may have decided otherwise.
+            spared |= _must_stay(now)
+            places = {each.version: each.path for each in now.versions if each.version in spared}
+            aside.update(store.put_aside(places.values(), newest=seen.versions[-1].version))
+        for version in spared - {0, now.newest, with_state, writing}:
             store.strip(places[version])
     except OSError as error:
         _log.warning("prune_failed", reason=str(error))
-        return
-    for path in gone:
-        _log.info("version_pruned", folder=path.name)
+    finally:
+        for folder, garbage in aside.items():
+            store.delete(garbage)
+            _log.info("version_pruned", folder=folder.name)
+
+
+def _must_stay(registered: VersionsNow) -> set[int]:
+    """What serves, may serve, or is resumed from, now or after a rollback or a rejection."""
+    may_serve = {VersionState.CANDIDATE, VersionState.CANARY, VersionState.CHAMPION}
+    needed = {each.version for each in registered.versions if each.pinned or each.state in may_serve}
+    needed |= {registered.newest, registered.champion_before or 0}
+    return needed | {registered.newest_without(version) for version in needed}
+
+
+def _by_the_settings(registered: VersionsNow, keep: int, keep_interval: int | None) -> set[int]:
+    """What the settings keep, whatever its state."""
+    numbers = [each.version for each in registered.versions]
+    milestones = {each.version for each in registered.versions if keep_interval and each.step % keep_interval == 0}
+    return {*(numbers[-keep:] if keep else numbers), *milestones}

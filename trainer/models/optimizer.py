@@ -98,9 +98,9 @@ class MasterAdamW:
             with self._take_gradients() as gradients:
                 for shard, gradient in gradients.items():
                     self._masters[shard].grad = gradient
+                self.updates += 1  # Before it is made: one that fails may have been made in part.
                 self._adamw.step()
                 self._publish()
-            self.updates += 1
         self.forget()
 
     def add_up(self) -> None:

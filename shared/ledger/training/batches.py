@@ -4,6 +4,7 @@ A claim reads only as many rows as it takes from each tenant that has some waiti
 runs inside a transaction of the ledger, under the trainer's epoch.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from itertools import chain, zip_longest
 from typing import Any
@@ -15,7 +16,7 @@ from tuneloop.shared.ledger.storage.schema import COMMITTED, experiences
 from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.groups import bounds, gather, takable
-from tuneloop.shared.ledger.training.rater_shares import WINDOW, Unit, is_limited, within_shares
+from tuneloop.shared.ledger.training.rater_shares import WINDOW, Unit, is_limited, within_shares, write_rewards
 
 #: Not a comparison with a parameter: then the planner would not see that the partial indexes apply.
 _COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
@@ -45,29 +46,35 @@ def expire(connection: Connection, policy: BatchPolicy, *, newest: int, now: flo
         _set_aside(connection, too_old, f"sampled more than {bound.value:g} {bound.unit}")
 
 
-def claim(connection: Connection, policy: BatchPolicy, size: int, *, newest: int, now: float) -> list[int]:
-    """The ids of the next batch: `size` rows, or whole groups of at least so many.
+def claim(
+    connection: Connection, policy: BatchPolicy, size: int, held: Collection[int] = (), *, newest: int, now: float
+) -> list[int]:
+    """The ids of the next batch, of `size` rows, or of whole groups of at least so many, that are not `held` already.
 
     If there are not enough, none; or, after `batch_timeout`, what there is.
     """
     if not policy.any_reply:
         _set_unsampled_aside(connection)
+    missing = size - len(held)
+    limited = is_limited(connection, policy)
+    most = WINDOW * size if limited else missing
     if policy.group_by != "none":
         gather(connection, policy, newest=newest, now=now)
-        claimed, total = _claimed_groups(connection, policy, size)
-        return claimed if total >= size or _is_overdue(connection, policy, now) else []
-    limited = is_limited(connection, policy)
-    most = WINDOW * size if limited else size
-    queues = {each: connection.execute(next_of(each, policy, most)).all() for each in _tenants(connection)}
-    if policy.fair_share or len(queues) == 1:
-        rows = _in_turn(queues.values())
+        units = _next_groups(connection, policy, most, missing)
     else:
-        rows = sorted(chain.from_iterable(queues.values()), key=lambda row: _rank(row, policy.order))
-    ids = [row.id for row in rows[:most]]
-    if limited:
-        alone = [Unit(id_, (id_,)) for id_ in ids]
-        ids = [unit.number for unit in within_shares(connection, alone, policy, size)]
-    return ids[:size] if len(ids) >= size or _is_overdue(connection, policy, now) else []
+        units = [Unit(id_, (id_,)) for id_ in _next_rows(connection, policy, most)]
+    rewards: dict[int, float] = {}
+    if limited and _is_enough(connection, units, missing, policy, now=now):
+        units, rewards = within_shares(connection, units, policy, size, held=held)
+    if not _is_enough(connection, units, missing, policy, now=now):
+        return []
+    write_rewards(connection, rewards)
+    return [row for unit in units for row in unit.rows]
+
+
+def _is_enough(connection: Connection, units: Sequence[Unit], missing: int, policy: BatchPolicy, *, now: float) -> bool:
+    """Whether a batch is made of these."""
+    return sum(len(unit.rows) for unit in units) >= missing or _is_overdue(connection, policy, now)
 
 
 def _is_overdue(connection: Connection, policy: BatchPolicy, now: float) -> bool:
@@ -76,6 +83,15 @@ def _is_overdue(connection: Connection, policy: BatchPolicy, now: float) -> bool
         return False
     oldest = connection.execute(select(func.min(experiences.c.committed_at)).where(_COMMITTED)).scalar()
     return oldest is not None and now - oldest >= policy.batch_timeout
+
+
+def _next_rows(connection: Connection, policy: BatchPolicy, most: int) -> list[int]:
+    queues = {each: connection.execute(next_of(each, policy, most)).all() for each in _tenants(connection)}
+    if policy.fair_share or len(queues) == 1:
+        rows = _in_turn(queues.values())
+    else:
+        rows = sorted(chain.from_iterable(queues.values()), key=lambda row: _rank(row, policy.order))
+    return [row.id for row in rows[:most]]
 
 
 def next_of(tenant: str, policy: BatchPolicy, size: int) -> Select[Any]:
@@ -135,10 +151,8 @@ def _set_aside(connection: Connection, which: ColumnElement[bool], reason: str) 
 # Groups.
 
 
-def _claimed_groups(connection: Connection, policy: BatchPolicy, size: int) -> tuple[list[int], int]:
-    """The rows of the next groups, `size` of them at least if there are so many, and how many they are."""
-    limited = is_limited(connection, policy)
-    most = WINDOW * size if limited else size
+def _next_groups(connection: Connection, policy: BatchPolicy, most: int, missing: int) -> list[Unit]:
+    """The next groups, of `most` rows at least if there are so many; none if `missing` are needed and not there."""
     queues = {
         tenant: connection.execute(next_groups(tenant, policy.order, most)).all() for tenant in _tenants(connection)
     }
@@ -148,19 +162,15 @@ def _claimed_groups(connection: Connection, policy: BatchPolicy, size: int) -> t
         sign = -1 if policy.order == "freshest" else 1
         groups = sorted(chain.from_iterable(queues.values()), key=lambda row: sign * row.group_id)
     chosen, total = _first(groups, most)
-    if total < size and policy.batch_timeout is None:
-        return [], total
-    members: dict[int, list[int]] = {}
+    if total < missing and policy.batch_timeout is None:
+        return []
+    members: dict[int, list[int]] = defaultdict(list)
     for portion in portions(chosen):
         query = select(experiences.c.group_id, experiences.c.id).where(_COMMITTED, experiences.c.group_id.in_(portion))
         ordered = query.order_by(experiences.c.group_id, experiences.c.id).with_for_update()
         for group_id, row in connection.execute(ordered):
-            members.setdefault(group_id, []).append(row)
-    if limited:
-        units = [Unit(group_id, tuple(members.get(group_id, ()))) for group_id in chosen]
-        chosen = [unit.number for unit in within_shares(connection, units, policy, size)]
-    ids = [row for group_id in sorted(chosen) for row in members.get(group_id, ())]
-    return ids, len(ids)
+            members[group_id].append(row)
+    return [Unit(group_id, tuple(members[group_id])) for group_id in chosen if group_id in members]
 
 
 def _first(groups: Sequence[Any], rows: int) -> tuple[list[int], int]:

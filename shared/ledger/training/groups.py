@@ -18,7 +18,7 @@ from tuneloop.shared.ledger.recording.rewards import event_order, retracted_pref
 from tuneloop.shared.ledger.storage.schema import COMMITTED, experiences, feedback
 from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
-from tuneloop.shared.ledger.training.run_results import gather_whole, waiting_runs, without_results
+from tuneloop.shared.ledger.training.run_results import gather_whole, lock_rows, waiting_runs, without_results
 
 #: Not a comparison with a parameter: then the planner would not see that the partial indexes apply.
 _COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
@@ -91,6 +91,15 @@ def _set(connection: Connection, rows: Iterable[Any], **values: object) -> None:
         connection.execute(update(experiences).where(experiences.c.id.in_(portion), _COMMITTED).values(values))
 
 
+def _join(connection: Connection, groups: Collection[Sequence[Any]]) -> None:
+    """Make groups of committed rows. One that new feedback has changed since they were read waits for the next look."""
+    there = lock_rows(connection, {row.id for rows in groups for row in rows})
+    for rows in groups:
+        found = [there[row.id] for row in rows if row.id in there]
+        if [(each.state, each.group_id) for each in found] == [(State.COMMITTED, row.group_id) for row in rows]:
+            _set(connection, rows, group_id=min(row.id for row in rows))
+
+
 # By task and run.
 
 
@@ -117,9 +126,8 @@ def _gather_the_named(
             _set(connection, rows, state=State.EXPIRED, reason=reason)
     if policy.by_result:
         gather_whole(connection, complete, will_do, now=now)
-        return
-    for rows in complete:
-        _set(connection, rows, group_id=min(row.id for row in rows))
+    else:
+        _join(connection, complete)
 
 
 def _key(row: Any, group_by: str) -> Key:
@@ -179,15 +187,17 @@ def _gather_the_preferred(connection: Connection, alone: Sequence[Any], policy: 
             waiting |= {*better, *worse}
         if better and worse:
             links.append([*better, *worse])
+    complete: list[list[Any]] = []
     for ids in _connected_sets(ready, links):
         rows = [ready[id_] for id_ in ids]
         timed_out = now - min(row.committed_at for row in rows) >= policy.group_timeout
         if len(rows) > 1 and (timed_out or waiting.isdisjoint(ids)):
-            _set(connection, rows, group_id=min(ids))
+            complete.append(rows)
         elif timed_out:
             why = "alone in its preference" if ids & named else "in no preference"
             reason = f"{why} {policy.group_timeout:g} s after it was committed"
             _set(connection, rows, state=State.EXPIRED, reason=reason)
+    _join(connection, complete)
 
 
 def _preferences(connection: Connection, msg_ids: Collection[str]) -> list[Any]:

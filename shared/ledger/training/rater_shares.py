@@ -50,19 +50,36 @@ def is_limited(connection: Connection, policy: BatchPolicy) -> bool:
     return len({(tenant, voice_of(name)) for tenant, name in connection.execute(active)}) >= enough
 
 
-def within_shares(connection: Connection, units: Sequence[Unit], policy: BatchPolicy, size: int) -> list[Unit]:
+class LimitedUnits(NamedTuple):
+    """Units for a batch, and by its id the reward of each row of which not all who rated it are heard."""
+
+    units: list[Unit]
+    rewards: dict[int, float]
+
+
+def within_shares(
+    connection: Connection, units: Sequence[Unit], policy: BatchPolicy, size: int, *, held: Collection[int] = ()
+) -> LimitedUnits:
     """The first units, of `size` rows at least if there are so many, in which no rater has more than its share.
 
-    A rater may have one unit whatever its size. If there are not enough, those that others rated too are taken without
-    the word of who has its share: nobody holds up others' replies by rating them as well. If there are still not enough
-    in a full window, the older half of the rest is dropped.
+    The ids `held` are rows that the batch has already: they count as some of the `size`. A rater may have one unit
+    whatever its size. If there are not enough, those that others rated too are taken without the word of who has its
+    share: nobody holds up others' replies by rating them as well. If there are still not enough in a full window, the
+    older half of the rest is dropped.
     """
-    shares = _Shares(_words(connection, [row for unit in units for row in unit.rows]), policy, size)
+    shares = _Shares(_words(connection, [*held, *(row for unit in units for row in unit.rows)]), policy, size)
+    shares.hold(held)
     over = shares.take_whole(units)
-    rest = shares.take_in_part(connection, over) if shares.total < size else []
+    rest, rewards = shares.take_in_part(connection, over) if shares.total < size else ([], {})
     if shares.total < size and sum(len(unit.rows) for unit in units) >= WINDOW * size:
         _drop(connection, [row for unit in rest[: (len(rest) + 1) // 2] for row in unit.rows])
-    return shares.taken
+    return LimitedUnits(shares.taken, rewards)
+
+
+def write_rewards(connection: Connection, rewards: Mapping[int, float]) -> None:
+    """Give rows of a batch the rewards that they have in it."""
+    if rewards:
+        connection.execute(_REWARDING, [{"its_id": row, "its_reward": reward} for row, reward in rewards.items()])
 
 
 class _Shares:
@@ -74,6 +91,12 @@ class _Shares:
         self._words, self._trusted, self._size = words, policy.trusted_raters, size
         self._most = policy.max_rater_share * size
         self._had: dict[Rater, float] = defaultdict(float)
+
+    def hold(self, ids: Collection[int]) -> None:
+        """Reckon with rows that the batch has already, of which who had its share may not have been heard."""
+        for id_ in ids:
+            unit = Unit(id_, (id_,))
+            self._count(unit, self._audible(unit) or _of_unit(self._words, unit))
 
     def take_whole(self, units: Sequence[Unit]) -> list[Unit]:
         """Take units with all that was said of them; those that would give a rater too much."""
@@ -88,8 +111,11 @@ class _Shares:
                 self._take(unit, words)
         return over
 
-    def take_in_part(self, connection: Connection, units: Sequence[Unit]) -> list[Unit]:
-        """Take units, of which those who have their share said nothing; those of which nothing is left then."""
+    def take_in_part(self, connection: Connection, units: Sequence[Unit]) -> tuple[list[Unit], dict[int, float]]:
+        """Take units, of which those who have their share said nothing; those of which nothing is left then.
+
+        And by the id of each row whose reward it changes, the new one.
+        """
         audible = {unit: self._audible(unit) for unit in units}
         apart = {
             row: {_voice(rater) for rater in self._words[row]} - {_voice(rater) for rater in words}
@@ -97,19 +123,18 @@ class _Shares:
             for row, words in (each or {}).items()
         }
         rewards = _rewards_without(connection, {row: voices for row, voices in apart.items() if voices})
-        rest, changed = [], {}
+        rest, changed = list[Unit](), dict[int, float]()
         for unit in units:
             # Meanwhile others may have got their share.
             words = None if self.total >= self._size else audible[unit]
-            values = {row: rewards.get(row) for row in words or () if apart[row]}
-            if words is None or self._over(words) or None in values.values():
+            parted = [row for row in words or () if apart[row]]
+            values = {row: reward for row in parted if (reward := rewards.get(row)) is not None}
+            if words is None or self._over(words) or len(values) < len(parted):
                 rest.append(unit)
                 continue
             self._take(unit, words)
-            changed.update(values)
-        if changed:
-            connection.execute(_REWARDING, [{"its_id": row, "its_reward": reward} for row, reward in changed.items()])
-        return rest
+            changed |= values
+        return rest, changed
 
     def _audible(self, unit: Unit) -> dict[int, Collection[Rater]] | None:
         """Who is heard of each row of a unit, without those that have their share; None if nobody is of one."""
@@ -126,9 +151,12 @@ class _Shares:
         return {rater for rater, part in parts.items() if self._had[rater] and self._had[rater] + part > self._most}
 
     def _take(self, unit: Unit, words: Mapping[int, Collection[Rater]]) -> None:
+        self._count(unit, words)
+        self.taken.append(unit)
+
+    def _count(self, unit: Unit, words: Mapping[int, Collection[Rater]]) -> None:
         for rater, part in _parts(words, self._trusted).items():
             self._had[rater] += part
-        self.taken.append(unit)
         self.total += len(unit.rows)
 
 

@@ -61,7 +61,7 @@ def gather_whole(
     calls: dict[int, list[int]] = defaultdict(list)
     for call, result in _calls_before(connection, [row for rows in groups for row in rows], which):
         calls[result].append(call)
-    there = _lock_rows(connection, {row.id for rows in groups for row in rows}.union(*calls.values()))
+    there = lock_rows(connection, {row.id for rows in groups for row in rows}.union(*calls.values()))
     members: list[Mapping[str, int]] = []
     taken: list[tuple[Any, Any, int]] = []
     for rows in groups:
@@ -114,7 +114,7 @@ def _calls_before(connection: Connection, rows: Sequence[Any], which: ColumnElem
                 yield call.id, result.id
 
 
-def _lock_rows(connection: Connection, ids: Collection[int]) -> dict[int, Any]:
+def lock_rows(connection: Connection, ids: Collection[int]) -> dict[int, Any]:
     """The rows by their ids, as they are now that nobody else can change them. All lock in this order."""
     columns = [experiences.c[name] for name in ("id", "state", "group_id", "reward", "rewarded_at", "committed_at")]
     found: dict[int, Any] = {}
@@ -144,7 +144,7 @@ def _commit_with_results(connection: Connection, taken: Sequence[tuple[Any, Any,
 
 def _give_back(connection: Connection, ids: Collection[int], rule: int) -> None:
     nothing = dict.fromkeys(("reward", "rewarded_at", "reward_rule", "committed_at", "group_id"))
-    _lock_rows(connection, ids)
+    lock_rows(connection, ids)
     for portion in portions(ids):
         # Feedback on one of them meanwhile has given it a reward of its own.
         still = and_(experiences.c.id.in_(portion), _COMMITTED, experiences.c.reward_rule == rule)

@@ -52,17 +52,18 @@ class Training(LedgerPart):
             give_all_back(connection)
             return epoch
 
-    def lease(self, epoch: int, size: int, policy: BatchPolicy) -> list[Sample]:
+    def lease(self, epoch: int, size: int, policy: BatchPolicy, *, held: Collection[int] = ()) -> list[Sample]:
         """The next `size` committed experiences, or groups of at least so many, claimed for `epoch`.
 
-        None unless there are enough. What is older than the policy allows expires first.
+        The ids `held` are leased already and count as some of the `size`: what is missing is returned. None unless
+        there are enough. What is older than the policy allows expires first.
         """
         now = self._clock()
         with self._write() as connection:
             _fence(connection, epoch)
             newest = _newest_version(connection)
             expire(connection, policy, newest=newest, now=now)
-            ids = claim(connection, policy, size, newest=newest, now=now)
+            ids = claim(connection, policy, size, held, newest=newest, now=now)
             leased = {"state": State.LEASED, "lease_epoch": epoch, "lease_until": now + LEASE_S}
             rows: list[Any] = []
             for portion in portions(ids):
@@ -138,8 +139,8 @@ class Training(LedgerPart):
 
         `publish(version)` puts the checkpoint in its place and returns its path and the sha256 of its manifest; it runs
         inside the transaction, so that a trainer that was overtaken can never put one there. Raises LeaseLost, and
-        publishes nothing, if any of the rows is not leased under the epoch any more; ParentEnded if `parent` was
-        rejected or rolled back.
+        publishes nothing, if any of the rows is not leased under the epoch any more, or is named twice; ParentEnded if
+        `parent` was rejected or rolled back.
         """
         with self._write() as connection:
             _fence(connection, epoch)
@@ -147,12 +148,12 @@ class Training(LedgerPart):
             if parent is not None and (newest := _newest_version(connection)) != parent:
                 raise ParentEnded(f"version {parent} was trained on, training goes on from version {newest}")
             version = 1 + (connection.execute(_newest_number()).scalar() or 0)
-            leased = 0
+            leased = set[int]()
             for portion in portions(ids):
                 held = select(experiences.c.id).where(_leased_rows(epoch, portion)).with_for_update()
-                leased += len(connection.execute(held).all())
-            if leased != len(ids):
-                raise LeaseLost(f"version {version} was trained on {len(ids)} experiences, {leased} are leased")
+                leased.update(connection.execute(held).scalars())
+            if len(leased) != len(ids):
+                raise LeaseLost(f"version {version} was trained on {len(ids)} experiences, {len(leased)} are leased")
             path, sha256 = publish(version)
             connection.execute(
                 insert(versions).values(

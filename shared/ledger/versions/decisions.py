@@ -1,6 +1,8 @@
 """The verbs of those who decide about versions: people, and rollouts that have come to their end."""
 
-from typing import Any
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Select, func, or_, select, update
 
@@ -9,7 +11,33 @@ from tuneloop.shared.experience import VersionAction, VersionState
 from tuneloop.shared.ledger.storage.schema import version_events, versions
 from tuneloop.shared.ledger.storage.transactions import alone
 from tuneloop.shared.ledger.versions.events import Decision, Details, note
-from tuneloop.shared.ledger.versions.versions import PINNED, SERVABLE, VersionStates, appoint, end, retire, state_of
+from tuneloop.shared.ledger.versions.versions import (
+    PINNED,
+    SERVABLE,
+    Version,
+    VersionStates,
+    appoint,
+    end,
+    retire,
+    state_of,
+    version_of,
+)
+
+
+class VersionsNow(NamedTuple):
+    """All versions, oldest first, and which would be served if the champion were rolled back, as of one moment."""
+
+    versions: list[Version]
+    champion_before: int | None
+
+    @property
+    def newest(self) -> int:
+        """The newest version that was not rejected: where training goes on from."""
+        return max((each.version for each in self.versions if each.state in SERVABLE), default=0)
+
+    def newest_without(self, version: int) -> int:
+        """The same, were that version rejected or rolled back."""
+        return max((each.version for each in self.versions if _outlasts(each, version)), default=0)
 
 
 class Versions(VersionStates):
@@ -86,9 +114,16 @@ class Versions(VersionStates):
         """The versions that were the champion before and could be again, the last one first."""
         return [row.version for row in self._read(_champions_before())]
 
-    def champion_before(self) -> int | None:
-        """Which version would be served if the champion were rolled back now; None if there is none to go back to."""
-        return next(iter(self.champions_before()), None)
+    def now(self) -> VersionsNow:
+        """How all of them are."""
+        return _versions_now(*self._read_together(_ALL, _champions_before()))
+
+    @contextmanager
+    def hold(self) -> Iterator[VersionsNow]:
+        """How all of them are; inside, nobody decides about any, or registers one."""
+        with self._write() as connection:
+            alone(connection, "promote")
+            yield _versions_now(*(connection.execute(query).all() for query in (_ALL, _champions_before())))
 
     def pin(self, version: int, *, instead_of: int, by: str, reason: str) -> None:
         """Serve this version and no other until it is unpinned; a canary retires.
@@ -123,6 +158,19 @@ class Versions(VersionStates):
             connection.execute(update(versions).where(versions.c.version == pinned).values(pinned=False))
             note(connection, pinned, VersionAction.UNPINNED, Decision(by, self._clock(), reason))
             return pinned
+
+
+_ALL = select(versions).order_by(versions.c.version)
+
+
+def _versions_now(registered: Collection[Any], before: Collection[Any]) -> VersionsNow:
+    return VersionsNow([version_of(row) for row in registered], next((row.version for row in before), None))
+
+
+def _outlasts(each: Version, version: int) -> bool:
+    """Whether it can be gone on from, or served, after that version was rolled back, as `_end_descendants` has it."""
+    served = each.state == VersionState.RETIRED and each.served_at is not None
+    return each.state in SERVABLE and (each.version < version or (each.version > version and served))
 
 
 def _champion(connection: Connection) -> int:

@@ -141,7 +141,7 @@ class VersionStates(VersionEvents):
 
     def all(self) -> list[Version]:
         """All versions, oldest first."""
-        return [_version_of(row) for row in self._read(select(versions).order_by(versions.c.version))]
+        return [version_of(row) for row in self._read(select(versions).order_by(versions.c.version))]
 
     def _version(self, query: Executable) -> Version:
         found = self._one_or_none(query)
@@ -151,7 +151,7 @@ class VersionStates(VersionEvents):
 
     def _one_or_none(self, query: Executable) -> Version | None:
         rows = self._read(query)
-        return _version_of(rows[0]) if rows else None
+        return version_of(rows[0]) if rows else None
 
 
 def state_of(connection: Connection, version: int) -> str | None:
@@ -203,7 +203,8 @@ def _took_its_place(version: int) -> str:
     return f"version {version} took its place"
 
 
-def _version_of(row: Any) -> Version:
+def version_of(row: Any) -> Version:
+    """What a row of the table says."""
     return Version(
         version=row.version,
         state=VersionState(row.state),

@@ -271,6 +271,42 @@ def test_what_one_rater_has_too_many_of_does_not_hide_the_others_for_ever(ledger
     assert sum(counts.values()) == 70
 
 
+def test_what_takes_the_place_of_some_of_a_batch_keeps_to_the_shares_of_all_of_it(ledger: Ledger) -> None:
+    flood, rest = crowded(ledger, floods=17, others=18)
+    epoch = ledger.training.take_epoch("trainer")
+    batch = ledger.training.lease(epoch, 10, LIMITED)
+    ledger.training.drop(epoch, ids(batch)[-2:], "no tokens")
+    more = ledger.training.lease(epoch, 10, LIMITED, held=ids(batch)[:-2])
+    assert [len(batch), len(more)] == [10, 2]
+    assert {each.msg_id for each in batch} == {flood[0], *rest[:9]}
+    assert {each.msg_id for each in more} == {rest[9], rest[17]}, "those of the raters that have no row in it"
+    assert ledger.reports.counts()[State.DROPPED] == 2, "the flood waits for others"
+    assert ledger.training.lease(epoch, 10, LIMITED, held=ids(batch)) == []
+
+
+def contradicted(ledger: Ledger) -> list[Exchange]:
+    """Replies with one honest rater each, and one that nobody yet knows to be wrong."""
+    said = [exchange() for _ in range(20)]
+    honest = [feedback(msg_id=each.msg_id, source=f"rater-{n}", value=1.0) for n, each in enumerate(said)]
+    ledger.recording.record([*said, *honest, *(feedback(msg_id=each.msg_id, source="eve", value=0.0) for each in said)])
+    ledger.recording.commit("acme")
+    ledger.raters.assess(OPTIONS)
+    return said
+
+
+@pytest.mark.parametrize("group_by", ["none", "run"])
+@pytest.mark.parametrize(("floods", "timeout"), [(0, None), (30, None), (30, 1e12)])
+def test_where_no_batch_comes_about_all_who_rated_a_reply_are_heard(
+    ledger: Ledger, engine: Engine, group_by: str, floods: int, timeout: float | None
+) -> None:
+    contradicted(ledger)
+    crowded(ledger, floods=floods, others=0)
+    before = rewards(engine)
+    policy = LIMITED._replace(group_by=group_by, batch_timeout=timeout)
+    assert ledger.training.lease(ledger.training.take_epoch("trainer"), 40, policy) == []
+    assert rewards(engine) == before
+
+
 def test_groups_are_limited_as_rows_are(ledger: Ledger) -> None:
     crowded(ledger, floods=0)
     whole = []
@@ -309,12 +345,7 @@ def test_one_key_that_rates_every_reply_holds_up_none(ledger: Ledger, waiting: i
 
 
 def test_who_has_its_share_is_not_heard_of_the_other_replies(ledger: Ledger, engine: Engine) -> None:
-    """One that nobody yet knows to be wrong, and one honest rater, of each reply."""
-    said = [exchange() for _ in range(20)]
-    honest = [feedback(msg_id=each.msg_id, source=f"rater-{n}", value=1.0) for n, each in enumerate(said)]
-    ledger.recording.record([*said, *honest, *(feedback(msg_id=each.msg_id, source="eve", value=0.0) for each in said)])
-    ledger.recording.commit("acme")
-    ledger.raters.assess(OPTIONS)
+    said = contradicted(ledger)
     epoch = ledger.training.take_epoch("trainer")
     batch = ledger.training.lease(epoch, 20, LIMITED)
     assert sorted(each.reward for each in batch) == [0.5] * 4 + [1.0] * 16

@@ -58,6 +58,30 @@ def test_an_update_that_has_no_room_is_made_again_in_smaller_pieces(settings, mo
         torch.testing.assert_close(_weights(learner)[name], each, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("full", ["actor", "critic"])
+def test_an_update_that_no_memory_is_left_for_is_refused_and_none_is_made_twice(settings, monkeypatch, full):
+    """Of actor and critic, one after the other, at the first update: AdamW makes its memory then."""
+    algorithm = {"algorithm_type": "ppo", "critic_warmup_steps": 0, "mini_batches": 1}
+    chosen = settings(trainer={"micro_batch_tokens": 512}, algorithm=algorithm)
+    learner = snapshot.load(chosen, None)
+    chosen.job_dir.mkdir(parents=True)
+    first = next(learner.optimizers[full].tensors())
+    zeros_like, refused = torch.zeros_like, []
+
+    def bounded(like, *more, **named):
+        if like is first and not refused:
+            refused.append(like)
+            raise torch.OutOfMemoryError
+        return zeros_like(like, *more, **named)
+
+    monkeypatch.setattr(torch, "zeros_like", bounded)
+    with pytest.raises(EnvironmentRefused, match="no room for AdamW's memory"):
+        MicroBatch(chosen).step(learner, ROWS, version=None)
+    assert learner.optimizers["actor"].updates == 1
+    assert learner.optimizers["critic"].updates == (full == "critic")
+    assert learner.spoilt
+
+
 def test_a_step_that_has_no_room_changes_nothing(settings, monkeypatch):
     learner = snapshot.load(settings(trainer={"micro_batch_tokens": 4096}), None)
     before, generator = _weights(learner), learner.generator.get_state()

@@ -36,8 +36,8 @@ class Held(Training):
         self._left, self._before = leases, before
         self.enough, self._first = threading.Event(), True
 
-    def lease(self, epoch, size, policy):
-        rows = super().lease(epoch, size, policy)
+    def lease(self, epoch, size, policy, *, held=()):
+        rows = super().lease(epoch, size, policy, held=held)
         self._left -= bool(rows)
         if self._left <= 0:
             self.enough.set()
@@ -165,8 +165,8 @@ def test_a_stop_ends_what_has_begun_and_publishes_the_steps_that_waited_for_it(s
     chosen, stop = settings(trainer={"async_save": True}), Event()
 
     class Stopping(Held):
-        def lease(self, epoch, size, policy):
-            rows = super().lease(epoch, size, policy)
+        def lease(self, epoch, size, policy, *, held=()):
+            rows = super().lease(epoch, size, policy, held=held)
             if not rows:  # both steps are made, and the first is not registered yet
                 stop.set()
                 self.enough.set()

@@ -165,9 +165,61 @@ def test_what_a_rollback_would_go_back_to_stays(settings, ledger):
     for version in (2, 6):
         ledger.versions.promote(version)
     prune(store, ledger.versions, keep=1)
-    assert _there(store) == [2, 6]
-    assert ledger.versions.roll_back(6, by="ann", reason="worse") == 2
-    assert store.path(ledger.versions.champion().version).exists()
+    assert _there(store) == [1, 2, 5, 6]
+    for number, before in ((6, 2), (2, 0)):
+        assert ledger.versions.roll_back(number, by="ann", reason="worse") == before
+        assert ledger.versions.champion().path.exists()
+        assert ledger.versions.newest().path.exists()
+
+
+@pytest.mark.parametrize("state", ["canary", "champion"])
+def test_what_training_goes_on_from_after_a_rollback_stays(settings, ledger, state):
+    store = CheckpointStore(settings().job_dir)
+    ledger.versions.ensure_base(settings().model.model_path)
+    _published(ledger, store, 3)
+    ledger.versions.promote(1)
+    serve = {"canary": ledger.versions.begin_canary, "champion": ledger.versions.promote}
+    serve[state](3, by="explorer", reason="a tenth")  # 2 retires unserved
+    _published(ledger, store, 5)
+    prune(store, ledger.versions, keep=1)
+    assert _there(store) == [1, 2, 3, 4, 5, 6, 7, 8]
+    ledger.versions.roll_back(3, by="explorer", reason="worse")
+    assert ledger.versions.newest().version == 2
+    prune(store, ledger.versions, keep=1)
+    assert _there(store) == [1, 2, 8]
+
+
+def test_what_served_and_is_gone_on_from_once_all_around_it_are_ended_stays(settings, ledger):
+    store = CheckpointStore(settings().job_dir)
+    ledger.versions.ensure_base(settings().model.model_path)
+    _published(ledger, store, 5)
+    ledger.versions.promote(3)
+    ledger.versions.begin_canary(4, by="explorer", reason="a tenth")
+    ledger.versions.appoint(1, instead_of=3, by="ann", reason="the show")  # the canary retires
+    ledger.versions.appoint(3, instead_of=1, by="ann", reason="over")
+    _published(ledger, store, 3)
+    ledger.versions.begin_canary(6, by="explorer", reason="a tenth")  # 5 retires unserved
+    prune(store, ledger.versions, keep=1)
+    ledger.versions.roll_back(3, by="ann", reason="worse")
+    assert ledger.versions.newest().version == 4
+    assert store.path(4).exists()
+
+
+def test_a_version_that_is_decided_about_while_others_are_deleted_stays(settings, ledger):
+    store = CheckpointStore(settings().job_dir)
+    ledger.versions.ensure_base(settings().model.model_path)
+    _published(ledger, store, 6)
+    for version in (1, 2, 3, 6):
+        ledger.versions.promote(version)
+
+    def decide(versions):
+        assert 1 in versions
+        ledger.versions.appoint(1, instead_of=6, by="ann", reason="6 is rude")
+        return []
+
+    prune(store, ledger.versions, keep=1, still_sampled=decide)
+    assert _there(store) == [1, 2, 3, 5, 6]
+    assert not list(store.path(1).parent.glob(".garbage*"))
 
 
 def test_the_canary_stays_however_old(settings, ledger):
@@ -179,7 +231,7 @@ def test_the_canary_stays_however_old(settings, ledger):
     for version in (5, 6):
         ledger.versions.reject(version, "its probe differs")
     prune(store, ledger.versions, keep=1)
-    assert _there(store) == [1, 4, 6]
+    assert _there(store) == [1, 3, 4, 6]
 
 
 def test_what_is_pinned_stays_however_old(settings, ledger):
@@ -202,7 +254,7 @@ def test_the_champion_and_the_candidates_stay_however_old(settings, ledger):
     for version in (5, 6):
         ledger.versions.reject(version, "its probe differs")
     prune(store, ledger.versions, keep=1)
-    assert _there(store) == [2, 3, 4, 6]
+    assert _there(store) == [1, 2, 3, 4, 6]
 
 
 def _whole(store, version):

@@ -57,8 +57,8 @@ class Away(Training):
         if self.back is not None and not self.back.is_set():
             raise LedgerUnavailable("away")
 
-    def lease(self, epoch, size, policy):
-        rows = super().lease(epoch, size, policy)
+    def lease(self, epoch, size, policy, *, held=()):
+        rows = super().lease(epoch, size, policy, held=held)
         if rows and self.back is None:
             self.back = Event()
         return rows

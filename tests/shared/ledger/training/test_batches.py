@@ -10,6 +10,7 @@ from sqlalchemy import Engine, select
 
 from tests.doubles.clock import Clock
 from tests.factories import exchange, experience, feedback, fill, ids, published, trained
+from tests.shared.ledger.training.test_run_results import ON_POSTGRESQL, between
 from tuneloop.shared.experience import Sample, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
@@ -240,6 +241,20 @@ def test_a_group_that_loses_a_member_is_gathered_anew(ledger: Ledger, engine: En
     clock.now += 3601.0
     take(1, group_by="task", group_size=2)
     assert states(engine)[second] == State.EXPIRED
+
+
+@ON_POSTGRESQL
+def test_a_group_of_which_a_member_is_taken_back_while_it_is_gathered_waits_for_the_next_look(
+    ledger: Ledger, engine: Engine, take: Take
+) -> None:
+    first, second = (give(ledger, task_id="t", run_id=run) for run in "12")
+    retraction = feedback(msg_id=first, kind="retraction", value=None)
+    between(engine, "ORDER BY experiences.id FOR UPDATE", lambda: ledger.recording.record([retraction]))
+    assert take(1, group_by="task", group_size=2) == []
+    assert states(engine) == {first: State.RECORDED, second: State.COMMITTED}
+    ledger.recording.record([feedback(msg_id=first, value=0.0)])
+    ledger.recording.commit("acme")
+    assert ids(take(1, group_by="task", group_size=2)) == [1, 2]
 
 
 def test_a_group_that_was_given_back_is_taken_again(ledger: Ledger) -> None:

@@ -7,6 +7,7 @@ import pytest
 from sqlalchemy import Engine, select
 
 from tests.factories import exchange, experience, feedback, fill, ids, published
+from tests.shared.ledger.training.test_run_results import ON_POSTGRESQL, between
 from tuneloop.shared.experience import Feedback, Kind, Sample, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
@@ -65,6 +66,24 @@ def test_the_two_replies_of_a_preference_are_a_group(ledger: Ledger, take: Take)
     assert {sample.group_id for sample in batch} == {1}
     assert take() == []
     assert b not in names(batch)
+
+
+@ON_POSTGRESQL
+@pytest.mark.parametrize("grouped", [0, 2])
+def test_one_that_is_taken_back_while_they_are_joined_leaves_the_others_for_the_next_look(
+    ledger: Ledger, engine: Engine, take: Take, grouped: int
+) -> None:
+    a, b, c = (give(ledger) for _ in range(3))
+    ledger.recording.record([preferred(a, b)] if grouped else [])
+    assert take(9) == []  # gathered, but too few for a batch
+    ledger.recording.record([preferred(a, b), preferred(a, c)])
+    taken_back = [feedback(msg_id=c, kind="retraction", value=None)]
+    between(engine, "ORDER BY experiences.id FOR UPDATE", lambda: ledger.recording.record(taken_back))
+    assert len(take()) == grouped
+    ledger.training.release(1)
+    ledger.recording.record([feedback(msg_id=c)])
+    ledger.recording.commit("acme")
+    assert names(take()) == [a, b, c]
 
 
 def test_it_waits_until_both_are_committed(ledger: Ledger, take: Take) -> None:

@@ -23,6 +23,7 @@ from tests.factories import (
 from tuneloop.shared.errors import LedgerError, StaleEpoch
 from tuneloop.shared.experience import State, pack_ids, pack_logprobs
 from tuneloop.shared.ledger.ledger import LEASE_S, BatchPolicy, Ledger
+from tuneloop.shared.ledger.storage import transactions
 from tuneloop.shared.ledger.storage.schema import experiences
 
 #: More than one statement of ours has parameters; the soak has more than either database would take in one.
@@ -267,9 +268,14 @@ def test_when_publishing_fails_nothing_is_registered(ledger: Ledger) -> None:
     assert ledger.training.register(epoch, ids(samples), step=1, publish=published) == 1
 
 
+@pytest.mark.parametrize("at_once", [10_000, 2])
 @pytest.mark.parametrize("wrong", [lambda ids: [*ids, 10**9], lambda ids: [*ids, ids[0]]])
-def test_what_is_not_leased_cannot_be_trained_and_nothing_is_published(ledger: Ledger, wrong: Any) -> None:
+def test_what_is_not_leased_cannot_be_trained_and_nothing_is_published(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, wrong: Any, at_once: int
+) -> None:
+    """Named in one statement or in two."""
     epoch, samples = leased(ledger, 2)
+    monkeypatch.setattr(transactions, "_PARAMETERS", at_once)
     with pytest.raises(LedgerError, match="version 1 was trained on 3 experiences, 2 are leased"):
         ledger.training.register(epoch, wrong(ids(samples)), step=1, publish=never)
     assert ledger.versions.all() == []

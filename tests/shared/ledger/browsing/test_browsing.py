@@ -123,6 +123,13 @@ def test_the_newest_rewards_count_each_person_once(ledger: Ledger):
     assert ledger.reward_history.newest(5, among=10).replies == 0
 
 
+def test_people_of_two_tenants_are_two_whatever_they_are_called(ledger: Ledger):
+    for tenant, value in (("acme", 1.0), ("acme", 1.0), ("another", 0.0)):
+        said = factories.exchange(user="1", tenant=tenant)
+        ledger.recording.record([said, factories.feedback(msg_id=said.msg_id, tenant=tenant, value=value)])
+    assert ledger.reward_history.newest(0, among=100).units == 2
+
+
 def test_marks_grow_with_what_comes_in(ledger: Ledger):
     before = ledger.reward_history.marks()
     factories.rewarded(ledger)

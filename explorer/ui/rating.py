@@ -61,14 +61,20 @@ def add_rating(router: APIRouter, site: Site) -> None:
 
 
 def parse_rating(msg_id: str, form: Mapping[str, str]) -> dict[str, Any]:
-    """The body of /feedback for what a form says of one choice. Raises RequestRefused for an empty form."""
-    choice = form.get("choice", "")
+    """The body of /feedback for what a form says of one choice.
+
+    Raises RequestRefused for an empty form, and for a thumb beside a reward.
+    """
+    choice, thumb, reward = form.get("choice", ""), form.get("thumb", ""), form.get("reward", "").strip()
     body: dict[str, Any] = {"msg_ids": [f"{msg_id}:{choice}" if choice else msg_id], "source": SOURCE}
-    match form.get("thumb", ""):
-        case "up" | "down" as thumb:
-            body["value"] = thumb == "up"
-        case _ if reward := form.get("reward", "").strip():
-            body["reward"] = _number(reward)
+    if thumb and reward:
+        raise RequestRefused(
+            "Give a thumb or a reward, not both: nothing was recorded.", code="invalid_value", param="reward"
+        )
+    if thumb in {"up", "down"}:
+        body["value"] = thumb == "up"
+    elif reward:
+        body["reward"] = _number(reward)
     if comment := form.get("comment", "").strip():
         body["comment"] = comment
     edited = form.get("demonstration", "").replace("\r\n", "\n")

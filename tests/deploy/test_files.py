@@ -194,6 +194,31 @@ def test_what_a_resource_names_is_there(overlay: str) -> None:
             assert any(selector.items() <= each for each in labels), resource["metadata"]["name"]
 
 
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    """Whether a selector is one of pods with these labels."""
+    alike = selector.get("matchLabels", {}).items() <= labels.items()
+    return alike and all(labels.get(each["key"]) in each["values"] for each in selector.get("matchExpressions", ()))
+
+
+def ways(policies: list[Resource], labels: dict[str, str], direction: str) -> list[dict[str, Any]]:
+    """What the network policies that select a pod let out of it (`egress`), or in."""
+    specs = [each["spec"] for each in policies if direction.capitalize() in each["spec"]["policyTypes"]]
+    return [way for spec in specs if selects(spec["podSelector"], labels) for way in spec.get(direction, ())]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_pod_may_ask_for_names_and_rays_talk_to_each_other(overlay: str) -> None:
+    found = rendered(overlay)
+    policies = [each for each in found if each["kind"] == "NetworkPolicy"]
+    for labels in (template["metadata"]["labels"] for each in found for template in pods(each)):
+        out = ways(policies, labels, "egress")
+        assert any({"protocol": "UDP", "port": 53} in way.get("ports", ()) for way in out), labels
+        if "ray.io/cluster" in labels:
+            rays = [{"podSelector": {"matchLabels": {"ray.io/cluster": labels["ray.io/cluster"]}}}]
+            assert {"to": rays} in out
+            assert {"from": rays} in ways(policies, labels, "ingress")
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_pods_run_as_nobody_in_particular_and_serving_has_its_probes(overlay: str) -> None:
     templates = [template for each in rendered(overlay) for template in pods(each)]

@@ -22,7 +22,7 @@ COMPOSE = [DEPLOY / "compose" / name for name in ("compose.yaml", "compose.gpu.y
 OVERLAYS = ("base", "kuberay")
 
 #: What is made by hand before: docs/deployment.md.
-MADE_BY_HAND = {("Secret", "tuneloop-secrets")}
+MADE_BY_HAND = {("Secret", "tuneloop-secrets"), ("Secret", "tuneloop-ray")}
 
 Resource = dict[str, Any]
 
@@ -217,6 +217,17 @@ def test_every_pod_may_ask_for_names_and_rays_talk_to_each_other(overlay: str) -
             rays = [{"podSelector": {"matchLabels": {"ray.io/cluster": labels["ray.io/cluster"]}}}]
             assert {"to": rays} in out
             assert {"from": rays} in ways(policies, labels, "ingress")
+
+
+def test_every_container_of_the_ray_cluster_shows_its_token() -> None:
+    [cluster] = [each for each in rendered("kuberay") if each["kind"] == "RayCluster"]
+    containers = [container for template in pods(cluster) for container in template["spec"]["containers"]]
+    assert [each["name"] for each in containers] == ["ray-head", "explorer", "ray-worker"]
+    assert all({"secretRef": {"name": "tuneloop-ray"}} in each["envFrom"] for each in containers)
+    [made] = re.findall(
+        r"create secret generic tuneloop-ray ((?:.*\\\n)*.*)", (ROOT / "docs/deployment.md").read_text()
+    )
+    assert set(re.findall(r"--from-literal=(\w+)=", made)) == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

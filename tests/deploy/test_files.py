@@ -230,6 +230,16 @@ def test_every_container_of_the_ray_cluster_shows_its_token() -> None:
     assert set(re.findall(r"--from-literal=(\w+)=", made)) == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"}
 
 
+def test_explorers_believe_their_proxy_that_it_has_tls() -> None:
+    found = [template for overlay in OVERLAYS for each in rendered(overlay) for template in pods(each)]
+    containers = [container for template in found for container in template["spec"]["containers"]]
+    explorers = [each for each in containers if each["name"] == "explorer"]
+    assert [each["env"] for each in explorers] == [[{"name": "FORWARDED_ALLOW_IPS", "value": "*"}]] * len(OVERLAYS)
+    in_compose = yaml.safe_load(COMPOSE[0].read_text())["services"]["explorer"]["environment"]
+    assert in_compose["FORWARDED_ALLOW_IPS"] == "*"
+    assert "TUNELOOP__EXPLORER__ADMIN_KEY" in in_compose
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_pods_run_as_nobody_in_particular_and_serving_has_its_probes(overlay: str) -> None:
     templates = [template for each in rendered(overlay) for template in pods(each)]

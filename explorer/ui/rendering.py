@@ -59,10 +59,11 @@ def plain(text: str) -> str:
 
 
 def figure(value: float | None, digits: int = 3) -> str:
-    """A number of at most so many significant digits; a dash for none."""
+    """A number of at most so many significant digits, those before the point all the same; a dash for none."""
     if value is None:
         return "–"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+    shown = f"{value:.{digits}g}"
+    return f"{value:,.0f}" if abs(float(shown)) >= min(1000, 10**digits) else shown
 
 
 def duration(seconds: float | None) -> str:

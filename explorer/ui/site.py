@@ -138,7 +138,7 @@ def _add_login(router: APIRouter, site: Site) -> None:
     async def login_page(request: Request) -> Response:
         if not guard.needs_key:
             return RedirectResponse(PATH, 303)
-        return _login_page(request, failed=False)
+        return _login_page(request.query_params, failed=False)
 
     @router.post("/login")
     async def log_in(request: Request) -> Response:
@@ -146,7 +146,7 @@ def _add_login(router: APIRouter, site: Site) -> None:
         form = await read_form(request)
         session = guard.log_in(form.get("key", ""))
         if session is None:
-            return _login_page(request, failed=True)
+            return _login_page(form, failed=True)
         target = _target(form.get("next", ""))
         if target == PATH and not guard.is_operators(session):
             target = f"{PATH}/exchanges"
@@ -162,8 +162,8 @@ def _add_login(router: APIRouter, site: Site) -> None:
         response.delete_cookie(COOKIE, path=PATH, httponly=True, samesite="strict")
         return response
 
-    def _login_page(request: Request, *, failed: bool) -> Response:
-        context = {"failed": failed, "next": _target(request.query_params.get("next", "")), "path": "", "token": ""}
+    def _login_page(asked: Mapping[str, str], *, failed: bool) -> Response:
+        context = {"failed": failed, "next": _target(asked.get("next", "")), "path": "", "token": ""}
         return site.renderer.page("login.html", context, 401 if failed else 200)
 
 

@@ -12,6 +12,7 @@ from tests import factories
 from tests.explorer.running import RunningExplorer
 from tests.explorer.ui.conftest import Filled
 from tests.explorer.ui.filled import HOSTILE, REPLIES, VERSIONS
+from tuneloop.explorer.ui.rendering import figure
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.experience import DEFAULT_TENANT, Exchange
 
@@ -23,6 +24,18 @@ def ids_in(page: str) -> list[str]:
 def words(page: str) -> str:
     """What people read."""
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page)).split())
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(999.6, "1,000"), (999.4, "999"), (-999.6, "-1,000"), (0.12345, "0.123"), (12345.0, "12,345"), (None, "–")],
+)
+def test_a_figure_has_so_many_digits_and_no_exponent(value: float | None, shown: str):
+    assert figure(value) == shown
+
+
+def test_a_figure_of_fewer_digits_has_no_exponent_either():
+    assert [figure(each, 2) for each in (99.6, 456.0, 0.004567)] == ["100", "456", "0.0046"]
 
 
 def test_the_overview_says_whether_it_helped(filled: Filled):
@@ -39,6 +52,15 @@ def test_the_overview_says_what_waits_and_why(filled: Filled):
     assert "was last seen" in seen  # the trainer
     assert "feedback" in seen
     assert "a commit" in seen
+
+
+@pytest.mark.parametrize("path", ["/ui", "/ui/trainer", "/ui/doctor", "/ui/exchanges/{planted}"])
+def test_without_javascript_a_link_leads_to_what_a_page_asks_for_afterwards(filled: Filled, path: str):
+    page = filled.text(path.format(planted=filled.planted.msg_id))
+    asked = re.findall(r'hx-get="([^"]+)" hx-trigger="load', page)
+    assert asked
+    assert re.findall(r'<noscript><p><a href="([^"]+)">', page) == asked
+    assert all(filled.text(each) for each in asked)
 
 
 def test_a_new_ledger_has_an_overview_too(explorer: RunningExplorer):

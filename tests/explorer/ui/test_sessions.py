@@ -83,6 +83,12 @@ def test_another_key_does_not(keyed: Filled):
     assert "set-cookie" not in answer.headers
 
 
+def test_after_a_wrong_key_the_login_still_leads_to_where_one_wanted_to_go(keyed: Filled):
+    target = "/ui/exchanges?state=recorded"
+    assert f'name="next" value="{target}"' in log_in(keyed.explorer.http, "another", next=target).text
+    assert 'name="next" value="/ui"' in log_in(keyed.explorer.http, "another", next="//evil.com").text
+
+
 @pytest.mark.parametrize(
     "target", ["//evil.com", "https://evil.com/ui", "/feedback", "/ui\\..", "/uix", "javascript:x"]
 )

@@ -150,6 +150,12 @@ def test_one_exchange_shows_all_that_is_known_of_it(filled: Filled):
     assert "number reward" in seen
 
 
+def test_an_exchange_without_a_reply_is_shown(filled: Filled):
+    said = factories.exchange(msg_id="chatcmpl-silent", tenant=DEFAULT_TENANT, experiences=())
+    filled.filler.ledger.recording.record([said])
+    assert said.msg_id in words(filled.text(f"/ui/exchanges/{said.msg_id}"))
+
+
 def test_tokens_come_with_their_log_probabilities(filled: Filled):
     [row, *_] = filled.explorer.rows("SELECT msg_id, completion_tokens FROM experiences WHERE version_min = 2")
     page = filled.text(f"/ui/exchanges/{row[0]}/tokens/0")

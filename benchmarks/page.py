@@ -156,7 +156,11 @@ def measure(databases: Databases, rows: int, rounds: int) -> Iterator[tuple[str,
 def page_app(settings: Settings, ledger: Ledger) -> FastAPI:
     """The routes of the page, without the rest of an explorer."""
     app = FastAPI()
-    app.state.services = SimpleNamespace(fleet=SimpleNamespace(engines=[]), reading=BulkWork(threads=LOOKUP_THREADS))
+    app.state.services = SimpleNamespace(
+        fleet=SimpleNamespace(engines=[]),
+        reading=BulkWork(threads=LOOKUP_THREADS),
+        recorder=SimpleNamespace(name_as_stored=str),
+    )
     add_routes(app, settings, ledger, Gatekeeper(settings, FeedbackTokens(load_key(settings.job_dir / KEY))))
     return app
 

@@ -18,7 +18,7 @@ _ORIGIN = re.compile(rb"[a-z][a-z0-9+.-]*://([^/@?#]+)", re.IGNORECASE).fullmatc
 _BRACKETED = re.compile(r"\[([^\]]*)\](?::\d*)?").fullmatch
 
 #: Only a proxy sends these: who is behind it may be anywhere.
-OF_PROXIES = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
+OF_PROXIES = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
 
 #: What changes nothing: a browser may send it, and shows its page nothing of the answer.
 _HARMLESS = frozenset({"GET", "HEAD"})

@@ -10,6 +10,7 @@ from fastapi.responses import Response
 
 from tuneloop.explorer.bulk_work import BulkWork, pages_of
 from tuneloop.explorer.capture.control_client import FlushTarget
+from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.http.caller import caller_of
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
@@ -48,12 +49,15 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
         caller, control_client = caller_of(request.scope), request.app.state.services.control_client
         if not await control_client.wait_until_flushed(_PATIENCE_S, FlushTarget(caller.tenant, asker=caller.name)):
             raise LedgerUnavailable("the database is away, or still behind: ask again later")
-        run = caller.tenant, query["task_id"], query["run_id"]
-        if query.get("tokens") == "true":
-            counts = (await _in_turn(request, lambda: ledger.runs.count_tokens(*run)))._asdict()
-        else:
-            counts = {"calls": await _in_turn(request, lambda: ledger.runs.count_calls(*run))}
-        return Response(orjson.dumps(counts), media_type="application/json")
+        recorder: Recorder = request.app.state.services.recorder
+
+        def count() -> dict[str, int]:
+            run = caller.tenant, *(recorder.name_as_stored(query[name]) for name in ("task_id", "run_id"))
+            if query.get("tokens") == "true":
+                return ledger.runs.count_tokens(*run)._asdict()
+            return {"calls": ledger.runs.count_calls(*run)}
+
+        return Response(orjson.dumps(await _in_turn(request, count)), media_type="application/json")
 
 
 async def _in_turn(request: Request, query: Callable[[], _T]) -> _T:

@@ -5,16 +5,16 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.ui.ledger_counts import LedgerCounts
 from tuneloop.explorer.ui.overview import build_overview, find_waiting
 from tuneloop.explorer.ui.reading.conversation import last_words, read_calls, read_request
-from tuneloop.explorer.ui.reading.reply_query import FIELDS, link, parse_cursor, parse_filter
+from tuneloop.explorer.ui.reading.reply_query import FIELDS, link, name_as_stored, parse_cursor, parse_filter
 from tuneloop.explorer.ui.reading.tokens import list_tokens
 from tuneloop.explorer.ui.site import Site
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Outcome, State
-from tuneloop.shared.ledger.browsing.exchange_view import ExchangeView
-from tuneloop.shared.ledger.browsing.reply_pages import PREVIEW, ReplyPage
+from tuneloop.shared.ledger.browsing.reply_pages import PREVIEW
 
 #: Replies on one page.
 PAGE = 50
@@ -57,12 +57,16 @@ def add_exchanges(router: APIRouter, site: Site) -> None:
             wanted, after = parse_filter(query), parse_cursor(query)
         except RequestRefused as error:
             return site.show(request, "exchanges.html", 400, **context, page=None, rows=[], wrong=error, next_page="")
-        page: ReplyPage = await site.in_turn(
-            request, lambda: ledger.reply_pages.page(tenant, wanted, after=after, limit=PAGE)
-        )
-        rows = [(row, last_words(row.request, PREVIEW)) for row in page.rows]
-        next_page = link(query, page.after) if page.after else ""
-        return site.show(request, "exchanges.html", **context, page=page, rows=rows, wrong=None, next_page=next_page)
+
+        recorder: Recorder = request.app.state.services.recorder
+
+        def read() -> dict[str, Any]:
+            stored = name_as_stored(wanted, recorder.name_as_stored)
+            page = ledger.reply_pages.page(tenant, stored, after=after, limit=PAGE)
+            rows = [(row, last_words(row.request, PREVIEW)) for row in page.rows]
+            return {"page": page, "rows": rows, "next_page": link(query, page.after) if page.after else ""}
+
+        return await site.show_long(request, "exchanges.html", lambda: {**context, "wrong": None, **read()})
 
     @router.get("/exchanges/{msg_id}")
     async def exchange(request: Request, msg_id: str) -> Response:
@@ -87,16 +91,17 @@ async def show_exchange(
     request: Request, site: Site, msg_id: str, *, status: int = 200, notice: str = "", wrong: str = ""
 ) -> Response:
     """The page of one exchange. Raises RequestRefused if there is none."""
-    view: ExchangeView | None = await site.in_turn(
-        request, site.ledger.exchange_views.get, site.tenant_of(request), msg_id
-    )
-    if view is None:
-        raise _no_exchange(msg_id)
-    calls = {reply.id: read_calls(reply.tool_calls) for reply in view.replies}
-    conversation = read_request(view.request)
-    return site.show(
-        request, "exchange.html", status, view=view, conversation=conversation, calls=calls, notice=notice, wrong=wrong
-    )
+    tenant = site.tenant_of(request)
+
+    def read() -> dict[str, Any]:
+        view = site.ledger.exchange_views.get(tenant, msg_id)
+        if view is None:
+            raise _no_exchange(msg_id)
+        calls = {reply.id: read_calls(reply.tool_calls) for reply in view.replies}
+        conversation = read_request(view.request)
+        return {"view": view, "conversation": conversation, "calls": calls, "notice": notice, "wrong": wrong}
+
+    return await site.show_long(request, "exchange.html", read, status)
 
 
 def _no_exchange(msg_id: str) -> RequestRefused:

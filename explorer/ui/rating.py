@@ -16,7 +16,7 @@ from tuneloop.explorer.ui.sessions import PATH
 from tuneloop.explorer.ui.site import Site
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Outcome
-from tuneloop.shared.ledger.browsing.same_prompts import PromptAnswer
+from tuneloop.shared.ledger.browsing.same_prompts import AnswerPair
 
 #: Who says it, in feedback events.
 SOURCE = "page"
@@ -40,10 +40,14 @@ def add_rating(router: APIRouter, site: Site) -> None:
     async def preferences(request: Request) -> Response:
         tenant = site.tenant_of(request)
         after = parse_cursor({"after": request.query_params.get("after", "")})
-        pair = await site.in_turn(request, site.ledger.same_prompts.next_pair, tenant, after)
         outcome = request.query_params.get("outcome", "")
         notice = SENTENCES[Outcome(outcome)] if outcome in set(SENTENCES) else ""
-        return site.show(request, "preferences.html", **_view_of(pair), after=after, notice=notice)
+
+        def read() -> dict[str, Any]:
+            pair = site.ledger.same_prompts.next_pair(tenant, after)
+            return {**_view_of(pair), "after": after, "notice": notice}
+
+        return await site.show_long(request, "preferences.html", read)
 
     @router.post("/preferences")
     async def prefer(request: Request) -> Response:
@@ -57,14 +61,20 @@ def add_rating(router: APIRouter, site: Site) -> None:
 
 
 def parse_rating(msg_id: str, form: Mapping[str, str]) -> dict[str, Any]:
-    """The body of /feedback for what a form says of one choice. Raises RequestRefused for an empty form."""
-    choice = form.get("choice", "")
+    """The body of /feedback for what a form says of one choice.
+
+    Raises RequestRefused for an empty form, and for a thumb beside a reward.
+    """
+    choice, thumb, reward = form.get("choice", ""), form.get("thumb", ""), form.get("reward", "").strip()
     body: dict[str, Any] = {"msg_ids": [f"{msg_id}:{choice}" if choice else msg_id], "source": SOURCE}
-    match form.get("thumb", ""):
-        case "up" | "down" as thumb:
-            body["value"] = thumb == "up"
-        case _ if reward := form.get("reward", "").strip():
-            body["reward"] = _number(reward)
+    if thumb and reward:
+        raise RequestRefused(
+            "Give a thumb or a reward, not both: nothing was recorded.", code="invalid_value", param="reward"
+        )
+    if thumb in {"up", "down"}:
+        body["value"] = thumb == "up"
+    elif reward:
+        body["reward"] = _number(reward)
     if comment := form.get("comment", "").strip():
         body["comment"] = comment
     edited = form.get("demonstration", "").replace("\r\n", "\n")
@@ -92,11 +102,11 @@ async def _give(request: Request, caller: Caller, body: dict[str, Any]) -> str:
     return str(next(iter(outcomes.values())))
 
 
-def _view_of(pair: tuple[PromptAnswer, PromptAnswer] | None) -> dict[str, Any]:
+def _view_of(pair: AnswerPair | None) -> dict[str, Any]:
     """The pair in an order that tells nothing; the older one says where to look on."""
     if pair is None:
         return {"turns": [], "answers": [], "skip": ""}
-    older = pair[1]
-    answers = random.sample(pair, 2)
+    answers = random.sample((pair.one, pair.other), 2)
     shown = [{"name": each.name, "text": each.text, "calls": read_calls(each.tool_calls)} for each in answers]
-    return {"turns": read_request(older.request).turns, "answers": shown, "skip": f"{older.sampled_at!r}_{older.id}"}
+    skip = f"{pair.other.sampled_at!r}_{pair.other.id}"
+    return {"turns": read_request(pair.request).turns, "answers": shown, "skip": skip}

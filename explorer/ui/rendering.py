@@ -31,6 +31,9 @@ _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
+#: Characters that are looked through at once, in which no other thread has a turn.
+_AT_ONCE = 64 << 10
+
 #: Log-probabilities from which on a token is likelier, for its colour.
 _SHADES = (-0.1, -0.5, -1.2, -2.5, -5.0)
 
@@ -39,7 +42,11 @@ def visible(value: object) -> object:
     """The value as it is shown: of text every hidden character as its name. Applied to whatever a template writes."""
     if value is None:
         return ""
-    return value if isinstance(value, Markup) or not isinstance(value, str) else _HIDDEN.sub(_name, value)
+    if isinstance(value, Markup) or not isinstance(value, str):
+        return value
+    if len(value) <= _AT_ONCE:
+        return _HIDDEN.sub(_name, value)
+    return "".join(_HIDDEN.sub(_name, value[begin : begin + _AT_ONCE]) for begin in range(0, len(value), _AT_ONCE))
 
 
 def _name(found: re.Match[str]) -> str:
@@ -52,10 +59,11 @@ def plain(text: str) -> str:
 
 
 def figure(value: float | None, digits: int = 3) -> str:
-    """A number of at most so many significant digits; a dash for none."""
+    """A number of at most so many significant digits, those before the point all the same; a dash for none."""
     if value is None:
         return "–"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+    shown = f"{value:.{digits}g}"
+    return f"{value:,.0f}" if abs(float(shown)) >= min(1000, 10**digits) else shown
 
 
 def duration(seconds: float | None) -> str:

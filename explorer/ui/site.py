@@ -57,14 +57,27 @@ class Site:
     def show(self, request: Request, template: str, status: int = 200, **context: Any) -> Response:
         """A page for who may see it. Raises RequestRefused for others."""
         session = self.guard.admit(request)
-        known = {"token": self.guard.token_of(session), "path": request.url.path, "with_key": self.guard.needs_key}
-        response = self.renderer.page(template, {**known, **context}, status)
+        response = self.renderer.page(template, {**self._context_of(request, session), **context}, status)
+        self.guard.keep(response, session, secure=request.url.scheme == "https")
+        return response
+
+    async def show_long(
+        self, request: Request, template: str, read: Callable[[], Mapping[str, Any]], status: int = 200
+    ) -> Response:
+        """A page of what `read` finds, which may be long: read and made HTML when it is the turn of who asks."""
+        session = self.guard.admit(request)
+        known = self._context_of(request, session)
+        response = await self.in_turn(request, lambda: self.renderer.page(template, {**known, **read()}, status))
+        self.guard.admit(request)  # its key may have been revoked, or have expired, meanwhile
         self.guard.keep(response, session, secure=request.url.scheme == "https")
         return response
 
     def tenant_of(self, request: Request) -> str:
         """Whose exchanges a request may see. Raises RequestRefused for who may see none."""
         return self.guard.caller_of(self.guard.admit(request)).tenant
+
+    def _context_of(self, request: Request, session: BrowserSession) -> dict[str, Any]:
+        return {"token": self.guard.token_of(session), "path": request.url.path, "with_key": self.guard.needs_key}
 
     def refuse(self, request: Request, error: Exception) -> Response:
         """The page that says what is wrong, or where to log in."""
@@ -125,7 +138,7 @@ def _add_login(router: APIRouter, site: Site) -> None:
     async def login_page(request: Request) -> Response:
         if not guard.needs_key:
             return RedirectResponse(PATH, 303)
-        return _login_page(request, failed=False)
+        return _login_page(request.query_params, failed=False)
 
     @router.post("/login")
     async def log_in(request: Request) -> Response:
@@ -133,7 +146,7 @@ def _add_login(router: APIRouter, site: Site) -> None:
         form = await read_form(request)
         session = guard.log_in(form.get("key", ""))
         if session is None:
-            return _login_page(request, failed=True)
+            return _login_page(form, failed=True)
         target = _target(form.get("next", ""))
         if target == PATH and not guard.is_operators(session):
             target = f"{PATH}/exchanges"
@@ -149,8 +162,8 @@ def _add_login(router: APIRouter, site: Site) -> None:
         response.delete_cookie(COOKIE, path=PATH, httponly=True, samesite="strict")
         return response
 
-    def _login_page(request: Request, *, failed: bool) -> Response:
-        context = {"failed": failed, "next": _target(request.query_params.get("next", "")), "path": "", "token": ""}
+    def _login_page(asked: Mapping[str, str], *, failed: bool) -> Response:
+        context = {"failed": failed, "next": _target(asked.get("next", "")), "path": "", "token": ""}
         return site.renderer.page("login.html", context, 401 if failed else 200)
 
 

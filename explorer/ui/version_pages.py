@@ -64,7 +64,7 @@ def add_versions(router: APIRouter, site: Site) -> None:
     async def compare(request: Request) -> Response:
         tenant = site.tenant_of(request)
         sides = [request.query_params.get(side, "") for side in ("a", "b")]
-        return site.show(request, "compare.html", **await site.in_turn(request, _compare, site.ledger, tenant, *sides))
+        return await site.show_long(request, "compare.html", lambda: _compare(site.ledger, tenant, *sides))
 
     @router.get("/versions/{version}")
     async def version(request: Request, version: str) -> Response:
@@ -147,7 +147,7 @@ def _compare(ledger: Ledger, tenant: str, a: str, b: str) -> dict[str, Any]:
         "b": other,
         "verdict": compare_versions_by_reward(ledger, other, one) if one != other else None,
         "table": table,
-        "pairs": [(read_request(left.request).turns, _view_of(left), _view_of(right)) for left, right in pairs],
+        "pairs": [(read_request(pair.request).turns, _view_of(pair.one), _view_of(pair.other)) for pair in pairs],
     }
 
 

@@ -22,7 +22,7 @@ COMPOSE = [DEPLOY / "compose" / name for name in ("compose.yaml", "compose.gpu.y
 OVERLAYS = ("base", "kuberay")
 
 #: What is made by hand before: docs/deployment.md.
-MADE_BY_HAND = {("Secret", "tuneloop-secrets")}
+MADE_BY_HAND = {("Secret", "tuneloop-secrets"), ("Secret", "tuneloop-ray")}
 
 Resource = dict[str, Any]
 
@@ -192,6 +192,52 @@ def test_what_a_resource_names_is_there(overlay: str) -> None:
             spec = resource["spec"]["selector"]
             selector = spec.get("matchLabels", spec)
             assert any(selector.items() <= each for each in labels), resource["metadata"]["name"]
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    """Whether a selector is one of pods with these labels."""
+    alike = selector.get("matchLabels", {}).items() <= labels.items()
+    return alike and all(labels.get(each["key"]) in each["values"] for each in selector.get("matchExpressions", ()))
+
+
+def ways(policies: list[Resource], labels: dict[str, str], direction: str) -> list[dict[str, Any]]:
+    """What the network policies that select a pod let out of it (`egress`), or in."""
+    specs = [each["spec"] for each in policies if direction.capitalize() in each["spec"]["policyTypes"]]
+    return [way for spec in specs if selects(spec["podSelector"], labels) for way in spec.get(direction, ())]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_pod_may_ask_for_names_and_rays_talk_to_each_other(overlay: str) -> None:
+    found = rendered(overlay)
+    policies = [each for each in found if each["kind"] == "NetworkPolicy"]
+    for labels in (template["metadata"]["labels"] for each in found for template in pods(each)):
+        out = ways(policies, labels, "egress")
+        assert any({"protocol": "UDP", "port": 53} in way.get("ports", ()) for way in out), labels
+        if "ray.io/cluster" in labels:
+            rays = [{"podSelector": {"matchLabels": {"ray.io/cluster": labels["ray.io/cluster"]}}}]
+            assert {"to": rays} in out
+            assert {"from": rays} in ways(policies, labels, "ingress")
+
+
+def test_every_container_of_the_ray_cluster_shows_its_token() -> None:
+    [cluster] = [each for each in rendered("kuberay") if each["kind"] == "RayCluster"]
+    containers = [container for template in pods(cluster) for container in template["spec"]["containers"]]
+    assert [each["name"] for each in containers] == ["ray-head", "explorer", "ray-worker"]
+    assert all({"secretRef": {"name": "tuneloop-ray"}} in each["envFrom"] for each in containers)
+    [made] = re.findall(
+        r"create secret generic tuneloop-ray ((?:.*\\\n)*.*)", (ROOT / "docs/deployment.md").read_text()
+    )
+    assert set(re.findall(r"--from-literal=(\w+)=", made)) == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"}
+
+
+def test_explorers_believe_their_proxy_that_it_has_tls() -> None:
+    found = [template for overlay in OVERLAYS for each in rendered(overlay) for template in pods(each)]
+    containers = [container for template in found for container in template["spec"]["containers"]]
+    explorers = [each for each in containers if each["name"] == "explorer"]
+    assert [each["env"] for each in explorers] == [[{"name": "FORWARDED_ALLOW_IPS", "value": "*"}]] * len(OVERLAYS)
+    in_compose = yaml.safe_load(COMPOSE[0].read_text())["services"]["explorer"]["environment"]
+    assert in_compose["FORWARDED_ALLOW_IPS"] == "*"
+    assert "TUNELOOP__EXPLORER__ADMIN_KEY" in in_compose
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

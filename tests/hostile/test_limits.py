@@ -72,7 +72,7 @@ FIXED: dict[str, object] = {
     "a body with a stored completion's new metadata": stored_completions._MAX_BODY_BYTES,
     "responses of a conversation that is continued": conversations.MAX_RESPONSES,
     "its requests and replies": conversations.MAX_BYTES,
-    "the requests that one listing of completions is made from": MAX_PAGE_BYTES,
+    "the requests that one listing of completions, or a list at `/ui`, is made from": MAX_PAGE_BYTES,
     "a request for a browser's token": bound._MAX_BODY_BYTES,
     "how long a browser's token lives": feedback_tokens.MAX_LIFE_S,
     "events that a browser's token allows": feedback_tokens.MAX_EVENTS,

@@ -9,6 +9,26 @@ import msgspec
 #: What is said or offered, and so no parameter.
 _SAID = frozenset({"messages", "prompt", "input", "system", "instructions", "tools", "metadata"})
 
+_NULL = msgspec.Raw(b"null")
+
+
+class _TurnFields(msgspec.Struct):
+    """Where a request may have what was said last, not parsed."""
+
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    instructions: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    system: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Turn(msgspec.Struct):
+    content: msgspec.Raw = _NULL
+
+
+class _Part(msgspec.Struct):
+    text: msgspec.Raw = _NULL
+
 
 class MessageView(NamedTuple):
     """A message of a request; `more` is what it has beside text, as JSON."""
@@ -38,9 +58,19 @@ def read_request(request: bytes) -> RequestView:
 
 
 def last_words(request: bytes, most: int) -> str:
-    """The beginning of what was said last, for a list."""
-    turns = read_request(request).turns
-    return turns[-1].text[:most] if turns else ""
+    """The first `most` characters of what was said last, for a list. Only that is parsed."""
+    try:
+        said = msgspec.json.decode(request, type=_TurnFields)
+        messages = said.input if said.messages is msgspec.UNSET else said.messages
+        for each in reversed(_items(messages)):
+            if _first(each) != b"n":
+                return _beginning(each, most)
+        for other in (said.prompt, said.instructions, said.system):
+            if other is not msgspec.UNSET and (text := _beginning(other, most)):
+                return text
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _start_of(request, most)
+    return ""
 
 
 def pretty(value: object) -> str:
@@ -61,8 +91,45 @@ def read_calls(tool_calls: bytes | None) -> str:
 def _decode(data: bytes) -> Any:
     try:
         return msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return data.decode(errors="replace")
+
+
+def _first(value: msgspec.Raw) -> bytes:
+    return bytes(memoryview(value)[:1])
+
+
+def _items(value: msgspec.Raw | msgspec.UnsetType) -> list[msgspec.Raw]:
+    if value is msgspec.UNSET:
+        return []
+    return msgspec.json.decode(value, type=list[msgspec.Raw]) if _first(value) == b"[" else [value]
+
+
+def _beginning(turn: msgspec.Raw, most: int) -> str:
+    """What `_text` says of a turn, or of its content, as far as it is shown; what is no text stands as it was sent."""
+    content = msgspec.json.decode(turn, type=_Turn).content if _first(turn) == b"{" else turn
+    match _first(content):
+        case b"n":
+            return ""
+        case b'"':
+            return msgspec.json.decode(content, type=str)[:most]
+        case b"[":
+            parts = _items(content)
+            texts = [_part_text(each) for each in parts if _first(each) == b"{"]
+            spoken = [each for each in texts if each is not None]
+            if spoken or len(texts) == len(parts):
+                return "\n".join(spoken)[:most]
+    return _start_of(memoryview(content), most)
+
+
+def _part_text(part: msgspec.Raw) -> str | None:
+    text = msgspec.json.decode(part, type=_Part).text
+    return msgspec.json.decode(text, type=str) if _first(text) == b'"' else None
+
+
+def _start_of(data: bytes | memoryview, most: int) -> str:
+    """The first `most` characters, each of which takes four bytes at most."""
+    return bytes(data[: 4 * most]).decode(errors="replace")[:most]
 
 
 def _turns(body: dict[str, Any]) -> Iterator[MessageView]:

@@ -1,7 +1,7 @@
 """Reads what the list of exchanges is asked for, and writes it into links."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlencode
@@ -32,6 +32,12 @@ def parse_filter(query: Mapping[str, str]) -> ReplyFilter:
         if first is not None and last is not None and first > last:
             raise _refusal(low, f"{low} is larger than {high}: nothing can lie between them")
     return wanted
+
+
+def name_as_stored(wanted: ReplyFilter, as_stored: Callable[[str], str]) -> ReplyFilter:
+    """The filter by the names that tasks, runs and people have in the database."""
+    task_id, run_id, user = (name and as_stored(name) for name in (wanted.task_id, wanted.run_id, wanted.user))
+    return wanted._replace(task_id=task_id, run_id=run_id, user=user)
 
 
 def parse_cursor(query: Mapping[str, str]) -> ReplyCursor | None:

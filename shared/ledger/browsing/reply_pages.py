@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Select, and_, func, select, true, tuple_
 
 from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.browsing.reply_texts import ReplyTexts
+from tuneloop.shared.ledger.recording.stored_completions import MAX_PAGE_BYTES
 from tuneloop.shared.ledger.storage import codec
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences
-from tuneloop.shared.ledger.storage.transactions import LedgerPart
 
 #: Replies that are looked at for one page by their columns; those whose words are read, which costs more.
 MAX_EXAMINED, MAX_READ = 20_000, 2_000
@@ -21,8 +22,6 @@ _RARE = 2_000
 
 #: Characters of a reply that a list shows.
 PREVIEW = 300
-
-_PORTION = 250
 
 _ROW = (
     *("id", "msg_id", "choice", "sampled_at", "state", "reason", "reward", "version_min", "version_max"),
@@ -85,19 +84,23 @@ class ReplyPage(NamedTuple):
     back_to: float | None
 
 
-class ReplyPages(LedgerPart):
+class ReplyPages(ReplyTexts):
     """The list of replies."""
 
     def page(self, tenant: str, wanted: ReplyFilter, *, after: ReplyCursor | None, limit: int) -> ReplyPage:
-        """The next `limit` replies that are `wanted`, the newest first. A reply counts once, as it was sampled."""
+        """The next replies that are `wanted`, the newest first. A reply counts once, as it was sampled.
+
+        A page may have fewer than `limit` although there are more: its requests have about MAX_PAGE_BYTES at most.
+        """
         examined, bound = self._select_examined(tenant, wanted, after)
         most = MAX_READ if wanted.text else limit + 1
         keys = [ReplyCursor(*row) for row in self._read(_matching(examined, tenant, wanted).limit(most))]
         if wanted.text:
             return self._containing(wanted.text, keys, examined, bound, limit)
-        rows = self._rows(keys[:limit])
-        if len(keys) > limit:
-            return ReplyPage(rows, keys[limit - 1], None)
+        shown = next(self._split(keys[:limit]), [])
+        rows = self._rows(shown)
+        if len(keys) > len(shown):
+            return ReplyPage(rows, shown[-1], None)
         return ReplyPage(rows, *self._end_of(examined, bound))
 
     def _select_examined(self, tenant: str, wanted: ReplyFilter, after: ReplyCursor | None) -> tuple[Any, int | None]:
@@ -138,15 +141,17 @@ class ReplyPages(LedgerPart):
     ) -> ReplyPage:
         """Those of the replies that have the text, as far as there is room on the page."""
         found: list[ReplyRow] = []
-        sought = text.casefold()
-        for start in range(0, len(keys), _PORTION):
-            for row in self._rows(keys[start : start + _PORTION], whole=True):
+        sought, held, last = text.casefold(), 0, None
+        for portion in self._split(keys):
+            for row in self._rows(portion, whole=True):
                 if sought in row.text.casefold() or sought in _readable(row.request).casefold():
                     found.append(row._replace(text=row.text[:PREVIEW]))
-                if len(found) == limit:
+                    held += len(row.request)
+                if len(found) == limit or held > MAX_PAGE_BYTES:
                     return ReplyPage(found, ReplyCursor(row.sampled_at, row.id), None)
-        if len(keys) == MAX_READ:
-            return ReplyPage(found, keys[-1], keys[-1].sampled_at)
+            last = portion[-1]
+        if last is not None and (last != keys[-1] or len(keys) == MAX_READ):
+            return ReplyPage(found, last, last.sampled_at)
         return ReplyPage(found, *self._end_of(examined, bound))
 
     def _rows(self, keys: list[ReplyCursor], *, whole: bool = False) -> list[ReplyRow]:

@@ -23,11 +23,11 @@ class RewardHistory(LedgerPart):
     def newest(self, version: int, *, among: int) -> SampleStatistics:
         """The rewards of those `among` the newest replies that this version alone wrote and that have one.
 
-        All replies to a user are one unit, or else to a task, or of a run.
+        All replies to a user of a tenant are one unit, or else to a task, or of a run.
         """
-        units: dict[str, list[float]] = defaultdict(list)
+        units: dict[tuple[str, str], list[float]] = defaultdict(list)
         for row in self._read(_select_rewarded(version, among)):
-            units[row.unit].append(row.reward)
+            units[row.tenant, row.unit].append(row.reward)
         totals = [(sum(rewards), len(rewards)) for rewards in units.values()]
         replies = sum(count for _, count in totals)
         if not replies:
@@ -54,7 +54,7 @@ def _select_rewarded(version: int, among: int) -> Select[Any]:
     alone = and_(experiences.c.version_max == version, experiences.c.correction == 0)
     newest = select(experiences.c.id).where(experiences.c.version_min == version)
     newest = newest.order_by(experiences.c.sampled_at.desc()).limit(among)
-    joined = select(experiences.c.reward, _unit.label("unit")).join_from(
+    joined = select(experiences.c.reward, experiences.c.tenant, _unit.label("unit")).join_from(
         experiences, exchanges, exchanges.c.msg_id == experiences.c.msg_id
     )
     return joined.where(experiences.c.id.in_(newest.subquery().select()), alone, experiences.c.reward.is_not(None))

@@ -4,7 +4,7 @@ Prompts are no column, so they are compared among the newest replies only.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,21 +12,16 @@ from sqlalchemy import ColumnElement, Select, and_, or_, select, true, tuple_
 
 from tuneloop.shared.experience import Kind
 from tuneloop.shared.ledger.browsing.reply_pages import ReplyCursor
+from tuneloop.shared.ledger.browsing.reply_texts import ReplyTexts
 from tuneloop.shared.ledger.storage import codec
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
-from tuneloop.shared.ledger.storage.transactions import LedgerPart
 
 #: Replies of each version, and in all, among which the same prompts are looked for.
 AMONG_OF_VERSION, AMONG_ALL = 1_000, 2_000
 
-_PORTION = 250
-
-#: What makes two prompts the same: not how was sampled.
-_PROMPT = ("messages", "prompt", "input", "system", "instructions", "tools")
-
 
 class PromptAnswer(NamedTuple):
-    """One choice of a reply, and the request that it answers."""
+    """One choice of a reply."""
 
     id: int
     msg_id: str
@@ -36,7 +31,6 @@ class PromptAnswer(NamedTuple):
     reward: float | None
     text: str
     tool_calls: bytes | None
-    request: bytes
 
     @property
     def name(self) -> str:
@@ -44,32 +38,39 @@ class PromptAnswer(NamedTuple):
         return f"{self.msg_id}:{self.choice}"
 
 
-class SamePrompts(LedgerPart):
+class AnswerPair(NamedTuple):
+    """Two answers to the same prompt; `request` is the client's JSON of the first."""
+
+    request: bytes
+    one: PromptAnswer
+    other: PromptAnswer
+
+
+class SamePrompts(ReplyTexts):
     """Questions about replies to the same prompts."""
 
-    def side_by_side(self, tenant: str, a: int, b: int, *, limit: int) -> list[tuple[PromptAnswer, PromptAnswer]]:
-        """Answers of version a and of version b to the same prompts, the newest of each."""
-        ours: dict[bytes, PromptAnswer] = {}
+    def side_by_side(self, tenant: str, a: int, b: int, *, limit: int) -> list[AnswerPair]:
+        """Answers of version a and of version b to the same prompts, the newest of each; fewer if those are long."""
+        ours: dict[bytes, int] = {}
         for answer in self._newest(_of_version(tenant, a), None, AMONG_OF_VERSION):
-            ours.setdefault(digest_of_prompt(answer.request), answer)
-        found: dict[bytes, tuple[PromptAnswer, PromptAnswer]] = {}
+            ours.setdefault(answer.prompt, answer.id)
+        found: dict[bytes, tuple[int, int]] = {}
         for answer in self._newest(_of_version(tenant, b), None, AMONG_OF_VERSION):
-            digest = digest_of_prompt(answer.request)
-            if digest in ours and digest not in found:
-                found[digest] = (ours[digest], answer)
+            if answer.prompt in ours and answer.prompt not in found:
+                found[answer.prompt] = ours[answer.prompt], answer.id
                 if len(found) == limit:
                     break
-        return list(found.values())
+        return self._pairs(list(found.values()))
 
-    def next_pair(self, tenant: str, after: ReplyCursor | None) -> tuple[PromptAnswer, PromptAnswer] | None:
+    def next_pair(self, tenant: str, after: ReplyCursor | None) -> AnswerPair | None:
         """Two different answers to one prompt that nobody has compared; the second is the newest behind `after`."""
-        seen: dict[bytes, PromptAnswer] = {}
+        seen: dict[bytes, _Digests] = {}
         for answer in self._newest(experiences.c.tenant == tenant, after, AMONG_ALL):
-            digest = digest_of_prompt(answer.request)
-            other = seen.setdefault(digest, answer)
-            different = (other.text, other.tool_calls) != (answer.text, answer.tool_calls)
-            if different and not self._is_compared(tenant, answer.msg_id, other.msg_id):
-                return other, answer
+            other = seen.setdefault(answer.prompt, answer)
+            if other.reply == answer.reply or self._is_compared(tenant, answer.msg_id, other.msg_id):
+                continue
+            if pairs := self._pairs([(other.id, answer.id)]):
+                return pairs[0]
         return None
 
     def _is_compared(self, tenant: str, one: str, other: str) -> bool:
@@ -80,27 +81,64 @@ class SamePrompts(LedgerPart):
         compared = and_(feedback.c.tenant == tenant, feedback.c.kind == Kind.PREFERENCE, pair)
         return bool(self._read(select(feedback.c.id).where(compared).limit(1)))
 
-    def _newest(self, which: ColumnElement[bool], after: ReplyCursor | None, among: int) -> Iterator[PromptAnswer]:
-        for _ in range(0, among, _PORTION):
-            rows = self._read(_portion(which, after))
-            for row in rows:
-                if row.correction == 0:
-                    yield _answer(row)
-            if len(rows) < _PORTION:
-                return
-            after = ReplyCursor(rows[-1].sampled_at, rows[-1].id)
+    def _newest(self, which: ColumnElement[bool], after: ReplyCursor | None, among: int) -> Iterator["_Digests"]:
+        keys = [row for row in self._read(_select_newest(which, after, among)) if row.correction == 0]
+        for portion in self._split(keys):
+            rows = {row.id: row for row in self._read(_select_texts([key.id for key in portion]))}
+            for key in portion:
+                if (row := rows.pop(key.id, None)) is not None:
+                    prompt = digest_of_prompt(codec.unpack_text(row.request))
+                    yield _Digests(row.id, row.msg_id, prompt, _digest_of_reply(row.text, row.tool_calls))
+
+    def _pairs(self, ids: Sequence[tuple[int, int]]) -> list[AnswerPair]:
+        """The answers of these ids, as far as they are still there, and their requests may be in memory at once."""
+        of_both = experiences.c.id.in_([each for pair in ids for each in pair])
+        answers = {row.id: PromptAnswer(*row) for row in self._read(select(*_ANSWER).where(of_both))}
+        there = [pair for pair in ids if answers.keys() >= set(pair)]
+        shown = next(self._split([answers[one] for one, _ in there]), [])
+        requests = {row.id: row.request for row in self._read(_select_texts([one.id for one in shown]))}
+        return [
+            AnswerPair(codec.unpack_text(requests[one]), answers[one], answers[other])
+            for one, other in there[: len(shown)]
+            if one in requests
+        ]
+
+
+class _Digests(NamedTuple):
+    """What is kept of a reply until the two that are shown are known."""
+
+    id: int
+    msg_id: str
+    prompt: bytes
+    reply: bytes
+
+
+class _Prompt(msgspec.Struct):
+    """What makes two prompts the same: not how was sampled."""
+
+    messages: Any = msgspec.UNSET
+    prompt: Any = msgspec.UNSET
+    input: Any = msgspec.UNSET
+    system: Any = msgspec.UNSET
+    instructions: Any = msgspec.UNSET
+    tools: Any = msgspec.UNSET
 
 
 def digest_of_prompt(request: bytes) -> bytes:
     """The same for requests that ask the same."""
     try:
-        body = msgspec.json.decode(request)
-    except (msgspec.MsgspecError, UnicodeDecodeError):  # an imported row may hold anything
-        return request
-    if not isinstance(body, dict):
-        return request
-    prompt = {name: body[name] for name in _PROMPT if name in body}
-    return hashlib.blake2b(msgspec.json.encode(prompt, order="deterministic"), digest_size=16).digest()
+        prompt = msgspec.json.encode(msgspec.json.decode(request, type=_Prompt), order="deterministic")
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # an imported row may hold anything
+        prompt = request
+    return _digest(prompt)
+
+
+def _digest_of_reply(text: str, tool_calls: bytes | None) -> bytes:
+    return _digest(text.encode(errors="surrogatepass")) + (b"" if tool_calls is None else _digest(tool_calls))
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def _of_version(tenant: str, version: int) -> ColumnElement[bool]:
@@ -108,27 +146,23 @@ def _of_version(tenant: str, version: int) -> ColumnElement[bool]:
     return and_(alone, experiences.c.tenant == tenant)
 
 
-def _portion(which: ColumnElement[bool], after: ReplyCursor | None) -> Select[Any]:
+_ANSWER = (
+    *(experiences.c[name] for name in ("id", "msg_id", "choice", "sampled_at")),
+    *(experiences.c[name] for name in ("version_min", "reward", "text", "tool_calls")),
+)
+
+
+def _select_newest(which: ColumnElement[bool], after: ReplyCursor | None, among: int) -> Select[Any]:
     behind: ColumnElement[bool] = true()
     if after is not None:
         key = tuple_(experiences.c.sampled_at, experiences.c.id)
         behind = and_(experiences.c.sampled_at <= after.sampled_at, key < after)
-    names = ("id", "msg_id", "choice", "correction", "sampled_at", "version_min", "reward", "text", "tool_calls")
+    query = select(experiences.c.id, experiences.c.correction).where(which, behind)
+    return query.order_by(experiences.c.sampled_at.desc(), experiences.c.id.desc()).limit(among)
+
+
+def _select_texts(ids: Sequence[int]) -> Select[Any]:
+    names = ("id", "msg_id", "text", "tool_calls")
     joined = exchanges.c.msg_id == experiences.c.msg_id
     query = select(*(experiences.c[name] for name in names), exchanges.c.request)
-    query = query.join_from(experiences, exchanges, joined).where(which, behind)
-    return query.order_by(experiences.c.sampled_at.desc(), experiences.c.id.desc()).limit(_PORTION)
-
-
-def _answer(row: Any) -> PromptAnswer:
-    return PromptAnswer(
-        id=row.id,
-        msg_id=row.msg_id,
-        choice=row.choice,
-        sampled_at=row.sampled_at,
-        version=row.version_min,
-        reward=row.reward,
-        text=row.text,
-        tool_calls=row.tool_calls,
-        request=codec.unpack_text(row.request),
-    )
+    return query.join_from(experiences, exchanges, joined).where(experiences.c.id.in_(ids))

@@ -3,7 +3,8 @@
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from sqlalchemy import Connection, LargeBinary, Select, and_, exists, func, or_, select, tuple_
 
@@ -18,6 +19,8 @@ from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, e
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions, put
 
 Order = Literal["asc", "desc"]
+
+_Key = TypeVar("_Key")
 
 #: Bytes of the requests that one page is made from; one completion is a page whatever it has.
 MAX_PAGE_BYTES = 16 << 20
@@ -129,13 +132,8 @@ class StoredCompletions(LedgerPart):
 
     def _of_a_page(self, keys: list[str]) -> list[str]:
         """The first of the completions whose requests are not too long together, and one at least."""
-        total = 0
         sizes = {row.msg_id: codec.text_size(row.head or b"", row.size) for row in self._read(_sizes(keys))}
-        for number, key in enumerate(keys):
-            total += sizes.get(key, 0)
-            if total > MAX_PAGE_BYTES and number:
-                return keys[:number]
-        return keys
+        return first_of_size(keys, [sizes.get(key, 0) for key in keys])
 
     def _with_several(
         self, wanted: Collection[bytes], after: PageCursor | None, order: Order, limit: int
@@ -160,6 +158,18 @@ class StoredCompletions(LedgerPart):
         for row in sampled:
             choices[row.msg_id].append(_choice(row))
         return {row.msg_id: _completion(row, choices[row.msg_id]) for row in found}
+
+
+def first_of_size(keys: list[_Key], sizes: Sequence[int]) -> list[_Key]:
+    """The first of the keys whose `sizes`, in bytes, are together no more than MAX_PAGE_BYTES, and one at least.
+
+    >>> first_of_size(["a", "b", "c"], [1, 2, 20 << 20])
+    ['a', 'b']
+    """
+    for number, total in enumerate(accumulate(sizes)):
+        if total > MAX_PAGE_BYTES and number:
+            return keys[:number]
+    return keys
 
 
 def select_page(tenant: str, after: PageCursor | None, order: Order, limit: int) -> Select[Any]:

@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from tests.doubles.engine import EngineDouble
@@ -12,9 +13,11 @@ from tests.explorer.running import HELLO, RunningExplorer, eventually
 from tuneloop.explorer.access.feedback_tokens import MAX_TOKENS_OF_KEY, FeedbackTokens, TokenClaims, TokenUses
 from tuneloop.explorer.http.caller import FeedbackBinding
 from tuneloop.shared.experience import Scope
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.keys import KeyGrant
 
 CHAT, ORIGIN = "/v1/chat/completions", "https://app.example.com"
+ADMIN_KEY = "admin-key-of-this-test"
 CLAIMS = TokenClaims("key_1", "acme", "chatcmpl-1", "ann", 5.0, 3)
 
 
@@ -55,7 +58,7 @@ def code(answer: httpx.Response) -> tuple[int, str]:
 
 @pytest.fixture
 def explorer(running_explorer: Run, double: EngineDouble) -> RunningExplorer:
-    return running_explorer(double, cors_allow_origins=[ORIGIN])
+    return running_explorer(double, cors_allow_origins=[ORIGIN], admin_key=ADMIN_KEY)
 
 
 @pytest.fixture
@@ -126,6 +129,21 @@ def test_a_token_ends(explorer: RunningExplorer, key: dict[str, str], msg_ids: l
     [web] = explorer.ledger.keys.all()
     explorer.ledger.keys.revoke(web.key_id, actor="test")
     eventually(lambda: rate(explorer, lasting, msg_ids=[msg_ids[0]]).status_code == 401)
+
+
+def test_a_token_of_the_admin_key_rates_its_reply_while_that_key_is_set(
+    explorer: RunningExplorer, key: dict[str, str], msg_ids: list[str]
+) -> None:
+    headers = bearer(explorer, {"Authorization": f"Bearer {ADMIN_KEY}"}, msg_ids[0])
+    assert rate(explorer, headers, msg_ids=[msg_ids[0]]).status_code == 200
+    assert code(rate(explorer, headers, msg_ids=[msg_ids[1]])) == (403, "token_of_another_reply")
+    assert code(explorer.http.get("/v1/models", headers=headers)) == (403, "scope_missing")
+    [said] = explorer.feedbacks()
+    assert said.source == f"key:admin_key/browser/{msg_ids[0]}"
+    tokens = FeedbackTokens(load_key(explorer.settings.job_dir / KEY))
+    another = msgspec.structs.replace(CLAIMS, key_id=tokens.mark(b"another"), expires_at=4e9)
+    changed = {"Authorization": f"Bearer {tokens.sign(another)}"}
+    assert code(rate(explorer, changed, msg_ids=[msg_ids[0]])) == (401, "token_unknown")
 
 
 def test_a_token_is_made_for_a_reply_of_the_tenant(explorer: RunningExplorer, key: dict[str, str]) -> None:

@@ -162,6 +162,19 @@ def test_feedback_is_redacted_and_finds_its_reply_by_the_names_that_clients_writ
         assert traces(tmp_path) == set()
 
 
+def test_calls_of_a_run_and_a_persons_exchanges_are_found_by_the_names_that_clients_write(tmp_path: Path) -> None:
+    names = {"user": PLANTED["email"], "task": PLANTED["phone"], "run": PLANTED["ticket"]}
+    labels = {"task_id": names["task"], "run_id": names["run"]}
+    with running(tmp_path) as (explorer, _):
+        asked = explorer.http.post("/v1/chat/completions", json=HELLO | {"user": names["user"], "metadata": labels})
+        assert explorer.http.get("/training/calls", params=labels).json() == {"calls": 1}
+        assert explorer.http.get("/training/calls", params=labels | {"tokens": "true"}).json()["calls"] == 1
+        for name, value in names.items():
+            assert asked.json()["id"] in explorer.http.get("/ui/exchanges", params={name: value}).text, name
+        [[stored]] = explorer.rows("SELECT user_id FROM exchanges")
+        assert asked.json()["id"] in explorer.http.get("/ui/exchanges", params={"user": stored}).text
+
+
 def test_stored_completions_are_found_by_what_was_redacted(tmp_path: Path) -> None:
     with running(tmp_path) as (explorer, _):
         said = json.loads(

@@ -1,7 +1,10 @@
 """The overview and the exchanges: what they show, what they refuse, and that nothing of a client's gets through."""
 
 import html
+import json
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -9,6 +12,7 @@ from tests import factories
 from tests.explorer.running import RunningExplorer
 from tests.explorer.ui.conftest import Filled
 from tests.explorer.ui.filled import HOSTILE, REPLIES, VERSIONS
+from tuneloop.explorer.ui.rendering import figure
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.experience import DEFAULT_TENANT, Exchange
 
@@ -20,6 +24,18 @@ def ids_in(page: str) -> list[str]:
 def words(page: str) -> str:
     """What people read."""
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page)).split())
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(999.6, "1,000"), (999.4, "999"), (-999.6, "-1,000"), (0.12345, "0.123"), (12345.0, "12,345"), (None, "–")],
+)
+def test_a_figure_has_so_many_digits_and_no_exponent(value: float | None, shown: str):
+    assert figure(value) == shown
+
+
+def test_a_figure_of_fewer_digits_has_no_exponent_either():
+    assert [figure(each, 2) for each in (99.6, 456.0, 0.004567)] == ["100", "456", "0.0046"]
 
 
 def test_the_overview_says_whether_it_helped(filled: Filled):
@@ -36,6 +52,15 @@ def test_the_overview_says_what_waits_and_why(filled: Filled):
     assert "was last seen" in seen  # the trainer
     assert "feedback" in seen
     assert "a commit" in seen
+
+
+@pytest.mark.parametrize("path", ["/ui", "/ui/trainer", "/ui/doctor", "/ui/exchanges/{planted}"])
+def test_without_javascript_a_link_leads_to_what_a_page_asks_for_afterwards(filled: Filled, path: str):
+    page = filled.text(path.format(planted=filled.planted.msg_id))
+    asked = re.findall(r'hx-get="([^"]+)" hx-trigger="load', page)
+    assert asked
+    assert re.findall(r'<noscript><p><a href="([^"]+)">', page) == asked
+    assert all(filled.text(each) for each in asked)
 
 
 def test_a_new_ledger_has_an_overview_too(explorer: RunningExplorer):
@@ -125,6 +150,12 @@ def test_one_exchange_shows_all_that_is_known_of_it(filled: Filled):
     assert "number reward" in seen
 
 
+def test_an_exchange_without_a_reply_is_shown(filled: Filled):
+    said = factories.exchange(msg_id="chatcmpl-silent", tenant=DEFAULT_TENANT, experiences=())
+    filled.filler.ledger.recording.record([said])
+    assert said.msg_id in words(filled.text(f"/ui/exchanges/{said.msg_id}"))
+
+
 def test_tokens_come_with_their_log_probabilities(filled: Filled):
     [row, *_] = filled.explorer.rows("SELECT msg_id, completion_tokens FROM experiences WHERE version_min = 2")
     page = filled.text(f"/ui/exchanges/{row[0]}/tokens/0")
@@ -187,6 +218,21 @@ def test_without_a_database_a_page_says_so(filled: Filled, monkeypatch: pytest.M
         page = filled.text(path, 503)
         assert "The database cannot be read at the moment." in page
         assert "secret" not in page
+
+
+def test_long_requests_keep_nobody_else_waiting(explorer: RunningExplorer):
+    long = {"messages": [{"content": "Hello", "more": [{"a": 0, "b": 1}] * 40_000}]}
+    said = [factories.exchange(tenant=DEFAULT_TENANT, request=json.dumps(long).encode()) for _ in range(8)]
+    explorer.ledger.recording.record(said)
+    with ThreadPoolExecutor() as pool:
+        for path in (f"/ui/exchanges/{said[0].msg_id}", "/ui/exchanges"):
+            page, began, waited = pool.submit(explorer.http.get, path), time.monotonic(), [0.0]
+            while not page.done():
+                asked = time.monotonic()
+                explorer.http.get("/ui/login")
+                waited.append(time.monotonic() - asked)
+            assert "Hello" in page.result().text
+            assert max(waited) < max(0.5 * (time.monotonic() - began), 0.3), path
 
 
 def test_what_is_no_page_is_said_to_be_none(filled: Filled):

@@ -2,6 +2,7 @@
 
 import re
 
+import httpx
 import pytest
 
 from tests.explorer.ui.conftest import Filled
@@ -47,6 +48,12 @@ def test_a_reward_a_comment_and_an_edited_answer_come_together(filled: Filled):
     assert "<script>alert" not in filled.text(f"/ui/exchanges/{msg_id}")
 
 
+def test_a_comment_may_come_with_a_thumb(filled: Filled):
+    msg_id = newest(filled, 7)
+    say(filled, msg_id, thumb="down", reward=" ", comment="wrong")
+    assert [(kind, value) for kind, value, *_ in events(filled, msg_id)] == [("boolean", 0.0), ("comment", None)]
+
+
 def test_an_answer_that_was_not_edited_is_no_demonstration(filled: Filled):
     msg_id = newest(filled, 5)
     say(filled, msg_id, thumb="up", demonstration="As it was.\r\nYes.", was="As it was.\nYes.")
@@ -57,6 +64,7 @@ def test_an_answer_that_was_not_edited_is_no_demonstration(filled: Filled):
     ("fields", "sentence"),
     [
         ({}, "There is nothing to record"),
+        ({"thumb": "up", "reward": "-1"}, "Give a thumb or a reward, not both"),
         ({"reward": "good"}, "The reward must be a number."),
         ({"reward": "inf"}, "reward must lie between"),
         ({"reward": "1e9"}, "reward must lie between"),
@@ -78,6 +86,16 @@ def test_feedback_without_the_token_is_refused(filled: Filled):
     answer = filled.explorer.http.post(f"/ui/exchanges/{msg_id}/feedback", data={"thumb": "up"})
     assert answer.status_code == 403
     assert events(filled, msg_id) == []
+
+
+@pytest.mark.parametrize("path", ["/ui/preferences", "/ui/exchanges/{msg_id}"])
+def test_the_first_page_that_a_browser_opens_has_a_form_that_it_can_send(filled: Filled, path: str):
+    path = path.format(msg_id=newest(filled, 8))
+    with httpx.Client(base_url=filled.explorer.url) as browser:
+        form = {"token": token_in(browser.get(path).text)}
+        assert (
+            "There is nothing to record" in browser.post(f"/ui/exchanges/{newest(filled, 8)}/feedback", data=form).text
+        )
 
 
 def names(page: str) -> tuple[str, str]:

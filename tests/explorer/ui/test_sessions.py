@@ -69,11 +69,24 @@ def test_what_is_no_address_is_neither_an_origin_nor_where_to_go(keyed: Filled, 
     assert http.post("/ui/login", data={"key": KEY}, headers={"Origin": broken}).status_code == 403
 
 
+def test_behind_a_proxy_with_tls_the_session_is_sent_by_tls_alone(keyed: Filled):
+    for scheme, secure in (("https", True), ("http", False)):
+        with httpx.Client(base_url=keyed.explorer.url, headers={"x-forwarded-proto": scheme}) as http:
+            assert ("Secure" in log_in(http).headers["set-cookie"]) is secure
+            assert f"{scheme}://127.0.0.1" in http.get("/").text
+
+
 def test_another_key_does_not(keyed: Filled):
     answer = log_in(keyed.explorer.http, "another")
     assert answer.status_code == 401
     assert "That is not an admin key" in answer.text
     assert "set-cookie" not in answer.headers
+
+
+def test_after_a_wrong_key_the_login_still_leads_to_where_one_wanted_to_go(keyed: Filled):
+    target = "/ui/exchanges?state=recorded"
+    assert f'name="next" value="{target}"' in log_in(keyed.explorer.http, "another", next=target).text
+    assert 'name="next" value="/ui"' in log_in(keyed.explorer.http, "another", next="//evil.com").text
 
 
 @pytest.mark.parametrize(
@@ -148,7 +161,7 @@ def test_names_that_only_this_machine_has_are_taken(filled: Filled, host: str):
     assert filled.explorer.http.get("/ui", headers={"host": host}).status_code == 200
 
 
-@pytest.mark.parametrize("header", ["x-forwarded-for", "forwarded", "x-real-ip"])
+@pytest.mark.parametrize("header", ["x-forwarded-for", "forwarded", "x-real-ip", "x-forwarded-proto"])
 def test_what_a_proxy_brings_is_not_from_this_machine(filled: Filled, header: str):
     assert filled.explorer.http.get("/ui", headers={header: "127.0.0.1"}).status_code == 403
 

@@ -6,6 +6,7 @@ import pytest
 
 from tests.explorer.ui.browser.chromium import CHROMIUM, CLIENTS, chromium_running, wait_until_whole
 from tests.explorer.ui.conftest import Filled
+from tests.explorer.ui.filled import VERSIONS
 
 sync_api = pytest.importorskip("playwright.sync_api")
 
@@ -151,6 +152,28 @@ def test_a_reply_is_rated_by_keyboard_alone(tab: Tab, filled: Filled):
     page.keyboard.press("Enter")
     page.wait_for_url("**?outcome=accepted")
     assert "Stored." in page.inner_text("main")
+
+
+def test_enter_in_a_field_saves_what_is_in_the_form(tab: Tab, filled: Filled):
+    [reply, *_] = filled.explorer.rows("SELECT msg_id FROM experiences WHERE state = 'recorded' ORDER BY sampled_at")
+    page = tab.open(f"/exchanges/{reply[0]}")
+    page.locator(".rate > summary").click()
+    page.get_by_label("or a reward").fill("-1")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**?outcome=accepted")
+    rows = filled.explorer.rows(f"SELECT kind, value FROM feedback WHERE msg_id = '{reply[0]}'")
+    assert [tuple(row) for row in rows] == [("number", -1.0)]
+
+
+def test_enter_beside_a_reason_decides_nothing(tab: Tab, filled: Filled):
+    page = tab.open("/versions/3")
+    page.get_by_label("Why").fill("it is better")
+    page.keyboard.press("Enter")
+    page.wait_for_timeout(200)
+    assert page.url.endswith("/ui/versions/3")
+    assert page.get_by_label("Why").input_value() == "it is better"
+    assert [each.version for each in filled.explorer.ledger.versions.all() if each.pinned] == []
+    assert filled.explorer.ledger.versions.champion().version == VERSIONS
 
 
 def test_one_key_prefers_and_one_skips(tab: Tab, filled: Filled):

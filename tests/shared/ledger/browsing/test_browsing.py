@@ -1,15 +1,21 @@
 """Replies page by page on both databases: what is found, in which order, and how far back is looked."""
 
+import json
+import tracemalloc
+
 import pytest
 
 from tests import factories
 from tuneloop.shared.experience import Kind, State
-from tuneloop.shared.ledger.browsing import reply_pages
+from tuneloop.shared.ledger.browsing import reply_pages, reply_texts
 from tuneloop.shared.ledger.browsing.reply_pages import ReplyCursor, ReplyFilter
 from tuneloop.shared.ledger.browsing.same_prompts import digest_of_prompt
 from tuneloop.shared.ledger.ledger import Ledger
 
 TENANT = "acme"
+
+#: Bytes of a large request, and how many there are: more than twice what is read at once.
+LARGE, MANY = 2 << 20, 20
 
 
 def recorded(ledger: Ledger, count: int, **but: object) -> list[str]:
@@ -117,6 +123,13 @@ def test_the_newest_rewards_count_each_person_once(ledger: Ledger):
     assert ledger.reward_history.newest(5, among=10).replies == 0
 
 
+def test_people_of_two_tenants_are_two_whatever_they_are_called(ledger: Ledger):
+    for tenant, value in (("acme", 1.0), ("acme", 1.0), ("another", 0.0)):
+        said = factories.exchange(user="1", tenant=tenant)
+        ledger.recording.record([said, factories.feedback(msg_id=said.msg_id, tenant=tenant, value=value)])
+    assert ledger.reward_history.newest(0, among=100).units == 2
+
+
 def test_marks_grow_with_what_comes_in(ledger: Ledger):
     before = ledger.reward_history.marks()
     factories.rewarded(ledger)
@@ -136,7 +149,7 @@ def test_two_different_answers_to_one_prompt_are_a_pair_until_somebody_compared_
     answers(ledger, "4", request=b'{"messages": [{"content": "2+2="}]}')
     pair = ledger.same_prompts.next_pair(TENANT, None)
     assert pair is not None
-    assert {each.msg_id for each in pair} == {other, same}
+    assert {pair.one.msg_id, pair.other.msg_id} == {other, same}
     for better in (same, one):
         preferred = {"kind": Kind.PREFERENCE, "metric": "preference", "value": None, "other_msg_id": other}
         ledger.recording.record([factories.feedback(msg_id=better, **preferred)])
@@ -147,7 +160,7 @@ def test_pairs_behind_a_place_are_older(ledger: Ledger):
     answers(ledger, "2", "3")
     pair = ledger.same_prompts.next_pair(TENANT, None)
     assert pair is not None
-    assert ledger.same_prompts.next_pair(TENANT, ReplyCursor(pair[1].sampled_at, pair[1].id)) is None
+    assert ledger.same_prompts.next_pair(TENANT, ReplyCursor(pair.other.sampled_at, pair.other.id)) is None
 
 
 def test_what_was_sampled_with_makes_no_other_prompt():
@@ -155,4 +168,38 @@ def test_what_was_sampled_with_makes_no_other_prompt():
     other = b'{"temperature": 0, "messages": [{"role": "user", "content": "a"}]}'
     assert digest_of_prompt(one) == digest_of_prompt(other)
     assert digest_of_prompt(b'{"messages": []}') != digest_of_prompt(one)
-    assert digest_of_prompt(b"\xff") == b"\xff"
+    assert digest_of_prompt(b"\xff") == digest_of_prompt(b"\xff") != digest_of_prompt(b"\xfe")
+
+
+def long_request(question: str) -> bytes:
+    return json.dumps({"messages": [{"content": question}], "padding": "a" * LARGE}).encode()
+
+
+def test_no_page_holds_more_requests_than_a_listing_of_completions(ledger: Ledger):
+    for number in range(MANY):
+        recorded(ledger, 1, request=long_request(f"What is {number}?"))
+    wanted = ReplyFilter()
+    for read in (
+        lambda: ledger.reply_pages.page(TENANT, wanted, after=None, limit=MANY),
+        lambda: ledger.reply_pages.page(TENANT, ReplyFilter(text="nowhere"), after=None, limit=MANY),
+        lambda: ledger.reply_pages.page(TENANT, ReplyFilter(text="what is"), after=None, limit=MANY),
+        lambda: ledger.same_prompts.next_pair(TENANT, None),
+        lambda: ledger.same_prompts.side_by_side(TENANT, 0, 0, limit=MANY),
+    ):
+        tracemalloc.start()
+        read()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < LARGE * MANY * 0.9
+    assert len(everything(ledger, wanted, limit=MANY)) == MANY
+    assert len(everything(ledger, ReplyFilter(text="what is"), limit=MANY)) == MANY
+
+
+def test_the_reading_of_texts_ends_by_their_bytes_too(ledger: Ledger, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reply_texts, "MAX_READ_BYTES", LARGE)
+    old = recorded(ledger, 1, experiences=(factories.experience(text="A zebra."),))
+    recorded(ledger, 9, request=long_request("What is it?"))
+    page = ledger.reply_pages.page(TENANT, ReplyFilter(text="zebra"), after=None, limit=3)
+    assert page.rows == []
+    assert page.back_to is not None
+    assert everything(ledger, ReplyFilter(text="zebra")) == old

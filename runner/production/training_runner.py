@@ -21,7 +21,7 @@ from tuneloop.runner.production.call_context import (
 )
 from tuneloop.runner.production.shadow_counts import ShadowCounts
 from tuneloop.runner.production.shadow_runs import AgentFactory, RewardCalculator, ShadowJob
-from tuneloop.runner.production.shadow_tools import Replay, ShadowTools, is_shadow_process
+from tuneloop.runner.production.shadow_tools import Replay, ShadowTools, is_shadow_process, running_loop
 from tuneloop.runner.production.shadow_worker import RunIn, ShadowPlan, ShadowWorker
 from tuneloop.runner.production.strategies import ProductionCall, SamplingRateStrategy, Strategy
 from tuneloop.runner.production.thread_context import carry_into_threads
@@ -240,5 +240,11 @@ class TrainingRunner:
         with self._counts.harmless("runner_failed"):
             call = replace(call, marks=(*call.marks, *trace.marks), result=copy_or_same(result, self._copy_limit_s))
             worker.offer(
-                ShadowJob(call=call, agent=observed.agent, recorded=tuple(trace.tool_calls), select=observed.select)
+                ShadowJob(
+                    call=call,
+                    agent=observed.agent,
+                    recorded=tuple(trace.tool_calls),
+                    select=observed.select,
+                    loop=running_loop(),
+                )
             )

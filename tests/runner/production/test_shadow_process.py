@@ -49,21 +49,21 @@ def test_groups_and_marks_are_as_in_the_app(service: FeedbackService) -> None:
     assert len([each for each in service.entries if each.get("metric") == "mark:hard"]) == 3
 
 
-def test_tools_are_the_apps_and_write_nothing(
+async def test_tools_are_the_apps_and_write_nothing(
     service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TUNELOOP_TEST_SAID", str(tmp_path / "said"))
     sent.done.clear()
 
-    def production(kept: str) -> str:
+    async def production(kept: str) -> str:
         assert sent.buy(kept) == "bought apple"
         with pytest.raises(LookupError):
             sent.buy("gone")
         return kept
 
     with made(service, sent.using_tools, sent.says_all) as (runner, _):
-        runner.wrap(production)("apple")
-        assert runner.stop(60), runner.counters()
+        await runner.wrap(production)("apple")
+        assert await asyncio.to_thread(runner.stop, 60), runner.counters()
     assert runner.counters()["completed"] == 1, runner.counters()
     really = [each for each in sent.done if each.startswith("buy")]
     assert really == ["buy apple", "buy gone"]
@@ -74,7 +74,7 @@ def test_tools_are_the_apps_and_write_nothing(
     assert "was not run" in said[4]
     assert said[5:7] == ["later x", "later y"]
     assert "was not run" in said[7]
-    assert said[8:] == [3, "LookupError('gone')"]
+    assert said[8:] == [4, "LookupError('gone')"]
     assert outcomes == [
         *("find ran", "find ran", "buy recorded", "buy refused", "buy refused"),
         *("later ran", "later ran", "delete refused", "buy recorded"),

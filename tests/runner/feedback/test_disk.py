@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.explorer.running import eventually
 from tests.runner.feedback.service import FeedbackService, taken
 from tuneloop.runner import Composite, Feedback, Reply
 from tuneloop.runner.feedback.segments import Segment
@@ -104,3 +105,41 @@ def test_all_parts_of_a_score_that_is_refused_are_set_aside(
         service.answer = taken
     assert [each.entry.get("metric", "reward") for each in aside] == ["reward", "right", "short", "polite"]
     assert len({each.entry["idempotency_key"] for each in aside}) == 1
+
+
+def test_what_cannot_be_set_aside_is_set_aside_later(
+    service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse_syncs_of_refusals(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("refused.jsonl"):
+            raise OSError(errno.ENOSPC, "of the test")
+        SYNC(descriptor)
+
+    service.answer = lambda body: (404, {}, {"outcomes": {"a": "unknown"}})
+    monkeypatch.setattr(os, "fsync", refuse_syncs_of_refusals)
+    with caplog.at_level(logging.CRITICAL), Feedback(service.url, outbox=tmp_path) as feedback:
+        feedback.comment("a", "kept")
+        eventually(lambda: len(service.calls) >= 2)
+        assert (feedback.refused, feedback.refusals()) == (0, [])
+        assert "of the test" in str(feedback.trouble)
+        monkeypatch.setattr(os, "fsync", SYNC)
+        assert feedback.flush(30)
+        assert [each.entry["comment"] for each in feedback.refusals()] == ["kept"]
+        assert feedback.refused == 1
+    [file] = tmp_path.rglob("refused.jsonl")
+    assert file.stat().st_mode & 0o077 == 0
+
+
+def test_what_is_set_aside_after_a_line_that_was_cut_off_is_found(
+    service: FeedbackService, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.answer = lambda body: (404, {}, {"outcomes": {"a": "unknown"}})
+    with caplog.at_level(logging.CRITICAL):
+        for text in ("first", "second"):
+            with Feedback(service.url, outbox=tmp_path) as feedback:
+                feedback.comment("a", text)
+                assert feedback.flush(30)
+                found = [each.entry["comment"] for each in feedback.refusals()]
+            [file] = tmp_path.rglob("refused.jsonl")
+            os.truncate(file, file.stat().st_size - 5)
+    assert found == ["second"]

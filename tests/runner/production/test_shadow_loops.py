@@ -35,7 +35,7 @@ async def test_connections_that_production_shares_with_shadow_runs_serve_both(
         ask = runner.wrap(lambda url: sent.fetch(url))
         for number in range(1, 6):
             assert await ask(service.url) == 200
-            await asyncio.to_thread(eventually, lambda: _ended(runner) == number)
+            await asyncio.to_thread(eventually, lambda number=number: _ended(runner) == number)
         assert await asyncio.to_thread(runner.stop, 30)
     assert runner.counters() | {"completed": 5, "shadow_failed": 0} == runner.counters()
     assert {entry["value"] for entry in service.entries} == {True}

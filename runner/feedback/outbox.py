@@ -55,6 +55,7 @@ class Outbox:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.sent = self.refused = 0
         self._set_aside: set[bytes] = set()
+        self._unreadable: set[Path] = set()
         self._own: Segment | None = None
         self._older: list[Segment] = []
         self._forget()
@@ -116,18 +117,30 @@ class Outbox:
         return [RefusedEntry(entry=each["entry"], reason=each["reason"]) for each in found.values()]
 
     def adopt(self) -> None:
-        """Take over the files of processes that ended."""
+        """Take over the files of processes that ended. One that cannot be read stays, and is logged."""
         with self._lock:
             ours = {each.path for each in self._segments()}
             self._others_bytes = 0
             for path in sorted(self.folder.glob(f"*{SUFFIX}")):
                 if path in ours:
                     continue
-                if (segment := Segment.adopt(path)) is not None:
-                    self._older.append(segment)
-                elif path.exists():
-                    self._others_bytes += path.stat().st_size
+                try:
+                    self._adopt(path)
+                except OSError as error:
+                    self._note_unreadable(path, error)
             self._older.sort(key=lambda each: each.path)
+
+    def _adopt(self, path: Path) -> None:
+        if (segment := Segment.adopt(path)) is not None:
+            self._older.append(segment)
+            return
+        with suppress(FileNotFoundError):  # its process has sent it
+            self._others_bytes += path.stat().st_size
+
+    def _note_unreadable(self, path: Path, error: OSError) -> None:
+        if path not in self._unreadable:
+            self._unreadable.add(path)
+            log.error("feedback that waits in %s cannot be sent: %s", path, error)
 
     def close(self) -> None:
         """Leave what waits to whoever opens the folder next."""

@@ -58,19 +58,27 @@ class Segment:
         self._closed = False
         self.end = self._synced = os.fstat(descriptor).st_size
         self._unsynced = self._takings_back = 0
-        self.sent = self._read_cursor()
-        self.waiting = sum(len(entries) for entries, _ in self.read(self.sent))
+        try:
+            self.sent = self._read_cursor()
+            self.waiting = sum(len(entries) for entries, _ in self.read(self.sent))
+        except BaseException:
+            os.close(self._cursor)
+            raise
 
     @classmethod
     def create(cls, folder: Path) -> "Segment":
         """A new file. Those of a folder are sent in the order of their names."""
         path = folder / f"{time.time_ns():020d}-{os.getpid()}-{uuid.uuid4().hex[:8]}{SUFFIX}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
-        if not lock(descriptor):
-            os.close(descriptor)
-            return cls.create(folder)  # somebody was quicker to adopt it
-        sync_folder(folder)
-        return cls(path, descriptor)
+        created = cls._lock(path, descriptor)
+        if created is None:
+            return cls.create(folder)  # somebody was quicker to adopt it, and may have removed it as done
+        try:
+            sync_folder(folder)
+        except OSError:
+            created.close(remove=True)
+            raise
+        return created
 
     @classmethod
     def adopt(cls, path: Path) -> "Segment | None":
@@ -79,11 +87,19 @@ class Segment:
             descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
         except FileNotFoundError:
             return None
-        # One that was sent and removed before we had its lock must not be sent once more.
-        if lock(descriptor) and path.exists():
-            return cls(path, descriptor)
-        os.close(descriptor)
-        return None
+        return cls._lock(path, descriptor)
+
+    @classmethod
+    def _lock(cls, path: Path, descriptor: int) -> "Segment | None":
+        try:
+            # Of one that was sent and removed before we had its lock nothing may be sent once more, or written there.
+            locked = cls(path, descriptor) if lock(descriptor) and path.exists() else None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if locked is None:
+            os.close(descriptor)
+        return locked
 
     @property
     def unsent_bytes(self) -> int:

@@ -68,12 +68,14 @@ class _Process:
 
     def end(self) -> None:
         """Let it end, and see that it does."""
-        self.line.end()
+        if not self.line.end(_END_S):
+            self.process.kill()
         try:
             self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self.line.end(_END_S)
 
     def fail(self, error: Exception) -> None:
         """Nothing more comes of it."""
@@ -184,7 +186,7 @@ class RemoteRuns:
         if not process.ready.done():
             process.ready.set_exception(CannotSend(error))
         process.fail(ProcessEnded(error))
-        process.line.close()
+        process.line.close(_END_S)
 
     def _handle(self, process: _Process, kind: str, rest: list[Any]) -> None:
         if kind == "ready":

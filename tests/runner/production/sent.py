@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -57,6 +59,26 @@ def fetching_without_a_loop(run: ShadowRun) -> Any:
 
 def is_found(result: ShadowResult) -> bool:
     return bool(result.result == 200)
+
+
+@TOOLS.tool(read_only=True)
+async def find_slowly(what: str) -> str:
+    await asyncio.sleep(0.1)
+    return what
+
+
+def giving_up(run: ShadowRun) -> Any:
+    async def act(seconds: float) -> str:
+        try:
+            return str(await asyncio.wait_for(run.tools["find_slowly"]("tea"), seconds))
+        except TimeoutError:
+            return "none"
+
+    return act
+
+
+def reading_input(run: ShadowRun) -> Any:
+    return lambda: (sys.stdin.read(), subprocess.run(["cat"], check=True, capture_output=True).stdout)
 
 
 def where(run: ShadowRun) -> Any:

@@ -137,10 +137,11 @@ class Courier:
         while waiting:
             now = waiting.pop()
             match understand(now, self._post(now)):
-                case Taken(_, never):
-                    for place, reason in never.items():
-                        self.outbox.set_aside(now[place], reason)
-                    refused += len(never)
+                case Taken(_, never, unclear):
+                    for place in sorted(never.keys() - unclear):
+                        self.outbox.set_aside(now[place], never[place])
+                    refused += len(never) - len(unclear)
+                    waiting += [[now[place]] for place in sorted(unclear, reverse=True)]
                 case NotNow(reason, wait_s):
                     raise FeedbackAway(reason, retry_after_s=wait_s)
                 case NeverTaken(reason, place) if len(now) == 1 or place is not None:

@@ -15,7 +15,7 @@ from typing import Any, Self
 import httpx
 
 from tuneloop.runner.errors import FeedbackAway, FeedbackRefused
-from tuneloop.runner.feedback.answers import NeverTaken, NotNow, understand
+from tuneloop.runner.feedback.answers import NeverTaken, NotNow, names_of, understand
 from tuneloop.runner.feedback.courier import Courier
 from tuneloop.runner.feedback.outbox import Outbox, RefusedEntry
 from tuneloop.runner.feedback.verbs import Entry, FeedbackVerbs
@@ -88,7 +88,7 @@ class _Line:
             raise FeedbackRefused(outcome.reason, outcome.answer)
         self.sent += len(entries) - len(outcome.refused)
         if outcome.refused:
-            names = [name for place in outcome.refused for name in entries[place].get("msg_ids", ())]
+            names = [name for place in outcome.refused for name in names_of(entries[place])]
             reason = next(iter(outcome.refused.values()))
             raise FeedbackRefused(f"{reason}: {', '.join(names[:3])}", outcome.answer)
         return Receipt(_keys(entries), outcome.answer)

@@ -68,18 +68,18 @@ class Outbox:
 
     def put(self, entries: Sequence[Entry]) -> None:
         """Return when the entries are on disk, all of them or, with OutboxFull or OSError, none."""
-        with self._lock:
-            waiting = self._others_bytes + sum(each.unsent_bytes for each in self._segments())
-            if waiting >= self._max_bytes:
-                raise OutboxFull(f"{waiting} bytes of feedback wait to be sent, max_bytes is {self._max_bytes}")
-            try:
+        try:
+            with self._lock:
+                waiting = self._others_bytes + sum(each.unsent_bytes for each in self._segments())
+                if waiting >= self._max_bytes:
+                    raise OutboxFull(f"{waiting} bytes of feedback wait to be sent, max_bytes is {self._max_bytes}")
                 segment = self._own_segment()
                 written = segment.write(entries)
-            except OSError as error:
-                if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-                    raise OutboxFull(f"{self.folder}: {error.strerror}") from error
-                raise
-        segment.sync(written)
+            segment.sync(written)
+        except OSError as error:
+            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                raise OutboxFull(f"{self.folder}: {error.strerror}") from error
+            raise
 
     def next_batch(self) -> Waiting | None:
         """What is to be sent next, some hundred entries of one file, if anything waits."""

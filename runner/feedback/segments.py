@@ -58,6 +58,7 @@ class Segment:
         self._closed = False
         self.end = self._synced = os.fstat(descriptor).st_size
         self._unsynced = self._takings_back = 0
+        self._last_errno = errno.EIO
         try:
             self.sent = self._read_cursor()
             self.waiting = sum(len(entries) for entries, _ in self.read(self.sent))
@@ -126,7 +127,7 @@ class Segment:
         """
         with self._syncing:
             if written.takings_back != self._takings_back:
-                raise OSError(errno.EIO, "the disk refused what was written before, and this with it")
+                raise OSError(self._last_errno, "the disk refused what was written before, and this with it")
             if self._synced < written.end:
                 self._sync_all()
 
@@ -135,7 +136,8 @@ class Segment:
             end, entries = self.end, self._unsynced
         try:
             os.fsync(self._descriptor)
-        except OSError:
+        except OSError as error:
+            self._last_errno = error.errno or errno.EIO
             with self._writing:  # what was written since is taken back too: its writer waits for the next sync
                 os.ftruncate(self._descriptor, self._synced)
                 self.end, self._unsynced = self._synced, 0
@@ -181,8 +183,9 @@ class Segment:
 
     def _write(self, line: bytes) -> None:
         try:
-            if (count := os.write(self._descriptor, line)) < len(line):
-                raise OSError(f"only {count} of {len(line)} bytes could be written")
+            left = memoryview(line)
+            while left:  # a disk that fills up takes a part first, and says why it takes no more when it is asked again
+                left = left[os.write(self._descriptor, left) :]
         except OSError:
             os.ftruncate(self._descriptor, self.end)
             raise

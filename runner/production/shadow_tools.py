@@ -5,6 +5,7 @@ import copy
 import functools
 import inspect
 import json
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
-from tuneloop.runner.production.bounded_copy import copy_or_same
+from tuneloop.runner.production.bounded_copy import CopyTooLong, bounded_json, copy_or_same, repr_or_kind
 from tuneloop.runner.production.call_context import RecordedToolCall, current, current_trace, in_context
 
 Tool = TypeVar("Tool", bound=Callable[..., Any])
@@ -266,7 +267,9 @@ class _Tool:
             replay = Replay(())  # of a thread that no run has begun
         if not isinstance(replay, Replay):
             self._loop = running_loop() or self._loop
-            return _Run(self._arguments(args, kwargs) if trace is not None and trace.recorded else None)
+            if trace is None or not trace.recorded:
+                return _Run(None)
+            return _Run(self._bounded_arguments(args, kwargs, trace.copy_limit_s))
         if (arguments := self._arguments(args, kwargs)) is None:
             return _Run(None, replay)  # which raises TypeError, and does nothing
         if (found := replay.next_recorded(self._name, arguments)) is not None:
@@ -306,16 +309,25 @@ class _Tool:
         try:
             yield
         except Exception as error:
-            self._record(run, error=_copy_of(error))
+            self._record(run, error)
             raise
         self._record(run)
 
     def _record(self, run: "_Run", error: Exception | None = None) -> None:
         trace = current_trace()
         if trace is not None and run.arguments is not None:
-            trace.tool_calls.append(RecordedToolCall(self._name, run.arguments, copy_or_same(run.result), error))
+            result = copy_or_same(run.result, trace.copy_limit_s)
+            copied = None if error is None else _copy_of(error)
+            trace.tool_calls.append(RecordedToolCall(self._name, run.arguments, result, copied))
 
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    def _bounded_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], limit_s: float) -> str | None:
+        """The same, in production; None, too, where they take longer to write than that."""
+        try:
+            return self._arguments(args, kwargs, limit_s)
+        except CopyTooLong:
+            return None
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], limit_s: float = math.inf) -> str | None:
         """The arguments as JSON, each under its name; None where they do not fit the function."""
         try:
             bound = self._signature.bind(*args, **kwargs)
@@ -323,10 +335,7 @@ class _Tool:
             return None
         bound.apply_defaults()
         named = {name: value for name, value in bound.arguments.items() if name not in {"self", "cls"}}
-        try:
-            return json.dumps(named, sort_keys=True, default=repr)
-        except (TypeError, ValueError, RecursionError):
-            return json.dumps({"arguments": repr(named)})
+        return bounded_json(named, limit_s)
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
@@ -354,4 +363,4 @@ def _copy_of(error: Exception) -> Exception:
         copied = copy.copy(error)
     except Exception:  # noqa: BLE001 - any class may refuse to be copied in its own way
         copied = None
-    return copied if type(copied) is type(error) else RuntimeError(f"{type(error).__name__}: {error}")
+    return copied if type(copied) is type(error) else RuntimeError(repr_or_kind(error))

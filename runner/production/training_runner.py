@@ -56,7 +56,8 @@ class TrainingRunner:
     `commit_interval_seconds` (0: only at the end) what was rewarded is released to the trainer. `outbox` is the folder
     where rewards wait for a service that is away; without one they are lost if the process ends before it is back.
 
-    Inputs are copied in the app's thread for at most `capture_milliseconds`, or by `capture`. Shadow runs compute in a
+    Inputs are copied in the app's thread for at most `capture_milliseconds`, or by `capture`; a tool's call whose
+    arguments take longer than that is not recorded. Shadow runs compute in a
     process of their own where `agent`, `reward_calculator` and inputs can be sent there, unless `run_in` is "thread".
     """
 
@@ -200,11 +201,14 @@ class TrainingRunner:
     def _begin(self, name: str, agent: AgentFactory, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Observed | None:
         """Before a call: whether it may be run again, and then what it was asked. None: it is no production call."""
         worker = self._worker
-        if worker is None or not worker.running or current_trace() is not None or isinstance(current(), Replay):
+        if current_trace() is not None or isinstance(current(), Replay):
+            return None
+        marks = (*marks_of_block(), *take_marks())  # of this call, whether or not anybody asks for them
+        if worker is None or not worker.running:
             return None
         self._counts.add("calls")
-        observed = _Observed(CallTrace(recorded=False), agent)
-        call = ProductionCall(name=name, args=args, kwargs=kwargs, marks=(*marks_of_block(), *take_marks()))
+        observed = _Observed(CallTrace(recorded=False, copy_limit_s=self._copy_limit_s), agent)
+        call = ProductionCall(name=name, args=args, kwargs=kwargs, marks=marks)
         if self._asked_after:
             observed.select = self._select
         else:

@@ -89,6 +89,8 @@ class TrainingRunner:
         Feedback(self.service).close()  # which says what is wrong with a URL
         self._counts = ShadowCounts()
         self._worker: ShadowWorker | None = None
+        self._parents: ShadowWorker | None = None
+        self._pid = os.getpid()
         self._feedback: Feedback | None = None
         self._temporary: str | None = None
         strategy: Any = self.selection_strategy
@@ -96,9 +98,10 @@ class TrainingRunner:
         self._asked_after = bool(getattr(strategy, "after_call", False))
 
     def start(self) -> Self:
-        """Begin. Before, wrapped functions do as they would without this.
+        """Begin, in a forked child anew. Before, wrapped functions do as they would without this.
 
         Raises CannotSend if `run_in` is "process", and the agent or the reward calculator cannot be sent to one."""
+        self._leave_to_parent()
         if self._worker is not None or is_shadow_process():
             return self
         outbox = self.outbox
@@ -120,11 +123,23 @@ class TrainingRunner:
             run_in=self.run_in,
         )
         carry_into_threads(lambda what: isinstance(what, Replay))
-        self._worker = ShadowWorker(plan, self._counts, self._feedback)
+        self._worker, self._pid = ShadowWorker(plan, self._counts, self._feedback), os.getpid()
         return self
+
+    def _leave_to_parent(self) -> None:
+        """In a child that was forked after a start: what was begun, its process and its folder are the parent's."""
+        if self._worker is None or self._pid == os.getpid():
+            return
+        if self._feedback is not None:
+            self._feedback.close(0)  # which since the fork has only what is said in the child
+        # Kept: the end of a pipe that nobody refers to is flushed, into the parent's.
+        self._parents, self._worker = self._worker, None
+        self._feedback = self._temporary = None
+        self._counts = ShadowCounts()  # the lock of the old ones may be held, by a thread that is not here
 
     def stop(self, timeout: float = 60.0) -> bool:
         """Run what waits, send and commit what it earned, and end; whether all of it was done in so many seconds."""
+        self._leave_to_parent()
         worker, self._worker = self._worker, None
         if worker is None:
             return True

@@ -43,7 +43,7 @@ def test_more_time_may_be_given(service: FeedbackService) -> None:
     assert results[0].call.args == (given,)
 
 
-LONG = {"floats": [number / 3 for number in range(300_000)], "text": "a" * 1_000_000, "bytes": b"a" * 1_000_000}
+LONG = {"floats": [number / 3 for number in range(100_000)], "text": "a" * 1_000_000, "bytes": b"a" * 1_000_000}
 
 
 @pytest.mark.parametrize("given", LONG.values(), ids=LONG)
@@ -53,7 +53,7 @@ def test_arguments_of_a_tool_that_take_long_to_write_are_not_recorded(service: F
         save = runner.tools.tool(saved.append, name="save")
         started = time.thread_time()
         runner.wrap(lambda: save(given), agent=lambda run: lambda: save(given))()
-        assert time.thread_time() - started < 0.05
+        assert time.thread_time() - started < 0.02
     assert len(saved) == 1
     assert [each.outcome for each in results[0].tool_calls] == ["refused"]
 

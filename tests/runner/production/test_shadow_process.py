@@ -211,6 +211,20 @@ def test_a_forked_child_of_the_app_leaves_it_to_its_parent(service: FeedbackServ
     assert runner.counters() | {"calls": 1, "rewarded": 1} == runner.counters()
 
 
+def test_a_forked_child_that_starts_has_a_process_of_its_own(service: FeedbackService) -> None:
+    with made(service, sent.where, sent.is_elsewhere) as (runner, _):
+        ask = runner.wrap(lambda pid: pid)
+        if not (pid := os.fork()):
+            runner.start()
+            ask(os.getpid())
+            os._exit(0 if runner.stop(60) and runner.counters()["rewarded"] == 1 else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        ask(os.getpid())
+        assert runner.stop(60)
+    assert runner.counters() | {"calls": 1, "rewarded": 1} == runner.counters()
+    assert [each["value"] for each in service.entries] == [True, True]
+
+
 def test_the_process_ends_when_the_app_is_killed(tmp_path: Path, service: FeedbackService) -> None:
     script = tmp_path / "app.py"
     script.write_text(

@@ -86,7 +86,7 @@ class TrainingRunner:
             raise ValueError("timeout_seconds and capture_milliseconds must be above 0")
         if self.run_in not in get_args(RunIn):
             raise ValueError(f"run_in: {self.run_in!r} is none of {', '.join(get_args(RunIn))}")
-        Feedback(self.service).close()  # which says what is wrong with a URL
+        Feedback(self.service, api_key=self.api_key).close()  # which says what is wrong with a URL, or a key
         self._counts = ShadowCounts()
         self._worker: ShadowWorker | None = None
         self._parents: ShadowWorker | None = None

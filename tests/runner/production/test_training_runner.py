@@ -296,6 +296,7 @@ ODD: list[dict[str, Any]] = [
     {"timeout_seconds": 0},
     {"capture_milliseconds": 0},
     {"service": "localhost:8010"},
+    {"api_key": "secret\n"},
 ]
 
 

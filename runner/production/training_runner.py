@@ -93,6 +93,7 @@ class TrainingRunner:
         self._pid = os.getpid()
         self._feedback: Feedback | None = None
         self._temporary: str | None = None
+        self._copy_limit_s = self.capture_milliseconds / 1000
         strategy: Any = self.selection_strategy
         self._select = cast(Callable[[ProductionCall], bool], getattr(strategy, "should_select", strategy))
         self._asked_after = bool(getattr(strategy, "after_call", False))
@@ -108,22 +109,8 @@ class TrainingRunner:
         if outbox is None:
             outbox = self._temporary = tempfile.mkdtemp(prefix="tuneloop-outbox-")
         self._feedback = Feedback(self.service, outbox=outbox, source="training-runner", api_key=self.api_key)
-        plan = ShadowPlan(
-            service=self.service.rstrip("/").removesuffix("/v1"),
-            model=self.model,
-            api_key=self.api_key or "none",
-            agent=self.agent,
-            reward_calculator=self.reward_calculator,
-            repeat_time=self.repeat_time,
-            commit_interval_s=self.commit_interval_seconds,
-            concurrency=self.concurrency,
-            queue_size=self.queue_size,
-            timeout_s=self.timeout_seconds,
-            tools=self.tools,
-            run_in=self.run_in,
-        )
         carry_into_threads(lambda what: isinstance(what, Replay))
-        self._worker, self._pid = ShadowWorker(plan, self._counts, self._feedback), os.getpid()
+        self._worker, self._pid = ShadowWorker(_plan_of(self), self._counts, self._feedback), os.getpid()
         return self
 
     def _leave_to_parent(self) -> None:
@@ -234,21 +221,10 @@ class TrainingRunner:
                 return observed
             self._counts.add("selected")
         with self._counts.harmless("dropped_not_copied", {CopyTooLong: "dropped_too_large"}):
-            copied_args, copied_kwargs = self._copies(args, kwargs)
+            copied_args, copied_kwargs = _copies_of(args, kwargs, self.capture, self._copy_limit_s)
             observed.call = replace(call, args=copied_args, kwargs=copied_kwargs)
             observed.trace.recorded = True
         return observed
-
-    def _copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """Inputs of which nothing is shared. Raises what says why there are none."""
-        if self.capture is not None:
-            return self.capture(args, kwargs)
-        copied: tuple[tuple[Any, ...], Mapping[str, Any]] = bounded_copy((args, kwargs), self._copy_limit_s)
-        return copied
-
-    @property
-    def _copy_limit_s(self) -> float:
-        return self.capture_milliseconds / 1000
 
     def _end(self, observed: _Observed, result: Any) -> None:
         """After it: hand it over."""
@@ -267,3 +243,30 @@ class TrainingRunner:
                     loop=running_loop(),
                 )
             )
+
+
+def _plan_of(runner: TrainingRunner) -> ShadowPlan:
+    return ShadowPlan(
+        service=runner.service.rstrip("/").removesuffix("/v1"),
+        model=runner.model,
+        api_key=runner.api_key or "none",
+        agent=runner.agent,
+        reward_calculator=runner.reward_calculator,
+        repeat_time=runner.repeat_time,
+        commit_interval_s=runner.commit_interval_seconds,
+        concurrency=runner.concurrency,
+        queue_size=runner.queue_size,
+        timeout_s=runner.timeout_seconds,
+        tools=runner.tools,
+        run_in=runner.run_in,
+    )
+
+
+def _copies_of(
+    args: tuple[Any, ...], kwargs: dict[str, Any], capture: Capture | None, limit_s: float
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Inputs of which nothing is shared. Raises what says why there are none."""
+    if capture is not None:
+        return capture(args, kwargs)
+    copied: tuple[tuple[Any, ...], Mapping[str, Any]] = bounded_copy((args, kwargs), limit_s)
+    return copied

@@ -1,7 +1,10 @@
 """Files and folders that their owner alone may read, whatever the umask: they hold what people said, and keys."""
 
+import json
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import IO, Any
 
 
 def private_opener(path: str, flags: int) -> int:
@@ -18,3 +21,56 @@ def write_private_text(path: Path, text: str) -> None:
 def make_private_folder(path: Path, *, exist_ok: bool = False) -> None:
     """Make a folder; those above it that are missing too, with the umask's rights. Raises OSError."""
     path.mkdir(mode=0o700, parents=True, exist_ok=exist_ok)
+
+
+def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append rows to a file that is its owner's alone, as JSON lines. They are on disk when this returns.
+
+    A last line that was cut off is as if it had never been written. Raises OSError, and has written nothing then.
+    """
+    lines = b"".join(json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n" for row in rows)
+    with open(path, "ab+", buffering=0, opener=private_opener) as file:
+        _lock(file)
+        if file.seek(0, os.SEEK_END) and not _ends_a_line(file):
+            file.seek(0)
+            whole, last = split_last_line(file.read())
+            if is_row(last):  # an editor left it so
+                lines = b"\n" + lines
+            else:
+                file.truncate(len(whole))
+        end = file.seek(0, os.SEEK_END)
+        try:
+            while lines:
+                lines = lines[file.write(lines) :]
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+def split_last_line(content: bytes) -> tuple[bytes, bytes]:
+    """The lines with an end, and what comes after them."""
+    whole, end, last = content.rpartition(b"\n")
+    return whole + end, last
+
+
+def is_row(line: bytes) -> bool:
+    """Whether it is a JSON object, whole."""
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _ends_a_line(file: IO[bytes]) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Wait until nobody else appends. It is ours until the file is closed."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    fcntl.flock(file, fcntl.LOCK_EX)

@@ -11,6 +11,7 @@ from urllib.parse import quote
 import httpx
 
 from tuneloop.runner.errors import ServiceRefused
+from tuneloop.runner.key_header import header_of_key
 from tuneloop.runner.rewards.chat_messages import ChatMessage, chat_messages
 from tuneloop.runner.rewards.reply import text_of
 
@@ -86,8 +87,7 @@ class HumanPreferenceCollector:
         self._url = url.rstrip("/")
         self._source = source
         self._seed = seed
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.Client(headers=headers, timeout=_TIMEOUT_S)
+        self._client = httpx.Client(headers=header_of_key(api_key), timeout=_TIMEOUT_S)
 
     def sample(self, messages: Sequence[object], model: str, versions: tuple[int, int], **body: Any) -> BlindPair:
         """Both versions' answers to a question; `body` is more of the request, such as max_tokens."""

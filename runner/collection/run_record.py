@@ -1,6 +1,5 @@
 """What a run was like, as one record: what was said, thought and called, what it earned, and what users said of it."""
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from typing import Any
 
 from tuneloop.runner.errors import LogRefused
 from tuneloop.runner.logs.exchange import json_lines
+from tuneloop.runner.private_files import append_rows
 from tuneloop.runner.rewards.chat_messages import ChatMessage, chat_messages
 from tuneloop.runner.rewards.reply import Reply, calls_of, text_of
 
@@ -85,11 +85,10 @@ class RunRecord:
 
 
 def write_records(path: Path, records: Iterable[RunRecord]) -> int:
-    """Append them to a file of JSON lines; how many there were."""
-    lines = [json.dumps(each.to_dict(), ensure_ascii=False) + "\n" for each in records]
-    with path.open("a", encoding="utf-8", errors="replace") as file:
-        file.write("".join(lines))
-    return len(lines)
+    """Append them to a file of JSON lines, its owner's alone; how many there were. They are on disk then."""
+    rows = [each.to_dict() for each in records]
+    append_rows(path, rows)
+    return len(rows)
 
 
 def read_records(path: Path) -> Iterator[RunRecord]:

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 
 from tuneloop.runner.errors import ServiceRefused
+from tuneloop.runner.key_header import header_of_key
 
 _TIMEOUT_S = 30.0
 
@@ -21,7 +22,7 @@ class VersionsClient:
     def __init__(self, url: str, admin_key: str, *, by: str | None = None) -> None:
         self._by = by
         self._url = f"{url.rstrip('/')}/admin/versions"
-        self._client = httpx.Client(headers={"authorization": f"Bearer {admin_key}"}, timeout=_TIMEOUT_S)
+        self._client = httpx.Client(headers=header_of_key(admin_key, "admin_key"), timeout=_TIMEOUT_S)
 
     def list_versions(self) -> list[dict[str, Any]]:
         """All versions, the newest first: version, state, pinned, replies, mean_reward and so on."""

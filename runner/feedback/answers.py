@@ -1,6 +1,7 @@
 """What the service's answer to a list of entries means. Pure."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +22,14 @@ _REFUSALS = {
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """It was taken, but for the entries whose places are in `refused`, each with the reason why it never will be."""
+    """It was taken, but for the entries whose places are in `refused`, each with the reason why it never will be.
+
+    At `unclear` is said what became of any of several entries about one name: each alone is answered for itself.
+    """
 
     answer: Mapping[str, Any]
     refused: Mapping[int, str] = field(default_factory=dict)
+    unclear: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,8 @@ def understand(entries: Sequence[Entry], response: httpx.Response | httpx.HTTPEr
         return NotNow(f"the service does not answer: {response!r}")
     answer = _object(response)
     if response.is_success and "outcomes" in answer:
-        return Taken(answer, _refusals(entries, answer))
+        refused = _refusals(entries, answer)
+        return Taken(answer, refused, _unclear(entries, refused))
     if response.status_code == 404 and "outcomes" in answer:
         return Taken(answer, dict.fromkeys(range(len(entries)), _REFUSALS["unknown"]))
     error = answer.get("error")
@@ -71,6 +77,11 @@ def understand(entries: Sequence[Entry], response: httpx.Response | httpx.HTTPEr
     return NotNow(f"the service answered {response.status_code}: {response.text[:200]}", retry_after_s(response))
 
 
+def names_of(entry: Entry) -> Sequence[str]:
+    """What the service calls that which an entry is about: replies, or else a run."""
+    return entry.get("msg_ids") or [f"{entry.get('task_id')}/{entry.get('run_id')}"]
+
+
 def _object(response: httpx.Response) -> dict[str, Any]:
     try:
         found = response.json()
@@ -83,7 +94,13 @@ def _refusals(entries: Sequence[Entry], answer: Mapping[str, Any]) -> dict[int, 
     outcomes = answer["outcomes"] if isinstance(answer["outcomes"], dict) else {}
     refused = {}
     for place, entry in enumerate(entries):
-        met = {outcomes.get(name) for name in entry.get("msg_ids") or ()}
+        met = {outcomes.get(name) for name in names_of(entry)}
         if reason := next((_REFUSALS[outcome] for outcome in _REFUSALS if outcome in met), None):
             refused[place] = reason
     return refused
+
+
+def _unclear(entries: Sequence[Entry], refused: Mapping[int, str]) -> frozenset[int]:
+    """The refused that share a name with another entry: of several outcomes the service says the weakest."""
+    entries_about = Counter(name for entry in entries for name in set(names_of(entry)))
+    return frozenset(place for place in refused if any(entries_about[name] > 1 for name in names_of(entries[place])))

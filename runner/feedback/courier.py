@@ -88,10 +88,10 @@ class Courier:
     def _run(self) -> None:
         failures, looked = 0, 0.0
         while not self._closing:
-            if time.monotonic() - looked >= _LOOK_S or not looked:
-                self.outbox.adopt()
-                looked = time.monotonic()
             try:
+                if time.monotonic() - looked >= _LOOK_S or not looked:
+                    looked = time.monotonic()
+                    self.outbox.adopt()
                 sent = self._send_next()
                 failures, self.trouble = 0, None
             except Exception as error:  # noqa: BLE001 - whatever it is, what is acknowledged must still be sent
@@ -133,14 +133,15 @@ class Courier:
 
     def _deliver(self, entries: Sequence[Entry]) -> int:
         """Send entries, in their order; return how many of them will never be taken."""
-        refused, waiting = 0, [list(entries)]
+        refused, waiting = 0, [list(entries)] if entries else []
         while waiting:
             now = waiting.pop()
             match understand(now, self._post(now)):
-                case Taken(_, never):
-                    for place, reason in never.items():
-                        self.outbox.set_aside(now[place], reason)
-                    refused += len(never)
+                case Taken(_, never, unclear):
+                    for place in sorted(never.keys() - unclear):
+                        self.outbox.set_aside(now[place], never[place])
+                    refused += len(never) - len(unclear)
+                    waiting += [[now[place]] for place in sorted(unclear, reverse=True)]
                 case NotNow(reason, wait_s):
                     raise FeedbackAway(reason, retry_after_s=wait_s)
                 case NeverTaken(reason, place) if len(now) == 1 or place is not None:

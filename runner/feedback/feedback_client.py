@@ -15,11 +15,12 @@ from typing import Any, Self
 import httpx
 
 from tuneloop.runner.errors import FeedbackAway, FeedbackRefused
-from tuneloop.runner.feedback.answers import NeverTaken, NotNow, understand
+from tuneloop.runner.feedback.answers import NeverTaken, NotNow, names_of, understand
 from tuneloop.runner.feedback.courier import Courier
 from tuneloop.runner.feedback.outbox import Outbox, RefusedEntry
 from tuneloop.runner.feedback.verbs import Entry, FeedbackVerbs
 from tuneloop.runner.judging.endpoint import retry_after_s
+from tuneloop.runner.key_header import header_of_key
 
 #: Seconds that a process which ends gives what waits to be sent. The rest waits on disk.
 _AT_EXIT_S = 2.0
@@ -53,7 +54,7 @@ class _Line:
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
         _import_ahead()
         self.url = _service_url(url)
-        self.headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self.headers = header_of_key(api_key)
         self.timeout = timeout
         self.courier: Courier | None = None
         self.sent = 0
@@ -88,7 +89,7 @@ class _Line:
             raise FeedbackRefused(outcome.reason, outcome.answer)
         self.sent += len(entries) - len(outcome.refused)
         if outcome.refused:
-            names = [name for place in outcome.refused for name in entries[place].get("msg_ids", ())]
+            names = [name for place in outcome.refused for name in names_of(entries[place])]
             reason = next(iter(outcome.refused.values()))
             raise FeedbackRefused(f"{reason}: {', '.join(names[:3])}", outcome.answer)
         return Receipt(_keys(entries), outcome.answer)
@@ -167,7 +168,7 @@ class FeedbackClient(FeedbackVerbs[Receipt], _Counted):
         timeout: float = 10.0,
         max_bytes: int = 64 << 20,
     ) -> None:
-        """Raises ValueError for what is no URL, and OSError for a folder that cannot be written."""
+        """Raises ValueError for what is no URL or no key, and OSError for a folder that cannot be written."""
         self._line, self._source = _Line(url, api_key, timeout), source
         if outbox is not None:
             self._line.open_outbox(Path(outbox), max_bytes)

@@ -1,9 +1,9 @@
 """The folder in which feedback waits to be sent. Several processes may share it: each writes files of its own."""
 
 import errno
+import hashlib
 import json
 import logging
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -14,6 +14,7 @@ from typing import Any
 from tuneloop.runner.errors import OutboxFull
 from tuneloop.runner.feedback.segments import SUFFIX, Segment, sync_folder
 from tuneloop.runner.feedback.verbs import Entry
+from tuneloop.runner.private_files import append_rows
 
 #: A file of so many bytes is followed by another, so that what was sent leaves the disk.
 _SEGMENT_BYTES = 4 << 20
@@ -53,7 +54,8 @@ class Outbox:
         self.folder, self._max_bytes = folder, max_bytes
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.sent = self.refused = 0
-        self._set_aside: set[str] = set()
+        self._set_aside: set[bytes] = set()
+        self._unreadable: set[Path] = set()
         self._own: Segment | None = None
         self._older: list[Segment] = []
         self._forget()
@@ -66,18 +68,18 @@ class Outbox:
 
     def put(self, entries: Sequence[Entry]) -> None:
         """Return when the entries are on disk, all of them or, with OutboxFull or OSError, none."""
-        with self._lock:
-            waiting = self._others_bytes + sum(each.unsent_bytes for each in self._segments())
-            if waiting >= self._max_bytes:
-                raise OutboxFull(f"{waiting} bytes of feedback wait to be sent, max_bytes is {self._max_bytes}")
-            try:
+        try:
+            with self._lock:
+                waiting = self._others_bytes + sum(each.unsent_bytes for each in self._segments())
+                if waiting >= self._max_bytes:
+                    raise OutboxFull(f"{waiting} bytes of feedback wait to be sent, max_bytes is {self._max_bytes}")
                 segment = self._own_segment()
                 written = segment.write(entries)
-            except OSError as error:
-                if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-                    raise OutboxFull(f"{self.folder}: {error.strerror}") from error
-                raise
-        segment.sync(written)
+            segment.sync(written)
+        except OSError as error:
+            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                raise OutboxFull(f"{self.folder}: {error.strerror}") from error
+            raise
 
     def next_batch(self) -> Waiting | None:
         """What is to be sent next, some hundred entries of one file, if anything waits."""
@@ -97,16 +99,13 @@ class Outbox:
 
     def set_aside(self, entry: Entry, reason: str) -> None:
         """Keep an entry that the service will never take, to be looked at: on disk before this returns."""
-        if (said := _what(entry)) in self._set_aside:
+        if (digest := _digest(entry)) in self._set_aside:
             return
-        self._set_aside.add(said)
         path = self.folder / _REFUSED
         if path.exists() and path.stat().st_size > self._max_bytes:
             path.replace(path.with_suffix(".old.jsonl"))
-        with open(path, "ab") as file:
-            file.write(json.dumps({"reason": reason, "entry": entry}).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_rows(path, [{"reason": reason, "entry": entry}])
+        self._set_aside.add(digest)
         self.refused += 1
         log.warning("feedback is refused, and lies in %s: %s", path, reason)
 
@@ -114,22 +113,34 @@ class Outbox:
         """What was set aside, by whichever process, oldest first."""
         path = self.folder / _REFUSED
         lines = path.read_bytes().splitlines() if path.exists() else []
-        found = {_what(each["entry"]): each for each in _objects(lines)}
+        found = {_digest(each["entry"]): each for each in _objects(lines)}
         return [RefusedEntry(entry=each["entry"], reason=each["reason"]) for each in found.values()]
 
     def adopt(self) -> None:
-        """Take over the files of processes that ended."""
+        """Take over the files of processes that ended. One that cannot be read stays, and is logged."""
         with self._lock:
             ours = {each.path for each in self._segments()}
             self._others_bytes = 0
             for path in sorted(self.folder.glob(f"*{SUFFIX}")):
                 if path in ours:
                     continue
-                if (segment := Segment.adopt(path)) is not None:
-                    self._older.append(segment)
-                elif path.exists():
-                    self._others_bytes += path.stat().st_size
+                try:
+                    self._adopt(path)
+                except OSError as error:
+                    self._note_unreadable(path, error)
             self._older.sort(key=lambda each: each.path)
+
+    def _adopt(self, path: Path) -> None:
+        if (segment := Segment.adopt(path)) is not None:
+            self._older.append(segment)
+            return
+        with suppress(FileNotFoundError):  # its process has sent it
+            self._others_bytes += path.stat().st_size
+
+    def _note_unreadable(self, path: Path, error: OSError) -> None:
+        if path not in self._unreadable:
+            self._unreadable.add(path)
+            log.error("feedback that waits in %s cannot be sent: %s", path, error)
 
     def close(self) -> None:
         """Leave what waits to whoever opens the folder next."""
@@ -162,9 +173,9 @@ class Outbox:
         return self._own
 
 
-def _what(entry: Entry) -> str:
+def _digest(entry: Entry) -> bytes:
     """The same for an entry that is set aside again; the parts of a score share one idempotency key."""
-    return json.dumps(entry, sort_keys=True)
+    return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).digest()
 
 
 def _first_lines(segment: Segment) -> Waiting:
@@ -179,5 +190,5 @@ def _first_lines(segment: Segment) -> Waiting:
 
 def _objects(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
-        with suppress(ValueError):  # cut off by a crash, after which it was set aside again
+        with suppress(ValueError):  # being written by another process, or cut off by a crash: it is set aside again
             yield json.loads(line)

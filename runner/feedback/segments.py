@@ -58,19 +58,28 @@ class Segment:
         self._closed = False
         self.end = self._synced = os.fstat(descriptor).st_size
         self._unsynced = self._takings_back = 0
-        self.sent = self._read_cursor()
-        self.waiting = sum(len(entries) for entries, _ in self.read(self.sent))
+        self._last_errno = errno.EIO
+        try:
+            self.sent = self._read_cursor()
+            self.waiting = sum(len(entries) for entries, _ in self.read(self.sent))
+        except BaseException:
+            os.close(self._cursor)
+            raise
 
     @classmethod
     def create(cls, folder: Path) -> "Segment":
         """A new file. Those of a folder are sent in the order of their names."""
         path = folder / f"{time.time_ns():020d}-{os.getpid()}-{uuid.uuid4().hex[:8]}{SUFFIX}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
-        if not lock(descriptor):
-            os.close(descriptor)
-            return cls.create(folder)  # somebody was quicker to adopt it
-        sync_folder(folder)
-        return cls(path, descriptor)
+        created = cls._lock(path, descriptor)
+        if created is None:
+            return cls.create(folder)  # somebody was quicker to adopt it, and may have removed it as done
+        try:
+            sync_folder(folder)
+        except OSError:
+            created.close(remove=True)
+            raise
+        return created
 
     @classmethod
     def adopt(cls, path: Path) -> "Segment | None":
@@ -79,11 +88,19 @@ class Segment:
             descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
         except FileNotFoundError:
             return None
-        # One that was sent and removed before we had its lock must not be sent once more.
-        if lock(descriptor) and path.exists():
-            return cls(path, descriptor)
-        os.close(descriptor)
-        return None
+        return cls._lock(path, descriptor)
+
+    @classmethod
+    def _lock(cls, path: Path, descriptor: int) -> "Segment | None":
+        try:
+            # Of one that was sent and removed before we had its lock nothing may be sent once more, or written there.
+            locked = cls(path, descriptor) if lock(descriptor) and path.exists() else None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if locked is None:
+            os.close(descriptor)
+        return locked
 
     @property
     def unsent_bytes(self) -> int:
@@ -110,7 +127,7 @@ class Segment:
         """
         with self._syncing:
             if written.takings_back != self._takings_back:
-                raise OSError(errno.EIO, "the disk refused what was written before, and this with it")
+                raise OSError(self._last_errno, "the disk refused what was written before, and this with it")
             if self._synced < written.end:
                 self._sync_all()
 
@@ -119,7 +136,8 @@ class Segment:
             end, entries = self.end, self._unsynced
         try:
             os.fsync(self._descriptor)
-        except OSError:
+        except OSError as error:
+            self._last_errno = error.errno or errno.EIO
             with self._writing:  # what was written since is taken back too: its writer waits for the next sync
                 os.ftruncate(self._descriptor, self._synced)
                 self.end, self._unsynced = self._synced, 0
@@ -165,8 +183,9 @@ class Segment:
 
     def _write(self, line: bytes) -> None:
         try:
-            if (count := os.write(self._descriptor, line)) < len(line):
-                raise OSError(f"only {count} of {len(line)} bytes could be written")
+            left = memoryview(line)
+            while left:  # a disk that fills up takes a part first, and says why it takes no more when it is asked again
+                left = left[os.write(self._descriptor, left) :]
         except OSError:
             os.ftruncate(self._descriptor, self.end)
             raise

@@ -18,6 +18,7 @@ import httpx
 
 from tuneloop.runner.errors import JudgeAway, JudgeFailed
 from tuneloop.runner.judging.prompts import Prompt
+from tuneloop.runner.key_header import header_of_key
 
 #: The longest that we wait by ourselves before asking again. Who is told to wait longer raises JudgeAway.
 MAX_WAIT_S = 30.0
@@ -82,7 +83,7 @@ class Endpoint:
             raise ValueError(f"base_url: {self.base_url!r} must be an absolute URL, such as https://host/v1")
         if not (self.timeout > 0 and self.retries >= 0 and self.concurrency >= 1):
             raise ValueError("timeout must be above 0, retries not below 0, concurrency at least 1")
-        headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        headers = header_of_key(self.api_key)
         self._url = f"{self.base_url.rstrip('/')}/chat/completions"
         self._places = threading.BoundedSemaphore(self.concurrency)
         self._client = httpx.Client(timeout=self.timeout, headers=headers)

@@ -9,6 +9,7 @@ from urllib.parse import quote
 import httpx
 
 from tuneloop.runner.errors import ServiceRefused
+from tuneloop.runner.key_header import header_of_key
 from tuneloop.runner.logs.broken import UNREADABLE, BrokenEntries
 from tuneloop.runner.logs.exchange import (
     LoggedExchange,
@@ -127,7 +128,7 @@ def read_stored_completions(
     `metadata` keeps those with just these pairs. What the service was told beside metadata, such as rewards, an export
     has and this does not. Raises ServiceRefused where the service does not answer with a list.
     """
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = header_of_key(api_key)
     base = f"{url.rstrip('/')}/v1/chat/completions"
     own = client or httpx.Client(timeout=_TIMEOUT_S)
     try:

@@ -1,11 +1,18 @@
 """Copies what an app passes around, in the app's own thread: so for no longer than it was said it may take."""
 
 import copy
+import json
+import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 #: Objects between two looks at the clock, which cost about as much as one of them.
 _OBJECTS = 16
+
+
+#: Characters of one text that are written in about a second, while no clock is looked at.
+_CHARACTERS_PER_S = 100e6
 
 
 class CopyTooLong(Exception):
@@ -23,7 +30,7 @@ class _Memo(dict[int, Any]):
         if self._left <= 0:
             self._left = _OBJECTS
             if time.thread_time() > self._until:
-                raise CopyTooLong(f"it takes more than {1000 * self._limit_s:g} ms to copy: see capture_milliseconds")
+                raise _too_long(self._limit_s)
         return super().get(key, default)
 
 
@@ -38,3 +45,35 @@ def copy_or_same(thing: Any, limit_s: float = 0.001) -> Any:
         return bounded_copy(thing, limit_s)
     except Exception:  # noqa: BLE001 - any class may refuse to be copied in its own way
         return thing
+
+
+def bounded_json(named: Mapping[str, Any], limit_s: float = math.inf) -> str:
+    """Things by name as JSON, of those that have none what `repr` says. Raises CopyTooLong."""
+    until, written = time.thread_time() + limit_s, list[str]()
+    if any(len(each) > limit_s * _CHARACTERS_PER_S for each in named.values() if isinstance(each, str | bytes)):
+        raise _too_long(limit_s)
+    try:
+        for each in _WRITER.iterencode(named):
+            written.append(each)
+            if not len(written) % _OBJECTS and time.thread_time() > until:
+                raise _too_long(limit_s)
+    except CopyTooLong:
+        raise
+    except Exception:  # noqa: BLE001 - keys that are no texts, circles, and what classes of the app's raise
+        return json.dumps({"arguments": repr_or_kind(named)})
+    return "".join(written)
+
+
+def repr_or_kind(thing: object) -> str:
+    """What `repr` says, or the name of its class where that raises."""
+    try:
+        return repr(thing)
+    except Exception:  # noqa: BLE001 - any class may raise what it likes
+        return f"<{type(thing).__qualname__}>"
+
+
+_WRITER = json.JSONEncoder(sort_keys=True, default=repr_or_kind)
+
+
+def _too_long(limit_s: float) -> CopyTooLong:
+    return CopyTooLong(f"it takes more than {1000 * limit_s:g} ms to copy: see capture_milliseconds")

@@ -19,23 +19,27 @@ class RecordedToolCall:
 
 @dataclass(slots=True, eq=False)
 class CallTrace:
-    """A production call: its tool calls, if they are `recorded`, and what was marked while it ran."""
+    """A production call: its tool calls, if they are `recorded`, and what was marked while it ran.
+
+    Arguments and results of its tools are copied for at most `copy_limit_s` each.
+    """
 
     recorded: bool
+    copy_limit_s: float = 0.001
     tool_calls: list[RecordedToolCall] = field(default_factory=list)
     marks: list[str] = field(default_factory=list)
     ended: bool = False
 
 
 class _Marking:
-    """Marks that were set: with a `with` they hold for its block, else for the next call."""
+    """Marks that were set: with a `with` they hold for its block, else for the next call, where `new` were added."""
 
-    def __init__(self, labels: tuple[str, ...], waiting: list[str]) -> None:
-        self._labels, self._waiting = labels, waiting
+    def __init__(self, labels: tuple[str, ...], new: list[str], waiting: list[str]) -> None:
+        self._labels, self._new, self._waiting = labels, new, waiting
         self._token: Token[tuple[str, ...]] | None = None
 
     def __enter__(self) -> None:
-        for label in self._labels:
+        for label in self._new:
             if label in self._waiting:
                 self._waiting.remove(label)
         self._token = _of_block.set((*_of_block.get(), *self._labels))
@@ -57,13 +61,16 @@ class TrainingContext:
         if not labels or not all(isinstance(each, str) and each for each in labels):
             raise ValueError("mark: give at least one label, each a text")
         if (trace := current_trace()) is not None:
-            trace.marks.extend(labels)
-            return _Marking(labels, trace.marks)
+            new = [each for each in labels if each not in trace.marks]
+            trace.marks.extend(new)
+            return _Marking(labels, new, trace.marks)
         # A list of its own: a context that was copied before must not see it. Those copied from now on share it, so
         # that one of their calls is the next one.
-        waiting = [*take_marks(), *labels]
+        earlier = take_marks()
+        new = [each for each in labels if each not in earlier]
+        waiting = [*earlier, *new]
         _of_next.set(waiting)
-        return _Marking(labels, waiting)
+        return _Marking(labels, new, waiting)
 
     @staticmethod
     def marks() -> tuple[str, ...]:

@@ -64,12 +64,16 @@ RewardCalculator = Callable[[ShadowResult], Reward | Awaitable[Reward]]
 
 @dataclass(slots=True, kw_only=True)
 class ShadowJob:
-    """A production call that was answered. `select` is still to be asked where it is not None."""
+    """A production call that was answered, in an event `loop` or in none.
+
+    `select` is still to be asked where it is not None.
+    """
 
     call: ProductionCall
     agent: AgentFactory
     recorded: tuple[RecordedToolCall, ...]
     select: Callable[[ProductionCall], bool] | None = None
+    loop: asyncio.AbstractEventLoop | None = None
 
 
 class Counts(Protocol):
@@ -100,7 +104,7 @@ class Rehearsals:
         self.counts.add("completed")
 
         async def calculate() -> tuple[Reward]:
-            return (await finish(lambda: self.reward_calculator(result), judged_in),)
+            return (await finish(lambda: self.reward_calculator(result), judged_in or Replay((), replay.loop)),)
 
         rewarded: tuple[Reward] | None = await self._within_time("reward", calculate())
         return rewarded

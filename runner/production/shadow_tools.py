@@ -5,15 +5,16 @@ import copy
 import functools
 import inspect
 import json
+import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
-from tuneloop.runner.production.bounded_copy import copy_or_same
+from tuneloop.runner.production.bounded_copy import CopyTooLong, bounded_json, copy_or_same, repr_or_kind
 from tuneloop.runner.production.call_context import RecordedToolCall, current, current_trace, in_context
 
 Tool = TypeVar("Tool", bound=Callable[..., Any])
@@ -29,10 +30,14 @@ class ShadowToolCall:
 
 
 class Replay:
-    """What tools do in one shadow run. Equal calls get the recorded results in their order; the last one repeats."""
+    """What tools do in one shadow run. Equal calls get the recorded results in their order; the last one repeats.
 
-    def __init__(self, recorded: Sequence[RecordedToolCall]) -> None:
+    `loop` is where production made the call that is run again.
+    """
+
+    def __init__(self, recorded: Sequence[RecordedToolCall], loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.calls: list[ShadowToolCall] = []
+        self.loop = loop
         self._lock = threading.Lock()
         self._waiting: dict[tuple[str, str], list[RecordedToolCall]] = defaultdict(list)
         for each in recorded:
@@ -200,9 +205,10 @@ class RemoteTools(RunTools):
 
 @dataclass(slots=True)
 class _Run:
-    """The tool itself is to be run."""
+    """The tool itself is to be run, in production or for a shadow run."""
 
     arguments: str | None
+    replay: Replay | None = None
     result: Any = None
 
 
@@ -218,6 +224,9 @@ class _Tool:
         self.function, self._name = function, name
         self._read_only, self._refusal = read_only, refusal
         self._signature = inspect.signature(function)
+        self._is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+        #: Where production called it last.
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def within(self, replay: Replay | None) -> Callable[..., Any]:
         """The tool in one shadow run; with None, wherever it is called."""
@@ -231,6 +240,8 @@ class _Tool:
                 return todo.result
             with self._recording(todo), in_context(replay or current()):
                 todo.result = self.function(*args, **kwargs)
+            if todo.replay is not None and inspect.iscoroutine(todo.result):
+                return self._await_at_home(todo.result, todo.replay)
             return todo.result
 
         @functools.wraps(self.function)
@@ -240,11 +251,14 @@ class _Tool:
             todo = self._decide(replay, args, kwargs)
             if isinstance(todo, _Answer):
                 return todo.result
+            if todo.replay is not None:
+                with in_context(todo.replay):
+                    return await self._await_at_home(self.function(*args, **kwargs), todo.replay)
             with self._recording(todo), in_context(replay or current()):
                 todo.result = await self.function(*args, **kwargs)
             return todo.result
 
-        return call_async if inspect.iscoroutinefunction(self.function) else call
+        return call_async if self._is_async else call
 
     def _decide(self, bound: Replay | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Run | _Answer":
         """What is to be done. Raises what the recorded call raised."""
@@ -252,16 +266,42 @@ class _Tool:
         if is_shadow_process() and not isinstance(replay, Replay):
             replay = Replay(())  # of a thread that no run has begun
         if not isinstance(replay, Replay):
-            return _Run(self._arguments(args, kwargs) if trace is not None and trace.recorded else None)
+            self._loop = running_loop() or self._loop
+            if trace is None or not trace.recorded:
+                return _Run(None)
+            return _Run(self._bounded_arguments(args, kwargs, trace.copy_limit_s))
         if (arguments := self._arguments(args, kwargs)) is None:
-            return _Run(None)  # which raises TypeError, and does nothing
+            return _Run(None, replay)  # which raises TypeError, and does nothing
         if (found := replay.next_recorded(self._name, arguments)) is not None:
             replay.calls.append(ShadowToolCall(self._name, arguments, "recorded"))
             if found.error is not None:
                 raise _copy_of(found.error)
             return _Answer(copy_or_same(found.result))
-        replay.calls.append(ShadowToolCall(self._name, arguments, "ran" if self._read_only else "refused"))
-        return _Run(None) if self._read_only else _Answer(self._refusal(self._name, arguments))
+        may_run = self._read_only and (not self._is_async or self._home(replay) is not None)
+        replay.calls.append(ShadowToolCall(self._name, arguments, "ran" if may_run else "refused"))
+        return _Run(None, replay) if may_run else _Answer(self._refusal(self._name, arguments))
+
+    def _home(self, replay: Replay) -> asyncio.AbstractEventLoop | None:
+        """The event loop that production calls it in, if that still runs."""
+        return next((each for each in (self._loop, replay.loop) if each is not None and each.is_running()), None)
+
+    async def _await_at_home(self, work: Coroutine[Any, Any, Any], replay: Replay) -> Any:
+        """What a shadow run's call gives, awaited in production's event loop.
+
+        Connections and locks that the tool shares with production belong to that loop: one that another loop left
+        behind would fail production.
+        """
+        home = self._home(replay)
+        if home is None:
+            work.close()
+            raise RuntimeError(f"{self._name} was not run: production has no event loop that it could run in")
+        if home is running_loop():
+            with in_context(replay):
+                return await work
+        result, error = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_come_to_end(work, replay), home))
+        if error is not None:
+            raise error
+        return result
 
     @contextmanager
     def _recording(self, run: "_Run") -> Iterator[None]:
@@ -269,16 +309,25 @@ class _Tool:
         try:
             yield
         except Exception as error:
-            self._record(run, error=_copy_of(error))
+            self._record(run, error)
             raise
         self._record(run)
 
     def _record(self, run: "_Run", error: Exception | None = None) -> None:
         trace = current_trace()
         if trace is not None and run.arguments is not None:
-            trace.tool_calls.append(RecordedToolCall(self._name, run.arguments, copy_or_same(run.result), error))
+            result = copy_or_same(run.result, trace.copy_limit_s)
+            copied = None if error is None else _copy_of(error)
+            trace.tool_calls.append(RecordedToolCall(self._name, run.arguments, result, copied))
 
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    def _bounded_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], limit_s: float) -> str | None:
+        """The same, in production; None, too, where they take longer to write than that."""
+        try:
+            return self._arguments(args, kwargs, limit_s)
+        except CopyTooLong:
+            return None
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], limit_s: float = math.inf) -> str | None:
         """The arguments as JSON, each under its name; None where they do not fit the function."""
         try:
             bound = self._signature.bind(*args, **kwargs)
@@ -286,10 +335,26 @@ class _Tool:
             return None
         bound.apply_defaults()
         named = {name: value for name, value in bound.arguments.items() if name not in {"self", "cls"}}
-        try:
-            return json.dumps(named, sort_keys=True, default=repr)
-        except (TypeError, ValueError, RecursionError):
-            return json.dumps({"arguments": repr(named)})
+        return bounded_json(named, limit_s)
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop of asyncio's that runs in this thread, if one does."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+async def _come_to_end(work: Awaitable[Any], replay: Replay) -> tuple[Any, Exception | None]:
+    """The result or the error of what a shadow run does in production's event loop, which must not feel it."""
+    try:
+        with in_context(replay):
+            return await work, None
+    except Exception as error:  # noqa: BLE001 - the shadow run's to hear of
+        return None, error
+    except (SystemExit, asyncio.CancelledError) as error:  # the one would end the loop, the other the runner's task
+        return None, RuntimeError(repr(error))
 
 
 def _copy_of(error: Exception) -> Exception:
@@ -298,4 +363,4 @@ def _copy_of(error: Exception) -> Exception:
         copied = copy.copy(error)
     except Exception:  # noqa: BLE001 - any class may refuse to be copied in its own way
         copied = None
-    return copied if type(copied) is type(error) else RuntimeError(f"{type(error).__name__}: {error}")
+    return copied if type(copied) is type(error) else RuntimeError(repr_or_kind(error))

@@ -195,7 +195,7 @@ class ShadowWorker:
                     return None
                 self._note_in_app(error)
         self._counts.add("runs_in_app")
-        replay = Replay(job.recorded)
+        replay = Replay(job.recorded, job.loop)
         with short_turns():
             return await self._here.make(
                 job.agent, job.call, replace(run, tools=self._plan.tools.bound_to(replay)), replay

@@ -21,7 +21,7 @@ from tuneloop.runner.production.call_context import (
 )
 from tuneloop.runner.production.shadow_counts import ShadowCounts
 from tuneloop.runner.production.shadow_runs import AgentFactory, RewardCalculator, ShadowJob
-from tuneloop.runner.production.shadow_tools import Replay, ShadowTools, is_shadow_process
+from tuneloop.runner.production.shadow_tools import Replay, ShadowTools, is_shadow_process, running_loop
 from tuneloop.runner.production.shadow_worker import RunIn, ShadowPlan, ShadowWorker
 from tuneloop.runner.production.strategies import ProductionCall, SamplingRateStrategy, Strategy
 from tuneloop.runner.production.thread_context import carry_into_threads
@@ -56,7 +56,8 @@ class TrainingRunner:
     `commit_interval_seconds` (0: only at the end) what was rewarded is released to the trainer. `outbox` is the folder
     where rewards wait for a service that is away; without one they are lost if the process ends before it is back.
 
-    Inputs are copied in the app's thread for at most `capture_milliseconds`, or by `capture`. Shadow runs compute in a
+    Inputs are copied in the app's thread for at most `capture_milliseconds`, or by `capture`; a tool's call whose
+    arguments take longer than that is not recorded. Shadow runs compute in a
     process of their own where `agent`, `reward_calculator` and inputs can be sent there, unless `run_in` is "thread".
     """
 
@@ -85,45 +86,47 @@ class TrainingRunner:
             raise ValueError("timeout_seconds and capture_milliseconds must be above 0")
         if self.run_in not in get_args(RunIn):
             raise ValueError(f"run_in: {self.run_in!r} is none of {', '.join(get_args(RunIn))}")
-        Feedback(self.service).close()  # which says what is wrong with a URL
+        Feedback(self.service, api_key=self.api_key).close()  # which says what is wrong with a URL, or a key
         self._counts = ShadowCounts()
         self._worker: ShadowWorker | None = None
+        self._parents: ShadowWorker | None = None
+        self._pid = os.getpid()
         self._feedback: Feedback | None = None
         self._temporary: str | None = None
+        self._copy_limit_s = self.capture_milliseconds / 1000
         strategy: Any = self.selection_strategy
         self._select = cast(Callable[[ProductionCall], bool], getattr(strategy, "should_select", strategy))
         self._asked_after = bool(getattr(strategy, "after_call", False))
 
     def start(self) -> Self:
-        """Begin. Before, wrapped functions do as they would without this.
+        """Begin, in a forked child anew. Before, wrapped functions do as they would without this.
 
         Raises CannotSend if `run_in` is "process", and the agent or the reward calculator cannot be sent to one."""
+        self._leave_to_parent()
         if self._worker is not None or is_shadow_process():
             return self
         outbox = self.outbox
         if outbox is None:
             outbox = self._temporary = tempfile.mkdtemp(prefix="tuneloop-outbox-")
         self._feedback = Feedback(self.service, outbox=outbox, source="training-runner", api_key=self.api_key)
-        plan = ShadowPlan(
-            service=self.service.rstrip("/").removesuffix("/v1"),
-            model=self.model,
-            api_key=self.api_key or "none",
-            agent=self.agent,
-            reward_calculator=self.reward_calculator,
-            repeat_time=self.repeat_time,
-            commit_interval_s=self.commit_interval_seconds,
-            concurrency=self.concurrency,
-            queue_size=self.queue_size,
-            timeout_s=self.timeout_seconds,
-            tools=self.tools,
-            run_in=self.run_in,
-        )
         carry_into_threads(lambda what: isinstance(what, Replay))
-        self._worker = ShadowWorker(plan, self._counts, self._feedback)
+        self._worker, self._pid = ShadowWorker(_plan_of(self), self._counts, self._feedback), os.getpid()
         return self
+
+    def _leave_to_parent(self) -> None:
+        """In a child that was forked after a start: what was begun, its process and its folder are the parent's."""
+        if self._worker is None or self._pid == os.getpid():
+            return
+        if self._feedback is not None:
+            self._feedback.close(0)  # which since the fork has only what is said in the child
+        # Kept: the end of a pipe that nobody refers to is flushed, into the parent's.
+        self._parents, self._worker = self._worker, None
+        self._feedback = self._temporary = None
+        self._counts = ShadowCounts()  # the lock of the old ones may be held, by a thread that is not here
 
     def stop(self, timeout: float = 60.0) -> bool:
         """Run what waits, send and commit what it earned, and end; whether all of it was done in so many seconds."""
+        self._leave_to_parent()
         worker, self._worker = self._worker, None
         if worker is None:
             return True
@@ -200,11 +203,14 @@ class TrainingRunner:
     def _begin(self, name: str, agent: AgentFactory, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Observed | None:
         """Before a call: whether it may be run again, and then what it was asked. None: it is no production call."""
         worker = self._worker
-        if worker is None or not worker.running or current_trace() is not None or isinstance(current(), Replay):
+        if current_trace() is not None or isinstance(current(), Replay):
+            return None
+        marks = (*marks_of_block(), *take_marks())  # of this call, whether or not anybody asks for them
+        if worker is None or not worker.running:
             return None
         self._counts.add("calls")
-        observed = _Observed(CallTrace(recorded=False), agent)
-        call = ProductionCall(name=name, args=args, kwargs=kwargs, marks=(*marks_of_block(), *take_marks()))
+        observed = _Observed(CallTrace(recorded=False, copy_limit_s=self._copy_limit_s), agent)
+        call = ProductionCall(name=name, args=args, kwargs=kwargs, marks=marks)
         if self._asked_after:
             observed.select = self._select
         else:
@@ -215,21 +221,10 @@ class TrainingRunner:
                 return observed
             self._counts.add("selected")
         with self._counts.harmless("dropped_not_copied", {CopyTooLong: "dropped_too_large"}):
-            copied_args, copied_kwargs = self._copies(args, kwargs)
+            copied_args, copied_kwargs = _copies_of(args, kwargs, self.capture, self._copy_limit_s)
             observed.call = replace(call, args=copied_args, kwargs=copied_kwargs)
             observed.trace.recorded = True
         return observed
-
-    def _copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """Inputs of which nothing is shared. Raises what says why there are none."""
-        if self.capture is not None:
-            return self.capture(args, kwargs)
-        copied: tuple[tuple[Any, ...], Mapping[str, Any]] = bounded_copy((args, kwargs), self._copy_limit_s)
-        return copied
-
-    @property
-    def _copy_limit_s(self) -> float:
-        return self.capture_milliseconds / 1000
 
     def _end(self, observed: _Observed, result: Any) -> None:
         """After it: hand it over."""
@@ -240,5 +235,38 @@ class TrainingRunner:
         with self._counts.harmless("runner_failed"):
             call = replace(call, marks=(*call.marks, *trace.marks), result=copy_or_same(result, self._copy_limit_s))
             worker.offer(
-                ShadowJob(call=call, agent=observed.agent, recorded=tuple(trace.tool_calls), select=observed.select)
+                ShadowJob(
+                    call=call,
+                    agent=observed.agent,
+                    recorded=tuple(trace.tool_calls),
+                    select=observed.select,
+                    loop=running_loop(),
+                )
             )
+
+
+def _plan_of(runner: TrainingRunner) -> ShadowPlan:
+    return ShadowPlan(
+        service=runner.service.rstrip("/").removesuffix("/v1"),
+        model=runner.model,
+        api_key=runner.api_key or "none",
+        agent=runner.agent,
+        reward_calculator=runner.reward_calculator,
+        repeat_time=runner.repeat_time,
+        commit_interval_s=runner.commit_interval_seconds,
+        concurrency=runner.concurrency,
+        queue_size=runner.queue_size,
+        timeout_s=runner.timeout_seconds,
+        tools=runner.tools,
+        run_in=runner.run_in,
+    )
+
+
+def _copies_of(
+    args: tuple[Any, ...], kwargs: dict[str, Any], capture: Capture | None, limit_s: float
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Inputs of which nothing is shared. Raises what says why there are none."""
+    if capture is not None:
+        return capture(args, kwargs)
+    copied: tuple[tuple[Any, ...], Mapping[str, Any]] = bounded_copy((args, kwargs), limit_s)
+    return copied

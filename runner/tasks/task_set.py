@@ -12,6 +12,7 @@ from typing import Any
 from tuneloop.runner.errors import LogRefused
 from tuneloop.runner.logs.exchange import LoggedExchange, json_lines
 from tuneloop.runner.logs.timelines import essence_of
+from tuneloop.runner.private_files import private_opener
 from tuneloop.runner.rewards.chat_messages import ChatMessage
 from tuneloop.runner.rewards.reply import ToolCall, calls_of, text_of
 from tuneloop.runner.tasks.filters import ExchangeFilter
@@ -154,7 +155,7 @@ def _digest(thing: object) -> str:
 
 
 def write_tasks(path: Path, tasks: Iterable[ImportedTask]) -> int:
-    """Write them as JSON lines, beside the path first, so that the file is whole; how many there are.
+    """Write them as JSON lines, beside the path first, so that the file is whole, and its owner's; how many there are.
 
     Raises ValueError for two tasks with one id.
     """
@@ -163,7 +164,12 @@ def write_tasks(path: Path, tasks: Iterable[ImportedTask]) -> int:
         raise ValueError(f"two tasks have the id {twice[0]}")
     beside = path.with_name(f"{path.name}.part")
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    beside.write_text(lines, encoding="utf-8", errors="replace")  # half of a character is "?", as cut logs have it
+    beside.unlink(missing_ok=True)
+    # Half of a character is "?", as cut logs have it.
+    with open(beside, "w", encoding="utf-8", errors="replace", opener=private_opener) as file:
+        file.write(lines)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(beside, path)
     return len(rows)
 

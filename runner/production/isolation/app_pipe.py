@@ -69,14 +69,20 @@ class Line:
             raise EOFError
         return data
 
-    def end(self) -> None:
-        """Let the other end read the end."""
-        with self._lock, suppress(OSError):
-            self._outbox.close()
+    def end(self, timeout: float) -> bool:
+        """Let the other end read the end; False if it reads nothing, so that a message waits for longer than that."""
+        if not self._lock.acquire(timeout=timeout):
+            return False
+        try:
+            with suppress(OSError):
+                self._outbox.close()
+        finally:
+            self._lock.release()
+        return True
 
-    def close(self) -> None:
+    def close(self, timeout: float) -> None:
         """End it, and read no more."""
-        self.end()
+        self.end(timeout)
         self._inbox.close()
 
 

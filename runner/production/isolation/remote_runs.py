@@ -68,12 +68,14 @@ class _Process:
 
     def end(self) -> None:
         """Let it end, and see that it does."""
-        self.line.end()
+        if not self.line.end(_END_S):
+            self.process.kill()
         try:
             self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self.line.end(_END_S)
 
     def fail(self, error: Exception) -> None:
         """Nothing more comes of it."""
@@ -116,7 +118,7 @@ class RemoteRuns:
         """The reward of one run; None if there is none. Raises CannotSend if it cannot be made there."""
         agent, call = self._write(job.agent), dumps(job.call)
         process = await self._running()
-        replay = Replay(job.recorded)
+        replay = Replay(job.recorded, job.loop)
         under_way = _UnderWay(replay, self._tools.bound_to(replay))
         self._number += 1
         number = self._number
@@ -184,7 +186,7 @@ class RemoteRuns:
         if not process.ready.done():
             process.ready.set_exception(CannotSend(error))
         process.fail(ProcessEnded(error))
-        process.line.close()
+        process.line.close(_END_S)
 
     def _handle(self, process: _Process, kind: str, rest: list[Any]) -> None:
         if kind == "ready":
@@ -211,7 +213,7 @@ class RemoteRuns:
         try:
             args, kwargs = loads(arguments)
             under_way = process.under_way[number]
-            replay = under_way.replay if is_run else Replay(())
+            replay = under_way.replay if is_run else Replay((), under_way.replay.loop)
             tools = under_way.tools if is_run else self._tools.bound_to(replay)
             try:
                 with short_turns():
@@ -226,4 +228,5 @@ class RemoteRuns:
 
 
 async def _wait_for(result: Awaitable[Any]) -> Any:
+    """In a loop of its own, which only waits: the tool itself runs in production's."""
     return await result

@@ -5,7 +5,8 @@ import os
 import sys
 import threading
 import time
-from concurrent.futures import Future
+import traceback
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -45,7 +46,7 @@ class Job:
 
 def main() -> None:
     """Serve the app on standard input and output; what the runs print goes to standard error."""
-    line = Line(sys.stdin.buffer, _take_standard_output())
+    line = Line(_take_standard_input(), _take_standard_output())
     threading.Thread(target=_end_with_the_app, args=(os.getppid(),), daemon=True).start()
     with suppress(OSError):
         os.nice(_NICENESS)
@@ -62,6 +63,15 @@ def main() -> None:
     with suppress(OSError):  # the app is gone
         line.send(("ready",))
         process.serve()
+
+
+def _take_standard_input() -> BinaryIO:
+    """What the app sends; the runs, and what they start, read nothing of it."""
+    kept = os.fdopen(os.dup(0), "rb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return kept
 
 
 def _take_standard_output() -> BinaryIO:
@@ -116,14 +126,19 @@ class ShadowProcess:
             running.add(task)
             task.add_done_callback(running.discard)
 
-        with suppress(EOFError, OSError):
+        try:
             while True:
                 kind, number, *rest = self.line.receive()
                 if kind == "run":
                     loop.call_soon_threadsafe(begin, number, rest[0])
                 else:
                     self._take_answer(number, rest)
-        os._exit(0)
+        except (EOFError, OSError):
+            os._exit(0)
+        except BaseException:  # noqa: BLE001 - a process that reads no more is of no use; the app starts another
+            traceback.print_exc()
+        finally:
+            os._exit(1)
 
     async def _make(self, number: int, job: Job) -> None:
         counts = _SentCounts(self.line)
@@ -184,4 +199,5 @@ class ShadowProcess:
             result = None if error else loads(written)
         except Exception as unreadable:  # noqa: BLE001 - the app's classes may refuse to be read in their own way
             failed = unreadable
-        asked.set_result((result, failed, calls))
+        with suppress(InvalidStateError):  # who asked waits no more
+            asked.set_result((result, failed, calls))

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from tuneloop.runner.errors import ExtraMissing, TuneRefused
+from tuneloop.runner.key_header import header_of_key
 from tuneloop.runner.models.bound_model import CallDefaults, CallsEndpoint, ModelEndpoint
 from tuneloop.runner.models.run import Run
 from tuneloop.runner.rewards.visible_text import visible
@@ -140,7 +141,7 @@ def _name_of_served(bound: CallsEndpoint) -> str:
     """The first model that is served. Raises TuneRefused."""
     url = f"{bound.base_url.rstrip('/')}/models"
     try:
-        answer = httpx.get(url, headers={"Authorization": f"Bearer {bound.api_key}"}, timeout=_MODELS_TIMEOUT_S)
+        answer = httpx.get(url, headers=header_of_key(bound.api_key), timeout=_MODELS_TIMEOUT_S)
         answer.raise_for_status()
         return str(answer.json()["data"][0]["id"])
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:

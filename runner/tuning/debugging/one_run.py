@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from tuneloop.runner.errors import TuneRefused
+from tuneloop.runner.key_header import header_of_key
 from tuneloop.runner.models.bound_model import CallDefaults, CallsEndpoint, ModelEndpoint, make_model, wanted_client
 from tuneloop.runner.models.run import Run
 from tuneloop.runner.models.run_calls import RunCalls, StoredCalls
@@ -120,9 +121,9 @@ def debug_run(
 def _stored_calls(run: Run) -> StoredCalls | None:
     """What the service knows of the run's calls."""
     query = {"task_id": run.task_id, "run_id": run.run_id, "tokens": "true"}
-    key = {"Authorization": f"Bearer {run.api_key}"}
+    url = f"{run.service.rstrip('/')}/training/calls"
     try:
-        answer = httpx.get(f"{run.service.rstrip('/')}/training/calls", params=query, headers=key, timeout=_COUNT_S)
+        answer = httpx.get(url, params=query, headers=header_of_key(run.api_key), timeout=_COUNT_S)
         return StoredCalls.of(answer.raise_for_status().json())
     except (httpx.HTTPError, ValueError, LookupError) as error:
         _log.warning("the service does not say how many calls there were: %s", error)

@@ -10,6 +10,7 @@ from typing import Any, Self
 import httpx
 
 from tuneloop.runner.errors import ServiceAway, TuneFailed
+from tuneloop.runner.key_header import header_of_key
 from tuneloop.runner.models.run_calls import StoredCalls
 
 #: Seconds before an answer that did not come is asked for again: so many at first, twice as many each time, at most.
@@ -48,7 +49,7 @@ class ServiceClient:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.api_key = api_key
         self._timeout_s, self._check = timeout_s, check
-        headers = {"Authorization": f"Bearer {api_key}"}
+        headers = header_of_key(api_key)
         self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=httpx.Timeout(60.0, connect=5.0))
 
     async def __aenter__(self) -> Self:

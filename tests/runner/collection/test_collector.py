@@ -221,3 +221,13 @@ def test_half_a_character_of_a_reply_does_not_keep_records_from_being_saved(tmp_
     collector.collect(lambda text: "cut off: \ud83d", "Hello")
     assert collector.save(tmp_path / "records.jsonl") == 1
     assert next(read_records(tmp_path / "records.jsonl")).messages[-1]["content"] == "cut off: ?"
+
+
+def test_a_file_of_records_is_its_owners_and_a_line_that_was_cut_off_costs_no_other(tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    assert write_records(file, [RunRecord(conversation_id="a")]) == 1
+    assert file.stat().st_mode & 0o077 == 0
+    with open(file, "a") as cut:
+        cut.write('{"conversation_id": "cut')
+    assert write_records(file, [RunRecord(conversation_id="b"), RunRecord(conversation_id="c")]) == 2
+    assert [each.conversation_id for each in read_records(file)] == ["a", "b", "c"]

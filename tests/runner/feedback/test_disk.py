@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.explorer.running import eventually
 from tests.runner.feedback.service import FeedbackService, taken
-from tuneloop.runner import Composite, Feedback, Reply
+from tuneloop.runner import Composite, Feedback, OutboxFull, Reply
 from tuneloop.runner.feedback.segments import Segment
 
 SYNC = os.fsync
@@ -104,3 +105,107 @@ def test_all_parts_of_a_score_that_is_refused_are_set_aside(
         service.answer = taken
     assert [each.entry.get("metric", "reward") for each in aside] == ["reward", "right", "short", "polite"]
     assert len({each.entry["idempotency_key"] for each in aside}) == 1
+
+
+def test_what_cannot_be_set_aside_is_set_aside_later(
+    service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse_syncs_of_refusals(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("refused.jsonl"):
+            raise OSError(errno.ENOSPC, "of the test")
+        SYNC(descriptor)
+
+    service.answer = lambda body: (404, {}, {"outcomes": {"a": "unknown"}})
+    monkeypatch.setattr(os, "fsync", refuse_syncs_of_refusals)
+    with caplog.at_level(logging.CRITICAL), Feedback(service.url, outbox=tmp_path) as feedback:
+        feedback.comment("a", "kept")
+        eventually(lambda: len(service.calls) >= 2)
+        assert feedback.refused == 0
+        assert "of the test" in str(feedback.trouble)
+        monkeypatch.setattr(os, "fsync", SYNC)
+        assert feedback.flush(30)
+        assert [each.entry["comment"] for each in feedback.refusals()] == ["kept"]
+        assert feedback.refused == 1
+    [file] = tmp_path.rglob("refused.jsonl")
+    assert file.stat().st_mode & 0o077 == 0
+
+
+def test_what_is_set_aside_after_a_line_that_was_cut_off_is_found(
+    service: FeedbackService, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.answer = lambda body: (404, {}, {"outcomes": {"a": "unknown"}})
+    with caplog.at_level(logging.CRITICAL):
+        for text in ("first", "second"):
+            with Feedback(service.url, outbox=tmp_path) as feedback:
+                feedback.comment("a", text)
+                assert feedback.flush(30)
+                found = [each.entry["comment"] for each in feedback.refusals()]
+            [file] = tmp_path.rglob("refused.jsonl")
+            os.truncate(file, file.stat().st_size - 5)
+    assert found == ["second"]
+
+
+def of_outbox(descriptor: int) -> bool:
+    return os.readlink(f"/proc/self/fd/{descriptor}").endswith(".outbox")
+
+
+def test_a_disk_that_takes_a_part_first_is_full(
+    service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    room = 60
+
+    def fill_up(descriptor: int, data: Any) -> int:
+        nonlocal room
+        if not of_outbox(descriptor):
+            return write(descriptor, data)
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = write(descriptor, data[:room])
+        room -= written
+        return written
+
+    with Feedback(service.url, outbox=tmp_path) as feedback:
+        monkeypatch.setattr(os, "write", fill_up)
+        with pytest.raises(OutboxFull, match="No space"):
+            feedback.reward("a", 1)
+        monkeypatch.setattr(os, "write", write)
+        feedback.reward("a", 2)
+        assert feedback.flush(30)
+    assert rewards(service) == [2]
+
+
+def test_a_disk_that_is_full_when_it_is_synced_says_so_to_all_who_wait(
+    service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[Exception] = []
+
+    def be_full(descriptor: int) -> None:
+        if not of_outbox(descriptor):
+            return SYNC(descriptor)
+        saying.start()
+        eventually(lambda: segment()._unsynced == 2)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def say_more() -> None:
+        try:
+            feedback.reward("a", 2)
+        except OutboxFull as error:
+            errors.append(error)
+
+    def segment() -> Segment:
+        found = feedback._line.courier.outbox._own  # type: ignore[union-attr]
+        assert found is not None
+        return found
+
+    with Feedback(service.url, outbox=tmp_path) as feedback:
+        saying = threading.Thread(target=say_more)
+        monkeypatch.setattr(os, "fsync", be_full)
+        with pytest.raises(OutboxFull, match="No space"):
+            feedback.reward("a", 1)
+        saying.join()
+        monkeypatch.setattr(os, "fsync", SYNC)
+        feedback.reward("a", 3)
+        assert feedback.flush(30)
+    assert len(errors) == 1
+    assert rewards(service) == [3]

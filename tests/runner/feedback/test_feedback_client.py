@@ -182,3 +182,35 @@ def test_poison_never_blocks_others(
     assert [metric for _, metric, *_ in events(explorer)] == ["m0", "m1"]
     assert sorted(each.reason[:3] for each in refused) == ["400", "400", "404", "404"]
     assert {"demonstration", "preferred_over"} <= {name for each in refused for name in each.entry}
+
+
+def test_what_is_taken_of_a_reply_is_not_set_aside_with_what_is_not(
+    explorer: RunningExplorer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = reply(explorer)
+    with caplog.at_level(logging.CRITICAL), Feedback(explorer.url, outbox=tmp_path / "o") as feedback:
+        with feedback.batch() as many:
+            many.thumbs_up(said)
+            many.prefer(said, UNKNOWN)
+            many.comment(said, "good")
+        assert feedback.flush(30)
+        assert (feedback.sent, feedback.refused) == (2, 1)
+        assert [each.entry["preferred_over"] for each in feedback.refusals()] == [UNKNOWN]
+    assert sorted(str(kind) for kind, *_ in events(explorer)) == ["boolean", "comment"]
+
+
+@pytest.mark.parametrize("through", ["outbox", "at once"])
+def test_what_is_not_kept_any_more_of_a_run_is_refused(
+    service: FeedbackService, tmp_path: Path, caplog: pytest.LogCaptureFixture, through: str
+) -> None:
+    service.answer = lambda body: (200, {}, {"outcomes": {"t/0": "full"}})
+    outbox = tmp_path if through == "outbox" else None
+    with caplog.at_level(logging.CRITICAL), Feedback(service.url, outbox=outbox) as feedback:
+        if through == "at once":
+            with pytest.raises(FeedbackRefused, match="as is kept: t/0"):
+                feedback.reward(WholeRun("t", 0), 1)
+        else:
+            feedback.reward(WholeRun("t", 0), 1)
+            assert feedback.flush(30)
+            assert [each.entry["task_id"] for each in feedback.refusals()] == ["t"]
+        assert feedback.sent == 0

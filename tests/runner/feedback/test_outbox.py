@@ -13,7 +13,7 @@ import pytest
 from tests.explorer.running import eventually
 from tests.runner.feedback.service import Answer, FeedbackService, Json, feedback_service, taken
 from tuneloop.runner import Feedback, FeedbackError, OutboxFull
-from tuneloop.runner.feedback import courier, outbox
+from tuneloop.runner.feedback import courier, outbox, segments
 from tuneloop.runner.feedback.segments import Segment
 
 
@@ -296,3 +296,85 @@ def test_whatever_goes_wrong_sending_goes_on(
     with Feedback(service.url, outbox=tmp_path) as feedback:
         feedback.reward("a", 1)
         eventually(lambda: feedback.sent == 1)
+
+
+def test_a_file_that_cannot_be_taken_over_stops_nothing(
+    service: FeedbackService, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR), Feedback(service.url, outbox=tmp_path) as feedback:
+        folder = feedback._line.courier.outbox.folder  # type: ignore[union-attr]
+        (folder / "1-1-a.outbox").mkdir()
+        eventually(lambda: "1-1-a.outbox cannot be sent" in caplog.text)
+        feedback.reward("a", 1)
+        assert feedback.flush(30)
+        time.sleep(0.3)
+    assert caplog.text.count("cannot be sent") == 1
+    assert rewards(service) == [1]
+
+
+def test_a_folder_that_cannot_be_read_for_a_while_is_read_again(
+    service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[None] = []
+
+    def no_descriptors(self: outbox.Outbox) -> None:
+        looks.append(None)
+        raise OSError(24, "Too many open files")
+
+    with Feedback(service.url, outbox=tmp_path) as feedback:
+        monkeypatch.setattr(outbox.Outbox, "adopt", no_descriptors)
+        eventually(lambda: len(looks) > 1)
+        feedback.reward("a", 1)
+        assert feedback.flush(30)
+    assert rewards(service) == [1]
+
+
+def test_a_file_that_cannot_be_read_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    segment = Segment.create(tmp_path)
+    segment.close()
+    Path(f"{segment.path}.sent").unlink()
+    Path(f"{segment.path}.sent").mkdir()
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(IsADirectoryError):
+        Segment.adopt(segment.path)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_damaged_lines_that_fill_a_batch_are_left_behind(
+    service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "_BATCH_BYTES", 100)
+    service.answer = away
+    with Feedback(service.url, outbox=tmp_path) as feedback:
+        feedback.comment("a", "x" * 100)
+        feedback.reward("a", 1)
+        stop(feedback)
+    [path] = (each for each in files(tmp_path) if each.suffix == ".outbox")
+    path.write_bytes(path.read_bytes().replace(b"xxx", b"yyy"))
+
+    def strict(body: Json) -> Answer:
+        empty = {"error": {"message": "feedback must be a list of at least one object", "param": "feedback"}}
+        return taken(body) if body["feedback"] else (400, {}, empty)
+
+    service.answer, service.calls = strict, []
+    with Feedback(service.url, outbox=tmp_path) as feedback:
+        assert feedback.flush(5)
+    assert [len(call["feedback"]) for call in service.calls] == [1]
+
+
+def test_a_file_that_is_removed_before_it_is_locked_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may look for files of ended ones between the two, and finds this one done."""
+
+    def lock_late(descriptor: int) -> bool:
+        monkeypatch.undo()
+        other = outbox.Outbox(tmp_path, 1000)
+        other.adopt()
+        assert other.next_batch() is None
+        return segments.lock(descriptor)
+
+    monkeypatch.setattr(segments, "lock", lock_late)
+    segment = Segment.create(tmp_path)
+    assert segment.path.exists()
+    segment.close()

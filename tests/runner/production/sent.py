@@ -1,9 +1,14 @@
 """What a shadow process imports: agents, calculators and tools that are known by their names."""
 
+import asyncio
 import os
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
+
+import httpx
 
 from tuneloop.runner import ShadowResult, ShadowRun, ShadowTools
 
@@ -30,6 +35,50 @@ def buy(what: str) -> str:
 async def find_later(what: str) -> str:
     done.append(f"later {what}")
     return f"later {what}"
+
+
+#: What production and shadow runs share: its connections are of the event loop that it is first used in.
+CLIENTS: list[httpx.AsyncClient] = []
+
+
+@TOOLS.tool(read_only=True)
+async def fetch(url: str) -> int:
+    return (await CLIENTS[-1].post(url, json={})).status_code
+
+
+def fetching(run: ShadowRun) -> Any:
+    async def act(url: str) -> int:
+        return int(await run.tools["fetch"](f"{url}/shadow"))
+
+    return act
+
+
+def fetching_without_a_loop(run: ShadowRun) -> Any:
+    return lambda url: asyncio.run(fetching(run)(url))
+
+
+def is_found(result: ShadowResult) -> bool:
+    return bool(result.result == 200)
+
+
+@TOOLS.tool(read_only=True)
+async def find_slowly(what: str) -> str:
+    await asyncio.sleep(0.1)
+    return what
+
+
+def giving_up(run: ShadowRun) -> Any:
+    async def act(seconds: float) -> str:
+        try:
+            return str(await asyncio.wait_for(run.tools["find_slowly"]("tea"), seconds))
+        except TimeoutError:
+            return "none"
+
+    return act
+
+
+def reading_input(run: ShadowRun) -> Any:
+    return lambda: (sys.stdin.read(), subprocess.run(["cat"], check=True, capture_output=True).stdout)
 
 
 def where(run: ShadowRun) -> Any:

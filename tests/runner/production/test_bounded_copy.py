@@ -41,3 +41,27 @@ def test_more_time_may_be_given(service: FeedbackService) -> None:
     with runner_of(service.url, capture_milliseconds=60_000) as (runner, results):
         runner.wrap(len)(given)
     assert results[0].call.args == (given,)
+
+
+LONG = {"floats": [number / 3 for number in range(100_000)], "text": "a" * 1_000_000, "bytes": b"a" * 1_000_000}
+
+
+@pytest.mark.parametrize("given", LONG.values(), ids=LONG)
+def test_arguments_of_a_tool_that_take_long_to_write_are_not_recorded(service: FeedbackService, given: Any) -> None:
+    saved: list[Any] = []
+    with runner_of(service.url) as (runner, results):
+        save = runner.tools.tool(saved.append, name="save")
+        started = time.thread_time()
+        runner.wrap(lambda: save(given), agent=lambda run: lambda: save(given))()
+        assert time.thread_time() - started < 0.02
+    assert len(saved) == 1
+    assert [each.outcome for each in results[0].tool_calls] == ["refused"]
+
+
+def test_more_time_may_be_given_for_the_arguments_of_tools(service: FeedbackService) -> None:
+    given = [number / 3 for number in range(20_000)]
+    with runner_of(service.url, capture_milliseconds=60_000) as (runner, results):
+        save = runner.tools.tool(lambda rows: len(rows), name="save")
+        runner.wrap(lambda: save(given), agent=lambda run: lambda: save(given))()
+    assert results[0].result == 20_000
+    assert [each.outcome for each in results[0].tool_calls] == ["recorded"]

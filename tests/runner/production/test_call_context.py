@@ -9,7 +9,7 @@ import pytest
 
 from tests.runner.feedback.service import FeedbackService
 from tests.runner.production.recording import Seen, runner_of
-from tuneloop.runner import ExplicitMarkingStrategy, TrainingContext
+from tuneloop.runner import ExplicitMarkingStrategy, TrainingContext, TrainingRunner
 
 
 @pytest.fixture
@@ -92,3 +92,22 @@ def test_marks_that_are_none_are_refused() -> None:
     for labels in ((), ("",), (5,)):
         with pytest.raises(ValueError, match="label"):
             TrainingContext.mark(*labels)  # type: ignore[arg-type]
+
+
+def test_marks_of_a_call_are_gone_after_it_though_nothing_is_run_again(service: FeedbackService) -> None:
+    runner = TrainingRunner(service=service.url, model="t", agent=lambda run: len, reward_calculator=lambda result: 1.0)
+    ask = runner.wrap(len)
+    TrainingContext.mark("before")
+    assert ask("a") == 1
+    assert TrainingContext.marks() == ()
+
+
+def test_marks_that_no_call_takes_do_not_pile_up() -> None:
+    def mark() -> tuple[str, ...]:
+        for _ in range(1000):
+            TrainingContext.mark("hard")
+        with TrainingContext.mark("hard", "paid"):
+            pass
+        return TrainingContext.marks()
+
+    assert copy_context().run(mark) == ("hard",)

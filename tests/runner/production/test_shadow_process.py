@@ -19,6 +19,7 @@ from tests.runner.feedback.service import FeedbackService
 from tests.runner.production import sent
 from tests.runner.production.recording import runner_of
 from tuneloop.runner import TrainingContext, TrainingRunner
+from tuneloop.runner.production.isolation import remote_runs
 from tuneloop.runner.production.isolation.app_pipe import CannotSend
 
 
@@ -49,21 +50,21 @@ def test_groups_and_marks_are_as_in_the_app(service: FeedbackService) -> None:
     assert len([each for each in service.entries if each.get("metric") == "mark:hard"]) == 3
 
 
-def test_tools_are_the_apps_and_write_nothing(
+async def test_tools_are_the_apps_and_write_nothing(
     service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TUNELOOP_TEST_SAID", str(tmp_path / "said"))
     sent.done.clear()
 
-    def production(kept: str) -> str:
+    async def production(kept: str) -> str:
         assert sent.buy(kept) == "bought apple"
         with pytest.raises(LookupError):
             sent.buy("gone")
         return kept
 
     with made(service, sent.using_tools, sent.says_all) as (runner, _):
-        runner.wrap(production)("apple")
-        assert runner.stop(60), runner.counters()
+        await runner.wrap(production)("apple")
+        assert await asyncio.to_thread(runner.stop, 60), runner.counters()
     assert runner.counters()["completed"] == 1, runner.counters()
     really = [each for each in sent.done if each.startswith("buy")]
     assert really == ["buy apple", "buy gone"]
@@ -74,7 +75,7 @@ def test_tools_are_the_apps_and_write_nothing(
     assert "was not run" in said[4]
     assert said[5:7] == ["later x", "later y"]
     assert "was not run" in said[7]
-    assert said[8:] == [3, "LookupError('gone')"]
+    assert said[8:] == [5, "LookupError('gone')"]
     assert outcomes == [
         *("find ran", "find ran", "buy recorded", "buy refused", "buy refused"),
         *("later ran", "later ran", "delete refused", "buy recorded"),
@@ -115,6 +116,45 @@ def test_a_run_that_takes_too_long_is_counted_at_once_and_the_process_ends_with_
         assert not runner.stop(2)
         assert time.monotonic() - began < 10
     assert children_of(os.getpid()) == []
+
+
+async def test_a_run_that_waits_for_a_tool_no_more_costs_no_other(service: FeedbackService) -> None:
+    with made(service, sent.giving_up) as (runner, _):
+        ask = runner.wrap(lambda seconds: 1)
+        ask(0.02)
+        await asyncio.to_thread(eventually, lambda: runner.counters()["completed"] == 1)
+        await asyncio.sleep(0.15)
+        ask(30.0)
+        assert await asyncio.to_thread(runner.stop, 60)
+    assert runner.counters() | {"shadow_failed": 0, "completed": 2, "rewarded": 2} == runner.counters()
+
+
+def test_a_process_that_reads_nothing_does_not_hold_up_a_stop(
+    service: FeedbackService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_runs, "_END_S", 0.2)
+    with made(service, sent.where) as (runner, _):
+        ask = runner.wrap(lambda text: text)
+        ask("")
+        eventually(lambda: runner.counters()["completed"] == 1)
+        [child] = children_of(os.getpid())
+        os.kill(child, signal.SIGSTOP)
+        for _ in range(3):
+            ask("x" * 100_000)
+        time.sleep(0.1)
+        began = time.monotonic()
+        assert not runner.stop(0.2)
+        assert time.monotonic() - began < 10
+    assert children_of(os.getpid()) == []
+
+
+def test_runs_read_nothing_of_what_the_app_sends(service: FeedbackService) -> None:
+    with made(service, sent.reading_input, timeout_seconds=5) as (runner, _):
+        ask = runner.wrap(lambda: 1)
+        ask()
+        ask()
+        assert runner.stop(60)
+    assert runner.counters() | {"shadow_failed": 0, "completed": 2} == runner.counters()
 
 
 def test_what_cannot_be_sent_runs_in_the_app_and_says_so_once(
@@ -169,6 +209,20 @@ def test_a_forked_child_of_the_app_leaves_it_to_its_parent(service: FeedbackServ
         assert ask("parent") == "PARENT"
         assert runner.stop(60)
     assert runner.counters() | {"calls": 1, "rewarded": 1} == runner.counters()
+
+
+def test_a_forked_child_that_starts_has_a_process_of_its_own(service: FeedbackService) -> None:
+    with made(service, sent.where, sent.is_elsewhere) as (runner, _):
+        ask = runner.wrap(lambda pid: pid)
+        if not (pid := os.fork()):
+            runner.start()
+            ask(os.getpid())
+            os._exit(0 if runner.stop(60) and runner.counters()["rewarded"] == 1 else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        ask(os.getpid())
+        assert runner.stop(60)
+    assert runner.counters() | {"calls": 1, "rewarded": 1} == runner.counters()
+    assert [each["value"] for each in service.entries] == [True, True]
 
 
 def test_the_process_ends_when_the_app_is_killed(tmp_path: Path, service: FeedbackService) -> None:

@@ -176,7 +176,7 @@ def test_a_name_that_several_tools_have_stands_for_none_of_them(service: Feedbac
     assert "was not run" in results[0].result[1]
 
 
-def test_an_async_tool_bound_to_the_run_is_awaited(service: FeedbackService) -> None:
+async def test_an_async_tool_bound_to_the_run_is_awaited(service: FeedbackService) -> None:
     async def look(what: str) -> str:
         await asyncio.sleep(0)
         return f"seen {what}"
@@ -184,6 +184,7 @@ def test_an_async_tool_bound_to_the_run_is_awaited(service: FeedbackService) -> 
     with runner_of(service.url) as (runner, results):
         runner.tools.tool(look, read_only=True)
         runner.wrap(lambda: 1, agent=lambda run: lambda: run.tools.call("look", {"what": "tea"}))()
+        assert await asyncio.to_thread(runner.stop, 30)
     assert results[0].result == "seen tea"
 
 

@@ -296,6 +296,7 @@ ODD: list[dict[str, Any]] = [
     {"timeout_seconds": 0},
     {"capture_milliseconds": 0},
     {"service": "localhost:8010"},
+    {"api_key": "secret\n"},
 ]
 
 
@@ -364,6 +365,39 @@ assert runner.counters()["rewarded"] == 1, runner.counters()
         [sys.executable, "-c", code, service.url], capture_output=True, text=True, check=False, cwd=ROOT, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_forked_child_may_start_and_stop_for_itself(service: FeedbackService) -> None:
+    code = """
+import os, sys
+from tuneloop.runner import EveryCall, TrainingRunner
+runner = TrainingRunner(
+    service=sys.argv[1], model="t", agent=lambda run: str.upper, reward_calculator=lambda result: 1.0,
+    selection_strategy=EveryCall(), commit_interval_seconds=0, run_in="thread",
+)
+runner.start()
+ask = runner.wrap(str.upper)
+ask("parent")
+def in_child(act):
+    if not (pid := os.fork()):
+        os._exit(0 if act() else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+def start_and_stop():
+    runner.start()
+    ask("child")
+    return runner.stop() and runner.counters()["rewarded"] == 1
+in_child(runner.stop)
+in_child(start_and_stop)
+assert os.path.isdir(runner._temporary)
+ask("parent")
+assert runner.stop()
+assert runner.counters()["rewarded"] == 2, runner.counters()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, service.url], capture_output=True, text=True, check=False, cwd=ROOT, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(service.entries) == 3
 
 
 def test_an_app_that_forgets_to_stop_it_ends(service: FeedbackService) -> None:

@@ -1,5 +1,6 @@
 """Tasks made of exchanges: what is one task, what is left out, what is right."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +126,21 @@ def test_rows_of_others_are_tasks_if_they_ask_something(tmp_path: Path) -> None:
     with pytest.raises(LogRefused, match=r"t\.jsonl:2: a task needs a question"):
         next(reading)
     assert isinstance(ImportedTask.from_dict({"question": "x"}).task_id, str)
+
+
+def test_a_file_of_tasks_is_its_owners_and_on_disk_before_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, synced = tmp_path / "tasks.jsonl", list[str]()
+    (tmp_path / "tasks.jsonl.part").write_text("of another")
+    sync = os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).read_text())
+        assert not file.exists()
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    write_tasks(file, [ImportedTask(task_id="1", question="q", messages=())])
+    assert file.stat().st_mode & 0o077 == 0
+    assert synced == [file.read_text()]

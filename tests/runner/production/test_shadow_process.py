@@ -132,7 +132,7 @@ async def test_a_run_that_waits_for_a_tool_no_more_costs_no_other(service: Feedb
 def test_a_process_that_reads_nothing_does_not_hold_up_a_stop(
     service: FeedbackService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_runs, "_END_S", 0.2)
+    monkeypatch.setattr(remote_runs, "_END_S", 0.1)
     with made(service, sent.where) as (runner, _):
         ask = runner.wrap(lambda text: text)
         ask("")
@@ -143,7 +143,7 @@ def test_a_process_that_reads_nothing_does_not_hold_up_a_stop(
             ask("x" * 100_000)
         time.sleep(0.1)
         began = time.monotonic()
-        assert not runner.stop(0.2)
+        assert not runner.stop(0.1)
         assert time.monotonic() - began < 10
     assert children_of(os.getpid()) == []
 

@@ -32,7 +32,7 @@ class Courier:
         self.outbox, self._post, self._hang_up = outbox, post, hang_up
         self.trouble: str | None = None
         self._thread: threading.Thread | None = None
-        self._closing = self._hurry = False
+        self._closing = self._hurry = self._has_looked = False
         self._reset()
 
     def put(self, entries: Sequence[Entry]) -> None:
@@ -52,11 +52,16 @@ class Courier:
                 self._thread.start()
 
     def flush(self, timeout: float) -> bool:
-        """Try at once to send what waits, for so many seconds; whether nothing waits any more."""
+        """Try at once to send what waits, for so many seconds; whether nothing waits any more.
+
+        What processes that have ended left in the folder waits, too: it has been looked for when this returns.
+        """
         with self._changed:
             self._hurry = True
             self._changed.notify_all()
-            return self._changed.wait_for(lambda: not self.outbox.pending, timeout)
+            return self._changed.wait_for(
+                lambda: not self.outbox.pending and (self._has_looked or self._thread is None), timeout
+            )
 
     def close(self, timeout: float) -> bool:
         """Flush, and stop. What is not sent waits on disk for the next process that opens the outbox."""
@@ -83,7 +88,7 @@ class Courier:
     def _reset(self) -> None:
         self._starting = threading.Lock()
         self._changed = threading.Condition()
-        self._thread, self._closing, self._hurry = None, False, False
+        self._thread, self._closing, self._hurry, self._has_looked = None, False, False, False
 
     def _run(self) -> None:
         failures, looked = 0, 0.0
@@ -91,7 +96,7 @@ class Courier:
             try:
                 if time.monotonic() - looked >= _LOOK_S or not looked:
                     looked = time.monotonic()
-                    self.outbox.adopt()
+                    self._look()
                 sent = self._send_next()
                 failures, self.trouble = 0, None
             except Exception as error:  # noqa: BLE001 - whatever it is, what is acknowledged must still be sent
@@ -103,6 +108,15 @@ class Courier:
             if not sent:
                 self._rest(_LOOK_S, until_put=True)
         self._end()
+
+    def _look(self) -> None:
+        """Take over what processes that have ended left."""
+        try:
+            self.outbox.adopt()
+        finally:
+            with self._changed:
+                self._has_looked = True
+                self._changed.notify_all()
 
     def _end(self) -> None:
         self.outbox.close()

@@ -340,6 +340,26 @@ def test_a_file_that_cannot_be_read_leaves_no_descriptor_open(tmp_path: Path) ->
     assert os.listdir("/proc/self/fd") == before
 
 
+def test_a_flush_waits_for_what_a_process_before_has_left(
+    service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.answer = away
+    with Feedback(service.url, outbox=tmp_path) as feedback:
+        feedback.reward("a", 1)
+        stop(feedback)
+    adopt = outbox.Outbox.adopt
+
+    def adopt_late(self: outbox.Outbox) -> None:
+        time.sleep(0.2)
+        adopt(self)
+
+    monkeypatch.setattr(outbox.Outbox, "adopt", adopt_late)
+    service.answer, service.calls = taken, []
+    with Feedback(service.url, outbox=tmp_path) as feedback:
+        assert feedback.flush(5)
+        assert [len(call["feedback"]) for call in service.calls] == [1]
+
+
 def test_damaged_lines_that_fill_a_batch_are_left_behind(
     service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,9 +4,12 @@ Numbers of versions and epochs only grow, and each is written down beside the ch
 taken from a spool stays there for a while. Where either knows more than the database, that is an older copy.
 """
 
+import heapq
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,12 +18,13 @@ import msgspec
 from tuneloop.shared.checkpoints.manifest import read_manifest
 from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.errors import CheckpointRejected, RecordRefused
-from tuneloop.shared.experience import Exchange, Record, decode
+from tuneloop.shared.experience import Exchange, Feedback, Record, decode
 from tuneloop.shared.job_marks import Registered, note_registered, registered_in
 from tuneloop.shared.ledger.ledger import Alarm, Ledger
 from tuneloop.shared.operations.diagnosis import number
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import flushed_of, keep_segment, payloads_before, slots
+from tuneloop.shared.steady_time import boot
 
 #: The alarm while a ledger is older than its checkpoints or its spool.
 LEDGER_OLDER = "ledger_older"
@@ -37,6 +41,11 @@ _GROUP = 200
 _CURE = (
     "stop the services, and restore a whole backup (`tuneloop restore`) or go on with it as it is (`tuneloop db adopt`)"
 )
+
+
+class _SlotRecord(NamedTuple):
+    slot: Path
+    record: Record
 
 
 class Adoption(NamedTuple):
@@ -124,9 +133,8 @@ def adopt(settings: Settings, ledger: Ledger) -> Adoption:
 def offer_again(spool_dir: Path, ledger: Ledger) -> tuple[int, int]:
     """Offer the ledger what it had taken, and has not; how many records that were, and how many it refused."""
     offered = refused = 0
-    for slot in list(_slots_that_know_more(spool_dir, ledger)):
-        for group in _groups(_records_before(slot)):
-            offered, refused = offered + len(group), refused + _offer(ledger, group)
+    for group in _groups(_in_order(list(_slots_that_know_more(spool_dir, ledger)))):
+        offered, refused = offered + len(group), refused + _offer(ledger, group)
     for slot in slots(spool_dir):
         for path in slot.glob("*.kept"):
             path.unlink()
@@ -153,21 +161,29 @@ def _records_before(slot: Path) -> Iterator[Record]:
             yield decode(payload)
 
 
-def _groups(records: Iterator[Record]) -> Iterator[list[Record]]:
-    group: list[Record] = []
-    for record in records:
-        group.append(record)
-        if len(group) == _GROUP:
-            yield group
-            group = []
-    if group:
+def _in_order(some_slots: Iterable[Path]) -> Iterator[_SlotRecord]:
+    """The records of the slots, each one's in their order, and feedback in that of its stamps: a correction may lie in
+    another slot than what it corrects."""
+    return (record for _, record in heapq.merge(*map(_with_order, some_slots), key=itemgetter(0)))
+
+
+def _with_order(slot: Path) -> Iterator[tuple[tuple[bool, float], _SlotRecord]]:
+    order = (False, 0.0)
+    for record in _records_before(slot):
+        if isinstance(record, Feedback) and record.stamp is not None:
+            order = max(order, (record.stamp.boot == boot(), record.stamp.seconds))
+        yield order, _SlotRecord(slot, record)
+
+
+def _groups(records: Iterator[_SlotRecord]) -> Iterator[list[_SlotRecord]]:
+    while group := list(islice(records, _GROUP)):
         yield group
 
 
-def _offer(ledger: Ledger, group: list[Record]) -> int:
+def _offer(ledger: Ledger, group: list[_SlotRecord]) -> int:
     """How many of the records the ledger refused."""
     try:
-        ledger.recording.record(group)
+        ledger.recording.record([each.record for each in group], [each.slot for each in group])
     except (RecordRefused, ValueError):
         if len(group) == 1:
             return 1

@@ -80,9 +80,9 @@ class Experiment:
                 for table in snapshot.tables
             }
 
-    def spool(self, *records: bytes) -> None:
+    def spool(self, *records: bytes, slot: str = "0") -> None:
         """Bring records to disk that the database does not have, as a worker that was killed leaves them."""
-        folder = self.settings.spool_dir / "0"
+        folder = self.settings.spool_dir / slot
         folder.mkdir(parents=True, exist_ok=True)
         segment_path(folder, 1).write_bytes(b"".join(map(frame, records)))
 

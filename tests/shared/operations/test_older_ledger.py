@@ -9,6 +9,7 @@ from tests.explorer.checkpoints import register
 from tests.factories import exchange, feedback
 from tests.shared.operations.test_backup import BOTH, Experiment, bench, source
 from tuneloop.explorer.capture.spool_slots import FlushedMark
+from tuneloop.shared import steady_time
 from tuneloop.shared.experience import encode
 from tuneloop.shared.job_marks import note_registered
 from tuneloop.shared.ledger.ledger import Ledger
@@ -62,3 +63,24 @@ def test_versions_and_replies_that_the_database_lost_are_told(source: Experiment
         assert find_older(settings, older) == older.alarms.all() == []
         assert older.reports.audit() == []
         assert register(older, source.job) == 2001
+
+
+def test_what_several_workers_heard_is_offered_again_in_the_order_in_which_it_was_said(
+    source: Experiment, tmp_path: Path
+) -> None:
+    settings, ledger = source.settings, source.ledger
+    back_up(settings, tmp_path / "backup")
+    said, others = exchange(), exchange()
+    rated, corrected = (feedback(msg_id=said.msg_id, value=value, stamp=steady_time.stamp()) for value in (0.0, 1.0))
+    by_slot = {"0": [said, corrected], "1": [others, rated]}
+    for slot, records in by_slot.items():
+        source.spool(*map(encode, records), slot=slot)
+        with closing(FlushedMark(settings.spool_dir / slot / "flushed")) as mark:
+            mark.move(Position(1, segment_path(settings.spool_dir / slot, 1).stat().st_size))
+    ledger.recording.record([said, others, rated, corrected])
+    ledger.close()
+    put_back(source, tmp_path / "backup")
+    with closing(Ledger.of(settings)) as older:
+        assert adopt(settings, older)[:2] == (4, 0)
+        (history,) = [view.replies[0] for view in [older.exchange_views.get(said.tenant, said.msg_id)] if view]
+        assert history.reward == 1.0

@@ -162,8 +162,7 @@ def _page_opens(url: httpx.URL) -> None:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = SERVICES[name]["environment"]
-    return found
+    return {key: value for key, value in SERVICES[name]["environment"].items() if key.startswith("TUNELOOP__")}
 
 
 def test_explorer_and_trainer_get_the_same_environment() -> None:

@@ -117,7 +117,7 @@ def tune_all(url: str, folder: Path, *, tasks: list[dict[str, str]] = TASKS, res
 
 
 def test_ctrl_c_leaves_what_a_resumed_call_goes_on_with(tmp_path: Path) -> None:
-    double = ServiceDouble(reply_s=0.2, train_s=0.05)
+    double = ServiceDouble(reply_s=1.0, train_s=0.05)  # or all of it would be over before a busy machine looks
     with serving(double) as url:
         process = start(url, tmp_path)
         wait_for(lambda: len(double.rewards) >= 5, process)

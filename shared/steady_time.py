@@ -18,6 +18,11 @@ class Stamp(NamedTuple):
     boot: str
     seconds: float
 
+    @property
+    def order(self) -> tuple[bool, float]:
+        """The place among others on this machine: what was said before its last start comes first."""
+        return self.boot == boot(), self.seconds
+
 
 class SteadyClock:
     """Seconds since 1970 by `wall` when it was made, and from then on by `ticks`.

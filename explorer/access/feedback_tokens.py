@@ -34,7 +34,7 @@ _LONGEST = 4096
 class TokenClaims(msgspec.Struct, frozen=True):
     """What a token says: who made it, of which reply, in whose name, until when (seconds since 1970), how often.
 
-    `key_id` is empty where whoever made it needed no key; for `explorer.admin_key` it is `FeedbackTokens.mark`.
+    `key_id` is empty where whoever made it needed no key; for `explorer.admin_key` it is `FeedbackTokens.admin_key_id`.
     """
 
     key_id: str
@@ -78,7 +78,7 @@ class FeedbackTokens:
         except (binascii.Error, msgspec.MsgspecError):
             return None
 
-    def mark(self, digest: bytes) -> str:
+    def admin_key_id(self, digest: bytes) -> str:
         """What stands for the id of `explorer.admin_key`, of this digest, in tokens; it tells nothing of the key."""
         return f"admin_{self._mac(f'admin key {digest.hex()}').hex()[:16]}"
 

@@ -68,8 +68,8 @@ class Gatekeeper:
         limits = KeyLimits(max_stored_bytes=explorer.max_stored_bytes_per_key)
         self._of_no_key = KeyMeter(limits, whose="callers without a key")
         self._local = Caller(scopes=frozenset(set(Scope) - {Scope.ADMIN}), meter=self._of_no_key)
-        mark = "" if self._admin_digest is None else tokens.mark(self._admin_digest)
-        self._operator = Caller(name="admin_key", scopes=frozenset({Scope.ADMIN}), key_id=mark)
+        admin_key_id = "" if self._admin_digest is None else tokens.admin_key_id(self._admin_digest)
+        self._operator = Caller(name="admin_key", scopes=frozenset({Scope.ADMIN}), key_id=admin_key_id)
         self.apply(KeyTable())
 
     def apply(self, table: KeyTable) -> None:

@@ -19,7 +19,6 @@ from tuneloop.explorer.capture import spool
 from tuneloop.explorer.capture.spool_slots import FlushedMark
 from tuneloop.shared.experience import Feedback, decode
 from tuneloop.shared.spool_format import Position, segment_path
-from tuneloop.shared.steady_time import boot
 
 #: What feedback has among its first bytes. An exchange is not decoded for its place in the order: it has none.
 _FEEDBACK = b"\xa8feedback"
@@ -303,4 +302,4 @@ def _order_of(payload: bytes) -> tuple[bool, float]:
         return False, 0.0
     if not isinstance(record, Feedback) or record.stamp is None:
         return False, 0.0
-    return record.stamp.boot == boot(), record.stamp.seconds
+    return record.stamp.order

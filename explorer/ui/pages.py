@@ -9,7 +9,7 @@ from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.ui.ledger_counts import LedgerCounts
 from tuneloop.explorer.ui.overview import build_overview, find_waiting
 from tuneloop.explorer.ui.reading.conversation import last_words, read_calls, read_request
-from tuneloop.explorer.ui.reading.reply_query import FIELDS, link, name_as_stored, parse_cursor, parse_filter
+from tuneloop.explorer.ui.reading.reply_query import FIELDS, link, parse_cursor, parse_filter, with_stored_names
 from tuneloop.explorer.ui.reading.tokens import list_tokens
 from tuneloop.explorer.ui.site import Site
 from tuneloop.shared.errors import RequestRefused
@@ -61,7 +61,7 @@ def add_exchanges(router: APIRouter, site: Site) -> None:
         recorder: Recorder = request.app.state.services.recorder
 
         def read() -> dict[str, Any]:
-            stored = name_as_stored(wanted, recorder.name_as_stored)
+            stored = with_stored_names(wanted, recorder.name_as_stored)
             page = ledger.reply_pages.page(tenant, stored, after=after, limit=PAGE)
             rows = [(row, last_words(row.request, PREVIEW)) for row in page.rows]
             return {"page": page, "rows": rows, "next_page": link(query, page.after) if page.after else ""}

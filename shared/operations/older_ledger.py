@@ -24,7 +24,6 @@ from tuneloop.shared.ledger.ledger import Alarm, Ledger
 from tuneloop.shared.operations.diagnosis import number
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import flushed_of, keep_segment, payloads_before, slots
-from tuneloop.shared.steady_time import boot
 
 #: The alarm while a ledger is older than its checkpoints or its spool.
 LEDGER_OLDER = "ledger_older"
@@ -171,7 +170,7 @@ def _with_order(slot: Path) -> Iterator[tuple[tuple[bool, float], _SlotRecord]]:
     order = (False, 0.0)
     for record in _records_before(slot):
         if isinstance(record, Feedback) and record.stamp is not None:
-            order = max(order, (record.stamp.boot == boot(), record.stamp.seconds))
+            order = max(order, record.stamp.order)
         yield order, _SlotRecord(slot, record)
 
 

@@ -34,7 +34,7 @@ def parse_filter(query: Mapping[str, str]) -> ReplyFilter:
     return wanted
 
 
-def name_as_stored(wanted: ReplyFilter, as_stored: Callable[[str], str]) -> ReplyFilter:
+def with_stored_names(wanted: ReplyFilter, as_stored: Callable[[str], str]) -> ReplyFilter:
     """The filter by the names that tasks, runs and people have in the database."""
     task_id, run_id, user = (name and as_stored(name) for name in (wanted.task_id, wanted.run_id, wanted.user))
     return wanted._replace(task_id=task_id, run_id=run_id, user=user)

@@ -141,7 +141,7 @@ def test_a_token_of_the_admin_key_rates_its_reply_while_that_key_is_set(
     [said] = explorer.feedbacks()
     assert said.source == f"key:admin_key/browser/{msg_ids[0]}"
     tokens = FeedbackTokens(load_key(explorer.settings.job_dir / KEY))
-    another = msgspec.structs.replace(CLAIMS, key_id=tokens.mark(b"another"), expires_at=4e9)
+    another = msgspec.structs.replace(CLAIMS, key_id=tokens.admin_key_id(b"another"), expires_at=4e9)
     changed = {"Authorization": f"Bearer {tokens.sign(another)}"}
     assert code(rate(explorer, changed, msg_ids=[msg_ids[0]])) == (401, "token_unknown")
 

@@ -343,8 +343,15 @@ def test_commits_come_by_the_clock_and_only_where_something_is_new(service: Feed
         eventually(lambda: runner.counters()["commits"] == 2)
 
 
-def test_a_forked_child_leaves_shadow_runs_to_its_parent(service: FeedbackService) -> None:
-    code = """
+def run_alone(code: str, service: FeedbackService) -> None:
+    """Run it in a process of its own, which must end well and complain of nothing."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, service.url], capture_output=True, text=True, check=False, cwd=ROOT, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+_STARTED = """
 import os, sys
 from tuneloop.runner import EveryCall, TrainingRunner
 runner = TrainingRunner(
@@ -353,6 +360,11 @@ runner = TrainingRunner(
 )
 runner.start()
 ask = runner.wrap(str.upper)
+"""
+
+
+def test_a_forked_child_leaves_shadow_runs_to_its_parent(service: FeedbackService) -> None:
+    code = """
 pid = os.fork()
 if not pid:
     os._exit(0 if ask("child") == "CHILD" else 1)
@@ -361,22 +373,11 @@ assert ask("parent") == "PARENT"
 assert runner.stop()
 assert runner.counters()["rewarded"] == 1, runner.counters()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, service.url], capture_output=True, text=True, check=False, cwd=ROOT, timeout=60
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    run_alone(_STARTED + code, service)
 
 
 def test_a_forked_child_may_start_and_stop_for_itself(service: FeedbackService) -> None:
     code = """
-import os, sys
-from tuneloop.runner import EveryCall, TrainingRunner
-runner = TrainingRunner(
-    service=sys.argv[1], model="t", agent=lambda run: str.upper, reward_calculator=lambda result: 1.0,
-    selection_strategy=EveryCall(), commit_interval_seconds=0, run_in="thread",
-)
-runner.start()
-ask = runner.wrap(str.upper)
 ask("parent")
 def in_child(act):
     if not (pid := os.fork()):
@@ -393,10 +394,7 @@ ask("parent")
 assert runner.stop()
 assert runner.counters()["rewarded"] == 2, runner.counters()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, service.url], capture_output=True, text=True, check=False, cwd=ROOT, timeout=60
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    run_alone(_STARTED + code, service)
     assert len(service.entries) == 3
 
 
@@ -412,10 +410,7 @@ runner.start()
 runner.wrap(str.upper)("a")
 time.sleep(0.2)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, service.url], capture_output=True, text=True, check=False, cwd=ROOT, timeout=60
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    run_alone(code, service)
 
 
 def test_a_call_takes_no_millisecond_longer(service: FeedbackService) -> None:

@@ -9,9 +9,9 @@ from tuneloop.trainer.checkpoints import snapshot
 BATCHES = [[sample(i) for i in range(4 * at, 4 * at + 4)] for at in range(2)]
 
 
-def _learnt(settings, *, offload, device="cpu", **but):
+def _learnt(settings, *, offload, device="cpu", batches=BATCHES, **but):
     learner = snapshot.load(settings(trainer={"optimizer_offload": offload, "device": device} | but), None)
-    for batch in BATCHES:
+    for batch in batches:
         learner.step(batch)
     return learner
 
@@ -49,9 +49,14 @@ def test_what_is_offloaded_has_memory_of_its_own(settings):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_beside_a_gpu_it_is_in_main_memory(settings, dtype):
-    here, there = (_learnt(settings, offload=offload, device="cuda", dtype=dtype) for offload in (False, True))
+    # One update, not two: where a weight falls on the other side of a rounding, the next gradients differ.
+    here, there = (
+        _learnt(settings, offload=offload, device="cuda", dtype=dtype, batches=BATCHES[:1]) for offload in (False, True)
+    )
     for name, optimizer in there.optimizers.items():
         own = [*optimizer.weights().values(), *optimizer.moments().values()]
         assert {each.device.type for each in own} == {"cpu"}, name
     one, other = _tensors(here), _tensors(there)
-    assert all(torch.allclose(each.float().cpu(), other[name].float().cpu(), atol=1e-5) for name, each in one.items())
+    for name, each in one.items():
+        unit = torch.finfo(each.dtype).eps
+        assert torch.allclose(each.float().cpu(), other[name].float().cpu(), rtol=unit, atol=1e-6), name

@@ -21,6 +21,7 @@ from tuneloop.runner.feedback.outbox import Outbox, RefusedEntry
 from tuneloop.runner.feedback.verbs import Entry, FeedbackVerbs
 from tuneloop.runner.judging.endpoint import retry_after_s
 from tuneloop.runner.key_header import header_of_key
+from tuneloop.runner.tls_context import tls_context
 
 #: Seconds that a process which ends gives what waits to be sent. The rest waits on disk.
 _AT_EXIT_S = 2.0
@@ -74,7 +75,7 @@ class _Line:
     def request(self, path: str, body: Mapping[str, Any]) -> httpx.Response | httpx.HTTPError:
         """Post a body; an error is returned, too."""
         if (client := self._client) is None:
-            client = self._client = httpx.Client(timeout=self.timeout, headers=self.headers)
+            client = self._client = httpx.Client(verify=tls_context(), timeout=self.timeout, headers=self.headers)
         try:
             return client.post(f"{self.url}/{path}", json=body)
         except httpx.HTTPError as error:
@@ -269,7 +270,8 @@ class AsyncFeedback(FeedbackVerbs[Awaitable[Receipt]], _Counted):
 
     async def _request(self, path: str, body: Mapping[str, Any]) -> httpx.Response | httpx.HTTPError:
         if self._client is None:
-            self._client = httpx.AsyncClient(timeout=self._line.timeout, headers=self._line.headers)
+            line = self._line
+            self._client = httpx.AsyncClient(verify=tls_context(), timeout=line.timeout, headers=line.headers)
         try:
             return await self._client.post(f"{self._line.url}/{path}", json=body)
         except httpx.HTTPError as error:
@@ -278,12 +280,12 @@ class AsyncFeedback(FeedbackVerbs[Awaitable[Receipt]], _Counted):
 
 @cache
 def _import_ahead() -> None:
-    """Import what httpx, and the codec of host names, import when they are first used.
+    """Import what httpx, and the codec of host names, import when they are first used, and read the certificates.
 
     A child that is forked while another thread imports a module has half of it for ever.
     """
     "".encode("idna")
-    httpx.Client().close()
+    httpx.Client(verify=tls_context()).close()
 
 
 def _service_url(url: str) -> str:

@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import Any
 
 from tuneloop.runner.models.run_calls import ModelCall, RunCalls
+from tuneloop.runner.tls_context import tls_context
 
 #: The ends of the paths of requests for replies.
 _SAMPLING = ("/chat/completions", "/completions", "/responses", "/messages")
@@ -136,14 +137,15 @@ async def _async_pool(library: Any, url: Any) -> Any:
         await anext(pools.closing)
     key = library.__name__, _proxy_of(url)
     if key not in pools:
-        pools[key] = library.AsyncHTTPTransport(limits=library.Limits(**_LIMITS), proxy=key[1])
+        pools[key] = library.AsyncHTTPTransport(verify=tls_context(), limits=library.Limits(**_LIMITS), proxy=key[1])
     return pools[key]
 
 
 def _pool(library: Any, url: Any) -> Any:
     key = os.getpid(), library.__name__, _proxy_of(url)
     if key not in _pools:
-        _pools.setdefault(key, library.HTTPTransport(limits=library.Limits(**_LIMITS), proxy=key[2]))
+        made = library.HTTPTransport(verify=tls_context(), limits=library.Limits(**_LIMITS), proxy=key[2])
+        _pools.setdefault(key, made)
     return _pools[key]
 
 

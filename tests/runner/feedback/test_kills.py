@@ -107,6 +107,26 @@ def test_apps_may_be_killed_at_any_moment_a_hundred_times(explorer: RunningExplo
     assert check(explorer, tmp_path / "outbox", times=50) > 500
 
 
+def test_a_forked_child_makes_no_tls_context(explorer: RunningExplorer, tmp_path: Path) -> None:
+    """Another thread of its parent's may have held OpenSSL's locks when it was forked."""
+    code = """
+import os, ssl, sys
+from tuneloop.runner import Feedback
+feedback = Feedback(sys.argv[1], outbox=sys.argv[2])
+def refuse(*_, **__):
+    raise RuntimeError("a TLS context is made")
+ssl.create_default_context = ssl.SSLContext.__new__ = refuse
+pid = os.fork()
+if not pid:
+    feedback.reward(sys.argv[3], 1)
+    os._exit(0 if feedback.flush(30) else 1)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+    command = [sys.executable, "-c", code, explorer.url, str(tmp_path / "outbox"), explorer.chat().json()["id"]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_forked_child_says_what_it_says_itself(explorer: RunningExplorer, tmp_path: Path) -> None:
     """As in a server that loads the app before it forks its workers."""
     said = explorer.chat().json()["id"]

@@ -12,6 +12,9 @@ from tuneloop.shared.experience import MAX_NAME, Kind, person_name
 from tuneloop.shared.ledger.export import Selection
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.retention import PURGEABLE
+from tuneloop.shared.privacy.detection import Detector
+from tuneloop.shared.privacy.redactor import Redactor
+from tuneloop.shared.settings.feedback import PrivacySettings
 
 pytestmark = pytest.mark.parametrize("place", ["sqlite"], indirect=True)
 
@@ -50,6 +53,23 @@ def test_their_rows_go_from_files_of_every_format(
     [left] = loaded(file.rename(tmp_path / "after" / file.name))
     assert left["user"] == "bob"
     assert [each.rows for each in ledger.retention.exported_files()] == [1]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_name_that_is_redacted_since_goes_from_files_that_have_it(
+    ledger: Ledger, tmp_path: Path, suffix: str
+) -> None:
+    """Though the ledger's rows are gone, and it is not to have the name again."""
+    mail, file = "ann@example.org", tmp_path / f"rows.{suffix}"
+    redactor = Redactor(Detector(PrivacySettings.model_validate({"redact": ["email"]})), key=b"k" * 32)
+    for user in (mail, "bob", redactor.name(mail)):
+        say(ledger, user)
+    exported(ledger, file, Format.SFT)
+    ledger.retention.purge(dict.fromkeys(PURGEABLE, 1.0))
+    done = erase(ledger, "acme", mail, redactor=redactor)
+    assert [(each.removed, each.left) for each in done.files] == [(2, 1)]
+    assert mail.encode() not in file.read_bytes()
+    assert list(ledger.retention.erasures()) == [("acme", redactor.name(mail))]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.data.exporting import about, asked, loaded
+from tests.cli.data.exporting import about, asked, erased_during, loaded
 from tuneloop.cli.data.erasure import erase
 from tuneloop.cli.data.export import ExportRequest, export
 from tuneloop.cli.data.export_formats import Format
@@ -78,6 +78,18 @@ def test_a_pair_goes_with_either_of_its_people(ledger: Ledger, tmp_path: Path, s
     ledger.recording.record([better, worse, about(better, Kind.PREFERENCE, worse=worse, source="bob")])
     export(ledger, ExportRequest(Format.DPO, Selection("acme")), tmp_path / f"pairs.{suffix}")
     assert [(each.removed, each.left) for each in erase(ledger, "acme", "ann").files] == [(1, 0)]
+
+
+@pytest.mark.parametrize(("suffix", "stop_at"), [("jsonl", 3), ("parquet", 1)])
+def test_what_is_exported_during_an_erasure_takes_the_place_of_what_that_leaves(
+    ledger: Ledger, tmp_path: Path, suffix: str, stop_at: int
+) -> None:
+    ledger.recording.record([asked("Yes.", user="ann"), asked("No.", user="bob")])
+    request, file = ExportRequest(Format.EXPERIENCES, Selection("acme")), tmp_path / f"rows.{suffix}"
+    export(ledger, request, file)
+    ledger.recording.record([asked("New.", user="carol")])
+    done, again = erased_during(lambda: export(ledger, request, file), file, "ann", stop_at=stop_at)
+    assert (done.removed, again.rows, len(loaded(file))) == (1, 3, 3)
 
 
 def test_a_person_of_a_long_name_is_found_by_the_name_itself(ledger: Ledger) -> None:

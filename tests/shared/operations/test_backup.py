@@ -372,10 +372,12 @@ def test_a_backup_of_an_older_schema_is_brought_up_to_date(bench: Bench, tmp_pat
 
 def test_a_folder_that_is_not_empty_takes_no_backup(source: Experiment, tmp_path: Path) -> None:
     (tmp_path / "backup").mkdir()
+    (tmp_path / "backup").chmod(0o755)
     (tmp_path / "backup" / "mine").touch()
     with pytest.raises(FileRefused, match="is not empty"):
         back_up(source.settings, tmp_path / "backup")
     assert [each.name for each in (tmp_path / "backup").iterdir()] == ["mine"]
+    assert (tmp_path / "backup").stat().st_mode & 0o777 == 0o755
 
 
 def test_a_champion_that_is_not_there_is_said(source: Experiment, tmp_path: Path) -> None:

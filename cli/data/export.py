@@ -84,7 +84,7 @@ def _rows(ledger: Ledger, request: ExportRequest) -> Iterator[Row | str]:
             yield from _preferred_pairs(ledger, request)
             yield from _pairs_by_reward(ledger, request)
         case Format.EXPERIENCES:
-            for page in ledger.exports.replies(request.selection, corrected=False):
+            for page in ledger.exports.replies(request.selection, everything=True):
                 yield from (_experience(reply, request) for reply in page)
         case never:
             assert_never(never)

@@ -32,7 +32,7 @@ from tuneloop.shared.ledger.storage import database, dump, revisions
 from tuneloop.shared.ledger.training.restoration import LASTING
 from tuneloop.shared.operations import restore as restoring
 from tuneloop.shared.operations.backup import back_up
-from tuneloop.shared.operations.restore import check_backup, restore
+from tuneloop.shared.operations.restore import check_backup, require_stopped, restore
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import frame, segment_path, spool_status
 
@@ -210,6 +210,23 @@ def test_nothing_is_replaced_unless_it_is_said(source: Experiment, bench: Bench,
     assert again.tables()["exchanges"] == before["exchanges"]
     assert restored.next_version > lost
     assert again.ledger.reports.audit() == []
+
+
+@pytest.mark.parametrize(
+    "ahead", [{"clocks": ("began_at", "seen_at"), "epochs": ("seen_at",)}, {"epochs": ("seen_at",)}]
+)
+def test_a_trainer_is_seen_where_this_machines_clock_is_behind(
+    source: Experiment, tmp_path: Path, ahead: dict[str, tuple[str, ...]]
+) -> None:
+    back_up(source.settings, tmp_path / "backup")
+    with source.ledger.transactions.engine.begin() as connection:
+        for table, columns in ahead.items():
+            changes = ", ".join(f"{name} = {name} + 1000" for name in columns)
+            connection.execute(text(f"UPDATE {table} SET {changes}"))
+    with pytest.raises(EnvironmentRefused, match=r"trainer trainer was seen \d s ago: stop all services first"):
+        restore(source.settings, tmp_path / "backup", replace=True)
+    with pytest.raises(EnvironmentRefused, match="stop all services first"):
+        require_stopped(source.settings)
 
 
 @pytest.mark.parametrize("bench", BOTH, indirect=True)

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -195,7 +194,7 @@ def db_adopt(config: ConfigOption, set_: SetOption = None, for_programs: JsonOpt
     """Go on with a database that was put back without its checkpoints and spool. No service may run."""
     settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
-        require_stopped(settings, now=time.time())
+        require_stopped(settings)
         done = adopt(settings, ledger)
     if for_programs:
         echo_json({"offered": done.offered, "refused": done.refused, "next_version": done.next_version})

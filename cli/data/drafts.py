@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from tuneloop.shared.held_files import new_unlinked
@@ -37,6 +37,27 @@ class DraftFile:
             self.file.close()
         finally:
             self._draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def in_turn(path: Path) -> Iterator[None]:
+    """Until its end nobody else who is `in_turn` puts another file in the place of this one.
+
+    It is the file itself that is locked. Where there is none, or the file system has no locks, nobody waits.
+    """
+    with ExitStack() as held:
+        with suppress(OSError):
+            while not _lock_file(path, held):
+                held.close()
+        yield
+
+
+def _lock_file(path: Path, held: ExitStack) -> bool:
+    """Whether the file that is locked now is still the one at its path: who had it before may have replaced it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    held.callback(os.close, descriptor)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return os.path.samestat(os.fstat(descriptor), path.stat())
 
 
 def clear_left_drafts(path: Path) -> Iterator[str]:

@@ -46,10 +46,10 @@ def erase(
     With a `redactor`, by the name that it writes in the place of theirs too.
     """
     user = person_name(user)
-    names = _stored_names(ledger, tenant, user, redactor)
+    names = (user,) if redactor is None else (user, redactor.hidden_name(user))
     deleted = []
     with counting("looking through the ledger") as count:
-        for name in names:
+        for name in _stored_names(ledger, tenant, names, redactor):
             deleted.append(ledger.retention.erase(tenant, name, dry_run=dry_run))
             count(len(deleted[-1].msg_ids))
     person = Person(tenant, names, frozenset().union(*(each.msg_ids for each in deleted)))
@@ -75,14 +75,14 @@ def erase(
     )
 
 
-def _stored_names(ledger: Ledger, tenant: str, user: str, redactor: Redactor | None) -> tuple[str, ...]:
+def _stored_names(ledger: Ledger, tenant: str, names: tuple[str, ...], redactor: Redactor | None) -> tuple[str, ...]:
     """What a person is called in the ledger: by the pseudonym, and by the name if that was once written.
 
     By the pseudonym whatever is redacted now: other kinds may have been when they were recorded.
     """
-    if redactor is None:
-        return (user,)
-    hidden = redactor.hidden_name(user)
-    if redactor.name(user) == user or ledger.retention.erase(tenant, user, dry_run=True) != NOTHING_ERASED:
-        return (user, hidden)
-    return (hidden,)  # the name would stand among those that were erased
+    user, *hidden = names
+    if redactor is None or redactor.name(user) == user:
+        return names
+    if ledger.retention.erase(tenant, user, dry_run=True) != NOTHING_ERASED:
+        return names
+    return tuple(hidden)  # the name would stand among those that were erased

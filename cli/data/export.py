@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple, assert_never
 
 from tuneloop.cli.data import export_formats
+from tuneloop.cli.data.drafts import in_turn
 from tuneloop.cli.data.export_formats import Format, Row
 from tuneloop.cli.data.files import Draft
 from tuneloop.cli.data.progress import with_progress
@@ -46,7 +47,9 @@ def export(ledger: Ledger, request: ExportRequest, path: Path) -> ExportResult:
                     left_out[row] += 1
                 else:
                     draft.write(row)
-            if _publish(ledger, request, draft, path, unless=erased):
+            with in_turn(path):  # before the transaction, in which nobody waits for the erasure of a large file
+                published = _publish(ledger, request, draft, path, unless=erased)
+            if published:
                 return ExportResult(draft.rows, left_out)
 
 
@@ -81,7 +84,7 @@ def _rows(ledger: Ledger, request: ExportRequest) -> Iterator[Row | str]:
             yield from _preferred_pairs(ledger, request)
             yield from _pairs_by_reward(ledger, request)
         case Format.EXPERIENCES:
-            for page in ledger.exports.replies(request.selection, corrected=False):
+            for page in ledger.exports.replies(request.selection, everything=True):
                 yield from (_experience(reply, request) for reply in page)
         case never:
             assert_never(never)

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
-from tuneloop.cli.data.drafts import DraftFile, clear_left_drafts
+from tuneloop.cli.data.drafts import DraftFile, clear_left_drafts, in_turn
 from tuneloop.cli.data.progress import with_progress
 from tuneloop.shared.experience import person_behind
 from tuneloop.shared.ledger.recording.erasures import stored_name
@@ -69,7 +69,8 @@ def erase_rows(path: str, person: Person, *, dry_run: bool = False) -> FileErasu
 
 def _erase(path: Path, person: Person, dry_run: bool, *, is_parquet: bool) -> FileErasure:
     try:
-        return _erase_parquet(path, person, dry_run) if is_parquet else _erase_lines(path, person, dry_run)
+        with in_turn(path):  # else what is read here would undo what another erasure, or an export, writes meanwhile
+            return _erase_parquet(path, person, dry_run) if is_parquet else _erase_lines(path, person, dry_run)
     except ImportError:
         problem = 'Parquet files need pyarrow: in a clone, pip install ./runner ".[parquet]"'
     except OSError as error:

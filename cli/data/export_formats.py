@@ -67,9 +67,9 @@ def dpo_of_edit(reply: ExportedReply) -> Row | str:
         return "no preference"
     if reason := _why_unusable(reply) or _why_no_answer(reply):
         return reason
-    if edited.text == reply.text:
-        return "edited without a change"
     answers = {"chosen": [_edited_answer(edited)], "rejected": [_answer(reply)]}
+    if edited.text == reply.text or answers["chosen"] == answers["rejected"]:
+        return "edited without a change"
     return _pair(reply, None, answers, source="demonstration") | {"feedback_sources": _sources([edited])}
 
 
@@ -212,7 +212,24 @@ def _answer(reply: ExportedReply) -> Message:
 
 
 def _edited_answer(event: Any) -> Message:
-    return {"role": "assistant", "content": event.text}
+    """What somebody wrote in the place of the reply: a text, or the JSON of the assistant's message."""
+    message = _message(event.text)
+    if message is None:
+        return {"role": "assistant", "content": event.text}
+    calls = message.get("tool_calls")
+    return {"role": "assistant", "content": message.get("content") or ""} | ({"tool_calls": calls} if calls else {})
+
+
+def _message(text: str) -> Message | None:
+    """The assistant's message that a text is the JSON of, if it is one that can be written in a row."""
+    if not text.startswith("{"):
+        return None
+    try:
+        message = orjson.loads(text)
+        orjson.dumps([[message]])  # what it reads may be nested more deeply than what it writes
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        return None
+    return message if isinstance(message, dict) and message.get("role") == "assistant" else None
 
 
 def _tool_calls(reply: ExportedReply) -> list[Row] | None:

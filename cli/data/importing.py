@@ -123,6 +123,9 @@ class ExperienceRow(msgspec.Struct, kw_only=True):
             raise ValueError("version_min is greater than version_max")
         if not all(map(math.isfinite, (self.latency_s, self.temperature))):
             raise ValueError("latency_s and temperature must be finite")
+        _read_json("request", self.request)
+        if isinstance(self.tool_calls, str) and not isinstance(_read_json("tool_calls", self.tool_calls), list):
+            raise ValueError("tool_calls must be a list")
 
     @property
     def _lacks_logprobs(self) -> bool:
@@ -260,8 +263,18 @@ def _mistakes(locations: Iterable[RowLocation], tenant: str) -> Iterator[str]:
     for location in locations:
         try:
             parse_row(location, tenant=tenant, now=0.0)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # the latter is of values that JSON does not have, such as bytes
             yield f"{location.where}: {error}"
+
+
+def _read_json(name: str, text: str) -> Any:
+    """What a text says that others will read as JSON, and write again. Raises ValueError if they could not."""
+    try:
+        found = orjson.loads(text)
+        orjson.dumps(found)  # it may be nested more deeply than this allows
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError) as error:
+        raise ValueError(f"{name} is not JSON: {error}") from None
+    return found
 
 
 def _record_page(

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ import typer
 from tuneloop.cli.data.erasure import Erasure, erase
 from tuneloop.cli.data.progress import counting
 from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, existing_ledger
+from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import State
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.recording.retention import PurgeResult, bounds_of, bounds_of_tenants
@@ -98,11 +100,21 @@ def _erase(
     """
     settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
-        redactor = Redactor(Detector(settings.privacy), key=load_key(settings.job_dir / KEY))
+        redactor = Redactor(Detector(settings.privacy), key=_existing_key(settings.job_dir / KEY))
         result = erase(ledger, tenant, user, redactor=redactor, dry_run=dry_run)
     echo(json.dumps(_erasure_as_json(result)) if as_json else "\n".join(_erasure_lines(result)))
     if result.problems:
         raise typer.Exit(1)
+
+
+def _existing_key(path: Path) -> bytes:
+    """The experiment's key. Raises EnvironmentRefused if there is none: a new one gives nobody's pseudonym."""
+    if not path.exists():
+        raise EnvironmentRefused(
+            f"checkpoint_root_dir: {path} is missing, and with it people's pseudonyms: restore it from a copy; if it is"
+            " lost, an explorer makes a new one when it starts, and who was redacted before is not found any more"
+        )
+    return load_key(path)
 
 
 def _erasure_as_json(result: Erasure) -> dict[str, object]:

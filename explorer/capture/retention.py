@@ -13,8 +13,10 @@ from tuneloop.explorer.capture.spool import take_slot
 from tuneloop.explorer.capture.spool_erasure import clear, kept_files
 from tuneloop.explorer.capture.spool_slots import Slot, Slots
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.recording.erasures import Person
 from tuneloop.shared.ledger.recording.retention import PURGEABLE, Retention, bounds_of, bounds_of_tenants
+from tuneloop.shared.privacy.redactor import pseudonym
 from tuneloop.shared.quarantine import clear_drafts
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import slots
@@ -47,6 +49,7 @@ class SpoolRetention:
         self._purged = {state: metrics.purged.labels(state.value) for state in PURGEABLE}
         self._interval_s = interval_s
         self._clock = clock
+        self._key = load_key(settings.job_dir / KEY)
         self._purge_at = clock()
         self._segments: dict[Path, tuple[int, float]] = {}
         self._erased: dict[Person, float] = {}
@@ -105,12 +108,15 @@ class SpoolRetention:
             # Only the flusher writes to files that stay, and those of our own writers' slots are ours to change.
             with nullcontext() if self._slots.lives(folder) else take_slot(folder):
                 for path in new:
-                    done = clear(path, self._erased, self._retention.deleted_among)
+                    done = clear(path, self._erased, self._retention.deleted_among, hidden=self._hidden)
                     say = log.warning if done.unread_bytes else log.info
                     say("records_erased", file=str(path), records=done.removed, unread_bytes=done.unread_bytes)
                     self._cleared[path] = _looks(path)
         except BlockingIOError:
             pass  # its own process does it
+
+    def _hidden(self, name: str) -> str:
+        return pseudonym(name, self._key)
 
     def _purge(self) -> None:
         for state, count in self._retention.purge(self._bounds, of_tenants=self._of_tenants).experiences.items():

@@ -28,17 +28,24 @@ def kept_files(slot: Path) -> list[Path]:
     return sorted(path for name in ("*.torn", "*.kept", QUARANTINE) for path in slot.glob(name))
 
 
-def clear(path: Path, erased: Mapping[Person, float], deleted_among: DeletedAmong = lambda msg_ids: ()) -> Cleared:
+def clear(
+    path: Path,
+    erased: Mapping[Person, float],
+    deleted_among: DeletedAmong = lambda msg_ids: (),
+    *,
+    hidden: Callable[[str], str] = lambda name: name,
+) -> Cleared:
     """Write the file anew without what the erased people had said until then, and without what names a deleted reply.
 
-    The caller holds the slot.
+    People are among the `erased` by their names, or by what is written in their place: `hidden`. The caller holds the
+    slot.
     """
     with keeping(path.parent):
         pieces = list(pieces_of(read_unlinked(path)))
         dated = [each.record and replace(each.record, received_at=time_received(each.record)) for each in pieces]
         records = [each for each in dated if each is not None]
         deleted = deleted_among({msg_id for each in records for msg_id in names_in(each)})
-        kept = {id(record) for record in without_erased(records, erased, deleted=deleted)}
+        kept = {id(record) for record in without_erased(records, erased, deleted=deleted, hidden=hidden)}
         left = [each for each, record in zip(pieces, dated, strict=True) if record is None or id(record) in kept]
         if len(left) < len(pieces):
             replace_pieces(path, left)

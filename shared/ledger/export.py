@@ -1,7 +1,7 @@
 """The ledger's verbs for exports, a page at a time, and for imports."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ import numpy as np
 from sqlalchemy import ColumnElement, Select, and_, case, delete, exists, func, insert, or_, select, true, tuple_
 
 from tuneloop.shared.experience import HELD_OUT, Float32s, Int32s, State
+from tuneloop.shared.ledger.raters.standing import QUARANTINED, rater_of
 from tuneloop.shared.ledger.storage import codec
 from tuneloop.shared.ledger.storage.schema import erasures, exchanges, experiences, exports, feedback, reward_rules
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, alone, portions
@@ -90,11 +91,14 @@ class Ranked(NamedTuple):
 class Exports(LedgerPart):
     """Reads rows to be written to a file, and records the file."""
 
-    def replies(self, selection: Selection, *, corrected: bool = True) -> Iterator[list[ExportedReply]]:
-        """The replies in pages, in the order of their ids; `corrected`: of each only its last correction."""
-        wanted = and_(_where(selection), _newest() if corrected else true())
+    def replies(self, selection: Selection, *, everything: bool = False) -> Iterator[list[ExportedReply]]:
+        """The replies in pages, in the order of their ids: of each its last correction, with the feedback that counts.
+
+        With `everything` all corrections, each with what raters in quarantine said too.
+        """
+        wanted = and_(_where(selection), true() if everything else _newest())
         last = 0
-        while page := self._replies(and_(wanted, experiences.c.id > last)):
+        while page := self._replies(and_(wanted, experiences.c.id > last), everything=everything):
             yield page
             last = page[-1].id
 
@@ -155,13 +159,15 @@ class Exports(LedgerPart):
             publish()
         return True
 
-    def _replies(self, wanted: ColumnElement[bool], limit: int | None = PAGE) -> list[ExportedReply]:
+    def _replies(
+        self, wanted: ColumnElement[bool], limit: int | None = PAGE, *, everything: bool = False
+    ) -> list[ExportedReply]:
         rows = self._read(_page(_WITH_EXCHANGE, wanted, limit))
-        by_target = self._feedback_about(rows)
+        events = self._feedback_about(rows)
+        by_target = _by_target(events if everything else self._without_quarantined(events))
         return [_reply(row, _events_about(row, by_target)) for row in rows]
 
-    def _feedback_about(self, rows: Sequence[Any]) -> dict[object, list[Any]]:
-        """The feedback about the rows, by what it is about."""
+    def _feedback_about(self, rows: Sequence[Any]) -> Collection[Any]:
         found: dict[int, Any] = {}
         for portion in portions({row.msg_id for row in rows}, of=2):
             about = or_(feedback.c.msg_id.in_(portion), feedback.c.other_msg_id.in_(portion))
@@ -170,12 +176,12 @@ class Exports(LedgerPart):
         for few in portions({_trajectory(row) for row in rows if None not in _trajectory(row)}, of=3):
             about = and_(feedback.c.msg_id.is_(None), named.in_(few))
             found |= {event.id: event for event in self._read(select(feedback).where(about))}
-        by_target: dict[object, list[Any]] = defaultdict(list)
-        for event in found.values():
-            targets = {event.msg_id, event.other_msg_id} - {None} if event.msg_id else {_trajectory(event)}
-            for target in targets:
-                by_target[target].append(event)
-        return by_target
+        return found.values()
+
+    def _without_quarantined(self, events: Collection[Any]) -> list[Any]:
+        names = {name for _, name in map(rater_of, events)}
+        quarantined = {tuple(row) for some in portions(names) for row in self._read(QUARANTINED, {"names": some})}
+        return [event for event in events if rater_of(event) not in quarantined]
 
 
 _PARAMETERS_PER_REPLY = 4
@@ -200,6 +206,16 @@ _WITH_EXCHANGE = (
 
 def _reply(row: Any, events: Sequence[Any]) -> ExportedReply:
     return ExportedReply(**{**row._mapping, "request": codec.unpack_text(row.request), "events": events})
+
+
+def _by_target(events: Iterable[Any]) -> dict[object, list[Any]]:
+    """Feedback by what it is about."""
+    by_target: dict[object, list[Any]] = defaultdict(list)
+    for event in events:
+        targets = {event.msg_id, event.other_msg_id} - {None} if event.msg_id else {_trajectory(event)}
+        for target in targets:
+            by_target[target].append(event)
+    return by_target
 
 
 def _page(query: Select[Any], wanted: ColumnElement[bool], limit: int | None = PAGE) -> Select[Any]:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, Executable, bindparam, exists, literal_column, select
 
-from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, erasures, feedback, mismatches
+from tuneloop.shared.ledger.storage.schema import deletions, erasures, feedback, mismatches
 
 
 class RareRows(NamedTuple):
@@ -14,14 +14,13 @@ class RareRows(NamedTuple):
     deletions: bool
     erasures: bool
     mismatches: bool
-    changed_metadata: bool
     pending: bool  # feedback that waits for its reply
     preferences: bool  # feedback about two replies
     of_runs: bool  # feedback about whole runs
 
 
 _KINDS: Sequence[ColumnElement[bool]] = (
-    *(exists().select_from(table) for table in (deletions, erasures, mismatches, changed_metadata)),
+    *(exists().select_from(table) for table in (deletions, erasures, mismatches)),
     exists().where(literal_column("outcome = 'pending'"), feedback.c.id > 0),  # the latter has the index used
     exists().where(feedback.c.other_msg_id.is_not(None)),
     exists().where(feedback.c.msg_id.is_(None)),

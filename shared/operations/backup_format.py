@@ -93,7 +93,8 @@ class BackupDraft:
         try:
             root.mkdir(parents=True, exist_ok=True)
             taken = any(root.iterdir())
-            root.chmod(0o700)
+            if not taken:
+                root.chmod(0o700)
         except OSError as error:
             raise FileRefused(f"{root}: cannot be written: {error.strerror}") from None
         if taken:

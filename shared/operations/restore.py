@@ -3,8 +3,9 @@
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from tuneloop.shared.ledger.facts import TRAINER_SEEN_S
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.dump import Row, count_rows, drop_tables, load_rows, open_snapshot
+from tuneloop.shared.ledger.storage.schema import clocks
 from tuneloop.shared.ledger.training.restoration import LASTING
 from tuneloop.shared.operations.backup import model_sizes
 from tuneloop.shared.operations.backup_format import (
@@ -83,7 +85,7 @@ def restore(
     *,
     replace: bool = False,
     next_version: int | None = None,
-    clock: Callable[[], float] = time.time,
+    clock: Callable[[], float] | None = None,
     on_bytes: OnBytes = on_no_bytes,
 ) -> RestoreResult:
     """Put a backup back where the settings say; `replace` what is there. Nothing is changed before it is found whole.
@@ -92,7 +94,7 @@ def restore(
     Raises FileRefused or EnvironmentRefused. Interrupted, it is given again: until it has ended no service starts.
     """
     manifest = check_backup(settings, root, on_bytes)
-    require_stopped(settings, now=clock())
+    require_stopped(settings, clock)
     there = list(_contents(settings))
     if there and not replace and restoring_in(settings.job_dir) is None:
         raise EnvironmentRefused(
@@ -104,7 +106,7 @@ def restore(
             f"--next-version: version {before} was published already, so {next_version} cannot be next"
         )
     try:
-        return _Restore(settings, root, manifest, clock(), on_bytes).run(next_version)
+        return _Restore(settings, root, manifest, (clock or time.time)(), on_bytes).run(next_version)
     except OSError as error:
         raise FileRefused(
             f"the restore failed: {error}; cure that and give it again: no service starts before"
@@ -234,8 +236,11 @@ class _Restore:
         return now.version + 1
 
 
-def require_stopped(settings: Settings, *, now: float) -> None:
-    """Raise EnvironmentRefused if a service of this experiment runs, as far as can be seen from here."""
+def require_stopped(settings: Settings, clock: Callable[[], float] | None = None) -> None:
+    """Raise EnvironmentRefused if a service of this experiment runs, as far as can be seen from here.
+
+    By the ledger's time, unless there is a `clock`.
+    """
     taken = [slot for slot in slots(settings.spool_dir) if is_taken(slot)]
     if taken:
         raise EnvironmentRefused(f"an explorer runs: it holds {taken[0]}; stop all services first")
@@ -244,12 +249,22 @@ def require_stopped(settings: Settings, *, now: float) -> None:
     if restoring_in(settings.job_dir) or revisions.current(settings.database_url, schema=schema) is None:
         return
     with open_snapshot(settings.database_url, schema=schema) as snapshot:
+        now = (clock or partial(_time, settings, snapshot.tables))()
         for row in snapshot.rows("epochs"):
-            if row["ended_at"] is None and 0 <= now - row["seen_at"] <= TRAINER_SEEN_S:
+            silent_s = max(0.0, now - row["seen_at"])
+            if row["ended_at"] is None and silent_s <= TRAINER_SEEN_S:
                 raise EnvironmentRefused(
-                    f"trainer {row['trainer']} was seen {now - row['seen_at']:.0f} s ago: stop all services first; one"
-                    f" that was killed is forgotten after {TRAINER_SEEN_S:.0f} s"
+                    f"trainer {row['trainer']} was seen {silent_s:.0f} s ago: stop all services first; one that was"
+                    f" killed is forgotten after {TRAINER_SEEN_S:.0f} s"
                 )
+
+
+def _time(settings: Settings, tables: Collection[str]) -> float:
+    """The ledger's time, by which trainers are seen; this machine's where the database is too old to have one."""
+    if clocks.name not in tables:
+        return time.time()
+    with closing(Ledger.of(settings)) as ledger:
+        return ledger.transactions.time()
 
 
 def _require_same_model(settings: Settings, manifest: BackupManifest) -> None:

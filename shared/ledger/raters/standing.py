@@ -11,6 +11,11 @@ from tuneloop.shared.ledger.storage.transactions import is_among, portions
 
 _NAMED = select(raters).where(is_among(raters.c.name, "names"))
 
+#: Those in quarantine among the raters with these `names`, of any tenant.
+QUARANTINED = select(raters.c.tenant, raters.c.name).where(
+    raters.c.state == RaterState.QUARANTINED, is_among(raters.c.name, "names")
+)
+
 
 class Standing:
     """The weights of some raters: 0 in quarantine."""

@@ -3,7 +3,7 @@
 What is read or decided here runs inside a transaction of the ledger.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Select, or_, select, tuple_
@@ -23,21 +23,31 @@ _ERASED = select(erasures).where(is_among(tuple_(erasures.c.tenant, erasures.c.u
 
 
 def without_erased(
-    records: Iterable[Record], erased: Mapping[Person, float], *, deleted: Iterable[str] = ()
+    records: Iterable[Record],
+    erased: Mapping[Person, float],
+    *,
+    deleted: Iterable[str] = (),
+    hidden: Callable[[str], str] = lambda name: name,
 ) -> Iterator[Record]:
     """The records but those of an erased person that were received before that: exchanges, and feedback by them.
 
-    Feedback about such an exchange goes too, where the exchange comes before it, or is among the `deleted`.
+    Feedback about such an exchange goes too, where the exchange comes before it, or is among the `deleted`. `hidden` is
+    what else a person of a name may be called among the erased.
     """
     gone = set(deleted)
+
+    def are_of_erased(record: Record, name: str | None) -> bool:
+        names = {name, hidden(name)} if name is not None else ()
+        return any(_before(erased, record.tenant, each, record.received_at) for each in names)
+
     for record in records:
         if isinstance(record, Exchange):
-            theirs = record.msg_id in gone or _before(erased, record.tenant, record.user, record.received_at)
+            theirs = record.msg_id in gone or are_of_erased(record, record.user)
             gone.update([record.msg_id] if theirs else [])
         else:
             about = names_in(record) & gone
             said_by = record.source and person_behind(record.source)
-            theirs = bool(about) or _before(erased, record.tenant, said_by, record.received_at)
+            theirs = bool(about) or are_of_erased(record, said_by)
         if not theirs:
             yield record
 
@@ -119,5 +129,5 @@ def names_in(record: Record) -> set[str]:
     return {msg_id for msg_id in (record.msg_id, record.other_msg_id) if msg_id is not None}
 
 
-def _before(erased: Mapping[Person, float], tenant: str, name: str | None, received_at: float) -> bool:
-    return name is not None and received_at <= erased.get((tenant, stored_name(name)), float("-inf"))
+def _before(erased: Mapping[Person, float], tenant: str, name: str, received_at: float) -> bool:
+    return received_at <= erased.get((tenant, stored_name(name)), float("-inf"))

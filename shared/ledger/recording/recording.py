@@ -148,7 +148,7 @@ class Recording(LedgerPart):
             rows = exchange_sizes([exchange_row(each) for each in new_exchanges], choices)
             counted = new_rows(connection, exchanges.c.msg_id, rows)
             put(connection, exchanges, rows)
-            tag(connection, new_exchanges, any_changed=rare.changed_metadata)
+            tag(connection, new_exchanges, only={row["msg_id"] for row in counted})
             put(connection, experiences, choices)
             new_feedback = self._early.within_bound(connection, new_feedback)
             if changed := _new_feedback(connection, new_feedback, slot_of):

@@ -115,8 +115,8 @@ class Restoration(LedgerPart):
         return {*older} - found
 
     def absent(self, msg_ids: Collection[str]) -> set[str]:
-        """Which of these replies, not too many, the ledger does not have."""
-        return {*msg_ids} - self._present(msg_ids)
+        """Which of these replies, not too many, the ledger neither has nor has deleted."""
+        return {*msg_ids} - self._present(msg_ids) - self._retention.deleted_among(msg_ids)
 
     def numbers(self) -> Numbers:
         """The newest version and epoch that were registered; 0 where there is none."""

@@ -1,11 +1,16 @@
 """What the tests of exporting and importing say and read."""
 
 import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import count
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from tests.factories import exchange, experience, feedback
 from tuneloop.cli.data.export import ExportRequest, export
+from tuneloop.cli.data.export_erasure import FileErasure, Person, erase_rows
 from tuneloop.cli.data.export_formats import Format
 from tuneloop.shared.experience import Exchange, Feedback, Kind
 from tuneloop.shared.ledger.export import Selection
@@ -15,6 +20,29 @@ ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content":
 TOOLS = [{"type": "function", "function": {"name": "track", "parameters": {"type": "object", "properties": {}}}}]
 CALLS = [{"id": "call_1", "type": "function", "function": {"name": "track", "arguments": '{"number": 7}'}}]
 ANSWER = {"role": "assistant", "content": "Hello."}
+
+
+def erased_during(other: Callable[[], Any], path: Path, user: str, *, stop_at: int) -> tuple[FileErasure, Any]:
+    """Erase a person from a file, and begin other work meanwhile, which may have to wait until that is done.
+
+    The erasure stops when it has read so many rows, those counted twice that it reads twice: the file is open then.
+    """
+    rows, reading, goes_on = count(1), Event(), Event()
+
+    class Slow(Person):
+        def owns(self, row: Mapping[str, Any]) -> bool:
+            if next(rows) == stop_at:
+                reading.set()
+                assert goes_on.wait(5.0)
+            return super().owns(row)
+
+    with ThreadPoolExecutor(2) as pool:
+        erasing = pool.submit(erase_rows, str(path), Slow("acme", (user,), frozenset()))
+        assert reading.wait(5.0)
+        working = pool.submit(other)
+        wait([working], timeout=0.2)
+        goes_on.set()
+        return erasing.result(), working.result()
 
 
 def asked(text: str = "Hello.", *, request: dict[str, Any] | None = None, **but: Any) -> Exchange:

@@ -68,6 +68,56 @@ def test_the_last_edited_answer_is_taken_whatever_the_reward(ledger: Ledger, to:
     assert contents(row["messages"])[-1] == ("assistant", "Last.")
 
 
+def test_an_edited_answer_that_is_a_message_is_one_with_its_calls(ledger: Ledger, to: Path) -> None:
+    said = asked("Bad.", request={"messages": ASKED, "tools": TOOLS})
+    message = {"role": "assistant", "content": None, "tool_calls": CALLS}
+    ledger.recording.record([said, about(said, Kind.DEMONSTRATION, text=json.dumps(message))])
+    [sft], [dpo] = exported(ledger, to, SFT), exported(ledger, to, DPO)
+    for answer in (sft["messages"][-1], *dpo["chosen"]):
+        assert (answer["role"], answer["content"], answer["tool_calls"]) == ("assistant", "", CALLS)
+
+
+def test_an_edit_that_says_the_same_as_a_message_is_no_pair(ledger: Ledger, lines: Path) -> None:
+    said = asked("Hello.")
+    ledger.recording.record([said, about(said, Kind.DEMONSTRATION, text=json.dumps(ANSWER))])
+    assert export(ledger, ExportRequest(DPO, ACME), lines).left_out["edited without a change"] == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"role": "user", "content": "Hi."}',
+        '{"role": "assistant", "content": "Hi',
+        '{"role": "assistant", "content": "\\ud800"}',
+        '{"role": "assistant", "content": %s}' % ("[" * 300 + "]" * 300),
+        '{"role": "assistant", "content": %s}' % ("[" * 100_000 + "]" * 100_000),
+    ],
+    ids=["user's", "cut off", "surrogate", "deep", "deeper"],
+)
+def test_an_edited_answer_that_is_no_message_is_a_text(ledger: Ledger, to: Path, text: str) -> None:
+    said = asked()
+    ledger.recording.record([said, about(said, Kind.DEMONSTRATION, text=text)])
+    assert contents(exported(ledger, to, SFT)[0]["messages"])[-1] == ("assistant", text)
+
+
+@pytest.mark.parametrize("format_", [SFT, DPO, KTO])
+def test_what_raters_in_quarantine_said_is_in_no_file_to_train_on(ledger: Ledger, lines: Path, format_: Format) -> None:
+    said, other = asked("Good."), asked("Bad.")
+    heard = [
+        about(said, Kind.BOOLEAN, source="eve"),
+        about(said, Kind.DEMONSTRATION, text="Evil.", source="eve"),
+        about(said, Kind.PREFERENCE, worse=other, source="eve"),
+    ]
+    ledger.recording.record([said, other, *heard])
+    request = ExportRequest(format_, ACME)
+    assert export(ledger, request, lines).rows > 0
+    ledger.raters.quarantine("acme", "eve", by="ann", reason="it lies")
+    assert export(ledger, request, lines).rows == 0
+    assert [len(row["feedback"]) for row in exported(ledger, lines, EXPERIENCES)] == [3, 1]
+    ledger.raters.release("acme", "eve", by="ann", reason="it was the cat")
+    assert export(ledger, request, lines).rows > 0
+
+
 def test_an_edit_that_was_taken_back_is_none(ledger: Ledger, lines: Path) -> None:
     said = asked()
     ledger.recording.record([said, about(said, Kind.DEMONSTRATION, text="No."), about(said, Kind.RETRACTION)])

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.cli.data.exporting import erased_during
 from tuneloop.cli.data.drafts import DraftFile
 from tuneloop.cli.data.export_erasure import FileErasure, Person, erase_rows
 
@@ -117,6 +118,21 @@ def test_what_cannot_be_reached_is_told(tmp_path: Path, name: str, data: bytes |
 def test_without_pyarrow_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert 'pip install ./runner ".[parquet]"' in (erase_rows(str(tmp_path / "a.parquet"), ANN).problem or "")
+
+
+@pytest.mark.parametrize(("suffix", "stop_at"), [("jsonl", 4), ("parquet", 1)])
+def test_two_people_who_are_erased_at_once_are_both_gone(tmp_path: Path, suffix: str, stop_at: int) -> None:
+    path, rows = tmp_path / f"a.{suffix}", [{"user": user} for user in ("ann", "bob", "carol")]
+    if suffix == "jsonl":
+        write_lines(path, rows)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    bob = Person("acme", ("bob",), frozenset())
+    done = erased_during(lambda: erase_rows(str(path), bob), path, "ann", stop_at=stop_at)
+    assert [each.removed for each in done] == [1, 1]
+    left = read_lines(path) if suffix == "jsonl" else pq.read_table(path).to_pylist()
+    assert left == [{"user": "carol"}]
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from sqlalchemy import select
 
@@ -198,6 +200,10 @@ def exported_line(source: Ledger, file: Path, **but: Any) -> str:
         ({"feedback": [{"event_id": "e"}]}, r"\$\.feedback\[0\]"),
         ({"prompt_ids": None}, "prompt_ids"),
         ({"completion_ids": None}, "the last of the messages must be the assistant's"),
+        ({"request": '{"messages": ['}, "request is not JSON"),
+        ({"request": "[" * 500 + "]" * 500}, "request is not JSON"),
+        ({"tool_calls": "[{"}, "tool_calls is not JSON"),
+        ({"tool_calls": "{}"}, "tool_calls must be a list"),
     ],
 )
 def test_a_bad_row_is_told_with_its_line_and_nothing_is_taken(
@@ -207,6 +213,15 @@ def test_a_bad_row_is_told_with_its_line_and_nothing_is_taken(
     lines.write_text(f"{good}\n\n{bad}\n")
     with pytest.raises(FileRefused, match=f"(?s)^{lines}:3: .*{wrong}.*\n{lines}: nothing was imported$"):
         import_file(ledger, lines)
+    assert everything(ledger) == ([], [], [])
+
+
+def test_a_conversation_with_parts_of_bytes_is_told_with_its_row(tmp_path: Path, ledger: Ledger) -> None:
+    file = tmp_path / "rows.parquet"
+    messages = [{"role": "user", "content": [{"image": b"PNG"}]}, {"role": "assistant", "content": None}]
+    pq.write_table(pa.Table.from_pylist([{"messages": [messages[1]] * 2}, {"messages": messages}]), file)
+    with pytest.raises(FileRefused, match=f"^{file}:2: .*bytes"):
+        import_file(ledger, file)
     assert everything(ledger) == ([], [], [])
 
 

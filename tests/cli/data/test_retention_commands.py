@@ -43,6 +43,7 @@ def file(tmp_path: Path) -> Path:
 def ledger(file: Path) -> Iterator[Ledger]:
     settings = Settings.model_validate(yaml.safe_load(file.read_text()))
     put_file(settings.database_url, "migrated")
+    load_key(settings.job_dir / KEY)
     ledger = Ledger.of(settings)
     yield ledger
     ledger.close()
@@ -198,6 +199,17 @@ def test_erase_finds_whom_other_kinds_of_redaction_recorded(file: Path, ledger: 
     lines = told("erase", "-c", file, "--user", mail)[1:]
     assert lines == ["  exchanges    1", "  experiences  1", "  feedback     1"]
     assert ("default", mail) not in ledger.retention.erasures() or not now
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+def test_erase_refuses_without_the_key_of_pseudonyms(file: Path, ledger: Ledger, flags: list[str]) -> None:
+    """A new one would find nobody, and say that all went well."""
+    key = Settings.model_validate(yaml.safe_load(file.read_text())).job_dir / KEY
+    key.unlink()
+    with pytest.raises(EnvironmentRefused, match="restore it from a copy"):
+        ran("erase", "-c", file, "--user", "ann", *flags)
+    assert not key.exists()
+    assert ledger.retention.erasures() == {}
 
 
 def test_a_person_who_is_not_known_is_remembered_all_the_same(file: Path, ledger: Ledger) -> None:

@@ -21,8 +21,11 @@ from tuneloop.explorer.capture.spool_slots import Slots
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared import quarantine
 from tuneloop.shared.experience import Kind, State, encode
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.settings.feedback import RetentionSettings
+from tuneloop.shared.privacy.detection import Detector
+from tuneloop.shared.privacy.redactor import Redactor
+from tuneloop.shared.settings.feedback import PrivacySettings, RetentionSettings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import segments
 
@@ -204,6 +207,20 @@ def test_what_others_say_of_their_replies_is_cleared_too(
     forgetting.look()
     assert holding(own.folder, other) == {"quarantine.seg"}
     assert holding(own.folder) == set()
+
+
+def test_files_that_stay_lose_a_person_whose_name_is_redacted_since(
+    forgetting: SpoolRetention, own: Spool, ledger: Ledger, settings: Settings
+) -> None:
+    mail, bobs = "ann@example.org", encode(exchange(user="bob"))
+    said = {"kind": Kind.COMMENT, "value": None, "text": "goldfinch", "source": f"key:web/{mail}"}
+    for payload in (encode(exchange(user=mail, request=b"goldfinch")), encode(feedback(**said)), bobs):
+        quarantine.set_aside(own.folder, payload)
+    by_mail = PrivacySettings.model_validate({"redact": ["email"]})
+    redactor = Redactor(Detector(by_mail), key=load_key(settings.job_dir / KEY))
+    erase(ledger, "acme", mail, redactor=redactor)
+    forgetting.look()
+    assert (holding(own.folder), holding(own.folder, bobs)) == (set(), {"quarantine.seg"})
 
 
 @pytest.mark.parametrize("name", ["quarantine.seg", "00000001.torn", "00000001.kept"])

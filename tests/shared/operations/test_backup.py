@@ -32,7 +32,7 @@ from tuneloop.shared.ledger.storage import database, dump, revisions
 from tuneloop.shared.ledger.training.restoration import LASTING
 from tuneloop.shared.operations import restore as restoring
 from tuneloop.shared.operations.backup import back_up
-from tuneloop.shared.operations.restore import check_backup, restore
+from tuneloop.shared.operations.restore import check_backup, require_stopped, restore
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import frame, segment_path, spool_status
 
@@ -212,6 +212,23 @@ def test_nothing_is_replaced_unless_it_is_said(source: Experiment, bench: Bench,
     assert again.ledger.reports.audit() == []
 
 
+@pytest.mark.parametrize(
+    "ahead", [{"clocks": ("began_at", "seen_at"), "epochs": ("seen_at",)}, {"epochs": ("seen_at",)}]
+)
+def test_a_trainer_is_seen_where_this_machines_clock_is_behind(
+    source: Experiment, tmp_path: Path, ahead: dict[str, tuple[str, ...]]
+) -> None:
+    back_up(source.settings, tmp_path / "backup")
+    with source.ledger.transactions.engine.begin() as connection:
+        for table, columns in ahead.items():
+            changes = ", ".join(f"{name} = {name} + 1000" for name in columns)
+            connection.execute(text(f"UPDATE {table} SET {changes}"))
+    with pytest.raises(EnvironmentRefused, match=r"trainer trainer was seen \d s ago: stop all services first"):
+        restore(source.settings, tmp_path / "backup", replace=True)
+    with pytest.raises(EnvironmentRefused, match="stop all services first"):
+        require_stopped(source.settings)
+
+
 @pytest.mark.parametrize("bench", BOTH, indirect=True)
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_what_was_revoked_deleted_and_exported_since_the_backup_stays_so(
@@ -372,10 +389,12 @@ def test_a_backup_of_an_older_schema_is_brought_up_to_date(bench: Bench, tmp_pat
 
 def test_a_folder_that_is_not_empty_takes_no_backup(source: Experiment, tmp_path: Path) -> None:
     (tmp_path / "backup").mkdir()
+    (tmp_path / "backup").chmod(0o755)
     (tmp_path / "backup" / "mine").touch()
     with pytest.raises(FileRefused, match="is not empty"):
         back_up(source.settings, tmp_path / "backup")
     assert [each.name for each in (tmp_path / "backup").iterdir()] == ["mine"]
+    assert (tmp_path / "backup").stat().st_mode & 0o777 == 0o755
 
 
 def test_a_champion_that_is_not_there_is_said(source: Experiment, tmp_path: Path) -> None:

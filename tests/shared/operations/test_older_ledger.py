@@ -65,6 +65,21 @@ def test_versions_and_replies_that_the_database_lost_are_told(source: Experiment
         assert register(older, source.job) == 2001
 
 
+@pytest.mark.parametrize("erased", [False, True])
+def test_a_database_that_deleted_the_last_replies_is_no_older_one(source: Experiment, erased: bool) -> None:
+    settings, ledger, slot = source.settings, source.ledger, source.settings.spool_dir / "0"
+    said = exchange(user="ann")
+    source.spool(encode(said))
+    ledger.recording.record([said])
+    with closing(FlushedMark(slot / "flushed")) as mark:
+        mark.move(Position(1, segment_path(slot, 1).stat().st_size))
+    if erased:
+        ledger.retention.erase(said.tenant, "ann")
+    else:
+        ledger.stored.delete(said.tenant, said.msg_id)
+    assert find_older(settings, ledger) == report_older(settings, ledger) == []
+
+
 def test_what_several_workers_heard_is_offered_again_in_the_order_in_which_it_was_said(
     source: Experiment, tmp_path: Path
 ) -> None:

@@ -3,11 +3,13 @@
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine, LargeBinary, event, insert, literal, select
 
+from tests.doubles.clock import Clock
 from tests.factories import committed, exchange, experience, fill, ids, leased, published, rewarded
 from tests.factories import feedback as heard
 from tests.shared.retaining import EVERYTHING, column, everything, in_work, trained
@@ -17,8 +19,10 @@ from tuneloop.shared.ledger.recording import stored_completions
 from tuneloop.shared.ledger.recording.completion_object import StoredChoice, completion, tag_of_model, tag_of_pair
 from tuneloop.shared.ledger.recording.stored_completions import Deletion, Order, select_page, select_tagged
 from tuneloop.shared.ledger.recording.tags import PageCursor
+from tuneloop.shared.ledger.storage.ledger_clock import COMPARE_S, LedgerClock, Machine
 from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, exchanges, experiences, feedback, tags
 from tuneloop.shared.settings.feedback import RewardRule
+from tuneloop.shared.steady_time import Stamp
 
 NOW = 1e9
 
@@ -113,6 +117,19 @@ def test_a_list_ends_where_there_is_no_more(ledger: Ledger, count: int, sizes: l
     ledger.recording.record([asked() for _ in range(count)])
     assert [len(page) for page in pages(ledger)] == sizes
     assert [len(page) for page in pages(ledger, tag_of_model("acme", "m"))] == sizes
+
+
+def test_what_is_recorded_again_when_the_ledger_knows_the_time_better_is_listed_once(engine: Engine) -> None:
+    ticks, ahead = Clock(0.0), Clock(0.0)
+    machine = Machine(boot=lambda: "here", ticks=ticks, database=lambda _connection: NOW + ticks.now + ahead.now)
+    ledger = Ledger(engine, clock=LedgerClock(engine, machine))
+    said = [asked(metadata={"k": "v"}, stamp=Stamp("here", float(second))) for second in range(3)]
+    ledger.recording.record(said)
+    ticks.now, ahead.now = COMPARE_S, COMPARE_S
+    ledger.recording.record(said)
+    assert names(ledger) == [each.msg_id for each in said]
+    one_by_one = islice(pages(ledger, pair("k", "v"), limit=1), 2 * len(said))
+    assert list(one_by_one) == [[each.msg_id] for each in said]
 
 
 @pytest.mark.parametrize("wanted", [(), (tag_of_model("acme", "m"),), (tag_of_model("acme", "m"), pair("k", "v"))])

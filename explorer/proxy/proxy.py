@@ -192,7 +192,7 @@ class Proxy:
         # Before the request is sent: a whole reply starts to arrive when it has been sampled.
         in_flight = ReplyInFlight(request, engine)
         try:
-            reply_or_engine = await self._first_reply(engine, request)
+            reply_or_engine = await _first_reply(self._fleet, engine, request)
         except BaseException as error:
             self._release_failed(in_flight, error)
             raise
@@ -215,23 +215,6 @@ class Proxy:
         self._fleet.release(in_flight.engine)
         if not isinstance(error, asyncio.CancelledError):
             self._failures.alone(in_flight.version, in_flight.request.caller.identity)
-
-    async def _first_reply(self, engine: Engine, request: Request) -> EngineReply | Engine:
-        """An engine's reply, or the engine to ask instead."""
-        try:
-            reply = await _ask(engine, request)
-        except EngineUnreachable:
-            other = await self._fleet.wait_for_another(engine, request.routing_key, request.prefix_hashes)
-            if other is None:
-                raise
-            return other
-        if (
-            reply.status < _ENGINE_FAULT
-            or (other := self._fleet.acquire_another(engine, request.routing_key, request.prefix_hashes)) is None
-        ):
-            return reply
-        reply.close()
-        return other
 
     async def _stream_reply(self, in_flight: ReplyInFlight, raw: RawRequest, reply: EngineReply) -> None:
         """Send the chunks as they arrive. All is on disk before the last one, whatever ends the stream."""
@@ -282,16 +265,40 @@ class Proxy:
         self.admission.release(in_flight.request.caller.identity)
 
     async def _record(self, in_flight: ReplyInFlight) -> None:
-        """Write the exchange to disk, unless the client wants it not stored."""
-        request, in_flight.recorded = in_flight.request, True
+        """Write the exchange to disk, unless the client wants it not stored; even if this is cancelled meanwhile."""
+        request = in_flight.request
         request.charge.count(request.writer.transcript)
-        if request.store and request.writer.transcript.choices:
-            await self._recorder.record(in_flight.exchange(await self._grammars.resolve(in_flight)))
+        if not (request.store and request.writer.transcript.choices):
+            return
+        sampling = request.sampling
+        try:
+            sampling = await self._grammars.resolve(in_flight)
+        finally:
+            in_flight.recorded = True
+            await self._recorder.record(in_flight.exchange(sampling))
 
 
 async def _ask(engine: Engine, request: Request) -> EngineReply:
     path, headers = request.dialect.upstream_path, request.engine_headers()
     return await engine.http.request("POST", path, request.upstream_body, headers)
+
+
+async def _first_reply(fleet: Fleet, engine: Engine, request: Request) -> EngineReply | Engine:
+    """An engine's reply, or the engine to ask instead."""
+    try:
+        reply = await _ask(engine, request)
+    except EngineUnreachable:
+        other = await fleet.wait_for_another(engine, request.routing_key, request.prefix_hashes)
+        if other is None:
+            raise
+        return other
+    if (
+        reply.status < _ENGINE_FAULT
+        or (other := fleet.acquire_another(engine, request.routing_key, request.prefix_hashes)) is None
+    ):
+        return reply
+    reply.close()
+    return other
 
 
 async def _whole_answer(writer: ReplyWriter, raw: RawRequest, reply: EngineReply) -> bytes:

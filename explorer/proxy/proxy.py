@@ -82,6 +82,13 @@ class RequestFailures:
         else:
             self._metrics.count_reply(version, "refused")
 
+    def ended(self, version: int, identity: str, *, broken: bool) -> None:
+        """A reply has come to its end; `broken`: that is an error which the engine told by itself."""
+        if broken:
+            self.alone(version, identity)
+        else:
+            self._metrics.count_reply(version, "whole")
+
     def elsewhere(self, version: int, *, answered: bool) -> None:
         """A request failed, and then another engine answered it, or refused it or failed at it too."""
         self._metrics.count_reply(version, "failed" if answered else "refused")
@@ -171,7 +178,7 @@ class Proxy:
                 await self._stream_reply(in_flight, raw, reply)
             else:
                 body = await _whole_answer(request.writer, raw, reply)
-                self._metrics.count_reply(in_flight.version, "whole")
+                self._count_ended(in_flight)
                 await self._record(in_flight)
                 outcome.status = 200
                 raw.respond(200, in_flight.headers(_JSON), body)
@@ -231,7 +238,7 @@ class Proxy:
                 await raw.drain()
             if not writer.done:
                 raise EngineError("the stream ended without [DONE]")
-            self._metrics.count_reply(in_flight.version, "whole")
+            self._count_ended(in_flight)
             await self._record(in_flight)
             raw.end_stream(writer.finish())
         except SpoolFull as error:
@@ -247,6 +254,11 @@ class Proxy:
                 log.info("client_left" if raw.client_left else "stream_cancelled", msg_id=request.msg_id)
             await self._record_partial(in_flight)
             raise
+
+    def _count_ended(self, in_flight: ReplyInFlight) -> None:
+        request = in_flight.request
+        broken = request.writer.transcript.broken
+        self._failures.ended(in_flight.version, request.caller.identity, broken=broken)
 
     async def _record_partial(self, in_flight: ReplyInFlight) -> None:
         """Record what arrived before the client disconnected or the engine broke off."""

@@ -91,7 +91,8 @@ class RespondingDouble(EngineDouble):
             raise ConnectionAbortedError
         while response["status"] in ("queued", "in_progress"):  # noqa: ASYNC110 - a test changes it
             await asyncio.sleep(0.005)
-        await _say(send, {"type": "response.completed", "response": response, "sequence_number": len(events)})
+        kind = "response.failed" if response["status"] == "failed" else "response.completed"
+        await _say(send, {"type": kind, "response": response, "sequence_number": len(events)})
         await send({"type": "http.response.body"})
 
 

@@ -155,6 +155,18 @@ def test_a_stream_that_breaks_off_says_so_and_is_kept_as_cut_off(
     assert (kept.experiences[0].text, kept.experiences[0].drop_reason) == ("Done.", "cut_off")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_failed_counts_as_a_failure(places: list[EnginePlace], tmp_path: Path, stream: bool) -> None:
+    double = places[0].double = RespondingDouble(url=places[0].url, output=[], status_of_output="failed")
+    with explorer_running(settings_for(tmp_path, [double.url])) as explorer:
+        assert '"failed"' in post(explorer, CUSTOM | {"stream": stream}).text
+        counted = [
+            line for line in explorer.http.get("/metrics").text.splitlines() if "tuneloop_replies_total{" in line
+        ]
+        assert ['outcome="failed"' in line for line in counted] == [True]
+        assert [each.experiences[0].finish_reason for each in explorer.exchanges()] == [None]
+
+
 def test_what_must_not_be_stored_is_not(explorer: RunningExplorer, engines: list[RespondingDouble]) -> None:
     name = post(explorer, CUSTOM | {"store": False}).json()["id"]
     assert kept_as(explorer, name) is None

@@ -279,7 +279,8 @@ class Proxy:
     async def _record(self, in_flight: ReplyInFlight) -> None:
         """Write the exchange to disk, unless the client wants it not stored; even if this is cancelled meanwhile."""
         request = in_flight.request
-        request.charge.count(request.writer.transcript)
+        if not request.writer.continues_in_background:
+            request.charge.count(request.writer.transcript)
         if not (request.store and request.writer.transcript.choices):
             return
         sampling = request.sampling

@@ -262,6 +262,32 @@ def test_a_background_response_counts_as_one_of_its_key_until_it_is_finished(
         eventually(lambda: explorer.app.limits.held_bytes == 0)
 
 
+@pytest.mark.parametrize("heard", ["whole", "to its end", "in part"])
+def test_a_background_response_costs_its_key_what_it_took_in_the_end(
+    places: list[EnginePlace], tmp_path: Path, heard: str
+) -> None:
+    double = places[0].double = RespondingDouble(url=places[0].url)
+    grant = KeyGrant(name="web", scopes=(Scope.INFERENCE,), limits=KeyLimits(tokens_per_minute=400))
+    with explorer_running(settings_for(tmp_path, [double.url])) as explorer:
+        headers = {"x-api-key": explorer.ledger.keys.create(grant, actor="test")[1]}
+        eventually(lambda: post(explorer, PLAIN).status_code == 401)
+        eventually(lambda: explorer.http.get("/v1/models", headers=headers).status_code == 200)
+        asks = BACKGROUND | {"stream": heard != "whole"}
+        with explorer.http.stream("POST", RESPONSES, json=asks, headers=headers) as reply:
+            lines = reply.iter_lines()
+            next(line for line in lines if "resp_" in line)
+            [name] = double.held
+            double.held[name]["usage"] = {"input_tokens": 100, "output_tokens": 400, "total_tokens": 500}
+            if heard == "to its end":
+                double.finish(name)
+                list(lines)
+        if heard != "to its end":
+            assert post(explorer, PLAIN, headers=headers).status_code == 200
+            double.finish(name)
+        eventually(lambda: kept_as(explorer, name) is not None)
+        assert post(explorer, PLAIN, headers=headers).json()["error"]["code"] == "key_limit_tokens"
+
+
 @pytest.mark.parametrize("query", ["", "?stream=true"])
 def test_of_an_erased_response_the_engine_tells_nothing(
     explorer: RunningExplorer, engines: list[RespondingDouble], query: str

@@ -48,10 +48,11 @@ _EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
 class RequestOutcome:
-    """The outcome of a request, for the metrics."""
+    """The outcome of a request, for the metrics: the version that answered, and the one that was `asked` last."""
 
     status = 500
     version: int | None = None
+    asked: int
     in_background = False
 
 
@@ -146,15 +147,14 @@ class Proxy:
     async def _answer_in_time(self, request: Request, raw: RawRequest, outcome: RequestOutcome) -> None:
         # Outside the timeout: it has one of its own, and no engine has the request yet.
         engine = await self._fleet.acquire(request.routing_key, request.prefix_hashes)
-        version = engine.version
         self._shadow(request)
         try:
             async with asyncio.timeout(self._timeout_s):
                 with request.charge.while_asking(request.writer.transcript):
                     await self._answer_from(engine, request, raw, outcome)
         except TimeoutError:
-            if not raw.client_is_slow:
-                self._failures.alone(version, request.caller.identity)
+            if not (raw.client_is_slow or request.writer.done):
+                self._failures.alone(outcome.asked, request.caller.identity)
             if not raw.started:
                 raise RequestRefused("the engine did not answer in time", status=504, code="engine_timeout") from None
             if raw.client_is_slow:  # the client would not read an error either
@@ -163,7 +163,7 @@ class Proxy:
                 raw.end_stream(request.writer.error_event("the engine did not answer in time", "engine_timeout"))
 
     async def _answer_from(self, engine: Engine, request: Request, raw: RawRequest, outcome: RequestOutcome) -> None:
-        in_flight, reply = await self._engine_reply(engine, request)
+        in_flight, reply = await self._engine_reply(engine, request, outcome)
         outcome.version = in_flight.version
         raw.share.keep()
         try:
@@ -194,10 +194,13 @@ class Proxy:
                 raw.share.release()
                 self._fleet.release(in_flight.engine)
 
-    async def _engine_reply(self, engine: Engine, request: Request) -> tuple[ReplyInFlight, EngineReply]:
+    async def _engine_reply(
+        self, engine: Engine, request: Request, outcome: RequestOutcome
+    ) -> tuple[ReplyInFlight, EngineReply]:
         """The reply and its engine: another one than `engine` if that fails before it has answered."""
         # Before the request is sent: a whole reply starts to arrive when it has been sampled.
         in_flight = ReplyInFlight(request, engine)
+        outcome.asked = in_flight.version
         try:
             reply_or_engine = await _first_reply(self._fleet, engine, request)
         except BaseException as error:
@@ -208,6 +211,7 @@ class Proxy:
         log.warning("asking_another_engine", engine=engine.number, other=reply_or_engine.number, msg_id=request.msg_id)
         self._fleet.release(engine)
         failed, in_flight = in_flight.version, ReplyInFlight(request, reply_or_engine)
+        outcome.asked = in_flight.version
         try:
             reply = await _ask(reply_or_engine, request)
         except BaseException as error:

@@ -11,6 +11,7 @@ import pytest
 from tests.doubles.engine import MODEL, EnginePlace
 from tests.doubles.responding import RESPONSES, RespondingDouble, message_item
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
+from tuneloop.explorer.routes import responses
 from tuneloop.shared.experience import DEFAULT_TENANT, Exchange, Scope, State
 from tuneloop.shared.ledger.keys import KeyGrant, KeyLimits
 
@@ -155,16 +156,25 @@ def test_a_stream_that_breaks_off_says_so_and_is_kept_as_cut_off(
     assert (kept.experiences[0].text, kept.experiences[0].drop_reason) == ("Done.", "cut_off")
 
 
+def failures(explorer: RunningExplorer) -> float:
+    lines = explorer.http.get("/metrics").text.splitlines()
+    return sum(float(each.split()[-1]) for each in lines if each.startswith('tuneloop_replies_total{outcome="failed"'))
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_that_failed_counts_as_a_failure(places: list[EnginePlace], tmp_path: Path, stream: bool) -> None:
-    double = places[0].double = RespondingDouble(url=places[0].url, output=[], status_of_output="failed")
-    with explorer_running(settings_for(tmp_path, [double.url])) as explorer:
-        assert '"failed"' in post(explorer, CUSTOM | {"stream": stream}).text
-        counted = [
-            line for line in explorer.http.get("/metrics").text.splitlines() if "tuneloop_replies_total{" in line
-        ]
-        assert ['outcome="failed"' in line for line in counted] == [True]
-        assert [each.experiences[0].finish_reason for each in explorer.exchanges()] == [None]
+def test_a_response_that_failed_counts_as_a_failure(
+    explorer: RunningExplorer, engines: list[RespondingDouble], stream: bool
+) -> None:
+    for each in engines:
+        each.output, each.status_of_output = [], "failed"
+    before = failures(explorer)
+    answer = post(explorer, CUSTOM | {"stream": stream})
+    failed = events(answer.text)[-1]["response"] if stream else answer.json()
+    assert failed["status"] == "failed"
+    assert failures(explorer) == before + 1
+    kept = kept_as(explorer, failed["id"])
+    assert kept is not None
+    assert kept.experiences[0].finish_reason is None
 
 
 def test_what_must_not_be_stored_is_not(explorer: RunningExplorer, engines: list[RespondingDouble]) -> None:
@@ -224,6 +234,27 @@ def test_a_background_stream_goes_on_without_its_client(
     kept = kept_as(explorer, name)
     assert kept is not None
     assert (kept.experiences[0].text, kept.experiences[0].finish_reason) == ("Done.", "stop")
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_background_stream_is_gone_on_with_however_long_nothing_comes(
+    explorer: RunningExplorer, engines: list[RespondingDouble], monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    monkeypatch.setattr(responses, "_FIRST_EVENT_S", 0.05)
+    with explorer.http.stream("POST", RESPONSES, json=BACKGROUND | {"stream": True}) as reply:
+        name = json.loads(next(line[6:] for line in reply.iter_lines() if line.startswith("data: ")))["response"]["id"]
+    engine = holder(engines, name)
+    eventually(lambda: engine.left == 1)
+    with explorer.http.stream("GET", f"{RESPONSES}/{name}?stream=true&starting_after=1") as reply:
+        assert reply.status_code == 200
+        lines = reply.iter_lines()
+        assert next(lines) == ":"
+        if not leaves:
+            engine.finish(name)
+            assert [each["type"] for each in events("\n".join(lines))] == ["response.completed"]
+    eventually(lambda: engine.left == 1 + leaves)
+    engine.finish(name)
+    assert again(explorer, name, "?stream=true&starting_after=2").status_code == 400
 
 
 def test_a_background_stream_heard_to_its_end_is_kept_once(

@@ -81,15 +81,15 @@ class RequestRefused(TuneloopError):
         extra: dict[str, object] | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        super().__init__(_shortened(message))
+        super().__init__(_shorten(message))
         self.status = status
         self.code = code
-        self.param = None if param is None else _shortened(param)
+        self.param = None if param is None else _shorten(param)
         self.extra = extra or {}
         self.retry_after_s = retry_after_s
 
 
-def _shortened(words: str) -> str:
+def _shorten(words: str) -> str:
     if len(words) <= _MOST_TOLD:
         return words
     return f"{words[: _MOST_TOLD // 2]} [...] {words[-_MOST_TOLD // 2 :]}"

@@ -144,7 +144,7 @@ class StoredResponses:
         if not first or (first == _COMMENT and held.response.get("status") not in UNFINISHED):
             await events.aclose()
             raise _error(f"Unknown response_id: {response_id}", 400)
-        return _joined(first, events)
+        return _resume(first, events)
 
     async def _read(self, caller: Caller, response_id: str) -> StoredResponse | None:
         reply_id = self._signer.parse(response_id, caller.tenant)
@@ -265,7 +265,7 @@ async def _events(reply: EngineReply) -> AsyncGenerator[bytes]:
         reply.close()
 
 
-async def _joined(first: bytes, events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+async def _resume(first: bytes, events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
     async with contextlib.aclosing(events):
         yield first
         async for block in events:

@@ -230,7 +230,7 @@ def test_a_long_line_is_passed_on_in_parts_and_renamed_all_the_same() -> None:
     for length in range(_HIGH_WATER - 120, _HIGH_WATER + 40, 7):
         body = b'{"text":"%b","model":"%b","choices":"%b"}' % (b"x" * length, THEIRS.encode(), b"y" * 3 * _HIGH_WATER)
         reply, received = RenamedEngineReply(cast(_Connection, None), RENAMING), list[bytes]()
-        reply._sink = lambda block, into=received: into.append(block) is None  # type: ignore[misc]
+        reply._sink = lambda block, into=received: into.append(block) is None
         for at in range(0, len(body), 20_000):
             reply.receive(body[at : at + 20_000])
         reply.receive_end()

@@ -163,12 +163,12 @@ def test_no_answer_in_time_is_the_fault_of_the_version_that_was_asked_last(
     tried.status, champions.stalls_after, champions.hangs = 500, 2, not stream
     explorer.services.proxy._timeout_s = 0.3
     user = next(user for user, number in by_hash().items() if number == 1)
-    before = failed(explorer)
+    before = failure_counts(explorer)
     assert "engine_timeout" in explorer.chat(user=user, stream=stream).text
-    assert failed(explorer) - before == Counter({"0": 1, "1": 1})
+    assert failure_counts(explorer) - before == Counter({"0": 1, "1": 1})
 
 
-def failed(explorer: RunningExplorer) -> Counter[str]:
+def failure_counts(explorer: RunningExplorer) -> Counter[str]:
     """How many replies have failed, by version."""
     families = text_string_to_metric_families(explorer.http.get("/metrics").text)
     samples = [sample for family in families for sample in family.samples]

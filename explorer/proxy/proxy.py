@@ -83,7 +83,7 @@ class RequestFailures:
         else:
             self._metrics.count_reply(version, "refused")
 
-    def ended(self, version: int, identity: str, *, broken: bool) -> None:
+    def at_end(self, version: int, identity: str, *, broken: bool) -> None:
         """A reply has come to its end; `broken`: that is an error which the engine told by itself."""
         if broken:
             self.alone(version, identity)
@@ -262,7 +262,7 @@ class Proxy:
     def _count_ended(self, in_flight: ReplyInFlight) -> None:
         request = in_flight.request
         broken = request.writer.transcript.broken
-        self._failures.ended(in_flight.version, request.caller.identity, broken=broken)
+        self._failures.at_end(in_flight.version, request.caller.identity, broken=broken)
 
     async def _record_partial(self, in_flight: ReplyInFlight) -> None:
         """Record what arrived before the client disconnected or the engine broke off."""

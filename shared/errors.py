@@ -33,6 +33,9 @@ TuneloopError
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+#: The most characters of what a client is told of its request, which may quote any words of it.
+_MOST_TOLD = 2000
+
 
 class TuneloopError(Exception):
     """The root of the tree: catch it to catch all of ours."""
@@ -62,7 +65,8 @@ class RequestRefused(TuneloopError):
     """A request that gets a 4xx or 503 answer.
 
     `status` is the HTTP status, `code` and `param` go into OpenAI's error envelope, `extra` into the top level of the
-    body, `retry_after_s` into the Retry-After headers. `held_s`: how long the answer is held back.
+    body, `retry_after_s` into the Retry-After headers. `held_s`: how long the answer is held back. Of a message or
+    `param` that is longer than 2000 characters the middle is left out.
     """
 
     held_s = 0.0
@@ -77,12 +81,18 @@ class RequestRefused(TuneloopError):
         extra: dict[str, object] | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(_shorten(message))
         self.status = status
         self.code = code
-        self.param = param
+        self.param = None if param is None else _shorten(param)
         self.extra = extra or {}
         self.retry_after_s = retry_after_s
+
+
+def _shorten(words: str) -> str:
+    if len(words) <= _MOST_TOLD:
+        return words
+    return f"{words[: _MOST_TOLD // 2]} [...] {words[-_MOST_TOLD // 2 :]}"
 
 
 class KeyRefused(TuneloopError):

@@ -47,7 +47,7 @@ class NativeResponseTranscript(Transcript):
             usage = response.get("usage")
             if isinstance(usage, Mapping) and isinstance(total := usage.get("total_tokens"), int):
                 self.reported_tokens = max(self.reported_tokens, total)
-            self.broken = False
+            self.broken = response["status"] == "failed"
             self.choices[0] = _choice(response)
         return self.latest
 

@@ -146,22 +146,32 @@ class EngineReply:
 
 
 class RenamedEngineReply(EngineReply):
-    """A reply of an adapter, under the model name that clients use. It is passed on by whole lines."""
+    """A reply of an adapter, under the model name that clients use: passed on by whole lines, long ones in parts."""
 
     def __init__(self, connection: "_Connection", renaming: ModelRenaming) -> None:
         super().__init__(connection)
         self._renaming = renaming
-        self._line = b""
+        self._line: list[bytes] = []
+        self._line_bytes = 0
 
     def receive(self, block: bytes) -> bool:
         """See EngineReply."""
-        lines, end, self._line = (self._line + block).rpartition(b"\n")
-        return super().receive(self._renaming.rename_reply(lines + end)) if end else True
+        end = block.rfind(b"\n") + 1
+        before = self._line_bytes
+        self._line.append(block)
+        self._line_bytes += len(block)
+        if not end and self._line_bytes < _HIGH_WATER:
+            return True
+        data = b"".join(self._line)
+        # A name has no comma in it, and the field that it is in comes after one.
+        end = before + end if end else data.rfind(b",") + 1 or len(data)
+        self._line, self._line_bytes = [data[end:]], len(data) - end
+        return super().receive(self._renaming.rename_reply(data[:end]))
 
     def receive_end(self) -> None:
         """See EngineReply. The last line may have no newline."""
-        if self._line:
-            super().receive(self._renaming.rename_reply(self._line))
+        if self._line_bytes:
+            super().receive(self._renaming.rename_reply(b"".join(self._line)))
         super().receive_end()
 
 

@@ -360,7 +360,7 @@ async def _respond(route: FastRoute, request: RawRequest, share: RequestShare) -
     try:
         await request.drain()  # what was answered before it on its connection
         await share.take_turn()
-        await route(request)
+        await _answer_or_refuse(route, request)
         await request.send_rest()
     except asyncio.CancelledError:
         if not request.client_left:  # the server is stopping and has waited long enough
@@ -371,6 +371,13 @@ async def _respond(route: FastRoute, request: RawRequest, share: RequestShare) -
                     request, RequestRefused("the service is stopping", status=503, code="stopping", retry_after_s=1.0)
                 )
             raise
+    finally:
+        share.end()
+
+
+async def _answer_or_refuse(route: FastRoute, request: RawRequest) -> None:
+    try:
+        await route(request)
     except Exception as error:
         if request.started:
             log.exception("answer_broken_off", path=request.path)
@@ -380,8 +387,6 @@ async def _respond(route: FastRoute, request: RawRequest, share: RequestShare) -
         if refusal.code == "internal":
             log.exception("request_failed", path=request.path)
         send_error(request, refusal)
-    finally:
-        share.end()
 
 
 def _do_nothing() -> None:

@@ -43,6 +43,7 @@ class BackgroundResponses:
 
         So long its request's share, which is kept, is not released.
         """
+        in_flight.request.charge.put_off()
         in_flight.request.caller.meter.begin_request()
         self._queue.put_nowait((in_flight, share))
 

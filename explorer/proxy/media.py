@@ -1,6 +1,7 @@
 """Which images, sounds and films a request may name: an engine would fetch whatever URL a client writes.
 
-A part of a message names a file by its URL, as a string or in an object with the field `url`.
+A part of a message names a file by its URL, as a string or in an object with the field `url`; by its `uuid` it names
+what the engine is to keep of the file, or has kept.
 """
 
 import asyncio
@@ -20,6 +21,11 @@ _MEDIA_FIELDS = ("image_url", "video_url", "audio_url", "file_url", "image", "vi
 
 #: Anthropic's field, which may also tell where a text is from.
 _SOURCE = "source"
+
+_UUID = "uuid"
+
+#: The fields of a message or a part that change.
+_Change = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 _GIVEN_OUT = ipaddress.IPv6Network("2000::/3")
 
@@ -61,12 +67,28 @@ def remote_files(body: Mapping[str, Any], domains: frozenset[str]) -> list[str]:
 def with_files(body: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
     """A copy of a request with other URLs: `files` has the new one for each that changes."""
 
-    def change(value: Any) -> Any:
+    def replace(value: Any) -> Any:
         if isinstance(value, Mapping) and isinstance(url := value.get("url"), str):
             return {**value, "url": files.get(url, url)}
         return files.get(value, value) if isinstance(value, str) else value
 
-    return {**body, **{param: _change_parts(body[param], change) for param in _HOLDERS if param in body}}
+    def change(part: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: replace(part[name]) for name in (*_MEDIA_FIELDS, _SOURCE) if name in part}
+
+    return _change_body(body, change)
+
+
+def with_own_uuids(body: dict[str, Any], tenant: str) -> dict[str, Any]:
+    """A copy of a request with each `uuid` as its tenant's; the request itself, where it has none.
+
+    An engine takes what it has kept under a uuid for the file, whoever sent it.
+    """
+
+    def change(part: Mapping[str, Any]) -> dict[str, Any]:
+        return {} if part.get(_UUID) is None else {_UUID: f"{tenant}:{part[_UUID]}"}
+
+    has_any = any(part.get(_UUID) is not None for param in _HOLDERS for part in _parts(body.get(param)))
+    return _change_body(body, change) if has_any else body
 
 
 def is_address(host: str) -> bool:
@@ -88,9 +110,7 @@ def is_public(address: str) -> bool:
 
 
 def _urls(items: object) -> Iterator[str]:
-    for item in _objects(items):
-        for name in _PARTS:
-            yield from _urls(item.get(name))
+    for item in _parts(items):
         for name in _MEDIA_FIELDS:
             value = item.get(name)
             url = value.get("url") if isinstance(value, Mapping) else value
@@ -100,16 +120,27 @@ def _urls(items: object) -> Iterator[str]:
             yield url
 
 
-def _change_parts(items: Any, change: Callable[[Any], Any]) -> Any:
+def _parts(items: object) -> Iterator[Mapping[str, Any]]:
+    """Messages and their parts, of any depth."""
+    for item in _objects(items):
+        yield item
+        for name in _PARTS:
+            yield from _parts(item.get(name))
+
+
+def _change_body(body: Mapping[str, Any], change: _Change) -> dict[str, Any]:
+    return {**body, **{param: _change_parts(body[param], change) for param in _HOLDERS if param in body}}
+
+
+def _change_parts(items: Any, change: _Change) -> Any:
     if not isinstance(items, list):
         return items
     return [_change_part(each, change) if isinstance(each, Mapping) else each for each in items]
 
 
-def _change_part(item: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+def _change_part(item: Mapping[str, Any], change: _Change) -> dict[str, Any]:
     changed = {name: _change_parts(item[name], change) for name in _PARTS if name in item}
-    changed |= {name: change(item[name]) for name in (*_MEDIA_FIELDS, _SOURCE) if name in item}
-    return {**item, **changed}
+    return {**item, **changed, **change(item)}
 
 
 def _objects(value: object) -> list[Mapping[str, Any]]:

@@ -48,10 +48,11 @@ _EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
 class RequestOutcome:
-    """The outcome of a request, for the metrics."""
+    """The outcome of a request, for the metrics: the version that answered, and the one that was `asked` last."""
 
     status = 500
     version: int | None = None
+    asked: int
     in_background = False
 
 
@@ -81,6 +82,13 @@ class RequestFailures:
             self.alone(version, identity)
         else:
             self._metrics.count_reply(version, "refused")
+
+    def at_end(self, version: int, identity: str, *, broken: bool) -> None:
+        """A reply has come to its end; `broken`: that is an error which the engine told by itself."""
+        if broken:
+            self.alone(version, identity)
+        else:
+            self._metrics.count_reply(version, "whole")
 
     def elsewhere(self, version: int, *, answered: bool) -> None:
         """A request failed, and then another engine answered it, or refused it or failed at it too."""
@@ -139,15 +147,14 @@ class Proxy:
     async def _answer_in_time(self, request: Request, raw: RawRequest, outcome: RequestOutcome) -> None:
         # Outside the timeout: it has one of its own, and no engine has the request yet.
         engine = await self._fleet.acquire(request.routing_key, request.prefix_hashes)
-        version = engine.version
         self._shadow(request)
         try:
             async with asyncio.timeout(self._timeout_s):
                 with request.charge.while_asking(request.writer.transcript):
                     await self._answer_from(engine, request, raw, outcome)
         except TimeoutError:
-            if not raw.client_is_slow:
-                self._failures.alone(version, request.caller.identity)
+            if not (raw.client_is_slow or request.writer.done):
+                self._failures.alone(outcome.asked, request.caller.identity)
             if not raw.started:
                 raise RequestRefused("the engine did not answer in time", status=504, code="engine_timeout") from None
             if raw.client_is_slow:  # the client would not read an error either
@@ -156,7 +163,7 @@ class Proxy:
                 raw.end_stream(request.writer.error_event("the engine did not answer in time", "engine_timeout"))
 
     async def _answer_from(self, engine: Engine, request: Request, raw: RawRequest, outcome: RequestOutcome) -> None:
-        in_flight, reply = await self._engine_reply(engine, request)
+        in_flight, reply = await self._engine_reply(engine, request, outcome)
         outcome.version = in_flight.version
         raw.share.keep()
         try:
@@ -171,7 +178,7 @@ class Proxy:
                 await self._stream_reply(in_flight, raw, reply)
             else:
                 body = await _whole_answer(request.writer, raw, reply)
-                self._metrics.count_reply(in_flight.version, "whole")
+                self._count_ended(in_flight)
                 await self._record(in_flight)
                 outcome.status = 200
                 raw.respond(200, in_flight.headers(_JSON), body)
@@ -187,12 +194,15 @@ class Proxy:
                 raw.share.release()
                 self._fleet.release(in_flight.engine)
 
-    async def _engine_reply(self, engine: Engine, request: Request) -> tuple[ReplyInFlight, EngineReply]:
+    async def _engine_reply(
+        self, engine: Engine, request: Request, outcome: RequestOutcome
+    ) -> tuple[ReplyInFlight, EngineReply]:
         """The reply and its engine: another one than `engine` if that fails before it has answered."""
         # Before the request is sent: a whole reply starts to arrive when it has been sampled.
         in_flight = ReplyInFlight(request, engine)
+        outcome.asked = in_flight.version
         try:
-            reply_or_engine = await self._first_reply(engine, request)
+            reply_or_engine = await _first_reply(self._fleet, engine, request)
         except BaseException as error:
             self._release_failed(in_flight, error)
             raise
@@ -201,6 +211,7 @@ class Proxy:
         log.warning("asking_another_engine", engine=engine.number, other=reply_or_engine.number, msg_id=request.msg_id)
         self._fleet.release(engine)
         failed, in_flight = in_flight.version, ReplyInFlight(request, reply_or_engine)
+        outcome.asked = in_flight.version
         try:
             reply = await _ask(reply_or_engine, request)
         except BaseException as error:
@@ -215,23 +226,6 @@ class Proxy:
         self._fleet.release(in_flight.engine)
         if not isinstance(error, asyncio.CancelledError):
             self._failures.alone(in_flight.version, in_flight.request.caller.identity)
-
-    async def _first_reply(self, engine: Engine, request: Request) -> EngineReply | Engine:
-        """An engine's reply, or the engine to ask instead."""
-        try:
-            reply = await _ask(engine, request)
-        except EngineUnreachable:
-            other = await self._fleet.wait_for_another(engine, request.routing_key, request.prefix_hashes)
-            if other is None:
-                raise
-            return other
-        if (
-            reply.status < _ENGINE_FAULT
-            or (other := self._fleet.acquire_another(engine, request.routing_key, request.prefix_hashes)) is None
-        ):
-            return reply
-        reply.close()
-        return other
 
     async def _stream_reply(self, in_flight: ReplyInFlight, raw: RawRequest, reply: EngineReply) -> None:
         """Send the chunks as they arrive. All is on disk before the last one, whatever ends the stream."""
@@ -248,7 +242,7 @@ class Proxy:
                 await raw.drain()
             if not writer.done:
                 raise EngineError("the stream ended without [DONE]")
-            self._metrics.count_reply(in_flight.version, "whole")
+            self._count_ended(in_flight)
             await self._record(in_flight)
             raw.end_stream(writer.finish())
         except SpoolFull as error:
@@ -264,6 +258,11 @@ class Proxy:
                 log.info("client_left" if raw.client_left else "stream_cancelled", msg_id=request.msg_id)
             await self._record_partial(in_flight)
             raise
+
+    def _count_ended(self, in_flight: ReplyInFlight) -> None:
+        request = in_flight.request
+        broken = request.writer.transcript.broken
+        self._failures.at_end(in_flight.version, request.caller.identity, broken=broken)
 
     async def _record_partial(self, in_flight: ReplyInFlight) -> None:
         """Record what arrived before the client disconnected or the engine broke off."""
@@ -282,16 +281,41 @@ class Proxy:
         self.admission.release(in_flight.request.caller.identity)
 
     async def _record(self, in_flight: ReplyInFlight) -> None:
-        """Write the exchange to disk, unless the client wants it not stored."""
-        request, in_flight.recorded = in_flight.request, True
-        request.charge.count(request.writer.transcript)
-        if request.store and request.writer.transcript.choices:
-            await self._recorder.record(in_flight.exchange(await self._grammars.resolve(in_flight)))
+        """Write the exchange to disk, unless the client wants it not stored; even if this is cancelled meanwhile."""
+        request = in_flight.request
+        if not request.writer.continues_in_background:
+            request.charge.count(request.writer.transcript)
+        if not (request.store and request.writer.transcript.choices):
+            return
+        sampling = request.sampling
+        try:
+            sampling = await self._grammars.resolve(in_flight)
+        finally:
+            in_flight.recorded = True
+            await self._recorder.record(in_flight.exchange(sampling))
 
 
 async def _ask(engine: Engine, request: Request) -> EngineReply:
     path, headers = request.dialect.upstream_path, request.engine_headers()
     return await engine.http.request("POST", path, request.upstream_body, headers)
+
+
+async def _first_reply(fleet: Fleet, engine: Engine, request: Request) -> EngineReply | Engine:
+    """An engine's reply, or the engine to ask instead."""
+    try:
+        reply = await _ask(engine, request)
+    except EngineUnreachable:
+        other = await fleet.wait_for_another(engine, request.routing_key, request.prefix_hashes)
+        if other is None:
+            raise
+        return other
+    if (
+        reply.status < _ENGINE_FAULT
+        or (other := fleet.acquire_another(engine, request.routing_key, request.prefix_hashes)) is None
+    ):
+        return reply
+    reply.close()
+    return other
 
 
 async def _whole_answer(writer: ReplyWriter, raw: RawRequest, reply: EngineReply) -> bytes:

@@ -21,6 +21,7 @@ from tuneloop.explorer.http.coercion import flag_of
 from tuneloop.explorer.http.raw_request import Headers, RawRequest
 from tuneloop.explorer.proxy.capture_choice import CaptureChoice
 from tuneloop.explorer.proxy.labels import Labels, labels_of, refuse_misplaced
+from tuneloop.explorer.proxy.media import with_own_uuids
 from tuneloop.explorer.proxy.media_fetching import MediaFetcher
 from tuneloop.explorer.proxy.token_charge import TokenCharge
 from tuneloop.shared import engine_flags, steady_time
@@ -43,7 +44,7 @@ _SALT = "cache_salt"
 
 #: Without one of these no request names a file, nor goes on with a conversation that does. JSON may write any letter of
 #: them as an escape.
-_MEDIA_WORDS = (b"_url", b'"image', b'"video', b'"audio', b'"source"', b"previous_response_id", b"\\u")
+_MEDIA_WORDS = (b"_url", b'"image', b'"video', b'"audio', b'"source"', b'"uuid"', b"previous_response_id", b"\\u")
 
 
 class Request(NamedTuple):
@@ -153,7 +154,7 @@ class RequestParser:
         dialect = dialect.for_body(body)
         upstream = await dialect.to_upstream(body, raw.caller)
         if any(word in raw_body for word in _MEDIA_WORDS):
-            upstream = await self._media.inline(upstream, raw.hold)
+            upstream = with_own_uuids(await self._media.inline(upstream, raw.hold), raw.caller.tenant)
         labels = labels_of(upstream, raw.run(), train=self._tenant(raw.caller).train)
         sampling = self._sampling_of(upstream, labels)
         unwanted = (*self._unsafe_fields, *_operators_fields(raw.caller))

@@ -14,7 +14,7 @@ from tuneloop.explorer.engines.version_routing import PinParser, VersionPin
 from tuneloop.explorer.http.bodies import as_utf8, parse_object, read_bytes
 from tuneloop.explorer.http.caller import caller_of
 from tuneloop.explorer.http.chat_template import check_template
-from tuneloop.explorer.proxy.media import remote_files
+from tuneloop.explorer.proxy.media import remote_files, with_own_uuids
 from tuneloop.explorer.proxy.token_charge import tokens_of
 from tuneloop.explorer.routes.metrics_json import TRINITY
 from tuneloop.shared.errors import EngineError, RequestRefused
@@ -73,9 +73,11 @@ def _add_forwarded(app: FastAPI, pins: PinParser, max_body_bytes: int) -> None:
         parsed = parse_object(data)
         check_template(parsed)
         remote_files(parsed, frozenset())
-        pin = pins.parse(parsed)
-        body = data if pin is None else orjson.dumps(parsed | {"model": pins.model_name})
         caller = caller_of(request.scope)
+        pin, upstream = pins.parse(parsed), with_own_uuids(parsed, caller.tenant)
+        if pin is not None:
+            upstream = upstream | {"model": pins.model_name}
+        body = data if upstream is parsed else orjson.dumps(upstream)
         caller.meter.count_tokens(tokens_of(len(data)))
         await admission.acquire(caller.identity)
         try:

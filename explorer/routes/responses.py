@@ -4,8 +4,9 @@ Any worker can answer for a background response: it asks all engines.
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -34,6 +35,10 @@ _FLUSH_TIMEOUT_S = 2.0  # a reply that was acknowledged is in the database a few
 _RECORDING_TIMEOUT_S = 5.0  # a worker looks once a second for what is finished
 _RETRY_S = 0.05
 _ENGINE_TIMEOUT_S = 30.0  # nothing is sampled for these answers, but the engine may be busy
+_FIRST_EVENT_S = 30.0  # from when on a client is told that it waits
+
+#: Tells a client of a stream nothing but that its request was heard.
+_COMMENT = b":\n\n"
 
 _TRUE, _FALSE = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")
 
@@ -130,15 +135,16 @@ class StoredResponses:
         await self._after_recording(caller, response_id, held, stored)
         after = "" if starting_after is None else f"&starting_after={starting_after}"
         reply = await held.engine.http.request("GET", f"{response_path(response_id)}?stream=true{after}")
-        blocks = reply.blocks()
+        events = _events(reply)
         try:
-            async with asyncio.timeout(_ENGINE_TIMEOUT_S):
-                first = await anext(blocks, b"")
-        except (EngineError, TimeoutError):
-            reply.close()
-            # vLLM notices only after it has sent a head with 200.
-            raise _error(f"Unknown response_id: {response_id}", 400) from None
-        return _remaining_blocks(reply, first, blocks)
+            first = await anext(events, b"")
+        except EngineError:  # vLLM notices only after it has sent a head with 200
+            first = b""
+        # After the last event of a response vLLM would let its client wait for ever.
+        if not first or (first == _COMMENT and held.response.get("status") not in UNFINISHED):
+            await events.aclose()
+            raise _error(f"Unknown response_id: {response_id}", 400)
+        return _resume(first, events)
 
     async def _read(self, caller: Caller, response_id: str) -> StoredResponse | None:
         reply_id = self._signer.parse(response_id, caller.tenant)
@@ -242,14 +248,28 @@ async def _fetch_held(engine: Engine, method: str, path: str) -> HeldResponse | 
     return HeldResponse(engine, reply.status, parsed)
 
 
-async def _remaining_blocks(reply: EngineReply, first: bytes, blocks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _events(reply: EngineReply) -> AsyncGenerator[bytes]:
+    """The blocks of an engine's stream; before them a comment, if the first one does not come soon."""
+    blocks = reply.blocks()
+    first = asyncio.ensure_future(anext(blocks, b""))
     try:
-        if first:
-            yield first
+        await asyncio.wait({first}, timeout=_FIRST_EVENT_S)
+        if not first.done():
+            yield _COMMENT
+        if block := await first:
+            yield block
         async for block in blocks:
             yield block
     finally:
+        first.cancel()
         reply.close()
+
+
+async def _resume(first: bytes, events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+    async with contextlib.aclosing(events):
+        yield first
+        async for block in events:
+            yield block
 
 
 def add_routes(app: FastAPI) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import json
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import parse_qs
 
 from tests.doubles.engine import MODEL, EngineDouble
 
@@ -50,7 +51,8 @@ class RespondingDouble(EngineDouble):
         if verb == "cancel":
             return await self._cancel(self.held[name], send)
         if b"stream=true" in scope["query_string"]:
-            return await self._events(self.held[name], send)
+            after = parse_qs(scope["query_string"].decode()).get("starting_after", ["-1"])
+            return await self._events(self.held[name], send, int(after[0]))
         await _send_json(send, 200, self.held[name])
 
     async def _respond(self, request: Json, send: Any) -> None:
@@ -73,7 +75,7 @@ class RespondingDouble(EngineDouble):
         response["status"] = "cancelled"
         await _send_json(send, 200, response)
 
-    async def _events(self, response: Json, send: Any) -> None:
+    async def _events(self, response: Json, send: Any, after: int = -1) -> None:
         begun = {**response, "status": "in_progress", "output": []}
         events: list[Json] = [{"type": "response.created", "response": begun}]
         events += [
@@ -86,12 +88,16 @@ class RespondingDouble(EngineDouble):
         for number, event in enumerate(events):
             if number == self.breaks_after:
                 raise ConnectionAbortedError
-            await _say(send, event | {"sequence_number": number})
+            if number > after:
+                await _say(send, event | {"sequence_number": number})
         if self.breaks_after is not None:
             raise ConnectionAbortedError
         while response["status"] in ("queued", "in_progress"):  # noqa: ASYNC110 - a test changes it
             await asyncio.sleep(0.005)
-        await _say(send, {"type": "response.completed", "response": response, "sequence_number": len(events)})
+        if after >= len(events):
+            await asyncio.Event().wait()
+        kind = "response.failed" if response["status"] == "failed" else "response.completed"
+        await _say(send, {"type": kind, "response": response, "sequence_number": len(events)})
         await send({"type": "http.response.body"})
 
 

@@ -415,8 +415,10 @@ def test_what_is_the_operators_does_not_reach_the_engine(
     assert not operators & sent.keys()
     assert sent["cache_salt"] == "acme:mine"
     assert operators <= set(answer.headers["x-tuneloop-ignored"].split(", "))
-    explorer.http.post(CHAT, json=HELLO, headers=acme.headers)
+    named = HELLO | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": None, "uuid": "x"}]}]}
+    explorer.http.post(CHAT, json=named, headers=acme.headers)
     assert double.chats[-1].body["cache_salt"] == "acme"
+    assert double.chats[-1].body["messages"][0]["content"][0]["uuid"] == "acme:x"
 
 
 @pytest.mark.parametrize("ending", ["%0A", "%0D", "%00", "%E2%80%A8"])

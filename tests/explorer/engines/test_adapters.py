@@ -15,7 +15,7 @@ from tests.explorer.conftest import Run
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
 from tests.explorer.versions.test_attestation import mismatches, outcomes
 from tuneloop.explorer.engines.adapter_names import ModelRenaming
-from tuneloop.explorer.engines.client import RenamedEngineReply, _Connection
+from tuneloop.explorer.engines.client import _HIGH_WATER, RenamedEngineReply, _Connection
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.explorer.engines.vllm import command, environment
 from tuneloop.shared.checkpoints.manifest import Probe
@@ -224,3 +224,20 @@ def test_a_reply_is_renamed_wherever_its_blocks_are_cut(size: int) -> None:
         reply.receive(body[at : at + size])
     reply.receive_end()
     assert received == event % b"ours" * 3 + b'{"model":"ours"}'
+
+
+def test_a_long_line_is_passed_on_in_parts_and_renamed_all_the_same() -> None:
+    for length in range(_HIGH_WATER - 120, _HIGH_WATER + 40, 7):
+        body = b'{"text":"%b","model":"%b","choices":"%b"}' % (b"x" * length, THEIRS.encode(), b"y" * 3 * _HIGH_WATER)
+        reply, received = RenamedEngineReply(cast(_Connection, None), RENAMING), list[bytes]()
+        reply._sink = lambda block, into=received: into.append(block) is None
+        for at in range(0, len(body), 20_000):
+            reply.receive(body[at : at + 20_000])
+        reply.receive_end()
+        assert b"".join(received) == body.replace(THEIRS.encode(), b"ours")
+        assert max(map(len, received)) < 2 * _HIGH_WATER
+
+
+def test_a_long_line_that_nobody_reads_is_not_held() -> None:
+    reply = RenamedEngineReply(cast(_Connection, None), RENAMING)
+    assert not all(reply.receive(b"x" * 20_000) for _ in range(2 * _HIGH_WATER // 20_000))

@@ -31,6 +31,7 @@ from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_
 from tests.explorer.wire import BODY, Wire, WireResponse, chunked, http_request, streamed
 from tuneloop.explorer.http.raw_request import RawRequest
 from tuneloop.explorer.http.server import FastProtocol, FastRoutes
+from tuneloop.shared.errors import RequestRefused
 
 HOT = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
 MAX_BODY = 1 << 20
@@ -108,6 +109,23 @@ def test_http_1_0_gets_no_chunks_and_the_end_of_the_connection(shared: RunningEx
         assert "transfer-encoding" not in answer.headers
         assert all(line.startswith(b"data: ") for line in answer.body.split(b"\n\n")[:-1])
         assert answer.body.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/responses", {"input": "a", "previous_response_id": "y" * 70_000}),
+        ("/v1/responses", {"input": [{"type": "y" * 70_000}]}),
+        (CHAT, HELLO | {"metadata": {" " * 40_000 + "train": "maybe"}}),
+    ],
+)
+def test_a_refusal_quotes_long_words_in_part(wire: Wire, path: str, fields: dict[str, Any]) -> None:
+    wire.socket.settimeout(5)
+    for _ in range(2):
+        wire.send(http_request(json.dumps(fields).encode(), path=path))
+        answer = wire.response()
+        assert answer.status in {400, 404}
+        assert len(answer.body) < 5000
 
 
 def test_a_client_that_closes_after_one_request_is_told_so_and_closed(wire: Wire) -> None:
@@ -424,7 +442,11 @@ async def never(request: RawRequest) -> None:
     await asyncio.sleep(60)
 
 
-WAYS = {("POST", f"/{way.__name__}"): way for way in (bug, late_bug, late_end, never)}
+async def long_refusal(request: RawRequest) -> None:
+    raise RequestRefused("no", extra={"why": "x" * 1_000_000})
+
+
+WAYS = {("POST", f"/{way.__name__}"): way for way in (bug, late_bug, late_end, long_refusal, never)}
 WAYS |= {("POST", "/v1/messages"): bug}
 
 
@@ -437,6 +459,13 @@ def test_a_bug_is_logged_and_told_without_its_insides() -> None:
     assert "secret" not in answer.text
     assert (anthropic["type"], anthropic["error"]["type"]) == ("error", "api_error")
     assert [(each["event"], each["exc_info"]) for each in logs] == [("request_failed", True)] * 2
+
+
+def test_a_refusal_of_any_length_is_sent_in_full_and_the_connection_serves_on() -> None:
+    with serving(FastRoutes(FastAPI(), WAYS)) as url, httpx.Client(base_url=url, timeout=5) as client:
+        for _ in range(2):
+            answer = client.post("/long_refusal")
+            assert (answer.status_code, len(answer.json()["why"])) == (400, 1_000_000)
 
 
 def test_a_bug_in_mid_answer_breaks_it_off() -> None:

@@ -43,6 +43,15 @@ class Mortal(EngineDouble):
 
 
 @dataclass
+class Failing(EngineDouble):
+    """An engine that tells an error in its streams, and ends them in good order."""
+
+    async def _stream(self, reply: list[bytes], send: Any) -> None:
+        error = b'data: {"error":{"message":"no","type":"InternalServerError","param":null,"code":500}}\n\n'
+        await super()._stream([*reply[:3], error, b"data: [DONE]\n\n"], send)
+
+
+@dataclass
 class Talkative(EngineDouble):
     """An engine that streams until `ends` is set."""
 
@@ -81,6 +90,13 @@ def nothing_is_taken(explorer: RunningExplorer) -> bool:
 def all_ready(explorer: RunningExplorer) -> RunningExplorer:
     eventually(lambda: all(each.state is EngineState.READY for each in explorer.services.fleet.engines))
     return explorer
+
+
+def outcomes(explorer: RunningExplorer) -> dict[str, float]:
+    """How many replies had each outcome."""
+    families = text_string_to_metric_families(explorer.http.get("/metrics").text)
+    samples = [sample for family in families for sample in family.samples]
+    return {each.labels["outcome"]: each.value for each in samples if each.name == "tuneloop_replies_total"}
 
 
 def answered(explorer: RunningExplorer) -> dict[tuple[str, str], float]:
@@ -207,6 +223,17 @@ def test_a_stream_that_stops_is_ended_with_an_error_and_kept_as_cut_off(
         assert len(explorer.exchanges()) == number
     eventually(lambda: double.left == 3)
     eventually(lambda: nothing_is_taken(explorer))
+
+
+@pytest.mark.parametrize(("path", "body"), ASKED.items())
+def test_a_stream_that_ends_in_the_engines_own_error_counts_as_a_failure(
+    running_explorer: Run, places: list[EnginePlace], path: str, body: dict[str, Any]
+) -> None:
+    places[0].double = double = Failing(url=places[0].url)
+    explorer = running_explorer(double)
+    assert "error" in explorer.http.post(path, json=body | {"stream": True}).text
+    assert outcomes(explorer) == {"failed": 1}
+    assert [each.experiences[0].drop_reason for each in explorer.exchanges()] == ["cut_off"]
 
 
 def test_who_waited_for_an_engine_in_vain_may_come_again(running_explorer: Run, double: EngineDouble) -> None:

@@ -1,18 +1,34 @@
 """What an engine held to a grammar is recorded with it, as the engine's renderer tells it; else it is marked."""
 
+import asyncio
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from tests.doubles.engine import EngineDouble
+from tests.doubles.engine import EngineDouble, EnginePlace
 from tests.explorer.conftest import Run
-from tests.explorer.running import HELLO, RunningExplorer
+from tests.explorer.running import HELLO, RunningExplorer, eventually
+from tests.explorer.wire import Wire, http_request, streamed
 from tuneloop.shared.experience import Experience, Grammar
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
 STRICT = {"type": "function", "function": {"name": "add", "parameters": SCHEMA, "strict": True}}
 TAG = '{"type": "structural_tag"}'
+
+
+@dataclass
+class Pondering(EngineDouble):
+    """An engine whose renderer never answers."""
+
+    asked: int = 0
+
+    async def _answer(self, scope: Any, body: bytes, send: Any) -> None:
+        if scope["path"].endswith("/render"):
+            self.asked += 1
+            await asyncio.Event().wait()
+        await super()._answer(scope, body, send)
 
 
 def rendered(*, stop_token_ids: list[int] | None = None, parser: Any = None, **constraint: Any) -> bytes:
@@ -109,6 +125,23 @@ def test_of_large_requests_and_grammars_nothing_is_held(explorer: RunningExplore
         assert found.grammar is not None
         assert len(found.grammar.spec) > 70_000
     assert (len(held), len(double.renders)) == (2, 4)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_what_a_client_has_in_full_is_kept_once_whatever_happens_while_the_engine_is_asked(
+    running_explorer: Run, places: list[EnginePlace], leaves: bool
+) -> None:
+    places[0].double = double = Pondering(url=places[0].url)
+    explorer = running_explorer(double, request_timeout=30 if leaves else 0.5)
+    with Wire(explorer.url) as wire:
+        wire.send(http_request(streamed(tools=[STRICT])))
+        eventually(lambda: double.asked == 1)
+        if leaves:
+            wire.reset()
+        eventually(lambda: explorer.services.proxy.admission.in_flight == 0)
+    [found] = recorded(explorer)
+    assert (found.drop_reason, found.unsampled, found.grammar) == (None, "sampling:tools", None)
+    assert found.finish_reason == "tool_calls"
 
 
 def test_nobody_is_asked_about_other_replies(explorer: RunningExplorer, double: EngineDouble) -> None:

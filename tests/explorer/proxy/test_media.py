@@ -1,5 +1,6 @@
 """Files that clients name by URL, which an engine would fetch from inside the operator's network."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from tests.doubles.engine import MODEL, EngineDouble, EnginePlace
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
 from tuneloop.explorer.engines.vllm import command
-from tuneloop.explorer.proxy.media import is_public, remote_files
+from tuneloop.explorer.proxy.media import is_public, remote_files, with_own_uuids
 from tuneloop.shared.errors import RequestRefused
 
 METADATA = "http://169.254.169.254/latest/meta-data"
@@ -106,6 +107,48 @@ def test_no_url_is_fetched_to_count_tokens(explorer: RunningExplorer, engine: En
         assert answer.status_code == 400
         assert "not fetched from URLs" in answer.text
     assert len(engine.passed) == asked
+
+
+def uuids(body: bytes | dict[str, Any], field: str = "messages") -> list[Any]:
+    turns = (body if isinstance(body, dict) else json.loads(body))[field]
+    return [part.get("uuid") for turn in turns for part in turn["content"]]
+
+
+@pytest.mark.parametrize(
+    ("written", "sent"),
+    [
+        ('"uuid":"invoice-1"', "default:invoice-1"),
+        ('"\\u0075uid":"invoice-1"', "default:invoice-1"),
+        ('"uuid":""', "default:"),
+        ('"uuid":7', "default:7"),
+        ('"uuid":null', None),
+    ],
+)
+def test_what_an_engine_keeps_under_a_name_is_kept_for_its_tenant(
+    explorer: RunningExplorer, engine: EngineDouble, written: str, sent: str | None
+) -> None:
+    part = f'{{"type":"image_url","image_url":null,{written}}}'
+    body = f'{{"model":"{MODEL}","messages":[{{"role":"user","content":[{{"type":"text","text":"a"}},{part}]}}]}}'
+    for path in ("/v1/chat/completions", "/tokenize", "/v1/messages/count_tokens"):
+        answer = explorer.http.post(path, content=body, headers={"Content-Type": "application/json"})
+        arrived = engine.chats[-1].body if path == "/v1/chat/completions" else engine.passed[-1][1]
+        assert uuids(arrived) == [None, sent], path
+        if path == "/v1/chat/completions":
+            assert answer.status_code == 200
+            [kept] = [each for each in explorer.exchanges() if each.msg_id == answer.json()["id"]]
+            assert kept.request == body.encode()
+
+
+def test_tenants_share_no_name_and_what_has_none_is_left_as_it_is() -> None:
+    image = {"type": "image_url", "image_url": {"url": DATA}, "uuid": "x"}
+    for holder, place in (("messages", "content"), ("input", "content"), ("input", "output")):
+        body = {holder: [{"role": "user", place: [image, "words"]}, "words"], "uuid": "mine"}
+        assert with_own_uuids(body, "acme") == {
+            holder: [{"role": "user", place: [{**image, "uuid": "acme:x"}, "words"]}, "words"],
+            "uuid": "mine",
+        }
+    for unnamed in (chat({"type": "text", "text": "uuid"}), {"prompt": "uuid", "uuid": "x"}, {"messages": "uuid"}):
+        assert with_own_uuids(unnamed, "acme") is unnamed
 
 
 def test_an_engine_is_told_to_fetch_nothing(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.doubles.engine import MODEL, EnginePlace
 from tests.doubles.responding import RESPONSES, RespondingDouble, message_item
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
+from tuneloop.explorer.routes import responses
 from tuneloop.shared.experience import DEFAULT_TENANT, Exchange, Scope, State
 from tuneloop.shared.ledger.keys import KeyGrant, KeyLimits
 
@@ -155,6 +156,27 @@ def test_a_stream_that_breaks_off_says_so_and_is_kept_as_cut_off(
     assert (kept.experiences[0].text, kept.experiences[0].drop_reason) == ("Done.", "cut_off")
 
 
+def failures(explorer: RunningExplorer) -> float:
+    lines = explorer.http.get("/metrics").text.splitlines()
+    return sum(float(each.split()[-1]) for each in lines if each.startswith('tuneloop_replies_total{outcome="failed"'))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_failed_counts_as_a_failure(
+    explorer: RunningExplorer, engines: list[RespondingDouble], stream: bool
+) -> None:
+    for each in engines:
+        each.output, each.status_of_output = [], "failed"
+    before = failures(explorer)
+    answer = post(explorer, CUSTOM | {"stream": stream})
+    failed = events(answer.text)[-1]["response"] if stream else answer.json()
+    assert failed["status"] == "failed"
+    assert failures(explorer) == before + 1
+    kept = kept_as(explorer, failed["id"])
+    assert kept is not None
+    assert kept.experiences[0].finish_reason is None
+
+
 def test_what_must_not_be_stored_is_not(explorer: RunningExplorer, engines: list[RespondingDouble]) -> None:
     name = post(explorer, CUSTOM | {"store": False}).json()["id"]
     assert kept_as(explorer, name) is None
@@ -214,6 +236,27 @@ def test_a_background_stream_goes_on_without_its_client(
     assert (kept.experiences[0].text, kept.experiences[0].finish_reason) == ("Done.", "stop")
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_background_stream_is_gone_on_with_however_long_nothing_comes(
+    explorer: RunningExplorer, engines: list[RespondingDouble], monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    monkeypatch.setattr(responses, "_FIRST_EVENT_S", 0.05)
+    with explorer.http.stream("POST", RESPONSES, json=BACKGROUND | {"stream": True}) as reply:
+        name = json.loads(next(line[6:] for line in reply.iter_lines() if line.startswith("data: ")))["response"]["id"]
+    engine = holder(engines, name)
+    eventually(lambda: engine.left == 1)
+    with explorer.http.stream("GET", f"{RESPONSES}/{name}?stream=true&starting_after=1") as reply:
+        assert reply.status_code == 200
+        lines = reply.iter_lines()
+        assert next(lines) == ":"
+        if not leaves:
+            engine.finish(name)
+            assert [each["type"] for each in events("\n".join(lines))] == ["response.completed"]
+    eventually(lambda: engine.left == 1 + leaves)
+    engine.finish(name)
+    assert again(explorer, name, "?stream=true&starting_after=2").status_code == 400
+
+
 def test_a_background_stream_heard_to_its_end_is_kept_once(
     explorer: RunningExplorer, engines: list[RespondingDouble]
 ) -> None:
@@ -248,6 +291,32 @@ def test_a_background_response_counts_as_one_of_its_key_until_it_is_finished(
         double.finish(name)
         eventually(lambda: post(explorer, PLAIN, headers=headers).status_code == 200)
         eventually(lambda: explorer.app.limits.held_bytes == 0)
+
+
+@pytest.mark.parametrize("heard", ["whole", "to its end", "in part"])
+def test_a_background_response_costs_its_key_what_it_took_in_the_end(
+    places: list[EnginePlace], tmp_path: Path, heard: str
+) -> None:
+    double = places[0].double = RespondingDouble(url=places[0].url)
+    grant = KeyGrant(name="web", scopes=(Scope.INFERENCE,), limits=KeyLimits(tokens_per_minute=400))
+    with explorer_running(settings_for(tmp_path, [double.url])) as explorer:
+        headers = {"x-api-key": explorer.ledger.keys.create(grant, actor="test")[1]}
+        eventually(lambda: post(explorer, PLAIN).status_code == 401)
+        eventually(lambda: explorer.http.get("/v1/models", headers=headers).status_code == 200)
+        asks = BACKGROUND | {"stream": heard != "whole"}
+        with explorer.http.stream("POST", RESPONSES, json=asks, headers=headers) as reply:
+            lines = reply.iter_lines()
+            next(line for line in lines if "resp_" in line)
+            [name] = double.held
+            double.held[name]["usage"] = {"input_tokens": 100, "output_tokens": 400, "total_tokens": 500}
+            if heard == "to its end":
+                double.finish(name)
+                list(lines)
+        if heard != "to its end":
+            assert post(explorer, PLAIN, headers=headers).status_code == 200
+            double.finish(name)
+        eventually(lambda: kept_as(explorer, name) is not None)
+        assert post(explorer, PLAIN, headers=headers).json()["error"]["code"] == "key_limit_tokens"
 
 
 @pytest.mark.parametrize("query", ["", "?stream=true"])

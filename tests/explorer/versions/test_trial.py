@@ -1,12 +1,14 @@
 """What a version that is being tried gets, and what it never gets."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
@@ -150,6 +152,28 @@ def test_when_both_fail_what_the_champion_cannot_answer_is_not_asked_of_what_is_
     user = next(user for user, number in by_hash().items() if number == 0)
     assert explorer.chat(user=user).status_code == 500
     assert len(tried.chats) == heard
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_no_answer_in_time_is_the_fault_of_the_version_that_was_asked_last(
+    running_explorer: Run, doubles: list[EngineDouble], stream: bool
+) -> None:
+    explorer = trying(running_explorer, doubles)
+    champions, tried = sorted(doubles, key=lambda each: each.weights == actor(explorer, 1))
+    tried.status, champions.stalls_after, champions.hangs = 500, 2, not stream
+    explorer.services.proxy._timeout_s = 0.3
+    user = next(user for user, number in by_hash().items() if number == 1)
+    before = failure_counts(explorer)
+    assert "engine_timeout" in explorer.chat(user=user, stream=stream).text
+    assert failure_counts(explorer) - before == Counter({"0": 1, "1": 1})
+
+
+def failure_counts(explorer: RunningExplorer) -> Counter[str]:
+    """How many replies have failed, by version."""
+    families = text_string_to_metric_families(explorer.http.get("/metrics").text)
+    samples = [sample for family in families for sample in family.samples]
+    counted = [each for each in samples if each.name == "tuneloop_replies_total"]
+    return Counter({each.labels["version"]: int(each.value) for each in counted if each.labels["outcome"] == "failed"})
 
 
 @pytest.mark.parametrize("mode", ["canary", "shadow"])

@@ -78,7 +78,7 @@ def test_from_the_probe_to_the_row(running_explorer: Run, doubles: list[EngineDo
     for double in doubles:
         double.posts.clear()
     doubles[0].weights = model(explorer)  # a reload that nobody was told was skipped
-    explorer.control.fleet.engines[0].loads += 1
+    explorer.control.fleet.engines[0].swaps += 1
 
     eventually(lambda: explorer.ledger.alarms.all() != [] and doubles[0].weights == actor(explorer, 1))
     until_ready(explorer, 2)
@@ -204,12 +204,26 @@ class Measured:
         return SimpleNamespace(problem=None)
 
 
-def test_an_engine_counts_as_probed_as_long_as_it_is(tmp_path: Path) -> None:
-    """So that nobody puts it to sleep meanwhile."""
-    control = Measured()
-    engine = Engine(0, None, control)  # type: ignore[arg-type]
+class Overtaken(Measured):
+    """One that was given another adapter while it was probed: it does not answer like the one before."""
+
+    loads_in_place = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine: Engine
+
+    async def measure_probe(self, probe: None) -> SimpleNamespace:
+        await super().measure_probe(probe)
+        self.engine.begin_load()
+        self.engine.end_load(self.engine.version + 1)
+        return SimpleNamespace(problem="other weights", weights=1.0, cache=0.0, allowed=0.1, parts=None)
+
+
+def attesting(control: Measured, tmp_path: Path) -> tuple[Attestation, Engine]:
+    engine = Engine(0, SimpleNamespace(renaming=None), control)  # type: ignore[arg-type]
     fleet, reloader = Fleet([engine], wait_timeout_s=1), SimpleNamespace(probes=control)
-    attestation = control.attestation = Attestation(
+    control.attestation = Attestation(
         settings_for(tmp_path),
         fleet,
         ledger=None,  # type: ignore[arg-type]
@@ -217,5 +231,19 @@ def test_an_engine_counts_as_probed_as_long_as_it_is(tmp_path: Path) -> None:
         reloader=reloader,  # type: ignore[arg-type]
     )
     engine.state = EngineState.READY
-    asyncio.run(attestation.attest(engine))
+    return control.attestation, engine
+
+
+async def test_an_engine_counts_as_probed_as_long_as_it_is(tmp_path: Path) -> None:
+    """So that nobody puts it to sleep meanwhile."""
+    attestation, engine = attesting(control := Measured(), tmp_path)
+    await attestation.attest(engine)
     assert (control.seen, attestation.probing) == ([1], 0)
+
+
+async def test_an_adapter_that_was_swapped_meanwhile_is_no_mismatch(tmp_path: Path) -> None:
+    attestation, engine = attesting(control := Overtaken(), tmp_path)
+    control.engine = engine
+    await attestation.attest(engine)
+    assert (engine.state, engine.loads) == (EngineState.READY, 0)
+    assert attestation._due(engine)

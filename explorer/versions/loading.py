@@ -229,7 +229,10 @@ async def _verify(version: Version, verifier: Verifier) -> dict[str, dict[str, i
     if version.version:  # the base model lies where its owner has put it
         await asyncio.to_thread(verifier.store.check_place, version.path)
     named = (str(version.path), version.manifest_sha256 or "", str(version.version), str(verifier.base))
-    process = await start_verifier(*named)
+    try:
+        process = await start_verifier(*named)
+    except OSError as error:  # no room for a process, or for its pipe
+        raise CheckpointUnreadable(f"its verifier cannot be started: {error}") from error
     try:
         output, _ = await process.communicate()
     finally:

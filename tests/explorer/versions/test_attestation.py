@@ -10,12 +10,16 @@ import pytest
 
 from tests import factories
 from tests.doubles.engine import EngineDouble
+from tests.explorer.checkpoints import register
 from tests.explorer.conftest import Run
-from tests.explorer.running import RunningExplorer, eventually, settings_for
+from tests.explorer.running import RunningExplorer, eventually, open_ledger, settings_for
 from tests.explorer.versions.test_reload import SWAP, actor, all_ready, candidate, model, until_ready
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.versions import loading
 from tuneloop.explorer.versions.attestation import Attestation
+from tuneloop.explorer.versions.loading import KnownProbes, Verifier, verify_in_process
+from tuneloop.shared.checkpoints.manifest import Probe, VerifiedProbe
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.experience import State, VersionAction
 from tuneloop.shared.ledger.recording.attestation import Attestations, Distrusted, Mismatch
@@ -247,3 +251,40 @@ async def test_an_adapter_that_was_swapped_meanwhile_is_no_mismatch(tmp_path: Pa
     await attestation.attest(engine)
     assert (engine.state, engine.loads) == (EngineState.READY, 0)
     assert attestation._due(engine)
+
+
+class Known:
+    """An engine that is asked for a probe of its own, and remembers by what it was proven."""
+
+    def __init__(self, version: int) -> None:
+        self.version, self.control = version, self
+        self.described = 0
+        self.proven_by: list[VerifiedProbe] = []
+
+    async def create_probe(self) -> Probe:
+        self.described += 1
+        return Probe(prompt_ids=(1, 2), logprobs=(-1.0,), tolerance=0.0)
+
+    async def prove(self, probe: VerifiedProbe) -> None:
+        self.proven_by.append(probe)
+
+
+async def test_what_is_served_is_proven_by_its_fingerprint_however_many_candidates_were_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_REMEMBERED", 2)
+    ledger = open_ledger(settings := settings_for(tmp_path))
+    verifier, probes = Verifier.of(settings), KnownProbes(ledger)
+    base, served = Known(0), Known(1)
+    for number in range(1, 5):
+        register(ledger, settings.job_dir)
+        version = ledger.versions.all()[number]
+        await verify_in_process(version, verifier)
+        await probes.of(base)  # type: ignore[arg-type]
+        await probes.of(served)  # type: ignore[arg-type]
+        await probes.prove(Known(number), version)  # type: ignore[arg-type]
+    await probes.prove(served, ledger.versions.all()[1])  # type: ignore[arg-type]
+    assert served.proven_by[-1].fingerprints
+    assert base.described == 1
+    assert len(probes._known) == 2
+    ledger.close()

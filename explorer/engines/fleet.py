@@ -51,6 +51,7 @@ class Engine:
     """One vLLM server: where it answers, what it serves, and how much this process has in flight there.
 
     `loads` counts how often its weights changed, so that a reply can tell whether they did while it was sampled.
+    `swaps` counts what begins and ends with another version, be it an adapter beside those that are in flight.
     """
 
     def __init__(self, number: int, http: EngineHttp, control: EngineControl | None = None) -> None:
@@ -66,6 +67,7 @@ class Engine:
         self.version = 0
         self.in_flight = 0
         self.loads = 0
+        self.swaps = 0
         self._proof = ""
         self.idle = asyncio.Event()
         self.idle.set()
@@ -92,11 +94,13 @@ class Engine:
 
     def begin_load(self) -> None:
         """Weights begin to change under what is in flight; adapters do not."""
+        self.swaps += 1
         if self._control is None or self._control.loads_in_place:
             self.loads += 1
 
     def end_load(self, version: int) -> None:
         """From now on it answers with this version."""
+        self.swaps += 1
         self.version = version
         if self._control is not None:
             self.http.renaming = self._control.renaming

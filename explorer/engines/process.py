@@ -75,6 +75,25 @@ class EngineProcess:
 
     async def start(self, model: Path) -> None:
         """Start the engine with the weights in `model` and wait until it is healthy. Raises EnvironmentRefused."""
+        try:
+            await self._launch(model)
+        except OSError as error:  # no room for a process, its log or an open file, which may be over soon
+            raise EnvironmentRefused(
+                f"explorer.rollout_model: engine {self._engine.number} cannot be started: {error}"
+            ) from error
+        log.info("engine_starting", engine=self._engine.number, model=str(model), log=str(self._log))
+        try:
+            async with asyncio.timeout(self._settings.explorer.rollout_model.startup_timeout):
+                await self._wait_until_healthy()
+        except TimeoutError:
+            await self.stop()
+            raise EnvironmentRefused(
+                f"explorer.rollout_model.startup_timeout: engine {self._engine.number} was not ready in time; "
+                f"raise it, or see why in {self._log}"
+            ) from None
+
+    async def _launch(self, model: Path) -> None:
+        """Raises OSError."""
         if self._gpu is not None:
             await self._gpu.hold()
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -96,16 +115,6 @@ class EngineProcess:
                 # A signal to our whole group must not kill the guard: the engine's own children would go on.
                 start_new_session=True,
             )
-        log.info("engine_starting", engine=self._engine.number, model=str(model), log=str(self._log))
-        try:
-            async with asyncio.timeout(self._settings.explorer.rollout_model.startup_timeout):
-                await self._wait_until_healthy()
-        except TimeoutError:
-            await self.stop()
-            raise EnvironmentRefused(
-                f"explorer.rollout_model.startup_timeout: engine {self._engine.number} was not ready in time; "
-                f"raise it, or see why in {self._log}"
-            ) from None
 
     def command(self, model: Path) -> tuple[list[str], dict[str, str]]:
         """The command to run, and its environment."""
@@ -139,9 +148,12 @@ class EngineProcess:
         rollout, cluster = self._settings.explorer.rollout_model, self._settings.cluster
         if rollout.spare_place or cluster.gpu_per_node or cluster.node_num > 1:
             return True
-        files = self._settings.model.model_path.glob("*.safetensors")
-        weights = sum(file.stat().st_size for file in files) * _MOST_GROWTH
-        return free_memory() >= weights + (rollout.kv_cache_memory_bytes or 1 << 30) + _RUNTIME_BYTES
+        try:
+            files = self._settings.model.model_path.glob("*.safetensors")
+            weights = sum(file.stat().st_size for file in files) * _MOST_GROWTH
+            return free_memory() >= weights + (rollout.kv_cache_memory_bytes or 1 << 30) + _RUNTIME_BYTES
+        except OSError:  # what cannot be read now, nor could be by an engine
+            return False
 
     async def _wait_until_healthy(self) -> None:
         assert self._process is not None
@@ -187,7 +199,10 @@ def _last_error(path: Path, start: int) -> str:
 
 
 def _lines(path: Path, start: int) -> list[str]:
-    """The lines of an engine's log from the byte `start` on."""
-    with open_unlinked(path) as file:
-        file.seek(start)
-        return file.read().decode(errors="replace").splitlines()
+    """The lines of an engine's log from the byte `start` on; none where it cannot be read, such as one that is gone."""
+    try:
+        with open_unlinked(path) as file:
+            file.seek(start)
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []

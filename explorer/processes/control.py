@@ -5,6 +5,7 @@ Requests do not pass here, so nothing done here, such as moving the spool into t
 
 import asyncio
 import itertools
+import os
 import signal
 import socket
 import sys
@@ -67,7 +68,6 @@ _LEARN_S = 10.0
 _COUNT_S = 1.0
 #: A worker gets thirty seconds to end its streams, and then some.
 _STOP_S = 45.0
-
 #: How long a worker may take from its last word to its end.
 _EXIT_S = 5.0
 
@@ -93,18 +93,22 @@ class WorkerProcess:
         self._channel: Channel
 
     async def run(self, sockets: Sequence[socket.socket], answering: AnswerMessage) -> int:
-        """Start it and wait for its end; the exit code."""
+        """Start it and wait for its end; the exit code. Raises OSError if it cannot be started."""
         ours, theirs = socket.socketpair()
         inherited = [theirs.fileno(), *(each.fileno() for each in sockets)]
         arguments = [inherited[0], self.number, *inherited[1:]]
         with theirs:
-            self._process = process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "tuneloop.explorer.processes.worker", *map(str, arguments)),
-                stdin=DEVNULL,
-                pass_fds=inherited,
-                # Ctrl-C is for us, who let the workers end what they have begun.
-                start_new_session=True,
-            )
+            try:
+                self._process = process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-P", "-m", "tuneloop.explorer.processes.worker", *map(str, arguments)),
+                    stdin=DEVNULL,
+                    pass_fds=inherited,
+                    # Ctrl-C is for us, who let the workers end what they have begun.
+                    start_new_session=True,
+                )
+            except OSError:
+                ours.close()
+                raise
         try:
             self._channel = await Channel.over(ours, answering)
             if self._stopping:
@@ -172,7 +176,10 @@ class Workers:
         while not self._stopping.is_set():
             started = loop.time()
             self._running[number] = worker = self._worker_of(next(self._serials), number)
-            code = await worker.run(self._sockets, partial(self._answer, worker))
+            try:
+                code = await worker.run(self._sockets, partial(self._answer, worker))
+            except OSError as error:
+                code, worker.reason = os.EX_OSERR, f"explorer.workers: a worker cannot be started: {error}"
             has_served = has_served or worker.slot is not None
             self._leave(worker)
             if self._stopping.is_set():

@@ -95,8 +95,8 @@ class LedgerGauges:
         self._spool_alarms.show(spool)
         if ledger is None:
             return
-        self._spool_alarms.update(spool)
-        self._clock_alarm.update()
+        self._spool_alarms.update(spool, ledger.alarms)
+        self._clock_alarm.update(ledger.alarms)
         for state in State:
             metrics.experiences.labels(state.value).set(ledger.count(state).rows)
         for state in WAITING:

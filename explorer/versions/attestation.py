@@ -41,11 +41,11 @@ _NOT_ALONE = (
 class _Proof:
     """When a probe that found an engine right began, in seconds since this machine was started.
 
-    `loads`: how often the engine's weights had changed by then.
+    `swaps`: the engine's by then.
     """
 
     began_s: float
-    loads: int
+    swaps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Attestation:
             return False
         proof = self._proofs.get(engine.number)
         return (
-            proof is None or proof.loads != engine.loads or steady_time.since_boot() - proof.began_s >= self._interval_s
+            proof is None or proof.swaps != engine.swaps or steady_time.since_boot() - proof.began_s >= self._interval_s
         )
 
     async def attest(self, engine: Engine) -> None:
@@ -115,8 +115,7 @@ class Attestation:
             self.probing -= 1
 
     async def _probe(self, engine: Engine) -> None:
-        before, loads = engine.proof, engine.loads
-        proof = _Proof(steady_time.since_boot(), loads)
+        before, proof = engine.proof, _Proof(steady_time.since_boot(), engine.swaps)
         try:
             version, probe = await self.probes.of(engine)
             # Once more before anything is done about it: a number on the edge of what is allowed is no mismatch.
@@ -125,8 +124,8 @@ class Attestation:
             self._metrics.probes.labels("failed").inc()
             log.warning("engine_not_probed", engine=engine.number, version=engine.version, reason=str(error))
             return
-        # Where weights were swapped meanwhile, this was said by either.
-        if engine.state is not EngineState.READY or engine.loads != loads:
+        # Where versions were swapped meanwhile, this was said by either.
+        if engine.state is not EngineState.READY or engine.swaps != proof.swaps:
             return
         if fault is None:
             self._note(engine, proof)
@@ -148,7 +147,7 @@ class Attestation:
         await self._reloader.put_back(engine, version)
         if engine.state is not EngineState.READY:
             return
-        proof, again = _Proof(steady_time.since_boot(), engine.loads), None
+        proof, again = _Proof(steady_time.since_boot(), engine.swaps), None
         with suppress(EngineError):
             again = await _fault_of(engine, probe)
             if again is None:
@@ -171,7 +170,7 @@ class Attestation:
         """Take out of training what an engine that is out of rotation has sampled since it was found right; alarm."""
         proof = self._proofs.get(engine.number)
         since = steady_time.now.time_at(proof.began_s if proof else self._began_s)
-        alone = not (self._of_others and proof and proof.loads == engine.loads and fault.is_of_weights)
+        alone = not (self._of_others and proof and proof.swaps == engine.swaps and fault.is_of_weights)
         reason = fault.reason if alone else fault.reason + _NOT_ALONE
         await self._distrust(Mismatch(engine.number, version.version, since, steady_time.now(), reason, fault.figures))
 

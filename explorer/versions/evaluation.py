@@ -134,7 +134,7 @@ class CandidateEvaluation:
         engine = self._one_of(champion)
         if engine is None:
             raise NotEvaluated(f"no engine is ready with version {champion.version}, to compare it with")
-        loads = engine.loads
+        swaps = engine.swaps
         try:
             figures = known or await self._figures(engine, judge, at_once=_BESIDE)
             if lacks_samples:
@@ -143,7 +143,7 @@ class CandidateEvaluation:
                 last = await self._replay(engine, last)
         except (EngineError, LookupError, TypeError, ValueError) as error:
             raise NotEvaluated(f"engine {engine.number} cannot be asked: {error!r}") from error
-        if engine.loads != loads:
+        if engine.swaps != swaps:
             raise NotEvaluated(f"engine {engine.number} was given other weights meanwhile")
         await self._gate.record(champion.version, figures)
         self._champion = last
@@ -161,7 +161,7 @@ class CandidateEvaluation:
     async def _try(self, candidate: Version, champion: Version, judge: Judge) -> tuple[Figure, ...] | None:
         """The candidate's figures; None if it was rejected on the way."""
         engine = await self._take_out(champion)
-        loads = engine.loads
+        swaps = engine.swaps
         try:
             return await self._evaluate_on(engine, candidate, judge)
         except CheckpointUnreadable as error:
@@ -177,7 +177,7 @@ class CandidateEvaluation:
             await self._gate.reject(candidate, f"engines die of it: {error}")
             return None
         finally:
-            await self._put_back(engine, champion, untouched=engine.loads == loads)
+            await self._put_back(engine, champion, untouched=engine.swaps == swaps)
 
     async def _take_out(self, champion: Version) -> Engine:
         """An engine taken out of rotation, with nothing in flight. At least one other stays in it."""
@@ -199,7 +199,7 @@ class CandidateEvaluation:
         async with self._reloader.swapping:
             await load(engine, candidate, fleet=self._fleet)
             await engine.control.prove(probe)
-        loads = engine.loads
+        swaps = engine.swaps
         try:
             figures = await self._figures(engine, judge, at_once=_APART)
             if self._settings.gate.kl is not None:
@@ -209,7 +209,7 @@ class CandidateEvaluation:
                 figures = (*figures, *await self._replay_figures(engine))
         except (LookupError, TypeError, ValueError) as error:
             raise NotEvaluated(f"the engine's answer cannot be read: {error!r}") from error
-        if engine.loads != loads or engine.state is not EngineState.RELOADING:
+        if engine.swaps != swaps or engine.state is not EngineState.RELOADING:
             raise NotEvaluated(f"engine {engine.number} was given other weights meanwhile")
         return figures
 

@@ -4,10 +4,11 @@ import asyncio
 import json
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import structlog
 
@@ -34,9 +35,39 @@ _NO_ROOM = (
 #: Raises EngineError or CheckpointRejected unless an engine is what it should be.
 Prove = Callable[[Engine], Awaitable[None]]
 
-#: What the verifier found in the versions that it read last: reading one again for a proof takes as long as loading.
-_FINGERPRINTS: dict[Path, dict[str, dict[str, int]]] = {}
+#: Of how many versions what is known is remembered.
 _REMEMBERED = 16
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+class _RecentlyUsed(Generic[_K, _V]):
+    """The values that were used last, beside that of a `spared` key, which is never forgotten."""
+
+    def __init__(self, *, spared: _K | None = None) -> None:
+        self._spared = spared
+        self._values: OrderedDict[_K, _V] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: _K) -> _V | None:
+        """The value of a key, if it is remembered."""
+        if key in self._values:
+            self._values.move_to_end(key)
+        return self._values.get(key)
+
+    def put(self, key: _K, value: _V) -> None:
+        """Remember a value, and forget what was not used for longest."""
+        self._values[key] = value
+        self._values.move_to_end(key)
+        if len(self._values) > _REMEMBERED:
+            del self._values[next(each for each in self._values if each != self._spared)]
+
+
+#: What the verifier found in versions: reading one again for a proof takes as long as loading.
+_FINGERPRINTS: _RecentlyUsed[Path, dict[str, dict[str, int]]] = _RecentlyUsed()
 
 
 class Verifier(NamedTuple):
@@ -61,29 +92,33 @@ class KnownProbes:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._known: dict[int, tuple[Version, Probe]] = {}
+        # What the base model is known by cannot be found out again, once an engine may have other weights.
+        self._known: _RecentlyUsed[int, tuple[Version, Probe]] = _RecentlyUsed(spared=0)
         self._describing = asyncio.Lock()
 
     async def of(self, engine: Engine) -> tuple[Version, Probe]:
         """The version that an engine should have, and what it is known by."""
         number = engine.version
         async with self._describing:
-            if number not in self._known:
+            if (known := self._known.get(number)) is None:
                 version = await asyncio.to_thread(self._ledger.versions.get, number)
                 if version is None:
                     raise LedgerError(f"version {number} is unknown")
-                self._known[number] = version, await _probe_of(version, engine)
-            return self._known[number]
+                known = version, await _probe_of(version, engine)
+                self._known.put(number, known)
+            return known
 
     async def prove(self, engine: Engine, version: Version) -> None:
         """Raise CheckpointRejected unless an engine has the weights of a version, as far as that is known by anything.
 
         Nothing is known of the base model before an engine has been asked that was started with it.
         """
-        if version.version:
-            await engine.control.prove(await _probe_of(version, engine))
-        elif version.version in self._known:
-            await engine.control.prove(self._known[version.version][1])
+        known = self._known.get(version.version)
+        if known is None and version.version:
+            known = version, await _probe_of(version, engine)
+            self._known.put(version.version, known)
+        if known is not None:
+            await engine.control.prove(known[1])
 
 
 async def _probe_of(version: Version, engine: Engine) -> Probe:
@@ -204,19 +239,17 @@ async def verify_in_process(version: Version, verifier: Verifier) -> VerifiedPro
     started = time.monotonic()
     found = await _verify(version, verifier)
     log.info("version_verified", version=version.version, seconds=round(time.monotonic() - started, 3))
-    _FINGERPRINTS[version.path] = found
-    while len(_FINGERPRINTS) > _REMEMBERED:
-        del _FINGERPRINTS[next(iter(_FINGERPRINTS))]
+    _FINGERPRINTS.put(version.path, found)
     return _with_fingerprints(version, read_manifest(version.path, sha256=version.manifest_sha256).probe)
 
 
 def known_fingerprints(version: Version) -> Mapping[str, Mapping[str, int]]:
     """What a version's files hold, as the verifier found it; empty where they have no fingerprint."""
-    return _FINGERPRINTS.get(version.path, {})
+    return _FINGERPRINTS.get(version.path) or {}
 
 
 def _with_fingerprints(version: Version, probe: Probe) -> VerifiedProbe:
-    return VerifiedProbe.of(probe, _FINGERPRINTS.get(version.path, {}))
+    return VerifiedProbe.of(probe, known_fingerprints(version))
 
 
 async def start_verifier(*arguments: str) -> asyncio.subprocess.Process:
@@ -229,7 +262,10 @@ async def _verify(version: Version, verifier: Verifier) -> dict[str, dict[str, i
     if version.version:  # the base model lies where its owner has put it
         await asyncio.to_thread(verifier.store.check_place, version.path)
     named = (str(version.path), version.manifest_sha256 or "", str(version.version), str(verifier.base))
-    process = await start_verifier(*named)
+    try:
+        process = await start_verifier(*named)
+    except OSError as error:  # no room for a process, or for its pipe
+        raise CheckpointUnreadable(f"its verifier cannot be started: {error}") from error
     try:
         output, _ = await process.communicate()
     finally:
@@ -264,9 +300,9 @@ async def servable_champion(ledger: Ledger, verifier: Verifier) -> tuple[Version
 
 async def _read_base(version: Version, verifier: Verifier) -> None:
     """Find out what an engine with the base model holds, so that it can be proven."""
-    if version.path not in _FINGERPRINTS:
+    if _FINGERPRINTS.get(version.path) is None:
         with suppress(CheckpointRejected):  # an engine that cannot read it either says so better
-            _FINGERPRINTS[version.path] = await _verify(version, verifier)
+            _FINGERPRINTS.put(version.path, await _verify(version, verifier))
 
 
 async def _verify_patiently(version: Version, verifier: Verifier) -> VerifiedProbe:

@@ -371,7 +371,7 @@ class Reloader(WeightSwapper):
             if await self._ends(candidate, error):
                 await self._align(champion)
             return
-        if any(engine.version == candidate.version for engine in self._fleet.engines):
+        if candidate.version in self._fleet.served_versions:  # a number that a dead engine has is no answer
             await asyncio.to_thread(self._ledger.versions.promote, candidate.version)
             await self._see(candidate)
 

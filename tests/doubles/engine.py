@@ -103,6 +103,7 @@ class EngineDouble:
     refuses_load_of: set[str] = field(default_factory=set)  # names of checkpoints; their loading is answered with 500
     dies_of: set[str] = field(default_factory=set)
     dies_at_pauses: set[int] = field(default_factory=set)  # counted from 1
+    dies_at_resume: bool = False
     keeps_old_weights: bool = False
     no_tokenizer: bool = False
     max_model_len: int = 4096
@@ -233,6 +234,9 @@ class EngineDouble:
             self.paused = True
             return 200, b'{"status":"paused"}'
         if path == "/resume":
+            if self.dies_at_resume:
+                self.dead = True
+                raise ConnectionAbortedError
             self.paused = False
             return 200, b'{"status":"resumed"}'
         if path == "/reset_prefix_cache":

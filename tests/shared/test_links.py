@@ -14,7 +14,7 @@ from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.processes.patient_ledger import ServedVersions, recall_versions, remember
-from tuneloop.shared.errors import TuneloopError
+from tuneloop.shared.errors import EnvironmentRefused, TuneloopError
 from tuneloop.shared.experience import VersionState, encode
 from tuneloop.shared.held_files import read_unlinked
 from tuneloop.shared.job_marks import load_key, note_registered, registered_in
@@ -75,7 +75,7 @@ async def test_an_engine_does_not_log_through_a_link(tmp_path: Path) -> None:
     log = settings.job_dir / "logs" / "engine-0.log"
     log.parent.mkdir(parents=True)
     log.symlink_to(other)
-    with pytest.raises(OSError, match="a link, which is not followed"):
+    with pytest.raises(EnvironmentRefused, match="a link, which is not followed"):
         await EngineProcess(settings, Engine(0, EngineHttp()), socket=tmp_path / "s").start(tmp_path)
     assert other.read_bytes() == b"x"
 

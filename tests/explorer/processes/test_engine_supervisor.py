@@ -270,6 +270,36 @@ async def test_why_an_engine_died_is_read_in_the_log_of_this_start(tmp_path: Pat
             await quiet.start(Path("third"))
 
 
+@pytest.mark.parametrize("lacks", ["log", "process"])
+async def test_an_engine_that_the_machine_cannot_start_is_refused(
+    tmp_path: Path, lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with an error that would end the service, or leave the engine between two versions."""
+    process = QuietProcess(settings := settings_for(tmp_path), Engine(0, EngineHttp()), socket=tmp_path / "socket")
+    if lacks == "log":
+        (settings.job_dir / "logs" / "engine-0.log").mkdir(parents=True)
+    else:
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
+    with pytest.raises(EnvironmentRefused, match="engine 0 cannot be started"):
+        await process.start(tmp_path)
+
+
+async def test_an_engine_whose_log_is_gone_starts_all_the_same(tmp_path: Path, double: EngineDouble) -> None:
+    double.silent, settings = True, settings_for(tmp_path)
+    async with vllm.open_session(url=double.url, socket=None, key=None) as session:
+        engine = Engine(0, EngineHttp(), vllm.EngineControl(session, model_name=MODEL, tolerance=1e-3))
+        with pytest.raises(EnvironmentRefused, match=r"\(exit code 3\): no output"):
+            await ForgetfulProcess(settings, engine, socket=tmp_path / "socket").start(tmp_path)
+
+
+class ForgetfulProcess(EngineProcess):
+    """An engine whose log somebody deletes before it dies."""
+
+    def command(self, model: Path) -> tuple[list[str], dict[str, str]]:
+        log = self._settings.job_dir / "logs" / "engine-0.log"
+        return [sys.executable, "-c", f"import os; os.unlink({str(log)!r}); raise SystemExit(3)"], {**os.environ}
+
+
 class QuietProcess(EngineProcess):
     """An engine that dies without a word."""
 

@@ -1,6 +1,7 @@
 """The gauges that say what waits where, and why no step is happening."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,14 @@ from tests.explorer.running import RunningExplorer, eventually, open_ledger, set
 from tests.factories import committed, exchange, feedback
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
+from tuneloop.explorer.processes.own_alarms import SpoolAlarms
 from tuneloop.shared.capacity.pace import VersionPace, note_version
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.ledger.facts import LedgerFacts
 from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
 from tuneloop.shared.ledger.reports import Reports, VersionReward
 from tuneloop.shared.operations.diagnosis import WAITING, Code
+from tuneloop.shared.spool_format import SpoolStatus
 
 
 class AwayReports(Reports):
@@ -106,6 +109,31 @@ def test_an_alarm_is_a_gauge_until_it_is_cleared(explorer: RunningExplorer) -> N
     explorer.ledger.alarms.raise_alarm(Alarm("entropy", "it fell"))
     explorer.ledger.alarms.clear("length")
     eventually(lambda: by_label(explorer, "tuneloop_alarm") == {"length": 0, "entropy": 1})
+
+
+def test_each_machine_has_its_own_alarm_where_their_spools_lie_at_one_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = open_ledger(settings_for(tmp_path))
+    well = SpoolStatus(slots=1, bytes=0, since=None, quarantined_bytes=0)
+    ill = well._replace(refused="permission denied")
+
+    def machine(name: str) -> Callable[[SpoolStatus], list[str]]:
+        monkeypatch.setattr("socket.gethostname", lambda: name)
+        alarms = SpoolAlarms(Path("/var/spool/tuneloop"), ledger.alarms, Metrics())
+
+        def turn(spool: SpoolStatus) -> list[str]:
+            alarms.update(spool, ledger.alarms.all())
+            return [each.reason.split(":")[0] for each in ledger.alarms.all()]
+
+        return turn
+
+    one, other = machine("one"), machine("other")
+    assert (one(ill), other(well)) == (["one"], ["one"])
+    assert (other(ill), one(well)) == (["one"], [])
+    assert (other(ill), one(well)) == (["other"], ["other"])
+    assert other(well) == []
+    ledger.close()
 
 
 def test_the_newest_versions_that_were_rewarded_say_what_they_earn(tmp_path: Path) -> None:

@@ -4,18 +4,20 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
 
 from tests.doubles.engine import CHAT, EngineDouble, engine_place
 from tests.doubles.warm.process import WarmProcess
@@ -24,7 +26,11 @@ from tests.explorer.running import HELLO, eventually, settings_for
 from tests.explorer.test_main import attached_to, job, service, write_settings
 from tests.loop.harness.services import alive, command_of, descendants
 from tuneloop.explorer.capture import spool
+from tuneloop.explorer.capture.spool_slots import RemoteSlot, Slots
 from tuneloop.explorer.http.sockets import listen
+from tuneloop.explorer.processes import control
+from tuneloop.explorer.processes.channel import AnswerMessage
+from tuneloop.explorer.processes.control import WorkerProcess, Workers
 from tuneloop.shared import spool_format
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import Exchange, State, VersionState, decode
@@ -309,3 +315,31 @@ def test_a_worker_that_is_killed_at_its_first_start_is_started_again(tmp_path: P
             assert process.poll() is None
         finally:
             process.kill()
+
+
+async def test_a_worker_that_the_machine_cannot_start_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With growing pauses, unless none has ever served."""
+    monkeypatch.setattr(control, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
+    serves: set[int] = set()
+
+    class Worker(WorkerProcess):
+        async def run(self, sockets: Sequence[socket.socket], answering: AnswerMessage) -> int:
+            if self.serial not in serves:
+                return await super().run(sockets, answering)
+            (folder := tmp_path / str(self.serial)).mkdir()
+            self.slot = RemoteSlot(folder, lambda: None)
+            slots.add(self.slot)
+            if self.serial:
+                workers.stop()
+            return 1
+
+    with closing(Slots(tmp_path / "spool")) as slots, capture_logs() as logs:
+        workers = Workers(settings_for(tmp_path), [], slots, worker_of=Worker)
+        with pytest.raises(EnvironmentRefused, match="a worker cannot be started"):
+            await workers.keep_running(0)
+        serves, workers = {0, 3}, Workers(settings_for(tmp_path), [], slots, worker_of=Worker)
+        await workers.keep_running(0)
+    assert [each["exit_code"] for each in logs if each["event"] == "worker_down"] == [1, os.EX_OSERR, os.EX_OSERR]

@@ -10,12 +10,16 @@ import pytest
 
 from tests import factories
 from tests.doubles.engine import EngineDouble
+from tests.explorer.checkpoints import register
 from tests.explorer.conftest import Run
-from tests.explorer.running import RunningExplorer, eventually, settings_for
+from tests.explorer.running import RunningExplorer, eventually, open_ledger, settings_for
 from tests.explorer.versions.test_reload import SWAP, actor, all_ready, candidate, model, until_ready
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.versions import loading
 from tuneloop.explorer.versions.attestation import Attestation
+from tuneloop.explorer.versions.loading import KnownProbes, Verifier, verify_in_process
+from tuneloop.shared.checkpoints.manifest import Probe, VerifiedProbe
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.experience import State, VersionAction
 from tuneloop.shared.ledger.recording.attestation import Attestations, Distrusted, Mismatch
@@ -78,7 +82,7 @@ def test_from_the_probe_to_the_row(running_explorer: Run, doubles: list[EngineDo
     for double in doubles:
         double.posts.clear()
     doubles[0].weights = model(explorer)  # a reload that nobody was told was skipped
-    explorer.control.fleet.engines[0].loads += 1
+    explorer.control.fleet.engines[0].swaps += 1
 
     eventually(lambda: explorer.ledger.alarms.all() != [] and doubles[0].weights == actor(explorer, 1))
     until_ready(explorer, 2)
@@ -204,12 +208,26 @@ class Measured:
         return SimpleNamespace(problem=None)
 
 
-def test_an_engine_counts_as_probed_as_long_as_it_is(tmp_path: Path) -> None:
-    """So that nobody puts it to sleep meanwhile."""
-    control = Measured()
-    engine = Engine(0, None, control)  # type: ignore[arg-type]
+class Overtaken(Measured):
+    """One that was given another adapter while it was probed: it does not answer like the one before."""
+
+    loads_in_place = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine: Engine
+
+    async def measure_probe(self, probe: None) -> SimpleNamespace:
+        await super().measure_probe(probe)
+        self.engine.begin_load()
+        self.engine.end_load(self.engine.version + 1)
+        return SimpleNamespace(problem="other weights", weights=1.0, cache=0.0, allowed=0.1, parts=None)
+
+
+def attesting(control: Measured, tmp_path: Path) -> tuple[Attestation, Engine]:
+    engine = Engine(0, SimpleNamespace(renaming=None), control)  # type: ignore[arg-type]
     fleet, reloader = Fleet([engine], wait_timeout_s=1), SimpleNamespace(probes=control)
-    attestation = control.attestation = Attestation(
+    control.attestation = Attestation(
         settings_for(tmp_path),
         fleet,
         ledger=None,  # type: ignore[arg-type]
@@ -217,5 +235,56 @@ def test_an_engine_counts_as_probed_as_long_as_it_is(tmp_path: Path) -> None:
         reloader=reloader,  # type: ignore[arg-type]
     )
     engine.state = EngineState.READY
-    asyncio.run(attestation.attest(engine))
+    return control.attestation, engine
+
+
+async def test_an_engine_counts_as_probed_as_long_as_it_is(tmp_path: Path) -> None:
+    """So that nobody puts it to sleep meanwhile."""
+    attestation, engine = attesting(control := Measured(), tmp_path)
+    await attestation.attest(engine)
     assert (control.seen, attestation.probing) == ([1], 0)
+
+
+async def test_an_adapter_that_was_swapped_meanwhile_is_no_mismatch(tmp_path: Path) -> None:
+    attestation, engine = attesting(control := Overtaken(), tmp_path)
+    control.engine = engine
+    await attestation.attest(engine)
+    assert (engine.state, engine.loads) == (EngineState.READY, 0)
+    assert attestation._due(engine)
+
+
+class Known:
+    """An engine that is asked for a probe of its own, and remembers by what it was proven."""
+
+    def __init__(self, version: int) -> None:
+        self.version, self.control = version, self
+        self.described = 0
+        self.proven_by: list[VerifiedProbe] = []
+
+    async def create_probe(self) -> Probe:
+        self.described += 1
+        return Probe(prompt_ids=(1, 2), logprobs=(-1.0,), tolerance=0.0)
+
+    async def prove(self, probe: VerifiedProbe) -> None:
+        self.proven_by.append(probe)
+
+
+async def test_what_is_served_is_proven_by_its_fingerprint_however_many_candidates_were_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_REMEMBERED", 2)
+    ledger = open_ledger(settings := settings_for(tmp_path))
+    verifier, probes = Verifier.of(settings), KnownProbes(ledger)
+    base, served = Known(0), Known(1)
+    for number in range(1, 5):
+        register(ledger, settings.job_dir)
+        version = ledger.versions.all()[number]
+        await verify_in_process(version, verifier)
+        await probes.of(base)  # type: ignore[arg-type]
+        await probes.of(served)  # type: ignore[arg-type]
+        await probes.prove(Known(number), version)  # type: ignore[arg-type]
+    await probes.prove(served, ledger.versions.all()[1])  # type: ignore[arg-type]
+    assert served.proven_by[-1].fingerprints
+    assert base.described == 1
+    assert len(probes._known) == 2
+    ledger.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tuneloop.explorer.versions import loading
 from tuneloop.explorer.versions.loading import Verifier, start_verifier, verify_in_process
 from tuneloop.explorer.versions.verifier import verify
 from tuneloop.shared.checkpoints.store import CheckpointStore
-from tuneloop.shared.errors import CheckpointRejected
+from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Version
 
@@ -54,13 +55,8 @@ def test_it_is_rejected_and_the_reason_names_it(tmp_path: Path, base: Path, corr
     assert re.search(corruption.reason, str(raised.value)), str(raised.value)
 
 
-@pytest.mark.parametrize("corruption", ALL[:: len(ALL) // 5], ids=lambda each: each.name)
-def test_the_verifier_s_process_says_the_same(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, base: Path, corruption: Corruption
-) -> None:
-    monkeypatch.setattr(loading, "start_verifier", start_verifier)
-    path, sha256 = published(tmp_path / "job", corruption)
-    version = Version(
+def version_at(path: Path, sha256: str) -> Version:
+    return Version(
         version=1,
         state=VersionState.CANDIDATE,
         step=1,
@@ -72,5 +68,24 @@ def test_the_verifier_s_process_says_the_same(
         reason=None,
         pinned=False,
     )
+
+
+@pytest.mark.parametrize("corruption", ALL[:: len(ALL) // 5], ids=lambda each: each.name)
+def test_the_verifier_s_process_says_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, base: Path, corruption: Corruption
+) -> None:
+    monkeypatch.setattr(loading, "start_verifier", start_verifier)
+    path, sha256 = published(tmp_path / "job", corruption)
+    version = version_at(path, sha256)
     with pytest.raises(CheckpointRejected, match=corruption.reason):
         asyncio.run(verify_in_process(version, Verifier(base, CheckpointStore(tmp_path / "job"))))
+
+
+async def test_a_version_whose_verifier_cannot_be_started_is_not_rejected_for_that(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, base: Path
+) -> None:
+    monkeypatch.setattr(loading, "start_verifier", start_verifier)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
+    version = version_at(*published(tmp_path / "job", None))
+    with pytest.raises(CheckpointUnreadable, match="cannot be started"):
+        await verify_in_process(version, Verifier(base, CheckpointStore(tmp_path / "job")))

@@ -1,7 +1,9 @@
 """Candidates at the gate: tried on an engine that nobody else asks, or judged by the trainer's figures."""
 
+import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,9 @@ from tests.doubles.judge import judge_place, verdict
 from tests.explorer.checkpoints import register
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, open_ledger, settings_for
 from tests.explorer.versions.test_reload import until, until_ready, version
+from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.versions.evaluation import CandidateEvaluation
 from tuneloop.explorer.versions.gate import Gate
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.evaluation.scores import Figure
@@ -130,6 +135,38 @@ def test_a_judge_that_is_away_makes_the_candidate_wait_not_fail(tmp_path: Path, 
             assert version(explorer, 1).state is VersionState.CANDIDATE
             assert explorer.ledger.evaluations.of(1, Evaluator.ENGINE) == ()
             assert explorer.version() == 0
+
+
+class Overtaken:
+    """An engine that is given another adapter while it is asked."""
+
+    loads_in_place, renaming, proof = False, None, ""
+
+    def __init__(self) -> None:
+        self.engine = Engine(0, SimpleNamespace(renaming=None), self)  # type: ignore[arg-type]
+        self.engine.state = EngineState.READY
+
+    async def query(self, path: str, **fields: Any) -> dict[str, Any]:
+        self.engine.begin_load()
+        self.engine.end_load(1)
+        choice = {"message": {"content": RIGHT}, "finish_reason": "stop"}
+        return {"choices": [choice], "usage": {"completion_tokens": 3}}
+
+
+async def test_figures_of_two_adapters_are_nobodys(tmp_path: Path, doubles: list[EngineDouble]) -> None:
+    settings = gated(tmp_path, doubles)
+    ledger = open_ledger(settings)
+    register(ledger, settings.job_dir)
+    evaluation = CandidateEvaluation(
+        settings,
+        Fleet([Overtaken().engine], wait_timeout_s=1),
+        ledger=ledger,
+        metrics=Metrics(),
+        reloader=SimpleNamespace(gate=Gate(settings, ledger), swapping=asyncio.Lock()),  # type: ignore[arg-type]
+    )
+    await evaluation.turn()
+    assert ledger.evaluations.of(0, Evaluator.ENGINE) == ()
+    ledger.close()
 
 
 # With one engine the trainer evaluates.

@@ -305,3 +305,16 @@ def test_an_engine_stays_as_long_as_no_other_one_would_answer(
     doubles[1].dead = doubles[1].paused = False
     until(explorer, 1, VersionState.CHAMPION)
     eventually(lambda: [each.weights for each in doubles] == [actor(explorer, 1)] * 2)
+
+
+def test_a_version_is_not_promoted_for_the_engine_that_it_has_killed(
+    running_explorer: Run, doubles: list[EngineDouble]
+) -> None:
+    explorer = all_ready(running_explorer, doubles, rollout={"mode": "rolling"})
+    doubles[0].dies_at_resume = True  # with the new weights in it
+    candidate(explorer)
+    eventually(lambda: explorer.services.fleet.engines[0].state == EngineState.DOWN)
+    explorer.until_looked()
+    assert version(explorer, 1).state is VersionState.CANDIDATE
+    assert explorer.version() == 0
+    assert doubles[1].posts == []

@@ -88,8 +88,19 @@ def _demonstration_ids(sample: Sample, answer: str, settings: Settings) -> list[
         return "the edited answer is more than text"
     if not text:
         return "the edited answer is empty, or the chat template has no place for it"
+    if not _is_unicode(text):
+        return "the edited answer is not Unicode: half of a surrogate pair is in it"
     own = int(sample.completion_ids[-1]) if len(sample.completion_ids) else None
     return [*words.encode(text, add_special_tokens=False), own if own in ends and own is not None else ends[0]]
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON's escapes can name half of a surrogate pair, of which no tokenizer makes tokens."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _message(answer: str) -> dict[str, Any] | None:
@@ -98,7 +109,7 @@ def _message(answer: str) -> dict[str, Any] | None:
         return None
     try:
         message = json.loads(answer)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) and message.get("role") == "assistant" else None
 
@@ -111,7 +122,7 @@ def _template_text(message: dict[str, Any], words: Tokenizer, ends: Sequence[int
     try:
         before = words.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
         whole = words.apply_chat_template([*question, _with_parsed_arguments(message)], tokenize=False)
-    except (TemplateError, AttributeError, TypeError, ValueError):
+    except (TemplateError, AttributeError, TypeError, ValueError, RecursionError):
         return ""
     if not whole.startswith(before):
         return ""

@@ -123,6 +123,8 @@ def test_a_reply_that_was_cut_off_may_be_edited(settings):
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "no place"),
         ({"role": "assistant", "tool_calls": ["f"]}, "no place"),
         ({"role": "assistant", "tool_calls": 3}, "no place"),
+        ({"role": "assistant", "content": "a\ud800"}, "not Unicode"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}, "no place"),
     ],
 )
 def test_an_answer_that_cannot_be_written_is_left_out_and_says_why(settings, answer, reason):
@@ -138,6 +140,12 @@ def test_a_message_of_text_is_its_text_and_other_json_is_text_itself(settings):
     assert of_message.completion_ids.tolist() == of_text.completion_ids.tolist()
     _, of_json = _demonstrated(settings, '{"a": 1}')
     assert len(of_json.completion_ids) == len('{"a": 1}') + 1
+
+
+def test_json_that_is_nested_too_deep_to_be_read_is_text_itself(settings):
+    deep = '{"role":"assistant","content":' + "[" * 100_000
+    _, edited = _demonstrated(settings, deep)
+    assert len(edited.completion_ids) == len(deep) + 1
 
 
 def test_calls_of_tools_are_written_by_the_chat_template(settings, tmp_path):

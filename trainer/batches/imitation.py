@@ -1,6 +1,7 @@
 """Imitation: which replies are learnt by heart, and edited answers as replies."""
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
@@ -16,17 +17,21 @@ from tuneloop.trainer.batches.tokenizer import Tokenizer, ends_of, tokenizer_of
 
 Refused = dict[str, list[Sample]]
 
+_TOO_LONG = "the edited answer is too long: the model takes {:.0f} tokens with the prompt"
+
 
 def with_demonstrations(samples: Sequence[Sample], settings: Settings) -> tuple[list[Sample], Refused]:
     """The samples, those that somebody edited with the edited answer as their reply; and those that cannot be so.
 
     The answer is tokenised with the base model's tokenizer, and ends with the token that the model's own reply ended
-    with, or else with the tokenizer's end. A message with calls of tools is written by the chat template.
+    with, or else with the tokenizer's end. A message with calls of tools is written by the chat template. One that the
+    model could not have sampled, since it is too long, is refused.
     """
     if settings.algorithm.algorithm_type != "sft" or settings.algorithm.sft.targets == "replies":
         return list(samples), {}
     taken: list[Sample] = []
     refused: Refused = defaultdict(list)
+    longest = _longest(settings)
     for sample in samples:
         if sample.demonstration is None:
             taken.append(sample)
@@ -34,6 +39,10 @@ def with_demonstrations(samples: Sequence[Sample], settings: Settings) -> tuple[
         ids = _demonstration_ids(sample, sample.demonstration, settings)
         if isinstance(ids, str):
             refused[ids].append(sample)
+        elif len(sample.prompt_ids) + len(ids) > longest:
+            refused[f"the edited answer is too long: the model takes {longest:.0f} tokens with the prompt"].append(
+                sample
+            )
         else:
             taken.append(with_completion(sample, ids))
     return taken, dict(refused)
@@ -74,6 +83,17 @@ def _best(samples: Sequence[Sample]) -> set[tuple[str, ...]]:
     for run, calls in sorted(found.items(), key=lambda each: (-fmean(call.reward for call in each[1]), each[1][0].id)):
         groups.setdefault(run if calls[0].group_id is None else calls[0].group_id, run)
     return set(groups.values())
+
+
+def _longest(settings: Settings) -> float:
+    """The most tokens of prompt and reply together, infinite where nothing says it."""
+    if settings.model.max_model_len is not None:
+        return settings.model.max_model_len
+    file = settings.model.model_path / "config.json"
+    config = json.loads(file.read_bytes()) if file.is_file() else {}
+    config |= config.get("text_config") or {}
+    stretched = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return (config.get("max_position_embeddings") or math.inf) * max(1, stretched.get("factor") or 1)
 
 
 def _demonstration_ids(sample: Sample, answer: str, settings: Settings) -> list[int] | str:

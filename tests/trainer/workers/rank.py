@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.trainer.factories import sample
-from tuneloop.shared.errors import NotFinite
+from tuneloop.shared.errors import NotFinite, SamplesRefused
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.checkpoints import snapshot
@@ -71,6 +71,9 @@ def outcome(
         except NotFinite as error:
             told[f"not finite in step {step}: {str(error).partition(' is ')[0]}"] = 1.0
             continue
+        except SamplesRefused as error:
+            told[f"refused in step {step}: {error}"] = 1.0
+            continue
         told |= {f"{step} {name}": value for name, value in metrics.items() if name not in OF_THE_MACHINE}
     told["micro_batch_tokens"], told["spoilt"] = micro_batch.tokens, learner.spoilt
     told["checkpointing"] = is_checkpointing(learner.actor.network)
@@ -86,8 +89,8 @@ def outcome(
 
 def fail_once(how: str, rank: int, ranks: Ranks) -> None:
     """Let one rank's share of the first mini-batch of the second step fail."""
-    if how == "kept":
-        return keep_room_for(KEPT)
+    if how in {"kept", "alone"}:
+        return keep_room_for(KEPT, kept=how == "kept")
     if ranks.rank != rank:
         return
     honest, shares = Learner._share, 0
@@ -108,12 +111,12 @@ def fail_once(how: str, rank: int, ranks: Ranks) -> None:
     Learner._share = share
 
 
-def keep_room_for(tokens: int) -> None:
-    """Let a rank have room for no more tokens than that where activations are kept; it lasts."""
+def keep_room_for(tokens: int, *, kept: bool) -> None:
+    """Let a rank have room for no more tokens than that, or only where activations are kept; it lasts."""
     honest = Actor.score
 
     def score(self, batch, *more):
-        if int(batch.lengths_B.sum()) > tokens and not is_checkpointing(self.network):
+        if int(batch.lengths_B.sum()) > tokens and not (kept and is_checkpointing(self.network)):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
         return honest(self, batch, *more)
 

@@ -45,6 +45,7 @@ def test_several_ranks_come_to_the_numbers_of_one(settings, tmp_path, size):
     scenarios["mean"] = (PPO, {"mean": True})
     scenarios["memory"] = (PPO | {"trainer": {"micro_batch_tokens": 256}}, {"fail": "memory", "on": 1})
     scenarios["kept"] = (PPO | {"trainer": {"micro_batch_tokens": KEPT}}, {"fail": "kept", "on": 1})
+    scenarios["alone"] = (PPO | {"trainer": {"micro_batch_tokens": KEPT}}, {"fail": "alone", "on": 1})
     scenarios["nan"] = (PPO, {"fail": "nan", "on": 1})
     ends = _run(settings, tmp_path, size, scenarios)
     assert [code for code, _ in ends] == [0] * size
@@ -57,6 +58,7 @@ def test_several_ranks_come_to_the_numbers_of_one(settings, tmp_path, size):
     assert found["mean"][0]["0 actor/grad_norm"] < 0.9 * metrics["0 actor/grad_norm"]
     _memory_that_runs_out_on_one_rank_makes_all_go_on_with_smaller_pieces(found["memory"], metrics, weights)
     _a_sequence_that_does_not_fit_on_one_rank_has_all_make_activations_again(found["kept"], weights)
+    _a_sequence_that_never_fits_is_given_up_by_all(found["alone"])
     _what_is_not_finite_on_one_rank_is_refused_by_all(found["nan"])
 
 
@@ -70,6 +72,11 @@ def _a_sequence_that_does_not_fit_on_one_rank_has_all_make_activations_again(fou
     """One that keeps its own would have no room again, and nothing smaller than one sequence fits."""
     assert (found[0]["micro_batch_tokens"], found[0]["checkpointing"]) == (KEPT, True)
     assert _largest_difference(found[1], weights) < 1e-5
+
+
+def _a_sequence_that_never_fits_is_given_up_by_all(found):
+    assert len([name for name in found[0] if name.startswith("refused in step")]) == 2
+    assert (found[0]["micro_batch_tokens"], found[0]["spoilt"]) == (KEPT, False)
 
 
 def _what_is_not_finite_on_one_rank_is_refused_by_all(found):

@@ -211,7 +211,7 @@ class Learner:
             targets = replace(targets, start_BR=start_BR, weights_BR=weights_BR)
             metrics.update(weighed)
         if self._asks.teacher:
-            said_BR = _teacher_logprobs(self.teacher, sequences, batch, self.ranks)
+            said_BR = _teacher_logprobs(self, sequences, batch)
             targets = replace(targets, teacher_BR=said_BR)
         if self._asks.mismatched:
             divergence = _divergence(sequences, self._log_ratio, tempered=self._asks.tempered)
@@ -292,14 +292,12 @@ def _gather(
     return all_BR
 
 
-def _teacher_logprobs(
-    teacher: Teacher | None, sequences: Sequence[TokenSequence], batch: Batch, ranks: Ranks
-) -> Tensor:
+def _teacher_logprobs(learner: Learner, sequences: Sequence[TokenSequence], batch: Batch) -> Tensor:
     """What the teacher says, which rank 0 alone has."""
-    said_BR = torch.zeros_like(batch.sampled_BR)
+    said_BR, ranks = torch.zeros_like(batch.sampled_BR), learner.ranks
     with ranks.agree():
         if ranks.rank == 0:
-            said_BR = require(teacher).score(sequences)
+            said_BR = require(learner.teacher).score(sequences, tokens=learner.micro_batch_tokens)
     return ranks.from_rank_0(said_BR)
 
 

@@ -78,7 +78,7 @@ class Learner:
         #: Tokens that go through the model at once, and what says how many when memory runs out within a step.
         self.micro_batch_tokens = settings.trainer.tokens_at_once
         self.smaller: Callable[[], int] | None = None
-        self.before_pass: Callable[[], None] = _go_ahead
+        self.before_pass: Callable[[], None] = go_ahead
         self._most_tokens, self._device = settings.model.max_response_tokens, actor.network.device
 
     def step(self, samples: Sequence[Sample], *, version: int | None = None) -> Metrics:
@@ -248,7 +248,7 @@ def _order(learner: Learner, samples: Sequence[Sample], version: int | None) -> 
     return StepOrder(list(samples), version, learner.micro_batch_tokens, halves, again)
 
 
-def _go_ahead() -> None:
+def go_ahead() -> None:
     """What is called before each pass of a micro-batch through a model, where nothing is waited for."""
 
 
@@ -296,8 +296,11 @@ def _teacher_logprobs(learner: Learner, sequences: Sequence[TokenSequence], batc
     """What the teacher says, which rank 0 alone has."""
     said_BR, ranks = torch.zeros_like(batch.sampled_BR), learner.ranks
     with ranks.agree():
-        if ranks.rank == 0:
-            said_BR = require(learner.teacher).score(sequences, tokens=learner.micro_batch_tokens)
+        try:
+            if ranks.rank == 0:
+                said_BR = require(learner.teacher).score(sequences, tokens=learner.micro_batch_tokens)
+        finally:
+            ranks.wait_for_rank_0()
     return ranks.from_rank_0(said_BR)
 
 

@@ -26,7 +26,7 @@ from tuneloop.shared.experience import Float32s, Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.batches.metrics import Metrics
-from tuneloop.trainer.learner import Learner, recompute
+from tuneloop.trainer.learner import Learner, go_ahead, recompute
 from tuneloop.trainer.models.layers import checkpoint_layers, is_checkpointing
 from tuneloop.trainer.models.model import Actor, device_of
 from tuneloop.trainer.stop import Stop
@@ -93,7 +93,8 @@ class MicroBatch:
     leaves it open, before the size is halved. Where that does not help either, it is given up, so that others are
     learnt from.
 
-    Before each of them requests are let go first, if `trainer.yield_to_traffic`, until `stop` is set.
+    Before each of them requests are let go first, if `trainer.yield_to_traffic`, until `stop` is set; of several ranks
+    before each step.
     """
 
     def __init__(
@@ -122,6 +123,10 @@ class MicroBatch:
         self.take_gpu(learner)
         if self._is_checkpointing:
             make_activations_again(learner)
+        if learner.ranks.size > 1:
+            # Those that follow wait for an order as long as it takes, but not for a pass.
+            learner.before_pass()
+            learner.before_pass = go_ahead
         while True:
             learner.micro_batch_tokens = self.tokens
             try:

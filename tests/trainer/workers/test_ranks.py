@@ -92,3 +92,17 @@ def test_the_death_of_one_rank_in_mid_step_ends_the_others(settings, tmp_path):
     assert (one, other) == (1, -9)
     assert abs(at_one - at_other) < 30
     assert not (tmp_path / "death.json").exists()
+
+
+def test_the_others_wait_as_long_as_it_takes_for_what_rank_0_alone_waits_for(settings, tmp_path):
+    distill = {"teacher_url": "http://localhost:1", "teacher_model": "big"}
+    scenarios = {
+        "teacher": ({"algorithm": {"algorithm_type": "distill", "distill": distill}}, {"slow": True}),
+        "traffic": ({"trainer": {"yield_to_traffic": True}}, {"slow": True}),
+    }
+    ends = _run(settings, tmp_path, 2, scenarios)
+    assert [code for code, _ in ends] == [0, 0]
+    busy, weights = _found(tmp_path, "traffic")
+    metrics, expected, _ = outcome(settings(), ALONE)
+    assert busy == pytest.approx(metrics, rel=1e-5, abs=1e-5)
+    assert _largest_difference(weights, expected) < 1e-5

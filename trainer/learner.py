@@ -79,6 +79,7 @@ class Learner:
         self.micro_batch_tokens = settings.trainer.tokens_at_once
         self.smaller: Callable[[], int] | None = None
         self.before_pass: Callable[[], None] = go_ahead
+        self._longest = settings.model.max_model_len or actor.longest
         self._most_tokens, self._device = settings.model.max_response_tokens, actor.network.device
 
     def step(self, samples: Sequence[Sample], *, version: int | None = None) -> Metrics:
@@ -214,8 +215,7 @@ class Learner:
             said_BR = _teacher_logprobs(self, sequences, batch)
             targets = replace(targets, teacher_BR=said_BR)
         if self._asks.mismatched:
-            divergence = _divergence(sequences, self._log_ratio, tempered=self._asks.tempered)
-            targets = replace(targets, divergence=divergence)
+            targets = replace(targets, divergence=_divergence(self, sequences))
         fresh = [_is_fresh(each, version) for sequence in sequences for each in sequence.calls]
         calls, baselines = calls_of(self._algorithm, sequences, batch, self.baselines, self._most_tokens)
         if any(fresh):
@@ -304,13 +304,13 @@ def _teacher_logprobs(learner: Learner, sequences: Sequence[TokenSequence], batc
     return ranks.from_rank_0(said_BR)
 
 
-def _divergence(sequences: Sequence[TokenSequence], apart: Callable[[Batch], Tensor], *, tempered: bool) -> Tensor:
-    """The mean of log(actor / reference) of replies to the prompts of others; 0 if there is but one."""
-    strangers = mismatch_replies([sequence.calls[0] for sequence in sequences])
+def _divergence(learner: Learner, sequences: Sequence[TokenSequence]) -> Tensor:
+    """The mean of log(actor / reference) of replies to the prompts of others; 0 if there is but one, or none fits."""
+    strangers = mismatch_replies([sequence.calls[0] for sequence in sequences], longest=learner._longest)
     if not strangers:
         return torch.zeros(())
-    batch = _collate(assemble(strangers, merge=False), tempered=tempered)
-    return sequence_sums(apart(batch), batch.mask_BR).mean()
+    batch = _collate(assemble(strangers, merge=False), tempered=learner._asks.tempered)
+    return sequence_sums(learner._log_ratio(batch), batch.mask_BR).mean()
 
 
 def _end_copies(copying: list[torch.cuda.Event]) -> None:

@@ -27,7 +27,7 @@ TuneloopError
 ├── NotFinite               a training step has a loss or gradient that is not finite; no weight has changed
 ├── RankFailed              another rank of the trainer has failed in a way that this one cannot mend
 ├── TeacherAway             the teacher of `distill` does not answer at the moment
-└── SamplesRefused          the teacher will never answer for some samples
+└── SamplesRefused          some samples cannot be trained on: the teacher will never answer, or memory is too small
 """
 
 from collections.abc import Mapping, Sequence
@@ -197,7 +197,7 @@ class TeacherAway(TuneloopError):
 
 
 class SamplesRefused(TuneloopError):
-    """The teacher has no answer for some samples, and never will: `refused` are their ids, by the reason."""
+    """The teacher will never answer for some samples, or memory has no room: `refused` are their ids, by the reason."""
 
     def __init__(self, refused: Mapping[str, Sequence[int]]) -> None:
         super().__init__("; ".join(refused))

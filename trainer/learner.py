@@ -78,7 +78,8 @@ class Learner:
         #: Tokens that go through the model at once, and what says how many when memory runs out within a step.
         self.micro_batch_tokens = settings.trainer.tokens_at_once
         self.smaller: Callable[[], int] | None = None
-        self.before_pass: Callable[[], None] = _go_ahead
+        self.before_pass: Callable[[], None] = go_ahead
+        self._longest = settings.model.max_model_len or actor.longest
         self._most_tokens, self._device = settings.model.max_response_tokens, actor.network.device
 
     def step(self, samples: Sequence[Sample], *, version: int | None = None) -> Metrics:
@@ -211,11 +212,10 @@ class Learner:
             targets = replace(targets, start_BR=start_BR, weights_BR=weights_BR)
             metrics.update(weighed)
         if self._asks.teacher:
-            said_BR = _teacher_logprobs(self.teacher, sequences, batch, self.ranks)
+            said_BR = _teacher_logprobs(self, sequences, batch)
             targets = replace(targets, teacher_BR=said_BR)
         if self._asks.mismatched:
-            divergence = _divergence(sequences, self._log_ratio, tempered=self._asks.tempered)
-            targets = replace(targets, divergence=divergence)
+            targets = replace(targets, divergence=_divergence(self, sequences))
         fresh = [_is_fresh(each, version) for sequence in sequences for each in sequence.calls]
         calls, baselines = calls_of(self._algorithm, sequences, batch, self.baselines, self._most_tokens)
         if any(fresh):
@@ -248,7 +248,7 @@ def _order(learner: Learner, samples: Sequence[Sample], version: int | None) -> 
     return StepOrder(list(samples), version, learner.micro_batch_tokens, halves, again)
 
 
-def _go_ahead() -> None:
+def go_ahead() -> None:
     """What is called before each pass of a micro-batch through a model, where nothing is waited for."""
 
 
@@ -292,24 +292,25 @@ def _gather(
     return all_BR
 
 
-def _teacher_logprobs(
-    teacher: Teacher | None, sequences: Sequence[TokenSequence], batch: Batch, ranks: Ranks
-) -> Tensor:
+def _teacher_logprobs(learner: Learner, sequences: Sequence[TokenSequence], batch: Batch) -> Tensor:
     """What the teacher says, which rank 0 alone has."""
-    said_BR = torch.zeros_like(batch.sampled_BR)
+    said_BR, ranks = torch.zeros_like(batch.sampled_BR), learner.ranks
     with ranks.agree():
-        if ranks.rank == 0:
-            said_BR = require(teacher).score(sequences)
+        try:
+            if ranks.rank == 0:
+                said_BR = require(learner.teacher).score(sequences, tokens=learner.micro_batch_tokens)
+        finally:
+            ranks.wait_for_rank_0()
     return ranks.from_rank_0(said_BR)
 
 
-def _divergence(sequences: Sequence[TokenSequence], apart: Callable[[Batch], Tensor], *, tempered: bool) -> Tensor:
-    """The mean of log(actor / reference) of replies to the prompts of others; 0 if there is but one."""
-    strangers = mismatch_replies([sequence.calls[0] for sequence in sequences])
+def _divergence(learner: Learner, sequences: Sequence[TokenSequence]) -> Tensor:
+    """The mean of log(actor / reference) of replies to the prompts of others; 0 if there is but one, or none fits."""
+    strangers = mismatch_replies([sequence.calls[0] for sequence in sequences], longest=learner._longest)
     if not strangers:
         return torch.zeros(())
-    batch = _collate(assemble(strangers, merge=False), tempered=tempered)
-    return sequence_sums(apart(batch), batch.mask_BR).mean()
+    batch = _collate(assemble(strangers, merge=False), tempered=learner._asks.tempered)
+    return sequence_sums(learner._log_ratio(batch), batch.mask_BR).mean()
 
 
 def _end_copies(copying: list[torch.cuda.Event]) -> None:

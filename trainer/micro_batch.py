@@ -21,12 +21,12 @@ import torch
 from tuneloop.shared.capacity.fit import CURE, fit_trainer, reckon, room_for_trainer, shapes_of
 from tuneloop.shared.capacity.memory import GIB
 from tuneloop.shared.disk_space import gigabytes
-from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused
 from tuneloop.shared.experience import Float32s, Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.batches.metrics import Metrics
-from tuneloop.trainer.learner import Learner, recompute
+from tuneloop.trainer.learner import Learner, go_ahead, recompute
 from tuneloop.trainer.models.layers import checkpoint_layers, is_checkpointing
 from tuneloop.trainer.models.model import Actor, device_of
 from tuneloop.trainer.stop import Stop
@@ -38,6 +38,12 @@ _log = structlog.get_logger()
 _FILE = "micro_batch.json"
 #: Below so many tokens most micro-batches are single replies, and halving changes nothing.
 _LEAST = 128
+
+#: So many rows are given up in a row; then it is not them.
+_MOST_GIVEN_UP = 3
+
+_CURE = "lower explorer.rollout_model.gpu_memory_utilization if an engine shares it, or choose a smaller model"
+_NO_ROOM = "a GPU's memory has no room for it, a row of {} tokens, even alone"
 
 
 class _Memory(msgspec.Struct, frozen=True):
@@ -84,9 +90,11 @@ class MicroBatch:
     """The size in tokens, halved whenever memory runs out, and remembered over restarts.
 
     A sequence is not cut. Where one alone is longer, activations are made again, if `trainer.activation_checkpointing`
-    leaves it open, before the size is halved.
+    leaves it open, before the size is halved. Where that does not help either, it is given up, so that others are
+    learnt from.
 
-    Before each of them requests are let go first, if `trainer.yield_to_traffic`, until `stop` is set.
+    Before each of them requests are let go first, if `trainer.yield_to_traffic`, until `stop` is set; of several ranks
+    before each step.
     """
 
     def __init__(
@@ -99,22 +107,32 @@ class MicroBatch:
         memory = _read(self._path, self._setting)
         self.tokens = memory.tokens
         self._is_checkpointing = memory.checkpointing and settings.trainer.activation_checkpointing is None
-        self._longest = 0  # tokens of a sequence of the batch
+        self._samples: Sequence[Sample] = ()  # of the batch
+        self._given_up = 0
         self._reported = False
         self._warm: ref[Learner] | None = None  # not held: a GPU has no room for two
         self._yielding = TrafficYield(settings, stop or Event()) if settings.trainer.yield_to_traffic else None
 
     def step(self, learner: Learner, samples: Sequence[Sample], *, version: int | None) -> Metrics:
-        """`learner.step`, in micro-batches that fit. Raises EnvironmentRefused if none does, and what that raises."""
+        """`learner.step`, in micro-batches that fit.
+
+        Raises SamplesRefused for a row that does not fit alone, EnvironmentRefused if none does, and what that raises.
+        """
         learner.smaller = partial(self._shrink_together, ref(learner))
-        self._longest = max(len(each.prompt_ids) + len(each.completion_ids) for each in samples)
+        self._samples = samples
         self.take_gpu(learner)
         if self._is_checkpointing:
             make_activations_again(learner)
+        if learner.ranks.size > 1:
+            # Those that follow wait for an order as long as it takes, but not for a pass.
+            learner.before_pass()
+            learner.before_pass = go_ahead
         while True:
             learner.micro_batch_tokens = self.tokens
             try:
-                return learner.step(samples, version=version) | self._memory(samples) | self._time_yielded()
+                metrics = learner.step(samples, version=version)
+                self._given_up = 0
+                return metrics | self._memory(samples) | self._time_yielded()
             except torch.OutOfMemoryError:
                 pass  # its traceback holds the tensors that there was no room for
             self._shrink(ref(learner))
@@ -141,6 +159,7 @@ class MicroBatch:
     def recompute(self, learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
         """The log-probabilities of `recompute`, in the same way."""
         self.take_gpu(learner)
+        self._samples = samples
         while True:
             learner.micro_batch_tokens = self.tokens
             try:
@@ -167,7 +186,7 @@ class MicroBatch:
         if self._reported:
             return metrics
         self._reported = True
-        tokens = min(self.tokens, sum(len(each.prompt_ids) + len(each.completion_ids) for each in samples))
+        tokens = min(self.tokens, sum(map(_length, samples)))
         fields = {"micro_batch_tokens": tokens}
         chosen = self._settings.model_copy(update={"trainer": self._settings.trainer.model_copy(update=fields)})
         try:
@@ -181,6 +200,7 @@ class MicroBatch:
         """Take less memory, and how many tokens go through the model at once from now on."""
         learner = stepping()
         if learner is None or not self._may_checkpoint or not make_activations_again(learner):
+            self._give_up_longest()
             return self._halve()
         self._is_checkpointing = True
         _log.warning("activations_made_again", sequence=self._longest, tokens=self.tokens, reason="out of GPU memory")
@@ -191,19 +211,41 @@ class MicroBatch:
         """`_shrink` within a step, where the other ranks wait to be told (workers/follower.py)."""
         learner = stepping()
         assert learner is not None
-        tokens = learner.ranks.decide(lambda: self._shrink(stepping))
+        with learner.ranks.agree():
+            self._shrink(stepping)
+        learner.ranks.decide(lambda: self.tokens)
         learner.ranks.decide(lambda: int(self._is_checkpointing))
-        return tokens
+        return self.tokens
+
+    def _give_up_longest(self) -> None:
+        """Raise SamplesRefused for the longest row, with the other of its pair, if it is alone in its micro-batch."""
+        if self._longest <= self.tokens or self._given_up >= _MOST_GIVEN_UP:
+            return
+        self._given_up += 1
+        at = next(at for at, each in enumerate(self._samples) if _length(each) == self._longest)
+        algorithm = self._settings.algorithm
+        in_pairs = ALGORITHMS[algorithm.algorithm_type].asks(algorithm).pairs
+        rows = self._samples[at - at % 2 :][:2] if in_pairs else [self._samples[at]]
+        raise SamplesRefused({_NO_ROOM.format(self._longest): [each.id for each in rows]})
+
+    @property
+    def _longest(self) -> int:
+        return max(map(_length, self._samples))
 
     @property
     def _may_checkpoint(self) -> bool:
         return self._settings.trainer.activation_checkpointing is None and self._longest > self.tokens
 
     def _halve(self) -> int:
+        """Take less by half. Raises EnvironmentRefused, and remembers nothing, where that cannot help."""
+        if self._longest > self.tokens:
+            raise EnvironmentRefused(
+                f"trainer.micro_batch_tokens: one row of {self._longest} tokens does not fit into the GPU's memory, and"
+                f" is not cut; {_CURE}"
+            )
         if self.tokens // 2 < _LEAST:
             raise EnvironmentRefused(
-                f"trainer.micro_batch_tokens: not even {self.tokens} at once fit into the GPU's memory; lower "
-                "explorer.rollout_model.gpu_memory_utilization if an engine shares it, or choose a smaller model"
+                f"trainer.micro_batch_tokens: not even {self.tokens} at once fit into the GPU's memory; {_CURE}"
             )
         self.tokens //= 2
         _log.warning("micro_batch_halved", tokens=self.tokens, setting=self._setting, reason="out of GPU memory")
@@ -219,6 +261,10 @@ class MicroBatch:
             _log.warning("micro_batch_not_remembered", reason=str(error))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def _length(sample: Sample) -> int:
+    return len(sample.prompt_ids) + len(sample.completion_ids)
 
 
 def make_activations_again(learner: Learner) -> bool:

@@ -98,7 +98,7 @@ def make_plan(
 
     Raises EnvironmentRefused where there is no model, or the disk cannot be written to.
     """
-    shape, critic = shapes = shapes_of(settings)
+    shape, critic, teacher = shapes = shapes_of(settings)
     if gpu_bytes is None:  # nobody has said that it is for another machine
         settings = fit_to_machine(settings, gpus_here=count_gpus())
     room = None if gpu_bytes is None else room_for_trainer(settings, gpu_bytes)
@@ -108,7 +108,7 @@ def make_plan(
     disk = version_disk(shape, critic, settings)
     rate = disk_speed(settings.job_dir) if speed is None else speed
     engine = engine_memory(shape, settings, gpu_bytes) if serves and not urls else None
-    trainer = trainer_memory(shape, critic, settings) if trains else None
+    trainer = trainer_memory(shape, critic, settings, teacher) if trains else None
     made = ExperimentPlan(
         shape=shape,
         gpus=settings.cluster.gpu_per_node,

@@ -5,6 +5,8 @@ from tuneloop.shared.capacity.model_shape import ModelShape, read_shape
 from tuneloop.shared.settings.hardware import trainer_on_gpu
 from tuneloop.shared.settings.settings import Settings
 
+Shapes = tuple[ModelShape, ModelShape, ModelShape | None]
+
 _MOST, _LEAST = 32768, 1024
 
 #: The share of the room that is used: the model of the memory is a few percent off, most of it too little.
@@ -22,10 +24,17 @@ CURE = (
 )
 
 
-def shapes_of(settings: Settings) -> tuple[ModelShape, ModelShape]:
-    """The model's shape and the critic's. Raises EnvironmentRefused where there is no model."""
+def shapes_of(settings: Settings) -> Shapes:
+    """The model's shape, the critic's, and that of a teacher on this machine, None without one.
+
+    Raises EnvironmentRefused where there is no model.
+    """
     shape, own_critic = read_shape(settings.model.model_path), settings.model.critic_model_path
-    return shape, read_shape(own_critic, setting="model.critic_model_path") if own_critic else shape
+    critic = read_shape(own_critic, setting="model.critic_model_path") if own_critic else shape
+    folder = settings.algorithm.distill.teacher_path
+    if settings.mode == "serve" or settings.algorithm.algorithm_type != "distill" or folder is None:
+        return shape, critic, None
+    return shape, critic, read_shape(folder, setting="algorithm.distill.teacher_path")
 
 
 def room_for_trainer(settings: Settings, gpu_bytes: int) -> int:
@@ -37,7 +46,7 @@ def room_for_trainer(settings: Settings, gpu_bytes: int) -> int:
     return gpu_bytes - int(rollout.gpu_memory_utilization * gpu_bytes) if shares else gpu_bytes
 
 
-def fit_trainer(settings: Settings, shapes: tuple[ModelShape, ModelShape], room: int | None) -> Settings | None:
+def fit_trainer(settings: Settings, shapes: Shapes, room: int | None) -> Settings | None:
     """The settings with what they leave open chosen for so many bytes of a GPU; None if nothing fits.
 
     Without a GPU, or where its memory is not known, that is the default of a CPU.
@@ -61,9 +70,10 @@ def smallest(settings: Settings) -> Settings:
     return _with(settings, settings.trainer.micro_batch_tokens or _LEAST, True if fixed is None else fixed)
 
 
-def reckon(settings: Settings, shapes: tuple[ModelShape, ModelShape]) -> TrainerMemory:
+def reckon(settings: Settings, shapes: Shapes) -> TrainerMemory:
     """What the trainer takes at the peak of a step."""
-    return trainer_memory(*shapes, settings)
+    shape, critic, teacher = shapes
+    return trainer_memory(shape, critic, settings, teacher)
 
 
 def _with(settings: Settings, tokens: int, checkpointing: bool | None) -> Settings:

@@ -64,6 +64,7 @@ class TrainerMemory(NamedTuple):
     reference: int
     activations: int
     logits: int
+    teacher: int = 0
     heap: int = 0
 
     @property
@@ -133,8 +134,13 @@ def _base_bytes(shape: ModelShape, settings: Settings, size: int) -> int:
     return int((shape.weights - quantized) * size + quantized * _QUANTIZED[bits]) + max(sides) * (8 + size)
 
 
-def trainer_memory(shape: ModelShape, critic: ModelShape, settings: Settings) -> TrainerMemory:
-    """The trainer, or each of its workers, at the peak of a step, with micro-batches as full as the settings allow."""
+def trainer_memory(
+    shape: ModelShape, critic: ModelShape, settings: Settings, teacher: ModelShape | None = None
+) -> TrainerMemory:
+    """The trainer, or each of its workers, at the peak of a step, with micro-batches as full as the settings allow.
+
+    Of several workers one has the teacher.
+    """
     algorithm, lora = settings.algorithm, settings.model.lora.rank > 0
     size = 4 if settings.trainer_dtype == "float32" else 2
     trained, on_gpu = trained_weights(shape, settings), trainer_on_gpu(settings)
@@ -158,6 +164,7 @@ def trainer_memory(shape: ModelShape, critic: ModelShape, settings: Settings) ->
         reference=reference,
         activations=here * max(_kept_bytes(each, settings, size) for each in (shape, critic)),
         logits=logits,
+        teacher=teacher.weights * size if teacher is not None else 0,
     )
     if on_gpu:
         return memory
@@ -199,10 +206,17 @@ def _kept_bytes(shape: ModelShape, settings: Settings, size: int) -> int:
 
 
 def _needs_reference(settings: Settings) -> bool:
-    kind, algorithm = settings.algorithm.algorithm_type, settings.algorithm
-    if kind in {"dpo", "kto"}:
-        return True
-    return kind not in {"sft", "raft", "distill"} and algorithm.kl_coef > 0
+    algorithm = settings.algorithm
+    match algorithm.algorithm_type:
+        case "kto":
+            return True
+        case "dpo":
+            return not algorithm.dpo.reference_free
+        case "sft" | "raft":
+            return False
+        case "distill" if algorithm.distill.mode == "replies":
+            return False
+    return algorithm.kl_coef > 0
 
 
 def engine_memory(shape: ModelShape, settings: Settings, gpu_bytes: int | None) -> EngineMemory | None:

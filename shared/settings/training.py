@@ -69,12 +69,12 @@ class TrainerSettings(Section):
     """Keep AdamW's masters and moments in [main memory](training.md#memory), where the CPU makes the update: 12 bytes a
     weight less of a GPU. _Train._"""
     yield_to_traffic: bool = False
-    """Wait before each micro-batch until no request has been in flight for 0.6 s: for an engine and a trainer that
-    share a GPU. A micro-batch that has begun ends first, so smaller `trainer.micro_batch_tokens` yield sooner. Training
-    stands still while there is traffic; `tuneloop doctor` says how far it lags. Explorer and trainer need the same, and
-    one job folder. _Train._"""
+    """Wait before each micro-batch, or of several workers before each step, until no request has been in flight for
+    0.6 s: for an engine and a trainer that share a GPU. A micro-batch that has begun ends first, so smaller
+    `trainer.micro_batch_tokens` yield sooner. Training stands still while there is traffic; `tuneloop doctor` says how
+    far it lags. Explorer and trainer need the same, and one job folder. _Train._"""
     longest_yield: Seconds | None = None
-    """Seconds after which a micro-batch goes ahead beside traffic all the same; null: it waits for ever. _Train._"""
+    """Seconds after which what waits goes ahead beside traffic all the same; null: it waits for ever. _Train._"""
     poll_interval: Seconds = 1.0
     """Seconds between two looks for a full batch. _Train._"""
     max_staleness: NotNegative | None = None

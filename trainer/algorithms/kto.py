@@ -7,6 +7,7 @@
 
 Log-probabilities are sums over the reply at temperature 1. z, an estimate of KL(policy || base), is a constant of the
 step: it is taken once, at its start, over the whole batch. A batch of one reply has no other's, and z is 0.
+A pair that is longer than the model takes is left out of it.
 
 Left out: z of every mini-batch anew; how far a reward lies from the threshold; balancing of the weights by the numbers
 of wanted and unwanted replies, which the settings can do.

@@ -1,6 +1,7 @@
 """Imitation: which replies are learnt by heart, and edited answers as replies."""
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
@@ -16,17 +17,21 @@ from tuneloop.trainer.batches.tokenizer import Tokenizer, ends_of, tokenizer_of
 
 Refused = dict[str, list[Sample]]
 
+_TOO_LONG = "the edited answer is too long: the model takes {:.0f} tokens with the prompt"
+
 
 def with_demonstrations(samples: Sequence[Sample], settings: Settings) -> tuple[list[Sample], Refused]:
     """The samples, those that somebody edited with the edited answer as their reply; and those that cannot be so.
 
     The answer is tokenised with the base model's tokenizer, and ends with the token that the model's own reply ended
-    with, or else with the tokenizer's end. A message with calls of tools is written by the chat template.
+    with, or else with the tokenizer's end. A message with calls of tools is written by the chat template. One that the
+    model could not have sampled, since it is too long, is refused.
     """
     if settings.algorithm.algorithm_type != "sft" or settings.algorithm.sft.targets == "replies":
         return list(samples), {}
     taken: list[Sample] = []
     refused: Refused = defaultdict(list)
+    longest = _longest(settings)
     for sample in samples:
         if sample.demonstration is None:
             taken.append(sample)
@@ -34,6 +39,10 @@ def with_demonstrations(samples: Sequence[Sample], settings: Settings) -> tuple[
         ids = _demonstration_ids(sample, sample.demonstration, settings)
         if isinstance(ids, str):
             refused[ids].append(sample)
+        elif len(sample.prompt_ids) + len(ids) > longest:
+            refused[f"the edited answer is too long: the model takes {longest:.0f} tokens with the prompt"].append(
+                sample
+            )
         else:
             taken.append(with_completion(sample, ids))
     return taken, dict(refused)
@@ -76,6 +85,17 @@ def _best(samples: Sequence[Sample]) -> set[tuple[str, ...]]:
     return set(groups.values())
 
 
+def _longest(settings: Settings) -> float:
+    """The most tokens of prompt and reply together, infinite where nothing says it."""
+    if settings.model.max_model_len is not None:
+        return settings.model.max_model_len
+    file = settings.model.model_path / "config.json"
+    config = json.loads(file.read_bytes()) if file.is_file() else {}
+    config |= config.get("text_config") or {}
+    stretched = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return (config.get("max_position_embeddings") or math.inf) * max(1, stretched.get("factor") or 1)
+
+
 def _demonstration_ids(sample: Sample, answer: str, settings: Settings) -> list[int] | str:
     """The token ids of an edited answer, or why there are none."""
     words = tokenizer_of(settings)
@@ -88,8 +108,19 @@ def _demonstration_ids(sample: Sample, answer: str, settings: Settings) -> list[
         return "the edited answer is more than text"
     if not text:
         return "the edited answer is empty, or the chat template has no place for it"
+    if not _is_unicode(text):
+        return "the edited answer is not Unicode: half of a surrogate pair is in it"
     own = int(sample.completion_ids[-1]) if len(sample.completion_ids) else None
     return [*words.encode(text, add_special_tokens=False), own if own in ends and own is not None else ends[0]]
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON's escapes can name half of a surrogate pair, of which no tokenizer makes tokens."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _message(answer: str) -> dict[str, Any] | None:
@@ -98,7 +129,7 @@ def _message(answer: str) -> dict[str, Any] | None:
         return None
     try:
         message = json.loads(answer)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) and message.get("role") == "assistant" else None
 
@@ -111,7 +142,7 @@ def _template_text(message: dict[str, Any], words: Tokenizer, ends: Sequence[int
     try:
         before = words.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
         whole = words.apply_chat_template([*question, _with_parsed_arguments(message)], tokenize=False)
-    except (TemplateError, AttributeError, TypeError, ValueError):
+    except (TemplateError, AttributeError, TypeError, ValueError, RecursionError):
         return ""
     if not whole.startswith(before):
         return ""

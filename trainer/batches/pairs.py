@@ -1,5 +1,6 @@
 """Pairs: which reply is better than which, and replies put to prompts that they are no answer to."""
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -39,14 +40,18 @@ def make_pairs(samples: Sequence[Sample]) -> tuple[list[Sample], Refused]:
     return pairs, {reason: left for reason, left in refused.items() if left}
 
 
-def mismatch_replies(samples: Sequence[Sample]) -> list[Sample]:
-    """Each prompt with the reply to the next one's, the last with the first; none if there is only one."""
+def mismatch_replies(samples: Sequence[Sample], *, longest: float = math.inf) -> list[Sample]:
+    """Each prompt with the reply to the next one's, the last with the first; none if there is only one.
+
+    Those of more than `longest` tokens, which the model does not take, are left out.
+    """
     if len(samples) < 2:
         return []
     after = [*samples[1:], samples[0]]
     return [
         msgspec.structs.replace(one, completion_ids=other.completion_ids, logprobs=other.logprobs)
         for one, other in zip(samples, after, strict=True)
+        if len(one.prompt_ids) + len(other.completion_ids) <= longest
     ]
 
 

@@ -24,18 +24,25 @@ def select(samples: Sequence[Sample], settings: Settings, *, vocabulary: int) ->
     """
     edited, unwritable = with_demonstrations(samples, settings)
     held, not_rebuilt = with_allowed_tokens(edited, settings, vocabulary=vocabulary)
-    kept, refused = sort_out(held, settings.algorithm, vocabulary=vocabulary, group_by=settings.buffer.group_by)
+    group_by = settings.buffer.group_by
+    kept, refused = sort_out(held, settings.algorithm, vocabulary=vocabulary, group_by=group_by, sampled=samples)
     return kept, unwritable | not_rebuilt | refused
 
 
 def sort_out(
-    samples: Sequence[Sample], algorithm: AlgorithmSettings, *, vocabulary: int, group_by: str
+    samples: Sequence[Sample],
+    algorithm: AlgorithmSettings,
+    *,
+    vocabulary: int,
+    group_by: str,
+    sampled: Sequence[Sample] = (),
 ) -> tuple[list[Sample], Refused]:
     """The samples that can be trained on, and the others by the reason.
 
-    By `run` or `task` the samples are whole trajectories: superseded calls are left out. By `task` they are
-    whole groups: a run that is left alone has nothing to be compared with, and goes too; so does, if the method
-    compares runs, a group in which all are rewarded alike.
+    By `run` or `task` the samples are whole trajectories: superseded calls are left out, as the run went on from what
+    was `sampled`, where a sample has another reply by now. By `task` they are whole groups: a run that is left alone
+    has nothing to be compared with, and goes too; so does, if the method compares runs, a group in which all are
+    rewarded alike.
     """
     refused: Refused = defaultdict(list)
     kept = []
@@ -46,7 +53,9 @@ def sort_out(
         else:
             refused[reason].append(sample)
     if group_by in {"run", "task"}:
-        again = [call for calls in runs(kept).values() for call in superseded_calls(calls)]
+        own = {sample.id: sample for sample in sampled}
+        found = runs(own.get(sample.id, sample) for sample in kept)
+        again = [call for calls in found.values() for call in superseded_calls(calls)]
         kept = _without(kept, again, refused, "superseded by another reply to the same prompt")
     if group_by == "task":
         kept = _without_groups(kept, _alone, refused, "alone in its group: the others cannot be trained on")

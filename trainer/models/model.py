@@ -6,6 +6,7 @@ Dimension suffixes are explained in trainer/batches/batch.py.
 """
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -79,6 +80,11 @@ class Actor:
     def width(self) -> int:
         """The width of its hidden states."""
         return cast(int, self.network.config.get_text_config().hidden_size)
+
+    @property
+    def longest(self) -> float:
+        """How many tokens it takes, infinite where its configuration does not say."""
+        return getattr(self.network.config.get_text_config(), "max_position_embeddings", None) or math.inf
 
     def reference(self, settings: Settings) -> "Actor":
         """The base model, which is not trained."""

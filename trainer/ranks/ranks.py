@@ -28,7 +28,7 @@ from tuneloop.trainer.ranks.shards import Shard
 
 #: A rank that hangs ends the others after so long; one that dies does so at once.
 _STUCK = timedelta(minutes=30)
-#: Orders are waited for as long as there is no batch.
+#: Orders are waited for as long as there is no batch, or somebody else whom rank 0 alone waits for.
 _QUIET = timedelta(days=3650)
 
 #: Gradients are added up in pieces of so many numbers: few enough to have room for, enough to be fast.
@@ -91,6 +91,9 @@ class Ranks:
     def from_rank_0(self, tensor: Tensor) -> Tensor:
         """Rank 0's tensor, in the place of this one of the same shape."""
         return tensor
+
+    def wait_for_rank_0(self) -> None:
+        """Wait, for as long as it takes, until rank 0 has come here too."""
 
 
 ALONE = Ranks()
@@ -224,6 +227,10 @@ class JoinedRanks(Ranks):
         """See Ranks."""
         dist.broadcast(tensor, src=0)
         return tensor
+
+    def wait_for_rank_0(self) -> None:
+        """See Ranks."""
+        dist.broadcast(torch.zeros(1), src=0, group=self._orders)
 
     def leave(self) -> None:
         """End what `join` began, without an error of any rank."""

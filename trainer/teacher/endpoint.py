@@ -91,7 +91,7 @@ class RemoteTeacher:
             self._refuse("has another tokenizer than the model; choose a teacher with the same one")
         self._known = True
 
-    def score(self, sequences: Sequence[TokenSequence]) -> Tensor:
+    def score(self, sequences: Sequence[TokenSequence], *, tokens: int | None = None) -> Tensor:
         """See Teacher."""
         self.check()
         requests = [{"prompt": each.ids.tolist(), **_SCORE} for each in sequences]

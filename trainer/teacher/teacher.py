@@ -27,6 +27,7 @@ MOST_TOKENS = 2048
 
 CUT_OFF = "the teacher's reply was cut off at {} tokens"
 NO_NUMBER = "the teacher's log-probability of a token is not a number"
+_NO_ROOM = "the GPU's memory has no room for the teacher's reply"
 
 
 class Teacher(Protocol):
@@ -35,8 +36,11 @@ class Teacher(Protocol):
     def check(self) -> None:
         """Raise EnvironmentRefused if it cannot be a teacher of this model, TeacherAway if it cannot be asked."""
 
-    def score(self, sequences: Sequence[TokenSequence]) -> Tensor:
-        """Its log-probabilities at temperature 1 of the sequences' action tokens, float32 of shape BR, else 0."""
+    def score(self, sequences: Sequence[TokenSequence], *, tokens: int | None = None) -> Tensor:
+        """Its log-probabilities at temperature 1 of the sequences' action tokens, float32 of shape BR, else 0.
+
+        `tokens`: so many go through a model on this machine at once; None: as many as the settings say.
+        """
         ...
 
     def reply(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -77,13 +81,13 @@ class LocalTeacher:
             )
 
     @torch.no_grad()
-    def score(self, sequences: Sequence[TokenSequence]) -> Tensor:
-        """See Teacher."""
+    def score(self, sequences: Sequence[TokenSequence], *, tokens: int | None = None) -> Tensor:
+        """See Teacher. Raises torch.OutOfMemoryError too."""
         self._must_know(call for sequence in sequences for call in sequence.calls)
         batch = collate(sequences)
         batch = replace(batch, temperatures_BR=torch.ones_like(batch.temperatures_BR))
         all_BR = torch.zeros_like(batch.sampled_BR)
-        budget, padded = self._settings.trainer.tokens_at_once, not self._actor.is_packed
+        budget, padded = tokens or self._settings.trainer.tokens_at_once, not self._actor.is_packed
         for index_B in micro_batches(batch.lengths_B, budget, padded=padded):
             part_BR = self._actor.logprobs(batch.rows(index_B)).cpu()
             all_BR[index_B, : part_BR.shape[1]] = part_BR
@@ -103,8 +107,8 @@ class LocalTeacher:
         most = self._settings.model.max_response_tokens or MOST_TOKENS
         ends = ends_of(self._settings.model.model_path, self._words)
         replies = [self._reply_ids(sample, most, ends) for sample in samples]
-        if all(each == NO_NUMBER for each in replies):
-            raise TeacherAway(NO_NUMBER)
+        if all(each in (NO_NUMBER, _NO_ROOM) for each in replies):
+            raise TeacherAway(str(replies[0]))
         return with_replies(samples, replies, known=len(self._words))
 
     def _reply_ids(self, sample: Sample, most: int, ends: list[int]) -> list[int] | str:
@@ -113,6 +117,8 @@ class LocalTeacher:
             ids = self._generate(sample, most, ends)
         except FloatingPointError as error:
             return str(error)
+        except torch.OutOfMemoryError:
+            return _NO_ROOM
         return ids if ids[-1] in ends else CUT_OFF.format(most)
 
     def _generate(self, sample: Sample, most: int, ends: list[int]) -> list[int]:

@@ -54,6 +54,8 @@ def _step(learner: Learner, order: StepOrder) -> None:
 def _shrink_as_rank_0_says(stepping: ref[Learner]) -> int:
     learner = stepping()
     assert learner is not None
+    with learner.ranks.agree():
+        pass  # Rank 0 may have found out that nothing smaller helps.
     tokens, is_checkpointing = (learner.ranks.decide(_leave_to_rank_0) for _ in range(2))
     if is_checkpointing:
         make_activations_again(learner)

@@ -8,7 +8,9 @@ import pytest
 from tests.cli.setup.test_setup import QWEN3_4B, model_folder
 from tuneloop.cli.setup.plan_command import make_plan
 from tuneloop.shared.capacity.fit import fit_trainer, reckon, room_for_trainer, shapes_of
+from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.algorithms import ALGORITHMS
 
 GB = 10**9
 EIGHT_BITS = {"optimizer": {"bits": 8}, "critic_optimizer": {"bits": 8}}
@@ -115,7 +117,7 @@ def test_an_offloaded_optimizer_is_reckoned_as_main_memory(tmp_path: Path) -> No
     assert reckon(chosen, shapes_of(there)).optimizer == 0
     plan = make_plan(there, gpu_bytes=24 * GB, speed=1e9, free=64 * GB)
     assert plan.problems == []
-    assert plan.offloaded == int(sum(16 * each.weights for each in shapes_of(there)))
+    assert plan.offloaded == int(sum(16 * each.weights for each in shapes_of(there)[:2]))
     [problem] = make_plan(there, gpu_bytes=24 * GB, speed=1e9, free=16 * GB).problems
     assert problem.startswith("trainer.optimizer_offload: AdamW takes 19")
 
@@ -155,3 +157,41 @@ def test_on_a_cpu_a_base_in_few_bits_is_reckoned_as_it_is_read(tmp_path: Path) -
         made = settings_of(folder, model=model, algorithm={"algorithm_type": "reinforce"}, trainer=cpu)
         taken[bits] = reckon(made, shapes_of(made)).total
     assert taken[4] > max(taken[None], 2 * 4 * 596_049_920)
+
+
+TEACHER = {"teacher_url": "http://localhost:1", "teacher_model": "big"}
+PAIRS = {"buffer": {"group_by": "task", "group_size": 2}}
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *({"algorithm_type": kind} for kind in ("ppo", "reinforce", "grpo", "sft", "raft", "dpo", "kto")),
+        {"algorithm_type": "dpo", "dpo": {"reference_free": True}},
+        {"algorithm_type": "reinforce", "kl_coef": 0.0},
+        {"algorithm_type": "distill", "distill": TEACHER},
+        {"algorithm_type": "distill", "distill": TEACHER, "kl_coef": 0.0},
+        {"algorithm_type": "distill", "distill": TEACHER | {"mode": "replies"}},
+    ],
+)
+def test_a_reference_is_reckoned_where_the_method_has_one(tmp_path: Path, algorithm: dict[str, Any]) -> None:
+    settings = settings_of(model_folder(tmp_path / "m"), algorithm=algorithm, **PAIRS)
+    asks = ALGORITHMS[settings.algorithm.algorithm_type].asks(settings.algorithm)
+    assert bool(reckon(settings, shapes_of(settings)).reference) == asks.reference
+
+
+def test_a_teacher_on_this_machine_is_reckoned(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m")
+    teacher = model_folder(tmp_path / "teacher", 1_700_000_000)
+    algorithm = {"algorithm_type": "distill", "distill": {"teacher_path": teacher}}
+    settings = settings_of(folder, algorithm=algorithm)
+    assert reckon(settings, shapes_of(settings)).teacher == 2 * 1_700_000_000
+    plan = make_plan(settings, gpu_bytes=80 * GB, speed=1e9, free=64 * GB)
+    assert plan.trainer is not None
+    assert plan.trainer.teacher == 2 * 1_700_000_000
+    unused = settings_of(folder, algorithm=algorithm | {"algorithm_type": "reinforce"})
+    assert reckon(unused, shapes_of(unused)).teacher == 0
+    gone = {"algorithm_type": "distill", "distill": {"teacher_path": tmp_path / "gone"}}
+    shapes_of(settings_of(folder, algorithm=gone, mode="serve"))
+    with pytest.raises(EnvironmentRefused, match=r"^algorithm\.distill\.teacher_path: .* is not there"):
+        shapes_of(settings_of(folder, algorithm=gone))

@@ -14,6 +14,7 @@ from tuneloop.trainer.batches.pairs import mismatch_replies
 from tuneloop.trainer.batches.sequences import TokenSequence
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import _divergence
+from tuneloop.trainer.models.model import Actor
 
 GOLDEN = cases("kto")
 _loss = loss_of(kto)
@@ -93,6 +94,28 @@ def test_each_prompt_gets_the_next_one_s_reply():
     assert mismatch_replies(samples[:1]) == []
 
 
+def test_no_prompt_gets_a_reply_that_the_model_could_not_have_given(settings, monkeypatch):
+    long, short = np.arange(200, dtype=np.int32), np.arange(5, dtype=np.int32)
+    replies = [
+        sample(number, prompt_ids=prompt, completion_ids=said, logprobs=np.zeros(len(said), np.float32))
+        for number, (prompt, said) in enumerate([(long, short), (short, long), (short, short)])
+    ]
+    strangers = mismatch_replies(replies, longest=256)
+    assert [(len(each.prompt_ids), len(each.completion_ids)) for each in strangers] == [(5, 5), (5, 5)]
+    assert mismatch_replies(replies, longest=9) == []
+    logprobs, read = Actor.logprobs, []
+
+    def noted(self, batch, *more):
+        read.append(int(batch.lengths_B.max()))
+        return logprobs(self, batch, *more)
+
+    monkeypatch.setattr(Actor, "logprobs", noted)
+    for model in ({}, {"max_model_len": 206}, {"max_model_len": 9}):  # the model's own configuration says 256
+        learner = snapshot.load(settings(algorithm={"algorithm_type": "kto"}, model=model), None)
+        assert learner.step(replies)["kl"] == pytest.approx(0, abs=1e-4)
+        assert max(read) == 205
+
+
 # With a model.
 
 
@@ -125,8 +148,8 @@ def test_the_divergence_is_that_of_the_mismatched_replies(settings):
     learner.step(_replies())
     sequences = [TokenSequence.alone(each) for each in _replies()]
     with torch.no_grad():
-        found = float(_divergence(sequences, learner._log_ratio, tempered=learner._asks.tempered))
-        assert float(_divergence(sequences[:1], learner._log_ratio, tempered=learner._asks.tempered)) == 0
+        found = float(_divergence(learner, sequences))
+        assert float(_divergence(learner, sequences[:1])) == 0
     expected = []
     for number, each in enumerate(_replies()):
         ids = [*each.prompt_ids.tolist(), *_replies()[(number + 1) % 12].completion_ids.tolist()]

@@ -1,6 +1,8 @@
 """What sft and raft imitate, and how an edited answer becomes a reply."""
 
 import json
+import shutil
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -123,6 +125,8 @@ def test_a_reply_that_was_cut_off_may_be_edited(settings):
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "no place"),
         ({"role": "assistant", "tool_calls": ["f"]}, "no place"),
         ({"role": "assistant", "tool_calls": 3}, "no place"),
+        ({"role": "assistant", "content": "a\ud800"}, "not Unicode"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}, "no place"),
     ],
 )
 def test_an_answer_that_cannot_be_written_is_left_out_and_says_why(settings, answer, reason):
@@ -138,6 +142,33 @@ def test_a_message_of_text_is_its_text_and_other_json_is_text_itself(settings):
     assert of_message.completion_ids.tolist() == of_text.completion_ids.tolist()
     _, of_json = _demonstrated(settings, '{"a": 1}')
     assert len(of_json.completion_ids) == len('{"a": 1}') + 1
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "longest"),
+    [
+        ({}, {}, 256),
+        ({}, {"max_model_len": 100}, 100),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, {}, 512),
+        ({"text_config": {"max_position_embeddings": 64}}, {}, 64),
+    ],
+)
+def test_an_answer_longer_than_the_model_takes_is_left_out(settings, base, tmp_path, config, model, longest):
+    folder = shutil.copytree(base, tmp_path / "model")
+    config = json.loads((base / "config.json").read_bytes()) | config
+    (folder / "config.json").write_text(json.dumps(config))
+    chosen = settings(algorithm={"algorithm_type": "sft"}, model={"model_path": folder, **model})
+    fits = longest - len(sample(9).prompt_ids) - 1
+    given = [sample(9, demonstration="x" * fits), sample(9, demonstration="x" * (fits + 1))]
+    taken, refused = with_demonstrations(given, chosen)
+    assert len(taken) == 1
+    assert refused == {f"the edited answer is too long: the model takes {longest} tokens with the prompt": given[1:]}
+
+
+def test_json_that_is_nested_too_deep_to_be_read_is_text_itself(settings):
+    deep = '{"role":"assistant","content":' + "[" * 100_000
+    _, edited = _demonstrated(partial(settings, model={"max_model_len": 200_000}), deep)
+    assert len(edited.completion_ids) == len(deep) + 1
 
 
 def test_calls_of_tools_are_written_by_the_chat_template(settings, tmp_path):

@@ -8,8 +8,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.trainer.factories import commit, points, sample
-from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused
 from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.ledger import BatchPolicy
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.loop import run
 from tuneloop.trainer.micro_batch import MicroBatch
@@ -114,21 +115,24 @@ def test_it_is_halved_until_the_step_fits_and_remembered(settings, ledger, monke
     assert MicroBatch(settings(trainer={"micro_batch_tokens": 4096})).tokens == 4096, "the setting has changed"
 
 
-def _room_for_kept_activations(monkeypatch, room):
-    """Memory has room for so many tokens where activations are kept, for any number where they are made again."""
+def _room_for_kept_activations(monkeypatch, room, again=10**9):
+    """Memory has room for so many tokens where activations are kept, and for `again` where they are made again."""
     score = Actor.score
 
     def bounded(self, batch, *more):
-        if int(batch.lengths_B.sum()) > room and not is_checkpointing(self.network):
+        if int(batch.lengths_B.sum()) > (again if is_checkpointing(self.network) else room):
             raise torch.OutOfMemoryError
         return score(self, batch, *more)
 
     monkeypatch.setattr(Actor, "score", bounded)
 
 
+def _long(number, **but):
+    return sample(number, completion_ids=np.arange(200, dtype=np.int32), logprobs=np.full(200, -5.7, np.float32), **but)
+
+
 def _with_a_long_one():
-    long = {"completion_ids": np.arange(200, dtype=np.int32), "logprobs": np.full(200, -5.7, np.float32)}
-    return [*ROWS, sample(4, **long)]
+    return [*ROWS, _long(4)]
 
 
 def test_one_sequence_that_has_no_room_alone_has_its_activations_made_again(settings, monkeypatch):
@@ -152,12 +156,51 @@ def test_one_sequence_that_has_no_room_alone_has_its_activations_made_again(sett
     assert not is_checkpointing(other.actor.network), "a setting that is written later counts more"
 
 
-def test_who_wants_activations_kept_is_told_that_a_sequence_does_not_fit(settings, monkeypatch):
-    chosen = settings(trainer={"micro_batch_tokens": 192, "activation_checkpointing": False})
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_row_that_has_no_room_alone_is_given_up_and_no_smaller_size_is_remembered(settings, monkeypatch, kept):
+    """Neither where activations are kept by setting, nor where making them again does not help."""
+    chosen = settings(trainer={"micro_batch_tokens": 192} | ({"activation_checkpointing": False} if kept else {}))
     chosen.job_dir.mkdir(parents=True)
+    _room_for_kept_activations(monkeypatch, 192, again=192)
+    learner, micro_batch, rows = snapshot.load(chosen, None), MicroBatch(chosen), _with_a_long_one()
+    length = len(rows[4].prompt_ids) + 200
+    for _ in range(3):
+        with pytest.raises(SamplesRefused) as caught:
+            micro_batch.step(learner, rows, version=None)
+        [(reason, ids)] = caught.value.refused.items()
+        assert ids == [4]
+        assert f"a row of {length} tokens" in reason
+    sentence = rf"^trainer\.micro_batch_tokens: one row of {length} tokens does not fit"
+    with pytest.raises(EnvironmentRefused, match=sentence):
+        micro_batch.step(learner, rows, version=None)
+    assert MicroBatch(chosen).tokens == micro_batch.tokens == 192
+    micro_batch.step(learner, ROWS, version=None)
+    with pytest.raises(SamplesRefused):
+        micro_batch.step(learner, rows, version=None)
+
+
+def test_of_a_pair_both_are_given_up(settings, monkeypatch):
+    chosen = settings(
+        trainer={"micro_batch_tokens": 192, "activation_checkpointing": False},
+        algorithm={"algorithm_type": "dpo"},
+        buffer={"group_by": "task", "group_size": 2},
+    )
+    prompt = sample(0).prompt_ids
+    rows = [sample(0), sample(1, prompt_ids=prompt), sample(2, prompt_ids=prompt), _long(3, prompt_ids=prompt)]
     _room_for_kept_activations(monkeypatch, 192)
-    with pytest.raises(EnvironmentRefused, match=r"^trainer\.micro_batch_tokens: not even 192 at once fit"):
-        MicroBatch(chosen).step(snapshot.load(chosen, None), _with_a_long_one(), version=None)
+    with pytest.raises(SamplesRefused) as caught:
+        MicroBatch(chosen).step(snapshot.load(chosen, None), rows, version=None)
+    assert list(caught.value.refused.values()) == [[2, 3]]
+
+
+def test_others_are_learnt_from_without_a_row_that_has_no_room(settings, ledger, monkeypatch):
+    _room_for_kept_activations(monkeypatch, 192, again=192)
+    commit(ledger, [_long(0), *(sample(i) for i in range(1, 5))])
+    run(settings(trainer={"total_steps": 1, "micro_batch_tokens": 192}), Event())
+    counts = ledger.reports.counts()
+    assert (counts[State.TRAINED], counts[State.DROPPED]) == (4, 1)
+    [drop] = ledger.reports.facts(BatchPolicy(), drops=5).drops
+    assert drop.reason.startswith("a GPU's memory has no room for it")
 
 
 def test_where_nothing_fits_it_is_one_sentence(settings, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.batches.selection import sort_out, untrainable
+from tuneloop.trainer.batches.selection import select, sort_out, untrainable
 
 PPO = AlgorithmSettings()
 
@@ -105,3 +105,14 @@ def test_calls_that_were_asked_again_are_left_out_of_a_trajectory():
     assert kept == [again, onward]
     assert list(refused.values()) == [[first]]
     assert sort_out([first, again, onward], PPO, vocabulary=250, group_by="none")[1] == {}
+
+
+def test_an_edited_answer_is_not_left_out_because_the_run_went_on_from_what_was_sampled(settings):
+    first = sample(1, task_id="t", run_id="r", demonstration="better")
+    again = sample(2, task_id="t", run_id="r", prompt_ids=first.prompt_ids, demonstration="worse")
+    onward = sample(3, task_id="t", run_id="r", prompt_ids=np.concatenate([first.prompt_ids, first.completion_ids]))
+    chosen = settings(algorithm={"algorithm_type": "sft", "sft": {"least_reward": -1}}, buffer={"group_by": "run"})
+    kept, refused = select([first, again, onward], chosen, vocabulary=VOCABULARY)
+    assert [each.id for each in kept] == [1, 3]
+    assert kept[0].completion_ids.tolist() != first.completion_ids.tolist()
+    assert [[each.id for each in left] for left in refused.values()] == [[2]]

@@ -17,7 +17,9 @@ from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused, TeacherAw
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import BatchPolicy
 from tuneloop.trainer.batches.sequences import TokenSequence, assemble
+from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.loop import run
+from tuneloop.trainer.micro_batch import MicroBatch
 from tuneloop.trainer.teacher.teacher import LocalTeacher
 
 
@@ -157,6 +159,42 @@ def test_it_replies_until_the_end_of_a_turn_and_always_the_same(settings, base, 
     again = _answers(teacher, list(reversed(samples)))
     for number, each in said.items():
         assert again[number].completion_ids.tolist() == each.completion_ids.tolist()
+
+
+def test_a_teacher_that_has_no_room_is_asked_in_smaller_pieces_by_and_by(settings, opinionated, monkeypatch):
+    chosen = settings(
+        algorithm={"algorithm_type": "distill", "distill": {"teacher_path": str(opinionated)}, "kl_coef": 0.0},
+        trainer={"micro_batch_tokens": 512},
+    )
+    chosen.job_dir.mkdir(parents=True)
+    learner, micro_batch = snapshot.load(chosen, None), MicroBatch(chosen)
+    learner.teacher = teacher = LocalTeacher(chosen, opinionated)
+    logprobs = teacher._actor.logprobs
+
+    def bounded(batch):
+        if int(batch.lengths_B.sum()) > 256:
+            raise torch.OutOfMemoryError
+        return logprobs(batch)
+
+    monkeypatch.setattr(teacher._actor, "logprobs", bounded)
+    long = {"completion_ids": np.arange(90, dtype=np.int32), "logprobs": np.full(90, -5.7, np.float32)}
+    micro_batch.step(learner, [sample(i, **long) for i in range(6)], version=None)
+    assert (micro_batch.tokens, learner.steps) == (256, 1)
+
+
+def test_a_prompt_that_there_is_no_room_for_has_no_reply_and_costs_no_other_row(teacher, monkeypatch):
+    def generate(ids_1T, **options):
+        if ids_1T.shape[1] > 20:
+            raise torch.OutOfMemoryError
+        return torch.cat([ids_1T, torch.tensor([[5, 256]])], 1)
+
+    monkeypatch.setattr(teacher._actor.network, "generate", generate)
+    long = sample(3, prompt_ids=np.arange(21, dtype=np.int32))
+    with pytest.raises(SamplesRefused) as caught:
+        teacher.reply([long, sample(4)])
+    assert caught.value.refused == {"the GPU's memory has no room for the teacher's reply": [3]}
+    with pytest.raises(TeacherAway, match="no room"):
+        teacher.reply([long])
 
 
 # The loop.

@@ -12,20 +12,25 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 
 import torch
 from safetensors.torch import save_file
 
 from tests.trainer.factories import sample
-from tuneloop.shared.errors import NotFinite
+from tuneloop.shared.errors import NotFinite, SamplesRefused
+from tuneloop.shared.job_marks import TRAFFIC_S, touch_traffic
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.batches.batch import collate
 from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.micro_batch import MicroBatch
 from tuneloop.trainer.models.layers import is_checkpointing
 from tuneloop.trainer.models.model import Actor
+from tuneloop.trainer.ranks import ranks as joined_ranks
 from tuneloop.trainer.ranks.orders import EndOrder
 from tuneloop.trainer.ranks.ranks import JoinedRanks, Ranks
 from tuneloop.trainer.ranks.rendezvous import environment_of
@@ -34,8 +39,16 @@ from tuneloop.trainer.workers.follower import follow
 STEPS = 2
 #: So many tokens have room with their activations, where that is a scenario; some sequences are longer.
 KEPT = 12
+#: A rank that hangs is given up after so long in a scenario that is "slow", in which rank 0 takes longer.
+STUCK_S, SLOW_S = 5.0, 8.0
 #: What differs from run to run, or with what a process was told of its memory.
-OF_THE_MACHINE = {"time/train_step", "perf/tokens_per_second", "perf/memory_peak", "perf/memory_reckoned"}
+OF_THE_MACHINE = {
+    "time/train_step",
+    "time/yielded",
+    "perf/tokens_per_second",
+    "perf/memory_peak",
+    "perf/memory_reckoned",
+}
 
 
 class MeanRanks(JoinedRanks):
@@ -43,6 +56,17 @@ class MeanRanks(JoinedRanks):
 
     def add_up_shards(self, parts):
         return {shard: each.div_(self.size) for shard, each in super().add_up_shards(parts).items()}
+
+
+class SlowTeacher:
+    """It thinks about its first batch, and takes every token for certain."""
+
+    thinks_s = SLOW_S
+
+    def score(self, sequences, *, tokens):
+        time.sleep(self.thinks_s)
+        self.thinks_s = 0
+        return torch.zeros_like(collate(sequences).sampled_BR)
 
 
 def batch(step: int, *, rows: int):
@@ -65,11 +89,18 @@ def outcome(
     """Some steps: the metrics of all, and the weights after the last."""
     learner, told = snapshot.load(settings, start, ranks), {}
     micro_batch = MicroBatch(settings)
+    if settings.algorithm.algorithm_type == "distill":
+        learner.teacher = SlowTeacher()
+    if settings.trainer.yield_to_traffic:
+        Thread(target=keep_busy, args=(settings.job_dir,)).start()
     for step in range(learner.steps, learner.steps + STEPS):
         try:
             metrics = micro_batch.step(learner, batch(step, rows=rows), version=0)
         except NotFinite as error:
             told[f"not finite in step {step}: {str(error).partition(' is ')[0]}"] = 1.0
+            continue
+        except SamplesRefused as error:
+            told[f"refused in step {step}: {error}"] = 1.0
             continue
         told |= {f"{step} {name}": value for name, value in metrics.items() if name not in OF_THE_MACHINE}
     told["micro_batch_tokens"], told["spoilt"] = micro_batch.tokens, learner.spoilt
@@ -84,10 +115,19 @@ def outcome(
     return told, weights, learner
 
 
+def keep_busy(job_dir: Path) -> None:
+    """Say that requests are in flight."""
+    job_dir.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + SLOW_S
+    while time.monotonic() < until:
+        touch_traffic(job_dir)
+        time.sleep(TRAFFIC_S)
+
+
 def fail_once(how: str, rank: int, ranks: Ranks) -> None:
     """Let one rank's share of the first mini-batch of the second step fail."""
-    if how == "kept":
-        return keep_room_for(KEPT)
+    if how in {"kept", "alone"}:
+        return keep_room_for(KEPT, kept=how == "kept")
     if ranks.rank != rank:
         return
     honest, shares = Learner._share, 0
@@ -108,12 +148,12 @@ def fail_once(how: str, rank: int, ranks: Ranks) -> None:
     Learner._share = share
 
 
-def keep_room_for(tokens: int) -> None:
-    """Let a rank have room for no more tokens than that where activations are kept; it lasts."""
+def keep_room_for(tokens: int, *, kept: bool) -> None:
+    """Let a rank have room for no more tokens than that, or only where activations are kept; it lasts."""
     honest = Actor.score
 
     def score(self, batch, *more):
-        if int(batch.lengths_B.sum()) > tokens and not is_checkpointing(self.network):
+        if int(batch.lengths_B.sum()) > tokens and not (kept and is_checkpointing(self.network)):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
         return honest(self, batch, *more)
 
@@ -138,9 +178,12 @@ def fork(folder: Path, size: int, together: int) -> None:
 
 
 def main(folder: Path, together: int) -> None:
+    plan = json.loads((folder / "plan.json").read_text())
+    if any(scenario.get("slow") for scenario in plan.values()):
+        joined_ranks._STUCK = timedelta(seconds=STUCK_S)
     ranks = JoinedRanks.join(torch.device("cpu"), together=together)
     honest, score = Learner._share, Actor.score
-    for name, scenario in json.loads((folder / "plan.json").read_text()).items():
+    for name, scenario in plan.items():
         settings = Settings.model_validate(scenario["settings"])
         Learner._share, Actor.score = honest, score
         ranks.__class__ = MeanRanks if scenario.get("mean") else JoinedRanks

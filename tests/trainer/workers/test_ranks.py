@@ -45,6 +45,7 @@ def test_several_ranks_come_to_the_numbers_of_one(settings, tmp_path, size):
     scenarios["mean"] = (PPO, {"mean": True})
     scenarios["memory"] = (PPO | {"trainer": {"micro_batch_tokens": 256}}, {"fail": "memory", "on": 1})
     scenarios["kept"] = (PPO | {"trainer": {"micro_batch_tokens": KEPT}}, {"fail": "kept", "on": 1})
+    scenarios["alone"] = (PPO | {"trainer": {"micro_batch_tokens": KEPT}}, {"fail": "alone", "on": 1})
     scenarios["nan"] = (PPO, {"fail": "nan", "on": 1})
     ends = _run(settings, tmp_path, size, scenarios)
     assert [code for code, _ in ends] == [0] * size
@@ -57,6 +58,7 @@ def test_several_ranks_come_to_the_numbers_of_one(settings, tmp_path, size):
     assert found["mean"][0]["0 actor/grad_norm"] < 0.9 * metrics["0 actor/grad_norm"]
     _memory_that_runs_out_on_one_rank_makes_all_go_on_with_smaller_pieces(found["memory"], metrics, weights)
     _a_sequence_that_does_not_fit_on_one_rank_has_all_make_activations_again(found["kept"], weights)
+    _a_sequence_that_never_fits_is_given_up_by_all(found["alone"])
     _what_is_not_finite_on_one_rank_is_refused_by_all(found["nan"])
 
 
@@ -72,6 +74,11 @@ def _a_sequence_that_does_not_fit_on_one_rank_has_all_make_activations_again(fou
     assert _largest_difference(found[1], weights) < 1e-5
 
 
+def _a_sequence_that_never_fits_is_given_up_by_all(found):
+    assert len([name for name in found[0] if name.startswith("refused in step")]) == 2
+    assert (found[0]["micro_batch_tokens"], found[0]["spoilt"]) == (KEPT, False)
+
+
 def _what_is_not_finite_on_one_rank_is_refused_by_all(found):
     assert [name for name in found[0] if name.startswith("not finite")] == [
         "not finite in step 1: the actor's gradient norm"
@@ -85,3 +92,17 @@ def test_the_death_of_one_rank_in_mid_step_ends_the_others(settings, tmp_path):
     assert (one, other) == (1, -9)
     assert abs(at_one - at_other) < 30
     assert not (tmp_path / "death.json").exists()
+
+
+def test_the_others_wait_as_long_as_it_takes_for_what_rank_0_alone_waits_for(settings, tmp_path):
+    distill = {"teacher_url": "http://localhost:1", "teacher_model": "big"}
+    scenarios = {
+        "teacher": ({"algorithm": {"algorithm_type": "distill", "distill": distill}}, {"slow": True}),
+        "traffic": ({"trainer": {"yield_to_traffic": True}}, {"slow": True}),
+    }
+    ends = _run(settings, tmp_path, 2, scenarios)
+    assert [code for code, _ in ends] == [0, 0]
+    busy, weights = _found(tmp_path, "traffic")
+    metrics, expected, _ = outcome(settings(), ALONE)
+    assert busy == pytest.approx(metrics, rel=1e-5, abs=1e-5)
+    assert _largest_difference(weights, expected) < 1e-5

@@ -40,9 +40,7 @@ def with_demonstrations(samples: Sequence[Sample], settings: Settings) -> tuple[
         if isinstance(ids, str):
             refused[ids].append(sample)
         elif len(sample.prompt_ids) + len(ids) > longest:
-            refused[f"the edited answer is too long: the model takes {longest:.0f} tokens with the prompt"].append(
-                sample
-            )
+            refused[_TOO_LONG.format(longest)].append(sample)
         else:
             taken.append(with_completion(sample, ids))
     return taken, dict(refused)

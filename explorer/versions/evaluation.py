@@ -75,7 +75,7 @@ class CandidateEvaluation:
         self._metrics = metrics
         self._asking = EngineQueries(settings, self._gate.tasks)
         self._refusals = settings.monitor.drift.refusals_found
-        self._fingerprint = fingerprint(self._gate.tasks, settings.monitor.evaluation)
+        self._fingerprint = fingerprint(self._gate.tasks, settings.monitor.evaluation, settings.judge)
         self._again_s = again_s
         self._not_before: dict[int, float] = {}
         self._deaths: Counter[int] = Counter()

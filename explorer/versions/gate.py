@@ -22,7 +22,7 @@ PATIENCE_S = 300.0
 class Gate:
     """Stands between a candidate and whoever would serve it.
 
-    Raises EnvironmentRefused if the tasks cannot be read, or the function that judges is not there.
+    Raises EnvironmentRefused if the tasks cannot be read, or the function, or the rubric, that judges is not there.
     """
 
     def __init__(self, settings: Settings, ledger: Ledger, *, patience_s: float = PATIENCE_S) -> None:
@@ -33,7 +33,7 @@ class Gate:
         if self.tasks:
             judge_of(settings.monitor.evaluation)  # What is refused is so now.
         self._evaluator = evaluator_of(settings)
-        self._fingerprint = fingerprint(self.tasks, settings.monitor.evaluation)
+        self._fingerprint = fingerprint(self.tasks, settings.monitor.evaluation, settings.judge)
         self._ledger = ledger
         self._patience_s = patience_s
         self._unanswered: dict[int, str] = {}

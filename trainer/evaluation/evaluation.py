@@ -38,7 +38,7 @@ class HeldOut:
             pass
         self._refusals = settings.monitor.drift.refusals_found
         #: Which tasks these are, and how they are judged.
-        self.fingerprint = fingerprint(tasks, self._options)
+        self.fingerprint = fingerprint(tasks, self._options, settings.judge)
         longest = settings.model.max_model_len
         self._asked: list[tuple[Task, list[int]]] = []
         for task in tasks:

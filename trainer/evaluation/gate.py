@@ -47,7 +47,7 @@ class Examination:
         self.wanted = settings.gate.mode != "off" and evaluator_of(settings) is Evaluator.TRAINER
         tasks = tasks_of(settings.monitor.evaluation) if self.wanted else []
         self._held_out = HeldOut(settings, tasks) if tasks else None
-        self._fingerprint = fingerprint(tasks, settings.monitor.evaluation)
+        self._fingerprint = fingerprint(tasks, settings.monitor.evaluation, settings.judge)
         self._not_before = 0.0
 
     def examine(self, learner: Learner, version: int) -> None:

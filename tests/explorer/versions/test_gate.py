@@ -137,7 +137,7 @@ def test_a_judge_that_is_away_makes_the_candidate_wait_not_fail(tmp_path: Path, 
 
 def figures(settings: Any, score: float) -> list[Figure]:
     evaluation = settings.monitor.evaluation
-    asked = fingerprint(tasks_of(evaluation), evaluation)
+    asked = fingerprint(tasks_of(evaluation), evaluation, JudgeSettings())
     return [Figure("tasks", "", float(asked), 0.0, 2), Figure("score", "", score, 0.0, 2)]
 
 

@@ -9,7 +9,15 @@ from sqlalchemy import ColumnElement, Select, and_, exists, func, or_, select, t
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.facts import DropCount, LedgerFacts, StateCount, Trainer, Weights
 from tuneloop.shared.ledger.storage.codec import unpack_text
-from tuneloop.shared.ledger.storage.schema import COMMITTED, epochs, exchanges, experiences, feedback, versions
+from tuneloop.shared.ledger.storage.schema import (
+    COMMITTED,
+    CORRECTS,
+    epochs,
+    exchanges,
+    experiences,
+    feedback,
+    versions,
+)
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, is_among, portions
 from tuneloop.shared.ledger.stored_bytes import select_miscounted
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
@@ -74,11 +82,8 @@ class Reports(LedgerPart):
         return {state: found.get(state, 0) for state in State}
 
     def rewards(self) -> list[VersionReward]:
-        """How each version's replies were rewarded, oldest version first."""
-        version, reward = experiences.c.version_min, experiences.c.reward
-        total = func.coalesce(func.sum(reward), 0.0)
-        rows = self._read(select(version, func.count(), func.count(reward), total).group_by(version).order_by(version))
-        return [VersionReward(*row) for row in rows]
+        """How each version's replies were first rewarded, oldest version first."""
+        return [VersionReward(*row) for row in self._read(_rewards())]
 
     def feedback_to_served(self, version: int | None = None) -> list[float]:
         """For each trained experience, the seconds from its last feedback to the first reply that could use it.
@@ -244,6 +249,21 @@ class Reports(LedgerPart):
             [(count,)] = self._read(select(func.count()).select_from(experiences).where(condition))
             if count:
                 yield f"experiences {what}: {count}"
+
+
+def _rewards() -> Select[Any]:
+    """All rows less those that correct another one: an index has all of them, and one has those."""
+    version, reward = experiences.c.version_min, experiences.c.reward
+    figures = (
+        func.count().label("replies"),
+        func.count(reward).label("rewarded"),
+        func.coalesce(func.sum(reward), 0.0).label("total"),
+    )
+    rows = select(version, *figures).group_by(version)
+    every, more = rows.subquery(), rows.where(text(CORRECTS)).subquery()
+    told = (func.coalesce(every.c[each.name], 0) - func.coalesce(more.c[each.name], 0) for each in figures)
+    same = every.c.version_min == more.c.version_min
+    return select(every.c.version_min, *told).join_from(every, more, same, isouter=True).order_by(every.c.version_min)
 
 
 def _uneven() -> Select[Any]:

@@ -168,7 +168,7 @@ class Metrics:
     def _add_ledger_metrics(self, registry: CollectorRegistry) -> None:
         self.experiences = Gauge("tuneloop_experiences", "Experiences in the ledger", ["state"], registry=registry)
         self.waiting_seconds = Gauge(
-            "tuneloop_waiting_seconds", "Age of the oldest experience in each state", ["state"], registry=registry
+            "tuneloop_waiting_seconds", "How long the oldest one waits, of each state", ["state"], registry=registry
         )
         self.no_step = Gauge(
             "tuneloop_no_step", "1 for each reason why no training step is happening", ["reason"], registry=registry

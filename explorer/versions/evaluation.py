@@ -27,7 +27,7 @@ from tuneloop.shared.errors import (
     NotEvaluated,
 )
 from tuneloop.shared.evaluation.off_policy import HeldOutReply, replay_figures
-from tuneloop.shared.evaluation.scores import Figure, figures_of
+from tuneloop.shared.evaluation.scores import Figure, distance_from, figures_of
 from tuneloop.shared.evaluation.tasks import fingerprint
 from tuneloop.shared.experience import VersionAction
 from tuneloop.shared.ledger.ledger import Ledger, Version
@@ -75,7 +75,7 @@ class CandidateEvaluation:
         self._metrics = metrics
         self._asking = EngineQueries(settings, self._gate.tasks)
         self._refusals = settings.monitor.drift.refusals_found
-        self._fingerprint = fingerprint(self._gate.tasks, settings.monitor.evaluation)
+        self._fingerprint = fingerprint(self._gate.tasks, settings.monitor.evaluation, settings.judge)
         self._again_s = again_s
         self._not_before: dict[int, float] = {}
         self._deaths: Counter[int] = Counter()
@@ -204,7 +204,7 @@ class CandidateEvaluation:
             figures = await self._figures(engine, judge, at_once=_APART)
             if self._settings.gate.kl is not None:
                 distance = await self._asking.distance(engine, self._champion.samples, at_once=_APART)
-                figures = (*figures, distance)
+                figures = (*figures, *distance_from(self._champion.version, distance))
             if self._settings.gate.replays:
                 figures = (*figures, *await self._replay_figures(engine))
         except (LookupError, TypeError, ValueError) as error:

@@ -5,8 +5,7 @@ import asyncio
 import structlog
 
 from tuneloop.shared import steady_time
-from tuneloop.shared.evaluation.gate import GateVerdict, evaluator_of, gate_verdict
-from tuneloop.shared.evaluation.off_policy import is_replay_against
+from tuneloop.shared.evaluation.gate import GateVerdict, evaluator_of, gate_verdict, is_beside
 from tuneloop.shared.evaluation.scores import Figure, figures_on
 from tuneloop.shared.evaluation.tasks import fingerprint, judge_of, tasks_of
 from tuneloop.shared.experience import Evaluator, VersionAction
@@ -22,7 +21,7 @@ PATIENCE_S = 300.0
 class Gate:
     """Stands between a candidate and whoever would serve it.
 
-    Raises EnvironmentRefused if the tasks cannot be read, or the function that judges is not there.
+    Raises EnvironmentRefused if the tasks cannot be read, or the function, or the rubric, that judges is not there.
     """
 
     def __init__(self, settings: Settings, ledger: Ledger, *, patience_s: float = PATIENCE_S) -> None:
@@ -33,7 +32,7 @@ class Gate:
         if self.tasks:
             judge_of(settings.monitor.evaluation)  # What is refused is so now.
         self._evaluator = evaluator_of(settings)
-        self._fingerprint = fingerprint(self.tasks, settings.monitor.evaluation)
+        self._fingerprint = fingerprint(self.tasks, settings.monitor.evaluation, settings.judge)
         self._ledger = ledger
         self._patience_s = patience_s
         self._unanswered: dict[int, str] = {}
@@ -59,7 +58,7 @@ class Gate:
     async def decide(self, new: tuple[Figure, ...], champion: Version) -> GateVerdict | None:
         """What comes of a candidate's figures and the champion's; None as long as some are not there."""
         old = await self.figures(champion.version)
-        beside = not self._options.replays or is_replay_against(new, champion.version)
+        beside = is_beside(self._options, new, champion.version)
         return gate_verdict(self._options, new, old) if new and old and beside else None
 
     async def figures(self, version: int) -> tuple[Figure, ...]:

@@ -3,8 +3,14 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tuneloop.shared.evaluation.off_policy import MIN_EFFECTIVE_SIZE, REPLAY_METRICS, ReplayPair, replay_pairs
-from tuneloop.shared.evaluation.scores import KL, LENGTH, MALFORMED, REFUSALS, SCORE, TASKS, Figure
+from tuneloop.shared.evaluation.off_policy import (
+    MIN_EFFECTIVE_SIZE,
+    REPLAY_METRICS,
+    ReplayPair,
+    is_replay_against,
+    replay_pairs,
+)
+from tuneloop.shared.evaluation.scores import KL, KL_AGAINST, LENGTH, MALFORMED, REFUSALS, SCORE, TASKS, Figure
 from tuneloop.shared.experience import Evaluator
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.versions import GateSettings
@@ -13,7 +19,7 @@ from tuneloop.shared.settings.versions import GateSettings
 _ROUNDING = 1e-9
 
 # Metrics that a verdict reports in words of its own, or not at all.
-_NOT_COMPARED = (TASKS, *REPLAY_METRICS)
+_NOT_COMPARED = (TASKS, KL_AGAINST, *REPLAY_METRICS)
 
 _Values = Mapping[tuple[str, str], float]
 
@@ -55,6 +61,12 @@ def same_tasks(one: Iterable[Figure], other: Iterable[Figure]) -> bool:
     """Whether both were evaluated on the same tasks by the same judge; not where one was on none."""
     fingerprint = _values_by_slice(one).get((TASKS, ""))
     return fingerprint is not None and fingerprint == _values_by_slice(other).get((TASKS, ""))
+
+
+def is_beside(gate: GateSettings, figures: Sequence[Figure], champion: int) -> bool:
+    """Whether all that is measured of a candidate beside a champion was, and beside this one."""
+    measured = gate.kl is None or any(each.metric == KL_AGAINST and each.value == champion for each in figures)
+    return measured and (not gate.replays or is_replay_against(figures, champion))
 
 
 def gate_verdict(gate: GateSettings, candidate: Iterable[Figure], champion: Iterable[Figure]) -> GateVerdict:

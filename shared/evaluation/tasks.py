@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
 from tuneloop.shared.evaluation.formats import format_of
+from tuneloop.shared.settings.feedback import JudgeSettings
 from tuneloop.shared.settings.versions import EvaluationSettings
 
 Question = str | list[dict[str, Any]]
@@ -68,11 +69,26 @@ def tasks_of(options: EvaluationSettings) -> list[Task]:
     return tasks[: options.samples]
 
 
-def fingerprint(tasks: Sequence[Task], options: EvaluationSettings) -> int:
-    """A number that differs for other tasks, and for another judge of their replies."""
+def fingerprint(tasks: Sequence[Task], options: EvaluationSettings, judge: JudgeSettings) -> int:
+    """A number that differs for other tasks, and for another judge of their replies, as far as `judge` is asked.
+
+    Raises EnvironmentRefused for a rubric that cannot be read.
+    """
     questions = [[task.question, task.answer, task.slice, task.form] for task in tasks]
     judged_by = [options.judge, options.function, options.most_tokens, questions]
+    if tasks and options.judge == "model":
+        judged_by += [judge.model, judge.samples, judge.temperature, *_rubric_of(judge)]
     return zlib.crc32(json.dumps(judged_by, sort_keys=True).encode())
+
+
+def _rubric_of(judge: JudgeSettings) -> list[Any]:
+    """All that is in the file, or what stands in its place."""
+    if judge.rubric is None:
+        return [judge.criteria, judge.weights, judge.scale]
+    try:
+        return [zlib.crc32(judge.rubric.read_bytes())]
+    except OSError as error:
+        raise EnvironmentRefused(f"judge.rubric: {judge.rubric} cannot be read: {error.strerror}") from error
 
 
 def judge_of(options: EvaluationSettings) -> Judge | None:

@@ -15,7 +15,10 @@ TRAINER_SEEN_S = 60.0
 
 
 class StateCount(NamedTuple):
-    """The experiences in one state: the oldest was sampled then, `lately` of them after the newest trained one."""
+    """The experiences in one state, `lately` of them sampled after the newest trained one.
+
+    The oldest was sampled then; if `committed` or `leased`, committed, of those that the method takes.
+    """
 
     rows: int = 0
     oldest: float | None = None

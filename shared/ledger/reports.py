@@ -1,15 +1,23 @@
 """Reports about the ledger: counts, rewards, delays, and whether it balances."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, exists, func, or_, select, text, true
+from sqlalchemy import ColumnElement, Select, and_, exists, func, or_, select, text, true
 
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.facts import DropCount, LedgerFacts, StateCount, Trainer, Weights
 from tuneloop.shared.ledger.storage.codec import unpack_text
-from tuneloop.shared.ledger.storage.schema import COMMITTED, epochs, exchanges, experiences, feedback, versions
+from tuneloop.shared.ledger.storage.schema import (
+    COMMITTED,
+    CORRECTS,
+    epochs,
+    exchanges,
+    experiences,
+    feedback,
+    versions,
+)
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, is_among, portions
 from tuneloop.shared.ledger.stored_bytes import select_miscounted
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
@@ -22,6 +30,7 @@ _LEASED: ColumnElement[bool] = text(f"state = '{State.LEASED}'")  # type: ignore
 _PENDING: ColumnElement[bool] = text("outcome = 'pending'")  # type: ignore[assignment]
 _COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
 _NEWEST_COMMIT = select(func.max(experiences.c.committed_at)).where(_COMMITTED)
+_OLDEST_LEASED = select(func.min(experiences.c.committed_at)).where(_LEASED)
 _UNSAMPLED: ColumnElement[bool] = text("unsampled IS NOT NULL")  # type: ignore[assignment]
 
 _IS_DROPPED = and_(experiences.c.state == State.DROPPED, experiences.c.correction == 0)
@@ -73,11 +82,8 @@ class Reports(LedgerPart):
         return {state: found.get(state, 0) for state in State}
 
     def rewards(self) -> list[VersionReward]:
-        """How each version's replies were rewarded, oldest version first."""
-        version, reward = experiences.c.version_min, experiences.c.reward
-        total = func.coalesce(func.sum(reward), 0.0)
-        rows = self._read(select(version, func.count(), func.count(reward), total).group_by(version).order_by(version))
-        return [VersionReward(*row) for row in rows]
+        """How each version's replies were first rewarded, oldest version first."""
+        return [VersionReward(*row) for row in self._read(_rewards())]
 
     def feedback_to_served(self, version: int | None = None) -> list[float]:
         """For each trained experience, the seconds from its last feedback to the first reply that could use it.
@@ -107,13 +113,14 @@ class Reports(LedgerPart):
         """The facts that explain why no step is happening, with so many of the most frequent reasons for `drops`."""
         states, trainer, weights = self._state_counts(), self._trainer(), self._weights()
         none = State.COMMITTED not in states
-        committed, young, grouped = (0, 0, 0) if none else self._count_committed(policy)
+        committed, young, grouped, since = (0, 0, 0, None) if none else self._count_committed(policy)
+        leased = self._read(_OLDEST_LEASED)[0][0] if State.LEASED in states else None
         [(pending, pending_since)] = self._read(select(func.count(), func.min(feedback.c.received_at)).where(_PENDING))
         [(count, consumed, purged)] = self._read(
             select(func.count().filter(versions.c.version > 0), _sum(versions.c.consumed), _sum(versions.c.purged))
         )
         return LedgerFacts(
-            states=states,
+            states=_with_oldest(states, {State.COMMITTED: since, State.LEASED: leased}),
             claimable=young if policy.group_by == "none" else grouped,
             too_old=committed - young,
             ungrouped=0 if policy.group_by == "none" else young - grouped,
@@ -143,14 +150,14 @@ class Reports(LedgerPart):
         [(count,)] = self._read(select(func.count()).where(_UNSAMPLED, waiting, lately))
         return int(count)
 
-    def _count_committed(self, policy: BatchPolicy, tenant: str | None = None) -> tuple[int, int, int]:
-        """The committed rows that the policy takes, those not too old for the next batch, and those in groups."""
+    def _count_committed(self, policy: BatchPolicy, tenant: str | None = None) -> tuple[int, int, int, float | None]:
+        """The committed rows that the policy takes, those young enough now, those in groups; since when."""
         newest = select(func.max(versions.c.version)).where(versions.c.state.in_(SERVABLE))
         fit = young(policy, newest=func.coalesce(newest.scalar_subquery(), 0), now=self._clock())
         grouped = func.count(experiences.c.group_id).filter(fit)
-        query = select(func.count(), func.count().filter(fit), grouped).where(_COMMITTED, takable(policy), _of(tenant))
-        [(committed, young_rows, grouped_rows)] = self._read(query)
-        return committed, young_rows, grouped_rows
+        columns = (func.count(), func.count().filter(fit), grouped, func.min(experiences.c.committed_at))
+        [counted] = self._read(select(*columns).where(_COMMITTED, takable(policy), _of(tenant)))
+        return tuple(counted)  # type: ignore[return-value]
 
     def _leased_since(self, *bounds: Trainer | Weights | None) -> float:
         """When the leases of now began at the earliest: what is leased was committed before."""
@@ -220,15 +227,7 @@ class Reports(LedgerPart):
         return [*self.imbalance(), *self._uneven_versions(), *self._misplaced_rows(), *self._miscounted_keys()]
 
     def _uneven_versions(self) -> Iterator[str]:
-        version, trained = experiences.c.trained_version, func.count().label("trained")
-        rows = select(version, trained).where(version.is_not(None)).group_by(version).subquery()
-        found = func.coalesce(rows.c.trained, 0)
-        uneven = (
-            select(versions.c.version, found, versions.c.purged, versions.c.consumed)
-            .join_from(versions, rows, rows.c.trained_version == versions.c.version, isouter=True)
-            .where(found + versions.c.purged != versions.c.consumed)
-        )
-        for number, trained_rows, purged, consumed in self._read(uneven.order_by(versions.c.version)):
+        for number, trained_rows, purged, consumed in self._read(_uneven().order_by(versions.c.version)):
             yield f"version {number} consumed {consumed}, but {trained_rows} rows name it and {purged} are purged"
 
     def _miscounted_keys(self) -> Iterator[str]:
@@ -250,6 +249,36 @@ class Reports(LedgerPart):
             [(count,)] = self._read(select(func.count()).select_from(experiences).where(condition))
             if count:
                 yield f"experiences {what}: {count}"
+
+
+def _rewards() -> Select[Any]:
+    """All rows less those that correct another one: an index has all of them, and one has those."""
+    version, reward = experiences.c.version_min, experiences.c.reward
+    figures = (
+        func.count().label("replies"),
+        func.count(reward).label("rewarded"),
+        func.coalesce(func.sum(reward), 0.0).label("total"),
+    )
+    rows = select(version, *figures).group_by(version)
+    every, more = rows.subquery(), rows.where(text(CORRECTS)).subquery()
+    told = (func.coalesce(every.c[each.name], 0) - func.coalesce(more.c[each.name], 0) for each in figures)
+    same = every.c.version_min == more.c.version_min
+    return select(every.c.version_min, *told).join_from(every, more, same, isouter=True).order_by(every.c.version_min)
+
+
+def _uneven() -> Select[Any]:
+    version, trained = experiences.c.trained_version, func.count().label("trained")
+    rows = select(version, trained).where(version.is_not(None)).group_by(version).subquery()
+    found = func.coalesce(rows.c.trained, 0)
+    return (
+        select(versions.c.version, found, versions.c.purged, versions.c.consumed)
+        .join_from(versions, rows, rows.c.trained_version == versions.c.version, isouter=True)
+        .where(found + versions.c.purged != versions.c.consumed)
+    )
+
+
+def _with_oldest(states: Mapping[State, StateCount], oldest: Mapping[State, float | None]) -> dict[State, StateCount]:
+    return {state: each._replace(oldest=oldest.get(state, each.oldest)) for state, each in states.items()}
 
 
 def _of(tenant: str | None) -> ColumnElement[bool]:

@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
 from tuneloop.shared.evaluation.evaluation_log import EvaluationProgress
 from tuneloop.shared.evaluation.scores import KL, SCORE, Figure, TaskReply, figures_of, mean
 from tuneloop.shared.evaluation.tasks import Task, fingerprint
@@ -38,7 +38,7 @@ class HeldOut:
             pass
         self._refusals = settings.monitor.drift.refusals_found
         #: Which tasks these are, and how they are judged.
-        self.fingerprint = fingerprint(tasks, self._options)
+        self.fingerprint = fingerprint(tasks, self._options, settings.judge)
         longest = settings.model.max_model_len
         self._asked: list[tuple[Task, list[int]]] = []
         for task in tasks:
@@ -89,11 +89,14 @@ class HeldOut:
         return mean(KL, distances)
 
     def _judge_all(self, pairs: Sequence[tuple[Task, str]]) -> list[float | None]:
-        with judging(self._settings) as judge:
-            if self._options.judge != "model":
-                return [judge(*each) for each in pairs]
-            with ThreadPoolExecutor(self._settings.judge.concurrency) as threads:
-                return list(threads.map(lambda each: judge(*each), pairs))
+        try:
+            with judging(self._settings) as judge:
+                if self._options.judge != "model":
+                    return [judge(*each) for each in pairs]
+                with ThreadPoolExecutor(self._settings.judge.concurrency) as threads:
+                    return list(threads.map(lambda each: judge(*each), pairs))
+        except EnvironmentRefused as error:  # It was there at the start.
+            raise NotEvaluated(str(error)) from error
 
     def _batches(self) -> Iterator[list[tuple[Task, list[int]]]]:
         """As many questions at once as fit into the trainer's budget of tokens; like goes with like."""

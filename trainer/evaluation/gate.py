@@ -12,9 +12,9 @@ import torch
 
 from tuneloop.shared.checkpoints.layout import ACTOR
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
-from tuneloop.shared.evaluation.gate import evaluator_of, gate_verdict
-from tuneloop.shared.evaluation.off_policy import is_replay_against, replay_figures
-from tuneloop.shared.evaluation.scores import KL, Figure, figures_of, figures_on
+from tuneloop.shared.evaluation.gate import evaluator_of, gate_verdict, is_beside
+from tuneloop.shared.evaluation.off_policy import replay_figures
+from tuneloop.shared.evaluation.scores import Figure, distance_from, figures_of, figures_on
 from tuneloop.shared.evaluation.tasks import fingerprint, tasks_of
 from tuneloop.shared.experience import Evaluator, VersionAction
 from tuneloop.shared.ledger.ledger import Ledger, Version
@@ -47,7 +47,7 @@ class Examination:
         self.wanted = settings.gate.mode != "off" and evaluator_of(settings) is Evaluator.TRAINER
         tasks = tasks_of(settings.monitor.evaluation) if self.wanted else []
         self._held_out = HeldOut(settings, tasks) if tasks else None
-        self._fingerprint = fingerprint(tasks, settings.monitor.evaluation)
+        self._fingerprint = fingerprint(tasks, settings.monitor.evaluation, settings.judge)
         self._not_before = 0.0
 
     def examine(self, learner: Learner, version: int) -> None:
@@ -56,7 +56,8 @@ class Examination:
             return
         champion = self._ledger.versions.champion()
         found, before = self._figures(version), self._figures(champion.version)
-        if before and found and (version == champion.version or self._compared(found, champion)):
+        beside = version == champion.version or is_beside(self._settings.gate, found, champion.version)
+        if before and found and beside:
             return
         if self._take_gpu is not None:
             self._take_gpu(learner)
@@ -71,12 +72,6 @@ class Examination:
         _log.warning("version_not_evaluated", version=version, reason=reason)
         self._not_before = time.monotonic() + self._again_s
 
-    def _compared(self, found: tuple[Figure, ...], champion: Version) -> bool:
-        """Whether the figures have all that is measured beside a champion, and beside this one."""
-        gate = self._settings.gate
-        knows_distance = gate.kl is None or any(each.metric == KL for each in found)
-        return knows_distance and (not gate.replays or is_replay_against(found, champion.version))
-
     def _compare(self, learner: Learner, version: int, champion: Version) -> None:
         started, found, gate = time.perf_counter(), self._answers(learner.actor), self._settings.gate
         if version == champion.version:
@@ -89,7 +84,7 @@ class Examination:
                 before = self._answers(actor)
                 self._record(champion.version, before)
             if gate.kl is not None and self._held_out is not None:
-                found = (*found, self._held_out.distance(learner.actor, actor))
+                found = (*found, *distance_from(champion.version, self._held_out.distance(learner.actor, actor)))
             if gate.replays:
                 found = (*found, *self._replay(learner.actor, actor, champion.version))
         verdict = gate_verdict(gate, found, before)

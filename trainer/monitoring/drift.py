@@ -28,8 +28,11 @@ REFUSALS, TOOL_ERRORS, RATER = "replies/refusals", "replies/tool_errors", "feedb
 
 SIGNALS = (REWARD, LENGTH, ENTROPY, KL, KL_BASE, REFUSALS, TOOL_ERRORS, RATER, LEVEL, EXTREME, OUTLIERS)
 
-# So many windows are kept, because a trainer may go back some steps and must find what was there before.
-_WINDOWS_KEPT = 4
+#: The alarms that compare evaluations.
+OF_EVALUATIONS = frozenset({"reward_hack", "degraded"})
+
+# So many windows are kept before what is looked at: a trainer may go back some steps and must find what was there.
+_WINDOWS_OF_ROOM = 3
 
 # So many steps at least are compared with as many before them: fewer batches differ by chance.
 _JUMP = 5
@@ -44,11 +47,15 @@ class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rules look at, oldest first. `raised` are the open alarms, with the step at which each was raised."""
+    """What the rules look at, oldest first. `raised` are the open alarms, with the step at which each was raised.
+
+    `tasks` is the fingerprint of those that the scores are of; None: it was not written down.
+    """
 
     series: dict[str, list[tuple[int, float]]] = {}
     scores: list[EvaluationPoint] = []
     raised: dict[str, int] = {}
+    tasks: int | None = None
 
 
 class DriftFinding(NamedTuple):
@@ -62,7 +69,8 @@ class DriftFinding(NamedTuple):
 
 def until(history: History, step: int) -> History:
     """The history as it was after `step` steps, but for the alarms: whoever reads them has been told of all."""
-    return History(
+    return msgspec.structs.replace(
+        history,
         series={name: [each for each in values if each[0] <= step] for name, values in history.series.items()},
         scores=[each for each in history.scores if each.step <= step],
         raised={name: min(raised, step) for name, raised in history.raised.items()},
@@ -116,13 +124,13 @@ def is_on(drift: DriftSettings, name: str) -> bool:
 
 
 def _recent(drift: DriftSettings, values: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    last = _WINDOWS_KEPT * drift.window
+    last = max(drift.window, 2 * _jump_steps(drift)) + _WINDOWS_OF_ROOM * drift.window
     return values[: drift.baseline] + values[drift.baseline :][-last:]
 
 
 def _evaluations_since(drift: DriftSettings, history: History, step: int) -> int:
     """The first step whose evaluation counts. While its alarm is open, what it fell from must not be forgotten."""
-    raised = [history.raised[name] for name in ("reward_hack", "degraded") if name in history.raised]
+    raised = [history.raised[name] for name in OF_EVALUATIONS if name in history.raised]
     return min([step, *raised]) - drift.evaluation_window
 
 
@@ -210,9 +218,13 @@ def _first_reward(drift: DriftSettings, history: History) -> float | None:
     return fmean(values) if values else None
 
 
+def _jump_steps(drift: DriftSettings) -> int:
+    return max(_JUMP, drift.window // 4)
+
+
 def _jump(drift: DriftSettings, history: History) -> DriftFinding | None:
     """How far the mean reward of the last quarter of a window is from that of the quarter before, up or down."""
-    steps = max(_JUMP, drift.window // 4)
+    steps = _jump_steps(drift)
     values = [value for _, value in history.series.get(LEVEL, [])][-2 * steps :]
     if drift.reward_jump is None or len(values) < 2 * steps:
         return None

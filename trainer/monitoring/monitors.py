@@ -46,9 +46,19 @@ class Monitors:
     def begin(self, learner: Learner) -> Metrics:
         """Go on from the learner as it was loaded. The base model is evaluated before its first step."""
         self._history = drift.until(_read(self._file), learner.steps)
+        if self._held_out is not None:
+            self._go_on_with(self._held_out.fingerprint, learner.steps)
         if learner.steps or self._history.scores:
             return {}
         return self._evaluate(learner)
+
+    def _go_on_with(self, tasks: int, step: int) -> None:
+        """Scores on other tasks, or by another judge, are forgotten, and so are the alarms that came of them."""
+        if self._history.tasks not in (None, tasks):
+            self._history = msgspec.structs.replace(self._history, scores=[])
+            for name in self._history.raised.keys() & drift.OF_EVALUATIONS:
+                self._turn(name, None, step=step)
+        self._history = msgspec.structs.replace(self._history, tasks=tasks)
 
     def after_step(
         self, learner: Learner, learnt: Mapping[str, float], *, version: int, replies: Sequence[Sample] = ()
@@ -117,7 +127,7 @@ class Monitors:
         _log.info("evaluated", step=learner.steps, score=score, seconds=round(scored["time/evaluation"], 3))
         return scored
 
-    def _turn(self, name: str, raised: drift.DriftFinding | None, *, step: int, version: int) -> None:
+    def _turn(self, name: str, raised: drift.DriftFinding | None, *, step: int, version: int = 0) -> None:
         """Raise the alarm, or clear it; what the ledger did not take is told again after the next step."""
         open_now = dict(self._history.raised)
         try:

@@ -135,7 +135,7 @@ def figures(
                 others = _others(rater, by_rater, trusted, ignored)
                 if others and ranges[metric] > 0:
                     verdict_of_others = by_voice(
-                        ((each[0], voice_of(each[1])), Opinion(by_rater[each], weights[each])) for each in others
+                        (_voice(each), Opinion(by_rater[each], weights[each])) for each in others
                     )
                     agreed[rater].append(1 - min(1.0, abs(value - verdict_of_others) / ranges[metric]))
         found |= {rater: RaterFigures(len(each), sum(each) / len(each)) for rater, each in agreed.items()}
@@ -146,10 +146,21 @@ def figures(
 def _others(
     rater: Rater, by_rater: Mapping[Rater, float], trusted: Container[Rater], ignored: Collection[Rater]
 ) -> list[Rater]:
-    """Whom a rater is compared with on one reply; nobody if they are too few."""
-    others = [each for each in by_rater if each != rater and each not in ignored]
-    golden = [each for each in others if each in trusted]
-    return golden or (others if len(others) > 1 else [])
+    """Whom a rater is compared with on one reply; nobody if they are too few.
+
+    Of two keys nobody knows which is wrong, however many names one uses. The names of one key are compared with one
+    another only where no other key is heard.
+    """
+    heard = [each for each in by_rater if each != rater and each not in ignored]
+    golden = [each for each in heard if each in trusted]
+    foreign = [each for each in heard if _voice(each) != _voice(rater)]
+    others = foreign or heard
+    several = len(set(map(_voice, foreign)) if foreign else heard) > 1
+    return golden or (others if several else [])
+
+
+def _voice(rater: Rater) -> Rater:
+    return rater[0], voice_of(rater[1])
 
 
 def _ranges(
@@ -162,7 +173,7 @@ def _ranges(
     middles: dict[str, list[float]] = defaultdict(list)
     for (_, metric), by_rater in by_subject.items():
         golden = [Opinion(value, 1.0) for rater, value in by_rater.items() if rater in trusted]
-        voices = {(tenant, voice_of(source)) for tenant, source in by_rater}
+        voices = set(map(_voice, by_rater))
         several = [Opinion(value, 1.0) for value in by_rater.values()] if len(voices) > 1 else []
         middles[metric] += [together(golden or several)] if golden or several else []
     return {metric: max(values) - min(values) if values else 0.0 for metric, values in middles.items()}

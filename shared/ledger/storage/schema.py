@@ -30,6 +30,9 @@ from tuneloop.shared.ledger.storage.schema_types import RATED, RowId, Words, met
 #: Says the same as the partial indexes of what the trainer may take.
 COMMITTED = f"state = '{State.COMMITTED}'"
 
+#: Says the same as the partial index of the rows that correct another one.
+CORRECTS = "correction > 0"
+
 #: Says the same as the partial index of the exchanges that are listed as stored completions.
 CHAT = "endpoint = '/v1/chat/completions'"
 
@@ -288,6 +291,7 @@ partial(
     where=f"{COMMITTED} AND group_id IS NOT NULL",
 )
 partial("ix_experiences_ungrouped", experiences.c.id, where=f"{COMMITTED} AND group_id IS NULL")
+partial("ix_experiences_corrections", experiences.c.version_min, experiences.c.reward, where=CORRECTS)
 partial("ix_experiences_unsampled", experiences.c.state, experiences.c.sampled_at, where="unsampled IS NOT NULL")
 
 #: What may have become of feedback that is stored.

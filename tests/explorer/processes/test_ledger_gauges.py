@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.explorer.running import RunningExplorer, eventually, open_ledger, settings_for
-from tests.factories import committed, exchange, feedback
+from tests.factories import committed, exchange, feedback, rewarded
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
 from tuneloop.explorer.processes.own_alarms import SpoolAlarms
@@ -79,6 +79,26 @@ def test_what_waits_has_an_age_by_state(explorer: RunningExplorer) -> None:
     assert set(found) == {state.value for state in WAITING}
     assert 100 <= found["recorded"] < 160
     assert found["committed"] == 0
+
+
+def test_what_is_committed_waits_since_its_commit(tmp_path: Path) -> None:
+    """However late its feedback came."""
+    settings, metrics = settings_for(tmp_path), Metrics()
+    ledger = open_ledger(settings)
+    rewarded(ledger, 3, received_at=time.time() - 90_000)
+    gauges = LedgerGauges(ledger, metrics, settings, interval_s=60)
+
+    def waits(state: str) -> float | None:
+        gauges.update()
+        return metrics.registry.get_sample_value("tuneloop_waiting_seconds", {"state": state})
+
+    assert (waits("rewarded") or 0) > 89_000
+    ledger.recording.commit("acme")
+    assert (waits("committed") or 0) < 1000
+    ledger.training.lease(ledger.training.take_epoch("host:1"), 3, BatchPolicy())
+    assert (waits("leased") or 0) < 1000
+    gauges.close()
+    ledger.close()
 
 
 def test_feedback_without_its_reply_is_pending(explorer: RunningExplorer) -> None:

@@ -114,6 +114,7 @@ def test_the_distance_is_measured_on_what_the_champion_says(tmp_path: Path, doub
         (distance,) = [each for each in found if each.metric == "kl"]
         assert distance.samples == len(TASKS)
         assert distance.value != 0
+        assert [each.value for each in found if each.metric == "kl_of"] == [0.0]
         assert [
             each.metric for each in explorer.ledger.evaluations.of(0, Evaluator.ENGINE) if each.metric == "kl"
         ] == []
@@ -174,7 +175,7 @@ async def test_figures_of_two_adapters_are_nobodys(tmp_path: Path, doubles: list
 
 def figures(settings: Any, score: float) -> list[Figure]:
     evaluation = settings.monitor.evaluation
-    asked = fingerprint(tasks_of(evaluation), evaluation)
+    asked = fingerprint(tasks_of(evaluation), evaluation, JudgeSettings())
     return [Figure("tasks", "", float(asked), 0.0, 2), Figure("score", "", score, 0.0, 2)]
 
 
@@ -228,6 +229,22 @@ async def test_figures_of_other_tasks_do_not_count(tmp_path: Path, double: Engin
     assert await Gate(settings, ledger).admits(candidate, champion)
     rewrite(settings)
     assert not await Gate(settings, ledger).admits(candidate, champion)
+    ledger.close()
+
+
+async def test_a_distance_from_another_champion_does_not_count(tmp_path: Path, double: EngineDouble) -> None:
+    settings = gated(tmp_path, [double], kl=0.5)
+    ledger = open_ledger(settings)
+    ledger.evaluations.record(0, Evaluator.TRAINER, figures(settings, 0.9))
+    register(ledger, settings.job_dir)
+    candidate, champion = ledger.versions.candidate(), ledger.versions.champion()
+    assert candidate is not None
+    gate = Gate(settings, ledger)
+    measured = [*figures(settings, 0.9), Figure("kl", "", 0.01, 0.0, 2)]
+    for of, admitted in ((None, False), (7.0, False), (0.0, True)):
+        beside_it = [Figure("kl_of", "", of, 0.0, 2)] if of is not None else []
+        ledger.evaluations.record(1, Evaluator.TRAINER, [*measured, *beside_it])
+        assert await gate.admits(candidate, champion) is admitted
     ledger.close()
 
 

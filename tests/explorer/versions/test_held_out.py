@@ -220,7 +220,7 @@ def test_a_new_champion_is_asked_the_rows_that_the_old_one_was(tmp_path: Path, d
 async def test_figures_beside_another_champion_do_not_count(tmp_path: Path, double: EngineDouble) -> None:
     settings = settings_with(tmp_path, [double])
     ledger = open_ledger(settings)
-    tasks = Figure("tasks", "", float(fingerprint([], settings.monitor.evaluation)), 0.0, 1)
+    tasks = Figure("tasks", "", float(fingerprint([], settings.monitor.evaluation, settings.judge)), 0.0, 1)
     ledger.evaluations.record(0, Evaluator.TRAINER, [tasks])
     register(ledger, settings.job_dir)
     candidate, champion = ledger.versions.candidate(), ledger.versions.champion()

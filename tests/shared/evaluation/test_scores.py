@@ -3,12 +3,14 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
 from tuneloop.shared.evaluation.scores import Figure, TaskReply, figures_of
 from tuneloop.shared.evaluation.tasks import Judge, Task, fingerprint, judge_of
+from tuneloop.shared.settings.feedback import JudgeSettings
 from tuneloop.shared.settings.versions import EvaluationSettings, MonitorSettings
 
 TASK = Task(1, "7+5=", "12", None)
@@ -107,12 +109,41 @@ def test_where_nothing_was_asked_there_is_only_that() -> None:
 
 
 def test_other_tasks_or_another_judge_have_another_fingerprint() -> None:
-    alike = fingerprint([TASK], EvaluationSettings())
-    assert alike == fingerprint([TASK], EvaluationSettings(every=3))
+    judge = JudgeSettings(model="critic")
+    alike = fingerprint([TASK], EvaluationSettings(), judge)
+    assert alike == fingerprint([TASK], EvaluationSettings(every=3), JudgeSettings(model="another"))
     others = [
         ([TASK._replace(form="json")], EvaluationSettings()),
         ([SUM], EvaluationSettings()),
         ([TASK], EvaluationSettings(judge="exact")),
+        ([TASK], EvaluationSettings(judge="model")),
         ([TASK], EvaluationSettings(most_tokens=5)),
     ]
-    assert all(fingerprint(*each) != alike for each in others)
+    assert all(fingerprint(*each, judge) != alike for each in others)
+
+
+def test_a_model_that_judges_otherwise_has_another_fingerprint(tmp_path: Path) -> None:
+    options, rubric = EvaluationSettings(judge="model"), tmp_path / "rubric.json"
+    rubric.write_text("{}")
+    judges: list[dict[str, Any]] = [
+        {},
+        {"model": "another"},
+        {"criteria": {"tone": "Is it friendly?"}},
+        {"weights": {"accuracy": 2.0}},
+        {"scale": (1, 10)},
+        {"samples": 3},
+        {"temperature": 0.5},
+        {"rubric": rubric},
+    ]
+    found = [fingerprint([TASK], options, JudgeSettings(**{"model": "critic"} | each)) for each in judges]
+    rubric.write_text('{"scale": [1, 3]}')
+    by_rubric = fingerprint([TASK], options, JudgeSettings(model="critic", rubric=rubric))
+    assert len({*found, by_rubric}) == len(judges) + 1
+    elsewhere = JudgeSettings(model="critic", url="http://elsewhere/v1", key="k", timeout=1)
+    assert fingerprint([TASK], options, elsewhere) == found[0]
+    inline = JudgeSettings(model="critic", rubric=rubric, scale=(1, 10))
+    assert fingerprint([TASK], options, inline) == by_rubric
+    rubric.unlink()
+    with pytest.raises(EnvironmentRefused, match=r"^judge\.rubric: .*rubric\.json cannot be read"):
+        fingerprint([TASK], options, inline)
+    assert fingerprint([], options, inline) == fingerprint([], options, judge=JudgeSettings())

@@ -188,6 +188,14 @@ def test_a_single_rater_is_never_an_outlier(ledger: Ledger) -> None:
     assert ledger.raters.assess(OPTIONS) == []
 
 
+def test_the_names_of_one_key_put_no_other_into_quarantine(ledger: Ledger) -> None:
+    said = [exchange() for _ in range(40)]
+    names = ("key:web", "key:eve/a", "key:eve/b")
+    verdicts = [(each.msg_id, name, (n % 2) ^ ("eve" in name)) for n, each in enumerate(said) for name in names]
+    ledger.recording.record([*said, *(feedback(msg_id=reply, source=name, value=v) for reply, name, v in verdicts)])
+    assert ledger.raters.assess(OPTIONS) == []
+
+
 def test_who_alone_gives_rewards_beyond_the_clip_is_an_outlier(ledger: Ledger) -> None:
     judged(ledger, liar=False)
     said = [exchange() for _ in range(15)]

@@ -9,7 +9,8 @@ from structlog.testing import capture_logs
 
 from tests.databases import put_file
 from tests.trainer.factories import commit, points, sample
-from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.runner.judging.rubric import Rubric
+from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
 from tuneloop.shared.evaluation import evaluation_log
 from tuneloop.shared.evaluation.tasks import is_right, tasks_of
 from tuneloop.shared.ledger.ledger import Ledger
@@ -165,6 +166,22 @@ def test_a_chat_template_that_fails_is_told(held_out, monkeypatch):
 
 
 # In the loop.
+
+
+def test_a_rubric_that_is_gone_skips_the_evaluation_and_is_refused_at_the_start(settings, tmp_path):
+    path, rubric = tmp_path / "tasks.jsonl", tmp_path / "rubric.json"
+    path.write_text('{"prompt": "a", "answer": "b"}')
+    Rubric(criteria={"truth": "Is it true?"}).save(rubric)
+    chosen = settings(
+        monitor={"evaluation": {"path": path, "most_tokens": 2, "judge": "model"}},
+        judge={"url": "http://127.0.0.1:9/v1", "model": "j", "rubric": rubric},
+    )
+    asked = HeldOut(chosen, tasks_of(chosen.monitor.evaluation))
+    rubric.unlink()
+    with pytest.raises(NotEvaluated, match=r"judge: .*rubric\.json"):
+        asked.figures(Actor.load(chosen, chosen.model.model_path))
+    with pytest.raises(EnvironmentRefused, match=r"judge: .*rubric\.json"):
+        HeldOut(chosen, tasks_of(chosen.monitor.evaluation))
 
 
 def test_the_loop_evaluates_the_base_model_and_every_so_many_steps(settings, ledger, tmp_path):

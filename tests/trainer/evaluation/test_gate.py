@@ -51,7 +51,7 @@ def test_the_loop_examines_the_base_and_each_version_and_keeps_what_came_of_it(g
     commit(ledger, [sample(i) for i in range(8)])
     run(gated(gate={"kl": 5.0}, trainer={"total_steps": 2}), Event())
     assert metrics(ledger, 0) == MEASURED
-    assert metrics(ledger, 1) == metrics(ledger, 2) == [("kl", ""), *MEASURED]
+    assert metrics(ledger, 1) == metrics(ledger, 2) == [("kl", ""), ("kl_of", ""), *MEASURED]
     first, second = evaluated(ledger)
     assert (first.version, second.version, first.actor) == (1, 2, "trainer")
     assert (first.details["passed"], first.details["instead_of"]) == (True, 0)
@@ -109,6 +109,27 @@ def test_other_tasks_make_another_examination(gated, ledger):
     run(gated(evaluation={"samples": 1}, trainer={"total_steps": 1}), Event())
     samples = [{each.samples for each in ledger.evaluations.of(version, Evaluator.TRAINER)} for version in (0, 1)]
     assert samples == [{1}, {1}]
+
+
+def test_another_champion_makes_another_distance(gated, ledger):
+    commit(ledger, [sample(i) for i in range(8)])
+    run(gated(gate={"mode": "off"}, trainer={"total_steps": 2}), Event())
+    chosen = gated(gate={"kl": 5.0})
+    examination, learner = Examination(chosen, ledger), snapshot.load(chosen, ledger.versions.newest().path)
+    distances = []
+    for champion in (0, 1):
+        for _ in range(2):
+            examination.examine(learner, 2)
+        found = {each.metric: each.value for each in ledger.evaluations.of(2, Evaluator.TRAINER)}
+        assert found["kl_of"] == champion
+        distances.append(found["kl"])
+        ledger.versions.promote(1)
+    assert distances[0] != distances[1]
+    assert [each.details["instead_of"] for each in evaluated(ledger)] == [0, 1]
+    old = [each for each in ledger.evaluations.of(2, Evaluator.TRAINER) if each.metric != "kl_of"]
+    ledger.evaluations.record(2, Evaluator.TRAINER, old)
+    examination.examine(learner, 2)
+    assert len(evaluated(ledger)) == 3
 
 
 def test_the_distance_is_none_from_itself_and_some_from_another(gated, opinionated):

@@ -109,7 +109,7 @@ def test_a_baseline_of_nothing_makes_no_figure():
 
 def test_the_baseline_is_kept_however_long_training_goes_on():
     history = after(SMALL, *[{LENGTH: 10.0}] * 4, *[{LENGTH: 15.0}] * 500)
-    assert len(history.series[LENGTH]) == 4 + 4 * 3
+    assert len(history.series[LENGTH]) == 4 + 10 + 3 * 3
     assert drift.verdicts(SMALL, history)["reply_length"].value == pytest.approx(1.5)
 
 
@@ -125,6 +125,16 @@ def test_a_reward_that_jumps_up_or_down_is_suspect_until_it_stays_there(level):
 
 def test_a_model_that_learns_fast_does_not_jump():
     assert alarms(SMALL, after(SMALL, *[{LEVEL: 0.5 + 0.04 * step} for step in range(12)])) == set()
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_the_first_steps_are_none_of_the_last_ones_however_short_the_window(window):
+    options = DriftSettings(baseline=10, window=window, degraded=None)
+    slowly = [0.1] * 10 + [0.1 + 0.02 * step for step in range(40)] + [0.9] * 20
+    history = after(options, *[{LEVEL: level} for level in slowly])
+    for gone_back in (70, 70 - 3 * window):
+        found = drift.verdicts(options, drift.until(history, gone_back))["reward_jump"]
+        assert (round(found.value, 6), found.over) == (0.0, False)
 
 
 def test_an_evaluation_far_below_its_best_is_an_alarm_whatever_the_reward_does():
@@ -378,6 +388,44 @@ def test_an_alarm_that_somebody_cleared_is_raised_again_only_after_it_was_over(w
     assert ledger.alarms.all() == []
     learn(watch, [10, 10, 40, 40], first=8)
     assert [alarm.step for alarm in ledger.alarms.all()] == [10]
+
+
+def evaluated(watching, ledger, tasks, *scores, first=1, **but):
+    """Monitors that evaluate after each step, go on after `first - 1` of them, and see these scores."""
+    _, chosen = watching()
+    chosen.job_dir.mkdir(parents=True, exist_ok=True)
+    path = chosen.job_dir / "tasks.jsonl"
+    path.write_text("".join(f"{json.dumps({'prompt': each, 'answer': '12'})}\n" for each in tasks))
+    evaluation = {"path": path, "every": 1} | but
+    watch = Monitors(chosen.model_validate(chosen.model_dump() | {"monitor": {"evaluation": evaluation}}), ledger)
+    found = iter(scores)
+    watch._held_out.score = lambda actor: {"evaluation/score": next(found), "time/evaluation": 0.0}
+    return watch, [watch.begin(Trained(first - 1)), *learn(watch, [10] * (len(scores) - (first == 1)), first=first)]
+
+
+def test_other_tasks_or_another_judge_begin_with_a_new_baseline(watching, ledger):
+    evaluated(watching, ledger, ["7+5="], 0.9, 0.9, 0.2)
+    assert [each.name for each in ledger.alarms.all()] == ["degraded"]
+    evaluated(watching, ledger, ["7+5="], 0.2, first=3)
+    assert [each.name for each in ledger.alarms.all()] == ["degraded"]
+    _, [_, first, second] = evaluated(watching, ledger, ["13-1="], 0.2, 0.3, first=4)
+    assert ledger.alarms.all() == []
+    assert "drift/degraded" not in first
+    assert second["drift/degraded"] == 0.0
+    evaluated(watching, ledger, ["13-1="], 0.1, first=6, judge="exact")
+    assert ledger.alarms.all() == []
+    evaluated(watching, ledger, ["13-1="], 0.9, 0.2, first=7, judge="exact")
+    assert [each.name for each in ledger.alarms.all()] == ["degraded"]
+
+
+def test_a_memory_that_does_not_say_which_tasks_it_is_of_is_of_the_same(watching, ledger):
+    watch, _ = evaluated(watching, ledger, ["7+5="], 0.9, 0.2)
+    written = json.loads(watch._file.read_bytes())
+    assert written.pop("tasks") is not None
+    watch._file.write_text(json.dumps(written))
+    _, [_, curves] = evaluated(watching, ledger, ["7+5="], 0.3, first=2)
+    assert curves["drift/degraded"] == pytest.approx(0.6)
+    assert [each.name for each in ledger.alarms.all()] == ["degraded"]
 
 
 def test_a_ledger_that_is_away_costs_a_reading_and_delays_the_alarm(watching, ledger, monkeypatch):

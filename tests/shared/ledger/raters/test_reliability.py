@@ -80,6 +80,27 @@ def test_of_two_nobody_knows_who_is_wrong() -> None:
     assert {each.compared for each in figures(said).values()} == {0}
 
 
+def test_the_names_of_one_key_are_one_to_be_compared_with() -> None:
+    """The liar is not measured by what it says twice either."""
+    names = ("key:web", "key:eve/a", "key:eve/b")
+    said = [verdict(name, reply, float((reply % 2) ^ ("eve" in name))) for reply in range(50) for name in names]
+    assert {each.compared for each in figures(said).values()} == {0}
+    found = figures([*said, *(verdict("key:app", reply, float(reply % 2)) for reply in range(50))])
+    assert [found["acme", name].agreement for name in ("key:eve/a", "key:eve/b")] == [0.0, 0.0]
+    assert [found["acme", name].highest > 0.5 for name in ("key:web", "key:app")] == [True, True]
+
+
+def test_where_there_is_one_key_its_names_are_compared_with_one_another() -> None:
+    names = {"key:web/ann": 0, "key:web/ben": 0, "key:web/cid": 0, "key:web/liar": 1}
+    said = [verdict(name, reply, float((reply % 2) ^ turned)) for reply in range(50) for name, turned in names.items()]
+    ranging = [verdict(name, reply, float(reply % 2)) for reply in (50, 51) for name in ("key:app", "key:api")]
+    found = figures([*said, *ranging])
+    assert {name: found["acme", name].agreement for name in names} == {name: 1.0 - each for name, each in names.items()}
+    gone = [verdict("key:gone", reply, 1.0) for reply in range(50)]
+    heard = figures([*said, *ranging, *gone], ignored={("acme", "key:gone")})
+    assert {name: heard["acme", name] for name in names} == {name: found["acme", name] for name in names}
+
+
 def test_a_trusted_rater_is_enough_to_be_compared_with() -> None:
     said = [
         verdict(name, reply, value)

@@ -1,12 +1,14 @@
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, select
 
 from tests.factories import exchange, experience, feedback, ids, leased, published, trained
 from tuneloop.shared.errors import EnvironmentRefused, LedgerError
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger, VersionReward
+from tuneloop.shared.ledger.storage.schema import experiences
+from tuneloop.shared.settings.feedback import RewardRule
 
 
 def states(ledger: Ledger) -> list[VersionState]:
@@ -125,6 +127,16 @@ def test_rewards_are_told_by_version(ledger: Ledger) -> None:
     told = exchange(experiences=(experience(choice=0, version_min=1, version_max=1), experience(choice=1)))
     ledger.recording.record([told, feedback(msg_id=told.msg_id, choice=0, value=-0.5)])
     assert ledger.reports.rewards() == [VersionReward(0, 2, 1, 1.0), VersionReward(1, 1, 1, -0.5)]
+
+
+def test_a_reply_that_was_compensated_is_one_reply_with_its_first_reward(engine: Engine) -> None:
+    ledger = Ledger(engine, rule=RewardRule(), compensate_late=True)
+    epoch, [sample, *_] = leased(ledger, 2)
+    ledger.training.register(epoch, [sample.id], step=1, publish=published)
+    ledger.recording.record([feedback(msg_id=sample.msg_id, value=-0.5, received_at=1e9)])
+    with engine.connect() as connection:
+        assert sorted(connection.execute(select(experiences.c.correction)).scalars()) == [0, 0, 1]
+    assert ledger.reports.rewards() == [VersionReward(0, 2, 2, 2.0)]
 
 
 def test_of_an_empty_ledger_everything_is_nought(ledger: Ledger) -> None:

@@ -75,7 +75,7 @@ def fingerprint(tasks: Sequence[Task], options: EvaluationSettings, judge: Judge
     Raises EnvironmentRefused for a rubric that cannot be read.
     """
     questions = [[task.question, task.answer, task.slice, task.form] for task in tasks]
-    judged_by = [options.judge, options.function, options.most_tokens, questions]
+    judged_by: list[Any] = [options.judge, options.function, options.most_tokens, questions]
     if tasks and options.judge == "model":
         judged_by += [judge.model, judge.samples, judge.temperature, *_rubric_of(judge)]
     return zlib.crc32(json.dumps(judged_by, sort_keys=True).encode())

@@ -9,15 +9,8 @@ from sqlalchemy import ColumnElement, Select, and_, exists, func, or_, select, t
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.facts import DropCount, LedgerFacts, StateCount, Trainer, Weights
 from tuneloop.shared.ledger.storage.codec import unpack_text
-from tuneloop.shared.ledger.storage.schema import (
-    COMMITTED,
-    CORRECTS,
-    epochs,
-    exchanges,
-    experiences,
-    feedback,
-    versions,
-)
+from tuneloop.shared.ledger.storage.schema import COMMITTED, epochs, exchanges, experiences, feedback, versions
+from tuneloop.shared.ledger.storage.schema_types import CORRECTS
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, is_among, portions
 from tuneloop.shared.ledger.stored_bytes import select_miscounted
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
@@ -107,7 +100,8 @@ class Reports(LedgerPart):
 
     def claimable(self, policy: BatchPolicy, tenant: str) -> int:
         """How many of a tenant's committed rows may go into the next batch."""
-        return self._count_committed(policy, tenant)[1 if policy.group_by == "none" else 2]
+        _, fit, grouped, _ = self._count_committed(policy, tenant)
+        return fit if policy.group_by == "none" else grouped
 
     def facts(self, policy: BatchPolicy, *, drops: int = 0) -> LedgerFacts:
         """The facts that explain why no step is happening, with so many of the most frequent reasons for `drops`."""
@@ -157,7 +151,7 @@ class Reports(LedgerPart):
         grouped = func.count(experiences.c.group_id).filter(fit)
         columns = (func.count(), func.count().filter(fit), grouped, func.min(experiences.c.committed_at))
         [counted] = self._read(select(*columns).where(_COMMITTED, takable(policy), _of(tenant)))
-        return tuple(counted)  # type: ignore[return-value]
+        return tuple(counted)
 
     def _leased_since(self, *bounds: Trainer | Weights | None) -> float:
         """When the leases of now began at the earliest: what is leased was committed before."""

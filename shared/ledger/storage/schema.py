@@ -25,13 +25,10 @@ from sqlalchemy import (
 
 from tuneloop.shared.experience import AlarmState, Evaluator, Kind, Outcome, State, VersionAction, VersionState
 from tuneloop.shared.ledger.storage.key_tables import key_events, keys, stored_by_keys  # noqa: F401 - they are of the schema, too
-from tuneloop.shared.ledger.storage.schema_types import RATED, RowId, Words, metadata, one_of, partial
+from tuneloop.shared.ledger.storage.schema_types import CORRECTS, RATED, RowId, Words, metadata, one_of, partial
 
 #: Says the same as the partial indexes of what the trainer may take.
 COMMITTED = f"state = '{State.COMMITTED}'"
-
-#: Says the same as the partial index of the rows that correct another one.
-CORRECTS = "correction > 0"
 
 #: Says the same as the partial index of the exchanges that are listed as stored completions.
 CHAT = "endpoint = '/v1/chat/completions'"

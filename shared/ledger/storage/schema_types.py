@@ -21,6 +21,9 @@ metadata = MetaData(
 RowId = BigInteger().with_variant(Integer(), "sqlite")
 
 
+#: Experiences that correct another one, as an index has them.
+CORRECTS = "correction > 0"
+
 #: Feedback that raters are compared by, as an index has it.
 RATED = "kind IN ('number', 'boolean', 'label') AND msg_id IS NOT NULL"
 

@@ -20,6 +20,7 @@ from tests.explorer.running import RunningExplorer
 from tests.factories import committed, exchange, experience, feedback
 from tests.house.documents.page_files import PAGES, Block, blocks_of
 from tuneloop.cli.main import app
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.settings.loader import load_settings
@@ -77,6 +78,7 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     values = {"checkpoint_root_dir": "checkpoints", "model": {"model_path": str(write_model(tmp_path / "model"))}}
     Path("tuneloop.yaml").write_text(yaml.safe_dump(values))
     settings = load_settings(Path("tuneloop.yaml"))
+    load_key(settings.job_dir / KEY)
     database.upgrade(settings.database_url)
     with closing(Ledger.of(settings)) as ledger:
         ledger.own(settings.project, settings.name)

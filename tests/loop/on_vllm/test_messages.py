@@ -280,6 +280,11 @@ def without_chance(told: Any) -> Any:
     }
 
 
+def with_inputs(events: list[Json]) -> list[Json]:
+    """The events without deltas of an empty input: a block begins with it, and vLLM may tell it again."""
+    return [each for each in events if each.get("delta") != {"type": "input_json_delta", "partial_json": "{}"}]
+
+
 def events_of(stream: bytes) -> Iterator[Json]:
     """The events of a stream; neighbouring deltas, which the engine makes as it gets along, are put together."""
     last: Json | None = None
@@ -366,7 +371,7 @@ def test_the_reply_is_the_same(bare_engine: httpx.Client, request_: Json) -> Non
 def test_the_stream_is_the_same(bare_engine: httpx.Client, request_: Json) -> None:
     ours = streamed_by_us(bare_engine, request_, **_aloud(request_))
     theirs = streamed_by_vllm(bare_engine, request_)
-    assert without_chance(ours) == without_chance(theirs)
+    assert without_chance(with_inputs(ours)) == without_chance(with_inputs(theirs))
     assert ours[0]["message"]["id"] == "msg_1"
 
 

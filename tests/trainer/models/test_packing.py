@@ -51,7 +51,7 @@ def _samples():
 class _Opinions:
     """A teacher that thinks little of everything."""
 
-    def score(self, sequences):
+    def score(self, sequences, *, tokens):
         widest = max(int((len(each.ids)) - each.start) for each in sequences)
         return -torch.rand(len(sequences), widest, generator=torch.Generator().manual_seed(1)) - 1
 

@@ -377,9 +377,11 @@ def _message_of(event: Feedback) -> Any:
     if event.text is None or not event.text.startswith("{"):
         return None
     try:
-        return orjson.loads(event.text)
-    except orjson.JSONDecodeError:
+        message = orjson.loads(event.text)
+        orjson.dumps(message)  # what it reads may be nested more deeply than what it writes
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         return None
+    return message
 
 
 def _ids(packed: bytes) -> Int32s:

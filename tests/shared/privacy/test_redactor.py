@@ -261,6 +261,13 @@ def test_an_edited_answer_stays_a_message() -> None:
     assert json.loads(clean.text)["tool_calls"][0]["function"]["arguments"] == '["[REDACTED:email]"]'
 
 
+@pytest.mark.parametrize("depth", [300, 5000])
+def test_an_edited_answer_that_is_nested_too_deep_is_redacted_as_a_text(depth: int) -> None:
+    answer = f'{{"role": "assistant", "content": {"[" * depth}"{MAIL}"{"]" * depth}}}'
+    clean = written(feedback(kind=Kind.DEMONSTRATION, text=answer))
+    assert clean.text == answer.replace(MAIL, "[REDACTED:email]")
+
+
 @pytest.mark.parametrize("bad", ["(", "a" * 1001, "x*", "(?P<n>a)(?P<n"])
 def test_a_pattern_that_is_none_is_refused(bad: str) -> None:
     with pytest.raises(ValidationError, match="mine"):

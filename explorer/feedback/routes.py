@@ -146,11 +146,12 @@ class FeedbackRoutes:
         factory = EventFactory(self._signer, caller, as_stored=as_stored, judge=self._judge_source)
         entries = parse_entries(body, key)
         parsed = factory.events_of(bind(entries, caller.binding) if caller.binding else entries)
-        return parsed, list({each.event.event_id: each.event for each in parsed if each.event is not None}.values())
+        return parsed, list(_first_of_each(parsed).values())
 
     def _answer(self, parsed: Sequence[FeedbackEvent], found: Results) -> dict[str, object]:
         """What became of each; it is counted, too."""
-        results = [Outcome.UNKNOWN if each.event is None else found.outcomes[each.event.event_id] for each in parsed]
+        stored = _first_of_each(parsed)
+        results = [_outcome_of(each.event, stored, found.outcomes) for each in parsed]
         pairs = Counter((each.kind.value, outcome.value) for each, outcome in zip(parsed, results, strict=True))
         for (kind, outcome), count in pairs.items():
             self._metrics.feedback.labels(kind, outcome).inc(count)
@@ -252,6 +253,21 @@ def _reasons(parsed: Sequence[FeedbackEvent], why: Mapping[str, Mapping[int, str
     for about, _, event in parsed if why else ():
         if event is not None and (reason := _reason_of(event, why)) is not None:
             yield about, reason
+
+
+def _first_of_each(parsed: Sequence[FeedbackEvent]) -> dict[str, Feedback]:
+    """Of the events with one id the first, which is stored."""
+    first: dict[str, Feedback] = {}
+    for _, _, event in parsed:
+        if event is not None:
+            first.setdefault(event.event_id, event)
+    return first
+
+
+def _outcome_of(event: Feedback | None, stored: Mapping[str, Feedback], outcomes: Mapping[str, Outcome]) -> Outcome:
+    if event is None:
+        return Outcome.UNKNOWN
+    return outcomes[event.event_id] if event == stored[event.event_id] else Outcome.DUPLICATE
 
 
 def _reason_of(event: Feedback, why: Mapping[str, Mapping[int, str]]) -> str | None:

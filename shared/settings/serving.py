@@ -18,6 +18,7 @@ from tuneloop.shared.settings.types import (
     Secret,
     Section,
     Share,
+    Small,
 )
 
 #: The share of replies that are captured to be compared where none were asked for.
@@ -243,7 +244,7 @@ class ExplorerSettings(Section):
     """Seconds between two proofs that an engine has [the weights it should have](proof.md#attestation). _Serve._"""
     request_timeout: Seconds = 3600.0
     """Seconds that a reply may take, and that a request may take to come: see [Limits](limits.md). _Serve._"""
-    max_choices: Positive = 1024
+    max_choices: Small = 1024
     """Choices that a request may ask for: prompts times `n`. _Serve._"""
     max_in_flight: Positive = 1024
     """Requests that are answered at once; those beyond it wait. Each worker has its share. _Serve._"""

@@ -27,6 +27,8 @@ _Number = BeforeValidator(_not_a_bool)
 Positive = Annotated[int, Field(gt=0), _Number]
 NotNegative = Annotated[int, Field(ge=0), _Number]
 Port = Annotated[int, Field(ge=0, le=65535), _Number]
+#: What the ledger has room for in a small integer.
+Small = Annotated[int, Field(gt=0, le=32767), _Number]
 Real = Annotated[float, Field(allow_inf_nan=False), _Number]
 PositiveReal = Annotated[float, Field(gt=0, allow_inf_nan=False), _Number]
 NotNegativeReal = Annotated[float, Field(ge=0, allow_inf_nan=False), _Number]

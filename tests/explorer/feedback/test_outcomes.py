@@ -234,6 +234,15 @@ def test_a_key_makes_a_repeated_call_a_duplicate_also_after_a_restart(start: Sta
     assert rewards(engine) == [0.0]
 
 
+def test_of_two_entries_under_one_key_the_first_is_stored(explorer: RunningExplorer, engine: Engine) -> None:
+    said = reply_id(explorer)
+    entries = [{"msg_ids": [said], "reward": reward, "idempotency_key": "k"} for reward in (1, 0.25)]
+    assert outcomes(explorer.http.post("/feedback", json={"feedback": entries})) == {said: "accepted"}
+    assert rewards(engine) == [1.0]
+    counted = explorer.http.get("/metrics").text
+    assert 'tuneloop_feedback_total{kind="number",outcome="duplicate"} 1.0' in counted
+
+
 def test_two_keys_that_differ_are_refused(explorer: RunningExplorer) -> None:
     said = reply_id(explorer)
     body = {"msg_ids": [said], "reward": 0, "idempotency_key": "a"}

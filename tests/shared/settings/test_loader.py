@@ -110,6 +110,12 @@ def test_every_mistake_is_told_at_once_with_its_place(tmp_path):
     ]
 
 
+def test_there_are_no_more_choices_than_the_ledger_can_number(tmp_path):
+    text = MODEL + "explorer: {max_choices: 32768}\n"
+    [problem] = problems(tmp_path, text)
+    assert problem.endswith("explorer.max_choices: must be less than or equal to 32767, not 32768")
+
+
 def test_loading_raises_all_problems_one_a_line(tmp_path):
     (tmp_path / "x.yaml").write_text("mode: srve\nnmae: x\n")
     with pytest.raises(SettingsError, match=r"(?s)1:1: mode.*\n.*1:1: model.model_path.*\n.*2:1: nmae"):

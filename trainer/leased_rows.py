@@ -7,6 +7,7 @@ import structlog
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.batches.selection import comparable
 from tuneloop.trainer.checkpoints.recomputation import Recomputation
 from tuneloop.trainer.learner import Learner
 
@@ -36,6 +37,12 @@ class LeasedRows:
         """Take them out of training for good, after so many steps."""
         self._training.drop(self._epoch, [sample.id for sample in samples], reason)
         _log.warning("experiences_dropped", count=len(samples), reason=reason, step=step)
+
+    def take_back(self, samples: list[Sample], *, step: int) -> None:
+        """Hold what is left of a batch of which some were dropped, but for groups in which nothing is compared now."""
+        self.held, refused = comparable(samples, self._settings.algorithm, group_by=self._settings.buffer.group_by)
+        for reason, others in refused.items():
+            self.drop(others, reason, step=step)
 
     def release(self) -> None:
         """Give back all that the epoch holds."""

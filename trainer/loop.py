@@ -275,7 +275,8 @@ class TrainingLoop:
             learnt = self._micro_batch.step(self._learner, labelled, version=self._steps.exact_version)
         except (TeacherAway, SamplesRefused) as error:
             self._turns.end(self._learner)
-            self._rows.held = self._teacher.requeue(batch, error, drop=drop)
+            left = self._teacher.requeue(batch, error, drop=drop)
+            self._rows.take_back(left, step=self._learner.steps)
             return False
         except NotFinite as error:
             drop(batch, f"the step was not finite: {error}")

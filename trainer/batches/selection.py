@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import fmean
 
 import numpy as np
@@ -57,16 +58,24 @@ def sort_out(
         found = runs(own.get(sample.id, sample) for sample in kept)
         again = [call for calls in found.values() for call in superseded_calls(calls)]
         kept = _without(kept, again, refused, "superseded by another reply to the same prompt")
-    if group_by == "task":
-        kept = _without_groups(kept, _alone, refused, "alone in its group: the others cannot be trained on")
-        if algorithm.algorithm_type in OF_GROUPS and algorithm.group.drop_constant:
-            reason = "all runs of its group have the same reward: it says nothing"
-            judged = _by_the_last if algorithm.by_result else _by_the_mean
-            kept = _without_groups(kept, lambda group: _constant(group, judged), refused, reason)
-    kept, left = _of_the_method(kept, algorithm)
-    for reason, others in left.items():
-        refused[reason] += others
+    for keep in (partial(comparable, group_by=group_by), _of_the_method):
+        kept, left = keep(kept, algorithm)
+        for reason, others in left.items():
+            refused[reason] += others
     return kept, dict(refused)
+
+
+def comparable(samples: list[Sample], algorithm: AlgorithmSettings, *, group_by: str) -> tuple[list[Sample], Refused]:
+    """The samples without those of groups by `task` in which there is nothing to compare, and these by the reason."""
+    refused: Refused = defaultdict(list)
+    if group_by != "task":
+        return samples, refused
+    kept = _without_groups(samples, _alone, refused, "alone in its group: the others cannot be trained on")
+    if algorithm.algorithm_type in OF_GROUPS and algorithm.group.drop_constant:
+        reason = "all runs of its group have the same reward: it says nothing"
+        judged = _by_the_last if algorithm.by_result else _by_the_mean
+        kept = _without_groups(kept, lambda group: _constant(group, judged), refused, reason)
+    return kept, refused
 
 
 def untrainable(sample: Sample, algorithm: AlgorithmSettings, *, vocabulary: int) -> str | None:

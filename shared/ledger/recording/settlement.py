@@ -57,7 +57,7 @@ class Settlement:
     def release(self, connection: Connection, which: Any) -> None:
         """End leases. What was corrected meanwhile takes its reward now."""
         leased = select(experiences.c.id, experiences.c.msg_id).where(experiences.c.state == State.LEASED, which)
-        rows = connection.execute(leased.with_for_update()).all()
+        rows = connection.execute(leased.order_by(experiences.c.id).with_for_update()).all()
         back = {"state": State.COMMITTED, "lease_epoch": None, "lease_until": None}
         for portion in portions([row.id for row in rows]):
             connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(back))

@@ -145,7 +145,11 @@ def _set_unsampled_aside(connection: Connection) -> None:
 
 
 def _set_aside(connection: Connection, which: ColumnElement[bool], reason: str) -> None:
-    connection.execute(update(experiences).where(which).values(state=State.EXPIRED, reason=reason))
+    # All lock in this order: else this and new feedback about two of them would wait for each other.
+    query = select(experiences.c.id).where(which).order_by(experiences.c.id).with_for_update()
+    for portion in portions(connection.execute(query).scalars().all()):
+        aside = update(experiences).where(experiences.c.id.in_(portion))
+        connection.execute(aside.values(state=State.EXPIRED, reason=reason))
 
 
 # Groups.
@@ -167,7 +171,7 @@ def _next_groups(connection: Connection, policy: BatchPolicy, most: int, missing
     members: dict[int, list[int]] = defaultdict(list)
     for portion in portions(chosen):
         query = select(experiences.c.group_id, experiences.c.id).where(_COMMITTED, experiences.c.group_id.in_(portion))
-        ordered = query.order_by(experiences.c.group_id, experiences.c.id).with_for_update()
+        ordered = query.order_by(experiences.c.id).with_for_update()
         for group_id, row in connection.execute(ordered):
             members[group_id].append(row)
     return [Unit(group_id, tuple(members[group_id])) for group_id in chosen if group_id in members]

@@ -20,7 +20,7 @@ from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.batches import claim, expire
 from tuneloop.shared.ledger.training.demonstrations import demonstrations
 from tuneloop.shared.ledger.training.held_out import held_out_replies, newest_held_out
-from tuneloop.shared.ledger.training.run_results import give_all_back
+from tuneloop.shared.ledger.training.run_results import give_all_back, lock_rows
 from tuneloop.shared.ledger.versions.events import Decision, note
 from tuneloop.shared.ledger.versions.versions import SERVABLE
 
@@ -112,6 +112,7 @@ class Training(LedgerPart):
         dropped = {"state": State.DROPPED, "reason": reason, "lease_epoch": None, "lease_until": None}
         with self._write() as connection:
             _fence(connection, epoch)
+            lock_rows(connection, ids)
             for portion in portions(ids):
                 connection.execute(update(experiences).where(_leased_rows(epoch, portion)).values(dropped))
             self._settlement.settle_by_own_rules(connection, too_late_for(connection, _replies(connection, ids)))
@@ -149,9 +150,9 @@ class Training(LedgerPart):
                 raise ParentEnded(f"version {parent} was trained on, training goes on from version {newest}")
             version = 1 + (connection.execute(_newest_number()).scalar() or 0)
             leased = set[int]()
-            for portion in portions(ids):
-                held = select(experiences.c.id).where(_leased_rows(epoch, portion)).with_for_update()
-                leased.update(connection.execute(held).scalars())
+            for portion in portions(sorted(ids)):
+                held = select(experiences.c.id).where(_leased_rows(epoch, portion)).order_by(experiences.c.id)
+                leased.update(connection.execute(held.with_for_update()).scalars())
             if len(leased) != len(ids):
                 raise LeaseLost(f"version {version} was trained on {len(ids)} experiences, {len(leased)} are leased")
             path, sha256 = publish(version)

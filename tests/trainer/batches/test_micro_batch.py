@@ -203,6 +203,24 @@ def test_others_are_learnt_from_without_a_row_that_has_no_room(settings, ledger,
     assert drop.reason.startswith("a GPU's memory has no room for it")
 
 
+def test_what_is_left_alone_in_its_group_by_a_row_that_has_no_room_is_not_learnt_from(settings, ledger, monkeypatch):
+    _room_for_kept_activations(monkeypatch, 192, again=192)
+    runs = [{"task_id": task, "run_id": run, "reward": float(run)} for task in "ab" for run in "01"]
+    commit(ledger, [_long(0, **runs[0]), *(sample(i, **runs[i]) for i in range(1, 4))])
+    run(
+        settings(
+            trainer={"total_steps": 1, "micro_batch_tokens": 192},
+            buffer={"group_by": "task", "group_size": 2, "train_batch_size": 2},
+            algorithm={"algorithm_type": "grpo"},
+        ),
+        Event(),
+    )
+    counts = ledger.reports.counts()
+    assert (counts[State.TRAINED], counts[State.DROPPED]) == (2, 2)
+    reasons = {drop.reason.partition(":")[0] for drop in ledger.reports.facts(BatchPolicy(), drops=5).drops}
+    assert "alone in its group" in reasons
+
+
 def test_where_nothing_fits_it_is_one_sentence(settings, monkeypatch):
     chosen = settings(trainer={"micro_batch_tokens": 512})
 

@@ -2,13 +2,15 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, select
+from sqlalchemy import Engine, func, select, text
 
 from tests.doubles.clock import Clock
+from tests.explorer.running import eventually
 from tests.factories import exchange, experience, feedback, fill, ids, published, trained
 from tests.shared.ledger.training.test_run_results import ON_POSTGRESQL, between
 from tuneloop.shared.experience import Sample, State
@@ -220,6 +222,25 @@ def test_a_trajectory_is_taken_whole(ledger: Ledger, take: Take) -> None:
         give(ledger, task_id="t", run_id=run)
     assert [sample.run_id for sample in take(2, group_by="run")] == ["1", "1", "1"]
     assert [sample.run_id for sample in take(1, group_by="run")] == ["2"]
+
+
+@ON_POSTGRESQL
+def test_a_lease_and_new_feedback_about_rows_of_two_groups_do_not_wait_for_each_other(
+    ledger: Ledger, take: Take, engine: Engine
+) -> None:
+    for run_id in ("1", "2"):
+        for task_id in ("a", "b"):
+            give(ledger, task_id=task_id, run_id=run_id)
+    assert take(9, group_by="task", group_size=2) == []  # gathered: 1 and 3, 2 and 4
+    row = select(experiences.c.id).with_for_update(nowait=True)
+    waiting = select(func.count()).where(text("NOT granted")).select_from(text("pg_locks"))
+    with ThreadPoolExecutor(1) as pool, engine.connect() as recording:
+        recording.execute(row.where(experiences.c.id == 2))
+        leasing = pool.submit(take, 4, group_by="task", group_size=2)
+        eventually(lambda: recording.execute(waiting).scalar_one() > 0)
+        recording.execute(row.where(experiences.c.id == 3))
+        recording.rollback()
+        assert len(leasing.result()) == 4
 
 
 def test_groups_are_shared_out_among_the_tenants(ledger: Ledger, take: Take) -> None:

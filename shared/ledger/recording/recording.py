@@ -45,7 +45,7 @@ from tuneloop.shared.ledger.storage.transactions import (
     portions,
     put,
 )
-from tuneloop.shared.ledger.stored_bytes import count_stored, event_sizes, exchange_sizes, new_rows
+from tuneloop.shared.ledger.stored_bytes import count_stored, event_sizes, exchange_sizes, new_rows, stored_among
 
 #: Seconds without a heartbeat after which a trainer's leases end. A newer trainer ends them at once.
 LEASE_S = 600.0
@@ -153,7 +153,7 @@ class Recording(LedgerPart):
             new_feedback = self._early.within_bound(connection, new_feedback)
             if changed := _new_feedback(connection, new_feedback, slot_of):
                 events = event_sizes([feedback_row(each) for each in changed])
-                counted += new_rows(connection, feedback.c.event_id, events)
+                counted += events
                 connection.execute(ignoring(connection, feedback), events)
             earlier = with_earlier_feedback(connection, rare, new_exchanges)
             self._settlement.settle(connection, earlier | set(_replies(connection, changed)))
@@ -296,12 +296,14 @@ def _committing(given: frozenset[str]) -> Update:
 def _new_feedback(
     connection: Connection, events: Sequence[Feedback], slot_of: Mapping[EventName, object]
 ) -> list[Feedback]:
-    """The events that do not merely repeat the latest one of the same source about the same subject, and find room."""
+    """The events that are not stored, do not repeat the latest one of the same source on the same subject, and fit."""
     last: dict[object, Any] = {}
     quota = FeedbackQuota()
     earlier = _earlier_feedback(events, connection.execute)
     again = offered_again(events, {name_of(row) for row in earlier}, slot_of)
-    events = [event for event in events if name_of(event) not in again]
+    # What a client sends again under its key is not the last word: others may have spoken since.
+    stored = stored_among(connection, feedback.c.event_id, {event.event_id for event in events})
+    events = [event for event in events if name_of(event) not in again and event.event_id not in stored]
     for row in sorted(earlier, key=event_order):
         last[_subject(row)] = row
         quota.take(row)
@@ -311,13 +313,14 @@ def _new_feedback(
     new = []
     for event in events:
         before = last.get(_subject(event))
-        if before is not None and _is_repeated(before, event, same):
+        if event.event_id in stored or (before is not None and _is_repeated(before, event, same)):
             continue
         # Who has said something may take it back, once, whatever others have said since.
         takes_back = event.kind is Kind.RETRACTION and before is not None and before.kind != Kind.RETRACTION
         if takes_back or quota.allows(event):
             quota.take(event)
             last[_subject(event)] = event
+            stored.add(event.event_id)
             new.append(event)
     return new
 

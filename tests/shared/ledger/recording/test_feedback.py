@@ -147,6 +147,39 @@ def test_a_request_that_is_sent_again_does_not_hide_what_was_said_before_it(ledg
     assert rewards(engine) == [1.0]
 
 
+@pytest.mark.parametrize(
+    ("once", "again"),
+    [
+        ({"value": 1.0}, {"value": 1.0}),
+        ({"value": 1.0}, {"value": 0.5}),
+        (retraction(), retraction()),
+        ({"msg_id": "of another reply"}, {"value": 1.0}),
+    ],
+)
+def test_a_request_that_is_sent_again_does_not_hide_what_is_said_with_it(
+    ledger: Ledger, engine: Engine, once: dict[str, Any], again: dict[str, Any]
+) -> None:
+    said = exchange()
+    about, key = {"msg_id": said.msg_id}, {"event_id": "a key"}
+    ledger.recording.record([said, feedback(**about | key | once, call_id="once")])
+    ledger.recording.record([feedback(**about, value=0.0)])
+    ledger.recording.record([feedback(**about | key | again, call_id="twice"), feedback(**about, **again)])
+    assert rewards(engine) == [again["value"]]
+    assert len(events(engine)) == 3
+
+
+def test_a_request_that_is_sent_twice_at_once_does_not_hide_what_is_said_with_it(
+    ledger: Ledger, engine: Engine
+) -> None:
+    said = exchange()
+    sent = {"event_id": "a key", "msg_id": said.msg_id, "value": 1.0}
+    since = [feedback(msg_id=said.msg_id, value=value) for value in (0.0, 1.0)]
+    ledger.recording.record(
+        [said, feedback(**sent, call_id="once"), since[0], feedback(**sent, call_id="twice"), since[1]]
+    )
+    assert rewards(engine) == [1.0]
+
+
 def test_a_reply_joins_the_trajectory_that_its_feedback_names(ledger: Ledger, engine: Engine) -> None:
     said = exchange()
     ledger.recording.record([said, feedback(**run_of("1"), value=0.25)])

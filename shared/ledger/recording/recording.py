@@ -72,6 +72,7 @@ _ABOUT_RUNS = _EARLIER.where(feedback.c.msg_id.is_(None), is_among(_RUN, "runs")
 _OUTCOMES = select(feedback.c.event_id, feedback.c.call_id, feedback.c.outcome).where(
     is_among(feedback.c.event_id, "events")
 )
+_RECEIVED = select(feedback.c.received_at).where(is_among(feedback.c.event_id, "events"))
 _NEWEST_EPOCH = select(epochs.c.epoch, epochs.c.seen_at).order_by(epochs.c.epoch.desc()).limit(1)
 
 
@@ -181,7 +182,11 @@ class Recording(LedgerPart):
         """What became of a late event for each of several choices, by `msg_id:choice`; empty if all were too late."""
         if event.choice is not None:
             return {}
-        return outcomes_apart(self._settlement.rule, event, [RewardRow(*row) for row in self._read(rows_about(event))])
+        rows = [RewardRow(*row) for row in self._read(rows_about(event))]
+        # Its process dated it otherwise than the ledger, by whose time rewards are.
+        for stored in self._read(_RECEIVED, {"events": [event.event_id]}) if len(rows) > 1 else ():
+            event = msgspec.structs.replace(event, received_at=stored.received_at)
+        return outcomes_apart(self._settlement.rule, event, rows)
 
     def commit(self, tenant: str, **limits: Unpack[CommitLimits]) -> int:
         """Release the tenant's rewarded experiences to the trainer and return how many."""

@@ -21,6 +21,8 @@ from tuneloop.shared.ledger.recording.outcomes import (
     offered_again,
     outcomes_apart,
     rows_about,
+    target_of,
+    targets_there,
 )
 from tuneloop.shared.ledger.recording.rewards import (
     RewardRow,
@@ -169,14 +171,22 @@ class Recording(LedgerPart):
         return {event_id: found.get(event_id, Outcome.DUPLICATE) for event_id in event_ids}
 
     def without_room(self, events: Collection[Feedback]) -> set[str]:
-        """Those of these events, none of which is stored, whose reply or run, or voice there, has all it may have."""
-        quota = FeedbackQuota()
-        for row in _earlier_feedback(events, self._read):
+        """Those of these events that are not there because their reply or run, voice or tenant has all it may have.
+
+        Not those that are stored, or repeat what is.
+        """
+        quota, said = FeedbackQuota(), {}
+        for row in sorted(_earlier_feedback(events, self._read), key=event_order):
             quota.take(row)
-        full = {tenant for tenant in {each.tenant for each in events} if self._early.is_full(tenant, self._read)}
-        of_full = [event for event in events if event.tenant in full]
-        unknown = self._early.without_reply(of_full, self._read) | {e.event_id for e in of_full if e.msg_id is None}
-        return unknown | {event.event_id for event in events if not quota.allows(event)}
+            said[_subject(row), _content(row)] = row
+        names = {event.event_id for event in events}
+        stored = {row.event_id for portion in portions(names) for row in self._read(_OUTCOMES, {"events": portion})}
+        alike = [(said.get((_subject(event), _content(event))), event) for event in events]
+        same = equal_texts(self._read, [(row.id, event.text) for row, event in alike if row and row.has_text])
+        left = [event for row, event in alike if not (row and _is_repeated(row, event, same))]
+        left = [event for event in left if event.event_id not in stored]
+        there = targets_there(left, self._read)
+        return {event.event_id for event in left if target_of(event) not in there or not quota.allows(event)}
 
     def outcomes_apart(self, event: Feedback) -> dict[str, Outcome]:
         """What became of a late event for each of several choices, by `msg_id:choice`; empty if all were too late."""
@@ -314,7 +324,7 @@ def _new_feedback(
         quota.take(row)
     alike = ((last[_subject(event)], event) for event in events if _subject(event) in last)
     texts = [(row.id, event.text) for row, event in alike if _content(row) == _content(event) and row.has_text]
-    same = equal_texts(connection, texts)
+    same = equal_texts(connection.execute, texts)
     new = []
     for event in events:
         before = last.get(_subject(event))

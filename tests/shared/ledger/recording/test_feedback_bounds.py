@@ -168,3 +168,38 @@ def test_feedback_on_replies_that_are_not_stored_is_not_kept_without_end(
     ledger.recording.record([said, about[0], others])
     assert stored(engine) == 602
     assert Ledger(engine).recording.without_room([about[1]]) == set()
+
+
+def test_of_a_group_beyond_the_bound_as_many_are_kept_as_fit_and_the_rest_has_no_room(
+    ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuneloop.shared.ledger.recording.outcomes.MAX_EARLY", 10)
+    early = [feedback(msg_id=f"chatcmpl-none-{number}") for number in range(15)]
+    ledger.recording.record(early[:8])
+    said = exchange()
+    ledger.recording.record([said, feedback(msg_id=said.msg_id), *early[8:]])
+    assert stored(engine) == 11
+    again = [feedback(msg_id="chatcmpl-none-0"), feedback(event_id=early[1].event_id, msg_id="chatcmpl-other")]
+    assert ledger.recording.without_room([*early[10:], *again]) == {each.event_id for each in early[10:]}
+
+
+def test_what_was_there_already_takes_no_room(ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuneloop.shared.ledger.recording.outcomes.MAX_EARLY", 10)
+    said = exchange()
+    ledger.recording.record([said])
+    for number in range(20):
+        ledger.recording.record([feedback(msg_id=said.msg_id, value=number), feedback(msg_id="chatcmpl-none")])
+    ledger.recording.record([feedback(msg_id=f"chatcmpl-none-{number}") for number in range(9)])
+    assert stored(engine) == 30
+
+
+def test_what_is_stored_or_repeated_is_not_told_to_find_no_room(ledger: Ledger) -> None:
+    said = exchange()
+    ledger.recording.record([said])
+    heard = [feedback(msg_id=said.msg_id, source=f"rater {number}") for number in range(MAX_SAID)]
+    comment = {"msg_id": said.msg_id, "kind": Kind.COMMENT, "metric": "comment", "value": None, "source": "rater 3"}
+    heard[0] = feedback(**comment, text="so")
+    record(ledger, heard)
+    again = [feedback(msg_id=said.msg_id, source="rater 4"), feedback(**comment, text="so")]
+    other = feedback(**comment, text="no")
+    assert ledger.recording.without_room([*heard[:2], *again, other]) == {other.event_id}

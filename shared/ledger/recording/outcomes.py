@@ -22,6 +22,8 @@ MAX_TOLD = 1000
 MAX_SAID = 1000
 #: How many of them are of one key, or of one source without a key: nobody keeps others from saying anything.
 MAX_SAID_BY_ONE = 250
+#: A reply of several choices may have so many for each of this many of them.
+MAX_CHOICES_SAID = 25
 
 #: Events of a tenant about replies and runs that are not there: not yet, or not to be stored at all.
 MAX_EARLY = 100_000
@@ -102,7 +104,9 @@ def name_of(event: Any) -> EventName:
 class FeedbackQuota:
     """How many events each reply or run has, and from whom."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Read) -> None:
+        self._read = read
+        self._choices: dict[str, int] = {}
         self._by_subject: Counter[object] = Counter()
         self._by_voice: Counter[object] = Counter()
 
@@ -114,10 +118,17 @@ class FeedbackQuota:
 
     def allows(self, event: Any) -> bool:
         """Whether there is room for an event."""
-        return all(
-            self._by_subject[thing] < MAX_SAID and self._by_voice[thing, _voice(event)] < MAX_SAID_BY_ONE
-            for thing in _things(event)
-        )
+        return all(self._has_room(thing, _voice(event)) for thing in _things(event))
+
+    def _has_room(self, thing: object, voice: str) -> bool:
+        full = max(self._by_subject[thing] // MAX_SAID, self._by_voice[thing, voice] // MAX_SAID_BY_ONE)
+        return not full or (isinstance(thing, str) and full < min(self._choices_of(thing), MAX_CHOICES_SAID))
+
+    def _choices_of(self, msg_id: str) -> int:
+        if msg_id not in self._choices:
+            first = and_(experiences.c.msg_id == msg_id, experiences.c.correction == 0)
+            [(self._choices[msg_id],)] = self._read(select(func.count()).select_from(experiences).where(first))
+        return self._choices[msg_id]
 
 
 def _things(event: Any) -> Iterator[object]:

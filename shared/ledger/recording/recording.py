@@ -175,7 +175,7 @@ class Recording(LedgerPart):
 
         Not those that are stored, or repeat what is.
         """
-        quota, said = FeedbackQuota(), {}
+        quota, said = FeedbackQuota(self._read), {}
         for row in sorted(_earlier_feedback(events, self._read), key=event_order):
             quota.take(row)
             said[_subject(row), _content(row)] = row
@@ -313,7 +313,7 @@ def _new_feedback(
 ) -> list[Feedback]:
     """The events that are not stored, do not repeat the latest one of the same source on the same subject, and fit."""
     last: dict[object, Any] = {}
-    quota = FeedbackQuota()
+    quota = FeedbackQuota(connection.execute)
     earlier = _earlier_feedback(events, connection.execute)
     again = offered_again(events, {name_of(row) for row in earlier}, slot_of)
     # What a client sends again under its key is not the last word: others may have spoken since.

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event, func, select
 
-from tests.factories import exchange, feedback
+from tests.factories import exchange, experience, feedback
 from tuneloop.shared.experience import Feedback, Kind, Outcome, State
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.recording.outcomes import MAX_SAID, MAX_SAID_BY_ONE
+from tuneloop.shared.ledger.recording.outcomes import MAX_CHOICES_SAID, MAX_SAID, MAX_SAID_BY_ONE
 from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
 
 RUN = {"msg_id": None, "task_id": "task", "run_id": "run"}
@@ -90,6 +90,38 @@ def test_one_key_leaves_room_for_others_whatever_names_it_uses(ledger: Ledger, e
     ledger.recording.record([quiet])
     assert ledger.recording.without_room([feedback(msg_id=said.msg_id, source="key:loud/new"), quiet]) != set()
     assert ledger.recording.outcomes("call", [quiet.event_id])[quiet.event_id] == Outcome.ACCEPTED
+
+
+def test_a_judge_has_room_for_what_it_says_of_each_of_many_choices(ledger: Ledger, engine: Engine) -> None:
+    said = exchange(experiences=tuple(experience(choice=number) for number in range(64)))
+    ledger.recording.record([said])
+    metrics = [f"judge/{number}" for number in range(5)]
+    verdicts = [
+        feedback(msg_id=said.msg_id, choice=choice, metric=metric, source="judge:j")
+        for choice in range(64)
+        for metric in metrics
+    ]
+    record(ledger, verdicts)
+    assert stored(engine) == 64 * 5
+    again = [feedback(msg_id=said.msg_id, choice=choice, value=0.5, source="judge:j") for choice in range(64)]
+    assert ledger.recording.without_room(again) == set()
+
+
+@pytest.mark.parametrize(("choices", "times"), [(1, 1), (3, 3), (30, MAX_CHOICES_SAID)])
+def test_a_reply_has_room_by_its_choices_up_to_a_bound_of_all(
+    ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch, *, choices: int, times: int
+) -> None:
+    monkeypatch.setattr("tuneloop.shared.ledger.recording.outcomes.MAX_SAID", 4)
+    monkeypatch.setattr("tuneloop.shared.ledger.recording.outcomes.MAX_SAID_BY_ONE", 2)
+    said = exchange(experiences=tuple(experience(choice=number) for number in range(choices)))
+    ledger.recording.record([said])
+    # Choices that there are not give no room.
+    loud = [feedback(msg_id=said.msg_id, choice=number, source="key:loud") for number in range(100)]
+    record(ledger, loud)
+    assert stored(engine) == 2 * times
+    assert ledger.recording.without_room(loud) == {each.event_id for each in loud[2 * times :]}
+    record(ledger, [feedback(msg_id=said.msg_id, source=f"rater {number}") for number in range(100)])
+    assert stored(engine) == 4 * times
 
 
 def test_a_long_text_is_a_repetition_only_if_it_is_the_same(ledger: Ledger, engine: Engine) -> None:

@@ -5,7 +5,7 @@ count for nobody.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -65,10 +65,18 @@ def event_sizes(rows: _Rows) -> list[_Row]:
 def new_rows(connection: Connection, name: Column[str], rows: _Rows) -> list[_Row]:
     """Those of the rows that are not stored yet, by the column that names them: a spool may be read twice."""
     new = {row[name.name]: row for row in rows}
-    for portion in portions(list(new)):
-        for stored in connection.execute(_stored_names(name), {"names": portion}).scalars():
-            del new[stored]
+    for stored in stored_among(connection, name, new):
+        del new[stored]
     return list(new.values())
+
+
+def stored_among(connection: Connection, name: Column[str], names: Collection[str]) -> set[str]:
+    """Those of the names that rows have which are stored."""
+    return {
+        stored
+        for portion in portions(names)
+        for stored in connection.execute(_stored_names(name), {"names": portion}).scalars()
+    }
 
 
 @cache

@@ -3,7 +3,7 @@ is offered again."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Select, and_, func, literal_column, or_, select, tuple_
@@ -22,6 +22,8 @@ MAX_TOLD = 1000
 MAX_SAID = 1000
 #: How many of them are of one key, or of one source without a key: nobody keeps others from saying anything.
 MAX_SAID_BY_ONE = 250
+#: A reply of several choices may have so many for each of this many of them.
+MAX_CHOICES_SAID = 25
 
 #: Events of a tenant about replies and runs that are not there: not yet, or not to be stored at all.
 MAX_EARLY = 100_000
@@ -29,6 +31,9 @@ _EARLY_S = 10.0
 
 #: An event's id, and the id of the request that brought it.
 EventName = tuple[str, str]
+
+#: What a query finds, in or outside a transaction.
+Read = Callable[[Select[Any]], Iterable[Any]]
 
 
 def rows_about(event: Feedback) -> Select[Any]:
@@ -57,17 +62,17 @@ def _of_choices(rule: RewardRule, event: Feedback, rows: Sequence[RewardRow]) ->
         yield f"{row.msg_id}:{row.choice}", outcome
 
 
-def equal_texts(connection: Connection, texts: Collection[tuple[int, str | None]]) -> set[tuple[int, str | None]]:
+def equal_texts(read: Read, texts: Collection[tuple[int, str | None]]) -> set[tuple[int, str | None]]:
     """Those of the pairs of a stored event and a text in which it is the event's. Only as long texts are read."""
     lengths = {(row, len(text)) for row, text in texts if text is not None}
     as_long: list[int] = []
     for portion in portions({row for row, _ in lengths}):
         of_rows = select(feedback.c.id, func.length(feedback.c.text)).where(feedback.c.id.in_(portion))
-        as_long += [row for row, length in connection.execute(of_rows) if (row, length) in lengths]
+        as_long += [row for row, length in read(of_rows) if (row, length) in lengths]
     found: set[tuple[int, str | None]] = set()
     for portion in portions(as_long):
         of_texts = select(feedback.c.id, feedback.c.text).where(feedback.c.id.in_(portion))
-        found |= {(row, text) for row, text in connection.execute(of_texts)}
+        found |= {(row, text) for row, text in read(of_texts)}
     return found & set(texts)
 
 
@@ -99,7 +104,9 @@ def name_of(event: Any) -> EventName:
 class FeedbackQuota:
     """How many events each reply or run has, and from whom."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Read) -> None:
+        self._read = read
+        self._choices: dict[str, int] = {}
         self._by_subject: Counter[object] = Counter()
         self._by_voice: Counter[object] = Counter()
 
@@ -111,15 +118,22 @@ class FeedbackQuota:
 
     def allows(self, event: Any) -> bool:
         """Whether there is room for an event."""
-        return all(
-            self._by_subject[thing] < MAX_SAID and self._by_voice[thing, _voice(event)] < MAX_SAID_BY_ONE
-            for thing in _things(event)
-        )
+        return all(self._has_room(thing, _voice(event)) for thing in _things(event))
+
+    def _has_room(self, thing: object, voice: str) -> bool:
+        full = max(self._by_subject[thing] // MAX_SAID, self._by_voice[thing, voice] // MAX_SAID_BY_ONE)
+        return not full or (isinstance(thing, str) and full < min(self._choices_of(thing), MAX_CHOICES_SAID))
+
+    def _choices_of(self, msg_id: str) -> int:
+        if msg_id not in self._choices:
+            first = and_(experiences.c.msg_id == msg_id, experiences.c.correction == 0)
+            [(self._choices[msg_id],)] = self._read(select(func.count()).select_from(experiences).where(first))
+        return self._choices[msg_id]
 
 
 def _things(event: Any) -> Iterator[object]:
     """The reply or run that an event is about, and the reply that it is preferred to."""
-    yield event.msg_id or (event.tenant, event.task_id, event.run_id)
+    yield target_of(event)
     if event.other_msg_id is not None:
         yield event.other_msg_id
 
@@ -136,44 +150,54 @@ class EarlyFeedback:
 
     def __init__(self, ticks: Callable[[], float]) -> None:
         self._ticks = ticks
-        self._known: dict[str, tuple[int, float]] = {}
+        self._counted: dict[str, tuple[int, float]] = {}
+        self._since: Counter[str] = Counter()
 
     def within_bound(self, connection: Connection, events: Sequence[Feedback]) -> list[Feedback]:
         """The events without those for which there is no room."""
         counts = Counter(event.tenant for event in events)
         full = {tenant for tenant, count in counts.items() if self._count(connection, tenant) + count > MAX_EARLY}
-        for tenant in counts.keys() - full:
-            count, looked_at = self._known[tenant]
-            self._known[tenant] = count + counts[tenant], looked_at
-        if not full:
-            return list(events)
-        of_full = [event for event in events if event.tenant in full]
-        runs = {_run_of(event) for event in of_full if event.msg_id is None}
-        replies = {event.msg_id for event in of_full if event.msg_id is not None}
-        there: set[object] = {tuple(row) for few in portions(runs, of=3) for row in connection.execute(_runs(few))}
-        there |= {row.msg_id for few in portions(replies) for row in connection.execute(_stored_replies(few))}
-        return [event for event in events if event.tenant not in full or (event.msg_id or _run_of(event)) in there]
+        there = targets_there([event for event in events if event.tenant in full], connection.execute)
+        room: dict[str, int] = {}
+        within = []
+        for event in events:
+            if event.tenant in full:
+                if target_of(event) in there:
+                    within.append(event)
+                    continue
+                if event.tenant not in room:
+                    room[event.tenant] = MAX_EARLY - self._count(connection, event.tenant, exactly=True)
+                if room[event.tenant] <= 0:
+                    continue
+                room[event.tenant] -= 1
+            self._since[event.tenant] += 1
+            within.append(event)
+        return within
 
-    def is_full(self, tenant: str, read: Callable[[Any], Sequence[Any]]) -> bool:
-        """Whether a tenant has as many as it may have."""
-        return int(read(_early(tenant))[0][0]) >= MAX_EARLY
-
-    def without_reply(self, events: Collection[Feedback], read: Callable[[Any], Sequence[Any]]) -> set[str]:
-        """Those of some events about replies whose reply is not there."""
-        replies = {event.msg_id for event in events if event.msg_id is not None}
-        there = {row.msg_id for few in portions(replies) for row in read(_stored_replies(few))}
-        return {event.event_id for event in events if event.msg_id is not None and event.msg_id not in there}
-
-    def _count(self, connection: Connection, tenant: str) -> int:
+    def _count(self, connection: Connection, tenant: str, *, exactly: bool = False) -> int:
         """How many there are, as of some seconds ago; what came since was counted as if all of it were early."""
-        count, looked_at = self._known.get(tenant, (0, -math.inf))
-        if self._ticks() - looked_at > _EARLY_S:
+        count, looked_at = self._counted.get(tenant, (0, -math.inf))
+        if self._ticks() - looked_at > _EARLY_S or (exactly and self._since[tenant]):
             count = int(connection.execute(_early(tenant)).scalar_one())
-            self._known[tenant] = count, self._ticks()
-        return count
+            self._counted[tenant] = count, self._ticks()
+            self._since[tenant] = 0
+        return count + self._since[tenant]
 
 
-def _run_of(event: Feedback) -> tuple[object, ...]:
+def targets_there(events: Collection[Feedback], read: Read) -> set[object]:
+    """Which of the replies and runs that these events are about there are."""
+    runs = {_run_of(event) for event in events if event.msg_id is None}
+    replies = {event.msg_id for event in events if event.msg_id is not None}
+    there: set[object] = {tuple(row) for few in portions(runs, of=3) for row in read(_runs(few))}
+    return there | {row.msg_id for few in portions(replies) for row in read(_stored_replies(few))}
+
+
+def target_of(event: Any) -> object:
+    """The reply or run that an event is about."""
+    return event.msg_id or _run_of(event)
+
+
+def _run_of(event: Any) -> tuple[object, ...]:
     return event.tenant, event.task_id, event.run_id
 
 

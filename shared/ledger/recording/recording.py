@@ -21,6 +21,8 @@ from tuneloop.shared.ledger.recording.outcomes import (
     offered_again,
     outcomes_apart,
     rows_about,
+    target_of,
+    targets_there,
 )
 from tuneloop.shared.ledger.recording.rewards import (
     RewardRow,
@@ -45,7 +47,7 @@ from tuneloop.shared.ledger.storage.transactions import (
     portions,
     put,
 )
-from tuneloop.shared.ledger.stored_bytes import count_stored, event_sizes, exchange_sizes, new_rows
+from tuneloop.shared.ledger.stored_bytes import count_stored, event_sizes, exchange_sizes, new_rows, stored_among
 
 #: Seconds without a heartbeat after which a trainer's leases end. A newer trainer ends them at once.
 LEASE_S = 600.0
@@ -72,6 +74,7 @@ _ABOUT_RUNS = _EARLIER.where(feedback.c.msg_id.is_(None), is_among(_RUN, "runs")
 _OUTCOMES = select(feedback.c.event_id, feedback.c.call_id, feedback.c.outcome).where(
     is_among(feedback.c.event_id, "events")
 )
+_RECEIVED = select(feedback.c.received_at).where(is_among(feedback.c.event_id, "events"))
 _NEWEST_EPOCH = select(epochs.c.epoch, epochs.c.seen_at).order_by(epochs.c.epoch.desc()).limit(1)
 
 
@@ -153,7 +156,7 @@ class Recording(LedgerPart):
             new_feedback = self._early.within_bound(connection, new_feedback)
             if changed := _new_feedback(connection, new_feedback, slot_of):
                 events = event_sizes([feedback_row(each) for each in changed])
-                counted += new_rows(connection, feedback.c.event_id, events)
+                counted += events
                 connection.execute(ignoring(connection, feedback), events)
             earlier = with_earlier_feedback(connection, rare, new_exchanges)
             self._settlement.settle(connection, earlier | set(_replies(connection, changed)))
@@ -168,20 +171,32 @@ class Recording(LedgerPart):
         return {event_id: found.get(event_id, Outcome.DUPLICATE) for event_id in event_ids}
 
     def without_room(self, events: Collection[Feedback]) -> set[str]:
-        """Those of these events, none of which is stored, whose reply or run, or voice there, has all it may have."""
-        quota = FeedbackQuota()
-        for row in _earlier_feedback(events, self._read):
+        """Those of these events that are not there because their reply or run, voice or tenant has all it may have.
+
+        Not those that are stored, or repeat what is.
+        """
+        quota, said = FeedbackQuota(self._read), {}
+        for row in sorted(_earlier_feedback(events, self._read), key=event_order):
             quota.take(row)
-        full = {tenant for tenant in {each.tenant for each in events} if self._early.is_full(tenant, self._read)}
-        of_full = [event for event in events if event.tenant in full]
-        unknown = self._early.without_reply(of_full, self._read) | {e.event_id for e in of_full if e.msg_id is None}
-        return unknown | {event.event_id for event in events if not quota.allows(event)}
+            said[_subject(row), _content(row)] = row
+        names = {event.event_id for event in events}
+        stored = {row.event_id for portion in portions(names) for row in self._read(_OUTCOMES, {"events": portion})}
+        alike = [(said.get((_subject(event), _content(event))), event) for event in events]
+        same = equal_texts(self._read, [(row.id, event.text) for row, event in alike if row and row.has_text])
+        left = [event for row, event in alike if not (row and _is_repeated(row, event, same))]
+        left = [event for event in left if event.event_id not in stored]
+        there = targets_there(left, self._read)
+        return {event.event_id for event in left if target_of(event) not in there or not quota.allows(event)}
 
     def outcomes_apart(self, event: Feedback) -> dict[str, Outcome]:
         """What became of a late event for each of several choices, by `msg_id:choice`; empty if all were too late."""
         if event.choice is not None:
             return {}
-        return outcomes_apart(self._settlement.rule, event, [RewardRow(*row) for row in self._read(rows_about(event))])
+        rows = [RewardRow(*row) for row in self._read(rows_about(event))]
+        # Its process dated it otherwise than the ledger, by whose time rewards are.
+        for stored in self._read(_RECEIVED, {"events": [event.event_id]}) if len(rows) > 1 else ():
+            event = msgspec.structs.replace(event, received_at=stored.received_at)
+        return outcomes_apart(self._settlement.rule, event, rows)
 
     def commit(self, tenant: str, **limits: Unpack[CommitLimits]) -> int:
         """Release the tenant's rewarded experiences to the trainer and return how many."""
@@ -296,28 +311,31 @@ def _committing(given: frozenset[str]) -> Update:
 def _new_feedback(
     connection: Connection, events: Sequence[Feedback], slot_of: Mapping[EventName, object]
 ) -> list[Feedback]:
-    """The events that do not merely repeat the latest one of the same source about the same subject, and find room."""
+    """The events that are not stored, do not repeat the latest one of the same source on the same subject, and fit."""
     last: dict[object, Any] = {}
-    quota = FeedbackQuota()
+    quota = FeedbackQuota(connection.execute)
     earlier = _earlier_feedback(events, connection.execute)
     again = offered_again(events, {name_of(row) for row in earlier}, slot_of)
-    events = [event for event in events if name_of(event) not in again]
+    # What a client sends again under its key is not the last word: others may have spoken since.
+    stored = stored_among(connection, feedback.c.event_id, {event.event_id for event in events})
+    events = [event for event in events if name_of(event) not in again and event.event_id not in stored]
     for row in sorted(earlier, key=event_order):
         last[_subject(row)] = row
         quota.take(row)
     alike = ((last[_subject(event)], event) for event in events if _subject(event) in last)
     texts = [(row.id, event.text) for row, event in alike if _content(row) == _content(event) and row.has_text]
-    same = equal_texts(connection, texts)
+    same = equal_texts(connection.execute, texts)
     new = []
     for event in events:
         before = last.get(_subject(event))
-        if before is not None and _is_repeated(before, event, same):
+        if event.event_id in stored or (before is not None and _is_repeated(before, event, same)):
             continue
         # Who has said something may take it back, once, whatever others have said since.
         takes_back = event.kind is Kind.RETRACTION and before is not None and before.kind != Kind.RETRACTION
         if takes_back or quota.allows(event):
             quota.take(event)
             last[_subject(event)] = event
+            stored.add(event.event_id)
             new.append(event)
     return new
 

@@ -12,9 +12,11 @@ from tests.factories import committed, exchange, experience, feedback, ids, leas
 from tuneloop.shared.experience import Feedback, Kind, Outcome, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.recording.reward_rule import definition
+from tuneloop.shared.ledger.storage.ledger_clock import LedgerClock, Machine
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, reward_rules
 from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
 from tuneloop.shared.settings.feedback import RewardRule
+from tuneloop.shared.steady_time import Stamp
 
 LATE = 1e9
 
@@ -144,6 +146,39 @@ def test_a_request_that_is_sent_again_does_not_hide_what_was_said_before_it(ledg
     ledger.recording.record([said, feedback(**sent, call_id="once")])
     again = [feedback(msg_id=said.msg_id, value=1.0), feedback(**sent, call_id="twice")]
     ledger.recording.record(again, ["slot", "slot"])
+    assert rewards(engine) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("once", "again"),
+    [
+        ({"value": 1.0}, {"value": 1.0}),
+        ({"value": 1.0}, {"value": 0.5}),
+        (retraction(), retraction()),
+        ({"msg_id": "of another reply"}, {"value": 1.0}),
+    ],
+)
+def test_a_request_that_is_sent_again_does_not_hide_what_is_said_with_it(
+    ledger: Ledger, engine: Engine, once: dict[str, Any], again: dict[str, Any]
+) -> None:
+    said = exchange()
+    about, key = {"msg_id": said.msg_id}, {"event_id": "a key"}
+    ledger.recording.record([said, feedback(**about | key | once, call_id="once")])
+    ledger.recording.record([feedback(**about, value=0.0)])
+    ledger.recording.record([feedback(**about | key | again, call_id="twice"), feedback(**about, **again)])
+    assert rewards(engine) == [again["value"]]
+    assert len(events(engine)) == 3
+
+
+def test_a_request_that_is_sent_twice_at_once_does_not_hide_what_is_said_with_it(
+    ledger: Ledger, engine: Engine
+) -> None:
+    said = exchange()
+    sent = {"event_id": "a key", "msg_id": said.msg_id, "value": 1.0}
+    since = [feedback(msg_id=said.msg_id, value=value) for value in (0.0, 1.0)]
+    ledger.recording.record(
+        [said, feedback(**sent, call_id="once"), since[0], feedback(**sent, call_id="twice"), since[1]]
+    )
     assert rewards(engine) == [1.0]
 
 
@@ -312,6 +347,21 @@ def test_each_choice_is_told_apart(ledger: Ledger) -> None:
     assert ledger.recording.outcomes_apart(feedback(msg_id=None, task_id="task", run_id="run")) == apart
     assert ledger.recording.outcomes_apart(feedback(msg_id=said.msg_id, choice=0)) == {}
     assert ledger.recording.outcomes_apart(feedback(msg_id=None, task_id="task", run_id="other")) == {}
+
+
+def test_each_choice_is_told_apart_where_what_the_event_made_is_dated_by_the_ledger(under: Any, engine: Engine) -> None:
+    machine = Machine(boot=lambda: "here", ticks=lambda: 5.0, database=lambda _connection: 1000.0)
+    ledger = under(compensate_late=True, clock=LedgerClock(engine, machine))
+    said = exchange(experiences=(experience(), experience(choice=1)), received_at=900.0)
+    ledger.recording.record([said, feedback(msg_id=said.msg_id, choice=0, value=1.0)])
+    ledger.recording.commit("acme")
+    epoch = ledger.training.take_epoch("trainer")
+    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
+    late = feedback(msg_id=said.msg_id, value=-0.5, received_at=2000.0, stamp=Stamp("here", 5.0))
+    ledger.recording.record([late])
+    assert [row.correction for row in rows(engine)] == [0, 0, 1]
+    apart = {f"{said.msg_id}:0": Outcome.LATE, f"{said.msg_id}:1": Outcome.ACCEPTED}
+    assert ledger.recording.outcomes_apart(late) == apart
 
 
 @pytest.mark.parametrize("said", [{"value": 1.0, "source": "who agrees"}, retraction()])

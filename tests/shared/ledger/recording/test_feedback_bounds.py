@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event, func, select
 
-from tests.factories import exchange, feedback
+from tests.factories import exchange, experience, feedback
 from tuneloop.shared.experience import Feedback, Kind, Outcome, State
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.recording.outcomes import MAX_SAID, MAX_SAID_BY_ONE
+from tuneloop.shared.ledger.recording.outcomes import MAX_CHOICES_SAID, MAX_SAID, MAX_SAID_BY_ONE
 from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
 
 RUN = {"msg_id": None, "task_id": "task", "run_id": "run"}
@@ -92,6 +92,38 @@ def test_one_key_leaves_room_for_others_whatever_names_it_uses(ledger: Ledger, e
     assert ledger.recording.outcomes("call", [quiet.event_id])[quiet.event_id] == Outcome.ACCEPTED
 
 
+def test_a_judge_has_room_for_what_it_says_of_each_of_many_choices(ledger: Ledger, engine: Engine) -> None:
+    said = exchange(experiences=tuple(experience(choice=number) for number in range(64)))
+    ledger.recording.record([said])
+    metrics = [f"judge/{number}" for number in range(5)]
+    verdicts = [
+        feedback(msg_id=said.msg_id, choice=choice, metric=metric, source="judge:j")
+        for choice in range(64)
+        for metric in metrics
+    ]
+    record(ledger, verdicts)
+    assert stored(engine) == 64 * 5
+    again = [feedback(msg_id=said.msg_id, choice=choice, value=0.5, source="judge:j") for choice in range(64)]
+    assert ledger.recording.without_room(again) == set()
+
+
+@pytest.mark.parametrize(("choices", "times"), [(1, 1), (3, 3), (30, MAX_CHOICES_SAID)])
+def test_a_reply_has_room_by_its_choices_up_to_a_bound_of_all(
+    ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch, *, choices: int, times: int
+) -> None:
+    monkeypatch.setattr("tuneloop.shared.ledger.recording.outcomes.MAX_SAID", 4)
+    monkeypatch.setattr("tuneloop.shared.ledger.recording.outcomes.MAX_SAID_BY_ONE", 2)
+    said = exchange(experiences=tuple(experience(choice=number) for number in range(choices)))
+    ledger.recording.record([said])
+    # Choices that there are not give no room.
+    loud = [feedback(msg_id=said.msg_id, choice=number, source="key:loud") for number in range(100)]
+    record(ledger, loud)
+    assert stored(engine) == 2 * times
+    assert ledger.recording.without_room(loud) == {each.event_id for each in loud[2 * times :]}
+    record(ledger, [feedback(msg_id=said.msg_id, source=f"rater {number}") for number in range(100)])
+    assert stored(engine) == 4 * times
+
+
 def test_a_long_text_is_a_repetition_only_if_it_is_the_same(ledger: Ledger, engine: Engine) -> None:
     said = exchange()
     ledger.recording.record([said])
@@ -168,3 +200,38 @@ def test_feedback_on_replies_that_are_not_stored_is_not_kept_without_end(
     ledger.recording.record([said, about[0], others])
     assert stored(engine) == 602
     assert Ledger(engine).recording.without_room([about[1]]) == set()
+
+
+def test_of_a_group_beyond_the_bound_as_many_are_kept_as_fit_and_the_rest_has_no_room(
+    ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuneloop.shared.ledger.recording.outcomes.MAX_EARLY", 10)
+    early = [feedback(msg_id=f"chatcmpl-none-{number}") for number in range(15)]
+    ledger.recording.record(early[:8])
+    said = exchange()
+    ledger.recording.record([said, feedback(msg_id=said.msg_id), *early[8:]])
+    assert stored(engine) == 11
+    again = [feedback(msg_id="chatcmpl-none-0"), feedback(event_id=early[1].event_id, msg_id="chatcmpl-other")]
+    assert ledger.recording.without_room([*early[10:], *again]) == {each.event_id for each in early[10:]}
+
+
+def test_what_was_there_already_takes_no_room(ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuneloop.shared.ledger.recording.outcomes.MAX_EARLY", 10)
+    said = exchange()
+    ledger.recording.record([said])
+    for number in range(20):
+        ledger.recording.record([feedback(msg_id=said.msg_id, value=number), feedback(msg_id="chatcmpl-none")])
+    ledger.recording.record([feedback(msg_id=f"chatcmpl-none-{number}") for number in range(9)])
+    assert stored(engine) == 30
+
+
+def test_what_is_stored_or_repeated_is_not_told_to_find_no_room(ledger: Ledger) -> None:
+    said = exchange()
+    ledger.recording.record([said])
+    heard = [feedback(msg_id=said.msg_id, source=f"rater {number}") for number in range(MAX_SAID)]
+    comment = {"msg_id": said.msg_id, "kind": Kind.COMMENT, "metric": "comment", "value": None, "source": "rater 3"}
+    heard[0] = feedback(**comment, text="so")
+    record(ledger, heard)
+    again = [feedback(msg_id=said.msg_id, source="rater 4"), feedback(**comment, text="so")]
+    other = feedback(**comment, text="no")
+    assert ledger.recording.without_room([*heard[:2], *again, other]) == {other.event_id}

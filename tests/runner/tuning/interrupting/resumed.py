@@ -1,6 +1,7 @@
 """A script that tunes, to be killed and started again, given a URL and a folder."""
 
 import random
+import signal
 import sys
 from typing import Any
 
@@ -18,6 +19,7 @@ async def guess(task: dict[str, str], model: Any) -> WorkflowOutput:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
     tune(
         workflow_func=guess,
         train_dataset=TASKS,

@@ -83,8 +83,8 @@ def test_trained_choices_whose_rewards_change(ledger: Ledger, engine: Engine, st
     ledger.training.register(epoch, ids(rows), step=1, publish=published)
     assert statements(lambda: ledger.recording.record([*about_each(said, value=lambda n: n + 2.0)])) < 20
     again = sorted(each for each in values(engine, said) if each != 1.0)
-    assert again == [(1.0 + number + 2.0) / 2 for number in range(EVENTS - 1)]  # there is no room for the last
-    assert ledger.reports.counts()[State.REWARDED] == EVENTS - 1
+    assert again == [(1.0 + number + 2.0) / 2 for number in range(EVENTS)]
+    assert ledger.reports.counts()[State.REWARDED] == EVENTS
 
 
 def test_choices_of_many_groups_that_lose_their_rewards(ledger: Ledger, engine: Engine, statements: Statements) -> None:

@@ -4,6 +4,8 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -87,7 +89,12 @@ def _longest(settings: Settings) -> float:
     """The most tokens of prompt and reply together, infinite where nothing says it."""
     if settings.model.max_model_len is not None:
         return settings.model.max_model_len
-    file = settings.model.model_path / "config.json"
+    return _longest_of(settings.model.model_path)
+
+
+@cache
+def _longest_of(folder: Path) -> float:
+    file = folder / "config.json"
     config = json.loads(file.read_bytes()) if file.is_file() else {}
     config |= config.get("text_config") or {}
     stretched = config.get("rope_scaling") or config.get("rope_parameters") or {}

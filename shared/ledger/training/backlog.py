@@ -6,16 +6,16 @@ learn the same from an old one: of theirs nothing is set aside.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, func, select, text, update
+from sqlalchemy import ColumnElement, Connection, and_, func, select, text
 
-from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.storage.schema import COMMITTED, experiences
 from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
+from tuneloop.shared.ledger.training.batches import set_aside
 from tuneloop.shared.ledger.training.groups import takable
 from tuneloop.shared.ledger.training.rater_shares import Unit, is_limited, main_raters
 
@@ -49,7 +49,9 @@ def trim(connection: Connection, policy: BatchPolicy) -> Backlog:
         if room <= 0:
             beyond += each.unit.rows
         room -= len(each.unit.rows)
-    expired = _set_aside(connection, beyond, f"more than {most} experiences waited: buffer.max_backlog")
+    reason = f"more than {most} experiences waited: buffer.max_backlog"
+    these = (and_(experiences.c.id.in_(portion), _COMMITTED) for portion in portions(sorted(beyond)))
+    expired = sum(set_aside(connection, which, reason) for which in these)
     return Backlog(waiting - expired, expired)
 
 
@@ -84,14 +86,3 @@ def _in_turn(things: Sequence[T], of: Callable[[T], Hashable]) -> list[T]:
     for thing in things:
         queues[of(thing)].append(thing)
     return [thing for turn in zip_longest(*queues.values()) for thing in turn if thing is not None]
-
-
-def _set_aside(connection: Connection, ids: Collection[int], reason: str) -> int:
-    expired = 0
-    for portion in portions(sorted(ids)):
-        still = select(experiences.c.id).where(experiences.c.id.in_(portion), _COMMITTED)
-        held = connection.execute(still.order_by(experiences.c.id).with_for_update()).scalars().all()
-        aside = update(experiences).where(experiences.c.id.in_(held))
-        connection.execute(aside.values(state=State.EXPIRED, reason=reason))
-        expired += len(held)
-    return expired

@@ -42,8 +42,8 @@ def expire(connection: Connection, policy: BatchPolicy, *, newest: int, now: flo
         too_old = and_(_COMMITTED, bound.column < bound.least)
         groups = select(experiences.c.group_id).where(too_old, experiences.c.group_id.is_not(None))
         in_such_a_group = and_(_COMMITTED, experiences.c.group_id.in_(groups))
-        _set_aside(connection, in_such_a_group, f"of a group sampled more than {bound.value:g} {bound.unit}, in part")
-        _set_aside(connection, too_old, f"sampled more than {bound.value:g} {bound.unit}")
+        set_aside(connection, in_such_a_group, f"of a group sampled more than {bound.value:g} {bound.unit}, in part")
+        set_aside(connection, too_old, f"sampled more than {bound.value:g} {bound.unit}")
 
 
 def claim(
@@ -144,12 +144,15 @@ def _set_unsampled_aside(connection: Connection) -> None:
         connection.execute(update(experiences).where(rest).values(group_id=None))
 
 
-def _set_aside(connection: Connection, which: ColumnElement[bool], reason: str) -> None:
+def set_aside(connection: Connection, which: ColumnElement[bool], reason: str) -> int:
+    """Let rows expire; how many they were."""
     # All lock in this order: else this and new feedback about two of them would wait for each other.
     query = select(experiences.c.id).where(which).order_by(experiences.c.id).with_for_update()
-    for portion in portions(connection.execute(query).scalars().all()):
+    found = connection.execute(query).scalars().all()
+    for portion in portions(found):
         aside = update(experiences).where(experiences.c.id.in_(portion))
         connection.execute(aside.values(state=State.EXPIRED, reason=reason))
+    return len(found)
 
 
 # Groups.

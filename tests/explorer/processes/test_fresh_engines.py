@@ -97,7 +97,10 @@ class Service:
         try:
             version = engine.version
             reply = await engine.http.request("POST", "/v1/chat/completions", orjson.dumps(HELLO))
-            await reply.read()
+            try:
+                await reply.read()
+            finally:
+                reply.close()
             assert reply.status == 200
             return version
         finally:

@@ -17,16 +17,16 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
+        self._requests = VersionCounter(
             "tuneloop_requests",
             "Requests answered, by the version that answered",
-            ["endpoint", "status", "version"],
+            ["endpoint", "status"],
             registry=registry,
         )
-        self.replies = Counter(
+        self._replies = VersionCounter(
             "tuneloop_replies",
             "Outcomes of the requests sent to each version's engines, whichever engine answered in the end",
-            ["version", "outcome"],
+            ["outcome"],
             registry=registry,
         )
         self.request_seconds = Histogram(
@@ -71,19 +71,17 @@ class Metrics:
             "tuneloop_requests_waiting", "Requests that wait because too many are in flight", registry=registry
         )
         self.refused = _refusals(registry)
-        self._request_counters = cache(self._counters_of)
-        self._reply_counters = cache(self.replies.labels)
+        self._durations = cache(self.request_seconds.labels)
         self._recorded_counters = cache(self.recorded.labels)
 
     def count_request(self, endpoint: str, status: int, version: int | None, seconds: float) -> None:
         """Count a request that has been answered; `version` None: it was sent to no engine."""
-        count, duration = self._request_counters(endpoint, status, version)
-        count.inc()
-        duration.observe(seconds)
+        self._requests.inc(version, endpoint, str(status))
+        self._durations(endpoint).observe(seconds)
 
     def count_reply(self, version: int, outcome: Literal["whole", "failed", "refused", "unclear"]) -> None:
         """Count the outcome of a request that was sent to an engine of a version."""
-        self._reply_counters(str(version), outcome).inc()
+        self._replies.inc(version, outcome)
 
     def count_recorded(self, reason: str) -> None:
         """Count an experience that is on disk; `reason` is why it is not a sample of the policy, else empty."""
@@ -93,10 +91,6 @@ class Metrics:
         """Say no more of an engine that has been ended: nobody is to be told that it was not proven for long."""
         for gauge in (self.last_good_probe, self.has_fingerprint):
             gauge.remove(str(number))
-
-    def _counters_of(self, endpoint: str, status: int, version: int | None) -> tuple[Counter, Histogram]:
-        label = "" if version is None else str(version)
-        return self.requests.labels(endpoint, status, label), self.request_seconds.labels(endpoint)
 
     def _add_engine_metrics(self, registry: CollectorRegistry) -> None:
         self.background_failures = Counter(
@@ -217,6 +211,11 @@ def _refusals(registry: CollectorRegistry) -> Counter:
     return Counter("tuneloop_access_refused", text, ["reason"], registry=registry)
 
 
+#: So many versions, those counted last, have series of their own in what a process counts by version.
+VERSIONS_SHOWN = 32
+
+_VERSION = "version"
+
 #: Gauges that are the sum over all processes. All others are the control process's alone.
 _SUMMED_GAUGES = frozenset({"tuneloop_requests_in_flight", "tuneloop_requests_waiting"})
 
@@ -225,6 +224,32 @@ _SampleKey = tuple[str, str, tuple[tuple[str, str], ...]]
 
 
 _Values = dict[_SampleKey, float]
+
+
+class VersionCounter:
+    """A counter with the label `version`, of the versions counted last: a label's values must not grow for ever."""
+
+    def __init__(self, name: str, documentation: str, labels: Sequence[str], *, registry: CollectorRegistry) -> None:
+        self._counter = Counter(name, documentation, [*labels, _VERSION], registry=registry)
+        #: By version, the one counted longest ago first, then by the other labels.
+        self._counted: dict[int | None, dict[tuple[str, ...], Counter]] = {}
+
+    def inc(self, version: int | None, *labels: str) -> None:
+        """Count one for a version; None has an empty label."""
+        counters = self._counted[version] = self._counted.pop(version, {})
+        if labels not in counters:
+            counters[labels] = self._counter.labels(*labels, _label_of(version))
+            if len(self._counted) > VERSIONS_SHOWN:
+                self._forget(next(iter(self._counted)))
+        counters[labels].inc()
+
+    def _forget(self, version: int | None) -> None:
+        for labels in self._counted.pop(version):
+            self._counter.remove(*labels, _label_of(version))
+
+
+def _label_of(version: int | None) -> str:
+    return "" if version is None else str(version)
 
 
 class RedactionMetrics:
@@ -275,12 +300,25 @@ class ProcessTotals:
         self._retired: _Values = {}
 
     def update(self, worker: int, samples: Sequence[MetricSample]) -> None:
-        """Replace what a worker has counted until now."""
+        """Replace what a worker has counted until now. What it tells no more of is kept, so that no counter falls."""
+        told = {_key_of(each) for each in samples}
+        self._keep(each for each in self._live.get(worker, ()) if _key_of(each) not in told)
         self._live[worker] = samples
 
     def retire(self, worker: int) -> None:
         """Keep the counts of a worker that has ended, so that no counter falls."""
-        _add(self._retired, [each for each in self._live.pop(worker, ()) if each.family not in _SUMMED_GAUGES])
+        self._keep(self._live.pop(worker, ()))
+
+    def _keep(self, samples: Iterable[MetricSample]) -> None:
+        _add(self._retired, [each for each in samples if each.family not in _SUMMED_GAUGES])
+
+    def _forget_versions(self, alive: Iterable[_SampleKey]) -> None:
+        """Keep no counts of versions that no process tells of, but the latest."""
+        told = {_version_in(each) for each in alive}
+        kept = dict.fromkeys(_version_in(each) for each in self._retired)
+        forgotten = [each for each in kept if each not in told][:-VERSIONS_SHOWN]
+        for key in [each for each in self._retired if _version_in(each) in forgotten]:
+            del self._retired[key]
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as a registry collects them."""
@@ -290,6 +328,7 @@ class ProcessTotals:
             _add(values, _samples(family))
         for samples in self._live.values():
             _add(values, samples)
+        self._forget_versions(values)
         _add(values, [MetricSample(*key, value) for key, value in self._retired.items()])
         for family in families:
             family.samples = []
@@ -308,9 +347,17 @@ def _samples(family: Metric) -> list[MetricSample]:
     return [MetricSample(family.name, each.name, tuple(each.labels.items()), each.value) for each in family.samples]
 
 
+def _key_of(sample: MetricSample) -> _SampleKey:
+    return sample.family, sample.name, sample.labels
+
+
+def _version_in(key: _SampleKey) -> str | None:
+    return dict(key[2]).get(_VERSION)
+
+
 def _add(values: _Values, samples: Iterable[MetricSample]) -> None:
     for each in samples:
-        key = (each.family, each.name, each.labels)
+        key = _key_of(each)
         if each.name.endswith("_created"):
             values[key] = min(values.get(key, each.value), each.value)
         else:

@@ -54,7 +54,7 @@ def trinity_figures(families: Iterable[Metric], engines: Iterable[Engine]) -> di
         "rollout/ready_experience_count": rewarded,
     }
     for engine in engines:
-        figures[f"rollout/model_{engine.number}/total_request_count"] = sums.get("tuneloop_requests_total", 0.0)
+        figures[f"rollout/model_{engine.number}/total_request_count"] = sums.get("tuneloop_request_seconds_count", 0.0)
         figures[f"rollout/model_{engine.number}/model_version"] = float(engine.version)
     return figures
 

@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tuneloop.explorer.metrics import Metrics, ProcessTotals, process_samples
+from tuneloop.explorer.metrics import VERSIONS_SHOWN, Metrics, ProcessTotals, process_samples
 
 
 def collected(totals: ProcessTotals) -> dict[tuple[str, str], float]:
@@ -84,3 +84,42 @@ def test_of_an_engine_that_was_ended_nothing_is_said_any_more() -> None:
     found = collected(ProcessTotals(metrics.registry))
     for name in ("tuneloop_engine_last_good_probe_timestamp_seconds", "tuneloop_engine_fingerprint"):
         assert [engine for each, engine in found if each == name] == ["0"]
+
+
+def versions_in(totals: ProcessTotals) -> set[str]:
+    """The versions that /metrics tells the requests of."""
+    return {labels.split(",")[2] for name, labels in collected(totals) if name == "tuneloop_requests_total"}
+
+
+def test_of_many_versions_those_counted_last_have_series() -> None:
+    metrics = Metrics()
+    for version in range(1, 3 * VERSIONS_SHOWN):
+        metrics.count_request("/chat", 200, 0, 0.02)  # the champion for long
+        metrics.count_request("/chat", 200, version, 0.02)
+        metrics.count_reply(version, "whole")
+    found = collected(ProcessTotals(metrics.registry))
+    newest = {str(version) for version in range(3 * VERSIONS_SHOWN - VERSIONS_SHOWN + 1, 3 * VERSIONS_SHOWN)}
+    assert versions_in(ProcessTotals(metrics.registry)) == {"0", *newest}
+    assert found["tuneloop_requests_total", "/chat,200,0"] == 3 * VERSIONS_SHOWN - 1
+    assert len([name for name, _ in found if name == "tuneloop_replies_total"]) == VERSIONS_SHOWN
+    assert found["tuneloop_request_seconds_count", "/chat"] == 2 * (3 * VERSIONS_SHOWN - 1)
+
+
+def test_no_version_falls_while_one_process_tells_of_it_and_another_no_more() -> None:
+    forgetful, other, totals = Metrics(), Metrics(), ProcessTotals(Metrics().registry)
+    for metrics in (forgetful, other):
+        metrics.count_request("/chat", 200, 0, 0.02)
+        totals.update(id(metrics), process_samples(metrics.registry))
+    for version in (*range(1, 1 + VERSIONS_SHOWN), 0):
+        forgetful.count_request("/chat", 200, version, 0.02)
+        totals.update(id(forgetful), process_samples(forgetful.registry))
+        assert collected(totals)["tuneloop_requests_total", "/chat,200,0"] == (2 if version else 3)
+
+
+def test_versions_that_no_process_tells_of_are_forgotten_in_the_end() -> None:
+    metrics, totals = Metrics(), ProcessTotals(Metrics().registry)
+    for version in range(3 * VERSIONS_SHOWN):
+        metrics.count_request("/chat", 200, version, 0.02)
+        totals.update(0, process_samples(metrics.registry))
+        assert len(versions_in(totals)) <= 2 * VERSIONS_SHOWN
+    assert versions_in(totals) == {str(version) for version in range(VERSIONS_SHOWN, 3 * VERSIONS_SHOWN)}

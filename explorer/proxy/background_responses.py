@@ -28,11 +28,13 @@ class BackgroundResponses:
     def __init__(
         self,
         *,
+        count: Callable[[ReplyInFlight], None],
         record: Callable[[ReplyInFlight], Awaitable[None]],
         release: Callable[[ReplyInFlight], None],
         timeout_s: float,
     ) -> None:
-        """`record` writes a finished reply to disk, `release` releases what it held."""
+        """`count` counts how a reply ended, `record` writes it to disk, `release` releases what it held."""
+        self._count = count
         self._record = record
         self._release = release
         self._timeout_s = timeout_s
@@ -66,6 +68,7 @@ class BackgroundResponses:
             except EngineError as error:
                 log.warning("background_response_lost", msg_id=msg_id, reason=str(error))
                 transcript.mark_broken()
+            self._count(in_flight)
             await self._record(in_flight)
         except SpoolFull as error:
             log.error("reply_lost", msg_id=msg_id, reason=str(error))

@@ -83,10 +83,16 @@ class RequestFailures:
         else:
             self._metrics.count_reply(version, "refused")
 
-    def at_end(self, version: int, identity: str, *, broken: bool) -> None:
-        """A reply has come to its end; `broken`: that is an error which the engine told by itself."""
-        if broken:
-            self.alone(version, identity)
+    def at_end(self, in_flight: ReplyInFlight) -> None:
+        """A reply has come to its end: not so one in the background with its first answer.
+
+        Where that is an error which the engine told by itself, it is broken.
+        """
+        request, version = in_flight.request, in_flight.version
+        if request.writer.continues_in_background:
+            return
+        if request.writer.transcript.broken:
+            self.alone(version, request.caller.identity)
         else:
             self._metrics.count_reply(version, "whole")
 
@@ -118,7 +124,10 @@ class Proxy:
             limit=explorer.max_in_flight, max_waiting=explorer.max_waiting, wait_timeout_s=explorer.wait_timeout
         )
         self.background = BackgroundResponses(
-            record=self._record, release=self._release, timeout_s=explorer.request_timeout
+            count=self._failures.at_end,
+            record=self._record,
+            release=self._release,
+            timeout_s=explorer.request_timeout,
         )
 
     async def answer(self, dialect: Dialect, raw: RawRequest) -> None:
@@ -153,7 +162,7 @@ class Proxy:
                 with request.charge.while_asking(request.writer.transcript):
                     await self._answer_from(engine, request, raw, outcome)
         except TimeoutError:
-            if not (raw.client_is_slow or request.writer.done):
+            if not (raw.client_is_slow or request.writer.done or outcome.in_background):
                 self._failures.alone(outcome.asked, request.caller.identity)
             if not raw.started:
                 raise RequestRefused("the engine did not answer in time", status=504, code="engine_timeout") from None
@@ -178,7 +187,7 @@ class Proxy:
                 await self._stream_reply(in_flight, raw, reply)
             else:
                 body = await _whole_answer(request.writer, raw, reply)
-                self._count_ended(in_flight)
+                self._failures.at_end(in_flight)
                 await self._record(in_flight)
                 outcome.status = 200
                 raw.respond(200, in_flight.headers(_JSON), body)
@@ -242,7 +251,7 @@ class Proxy:
                 await raw.drain()
             if not writer.done:
                 raise EngineError("the stream ended without [DONE]")
-            self._count_ended(in_flight)
+            self._failures.at_end(in_flight)
             await self._record(in_flight)
             raw.end_stream(writer.finish())
         except SpoolFull as error:
@@ -250,7 +259,8 @@ class Proxy:
             raw.end_stream(writer.error_event("the reply could not be stored", "storage_full"))
         except EngineError as error:
             log.warning("stream_broken", msg_id=request.msg_id, reason=str(error))
-            self._failures.alone(in_flight.version, request.caller.identity)
+            if not writer.continues_in_background:
+                self._failures.alone(in_flight.version, request.caller.identity)
             await self._record_partial(in_flight)
             raw.end_stream(writer.error_event("the engine broke off its reply", "engine_error"))
         except BaseException as error:
@@ -258,11 +268,6 @@ class Proxy:
                 log.info("client_left" if raw.client_left else "stream_cancelled", msg_id=request.msg_id)
             await self._record_partial(in_flight)
             raise
-
-    def _count_ended(self, in_flight: ReplyInFlight) -> None:
-        request = in_flight.request
-        broken = request.writer.transcript.broken
-        self._failures.at_end(in_flight.version, request.caller.identity, broken=broken)
 
     async def _record_partial(self, in_flight: ReplyInFlight) -> None:
         """Record what arrived before the client disconnected or the engine broke off."""

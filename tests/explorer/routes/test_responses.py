@@ -156,9 +156,9 @@ def test_a_stream_that_breaks_off_says_so_and_is_kept_as_cut_off(
     assert (kept.experiences[0].text, kept.experiences[0].drop_reason) == ("Done.", "cut_off")
 
 
-def failures(explorer: RunningExplorer) -> float:
-    lines = explorer.http.get("/metrics").text.splitlines()
-    return sum(float(each.split()[-1]) for each in lines if each.startswith('tuneloop_replies_total{outcome="failed"'))
+def replies(explorer: RunningExplorer, outcome: str) -> float:
+    lines, name = explorer.http.get("/metrics").text.splitlines(), f'tuneloop_replies_total{{outcome="{outcome}"'
+    return sum(float(each.split()[-1]) for each in lines if each.startswith(name))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -167,11 +167,11 @@ def test_a_response_that_failed_counts_as_a_failure(
 ) -> None:
     for each in engines:
         each.output, each.status_of_output = [], "failed"
-    before = failures(explorer)
+    before = replies(explorer, "failed")
     answer = post(explorer, CUSTOM | {"stream": stream})
     failed = events(answer.text)[-1]["response"] if stream else answer.json()
     assert failed["status"] == "failed"
-    assert failures(explorer) == before + 1
+    assert replies(explorer, "failed") == before + 1
     kept = kept_as(explorer, failed["id"])
     assert kept is not None
     assert kept.experiences[0].finish_reason is None
@@ -205,6 +205,29 @@ def test_a_background_response_is_told_from_any_engine_and_kept_at_its_end(
         late = cancel(explorer, name)
         assert (late.status_code, late.json()["error"]["message"]) == (400, "Cannot cancel a synchronous response.")
     assert len(engines[0].held) + len(engines[1].held) == 2
+
+
+@pytest.mark.parametrize(("stream", "breaks_after"), [(False, None), (True, None), (True, 1)])
+@pytest.mark.parametrize(("status", "outcome"), [("completed", "whole"), ("failed", "failed")])
+def test_a_background_response_counts_once_and_at_its_end(
+    *,
+    explorer: RunningExplorer,
+    engines: list[RespondingDouble],
+    status: str,
+    outcome: str,
+    stream: bool,
+    breaks_after: int | None,
+) -> None:
+    for each in engines:
+        each.breaks_after = breaks_after
+    before = {each: replies(explorer, each) for each in ("whole", "failed", "refused", "unclear")}
+    with explorer.http.stream("POST", RESPONSES, json=BACKGROUND | {"stream": stream}) as reply:
+        first = json.loads(next(line for line in reply.iter_lines() if "{" in line).removeprefix("data: "))
+    name = first.get("response", first)["id"]
+    assert {each: replies(explorer, each) for each in before} == before
+    holder(engines, name).finish(name, status)
+    eventually(lambda: kept_as(explorer, name) is not None)
+    assert {each: replies(explorer, each) for each in before} == before | {outcome: before[outcome] + 1}
 
 
 def test_a_background_response_is_cancelled_at_its_engine(
@@ -340,6 +363,7 @@ def test_what_must_not_be_stored_is_not_made_in_the_background(
 def test_a_background_response_whose_engine_forgot_it_is_kept_as_cut_off(
     explorer: RunningExplorer, engines: list[RespondingDouble]
 ) -> None:
+    before = replies(explorer, "failed")
     name = post(explorer, BACKGROUND).json()["id"]
     holder(engines, name).held.clear()
     eventually(lambda: kept_as(explorer, name) is not None)
@@ -347,19 +371,23 @@ def test_a_background_response_whose_engine_forgot_it_is_kept_as_cut_off(
     assert kept is not None
     assert kept.experiences[0].drop_reason == "cut_off"
     assert again(explorer, name).status_code == 404
+    assert replies(explorer, "failed") == before + 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_background_response_that_takes_too_long_is_cancelled_and_kept_as_cut_off(
-    places: list[EnginePlace], tmp_path: Path
+    places: list[EnginePlace], tmp_path: Path, stream: bool
 ) -> None:
     double = places[0].double = RespondingDouble(url=places[0].url)
     with explorer_running(settings_for(tmp_path, [double.url], request_timeout=0.4)) as explorer:
-        name = post(explorer, BACKGROUND).json()["id"]
+        answer = post(explorer, BACKGROUND | {"stream": stream})
+        name = events(answer.text)[0]["response"]["id"] if stream else answer.json()["id"]
         eventually(lambda: kept_as(explorer, name) is not None)
         kept = kept_as(explorer, name)
         assert kept is not None
         assert kept.experiences[0].drop_reason == "cut_off"
         assert double.held[name]["status"] == "cancelled"
+        assert replies(explorer, "failed") == 1
 
 
 def test_an_explorer_stops_while_a_background_response_is_under_way(places: list[EnginePlace], tmp_path: Path) -> None:

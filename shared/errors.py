@@ -19,7 +19,8 @@ TuneloopError
 │   ├── UnknownRater        a rater is named that never said anything
 │   ├── RecordRefused       the database will never take what a record holds
 │   └── LedgerUnavailable   the database cannot be reached at the moment
-│       └── LedgerForbidden     it answers, but does not let us; somebody must change that
+│       ├── LedgerForbidden     it answers, but does not let us; somebody must change that
+│       └── Deadlock            it ended one of two transactions that waited for each other, which has changed nothing
 ├── CheckpointRejected      a checkpoint must not be served, with the reason
 │   └── CheckpointUnreadable    it cannot be read at the moment; that may pass
 ├── DiskFull                a checkpoint does not fit on the disk at the moment; it is waited for
@@ -155,6 +156,10 @@ class LedgerUnavailable(LedgerError):
 
 class LedgerForbidden(LedgerUnavailable):
     """The database answers, but does not let us do it: a right, a table or its disk is missing until somebody acts."""
+
+
+class Deadlock(LedgerUnavailable):
+    """The database ended one of two transactions that waited for each other: it has changed nothing."""
 
 
 class CheckpointRejected(TuneloopError):

@@ -1,10 +1,10 @@
 """What every verb of the ledger stands on: one transaction each, errors translated into ours."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache
+from contextlib import contextmanager, suppress
+from functools import cache, wraps
 from itertools import islice
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import psycopg
 from psycopg import sql
@@ -30,7 +30,7 @@ from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, InterfaceError
 from sqlalchemy.exc import TimeoutError as PoolExhausted
 
 from tuneloop.shared import steady_time
-from tuneloop.shared.errors import LedgerError, LedgerForbidden, LedgerUnavailable, RecordRefused
+from tuneloop.shared.errors import Deadlock, LedgerError, LedgerForbidden, LedgerUnavailable, RecordRefused
 from tuneloop.shared.ledger.storage.database import first_line
 from tuneloop.shared.ledger.storage.database_file import DatabaseFile
 from tuneloop.shared.ledger.storage.ledger_clock import LedgerClock, database_time
@@ -70,11 +70,16 @@ _FORBIDDEN = (
         "SQLITE_ERROR",
     ),
 )
+_DEADLOCK = "40P01"
+
 #: A constraint that is broken together with another row, which may go.
 _OF_OTHER_ROWS = ("23503", "23505", "SQLITE_CONSTRAINT_FOREIGNKEY", "SQLITE_CONSTRAINT_UNIQUE")
 
+#: How often a verb is done again that the database ended, before its caller is told.
+_DONE_AGAIN = 4
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 
 class Transactions:
@@ -181,10 +186,25 @@ def _kind_of(error: DBAPIError) -> type[LedgerError]:
     code = getattr(error.orig, "sqlstate", None) or getattr(error.orig, "sqlite_errorname", None) or ""
     if code.startswith(_FORBIDDEN):
         return LedgerForbidden
+    if code == _DEADLOCK:
+        return Deadlock
     if code.startswith(_TOO_BIG) or (isinstance(error, (DataError, IntegrityError)) and code not in _OF_OTHER_ROWS):
         return RecordRefused
     passes = isinstance(error, (OperationalError, InterfaceError)) or error.connection_invalidated
     return LedgerUnavailable if passes else LedgerError
+
+
+def again_after_deadlock(verb: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A verb of one transaction that is done again where that was ended by a deadlock, a few times at most."""
+
+    @wraps(verb)
+    def patient(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        for _ in range(_DONE_AGAIN):
+            with suppress(Deadlock):
+                return verb(*args, **kwargs)
+        return verb(*args, **kwargs)
+
+    return patient
 
 
 def alone(connection: Connection, what: str, *, shared: bool = False) -> None:

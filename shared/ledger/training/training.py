@@ -14,7 +14,13 @@ from tuneloop.shared.ledger.recording.recording import LEASE_S
 from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.storage.rows import sample
 from tuneloop.shared.ledger.storage.schema import epochs, experiences, versions
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions
+from tuneloop.shared.ledger.storage.transactions import (
+    LedgerPart,
+    Transactions,
+    again_after_deadlock,
+    alone,
+    portions,
+)
 from tuneloop.shared.ledger.training.backlog import Backlog, trim
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.batches import claim, expire
@@ -29,7 +35,11 @@ _WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
 
 
 class Training(LedgerPart):
-    """Batches go out to the one trainer, and come back as a version."""
+    """Batches go out to the one trainer, and come back as a version.
+
+    What a deadlock ends, with new feedback about the same rows, is done again: else the trainer would go back to the
+    newest version, and lose its steps since.
+    """
 
     def __init__(self, transactions: Transactions, settlement: Settlement) -> None:
         super().__init__(transactions)
@@ -52,6 +62,7 @@ class Training(LedgerPart):
             give_all_back(connection)
             return epoch
 
+    @again_after_deadlock
     def lease(self, epoch: int, size: int, policy: BatchPolicy, *, held: Collection[int] = ()) -> list[Sample]:
         """The next `size` committed experiences, or groups of at least so many, claimed for `epoch`.
 
@@ -72,6 +83,7 @@ class Training(LedgerPart):
             edited = demonstrations(connection, rows)
             return [sample(row, demonstration=edited.get(row.id)) for row in rows]
 
+    @again_after_deadlock
     def trim(self, epoch: int, policy: BatchPolicy) -> Backlog:
         """Let what waits beyond the policy's bound expire.
 
@@ -82,6 +94,7 @@ class Training(LedgerPart):
             _fence(connection, epoch)
             return trim(connection, policy)
 
+    @again_after_deadlock
     def extend(self, epoch: int) -> None:
         """Say that the trainer is alive, and keep its leases for another LEASE_S.
 
@@ -95,11 +108,13 @@ class Training(LedgerPart):
             half_over = and_(_is_leased(epoch), experiences.c.lease_until < now + LEASE_S / 2)
             connection.execute(update(experiences).where(half_over).values(lease_until=now + LEASE_S))
 
+    @again_after_deadlock
     def release(self, epoch: int) -> None:
         """Give back whatever the epoch still holds."""
         with self._write() as connection:
             self._settlement.release(connection, experiences.c.lease_epoch == epoch)
 
+    @again_after_deadlock
     def end(self, epoch: int) -> None:
         """Give back what the epoch holds, and say that its trainer has stopped."""
         with self._write() as connection:
@@ -107,6 +122,7 @@ class Training(LedgerPart):
             ended = update(epochs).where(epochs.c.epoch == epoch, epochs.c.ended_at.is_(None))
             connection.execute(ended.values(ended_at=self._clock()))
 
+    @again_after_deadlock
     def drop(self, epoch: int, ids: Collection[int], reason: str) -> None:
         """Take leased experiences out of training for good. What was corrected meanwhile takes its reward now."""
         dropped = {"state": State.DROPPED, "reason": reason, "lease_epoch": None, "lease_until": None}

@@ -243,6 +243,27 @@ def test_a_lease_and_new_feedback_about_rows_of_two_groups_do_not_wait_for_each_
         assert len(leasing.result()) == 4
 
 
+@ON_POSTGRESQL
+def test_a_lease_that_a_deadlock_with_new_feedback_ends_is_done_again(
+    ledger: Ledger, take: Take, engine: Engine, clock: Clock
+) -> None:
+    for run_id in ("1", "2"):
+        give(ledger, task_id="t", run_id=run_id, received_at=clock.now)
+    give(ledger, received_at=clock.now - 1000)
+    old, policy = 3, {"group_by": "task", "group_size": 2}
+    assert take(9, **policy) == []  # gathered: 1 and 2
+    row = select(experiences.c.id).with_for_update()
+    waiting = select(func.count()).where(text("NOT granted")).select_from(text("pg_locks"))
+    with ThreadPoolExecutor(1) as pool, engine.connect() as recording:
+        recording.execute(text("SET LOCAL deadlock_timeout = '60s'"))  # so that it is the other that is ended
+        recording.execute(row.where(experiences.c.id == 2))
+        leasing = pool.submit(take, 2, max_age=500.0, **policy)
+        eventually(lambda: recording.execute(waiting).scalar_one() > 0)
+        recording.execute(row.where(experiences.c.id == old))  # which has expired in what is waiting for us
+        recording.rollback()
+        assert ids(leasing.result()) == [1, 2]
+
+
 def test_groups_are_shared_out_among_the_tenants(ledger: Ledger, take: Take) -> None:
     for tenant, tasks in {"loud": "abcd", "quiet": "e"}.items():
         for task in tasks:

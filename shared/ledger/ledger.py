@@ -74,7 +74,7 @@ class Ledger:
         self.versions = Versions(self.transactions)
         self.alarms = Alarms(self.transactions)
         self.evaluations = Evaluations(self.transactions)
-        self.attestations = Attestations(self.transactions)
+        self.attestations = Attestations(self.transactions, self.settlement)
         self.judging = Judging(self.transactions)
         self.raters = Raters(self.transactions, self.settlement)
         self.comparisons = Comparisons(self.transactions)

@@ -8,9 +8,11 @@ import msgspec
 from sqlalchemy import ColumnElement, Connection, and_, insert, or_, select, update
 
 from tuneloop.shared.experience import HELD_OUT, Exchange, Experience, State, VersionAction
+from tuneloop.shared.ledger.recording.outcomes import too_late_for
 from tuneloop.shared.ledger.recording.retention import regroup
+from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, mismatches
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, alone, portions
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions
 from tuneloop.shared.ledger.versions.events import Decision, Details, note
 
 #: Seconds that no reply takes. The time when a reply ended has no index, but the one when it began has.
@@ -49,12 +51,17 @@ class Distrusted(NamedTuple):
 class Attestations(LedgerPart):
     """What is known of engines that were not what they should have been."""
 
+    def __init__(self, transactions: Transactions, settlement: Settlement) -> None:
+        super().__init__(transactions)
+        self._settlement = settlement
+
     def distrust(self, found: Mismatch) -> Distrusted:
         """Take everything that the engine sampled meanwhile out of training for good, what comes in later too.
 
         What is held out is not used to compare versions either.
 
-        A trainer that has leased some of it cannot register what it makes of it. Said twice, it is kept once.
+        A trainer that has leased some of it cannot register what it makes of it; what was corrected meanwhile takes its
+        reward now. Said twice, it is kept once.
         """
         with self._write() as connection:
             alone(connection, "epochs")  # before the next: no trainer's verb waits for it
@@ -64,7 +71,9 @@ class Attestations(LedgerPart):
             if connection.execute(select(mismatches.c.id).where(*same)).first():
                 return Distrusted(0, {})
             connection.execute(insert(mismatches).values(row))
-            done = Distrusted(_drop(connection, found), _trained_by_version(connection, found))
+            dropped = _drop(connection, found)
+            self._settlement.settle_by_own_rules(connection, too_late_for(connection, {row.msg_id for row in dropped}))
+            done = Distrusted(len(dropped), _trained_by_version(connection, found))
             trained = {str(version): count for version, count in done.trained.items()}
             details = {**found.figures, **row, "dropped": done.dropped, "trained": trained}
             decision = Decision("explorer", self._clock(), found.reason, details)
@@ -72,15 +81,16 @@ class Attestations(LedgerPart):
             return done
 
 
-def _drop(connection: Connection, found: Mismatch) -> int:
-    query = select(experiences.c.id, experiences.c.group_id).join_from(experiences, exchanges)
+def _drop(connection: Connection, found: Mismatch) -> Sequence[Any]:
+    query = select(experiences.c.id, experiences.c.group_id, experiences.c.msg_id).join_from(experiences, exchanges)
     used = or_(experiences.c.state.in_(_UNTRAINED), experiences.c.reason == HELD_OUT)
-    rows = connection.execute(query.where(_sampled_meanwhile(found), used).with_for_update(of=experiences)).all()
+    ordered = query.where(_sampled_meanwhile(found), used).order_by(experiences.c.id)
+    rows = connection.execute(ordered.with_for_update(of=experiences)).all()
     gone = {"state": State.DROPPED, "reason": REASON, "lease_epoch": None, "lease_until": None}
     for portion in portions([row.id for row in rows]):
         connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(gone))
     regroup(connection, rows)
-    return len(rows)
+    return rows
 
 
 def _trained_by_version(connection: Connection, found: Mismatch) -> dict[int, int]:

@@ -54,6 +54,19 @@ def test_rows_of_every_state_that_is_not_trained_go(ledger: Ledger) -> None:
     assert ledger.reports.imbalance() == []
 
 
+def test_what_goes_takes_the_correction_that_came_while_it_was_leased(ledger: Ledger) -> None:
+    (said,) = committed(ledger, **in_doubt())
+    ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy())
+    ledger.recording.record([feedback(msg_id=said.msg_id, value=0.25)])
+    ledger.attestations.distrust(FOUND)
+    with ledger.transactions.write() as connection:
+        rows = connection.exec_driver_sql("SELECT state, reason, reward FROM experiences").all()
+        outcomes = connection.exec_driver_sql("SELECT outcome FROM feedback").scalars().all()
+    assert [tuple(row) for row in rows] == [(State.DROPPED, REASON, 0.25)]
+    assert outcomes == ["accepted", "accepted"]
+    assert ledger.reports.imbalance() == []
+
+
 def test_later_feedback_does_not_bring_them_back(ledger: Ledger) -> None:
     said = rewarded(ledger, **in_doubt())
     ledger.attestations.distrust(FOUND)

@@ -1,6 +1,8 @@
 """Copies in the app's thread take no longer than they may."""
 
+import gc
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,6 +10,14 @@ import pytest
 from tests.runner.feedback.service import FeedbackService
 from tests.runner.production.recording import runner_of
 from tuneloop.runner.production.bounded_copy import CopyTooLong, bounded_copy, copy_or_same
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_of_others() -> Iterator[None]:
+    """What other tests have left is not collected in the time that is measured."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def large() -> list[Any]:

@@ -119,7 +119,7 @@ def test_the_loop_goes_on_by_turns_and_no_request_fails(both: Service) -> None:
     assert ledger.reports.imbalance() == []
     ledger.close()
     before = turns_of(both)
-    assert before >= 2
+    assert before >= 1
     agent.work(32)
     wait_for(lambda: turns_of(both) > before)
 

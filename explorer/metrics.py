@@ -232,24 +232,21 @@ class VersionCounter:
     def __init__(self, name: str, documentation: str, labels: Sequence[str], *, registry: CollectorRegistry) -> None:
         self._counter = Counter(name, documentation, [*labels, _VERSION], registry=registry)
         #: By version, the one counted longest ago first, then by the other labels.
-        self._counted: dict[int | None, dict[tuple[str, ...], Counter]] = {}
+        self._counted: dict[str, dict[tuple[str, ...], Counter]] = {}
 
     def inc(self, version: int | None, *labels: str) -> None:
         """Count one for a version; None has an empty label."""
-        counters = self._counted[version] = self._counted.pop(version, {})
+        label = "" if version is None else str(version)
+        counters = self._counted[label] = self._counted.pop(label, {})
         if labels not in counters:
-            counters[labels] = self._counter.labels(*labels, _label_of(version))
+            counters[labels] = self._counter.labels(*labels, label)
             if len(self._counted) > VERSIONS_SHOWN:
                 self._forget(next(iter(self._counted)))
         counters[labels].inc()
 
-    def _forget(self, version: int | None) -> None:
-        for labels in self._counted.pop(version):
-            self._counter.remove(*labels, _label_of(version))
-
-
-def _label_of(version: int | None) -> str:
-    return "" if version is None else str(version)
+    def _forget(self, label: str) -> None:
+        for labels in self._counted.pop(label):
+            self._counter.remove(*labels, label)
 
 
 class RedactionMetrics:

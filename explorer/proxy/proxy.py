@@ -84,10 +84,7 @@ class RequestFailures:
             self._metrics.count_reply(version, "refused")
 
     def at_end(self, in_flight: ReplyInFlight) -> None:
-        """A reply has come to its end: not so one in the background with its first answer.
-
-        Where that is an error which the engine told by itself, it is broken.
-        """
+        """Count a reply that has ended, as the engine itself says; not yet one that goes on in the background."""
         request, version = in_flight.request, in_flight.version
         if request.writer.continues_in_background:
             return

@@ -8,7 +8,6 @@ import msgspec
 from sqlalchemy import ColumnElement, Connection, and_, insert, or_, select, update
 
 from tuneloop.shared.experience import HELD_OUT, Exchange, Experience, State, VersionAction
-from tuneloop.shared.ledger.recording.outcomes import too_late_for
 from tuneloop.shared.ledger.recording.retention import regroup
 from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, mismatches
@@ -72,7 +71,7 @@ class Attestations(LedgerPart):
                 return Distrusted(0, {})
             connection.execute(insert(mismatches).values(row))
             dropped = _drop(connection, found)
-            self._settlement.settle_by_own_rules(connection, too_late_for(connection, {row.msg_id for row in dropped}))
+            self._settlement.settle_corrected(connection, {row.msg_id for row in dropped})
             done = Distrusted(len(dropped), _trained_by_version(connection, found))
             trained = {str(version): count for version, count in done.trained.items()}
             details = {**found.figures, **row, "dropped": done.dropped, "trained": trained}

@@ -37,9 +37,12 @@ class Settlement:
             write(connection, decided, self.rule_id(connection), repeat=self.compensate_late)
         return decided
 
-    def settle_by_own_rules(self, connection: Connection, msg_ids: Collection[str]) -> None:
-        """Settle replies, each under the rule that made its reward: a trainer's settings need not name it."""
-        for rule_id, (rule, replies) in rules_of(connection, msg_ids).items():
+    def settle_corrected(self, connection: Connection, msg_ids: Collection[str]) -> None:
+        """Let those of the replies that were corrected while they were leased take their rewards now.
+
+        Each under the rule that made its reward: a trainer's settings need not name it.
+        """
+        for rule_id, (rule, replies) in rules_of(connection, too_late_for(connection, msg_ids)).items():
             decided = plan(connection, replies, rule, now=self._clock())
             if any(decided):
                 write(connection, decided, rule_id, repeat=self.compensate_late)
@@ -61,7 +64,7 @@ class Settlement:
         back = {"state": State.COMMITTED, "lease_epoch": None, "lease_until": None}
         for portion in portions([row.id for row in rows]):
             connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(back))
-        self.settle_by_own_rules(connection, too_late_for(connection, {row.msg_id for row in rows}))
+        self.settle_corrected(connection, {row.msg_id for row in rows})
 
 
 #: The rule of a call without feedback of its own: it has the reward of its run's last one.

@@ -9,7 +9,6 @@ from sqlalchemy import Connection, Select, and_, exists, func, insert, select, u
 from tuneloop.shared.errors import LeaseLost, ParentEnded, StaleEpoch
 from tuneloop.shared.evaluation.off_policy import HeldOutReply
 from tuneloop.shared.experience import Sample, State, VersionAction, VersionState
-from tuneloop.shared.ledger.recording.outcomes import too_late_for
 from tuneloop.shared.ledger.recording.recording import LEASE_S
 from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.storage.rows import sample
@@ -131,7 +130,7 @@ class Training(LedgerPart):
             lock_rows(connection, ids)
             for portion in portions(ids):
                 connection.execute(update(experiences).where(_leased_rows(epoch, portion)).values(dropped))
-            self._settlement.settle_by_own_rules(connection, too_late_for(connection, _replies(connection, ids)))
+            self._settlement.settle_corrected(connection, _replies(connection, ids))
 
     def versions_waiting(self, among: Collection[int]) -> list[int]:
         """Those of the versions that have sampled replies which may still be trained on."""
@@ -189,7 +188,7 @@ class Training(LedgerPart):
             for portion in portions(ids):
                 connection.execute(update(experiences).where(_leased_rows(epoch, portion)).values(trained))
             if self._settlement.compensate_late:
-                self._settlement.settle_by_own_rules(connection, too_late_for(connection, _replies(connection, ids)))
+                self._settlement.settle_corrected(connection, _replies(connection, ids))
             return version
 
 

@@ -30,6 +30,12 @@ slow: ## the tests that take long: what starts engines, trainers and clusters of
 	@scripts/install-clients
 	@PYTHONDONTWRITEBYTECODE= $(PYTHON_IN_VENV) -m pytest -m 'slow and not soak and not gpu' -n $(or $(WORKERS),3) --dist loadgroup
 
+.PHONY: contract
+contract: ## the tests of what README and the wire promise, slow ones included
+	@scripts/install dev
+	@scripts/install-clients
+	@PYTHONDONTWRITEBYTECODE= $(PYTHON_IN_VENV) -m pytest -m 'contract and not soak and not gpu' -n $(or $(WORKERS),3) --dist loadgroup
+
 .PHONY: soak
 soak: ## the long versions of what the tests promise: many kills, long runs, every learning curve
 	@scripts/install dev

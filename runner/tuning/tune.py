@@ -17,7 +17,7 @@ from tuneloop.runner.tuning.summary import TuneResult
 from tuneloop.runner.tuning.views.view import View
 
 
-def tune(  # noqa: PLR0913 - the first eleven are AgentScope's, and options are what a user sees of it
+def tune(
     *,
     workflow_func: WorkflowType,
     judge_func: JudgeType | None = None,

@@ -1,4 +1,4 @@
-"""Modules: few to a folder, one meaning for each name, and no import circle."""
+"""Modules: one meaning for each name, and no import circle."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -6,9 +6,7 @@ from pathlib import Path
 
 import grimp
 import pytest
-from sources import PACKAGES, ROOT, SOURCES, classes
-
-MODULES_IN_A_FOLDER = 12
+from sources import PACKAGES, SOURCES, classes
 
 #: What a module's name means in every folder that has a module of that name.
 MEANINGS = {
@@ -54,24 +52,6 @@ MEANINGS = {
     "training": "what the trainer does with the rows it leases",
     "versions": "the states of the versions, and what decides about them",
 }
-
-
-def too_full(folders: Mapping[str, int]) -> dict[str, int]:
-    return {folder: count for folder, count in folders.items() if count > MODULES_IN_A_FOLDER}
-
-
-def modules() -> dict[str, int]:
-    """How many modules each folder has."""
-    found: dict[str, int] = defaultdict(int)
-    for top in (*PACKAGES, "tests", "benchmarks", "examples"):
-        for file in (ROOT / top).rglob("*.py"):
-            if file.name != "__init__.py" and "build" not in file.parts:
-                found[str(file.parent.relative_to(ROOT))] += 1
-    return found
-
-
-def test_no_folder_has_more_than_twelve_modules() -> None:
-    assert too_full(modules()) == {}
 
 
 def shared_names(paths: Iterator[Path]) -> set[str]:

@@ -1,22 +1,14 @@
 """Budgets: what fits on a page is read, what does not is scrolled past."""
 
-import ast
-import statistics
 import subprocess
 import sys
 
-from sources import PACKAGES, ROOT, SOURCES, Function, classes, functions, lines
+from sources import PACKAGES, ROOT, SOURCES, classes, functions, lines
 
-FILE, CLASS, FUNCTION, PARAMETERS, POSITIONAL, COMPLEXITY = 400, 200, 60, 6, 4, 10
-MEDIAN_FILE, MEDIAN_FUNCTION = 200, 9
-
-
-def parameters(function: Function) -> list[ast.arg]:
-    names = function.args
-    return [each for each in names.posonlyargs + names.args + names.kwonlyargs if each.arg not in {"self", "cls"}]
+FILE, CLASS, FUNCTION, COMPLEXITY = 600, 200, 60, 10
 
 
-def test_no_file_is_longer_than_400_lines():
+def test_no_file_is_longer_than_600_lines():
     sizes = {str(source.path): source.text.count("\n") for source in SOURCES}
     assert {path: size for path, size in sizes.items() if size > FILE} == {}
 
@@ -28,21 +20,6 @@ def test_no_class_is_longer_than_200_lines():
 def test_no_function_reaches_60_lines():
     found = {f"{source.path}: {node.name}": lines(node) for source, node in functions() if lines(node) >= FUNCTION}
     assert found == {}
-
-
-def test_half_of_the_functions_are_9_lines_or_fewer():
-    assert statistics.median(lines(node) for _, node in functions()) <= MEDIAN_FUNCTION
-
-
-def test_half_of_the_files_are_200_lines_or_fewer():
-    assert statistics.median(source.text.count("\n") for source in SOURCES) <= MEDIAN_FILE
-
-
-def test_no_function_takes_more_than_6_parameters():
-    """But for tune(): the first of its keywords are AgentScope's, the others the options that users see of it."""
-    found = {f"{source.path}: {node.name}": len(parameters(node)) for source, node in functions()}
-    found.pop("runner/tuning/tune.py: tune")
-    assert {name: count for name, count in found.items() if count > PARAMETERS} == {}
 
 
 def test_no_function_is_more_complex_than_10():

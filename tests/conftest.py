@@ -166,10 +166,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Note whether all tests had their turn, and how those ended that failed, for scripts/again."""
-    if hasattr(session.config, "workerinput") or session.config.cache is None:
+    cache = getattr(session.config, "cache", None)  # absent with -p no:cacheprovider
+    if hasattr(session.config, "workerinput") or cache is None:
         return
-    session.config.cache.set("tuneloop/whole_run", exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED})
+    cache.set("tuneloop/whole_run", exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED})
     stats = getattr(session.config.pluginmanager.get_plugin("terminalreporter"), "stats", {})
     failed = [*stats.get("failed", ()), *stats.get("error", ())]
     ends = {each.nodeid: each.longreprtext.splitlines()[-40:] for each in failed}
-    session.config.cache.set("tuneloop/failures", ends)
+    cache.set("tuneloop/failures", ends)

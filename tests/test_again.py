@@ -82,3 +82,13 @@ def test_a_run_that_left_nothing_is_a_failure(tmp_path: Path) -> None:
     assert (
         subprocess.run([sys.executable, tmp_path / "scripts/again"], check=False, capture_output=True).returncode == 1
     )
+
+
+@pytest.mark.contract
+def test_a_run_without_pytests_cache_ends_as_its_tests_do(tmp_path: Path) -> None:
+    hook = (_HOUSE / "tests/conftest.py").read_text()
+    (tmp_path / "conftest.py").write_text("import pytest\n" + hook[hook.index("def pytest_sessionfinish") :])
+    (tmp_path / "test_a.py").write_text("def test_well():\n    pass\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    ended = subprocess.run(command, cwd=tmp_path, env=_PLAIN, capture_output=True, text=True)
+    assert (ended.returncode, "1 passed" in ended.stdout) == (0, True), ended.stdout + ended.stderr

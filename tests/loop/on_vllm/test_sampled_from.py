@@ -142,7 +142,8 @@ OFF_POLICY: dict[str, tuple[str, Json, str]] = {
         {"repetition_detection": {"max_pattern_size": 4, "min_count": 2}},
         "sampling:repetition_detection",
     ),
-    "hidden reasoning": (CHAT, {"include_reasoning": False}, "no_token_ids"),
+    # A reply whose first token is its end token has no text, and its reason is `empty`.
+    "hidden reasoning": (CHAT, {"include_reasoning": False, "min_tokens": 8}, "no_token_ids"),
     "text, nucleus": (TEXT, {"top_p": 0.5, "prompt": ["One", "Two"]}, "sampling:top_p"),
     "text, greedy": (TEXT, {"temperature": 0}, "sampling:temperature=0"),
     "echo": (TEXT, {"echo": True}, "no_token_ids"),
@@ -282,6 +283,7 @@ def test_log_probabilities_of_another_temperature_would_be_noticed(recorded: Rec
         assert float((ratio - 1).abs().max()) > TOLERANCE
 
 
+@pytest.mark.contract
 def test_what_was_sampled_otherwise_is_marked_and_kept(recorded: Recorded) -> None:
     for msg_id, name in recorded.dropped.items():
         reason = OFF_POLICY[name][2]

@@ -129,8 +129,8 @@ def _openings(words: Tokenizer) -> list[_Opening]:
     """The ways in which prompts of this template may end, each once."""
     found: dict[str, _Opening] = {}
     for switch in _SWITCHES if words.chat_template is not None else ():
-        question = _rendered(words, [_QUESTION], switch)
-        prompt = _rendered(words, [_QUESTION], switch, add_generation_prompt=True)
+        question = _render(words, [_QUESTION], switch)
+        prompt = _render(words, [_QUESTION], switch, add_generation_prompt=True)
         if question is not None and prompt is not None and prompt.startswith(question) and prompt != question:
             ends_with = prompt[len(question) :]
             found.setdefault(ends_with, _Opening(switch, question, ends_with))
@@ -144,7 +144,7 @@ def _by_template(opening: _Opening, answer: _Answer, words: Tokenizer, ends: Seq
         before = before.partition(_CLOSE)[0]
     before = before.rstrip()
     message = _message(answer)
-    whole = _rendered(words, [_QUESTION, message], opening.switch)
+    whole = _render(words, [_QUESTION, message], opening.switch)
     if whole is None or not whole.startswith(opening.question + before):
         return None
     written = whole[len(opening.question) :]
@@ -179,7 +179,7 @@ def _is_open(text: str) -> bool:
 def _next_role(written: str, answer: _Answer, opening: _Opening, words: Tokenizer, ends: Sequence[str]) -> str | None:
     """The token that begins the turn behind the answer's, where that is what ends a reply, as with GLM."""
     after = [{"role": "tool", "content": "x", "tool_call_id": _CALL_ID}] if answer.calls else [_QUESTION]
-    whole = _rendered(words, [_QUESTION, _message(answer), *after], opening.switch) or ""
+    whole = _render(words, [_QUESTION, _message(answer), *after], opening.switch) or ""
     # A block of an earlier turn is written otherwise, so only what comes behind it is looked for.
     said = written[written.rfind(_CLOSE) + len(_CLOSE) if _CLOSE in written else 0 :].strip()
     _, found, following = whole.rpartition(said)
@@ -193,7 +193,7 @@ def _message(answer: _Answer) -> dict[str, Any]:
     return message | ({"tool_calls": answer.calls} if answer.calls else {})
 
 
-def _rendered(words: Tokenizer, turns: list[dict[str, Any]], switch: dict[str, Any], **options: Any) -> str | None:
+def _render(words: Tokenizer, turns: list[dict[str, Any]], switch: dict[str, Any], **options: Any) -> str | None:
     """The conversation as the template writes it; None if it refuses to."""
     try:
         return words.apply_chat_template(turns, tokenize=False, **switch, **options)
@@ -217,12 +217,12 @@ def _is_unicode(text: str) -> bool:
 def _with_parsed_arguments(calls: Any) -> list[dict[str, Any]]:
     """OpenAI's clients send a call's arguments as JSON in a string; templates want the object."""
     try:
-        return [_parsed(call) for call in calls]
+        return [_parse_call(call) for call in calls]
     except (AttributeError, TypeError, ValueError, RecursionError):
         raise _Unwritable(_NO_PLACE) from None
 
 
-def _parsed(call: dict[str, Any]) -> dict[str, Any]:
+def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function") or {})
     if isinstance(function.get("arguments"), str):
         function["arguments"] = json.loads(function["arguments"] or "{}")

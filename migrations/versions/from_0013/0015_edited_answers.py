@@ -73,8 +73,8 @@ def _write_anew(before: list[str], after: list[str]) -> None:
     table = "type = 'table' AND name = 'experiences'"
     words = connection.execute(sa.text(f"SELECT sql FROM sqlite_master WHERE {table}")).scalar_one()
     for clause in before[1:]:
-        words = _replaced(words, f", {clause}", "")
-    words = _replaced(words, before[0], ", ".join(after))
+        words = _replace_clause(words, f", {clause}", "")
+    words = _replace_clause(words, before[0], ", ".join(after))
     schema = connection.execute(sa.text("PRAGMA schema_version")).scalar_one()
     op.execute("PRAGMA writable_schema = ON")
     connection.execute(sa.text(f"UPDATE sqlite_master SET sql = :words WHERE {table}"), {"words": words})
@@ -82,7 +82,7 @@ def _write_anew(before: list[str], after: list[str]) -> None:
     op.execute("PRAGMA writable_schema = RESET")
 
 
-def _replaced(words: str, old: str, new: str) -> str:
+def _replace_clause(words: str, old: str, new: str) -> str:
     """The table's words with a clause in the place of another, however blanks stand between clauses."""
     head, found, rest = words.partition(old)
     if not found and old.startswith(", "):

@@ -22,13 +22,13 @@ def similarities(connection: Connection, edits: Mapping[int, int]) -> dict[int, 
     answers: dict[int, str] = {}
     for portion in portions({*edits.values()}):
         query = select(feedback.c.id, feedback.c.text).where(feedback.c.id.in_(portion))
-        answers |= {row.id: _said_in(row.text) for row in connection.execute(query)}
+        answers |= {row.id: _text_of_answer(row.text) for row in connection.execute(query)}
     found: dict[int, float] = {}
     for portion in portions(edits):
         words = select(experiences.c.id, experiences.c.text, experiences.c.tool_calls)
         for row in connection.execute(words.where(experiences.c.id.in_(portion))):
             calls = json.loads(row.tool_calls) if row.tool_calls else None
-            found[row.id] = similarity(_said(row.text, calls), answers[edits[row.id]])
+            found[row.id] = similarity(_text_of_message(row.text, calls), answers[edits[row.id]])
     return found
 
 
@@ -68,12 +68,12 @@ def _distance(one: Sequence[str], other: Sequence[str]) -> int:
     return distance
 
 
-def _said_in(answer: str) -> str:
+def _text_of_answer(answer: str) -> str:
     message = message_of(answer)
-    return answer if message is None else _said(message.get("content"), message.get("tool_calls"))
+    return answer if message is None else _text_of_message(message.get("content"), message.get("tool_calls"))
 
 
-def _said(content: Any, calls: Any) -> str:
+def _text_of_message(content: Any, calls: Any) -> str:
     """A message's text, and the calls of tools in it, without their ids and however their JSON is written."""
     text = content if isinstance(content, str) else json.dumps(content) if content else ""
     for call in calls if isinstance(calls, list) else ():

@@ -3,14 +3,17 @@
 from collections.abc import Iterator
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, update
 
 from tests.conftest import Place
 from tests.factories import exchange, experience, feedback
 from tests.shared.ledger.storage.test_migration_0004 import _move, database_at, rows
 from tuneloop.shared.experience import Kind
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.recording.reward_rule import definition
 from tuneloop.shared.ledger.storage import database
+from tuneloop.shared.ledger.storage.schema import reward_rules
+from tuneloop.shared.settings.feedback import RewardRule
 
 
 @pytest.fixture
@@ -29,6 +32,8 @@ def test_every_row_stays_as_it_is(before: Engine, place: Place) -> None:
 
 def test_the_way_back_leaves_the_likeness_as_the_reward(before: Engine, place: Place) -> None:
     database.upgrade(place.url, schema=place.schema)
+    with before.begin() as connection:
+        connection.execute(update(reward_rules).values(definition=definition(RewardRule())))
     told = exchange(experiences=(experience(text="10"),))
     edit = {"kind": Kind.DEMONSTRATION, "metric": "demonstration", "value": None, "text": "18"}
     Ledger(before).recording.record([told, feedback(msg_id=told.msg_id, **edit)])

@@ -13,12 +13,14 @@ from tuneloop.cli.data.progress import with_progress
 from tuneloop.shared.experience import Kind
 from tuneloop.shared.ledger.export import PAGE, ExportedReply, Selection
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.privacy.vocabulary import Vocabulary
 
 
 class ExportRequest(NamedTuple):
     """What to export: rows of the selection; `everything`: also replies cut off or without a reward.
 
-    `min_reward` leaves out lower rewards, `margin` pairs of replies whose rewards are closer.
+    `min_reward` leaves out lower rewards, `margin` pairs of replies whose rewards are closer. By the `vocabulary`
+    the reasoning of replies is read from their tokens.
     """
 
     format: Format
@@ -26,6 +28,7 @@ class ExportRequest(NamedTuple):
     min_reward: float | None = None
     margin: float = 0.0
     everything: bool = False
+    vocabulary: Vocabulary | None = None
 
 
 class ExportResult(NamedTuple):
@@ -76,7 +79,12 @@ def _rows(ledger: Ledger, request: ExportRequest) -> Iterator[Row | str]:
     match request.format:
         case Format.SFT:
             for reply in _replies(ledger, request):
-                yield export_formats.sft(reply, min_reward=request.min_reward, everything=request.everything)
+                yield export_formats.sft(
+                    reply,
+                    min_reward=request.min_reward,
+                    everything=request.everything,
+                    vocabulary=request.vocabulary,
+                )
         case Format.KTO:
             for reply in _replies(ledger, request):
                 yield export_formats.kto(reply, everything=request.everything)

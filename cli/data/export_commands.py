@@ -19,6 +19,7 @@ from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.database import upgrade
 from tuneloop.shared.privacy.redactor import Redactor
+from tuneloop.shared.privacy.vocabulary import Vocabulary
 from tuneloop.shared.settings.loader import read_settings
 from tuneloop.shared.settings.settings import Settings
 
@@ -76,8 +77,9 @@ def _export(options: _ExportOptions) -> None:
     if options.format is Format.KTO and options.min_reward is not None:
         raise typer.BadParameter("kto goes by thumbs, not by rewards", param_hint="--min-reward")
     selection = Selection(options.tenant, tuple(options.state or ()), options.task, options.since, options.until)
-    request = ExportRequest(options.format, selection, options.min_reward, options.margin, options.all)
     settings = options.settings()
+    vocabulary = Vocabulary.load(settings.model.model_path)
+    request = ExportRequest(options.format, selection, options.min_reward, options.margin, options.all, vocabulary)
     _require_newest_schema(settings)
     ledger = Ledger.of(settings)
     try:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from tuneloop.shared.experience import HELD_OUT, Kind
+from tuneloop.shared.experience import HELD_OUT, Kind, message_of
 from tuneloop.shared.ledger.export import NO_ANSWER, ExportedReply, Ranked
+from tuneloop.shared.privacy.vocabulary import Vocabulary
 
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -26,6 +27,8 @@ EVENT = (
 #: The reason of replies that were imported from plain conversations. They are examples: they need no reward.
 NO_TOKEN_IDS = "imported: no token ids"
 
+_CLOSE = "</think>"
+
 
 class Format(StrEnum):
     """What an exported file is for."""
@@ -36,14 +39,23 @@ class Format(StrEnum):
     EXPERIENCES = "experiences"
 
 
-def sft(reply: ExportedReply, *, min_reward: float | None = None, everything: bool = False) -> Row | str:
-    """A conversation that ends with the answer: the reply, or its edited version."""
+def sft(
+    reply: ExportedReply,
+    *,
+    min_reward: float | None = None,
+    everything: bool = False,
+    vocabulary: Vocabulary | None = None,
+) -> Row | str:
+    """A conversation that ends with the answer, and its reasoning: the reply, as the tokens of the `vocabulary` spell
+    it, or its edited version."""
     if reason := _why_unusable(reply):
         return reason
     edited = latest_edit(reply)
     if edited is None and (reason := _why_no_answer(reply, everything) or _why_too_low(reply, min_reward, everything)):
         return reason
     answer = _answer(reply) if edited is None else _edited_answer(edited)
+    reasoning = _reasoning(reply, vocabulary) if edited is None else _edited_reasoning(edited)
+    answer |= {"reasoning_content": reasoning} if reasoning else {}
     row = {"messages": [*_messages(reply), answer], **_tools(reply), "reward": reply.reward}
     return row | _labels(reply) | {"feedback_sources": _sources([edited] if edited is not None else reply.events)}
 
@@ -213,23 +225,33 @@ def _answer(reply: ExportedReply) -> Message:
 
 def _edited_answer(event: Any) -> Message:
     """What somebody wrote in the place of the reply: a text, or the JSON of the assistant's message."""
-    message = _message(event.text)
+    message = _written_message(event.text)
     if message is None:
         return {"role": "assistant", "content": event.text}
     calls = message.get("tool_calls")
     return {"role": "assistant", "content": message.get("content") or ""} | ({"tool_calls": calls} if calls else {})
 
 
-def _message(text: str) -> Message | None:
+def _edited_reasoning(event: Any) -> str | None:
+    message = _written_message(event.text) or {}
+    return message.get("reasoning_content") or message.get("reasoning")
+
+
+def _reasoning(reply: ExportedReply, vocabulary: Vocabulary | None) -> str | None:
+    """What the reply's tokens spell in its think block, where that is not in its text."""
+    pieces = None if vocabulary is None or _CLOSE in reply.text else vocabulary.spell(reply.numbers[1])
+    thought, closed, _ = b"".join(pieces or ()).decode(errors="replace").partition(_CLOSE)
+    return thought.rpartition("<think>")[2].strip("\n") if closed else None
+
+
+def _written_message(text: str) -> Message | None:
     """The assistant's message that a text is the JSON of, if it is one that can be written in a row."""
-    if not text.startswith("{"):
-        return None
+    message = message_of(text)
     try:
-        message = orjson.loads(text)
-        orjson.dumps([[message]])  # what it reads may be nested more deeply than what it writes
-    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        orjson.dumps([[message]])  # what is read may be nested more deeply than what can be written
+    except orjson.JSONEncodeError:
         return None
-    return message if isinstance(message, dict) and message.get("role") == "assistant" else None
+    return message
 
 
 def _tool_calls(reply: ExportedReply) -> list[Row] | None:

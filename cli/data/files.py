@@ -174,7 +174,7 @@ def _parquet() -> Any:
 def _schema(pa: Any, format_: Format) -> Any:
     text, real, whole = pa.string(), pa.float64(), pa.int32()
     call = pa.struct([("id", text), ("type", text), ("function", pa.struct([("name", text), ("arguments", text)]))])
-    message = [(name, text) for name in ("role", "content", "name", "tool_call_id")]
+    message = [(name, text) for name in ("role", "content", "reasoning_content", "name", "tool_call_id")]
     messages = pa.list_(pa.struct([*message, ("tool_calls", pa.list_(call))]))
     names = [(name, text) for name in ("msg_id", "user", "task_id", "run_id")]
     labels = [("tools", text), *names, ("version", whole), ("feedback_sources", pa.list_(text))]
@@ -229,7 +229,7 @@ def _as_columns(row: Row) -> Row:
 
 
 def _as_struct(message: Row) -> Row:
-    names = ("role", "content", "name", "tool_call_id")
+    names = ("role", "content", "reasoning_content", "name", "tool_call_id")
     calls = message.get("tool_calls")
     return {name: _as_text(message.get(name)) for name in names} | {
         "tool_calls": [_as_call(call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else None

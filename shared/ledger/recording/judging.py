@@ -15,7 +15,7 @@ JUDGEABLE = (State.RECORDED, State.REWARDED, State.COMMITTED)
 
 
 _held_out = and_(experiences.c.state == State.DROPPED, experiences.c.reason == HELD_OUT)
-_unrewarded = experiences.c.reward.is_(None)
+_unrewarded = experiences.c.rewarded_at.is_(None)
 
 #: A verdict on what is held out is of use as long as the row is there.
 _state: ColumnElement[str] = case(

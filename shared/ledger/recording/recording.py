@@ -286,7 +286,7 @@ class Recording(LedgerPart):
         rewarding = update(experiences).where(recorded, wanted, closed).values(**default, state=State.REWARDED)
         connection.execute(rewarding, values)
         # Else those with feedback alone would pass for all of them.
-        unrewarded = and_(experiences.c.state == State.DROPPED, experiences.c.reward.is_(None))
+        unrewarded = and_(experiences.c.state == State.DROPPED, experiences.c.rewarded_at.is_(None))
         held_out = experiences.c.reason == HELD_OUT
         connection.execute(update(experiences).where(unrewarded, held_out, wanted, closed).values(default), values)
 
@@ -390,5 +390,5 @@ def _replies(connection: Connection, events: Sequence[Feedback]) -> Iterator[str
 def _under_the_rule(connection: Connection, msg_ids: Sequence[str], rule_id: int) -> None:
     """Store that these rewards are the rule's, unchanged ones included."""
     open_ = experiences.c.state.not_in((State.LEASED, State.TRAINED))
-    same = and_(experiences.c.msg_id.in_(msg_ids), experiences.c.reward.is_not(None), open_)
+    same = and_(experiences.c.msg_id.in_(msg_ids), experiences.c.rewarded_at.is_not(None), open_)
     connection.execute(update(experiences).where(same).values(reward_rule=rule_id))

@@ -8,9 +8,9 @@ from sqlalchemy import Select, select
 from tuneloop.shared.evaluation.off_policy import HeldOutReply
 from tuneloop.shared.experience import HELD_OUT, State
 from tuneloop.shared.ledger.storage.codec import from_blob
-from tuneloop.shared.ledger.storage.schema import experiences
+from tuneloop.shared.ledger.storage.schema import experiences, worth
 
-_COLUMNS = tuple(experiences.c[name] for name in ("id", "blob", "temperature", "reward", "task_id"))
+_COLUMNS = (worth.label("reward"), *(experiences.c[name] for name in ("id", "blob", "temperature", "task_id")))
 
 
 def held_out_replies(rows: Iterable[Any]) -> list[HeldOutReply]:
@@ -26,7 +26,7 @@ def held_out_replies(rows: Iterable[Any]) -> list[HeldOutReply]:
 def newest_held_out(count: int, temperature: float | None) -> Select[Any]:
     """The rows of them, read backwards from the newest that was dropped."""
     dropped = experiences.c.state == State.DROPPED
-    rewarded = (experiences.c.reason == HELD_OUT, experiences.c.reward.is_not(None))
+    rewarded = (experiences.c.reason == HELD_OUT, worth.is_not(None))
     not_empty = experiences.c.completion_tokens > 0
     freely = experiences.c.unsampled.is_(None), experiences.c.grammar.is_(None)
     sampled = (not_empty, *freely, experiences.c.temperature > 0)

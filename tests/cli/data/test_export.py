@@ -6,15 +6,17 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, insert, select
 
+from examples.sums.model import tokenizer
 from tests.cli.data.exporting import ANSWER, ASKED, CALLS, TOOLS, about, asked, exported
 from tests.factories import experience, feedback, trained
 from tuneloop.cli.data.export import ExportRequest, export
 from tuneloop.cli.data.export_formats import Format
 from tuneloop.shared.errors import EnvironmentRefused, FileRefused
-from tuneloop.shared.experience import Kind, State, pack_ids
+from tuneloop.shared.experience import Kind, State, pack_ids, pack_logprobs
 from tuneloop.shared.ledger.export import Exports, Selection
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.schema import erasures, exports
+from tuneloop.shared.privacy.vocabulary import Vocabulary
 
 ACME = Selection("acme")
 SFT, DPO, KTO, EXPERIENCES = Format
@@ -75,6 +77,30 @@ def test_an_edited_answer_that_is_a_message_is_one_with_its_calls(ledger: Ledger
     [sft], [dpo] = exported(ledger, to, SFT), exported(ledger, to, DPO)
     for answer in (sft["messages"][-1], *dpo["chosen"]):
         assert (answer["role"], answer["content"], answer["tool_calls"]) == ("assistant", "", CALLS)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
+def test_the_reasoning_of_an_edited_answer_is_with_it(ledger: Ledger, to: Path, key: str) -> None:
+    said = asked("Bad.")
+    message = {"role": "assistant", "content": "Monday.", key: "It ships on Friday."}
+    ledger.recording.record([said, about(said, Kind.DEMONSTRATION, text=json.dumps(message))])
+    [row] = exported(ledger, to, SFT)
+    answer = row["messages"][-1]
+    assert (answer["content"], answer["reasoning_content"], row["reward"]) == ("Monday.", "It ships on Friday.", None)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("opened", ["", "<think>\n"])
+def test_the_reasoning_of_a_reply_is_with_it(ledger: Ledger, to: Path, opened: str) -> None:
+    words = tokenizer()
+    words.save_pretrained(to.parent)
+    ids = words.encode(f"{opened}It ships on Friday.\n</think>\n\nMonday.<|im_end|>")
+    said = asked("Monday.", completion_ids=pack_ids(ids), logprobs=pack_logprobs([-0.5] * len(ids)))
+    ledger.recording.record([said, about(said)])
+    [row] = exported(ledger, to, SFT, vocabulary=Vocabulary.load(to.parent))
+    answer = row["messages"][-1]
+    assert (answer["content"], answer["reasoning_content"]) == ("Monday.", "It ships on Friday.")
 
 
 def test_an_edit_that_says_the_same_as_a_message_is_no_pair(ledger: Ledger, lines: Path) -> None:

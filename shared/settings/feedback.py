@@ -127,6 +127,9 @@ class RewardRule(Section):
     """What is made of several raters' words about one reply: `median` weighs them by their
     [reliability](feedback.md#many-raters), of two it is the mean; `mean` counts all alike, and clips the sum alone.
     _Serve._"""
+    run_feedback: Literal["fallback", "add"] = "fallback"
+    """What feedback on a run does to its replies: `fallback`, it counts under a metric where nothing was said of the
+    reply itself; `add`, it is added ([more](feedback.md#a-run-and-its-replies)). _Serve._"""
     attribution_window: Seconds | None = None
     """Seconds after the request in which feedback counts; later feedback is stored and answered `late`. null: for ever.
     _Serve._"""

@@ -29,6 +29,7 @@ from tuneloop.shared.ledger.recording.rewards import (
     Trajectory,
     event_order,
     plan,
+    replies_decided_by,
     replies_of,
     replies_preferred_to,
     with_earlier_feedback,
@@ -197,6 +198,12 @@ class Recording(LedgerPart):
         for stored in self._read(_RECEIVED, {"events": [event.event_id]}) if len(rows) > 1 else ():
             event = msgspec.structs.replace(event, received_at=stored.received_at)
         return outcomes_apart(self._settlement.rule, event, rows)
+
+    def replies_decided_by(self, event: Feedback) -> list[str]:
+        """Of the first MAX_TOLD experiences of a run, the replies whose reward an event about the run makes."""
+        with self._snapshot() as connection:
+            msg_ids = list(dict.fromkeys(row.msg_id for row in connection.execute(rows_about(event))))
+            return list(dict.fromkeys(replies_decided_by(connection, event, msg_ids, self._settlement.rule)))
 
     def commit(self, tenant: str, **limits: Unpack[CommitLimits]) -> int:
         """Release the tenant's rewarded experiences to the trainer and return how many."""

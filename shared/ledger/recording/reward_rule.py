@@ -1,8 +1,11 @@
 """The reward rule: from the feedback events about a reply to the one number that training uses.
 
 A metric's value is that of its latest event; where several raters reported it, the median of each one's latest, and the
-mean of two. The reward is the sum of the metrics' values, each times its weight, then clipped; no rater's part of it is
-beyond the clip either. Metrics without a weight, labels without a value and comments are kept but do not count. So are
+mean of two. What was said of the reply's run counts under a metric where nothing was said of the reply itself; with
+`run_feedback: add` both are added. The reward is the sum of the metrics' values, each times its weight, then clipped;
+no rater's part of it is beyond the clip either.
+
+Metrics without a weight, labels without a value and comments are kept but do not count. So are
 edited answers, unless the rule gives them a value: that counts under the metric `reward`, where their source reports
 nothing else under it.
 
@@ -29,7 +32,7 @@ _REWARDING = frozenset({Kind.NUMBER, Kind.BOOLEAN, Kind.LABEL, Kind.PREFERENCE, 
 class Event(NamedTuple):
     """A feedback event as it bears on one reply; `preferred`: whether that is the better one of a preference's two.
 
-    `weight` is that of its rater among others, 0 in quarantine.
+    `weight` is that of its rater among others, 0 in quarantine. `of_run`: it is about the reply's whole run.
     """
 
     id: int
@@ -42,6 +45,7 @@ class Event(NamedTuple):
     received_at: float
     call_id: str | None = None
     weight: float = 1.0
+    of_run: bool = False
 
 
 class Reward(NamedTuple):
@@ -58,6 +62,8 @@ def definition(rule: RewardRule) -> str:
         del values["demonstration_value"]
     if values["aggregate"] == "mean":  # nor was there the median
         del values["aggregate"]
+    if values["run_feedback"] == "fallback":  # nor a choice of what feedback on a run does
+        del values["run_feedback"]
     return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
 
@@ -83,29 +89,41 @@ def reward_of(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -
     >>> reward_of(RewardRule(), [thumb, thumb._replace(value=0.0, received_at=6.0)], sampled_at=0.0)
     Reward(value=0.0, at=6.0)
     """
-    latest: dict[tuple[str, str | None], Event] = {}
-    for event in events:
-        if (
-            event.weight
-            and rewarding(rule, event.kind)
-            and in_window(rule, sampled_at=sampled_at, received_at=event.received_at)
-        ):
-            latest[event.metric, event.source] = event
-    valued = [(event, value) for event in latest.values() if (value := _value(rule, event)) is not None]
-    sources_of_main = {
-        event.source for event, _ in valued if event.metric == _MAIN and event.kind is not Kind.DEMONSTRATION
-    }
-    counting = [
-        (_metric(event), event, value)
-        for event, value in valued
-        if _metric(event) in rule.weights and not (event.kind is Kind.DEMONSTRATION and event.source in sources_of_main)
-    ]
+    counting = counting_events(rule, events, sampled_at=sampled_at)
     if not counting:
         return None
     return Reward(
         _weighted_sum(rule, counting),
         max(event.received_at for _, event, _ in counting),
     )
+
+
+def counting_events(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -> list[tuple[str, Event, float]]:
+    """The events that make the reward of a reply, each with its metric and value."""
+    latest: dict[tuple[str, str | None, bool], Event] = {}
+    for event in events:
+        if (
+            event.weight
+            and rewarding(rule, event.kind)
+            and in_window(rule, sampled_at=sampled_at, received_at=event.received_at)
+        ):
+            latest[event.metric, event.source, event.of_run] = event
+    valued = [(event, value) for event in latest.values() if (value := _value(rule, event)) is not None]
+    sources_of_main = {
+        (event.source, event.of_run)
+        for event, _ in valued
+        if event.metric == _MAIN and event.kind is not Kind.DEMONSTRATION
+    }
+    counting = [
+        (_metric(event), event, value)
+        for event, value in valued
+        if _metric(event) in rule.weights
+        and not (event.kind is Kind.DEMONSTRATION and (event.source, event.of_run) in sources_of_main)
+    ]
+    if rule.run_feedback == "fallback":
+        own = {metric for metric, event, _ in counting if not event.of_run}
+        counting = [each for each in counting if not each[1].of_run or each[0] not in own]
+    return counting
 
 
 def default_of(rule: RewardRule, *, sampled_at: float) -> Reward | None:
@@ -120,11 +138,10 @@ def _metric(event: Event) -> str:
 
 
 def _weighted_sum(rule: RewardRule, counting: Iterable[tuple[str, Event, float]]) -> float:
-    by_metric: dict[str, list[tuple[Event, float]]] = {}
+    by_subject: dict[tuple[str, bool], list[tuple[Event, float]]] = {}
     for metric, event, value in counting:
-        by_metric.setdefault(metric, []).append((event, value))
-    parts = {metric: _part(rule, rule.weights[metric], events) for metric, events in by_metric.items()}
-    return _clip(rule, sum(parts.values()))
+        by_subject.setdefault((metric, event.of_run), []).append((event, value))
+    return _clip(rule, sum(_part(rule, rule.weights[metric], said) for (metric, _), said in by_subject.items()))
 
 
 def _part(rule: RewardRule, weight: float, events: Sequence[tuple[Event, float]]) -> float:

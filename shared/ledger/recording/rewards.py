@@ -10,11 +10,19 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, and_, bindparam, case, insert, or_, select, tuple_, update
 
-from tuneloop.shared.experience import Exchange, Kind, Outcome, State
+from tuneloop.shared.experience import Exchange, Feedback, Kind, Outcome, State
 from tuneloop.shared.ledger.rare_rows import RareRows
 from tuneloop.shared.ledger.raters.reliability import Rater, voice_of
 from tuneloop.shared.ledger.raters.standing import Standing
-from tuneloop.shared.ledger.recording.reward_rule import Event, Reward, default_of, in_window, reward_of, rewarding
+from tuneloop.shared.ledger.recording.reward_rule import (
+    Event,
+    Reward,
+    counting_events,
+    default_of,
+    in_window,
+    reward_of,
+    rewarding,
+)
 from tuneloop.shared.ledger.storage.schema import experiences, feedback
 from tuneloop.shared.ledger.storage.transactions import is_among, portions
 from tuneloop.shared.settings.feedback import RewardRule
@@ -79,7 +87,8 @@ _OF_RUNS = (
     .distinct()
     .where(experiences.c.task_id.is_not(None), is_among(tuple_(*(experiences.c[name] for name in TRAJECTORY)), "runs"))
 )
-_ROWS = _OF_REPLIES.order_by(experiences.c.id).with_for_update()
+_UNLOCKED_ROWS = _OF_REPLIES.order_by(experiences.c.id)
+_ROWS = _UNLOCKED_ROWS.with_for_update()
 
 
 class Change(NamedTuple):
@@ -145,6 +154,18 @@ def rewards_without(
     return found
 
 
+def replies_decided_by(
+    connection: Connection, event: Feedback, msg_ids: Sequence[str], rule: RewardRule
+) -> Iterator[str]:
+    """Those of these replies whose reward an event about their run makes, alone or with others."""
+    said = (event.metric, event.source, True)
+    _, rows, events = _read(connection, msg_ids, _UNLOCKED_ROWS)
+    for row in rows:
+        counting = counting_events(rule, events.about(row), sampled_at=row.sampled_at) if row.state in OPEN else ()
+        if any((each.metric, each.source, each.of_run) == said for _, each, _ in counting):
+            yield row.msg_id
+
+
 def write(connection: Connection, decided: Plan, rule_id: int, *, repeat: bool) -> None:
     """Apply a plan; with `repeat`, trained rows are repeated with their later reward."""
     labels = [{"its_id": row.id, "task_id": row.task_id, "run_id": row.run_id} for row in decided.labels]
@@ -174,10 +195,12 @@ def replies_preferred_to(connection: Connection, msg_ids: Collection[str]) -> It
         ).scalars()
 
 
-def _read(connection: Connection, msg_ids: Sequence[str]) -> tuple[list[RewardRow], list[RewardRow], "_Events"]:
+def _read(
+    connection: Connection, msg_ids: Sequence[str], query: Any = _ROWS
+) -> tuple[list[RewardRow], list[RewardRow], "_Events"]:
     """The rows of some replies, the same with the labels that feedback names, and the feedback about them."""
     named = {"replies": msg_ids}
-    found = [RewardRow(*row) for row in connection.execute(_ROWS, named)]
+    found = [RewardRow(*row) for row in connection.execute(query, named)]
     feedback_rows = [*connection.execute(_ABOUT_REPLIES, named)]
     feedback_rows += retractions(connection, {event.msg_id for event in feedback_rows if event.kind == Kind.PREFERENCE})
     standing = Standing(connection, feedback_rows)
@@ -232,7 +255,8 @@ class _Events:
         if (event.id, is_about) not in self._made:
             content = (Kind(event.kind), event.metric, event.value, event.text, event.source)
             whose = (event.call_id, self._standing.weight(event))
-            self._made[event.id, is_about] = Event(event.id, *content, is_about, event.received_at, *whose)
+            bearing = (is_about, event.received_at, *whose, event.msg_id is None)
+            self._made[event.id, is_about] = Event(event.id, *content, *bearing)
         return self._made[event.id, is_about]
 
 

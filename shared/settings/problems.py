@@ -39,6 +39,13 @@ _TRINITYS_VALUES: Mapping[str, tuple[Sequence[object], str]] = {
 }
 
 
+#: Options that there were.
+_REMOVED: Mapping[str, str] = dict.fromkeys(
+    ("feedback.quarantine_after", "feedback.quarantine_below"),
+    "removed: raters are not compared any more. Delete the line; `tuneloop raters quarantine` puts one into quarantine",
+)
+
+
 def problems_of(locations: Mapping[Keys, SourceLocation], error: ErrorDetails) -> Iterator[SettingsProblem]:
     """What pydantic found, at the location where it was written."""
     at: Keys = error["loc"]
@@ -58,7 +65,9 @@ def sort_unknown(
 ) -> Iterator[SettingsProblem]:
     """The problems with what stands at an unknown key; what Trinity knows of it goes into `trinity_only`."""
     names = [str(key) for key in at]
-    if _is_trinity_key(names):
+    if (removed := _REMOVED.get(".".join(names))) is not None:
+        yield _problem(locations, at, removed)
+    elif _is_trinity_key(names):
         trinity_only.append(dotted_name(at))
     elif ".".join(names) in _SECTIONS and isinstance(value, dict | None):
         for key, inner in (value or {}).items():

@@ -3,14 +3,15 @@
 A metric's value is that of its latest event; where several raters reported it, the median of each one's latest, and the
 mean of two. What was said of the reply's run counts under a metric where nothing was said of the reply itself; with
 `run_feedback: add` both are added. The reward is the sum of the metrics' values, each times its weight, then clipped;
-no rater's part of it is beyond the clip either.
+no rater's part of it is beyond the clip either. Where the application itself spoke, or a rater that it trusts, others'
+words under that metric do not count, unless the rule wants the mean of all.
 
 Metrics without a weight, labels without a value and comments are kept but do not count. So are
 edited answers, unless the rule gives them a value: that counts under the metric `reward`, where their source reports
 nothing else under it.
 
-Raters who have proved right count for more, and those in quarantine for nothing. All that one call or one key says of a
-reply under a metric, whatever sources it names, is one word beside others': names cost nothing.
+All that one call or one key says of a reply under a metric, whatever sources it names, is one word beside others':
+names cost nothing.
 """
 
 import json
@@ -19,7 +20,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from tuneloop.shared.experience import KEY_SOURCE, MAX_REWARD, Kind
-from tuneloop.shared.ledger.raters.reliability import Opinion, by_voice, voice_of
+from tuneloop.shared.ledger.raters.voices import median_by_voice, voice_of
 from tuneloop.shared.settings.feedback import RewardRule
 
 #: What an edited answer counts under, if it counts.
@@ -32,7 +33,7 @@ _REWARDING = frozenset({Kind.NUMBER, Kind.BOOLEAN, Kind.LABEL, Kind.PREFERENCE, 
 class Event(NamedTuple):
     """A feedback event as it bears on one reply; `preferred`: whether that is the better one of a preference's two.
 
-    `weight` is that of its rater among others, 0 in quarantine. `of_run`: it is about the reply's whole run.
+    `trusted`: its rater is no voter, but whose word settles it. `of_run`: it is about the reply's whole run.
     """
 
     id: int
@@ -44,7 +45,7 @@ class Event(NamedTuple):
     preferred: bool
     received_at: float
     call_id: str | None = None
-    weight: float = 1.0
+    trusted: bool = False
     of_run: bool = False
 
 
@@ -102,11 +103,7 @@ def counting_events(rule: RewardRule, events: Iterable[Event], *, sampled_at: fl
     """The events that make the reward of a reply, each with its metric and value."""
     latest: dict[tuple[str, str | None, bool], Event] = {}
     for event in events:
-        if (
-            event.weight
-            and rewarding(rule, event.kind)
-            and in_window(rule, sampled_at=sampled_at, received_at=event.received_at)
-        ):
+        if rewarding(rule, event.kind) and in_window(rule, sampled_at=sampled_at, received_at=event.received_at):
             latest[event.metric, event.source, event.of_run] = event
     valued = [(event, value) for event in latest.values() if (value := _value(rule, event)) is not None]
     sources_of_main = {
@@ -123,6 +120,9 @@ def counting_events(rule: RewardRule, events: Iterable[Event], *, sampled_at: fl
     if rule.run_feedback == "fallback":
         own = {metric for metric, event, _ in counting if not event.of_run}
         counting = [each for each in counting if not each[1].of_run or each[0] not in own]
+    if rule.aggregate == "median":
+        settled = {(metric, event.of_run) for metric, event, _ in counting if event.trusted}
+        counting = [each for each in counting if each[1].trusted or (each[0], each[1].of_run) not in settled]
     return counting
 
 
@@ -148,7 +148,7 @@ def _part(rule: RewardRule, weight: float, events: Sequence[tuple[Event, float]]
     """A metric's part of the reward."""
     if rule.aggregate == "mean":
         return weight * fmean(value for _, value in events)
-    return by_voice((_voice(event), Opinion(_clip(rule, weight * value), event.weight)) for event, value in events)
+    return median_by_voice((_voice(event), _clip(rule, weight * value)) for event, value in events)
 
 
 def _voice(event: Event) -> object:
@@ -166,12 +166,6 @@ def is_clipped(rule: RewardRule, metric: str, value: float) -> bool:
     """Whether a number under a metric that counts is more than a reward can be."""
     part = rule.weights.get(metric, 0.0) * value
     return _clip(rule, part) != part
-
-
-def worth(rule: RewardRule, event: Event) -> float | None:
-    """What an event says under a metric that counts, as far as the clip lets it; None if it counts for nothing."""
-    weight, value = rule.weights.get(event.metric), _value(rule, event)
-    return None if not weight or value is None else _clip(rule, weight * value)
 
 
 def _value(rule: RewardRule, event: Event) -> float | None:

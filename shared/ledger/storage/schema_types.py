@@ -24,7 +24,7 @@ RowId = BigInteger().with_variant(Integer(), "sqlite")
 #: Experiences that correct another one, as an index has them.
 CORRECTS = "correction > 0"
 
-#: Feedback that raters are compared by, as an index has it.
+#: Ratings of replies, as an index has them.
 RATED = "kind IN ('number', 'boolean', 'label') AND msg_id IS NOT NULL"
 
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")

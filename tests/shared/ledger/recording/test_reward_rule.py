@@ -132,15 +132,14 @@ def test_a_rule_that_does_not_add_is_the_same_as_before_there_was_a_choice() -> 
     assert rule_of(definition(RewardRule(run_feedback="add"))) == RewardRule(run_feedback="add")
 
 
-def test_who_has_proved_right_outweighs_those_who_have_not() -> None:
-    said = [event(source="ann", value=1.0, weight=3.0), *(event(source=name, weight=0.02, value=0.0) for name in "bcd")]
-    assert value(RULE, *said) == 1.0
-
-
-def test_who_is_in_quarantine_is_not_heard() -> None:
-    quarantined = event(source="b", value=0.0, weight=0.0)
-    assert value(RULE, event(source="a", value=1.0), quarantined) == 1.0
-    assert value(RULE, quarantined) is None
+def test_a_trusted_word_settles_its_metric_among_all_that_were_said_of_the_same() -> None:
+    others = [event(source=name, value=1.0) for name in "bcd"]
+    trusted = event(source="a", value=0.0, trusted=True, received_at=3.0)
+    assert reward_of(RULE, [trusted, *others], sampled_at=0.0) == Reward(0.0, 3.0)
+    assert value(RULE, *others, trusted, trusted._replace(source="e", value=1.0)) == 0.5
+    assert value(MEAN, *others, trusted) == 0.75
+    assert value(RULE, *others, trusted._replace(of_run=True)) == 1.0, "a reply's own feedback goes before its run's"
+    assert value(RewardRule(weights={"reward": 1.0, "tone": 1.0}), *others, trusted._replace(metric="tone")) == 1.0
 
 
 def test_a_rule_of_before_the_median_is_read_as_it_was_meant() -> None:
@@ -198,7 +197,7 @@ _events = st.builds(
     received_at=st.floats(0, 100),
     call_id=st.sampled_from([None, "x", "y"]),
     of_run=st.booleans(),
-).map(lambda said: said._replace(weight={"a": 0.02, "b": 3.0, None: 1.0}[said.source]))
+).map(lambda said: said._replace(trusted=said.source is None))
 _rules = st.builds(
     RewardRule,
     weights=st.dictionaries(st.sampled_from(["reward", "help"]), st.floats(-10, 10)),

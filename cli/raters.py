@@ -17,7 +17,7 @@ from tuneloop.cli.options import (
     existing_ledger,
     operator_name,
 )
-from tuneloop.shared.ledger.assessment import RaterStanding
+from tuneloop.shared.ledger.rater_decisions import RaterStatus
 from tuneloop.shared.logging import visible
 from tuneloop.shared.operations.diagnosis import moment
 
@@ -38,7 +38,7 @@ def raters(
     log: _LogOption = False,
     for_programs: JsonOption = False,
 ) -> None:
-    """List the raters, those in quarantine first."""
+    """List the raters of the newest 5,000 events, those in quarantine first."""
     if context.invoked_subcommand is not None:
         return
     if config is None:
@@ -57,7 +57,7 @@ def raters(
             ]
         else:
             lines = [line for each in ledger.raters.all() for line in _lines(each)]
-    echo("\n".join(lines) or "no rater has been compared yet")
+    echo("\n".join(lines) or "nobody has given feedback yet")
 
 
 @app.command()
@@ -85,7 +85,7 @@ def release(
     tenant: _TenantOption = "default",
     for_programs: JsonOption = False,
 ) -> None:
-    """Let a rater's feedback count again. From then on it is put into quarantine by hand only."""
+    """Let a rater's feedback count again."""
     _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
         ledger.raters.release(tenant, name, by=operator_name(), reason=reason)
@@ -99,10 +99,8 @@ def _tell(tenant: str, name: str, state: str, *, for_programs: bool) -> None:
         echo(f"{_name(name)} is {state}")
 
 
-def _lines(rater: RaterStanding) -> Iterator[str]:
-    known = f"reliability {rater.reliability:.2f} by {rater.compared} comparisons, weight {rater.weight:.2f}"
-    extreme = f", {rater.extreme} of them beyond reward.clip" if rater.extreme else ""
-    yield f"{_name(rater.name)} ({visible(rater.tenant)}): {rater.state.value}, {known}, {rater.events} events{extreme}"
+def _lines(rater: RaterStatus) -> Iterator[str]:
+    yield f"{_name(rater.name)} ({visible(rater.tenant)}): {rater.state.value}, {rater.events} events"
     if rater.reason is not None:
         yield f"  {visible(rater.reason)}"
 

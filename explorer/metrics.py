@@ -184,7 +184,9 @@ class Metrics:
             ["clock"],
             registry=registry,
         )
-        self.raters = Gauge("tuneloop_raters", "Raters, by whether their feedback counts", ["state"], registry=registry)
+        self.held_back = Gauge(
+            "tuneloop_held_back", "Experiences that a rater's share keeps out of batches", registry=registry
+        )
         self.alarm = Gauge("tuneloop_alarm", "1 for each open alarm of the training", ["name"], registry=registry)
 
     def _add_judge_metrics(self, registry: CollectorRegistry) -> None:

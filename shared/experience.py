@@ -48,6 +48,15 @@ def person_behind(source: str) -> str:
     return source.partition("/")[2] if source.startswith(KEY_SOURCE) and "/" in source else source
 
 
+def names_nobody(source: str) -> bool:
+    """Whether it is the application's own word: feedback without a source, with a key or without.
+
+    >>> names_nobody(""), names_nobody("key:web"), names_nobody("key:web/ann"), names_nobody("ann")
+    (True, True, False, False)
+    """
+    return not source or (source.startswith(KEY_SOURCE) and "/" not in source)
+
+
 #: What the sources of clients with keys begin with.
 KEY_SOURCE = "key:"
 

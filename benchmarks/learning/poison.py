@@ -4,9 +4,8 @@
     .venv/bin/python -m benchmarks.learning.poison --out FOLDER --report
 
 Replies are sampled by the trainer's own model, as in `ours`; but what is said of them goes through a real ledger, with
-the defaults of a service: recorded, rewarded, committed, leased, trained; raters are compared after each batch. Each
-reply is rated by three of twenty raters, drawn for it. `--defence off` is the same without any of it: the mean, no
-clip, no quarantine, no limit to a rater's share.
+the defaults of a service: recorded, rewarded, committed, leased, trained. Each reply is rated by three of twenty
+raters, drawn for it. `--defence off` is the same without any of it: the mean, no clip, no limit to a rater's share.
 
 What hostile raters say of a reply that is theirs to rate (or that they pick):
 
@@ -147,7 +146,7 @@ def learn(trial: Trial, starts: Path) -> dict[str, Any]:
     player, crowd = Player(task, learner.actor.network, words, seed=trial.seed), Crowd(trial)
     began, cpu = time.monotonic(), time.process_time()
     before = _right(trial, learner, words)
-    options, rule, policy = _defence(trial)
+    rule, policy = _defence(trial)
     questions, curve, numbers = forever(task, trial.seed), list[float](), count()
     with tempfile.TemporaryDirectory(prefix="poison-") as folder:
         url = f"sqlite:///{folder}/ledger.db"
@@ -159,11 +158,9 @@ def learn(trial: Trial, starts: Path) -> dict[str, Any]:
             played = player.play(list(islice(questions, BATCH)))
             said = [_exchange(run, next(numbers), learner.steps) for run in played]
             ledger.recording.record([*said, *crowd.say([(e.msg_id, r) for e, r in zip(said, played, strict=True)])])
-            ledger.raters.assess(options)
             ledger.recording.commit(_TENANT)
             _train(ledger, epoch, learner, settings, policy)
             curve.append(round(fmean(run.verdict.right for run in played), 4))
-        quarantined = sorted(each.name for each in ledger.raters.all() if each.state == "quarantined")
         counts = ledger.reports.counts()
         ledger.close()
     return {
@@ -176,7 +173,6 @@ def learn(trial: Trial, starts: Path) -> dict[str, Any]:
         "steps": learner.steps,
         "trained": counts[State.TRAINED],
         "dropped": counts[State.DROPPED],
-        "quarantined": quarantined,
         "curve": curve,
         "cpu_s": round(time.process_time() - cpu, 1),
         "wall_s": round(time.monotonic() - began, 1),
@@ -194,11 +190,10 @@ def _train(ledger: Ledger, epoch: int, learner: Any, settings: Any, policy: Batc
         ledger.training.register(epoch, [row.id for row in kept], step=learner.steps, publish=publish)
 
 
-def _defence(trial: Trial) -> tuple[FeedbackSettings, RewardRule, BatchPolicy]:
+def _defence(trial: Trial) -> tuple[RewardRule, BatchPolicy]:
     if trial.defence == "on":
-        options = FeedbackSettings()
-        return options, RewardRule(), BatchPolicy(max_rater_share=options.max_rater_share)
-    return FeedbackSettings(quarantine_below=None), RewardRule(clip=None, aggregate="mean"), BatchPolicy()
+        return RewardRule(), BatchPolicy(max_rater_share=FeedbackSettings().max_rater_share)
+    return RewardRule(clip=None, aggregate="mean"), BatchPolicy()
 
 
 def _exchange(run: Run, number: int, version: int) -> Exchange:
@@ -279,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 file.with_suffix(".new").replace(file)
                 print(
                     f"{trial.name}: {line['before']:.3f} -> {line['after']:.3f} in {line['wall_s']:.0f} s,"
-                    f" {line['cpu_s']:.0f} s of CPU; in quarantine: {', '.join(line['quarantined'][:9]) or 'nobody'}",
+                    f" {line['cpu_s']:.0f} s of CPU",
                     flush=True,
                 )
     print(table([json.loads(file.read_text()) for file in sorted(options.out.glob("poison-*.json"))]))

@@ -64,7 +64,9 @@ def kto(reply: ExportedReply, *, everything: bool = False) -> Row | str:
     """An answer and whether more people put their thumbs up than down."""
     if reason := _why_unusable(reply) or _why_no_answer(reply, everything):
         return reason
-    thumbs = {event.source: event for event in current_feedback(reply) if event.kind == Kind.BOOLEAN}
+    said = [event for event in current_feedback(reply) if event.kind == Kind.BOOLEAN]
+    own = [event for event in said if event.msg_id is not None]
+    thumbs = {event.source: event for event in own or said}
     votes = sum(1 if event.value else -1 for event in thumbs.values())
     if not votes:
         return "no thumbs" if not thumbs else "as many thumbs up as down"
@@ -117,20 +119,24 @@ def experience(reply: ExportedReply) -> Row:
 
 
 def current_feedback(reply: ExportedReply) -> list[Any]:
-    """The feedback about a reply that was not retracted, in the order in which it came."""
+    """The feedback about a reply that was not retracted: that on its run, then its own, each as it came."""
     events: list[Any] = []
-    for event in reply.events:
+    for event in sorted(reply.events, key=lambda event: event.msg_id is not None):
         if not reply.is_subject_of(event):
             continue
         if event.kind == Kind.RETRACTION:
-            events = [each for each in events if (each.metric, each.source) != (event.metric, event.source)]
+            events = [each for each in events if _statement(each) != _statement(event)]
         else:
             events.append(event)
     return events
 
 
+def _statement(event: Any) -> object:
+    return event.metric, event.source, event.msg_id is None
+
+
 def latest_edit(reply: ExportedReply) -> Any | None:
-    """The last edited answer."""
+    """The last edited answer, of the reply itself if there is one."""
     edits = [event for event in current_feedback(reply) if event.kind == Kind.DEMONSTRATION]
     return edits[-1] if edits else None
 

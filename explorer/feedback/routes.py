@@ -40,17 +40,22 @@ _Apart = Mapping[str, Outcome]
 class Results(NamedTuple):
     """What became of each event, and of the choices of those that it differs for; how far the database was then.
 
-    `not_trained` is why replies will not be trained on, by msg_id and choice.
+    `not_trained` is why replies will not be trained on, by msg_id and choice. `of_runs`: the replies whose reward an
+    event about their run makes.
     """
 
     outcomes: Mapping[str, Outcome]
     apart: Mapping[str, _Apart] = {}
     not_trained: Mapping[str, Mapping[int, str]] = {}
+    of_runs: Mapping[str, Sequence[str]] = {}
     flushed: Flushed = Flushed.NO
 
 
 #: Late events of a call whose choices are told apart: each is a query.
 _MOST_APART = 100
+
+#: Events of a call about runs, and replies of each, of which it is told whose reward they make.
+_MOST_OF_RUNS = 100
 
 #: What a rule makes numbers of, if their metrics have a weight.
 _RATINGS = frozenset({Kind.NUMBER, Kind.BOOLEAN, Kind.LABEL, Kind.PREFERENCE})
@@ -162,6 +167,8 @@ class FeedbackRoutes:
             answer["choices"] = choices
         if reasons := dict(_reasons(parsed, found.not_trained)):
             answer["not_trained"] = reasons
+        if replies := dict(_replies_of_runs(parsed, found.of_runs)):
+            answer["replies"] = replies
         return answer
 
     async def _store(self, events: Sequence[Feedback], caller: Caller) -> Results:
@@ -205,10 +212,18 @@ class FeedbackRoutes:
     def _look_up(self, events: Sequence[Feedback]) -> Results:
         """What became of events by the database, and why their replies will not be trained on."""
         outcomes, apart = self._outcomes(events)
+        of_runs = self._of_runs(events, outcomes)
         ids = {event.msg_id for event in events if event.msg_id}
         if not 0 < len(ids) <= _MAX_EXPLAINED or Outcome.PENDING in outcomes.values():
-            return Results(outcomes, apart)
-        return Results(outcomes, apart, self._ledger.reports.not_trained(ids, any_reply=self._any_reply))
+            return Results(outcomes, apart, of_runs=of_runs)
+        why = self._ledger.reports.not_trained(ids, any_reply=self._any_reply)
+        return Results(outcomes, apart, why, of_runs)
+
+    def _of_runs(self, events: Sequence[Feedback], outcomes: Mapping[str, Outcome]) -> dict[str, list[str]]:
+        """The replies whose reward each of the first events about runs makes."""
+        rated = [event for event in events if event.msg_id is None and event.kind in _RATINGS]
+        told = [event for event in rated if outcomes[event.event_id] is not Outcome.PENDING][:_MOST_OF_RUNS]
+        return {event.event_id: self._ledger.recording.replies_decided_by(event) for event in told}
 
     def _outcomes(self, events: Sequence[Feedback]) -> tuple[Mapping[str, Outcome], Mapping[str, _Apart]]:
         results = self._ledger.recording.outcomes(events[0].call_id, [event.event_id for event in events])
@@ -246,6 +261,18 @@ def _choices(parsed: Sequence[FeedbackEvent], apart: Mapping[str, _Apart]) -> It
     for each in parsed:
         if each.event is not None and each.event.event_id in apart:
             yield each.about, apart[each.event.event_id]
+
+
+def _replies_of_runs(
+    parsed: Sequence[FeedbackEvent], of_runs: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """How many replies of each run take what was said of it, and the first of them."""
+    found: dict[str, dict[str, None]] = {}
+    for each in parsed if of_runs else ():
+        if each.event is not None and each.event.event_id in of_runs:
+            found.setdefault(each.about, {}).update(dict.fromkeys(of_runs[each.event.event_id]))
+    for about, msg_ids in found.items():
+        yield about, {"count": len(msg_ids), "msg_ids": list(msg_ids)[:_MOST_OF_RUNS]}
 
 
 def _reasons(parsed: Sequence[FeedbackEvent], why: Mapping[str, Mapping[int, str]]) -> Iterator[tuple[str, str]]:

@@ -104,12 +104,19 @@ class Caller:
     def rater(self, source: str | None) -> str | None:
         """The name in which the caller gives feedback as `source`: nobody writes in the name of another's raters.
 
-        >>> Caller(name="web").rater("ann"), Caller(name="web").rater(None), Caller().rater("ann")
+        Without a source, who may ask the model is the application; who may only give feedback is a rater.
+
+        >>> web = Caller(name="web", scopes=frozenset({Scope.INFERENCE, Scope.FEEDBACK}))
+        >>> web.rater("ann"), web.rater(None), Caller().rater("ann")
         ('key:web/ann', 'key:web', 'ann')
+        >>> Caller(name="desk", scopes=frozenset({Scope.FEEDBACK})).rater(None)
+        'key:desk/desk'
         """
         if not self.name:
             return source
-        return f"{KEY_SOURCE}{self.name}/{source}" if source else f"{KEY_SOURCE}{self.name}"
+        if not source and not self.scopes.isdisjoint({Scope.INFERENCE, Scope.ADMIN}):
+            return f"{KEY_SOURCE}{self.name}"
+        return f"{KEY_SOURCE}{self.name}/{source or self.name}"
 
     @property
     def sees_all(self) -> bool:

@@ -63,7 +63,9 @@ class LedgerGauges:
 
     def _update(self) -> None:
         self._ledger.recording.end_silent_leases()
-        self._set_gauges(self._ledger.reports.facts(BatchPolicy.of(self._settings)))
+        self._ledger.raters.settle()
+        least = Rules.of(self._settings).least
+        self._set_gauges(self._ledger.reports.facts(BatchPolicy.of(self._settings), batch=least))
         imbalance = self._ledger.reports.imbalance()
         for sentence in imbalance:
             log.error("ledger_imbalance", sentence=sentence)
@@ -106,6 +108,7 @@ class LedgerGauges:
         pace = find_pace(self._settings.job_dir, now)
         metrics.training_lag.set(0.0 if pace is None else pace.lag)
         metrics.feedback_pending.set(ledger.pending)
+        metrics.held_back.set(sum(each.rows for each in ledger.held_back))
         open_ = {alarm.name for alarm in ledger.alarms}
         self._alarmed |= open_
         for name in self._alarmed:

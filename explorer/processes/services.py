@@ -29,7 +29,6 @@ from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, FleetRep
 from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.engines.vllm_adapters import control_of
 from tuneloop.explorer.feedback.judge import JudgeLoop
-from tuneloop.explorer.feedback.rater_assessment import RaterAssessment
 from tuneloop.explorer.http.caller import FeedbackBinding
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
@@ -156,7 +155,6 @@ async def open_control_services(
         examination.run(),
         canary_controller.run(),
         attestation.run(),
-        RaterAssessment(settings, ledger, metrics).run(),
         key_watch.run(metrics),
         *judging,
         *([sleep.run()] if sleep else []),

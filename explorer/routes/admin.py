@@ -56,7 +56,7 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
     async def get_raters(request: Request) -> Response:
         caller, found = caller_of(request.scope), await asyncio.to_thread(ledger.raters.all)
         found = [each for each in found if caller.sees_all or each.tenant == caller.tenant]
-        return _json({"object": "list", "data": [each._asdict() | {"weight": each.weight} for each in found]})
+        return _json({"object": "list", "data": [each._asdict() for each in found]})
 
 
 def parse_version(version: str, ledger: Ledger) -> int:

@@ -221,7 +221,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/admin/versions/{version}/rollback"): Operation(
         _VERSIONS, "Take this version out of service for good", "versions.md", body=_REASONED
     ),
-    ("GET", "/admin/raters"): Operation(_KEYS, "Raters, and how far each is believed", "feedback.md"),
+    ("GET", "/admin/raters"): Operation(_KEYS, "Raters, and whether the feedback of each counts", "feedback.md"),
     ("GET", "/admin/keys"): Operation(_KEYS, "Keys, without their secrets", "keys.md"),
     ("POST", "/admin/keys"): Operation(
         _KEYS,

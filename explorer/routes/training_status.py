@@ -69,7 +69,7 @@ async def _in_turn(request: Request, query: Callable[[], _T]) -> _T:
 def _status(settings: Settings, ledger: Ledger, served: list[int], tenant: str | None) -> dict[str, object]:
     """With a `tenant`, nothing that tells of others' rows: counts are its own, and sentences are left out."""
     rules, now = Rules.of(settings), steady_time.now()
-    facts = ledger.reports.facts(BatchPolicy.of(settings))
+    facts = ledger.reports.facts(BatchPolicy.of(settings), batch=rules.least)
     reasons = diagnose(Facts(now=now, rules=rules, spool=spool_status(settings.spool_dir), ledger=facts))
     if tenant is not None:
         facts, reasons = _of_tenant(facts, settings, ledger, tenant), []
@@ -126,4 +126,5 @@ def is_settled(facts: LedgerFacts, rules: Rules, served: list[int], *, looked_at
     if rules.batch_timeout is not None:
         return committed + leased == 0
     is_learning = leased >= rules.batch_size and rules.save_interval == 1
-    return not is_learning and facts.claimable < rules.batch_size and (looked_at or not committed)
+    is_short = facts.claimable < rules.batch_size or bool(facts.held_back)
+    return not is_learning and is_short and (looked_at or not committed)

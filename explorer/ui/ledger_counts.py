@@ -84,6 +84,8 @@ class LedgerCounts:
 
     def _count(self) -> _Count:
         at, began = steady_time.now(), self._now()
-        facts = self._ledger.reports.facts(BatchPolicy.of(self._settings), drops=MAX_DROP_REASONS)
+        facts = self._ledger.reports.facts(
+            BatchPolicy.of(self._settings), drops=MAX_DROP_REASONS, batch=Rules.of(self._settings).least
+        )
         ended = self._now()
         return _Count(facts, at, ended, ended - began)

@@ -18,8 +18,9 @@ def records_of_export(path: Path) -> Iterator[RunRecord]:
     """The runs in a file of `tuneloop export --format experiences` (JSON lines), in their order.
 
     Replies without a run are a record each. `rewards` are the numbers that were said of the run or its replies by
-    metric, each source's last, the mean over sources; `total_reward` is the ledger's of the last reply that has one;
-    thumbs, labels, comments and edited answers are `user_feedback`. Raises LogRefused.
+    metric, each source's last, the mean over sources; where anybody rated the run, of that alone. `total_reward` is the
+    ledger's of the last reply that has one; thumbs, labels, comments and edited answers are `user_feedback`. Raises
+    LogRefused.
     """
     return _records(read_export(path))
 
@@ -66,16 +67,18 @@ def _record(conversation: str, calls: Sequence[LoggedExchange]) -> RunRecord:
 
 def _feedback(events: Iterable[Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
     """The numbers by metric, and what else was said, each source's last word."""
-    numbers: dict[str, dict[object, float]] = defaultdict(dict)
+    numbers: dict[tuple[str, bool], dict[object, float]] = defaultdict(dict)
     words: dict[str, Any] = {}
     for event in sorted(events, key=lambda each: float(each.get("received_at") or 0.0)):
         kind, metric, value = event.get("kind"), str(event.get("metric")), event.get("value")
+        said = numbers[metric, event.get("msg_id") is None]
         if kind == "number" and isinstance(value, int | float):
-            numbers[metric][event.get("source")] = float(value)
+            said[event.get("source")] = float(value)
         elif kind == "boolean":
             words["thumb" if metric == "reward" else metric] = bool(value)
         elif kind in _WORDS:
             words[metric if metric != "reward" else str(kind)] = event.get("text")
         elif kind == "retraction":
-            numbers[metric].pop(event.get("source"), None)
-    return {metric: fmean(values.values()) for metric, values in numbers.items() if values}, words
+            said.pop(event.get("source"), None)
+    ordered = sorted(numbers.items(), key=lambda each: each[0][1])  # the run's own last
+    return {metric: fmean(values.values()) for (metric, _), values in ordered if values}, words

@@ -108,7 +108,7 @@ class TrainingRunner:
         outbox = self.outbox
         if outbox is None:
             outbox = self._temporary = tempfile.mkdtemp(prefix="tuneloop-outbox-")
-        self._feedback = Feedback(self.service, outbox=outbox, source="training-runner", api_key=self.api_key)
+        self._feedback = Feedback(self.service, outbox=outbox, api_key=self.api_key)
         carry_into_threads(lambda what: isinstance(what, Replay))
         self._worker, self._pid = ShadowWorker(_plan_of(self), self._counts, self._feedback), os.getpid()
         return self

@@ -53,6 +53,14 @@ class Weights(NamedTuple):
     reason: str | None
 
 
+class HeldBack(NamedTuple):
+    """How many rows a rater's share keeps out of batches; the rater is a key, or a source without one."""
+
+    tenant: str
+    rater: str
+    rows: int
+
+
 class DropCount(NamedTuple):
     """How many experiences were dropped, have expired, or wait to be set aside, for the same reason."""
 
@@ -66,16 +74,18 @@ class LedgerFacts:
     """The ledger's counts.
 
     Of the committed rows, `claimable` may go into the next batch, `too_old` expire when it is taken, and `ungrouped`
-    are in no complete group. Of all that waits and was sampled lately, `unsampled` are not samples of the policy, where
-    the trainer takes nothing else; `unfit` counts all such rows that wait, by state and reason. `edited` committed rows
-    have an edited answer and no reward, where the method learns from rewards alone. `purged` trained rows are deleted.
-    The leases began no earlier than `leased_since`.
+    are in no complete group. `held_back`: for whose shares there is no full batch, who has the most first. Of all that
+    waits and was sampled lately, `unsampled` are not samples of the policy, where the trainer takes nothing else;
+    `unfit` counts all such rows that wait, by state and reason. `edited` committed rows have an edited answer and no
+    reward, where the method learns from rewards alone. `purged` trained rows are deleted. The leases began no earlier
+    than `leased_since`.
     """
 
     states: Mapping[State, StateCount]
     claimable: int = 0
     too_old: int = 0
     ungrouped: int = 0
+    held_back: tuple[HeldBack, ...] = ()
     unsampled: int = 0
     edited: int = 0
     unfit: tuple[DropCount, ...] = ()

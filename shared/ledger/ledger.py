@@ -13,13 +13,13 @@ from sqlalchemy import Engine, select
 
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.ledger.assessment import Raters
 from tuneloop.shared.ledger.browsing.exchange_view import ExchangeViews
 from tuneloop.shared.ledger.browsing.reply_pages import ReplyPages
 from tuneloop.shared.ledger.browsing.reward_history import RewardHistory
 from tuneloop.shared.ledger.browsing.same_prompts import SamePrompts
 from tuneloop.shared.ledger.export import Exports
 from tuneloop.shared.ledger.keys import Keys
+from tuneloop.shared.ledger.rater_decisions import Raters
 from tuneloop.shared.ledger.recording.attestation import Attestations
 from tuneloop.shared.ledger.recording.judging import Judging
 from tuneloop.shared.ledger.recording.recording import LEASE_S, Recording
@@ -41,7 +41,7 @@ from tuneloop.shared.ledger.versions.decisions import Versions
 from tuneloop.shared.ledger.versions.drift import Drift
 from tuneloop.shared.ledger.versions.evaluations import Evaluations
 from tuneloop.shared.ledger.versions.versions import Version
-from tuneloop.shared.settings.feedback import RewardRule
+from tuneloop.shared.settings.feedback import RewardRule, TrustedRaters
 from tuneloop.shared.settings.settings import Settings
 
 __all__ = ["LEASE_S", "Alarm", "BatchPolicy", "Ledger", "Version", "VersionReward"]
@@ -55,6 +55,7 @@ class Ledger:
         engine: Engine,
         *,
         rule: RewardRule | None = None,
+        trusted_raters: TrustedRaters | None = None,
         compensate_late: bool = False,
         clock: Callable[[], float] = steady_time.now,
         ticks: Callable[[], float] = time.monotonic,
@@ -65,7 +66,7 @@ class Ledger:
         `transactions(engine, clock=clock)` makes the one way to the database that all parts share.
         """
         self.transactions = transactions(engine, clock=clock)
-        self.settlement = Settlement(rule, compensate_late=compensate_late, clock=clock)
+        self.settlement = Settlement(rule, trusted_raters=trusted_raters, compensate_late=compensate_late, clock=clock)
         self.recording = Recording(self.transactions, self.settlement, ticks=ticks)
         self.training = Training(self.transactions, self.settlement)
         self.restoration = Restoration(self.transactions, self.settlement)
@@ -96,6 +97,7 @@ class Ledger:
         return cls(
             engine,
             rule=settings.reward,
+            trusted_raters=settings.feedback.all_trusted(settings.judge),
             compensate_late=settings.feedback.compensate_late,
             clock=LedgerClock(engine),
         )

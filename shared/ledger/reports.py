@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Select, and_, exists, func, or_, select, text, true
 
 from tuneloop.shared.experience import State, VersionState
-from tuneloop.shared.ledger.facts import DropCount, LedgerFacts, StateCount, Trainer, Weights
+from tuneloop.shared.ledger.facts import DropCount, HeldBack, LedgerFacts, StateCount, Trainer, Weights
 from tuneloop.shared.ledger.storage.codec import unpack_text
 from tuneloop.shared.ledger.storage.schema import COMMITTED, epochs, exchanges, experiences, feedback, versions, worth
 from tuneloop.shared.ledger.storage.schema_types import CORRECTS, EDITED
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, is_among, portions
 from tuneloop.shared.ledger.stored_bytes import select_miscounted
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
+from tuneloop.shared.ledger.training.batches import held_by_shares
 from tuneloop.shared.ledger.training.groups import takable, young
 from tuneloop.shared.ledger.versions.alarms import Alarms
 from tuneloop.shared.ledger.versions.versions import SERVABLE
@@ -105,8 +106,11 @@ class Reports(LedgerPart):
         _, fit, grouped, _ = self._count_committed(policy, tenant)
         return fit if policy.group_by == "none" else grouped
 
-    def facts(self, policy: BatchPolicy, *, drops: int = 0) -> LedgerFacts:
-        """The facts that explain why no step is happening, with so many of the most frequent reasons for `drops`."""
+    def facts(self, policy: BatchPolicy, *, drops: int = 0, batch: int | None = None) -> LedgerFacts:
+        """The facts that explain why no step is happening, with so many of the most frequent reasons for `drops`.
+
+        `batch`: of how many experiences a step is made; without it nothing is told of what shares hold back.
+        """
         states, trainer, weights = self._state_counts(), self._trainer(), self._weights()
         none = State.COMMITTED not in states
         committed, young, grouped, since = (0, 0, 0, None) if none else self._count_committed(policy)
@@ -115,9 +119,11 @@ class Reports(LedgerPart):
         [(count, consumed, purged)] = self._read(
             select(func.count().filter(versions.c.version > 0), _sum(versions.c.consumed), _sum(versions.c.purged))
         )
+        claimable = young if policy.group_by == "none" else grouped
         return LedgerFacts(
             states=_with_oldest(states, {State.COMMITTED: since, State.LEASED: leased}),
-            claimable=young if policy.group_by == "none" else grouped,
+            claimable=claimable,
+            held_back=() if batch is None or claimable < batch else self._held_back(policy, batch),
             too_old=committed - young,
             ungrouped=0 if policy.group_by == "none" else young - grouped,
             unsampled=0 if policy.any_reply else self._count_unsampled(),
@@ -134,6 +140,10 @@ class Reports(LedgerPart):
             drops=self._drop_counts(drops) if drops else (),
             alarms=tuple(self._alarms.all()),
         )
+
+    def _held_back(self, policy: BatchPolicy, batch: int) -> tuple[HeldBack, ...]:
+        with self._snapshot() as connection:
+            return tuple(HeldBack(*rater, rows) for rater, rows in held_by_shares(connection, policy, batch).items())
 
     def _state_counts(self) -> dict[State, StateCount]:
         state, sampled_at = experiences.c.state, experiences.c.sampled_at

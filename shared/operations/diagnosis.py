@@ -10,12 +10,16 @@ from typing import NamedTuple
 
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts
+from tuneloop.shared.logging import visible
 
 #: Bytes that have waited in the spool for so many seconds are stuck.
 SPOOL_WAITS_S = 60.0
 
 #: More untrainable replies than this for each trainable one are no client's choice.
 _NEARLY_ALL = 20
+
+#: So many raters are named in a sentence.
+_NAMED = 5
 
 #: The alarm while a version waits for room on the disk.
 DISK_FULL = "disk_full"
@@ -46,6 +50,7 @@ class Code(StrEnum):
     TOO_STALE = "too_stale"
     GROUPS_INCOMPLETE = "groups_incomplete"
     BATCH_NOT_FULL = "batch_not_full"
+    RATER_SHARE = "rater_share"
     REJECTED_VERSIONS = "rejected_versions"
     PROMOTION_HELD = "promotion_held"
     NONE = "none"
@@ -169,6 +174,7 @@ def _of_the_batch(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
     size, leased = facts.rules.least, ledger.count(State.LEASED).rows
     ready = ledger.claimable + (leased % size if _up(facts, ledger) else leased)
     if ready >= size:
+        yield from _of_the_shares(ledger)
         return
     yield from _before_feedback(ledger, facts.rules.ignored_feedback)
     yield from _before_the_trainer(facts, ledger)
@@ -178,6 +184,19 @@ def _of_the_batch(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
             Code.BATCH_NOT_FULL,
             f"{missing}: give feedback on more replies and commit them, or lower buffer.train_batch_size",
         )
+
+
+def _of_the_shares(ledger: LedgerFacts) -> Iterator[Reason]:
+    if not ledger.held_back:
+        return
+    named = ", ".join(f"{visible(each.rater)} ({each.tenant}) {each.rows}" for each in ledger.held_back[:_NAMED])
+    more = f" and {len(ledger.held_back) - _NAMED} more" if len(ledger.held_back) > _NAMED else ""
+    yield Reason(
+        Code.RATER_SHARE,
+        f"feedback.max_rater_share keeps experiences of these raters out of the next batch: {named}{more}. Let others"
+        " give feedback too, name a source of your own in feedback.trusted_raters or send its feedback without a"
+        " source, or raise the share",
+    )
 
 
 def _before_feedback(ledger: LedgerFacts, ignored_feedback: str | None) -> Iterator[Reason]:

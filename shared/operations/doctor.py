@@ -122,7 +122,7 @@ def _read_ledger(settings: Settings) -> _LedgerReading:
     ledger = Ledger.of(settings)
     try:
         return _LedgerReading(
-            ledger.reports.facts(BatchPolicy.of(settings), drops=MAX_DROP_REASONS),
+            ledger.reports.facts(BatchPolicy.of(settings), drops=MAX_DROP_REASONS, batch=Rules.of(settings).least),
             ledger.reports.audit(),
             find_open_versions(ledger, settings),
             _space(ledger, settings),
@@ -266,6 +266,7 @@ def as_json(report: DoctorReport) -> Mapping[str, object]:
         found |= {
             "states": {state.value: ledger.count(state)._asdict() for state in State},
             "batch": {"size": facts.rules.batch_size, "claimable": ledger.claimable, "too_old": ledger.too_old},
+            "held_back": [each._asdict() for each in ledger.held_back],
             "feedback": {"pending": ledger.pending, "oldest": ledger.pending_since},
             "trained": {"consumed": ledger.consumed, "purged": ledger.purged, "versions": ledger.versions},
             "trainer": ledger.trainer and ledger.trainer._asdict() | {"up": ledger.trainer.up(facts.now)},

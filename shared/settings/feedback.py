@@ -10,10 +10,9 @@ from typing import Annotated, Literal
 import regex
 from pydantic import AfterValidator, Field
 
-from tuneloop.shared.experience import DEFAULT_TENANT, is_tenant_name
+from tuneloop.shared.experience import DEFAULT_TENANT, is_tenant_name, names_nobody
 from tuneloop.shared.settings.types import (
     Address,
-    Fraction,
     NotNegative,
     NotNegativeReal,
     Positive,
@@ -124,9 +123,11 @@ class RewardRule(Section):
     """The least and the greatest reward, and of each rater's word, times its weight; null: ±1e6. [`tune()`](tune.md)
     writes null. _Serve._"""
     aggregate: Literal["median", "mean"] = "median"
-    """What is made of several raters' words about one reply: `median` weighs them by their
-    [reliability](feedback.md#many-raters), of two it is the mean; `mean` counts all alike, and clips the sum alone.
-    _Serve._"""
+    """What is made of several raters' words about one reply: the `median`, of two the mean, where [your own
+    word](feedback.md#many-raters) settles it; or the `mean` of all, which clips the sum alone. _Serve._"""
+    run_feedback: Literal["fallback", "add"] = "fallback"
+    """What feedback on a run does to its replies: `fallback`, it counts under a metric where nothing was said of the
+    reply itself; `add`, it is added ([more](feedback.md#a-run-and-its-replies)). _Serve._"""
     attribution_window: Seconds | None = None
     """Seconds after the request in which feedback counts; later feedback is stored and answered `late`. null: for ever.
     _Serve._"""
@@ -152,9 +153,10 @@ class RewardRule(Section):
 
 @dataclass(frozen=True, slots=True)
 class TrustedRaters:
-    """Whose verdicts are taken for true: some tenants' sources, and the judge's about the replies of every tenant.
+    """Who is no voter, but whose word settles it: some tenants' sources, the judge of all tenants, and the application.
 
-    Anybody may give a rater of his own tenant the name of another's, but nobody that of the judge.
+    The application is who names no source, with a key or without. Anybody may give a rater of his own tenant the name
+    of another's, but nobody that of the judge.
     """
 
     named: frozenset[tuple[str, str]] = frozenset()
@@ -162,7 +164,9 @@ class TrustedRaters:
 
     def __contains__(self, rater: object) -> bool:
         """Whether a rater, a tenant and a source, is one of them."""
-        return rater in self.named or (isinstance(rater, tuple) and self.judge is not None and rater[1] == self.judge)
+        if not isinstance(rater, tuple):
+            return False
+        return rater in self.named or names_nobody(rater[1]) or (self.judge is not None and rater[1] == self.judge)
 
 
 def _trusted_rater(entry: str) -> tuple[str, str]:
@@ -185,16 +189,12 @@ class FeedbackSettings(Section):
     """The part of a batch that one rater's word may make up, as soon as there are so many raters that each can have it
     ([more](feedback.md#many-raters)); 1: all of it. _Train._"""
     trusted_raters: tuple[str, ...] = ()
-    """Sources whose verdicts are taken for true: others are compared with them, and their own part of a batch is not
-    limited. `tenant/source`; without a tenant, of `default`. The [judge](judges.md) is one for all tenants."""
-    quarantine_below: Fraction | None = 0.5
-    """A rater that surely agrees with others less than this is put into quarantine, as other outliers are; null: nobody
-    is, but by hand. _Serve._"""
-    quarantine_after: Positive = 20
-    """After so many comparisons with others a rater may be put into quarantine. _Serve._"""
+    """Sources whose word is [your own](feedback.md#many-raters), as that of feedback without a source and of the
+    [judge](judges.md): it settles a metric, and no share holds it back. `tenant/source`; without a tenant, of
+    `default`."""
 
     def all_trusted(self, judge: JudgeSettings) -> TrustedRaters:
-        """The raters whose verdicts are taken for true, the judge among them."""
+        """The raters that are no voters, the judge among them."""
         return TrustedRaters(frozenset(map(_trusted_rater, self.trusted_raters)), judge.own_source)
 
 

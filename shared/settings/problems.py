@@ -41,7 +41,12 @@ _TRINITYS_VALUES: Mapping[str, tuple[Sequence[object], str]] = {
 
 #: Options that there were, and what to do without them.
 _REMOVED: Mapping[str, str] = {
-    "reward.demonstration_value": "was removed: sft learns edited answers, whatever the reward. Delete the line",
+    "reward.demonstration_value": "removed: sft learns edited answers, whatever the reward. Delete the line",
+    **dict.fromkeys(
+        ("feedback.quarantine_after", "feedback.quarantine_below"),
+        "removed: raters are not compared any more. Delete the line; `tuneloop raters quarantine` puts one into"
+        " quarantine",
+    ),
 }
 
 
@@ -64,13 +69,15 @@ def sort_unknown(
 ) -> Iterator[SettingsProblem]:
     """The problems with what stands at an unknown key; what Trinity knows of it goes into `trinity_only`."""
     names = [str(key) for key in at]
-    if _is_trinity_key(names):
+    if (removed := _REMOVED.get(".".join(names))) is not None:
+        yield _problem(locations, at, removed)
+    elif _is_trinity_key(names):
         trinity_only.append(dotted_name(at))
     elif ".".join(names) in _SECTIONS and isinstance(value, dict | None):
         for key, inner in (value or {}).items():
             yield from sort_unknown(locations, (*at, key), inner, trinity_only)
     else:
-        yield _problem(locations, at, _REMOVED.get(".".join(names)) or f"unknown key.{_nearest_name(names)}")
+        yield _problem(locations, at, f"unknown key.{_nearest_name(names)}")
 
 
 def _problem(locations: Mapping[Keys, SourceLocation], keys: Keys, what: str) -> SettingsProblem:

@@ -22,7 +22,6 @@ from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.training.training import Training
-from tuneloop.shared.settings.feedback import FeedbackSettings
 from tuneloop.shared.telemetry.spans import span_of_reply, span_of_version
 from tuneloop.trainer import loop
 from tuneloop.trainer.loop import TrainingLoop, run
@@ -141,7 +140,6 @@ def test_what_takes_its_place_keeps_to_the_raters_shares_of_the_whole_batch(sett
     commit(ledger, [sample(9, completion_ids=nothing.astype(np.int32), logprobs=nothing)], source="a")
     for number in range(10, 13):
         commit(ledger, [sample(number)], source=f"rater-{number}")
-    ledger.raters.assess(FeedbackSettings())
     chosen = settings(trainer={"total_steps": 1}, feedback={"max_rater_share": 0.25})
     run(chosen, Event())
     with database.connect(chosen.database_url).connect() as connection:

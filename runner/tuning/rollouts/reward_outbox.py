@@ -9,9 +9,6 @@ from typing import Any
 from tuneloop.runner.tuning.journal import Journal, RunResult, acknowledged_line, name_of, result_line
 from tuneloop.runner.tuning.services.service_client import ServiceClient
 
-#: What the feedback's `source` is.
-SOURCE = "tune"
-
 #: A metric of a workflow or judge is stored under this and its name, so that none is taken for the reward.
 METRIC_PREFIX = "metrics/"
 
@@ -109,7 +106,7 @@ class RewardOutbox:
 
 
 def _about(result: RunResult) -> dict[str, Any]:
-    return {"task_id": result.task_id, "run_id": result.run_id, "source": SOURCE, "idempotency_key": _key(result)}
+    return {"task_id": result.task_id, "run_id": result.run_id, "idempotency_key": _key(result)}
 
 
 def _metrics(result: RunResult) -> list[dict[str, Any]]:

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, Subquery, and_, case, func, select, text
+from sqlalchemy import ColumnElement, Select, Subquery, and_, case, func, select
 
 from tuneloop.shared.ledger.storage.schema import feedback
-from tuneloop.shared.ledger.storage.schema_types import RATED
 
 # Where few events are wanted, no more than so many times the events asked for are read.
 _STRETCH = 10
@@ -58,11 +57,6 @@ def newest_of_key(of: KeyWithFeedback, wanted: ColumnElement[bool], count: int) 
     """The newest events of a key that are wanted, so many at most, the newest first."""
     part = _ids_of_key(of).limit(count * _STRETCH).subquery()
     return _events_of(part).where(wanted).limit(count)
-
-
-def newest_rated_of_key(of: KeyWithFeedback, count: int) -> Select[Any]:
-    """The newest ratings of a key, so many at most, the newest first: what it says besides does not hide them."""
-    return _events_of(_ids_of_key(of).where(text(RATED)).limit(count).subquery())
 
 
 def _ids_of_key(of: KeyWithFeedback) -> Select[Any]:

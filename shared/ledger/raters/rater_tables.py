@@ -1,6 +1,7 @@
-"""The tables of raters: how far each can be relied on, and who put whom into quarantine."""
+"""The tables of raters: who counts as one for the shares of a batch, and who put whom into quarantine."""
 
 from enum import StrEnum
+from typing import Any
 
 from sqlalchemy import Boolean, CheckConstraint, Column, Double, Index, Integer, PrimaryKeyConstraint, String, Table
 
@@ -14,8 +15,8 @@ class RaterState(StrEnum):
     QUARANTINED = "quarantined"  # -> active
 
 
-#: Who gave feedback: `name` is its `source`, empty for feedback that names none. `released`: somebody has looked, and
-#: the rater is put into quarantine by hand only. Not `settled`: what the rater had a part in is to be rewarded anew.
+#: Who gave feedback: `name` is its `source`, empty for feedback that names none, or the voice behind several sources.
+#: Not `settled`: what the rater had a part in is to be rewarded anew. The figures are not used any more.
 raters = Table(
     "raters",
     metadata,
@@ -36,6 +37,14 @@ raters = Table(
     CheckConstraint("reliability >= 0 AND reliability <= 1", name="reliability"),
     CheckConstraint("compared >= 0 AND extreme >= 0 AND events >= extreme", name="not_negative"),
 )
+
+
+def new_rater(tenant: str, name: str, now: float) -> dict[str, Any]:
+    """A row of `raters` of somebody of whom nothing was decided."""
+    unused = {"reliability": 0.5, "compared": 0, "events": 0, "extreme": 0, "released": False}
+    known = {"tenant": tenant, "name": name, "state": RaterState.ACTIVE, "settled": True, "reason": None}
+    return known | unused | {"updated_at": now}
+
 
 #: What was decided about each rater, by whom and why: append-only.
 rater_events = Table(

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from tuneloop.shared.ledger.raters.reliability import Rater, voice_of
+from tuneloop.shared.ledger.raters.voices import Rater, voice_of
 
 #: From so many voices, or tenants, on, one alone raises nothing.
 MANY = 3

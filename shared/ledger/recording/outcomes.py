@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, Select, and_, func, literal_column, or_, select, tuple_
 
 from tuneloop.shared.experience import Feedback, Outcome
-from tuneloop.shared.ledger.raters.reliability import voice_of
+from tuneloop.shared.ledger.raters.voices import voice_of
 from tuneloop.shared.ledger.recording.rewards import TRAJECTORY, RewardRow, in_time_for, newest_corrections
 from tuneloop.shared.ledger.storage.schema import experiences, feedback
 from tuneloop.shared.ledger.storage.transactions import portions

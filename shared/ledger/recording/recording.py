@@ -10,6 +10,8 @@ from sqlalchemy import ColumnElement, Connection, Select, Update, and_, bindpara
 
 from tuneloop.shared.experience import HELD_OUT, Exchange, Feedback, Kind, Outcome, Record, State
 from tuneloop.shared.ledger.rare_rows import ANY_EARLY, RARE_ROWS, RareRows
+from tuneloop.shared.ledger.raters.rater_tables import new_rater, raters
+from tuneloop.shared.ledger.raters.voices import Rater, voter_of
 from tuneloop.shared.ledger.recording.attestation import mark_untrusted
 from tuneloop.shared.ledger.recording.erasures import not_erased
 from tuneloop.shared.ledger.recording.outcomes import (
@@ -28,7 +30,7 @@ from tuneloop.shared.ledger.recording.rewards import (
     RewardRow,
     Trajectory,
     event_order,
-    plan,
+    replies_decided_by,
     replies_of,
     replies_preferred_to,
     with_earlier_feedback,
@@ -53,6 +55,9 @@ from tuneloop.shared.ledger.stored_bytes import count_stored, event_sizes, excha
 LEASE_S = 600.0
 
 _Record = TypeVar("_Record", Exchange, Feedback)
+
+#: So many voters that are in the ledger are known without a look at it.
+_VOTERS_KNOWN = 100_000
 
 #: Replies whose rewards are recomputed in one transaction.
 _PAGE = 1000
@@ -127,6 +132,7 @@ class Recording(LedgerPart):
         self.check_place = transactions.file.check
         self._starts_of = transactions.starts_of
         self._settlement = settlement
+        self._voters: set[Rater] = set()
         self._heartbeats, self._early = _Heartbeats(ticks), EarlyFeedback(ticks)
 
     def record(self, records: Sequence[Record], slots: Sequence[object] = ()) -> None:
@@ -138,6 +144,7 @@ class Recording(LedgerPart):
         slot_of = {name_of(each): slot for each, slot in from_slots if isinstance(each, Feedback)}
         new_exchanges = [record for record in records if isinstance(record, Exchange)]
         new_feedback = [record for record in records if isinstance(record, Feedback)]
+        voters: set[Rater] = set()
         with self._write() as connection:
             new_exchanges = self._in_ledger_time(connection, new_exchanges)
             new_feedback = self._in_ledger_time(connection, new_feedback)
@@ -158,9 +165,20 @@ class Recording(LedgerPart):
                 events = event_sizes([feedback_row(each) for each in changed])
                 counted += events
                 connection.execute(ignoring(connection, feedback), events)
+                voters = self._new_voters(changed)
+                put(connection, raters, [new_rater(*voter, self._clock()) for voter in voters])
             earlier = with_earlier_feedback(connection, rare, new_exchanges)
             self._settlement.settle(connection, earlier | set(_replies(connection, changed)))
             count_stored(connection, counted)
+        self._voters |= voters
+
+    def _new_voters(self, events: Collection[Feedback]) -> set[Rater]:
+        """The voters behind these events that are not known here to be in the ledger."""
+        if len(self._voters) > _VOTERS_KNOWN:
+            self._voters.clear()
+        sources = {(each.tenant, each.source or "") for each in events}
+        named = (each for each in sources if each not in self._settlement.trusted_raters)
+        return {(tenant, voter_of(source)) for tenant, source in named} - self._voters
 
     def outcomes(self, call_id: str, event_ids: Collection[str]) -> dict[str, Outcome]:
         """What became of the events of one call, all of which the ledger has been given."""
@@ -197,6 +215,13 @@ class Recording(LedgerPart):
         for stored in self._read(_RECEIVED, {"events": [event.event_id]}) if len(rows) > 1 else ():
             event = msgspec.structs.replace(event, received_at=stored.received_at)
         return outcomes_apart(self._settlement.rule, event, rows)
+
+    def replies_decided_by(self, event: Feedback) -> list[str]:
+        """Of the first MAX_TOLD experiences of a run, the replies whose reward an event about the run makes."""
+        with self._snapshot() as connection:
+            msg_ids = list(dict.fromkeys(row.msg_id for row in connection.execute(rows_about(event))))
+            whose = (self._settlement.rule, self._settlement.trusted_raters)
+            return list(dict.fromkeys(replies_decided_by(connection, event, msg_ids, *whose)))
 
     def commit(self, tenant: str, **limits: Unpack[CommitLimits]) -> int:
         """Release the tenant's rewarded experiences to the trainer and return how many."""
@@ -242,7 +267,7 @@ class Recording(LedgerPart):
         while page := self._untrained_after(last):
             with self._write() as connection:
                 alone(connection, "record")
-                decided = plan(connection, page, self._settlement.rule, now=self._clock())
+                decided = self._settlement.plan(connection, page)
                 if not dry_run:
                     rule_id = self._settlement.rule_id(connection)
                     write(connection, decided._replace(repeats=[]), rule_id, repeat=False)

@@ -1,21 +1,25 @@
 """The reward rule: from the feedback events about a reply to the one number that training uses.
 
 A metric's value is that of its latest event; where several raters reported it, the median of each one's latest, and the
-mean of two. The reward is the sum of the metrics' values, each times its weight, then clipped; no rater's part of it is
-beyond the clip either. Metrics without a weight, labels without a value and comments are kept but do not count. Nor do
-edited answers: they say what should have been said, not what the reply was worth.
+mean of two. What was said of the reply's run counts under a metric where nothing was said of the reply itself; with
+`run_feedback: add` both are added. The reward is the sum of the metrics' values, each times its weight, then clipped;
+no rater's part of it is beyond the clip either. Where the application itself spoke, or a rater that it trusts, others'
+words under that metric do not count, unless the rule wants the mean of all.
 
-Raters who have proved right count for more, and those in quarantine for nothing. All that one call or one key says of a
-reply under a metric, whatever sources it names, is one word beside others': names cost nothing.
+Metrics without a weight, labels without a value and comments are kept but do not count. Nor do edited answers: they say
+what should have been said, not what the reply was worth.
+
+All that one call or one key says of a reply under a metric, whatever sources it names, is one word beside others':
+names cost nothing.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
 from tuneloop.shared.experience import KEY_SOURCE, MAX_REWARD, Kind
-from tuneloop.shared.ledger.raters.reliability import Opinion, by_voice, voice_of
+from tuneloop.shared.ledger.raters.voices import median_by_voice, voice_of
 from tuneloop.shared.settings.feedback import RewardRule
 
 #: The kinds that can change what a reply is trained with. The others are kept for what a number cannot say.
@@ -25,7 +29,7 @@ _REWARDING = frozenset({*Kind} - {Kind.COMMENT})
 class Event(NamedTuple):
     """A feedback event as it bears on one reply; `preferred`: whether that is the better one of a preference's two.
 
-    `weight` is that of its rater among others, 0 in quarantine.
+    `trusted`: its rater is no voter, but whose word settles it. `of_run`: it is about the reply's whole run.
     """
 
     id: int
@@ -37,7 +41,8 @@ class Event(NamedTuple):
     preferred: bool
     received_at: float
     call_id: str | None = None
-    weight: float = 1.0
+    trusted: bool = False
+    of_run: bool = False
 
 
 class Reward(NamedTuple):
@@ -56,6 +61,8 @@ def definition(rule: RewardRule) -> str:
     values = rule.model_dump(mode="json")
     if values["aggregate"] == "mean":  # rules were written down before there was the median
         del values["aggregate"]
+    if values["run_feedback"] == "fallback":  # nor a choice of what feedback on a run does
+        del values["run_feedback"]
     return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
 
@@ -86,25 +93,9 @@ def reward_of(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -
     >>> reward_of(RewardRule(), [thumb, thumb._replace(value=0.0, received_at=6.0)], sampled_at=0.0)
     Reward(value=0.0, at=6.0, edit=None)
     """
-    latest: dict[tuple[str, str | None], Event] = {}
-    edits: dict[tuple[str, str | None], Event] = {}
-    for event in events:
-        if (
-            event.weight
-            and rewarding(event.kind)
-            and in_window(rule, sampled_at=sampled_at, received_at=event.received_at)
-        ):
-            if event.kind in (Kind.DEMONSTRATION, Kind.RETRACTION):
-                edits[event.metric, event.source] = event
-            if event.kind is not Kind.DEMONSTRATION:
-                latest[event.metric, event.source] = event
-    counting = [
-        (event, value)
-        for event in latest.values()
-        if event.metric in rule.weights and (value := _value(rule, event)) is not None
-    ]
-    standing = [event for event in edits.values() if event.kind is Kind.DEMONSTRATION]
-    edit = max(standing, key=lambda event: event.id, default=None)
+    said = list(events)
+    counting = counting_events(rule, said, sampled_at=sampled_at)
+    edit = _standing_edit(rule, said, sampled_at=sampled_at)
     heard = [event for event, _ in counting] + ([edit] if edit else [])
     if not heard:
         return None
@@ -115,6 +106,45 @@ def reward_of(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -
     )
 
 
+def counting_events(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -> list[tuple[Event, float]]:
+    """The events that make the reward of a reply, each with its value."""
+    latest: dict[tuple[str, str | None, bool], Event] = {}
+    for event in _in_time(rule, events, sampled_at):
+        if event.kind is not Kind.DEMONSTRATION:
+            latest[event.metric, event.source, event.of_run] = event
+    counting = [
+        (event, value)
+        for event in latest.values()
+        if event.metric in rule.weights and (value := _value(rule, event)) is not None
+    ]
+    if rule.run_feedback == "fallback":
+        own = {event.metric for event, _ in counting if not event.of_run}
+        counting = [each for each in counting if not each[0].of_run or each[0].metric not in own]
+    if rule.aggregate == "median":
+        settled = {(event.metric, event.of_run) for event, _ in counting if event.trusted}
+        counting = [each for each in counting if each[0].trusted or (each[0].metric, each[0].of_run) not in settled]
+    return counting
+
+
+def _standing_edit(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -> Event | None:
+    """The latest edited answer that was not retracted: of the reply, or else of its run."""
+    latest: dict[tuple[str, str | None, bool], Event] = {}
+    for event in _in_time(rule, events, sampled_at):
+        if event.kind in (Kind.DEMONSTRATION, Kind.RETRACTION):
+            about = event.metric, event.source, event.of_run
+            latest.pop(about, None)  # so that the last entry is the latest event
+            latest[about] = event
+    standing = [event for event in latest.values() if event.kind is Kind.DEMONSTRATION]
+    return next((each for of_run in (False, True) for each in reversed(standing) if each.of_run is of_run), None)
+
+
+def _in_time(rule: RewardRule, events: Iterable[Event], sampled_at: float) -> Iterator[Event]:
+    """The events that can count, in their order."""
+    for event in events:
+        if rewarding(event.kind) and in_window(rule, sampled_at=sampled_at, received_at=event.received_at):
+            yield event
+
+
 def default_of(rule: RewardRule, *, sampled_at: float) -> Reward | None:
     """What a reply gets that had no feedback until its window closed."""
     if rule.default is None or rule.attribution_window is None:
@@ -123,18 +153,17 @@ def default_of(rule: RewardRule, *, sampled_at: float) -> Reward | None:
 
 
 def _weighted_sum(rule: RewardRule, counting: Iterable[tuple[Event, float]]) -> float:
-    by_metric: dict[str, list[tuple[Event, float]]] = {}
+    by_subject: dict[tuple[str, bool], list[tuple[Event, float]]] = {}
     for event, value in counting:
-        by_metric.setdefault(event.metric, []).append((event, value))
-    parts = {metric: _part(rule, rule.weights[metric], events) for metric, events in by_metric.items()}
-    return _clip(rule, sum(parts.values()))
+        by_subject.setdefault((event.metric, event.of_run), []).append((event, value))
+    return _clip(rule, sum(_part(rule, rule.weights[metric], said) for (metric, _), said in by_subject.items()))
 
 
 def _part(rule: RewardRule, weight: float, events: Sequence[tuple[Event, float]]) -> float:
     """A metric's part of the reward."""
     if rule.aggregate == "mean":
         return weight * fmean(value for _, value in events)
-    return by_voice((_voice(event), Opinion(_clip(rule, weight * value), event.weight)) for event, value in events)
+    return median_by_voice((_voice(event), _clip(rule, weight * value)) for event, value in events)
 
 
 def _voice(event: Event) -> object:
@@ -152,12 +181,6 @@ def is_clipped(rule: RewardRule, metric: str, value: float) -> bool:
     """Whether a number under a metric that counts is more than a reward can be."""
     part = rule.weights.get(metric, 0.0) * value
     return _clip(rule, part) != part
-
-
-def worth(rule: RewardRule, event: Event) -> float | None:
-    """What an event says under a metric that counts, as far as the clip lets it; None if it counts for nothing."""
-    weight, value = rule.weights.get(event.metric), _value(rule, event)
-    return None if not weight or value is None else _clip(rule, weight * value)
 
 
 def _value(rule: RewardRule, event: Event) -> float | None:

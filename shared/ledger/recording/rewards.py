@@ -10,15 +10,23 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, and_, bindparam, case, insert, or_, select, tuple_, update
 
-from tuneloop.shared.experience import Exchange, Kind, Outcome, State
+from tuneloop.shared.experience import Exchange, Feedback, Kind, Outcome, State
 from tuneloop.shared.ledger.rare_rows import RareRows
-from tuneloop.shared.ledger.raters.reliability import Rater, voice_of
-from tuneloop.shared.ledger.raters.standing import Standing
+from tuneloop.shared.ledger.raters.standing import rater_of, without_quarantined
+from tuneloop.shared.ledger.raters.voices import Rater
 from tuneloop.shared.ledger.recording.edits import similarities
-from tuneloop.shared.ledger.recording.reward_rule import Event, Reward, default_of, in_window, reward_of, rewarding
+from tuneloop.shared.ledger.recording.reward_rule import (
+    Event,
+    Reward,
+    counting_events,
+    default_of,
+    in_window,
+    reward_of,
+    rewarding,
+)
 from tuneloop.shared.ledger.storage.schema import experiences, feedback
 from tuneloop.shared.ledger.storage.transactions import is_among, portions
-from tuneloop.shared.settings.feedback import RewardRule
+from tuneloop.shared.settings.feedback import RewardRule, TrustedRaters
 
 #: States in which a row takes the reward of new feedback; those aside too, for they serve other ends.
 OPEN = (State.RECORDED, State.REWARDED, State.COMMITTED, State.EXPIRED, State.DROPPED)
@@ -81,7 +89,8 @@ _OF_RUNS = (
     .distinct()
     .where(experiences.c.task_id.is_not(None), is_among(tuple_(*(experiences.c[name] for name in TRAJECTORY)), "runs"))
 )
-_ROWS = _OF_REPLIES.order_by(experiences.c.id).with_for_update()
+_UNLOCKED_ROWS = _OF_REPLIES.order_by(experiences.c.id)
+_ROWS = _UNLOCKED_ROWS.with_for_update()
 
 
 class Change(NamedTuple):
@@ -116,11 +125,13 @@ def with_earlier_feedback(connection: Connection, rare: RareRows, new_exchanges:
     return found
 
 
-def plan(connection: Connection, msg_ids: Collection[str], rule: RewardRule, *, now: float) -> Plan:
+def plan(
+    connection: Connection, msg_ids: Collection[str], rule: RewardRule, *, trusted: TrustedRaters, now: float
+) -> Plan:
     """The changes to the replies by all the feedback about them."""
     decided = Plan([], [], [], {})
     for portion in portions(msg_ids):
-        found, rows, events = _read(connection, portion)
+        found, rows, events = _read(connection, portion, trusted)
         decided.labels.extend(after for before, after in zip(found, rows, strict=True) if after != before)
         rewards = {row.id: events.reward(rule, row) for row in rows}
         edits = {id_: each.edit for id_, each in rewards.items() if each is not None and each.edit is not None}
@@ -140,20 +151,34 @@ def plan(connection: Connection, msg_ids: Collection[str], rule: RewardRule, *, 
 
 
 def rewards_without(
-    connection: Connection, apart: Mapping[int, Collection[Rater]], msg_ids: Collection[str], rule: RewardRule
+    connection: Connection,
+    apart: Mapping[int, Collection[Rater]],
+    msg_ids: Collection[str],
+    rule: RewardRule,
+    trusted: TrustedRaters,
 ) -> dict[int, float | None]:
-    """What the rewards of these replies' rows would be without what some voices say of them, by the rows' ids."""
+    """What the rewards of these replies' rows would be without what some raters say of them, by the rows' ids."""
     found = {}
     for portion in portions(msg_ids):
-        _, rows, events = _read(connection, portion)
+        _, rows, events = _read(connection, portion, trusted)
         for row in rows:
-            if (voices := apart.get(row.id)) is not None:
-                counted = (
-                    event for event in events.about(row) if (row.tenant, voice_of(event.source or "")) not in voices
-                )
+            if (unheard := apart.get(row.id)) is not None:
+                counted = (event for event in events.about(row) if (row.tenant, event.source or "") not in unheard)
                 reward = reward_of(rule, counted, sampled_at=row.sampled_at)
                 found[row.id] = None if reward is None else reward.value
     return found
+
+
+def replies_decided_by(
+    connection: Connection, event: Feedback, msg_ids: Sequence[str], rule: RewardRule, trusted: TrustedRaters
+) -> Iterator[str]:
+    """Those of these replies whose reward an event about their run makes, alone or with others."""
+    said = (event.metric, event.source, True)
+    _, rows, events = _read(connection, msg_ids, trusted, _UNLOCKED_ROWS)
+    for row in rows:
+        counting = counting_events(rule, events.about(row), sampled_at=row.sampled_at) if row.state in OPEN else ()
+        if any((each.metric, each.source, each.of_run) == said for each, _ in counting):
+            yield row.msg_id
 
 
 def write(connection: Connection, decided: Plan, rule_id: int, *, repeat: bool) -> None:
@@ -189,32 +214,37 @@ def replies_preferred_to(connection: Connection, msg_ids: Collection[str]) -> It
         ).scalars()
 
 
-def _read(connection: Connection, msg_ids: Sequence[str]) -> tuple[list[RewardRow], list[RewardRow], "_Events"]:
+def _read(
+    connection: Connection, msg_ids: Sequence[str], trusted: TrustedRaters, query: Any = _ROWS
+) -> tuple[list[RewardRow], list[RewardRow], "_Events"]:
     """The rows of some replies, the same with the labels that feedback names, and the feedback about them."""
     named = {"replies": msg_ids}
-    found = [RewardRow(*row) for row in connection.execute(_ROWS, named)]
+    found = [RewardRow(*row) for row in connection.execute(query, named)]
     feedback_rows = [*connection.execute(_ABOUT_REPLIES, named)]
     feedback_rows += retractions(connection, {event.msg_id for event in feedback_rows if event.kind == Kind.PREFERENCE})
-    standing = Standing(connection, feedback_rows)
-    rows = _with_labels(found, standing.without_quarantined(feedback_rows))
+    bearing = without_quarantined(connection, feedback_rows)
+    rows = _with_labels(found, bearing)
     about_runs = [*_about_trajectories(connection, rows)]
-    standing.read(connection, about_runs)
-    return found, rows, _Events(feedback_rows + about_runs, standing)
+    bearing += without_quarantined(connection, about_runs)
+    return found, rows, _Events(feedback_rows + about_runs, bearing, trusted)
 
 
 class _Events:
-    """The feedback about some rows: each event once, in the order in which they came."""
+    """The feedback about some rows: each event once, in the order in which they came.
 
-    def __init__(self, events: Collection[Any], standing: Standing) -> None:
-        self._standing = standing
+    Those that are not `bearing` on any row have an outcome all the same.
+    """
+
+    def __init__(self, events: Collection[Any], bearing: Collection[Any], trusted: TrustedRaters) -> None:
+        self._trusted = trusted
         self.all = sorted({event.id: event for event in events}.values(), key=event_order)
         self._rewards: dict[object, Reward | None] = {}
         self._by_key: dict[object, list[Event]] = {}
         self._made: dict[tuple[int, bool], Event] = {}
         self._by_target: dict[object, list[Any]] = defaultdict(list)
-        retracted = set(retracted_preferences(self.all))
+        numbers = {event.id for event in bearing} - {*retracted_preferences(self.all)}
         for event in self.all:
-            if event.id in retracted:
+            if event.id not in numbers:
                 continue
             for target in {*_targets(event)}:
                 self._by_target[target].append(event)
@@ -246,8 +276,9 @@ class _Events:
         """An event as it bears on a row, made once for all rows."""
         if (event.id, is_about) not in self._made:
             content = (Kind(event.kind), event.metric, event.value, event.text, event.source)
-            whose = (event.call_id, self._standing.weight(event))
-            self._made[event.id, is_about] = Event(event.id, *content, is_about, event.received_at, *whose)
+            whose = (event.call_id, rater_of(event) in self._trusted)
+            bearing = (is_about, event.received_at, *whose, event.msg_id is None)
+            self._made[event.id, is_about] = Event(event.id, *content, *bearing)
         return self._made[event.id, is_about]
 
 

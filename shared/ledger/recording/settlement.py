@@ -13,26 +13,31 @@ from tuneloop.shared.ledger.recording.reward_rule import definition, rule_of
 from tuneloop.shared.ledger.recording.rewards import Plan, plan, write
 from tuneloop.shared.ledger.storage.schema import experiences, reward_rules
 from tuneloop.shared.ledger.storage.transactions import ignoring, portions
-from tuneloop.shared.settings.feedback import RewardRule
+from tuneloop.shared.settings.feedback import RewardRule, TrustedRaters
 
 
 class Settlement:
-    """The reward rule of a ledger. `compensate_late` repeats trained rows whose reward changes afterwards."""
+    """The reward rule of a ledger, and whose words settle a metric.
+
+    `compensate_late` repeats trained rows whose reward changes afterwards.
+    """
 
     def __init__(
         self,
         rule: RewardRule | None = None,
         *,
+        trusted_raters: TrustedRaters | None = None,
         compensate_late: bool = False,
         clock: Callable[[], float] = steady_time.now,
     ) -> None:
         self.rule = rule or RewardRule()
+        self.trusted_raters = trusted_raters or TrustedRaters()
         self.compensate_late = compensate_late
         self._clock = clock
 
     def settle(self, connection: Connection, msg_ids: Collection[str]) -> Plan:
         """Let the feedback about these replies make their rewards, whichever of the two came first."""
-        decided = plan(connection, msg_ids, self.rule, now=self._clock())
+        decided = self.plan(connection, msg_ids)
         if any(decided):
             write(connection, decided, self.rule_id(connection), repeat=self.compensate_late)
         return decided
@@ -43,15 +48,19 @@ class Settlement:
         Each under the rule that made its reward: a trainer's settings need not name it.
         """
         for rule_id, (rule, replies) in rules_of(connection, too_late_for(connection, msg_ids)).items():
-            decided = plan(connection, replies, rule, now=self._clock())
+            decided = self.plan(connection, replies, rule)
             if any(decided):
                 write(connection, decided, rule_id, repeat=self.compensate_late)
 
     def recompute(self, connection: Connection, msg_ids: Collection[str]) -> Plan:
         """Recompute the rewards of these replies, without repeating what was trained on."""
-        decided = plan(connection, msg_ids, self.rule, now=self._clock())
+        decided = self.plan(connection, msg_ids)
         write(connection, decided._replace(repeats=[]), self.rule_id(connection), repeat=False)
         return decided
+
+    def plan(self, connection: Connection, msg_ids: Collection[str], rule: RewardRule | None = None) -> Plan:
+        """The changes to these replies by all the feedback about them, under the rule given or else the present one."""
+        return plan(connection, msg_ids, rule or self.rule, trusted=self.trusted_raters, now=self._clock())
 
     def rule_id(self, connection: Connection) -> int:
         """The id of the rule in the ledger, which is put there if need be."""

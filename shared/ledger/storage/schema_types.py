@@ -27,7 +27,7 @@ CORRECTS = "correction > 0"
 #: Experiences that were edited and not rated, as an index has them.
 EDITED = "reward IS NULL AND edit_similarity IS NOT NULL"
 
-#: Feedback that raters are compared by, as an index has it.
+#: Ratings of replies, as an index has them.
 RATED = "kind IN ('number', 'boolean', 'label') AND msg_id IS NOT NULL"
 
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")

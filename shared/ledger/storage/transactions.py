@@ -109,10 +109,16 @@ class Transactions:
 
     def read_together(self, *queries: Executable) -> list[Sequence[Any]]:
         """The answers to several queries, as of one moment."""
+        with self.snapshot() as connection:
+            return [connection.execute(query).all() for query in queries]
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Connection]:
+        """A transaction that changes nothing, and sees the ledger as of one moment."""
         self.file.check()
         with translating_errors(), self._snapshots.connect() as connection:
             self.file.check()
-            return [connection.execute(query).all() for query in queries]
+            yield connection
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
@@ -159,6 +165,7 @@ class LedgerPart:
     def __init__(self, transactions: Transactions) -> None:
         self._read = transactions.read
         self._read_together = transactions.read_together
+        self._snapshot = transactions.snapshot
         self._write = transactions.write
         self._clock = transactions.clock
         self._engine = transactions.engine

@@ -1,6 +1,5 @@
 """How batches are taken, as the settings say it."""
 
-from collections.abc import Container
 from typing import NamedTuple, Self
 
 from tuneloop.shared.settings.feedback import TrustedRaters
@@ -29,7 +28,7 @@ class BatchPolicy(NamedTuple):
     by_result: bool = False
     max_rater_share: float = 1.0
     max_backlog: int | None = None
-    trusted_raters: Container[tuple[str, str]] = TrustedRaters()
+    trusted_raters: TrustedRaters = TrustedRaters()
 
     @classmethod
     def of(cls, settings: Settings) -> Self:

@@ -12,12 +12,20 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Select, TextClause, and_, func, select, text, update
 
 from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.raters.voices import Rater
 from tuneloop.shared.ledger.storage.schema import COMMITTED, experiences
 from tuneloop.shared.ledger.storage.schema_types import EDITED
 from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.groups import bounds, gather, takable
-from tuneloop.shared.ledger.training.rater_shares import WINDOW, Unit, is_limited, within_shares, write_rewards
+from tuneloop.shared.ledger.training.rater_shares import (
+    WINDOW,
+    Unit,
+    count_held_rows,
+    is_limited,
+    within_shares,
+    write_rewards,
+)
 
 #: Not a comparison with a parameter: then the planner would not see that the partial indexes apply.
 _COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
@@ -67,9 +75,7 @@ def claim(
     most = WINDOW * size if limited else missing
     if policy.group_by != "none":
         gather(connection, policy, newest=newest, now=now)
-        units = _next_groups(connection, policy, most, missing)
-    else:
-        units = [Unit(id_, (id_,)) for id_ in _next_rows(connection, policy, most)]
+    units = _next_units(connection, policy, most, missing)
     rewards: dict[int, float] = {}
     if limited and _is_enough(connection, units, missing, policy, now=now):
         units, rewards = within_shares(connection, units, policy, size, held=held)
@@ -77,6 +83,14 @@ def claim(
         return []
     write_rewards(connection, rewards)
     return [row for unit in units for row in unit.rows]
+
+
+def held_by_shares(connection: Connection, policy: BatchPolicy, size: int) -> dict[Rater, int]:
+    """How many rows each rater's share keeps out, if it is for them that no batch of `size` is taken."""
+    if not is_limited(connection, policy):
+        return {}
+    units = _next_units(connection, policy, WINDOW * size, size, lock=False)
+    return count_held_rows(connection, units, policy, size) if sum(len(unit.rows) for unit in units) >= size else {}
 
 
 def _is_enough(connection: Connection, units: Sequence[Unit], missing: int, policy: BatchPolicy, *, now: float) -> bool:
@@ -93,8 +107,22 @@ def _is_overdue(connection: Connection, policy: BatchPolicy, now: float) -> bool
     return oldest is not None and now - oldest >= policy.batch_timeout
 
 
-def _next_rows(connection: Connection, policy: BatchPolicy, most: int) -> list[int]:
-    queues = {each: connection.execute(next_of(each, policy, most)).all() for each in _tenants(connection)}
+def _next_units(
+    connection: Connection, policy: BatchPolicy, most: int, missing: int, *, lock: bool = True
+) -> list[Unit]:
+    """What the next batch is made of, `most` rows at least if there are so many."""
+    if policy.group_by != "none":
+        return _next_groups(connection, policy, most, missing, lock=lock)
+    return [Unit(id_, (id_,)) for id_ in _next_rows(connection, policy, most, lock=lock)]
+
+
+def _next_rows(connection: Connection, policy: BatchPolicy, most: int, *, lock: bool) -> list[int]:
+    """The next rows; with `lock`, but for those that someone is changing right now."""
+    queries = {each: next_of(each, policy, most) for each in _tenants(connection)}
+    queues = {
+        tenant: connection.execute(query.with_for_update(skip_locked=True) if lock else query).all()
+        for tenant, query in queries.items()
+    }
     if policy.fair_share or len(queues) == 1:
         rows = _in_turn(queues.values())
     else:
@@ -103,7 +131,7 @@ def _next_rows(connection: Connection, policy: BatchPolicy, most: int) -> list[i
 
 
 def next_of(tenant: str, policy: BatchPolicy, size: int) -> Select[Any]:
-    """A tenant's next rows; those that someone is changing right now are passed over."""
+    """A tenant's next rows."""
     by: dict[str, list[Any]] = {
         "oldest": [experiences.c.id],
         "freshest": [experiences.c.id.desc()],
@@ -114,7 +142,6 @@ def next_of(tenant: str, policy: BatchPolicy, size: int) -> Select[Any]:
         .where(_COMMITTED, experiences.c.tenant == tenant, takable(policy))
         .order_by(*by[policy.order])
         .limit(size)
-        .with_for_update(skip_locked=True)
     )
 
 
@@ -175,7 +202,7 @@ def set_aside(connection: Connection, which: ColumnElement[bool], reason: str) -
 # Groups.
 
 
-def _next_groups(connection: Connection, policy: BatchPolicy, most: int, missing: int) -> list[Unit]:
+def _next_groups(connection: Connection, policy: BatchPolicy, most: int, missing: int, *, lock: bool) -> list[Unit]:
     """The next groups, of `most` rows at least if there are so many; none if `missing` are needed and not there."""
     queues = {
         tenant: connection.execute(next_groups(tenant, policy.order, most)).all() for tenant in _tenants(connection)
@@ -191,8 +218,8 @@ def _next_groups(connection: Connection, policy: BatchPolicy, most: int, missing
     members: dict[int, list[int]] = defaultdict(list)
     for portion in portions(chosen):
         query = select(experiences.c.group_id, experiences.c.id).where(_COMMITTED, experiences.c.group_id.in_(portion))
-        ordered = query.order_by(experiences.c.id).with_for_update()
-        for group_id, row in connection.execute(ordered):
+        ordered = query.order_by(experiences.c.id)
+        for group_id, row in connection.execute(ordered.with_for_update() if lock else ordered):
             members[group_id].append(row)
     return [Unit(group_id, tuple(members[group_id])) for group_id in chosen if group_id in members]
 

@@ -18,17 +18,18 @@ _RUN = ("tenant", "task_id", "run_id")
 def demonstrations(connection: Connection, rows: Sequence[Any]) -> dict[int, str]:
     """The latest edited answer of each of these rows of `experiences` that has one, by its id.
 
-    As everywhere, an event without a choice is about all of them, one without a `msg_id` about every reply of its run.
+    As everywhere, an event without a choice is about all of them, one without a `msg_id` about every reply of its run
+    that has no edited answer of its own.
     """
     about: dict[object, list[Any]] = defaultdict(list)
     for event in sorted(without_quarantined(connection, [*_edits_about(connection, rows)]), key=event_order):
         about[event.msg_id or _run(event)].append(event)
     found: dict[int, str] = {}
     for row in rows if about else ():
-        both = [*about.get(row.msg_id, ()), *about.get(_run(row), ())]
-        events = [event for event in both if event.tenant == row.tenant and event.choice in (None, row.choice)]
-        if (text := _latest(sorted(events, key=event_order))) is not None:
-            found[row.id] = text
+        for events in (about.get(_run(row), ()), about.get(row.msg_id, ())):
+            own = (event for event in events if event.tenant == row.tenant and event.choice in (None, row.choice))
+            if (text := _latest(own)) is not None:
+                found[row.id] = text
     return found
 
 

@@ -1,26 +1,27 @@
 """No rater's word weighs more in a batch than its share: what is beyond it is not heard, or waits for others' feedback.
 
-What a row's reward is made of is shared evenly by those who said it. Feedback without a source, and that of trusted
-raters, is the owner's own and not limited; nor is anybody's before there are so many raters that each can have a share.
+What a row's reward is made of is shared evenly by those who said it. The application's own word, which names no source,
+and that of trusted raters is not limited; nor is anybody's before there are so many raters that each can have a share.
 All names that are used with one key are one rater here.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, bindparam, select, tuple_, update
+from sqlalchemy import Connection, bindparam, or_, select, tuple_, update
 
-from tuneloop.shared.experience import State
+from tuneloop.shared.experience import KEY_SOURCE, State
 from tuneloop.shared.ledger.raters.rater_tables import RaterState, raters
-from tuneloop.shared.ledger.raters.reliability import Rater, voice_of
 from tuneloop.shared.ledger.raters.standing import rater_of, without_quarantined
+from tuneloop.shared.ledger.raters.voices import Rater, voice_of
 from tuneloop.shared.ledger.recording.rewards import rewards_without
 from tuneloop.shared.ledger.recording.settlement import rules_of
 from tuneloop.shared.ledger.storage.schema import experiences, feedback
 from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
+from tuneloop.shared.settings.feedback import TrustedRaters
 
 #: So many times the rows of a batch are looked through for others' rows. If that is not enough, what one rater has too
 #: many of is dropped, so that others' rows beyond it are found.
@@ -30,6 +31,12 @@ WINDOW = 4
 REASON = "its rater has more of the waiting feedback than feedback.max_rater_share lets into batches"
 
 _TRAJECTORY = ("tenant", "task_id", "run_id")
+
+#: The voters, by `voter_of`: other names of sources with a key are of raters of whom something was decided.
+_IS_VOTER = or_(~raters.c.name.startswith(KEY_SOURCE), raters.c.name.like(f"{KEY_SOURCE}%/"))
+_VOTERS = select(raters.c.tenant, raters.c.name).where(
+    raters.c.state == RaterState.ACTIVE, raters.c.name != "", _IS_VOTER
+)
 
 _REWARDING = update(experiences).where(experiences.c.id == bindparam("its_id")).values(reward=bindparam("its_reward"))
 
@@ -46,8 +53,9 @@ def is_limited(connection: Connection, policy: BatchPolicy) -> bool:
     if policy.max_rater_share >= 1:
         return False
     enough = math.ceil(1 / policy.max_rater_share)
-    active = select(raters.c.tenant, raters.c.name).where(raters.c.state == RaterState.ACTIVE, raters.c.name != "")
-    return len({(tenant, voice_of(name)) for tenant, name in connection.execute(active)}) >= enough
+    # As many as may turn out to be no voters are read besides.
+    some = connection.execute(_VOTERS.limit(enough + len(policy.trusted_raters.named) + 1)).all()
+    return len([row for row in some if tuple(row) not in policy.trusted_raters]) >= enough
 
 
 class LimitedUnits(NamedTuple):
@@ -76,6 +84,13 @@ def within_shares(
     return LimitedUnits(shares.taken, rewards)
 
 
+def count_held_rows(connection: Connection, units: Sequence[Unit], policy: BatchPolicy, size: int) -> dict[Rater, int]:
+    """How many rows of the units each rater keeps out of a batch of `size`, if the batch is not full without them."""
+    shares = _Shares(_words(connection, [row for unit in units for row in unit.rows]), policy, size)
+    rest = shares.take_audible(shares.take_whole(units))
+    return {} if shares.total >= size else dict(shares.count_over(rest).most_common())
+
+
 def write_rewards(connection: Connection, rewards: Mapping[int, float]) -> None:
     """Give rows of a batch the rewards that they have in it."""
     if rewards:
@@ -91,6 +106,13 @@ class _Shares:
         self._words, self._trusted, self._size = words, policy.trusted_raters, size
         self._most = policy.max_rater_share * size
         self._had: dict[Rater, float] = defaultdict(float)
+
+    def count_over(self, units: Sequence[Unit]) -> Counter[Rater]:
+        """How many rows of these units each rater keeps out that has its share."""
+        rows: Counter[Rater] = Counter()
+        for unit in units:
+            rows.update(dict.fromkeys(self._over(_of_unit(self._words, unit)), len(unit.rows)))
+        return rows
 
     def hold(self, ids: Collection[int]) -> None:
         """Reckon with rows that the batch has already, of which who had its share may not have been heard."""
@@ -111,6 +133,16 @@ class _Shares:
                 self._take(unit, words)
         return over
 
+    def take_audible(self, units: Sequence[Unit]) -> list[Unit]:
+        """Take units of which others said something, too; the rest."""
+        rest = []
+        for unit in units:
+            if (words := self._audible(unit)) is None or self._over(words):
+                rest.append(unit)
+            else:
+                self._take(unit, words)
+        return rest
+
     def take_in_part(self, connection: Connection, units: Sequence[Unit]) -> tuple[list[Unit], dict[int, float]]:
         """Take units, of which those who have their share said nothing; those of which nothing is left then.
 
@@ -118,11 +150,10 @@ class _Shares:
         """
         audible = {unit: self._audible(unit) for unit in units}
         apart = {
-            row: {_voice(rater) for rater in self._words[row]} - {_voice(rater) for rater in words}
-            for each in audible.values()
-            for row, words in (each or {}).items()
+            row: {*self._words[row]} - {*words} for each in audible.values() for row, words in (each or {}).items()
         }
-        rewards = _rewards_without(connection, {row: voices for row, voices in apart.items() if voices})
+        unheard = {row: raters for row, raters in apart.items() if raters}
+        rewards = _rewards_without(connection, unheard, self._trusted)
         rest, changed = list[Unit](), dict[int, float]()
         for unit in units:
             # Meanwhile others may have got their share.
@@ -140,10 +171,13 @@ class _Shares:
         """Who is heard of each row of a unit, without those that have their share; None if nobody is of one."""
         words = _of_unit(self._words, unit)
         while over := self._over(words):
-            words = {row: [rater for rater in by if _voice(rater) not in over] for row, by in words.items()}
+            words = {row: [rater for rater in by if not self._is_of(over, rater)] for row, by in words.items()}
             if any(self._words.get(row) and not by for row, by in words.items()):
                 return None
         return words
+
+    def _is_of(self, voices: Collection[Rater], rater: Rater) -> bool:
+        return rater not in self._trusted and _voice(rater) in voices
 
     def _over(self, words: Mapping[int, Collection[Rater]]) -> set[Rater]:
         """Who would have too much with a unit of which this was said."""
@@ -164,14 +198,16 @@ def _voice(rater: Rater) -> Rater:
     return rater[0], voice_of(rater[1])
 
 
-def _rewards_without(connection: Connection, apart: Mapping[int, Collection[Rater]]) -> dict[int, float | None]:
-    """The rewards of rows without what some voices say of them, each under the rule that made its reward."""
+def _rewards_without(
+    connection: Connection, apart: Mapping[int, Collection[Rater]], trusted: TrustedRaters
+) -> dict[int, float | None]:
+    """The rewards of rows without what some raters say of them, each under the rule that made its reward."""
     replies: set[str] = set()
     for portion in portions(apart):
         replies |= {*connection.execute(select(experiences.c.msg_id).where(experiences.c.id.in_(portion))).scalars()}
     found: dict[int, float | None] = {}
     for rule, msg_ids in rules_of(connection, replies).values():
-        found |= rewards_without(connection, apart, msg_ids, rule)
+        found |= rewards_without(connection, apart, msg_ids, rule, trusted)
     return found
 
 
@@ -193,12 +229,12 @@ def _of_unit(words: Mapping[int, Collection[Rater]], unit: Unit) -> dict[int, Co
     return {row: words.get(row, ()) for row in unit.rows}
 
 
-def _parts(words: Mapping[int, Collection[Rater]], trusted: Container[Rater]) -> dict[Rater, float]:
+def _parts(words: Mapping[int, Collection[Rater]], trusted: TrustedRaters) -> dict[Rater, float]:
     """How much of a unit is each rater's word, in rows."""
     parts: dict[Rater, float] = defaultdict(float)
     for by in words.values():
         for rater in by:
-            if rater[1] and rater not in trusted:
+            if rater not in trusted:
                 parts[_voice(rater)] += 1 / len(by)
     return parts
 

@@ -13,9 +13,9 @@ from zstandard import ZstdError
 from tuneloop.shared.experience import MAX_REWARD, Kind
 from tuneloop.shared.ledger.raters.newest_feedback import KeyWithFeedback, keys_with_feedback, newest_of_key
 from tuneloop.shared.ledger.raters.rater_tables import RaterState, raters
-from tuneloop.shared.ledger.raters.reliability import Rater
 from tuneloop.shared.ledger.raters.standing import rater_of
 from tuneloop.shared.ledger.raters.voice_shares import SILENT_S, SuspectEvent, share_amiss
+from tuneloop.shared.ledger.raters.voices import Rater
 from tuneloop.shared.ledger.storage.codec import unpack_text
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, portions

@@ -58,7 +58,7 @@ def about(said: Exchange, kind: Kind = Kind.NUMBER, **but: Any) -> Feedback:
         but = {"value": None} | but
     if "worse" in but:
         but["other_msg_id"] = but.pop("worse").msg_id
-    return feedback(msg_id=said.msg_id, kind=kind, **but)
+    return feedback(**{"msg_id": said.msg_id, "kind": kind} | but)
 
 
 def exported(ledger: Ledger, to: Path, format_: Format, **but: Any) -> list[dict[str, Any]]:

@@ -301,6 +301,20 @@ def test_an_experience_is_everything_that_is_known(ledger: Ledger, to: Path) -> 
     assert (event["occurred_at"], event["outcome"]) == (3.0, "accepted")
 
 
+def test_what_was_said_of_a_reply_goes_before_what_was_said_of_its_run(ledger: Ledger, lines: Path) -> None:
+    said, run = asked(task_id="t", run_id="r"), {"msg_id": None, "task_id": "t", "run_id": "r"}
+    heard = [
+        about(said, Kind.BOOLEAN, value=0.0),
+        about(said, Kind.DEMONSTRATION, text="Its own."),
+        about(said, Kind.BOOLEAN, **run),
+        about(said, Kind.BOOLEAN, source="ann", **run),
+        about(said, Kind.DEMONSTRATION, text="Of the run.", **run),
+    ]
+    ledger.recording.record([said, *heard])
+    assert contents(exported(ledger, lines, SFT)[0]["messages"])[-1] == ("assistant", "Its own.")
+    assert exported(ledger, lines, KTO)[0]["label"] is False
+
+
 def test_feedback_on_a_whole_run_is_with_each_of_its_replies(ledger: Ledger, lines: Path) -> None:
     said = [asked(task_id="t", run_id="r") for _ in range(2)]
     heard = feedback(msg_id=None, task_id="t", run_id="r", value=0.5)

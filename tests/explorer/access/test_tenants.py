@@ -18,7 +18,7 @@ from tuneloop.explorer.access.route_scopes import PAGE, required_scopes
 from tuneloop.explorer.routes import keys
 from tuneloop.shared.experience import Scope
 from tuneloop.shared.ledger.keys import KeyGrant, KeyLimits
-from tuneloop.shared.settings.feedback import FeedbackSettings, TenantSettings
+from tuneloop.shared.settings.feedback import TenantSettings
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 READ, COMMIT, INFERENCE, FEEDBACK, ADMIN = Scope.READ, Scope.COMMIT, Scope.INFERENCE, Scope.FEEDBACK, Scope.ADMIN
@@ -304,7 +304,6 @@ def test_whether_training_is_settled_tells_a_tenant_of_its_own_rows_only(
 def test_an_administrator_lists_and_makes_keys_and_raters_of_the_tenant_alone(
     explorer: RunningExplorer, acme: Tenant, globex: Tenant
 ) -> None:
-    explorer.ledger.raters.assess(FeedbackSettings())
     http, admin = explorer.http, acme.by_scope[ADMIN]
     for path in ("/admin/keys", "/admin/keys/audit", "/admin/raters"):
         answer = http.get(path, headers=admin)

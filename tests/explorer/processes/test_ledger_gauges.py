@@ -24,7 +24,7 @@ from tuneloop.shared.spool_format import SpoolStatus
 class AwayReports(Reports):
     """Its database cannot be reached."""
 
-    def facts(self, policy: BatchPolicy, *, aside: int = 0) -> LedgerFacts:
+    def facts(self, policy: BatchPolicy, *, drops: int = 0, batch: int | None = None) -> LedgerFacts:
         raise LedgerUnavailable("connection refused")
 
 

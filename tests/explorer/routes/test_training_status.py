@@ -1,14 +1,16 @@
 """GET /training: whether a program that drives the training may go on."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.explorer.checkpoints import register
 from tests.explorer.running import RunningExplorer, eventually
+from tests.factories import exchange, feedback
 from tuneloop.explorer.routes.training_status import is_settled
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.facts import LedgerFacts, Rules, StateCount, Weights
+from tuneloop.shared.ledger.facts import HeldBack, LedgerFacts, Rules, StateCount, Weights
 
 
 def facts(committed: int = 0, leased: int = 0, claimable: int = 0, newest: int = 3, rejected: int = 0) -> LedgerFacts:
@@ -37,6 +39,7 @@ PARTLY, WHOLE = Rules(8), Rules(8, batch_timeout=1.0)
         (facts(committed=1, leased=7), PARTLY, True, True),
         (facts(leased=8), PARTLY, True, False),
         (facts(leased=8), PARTLY._replace(save_interval=2), True, True),
+        (replace(facts(committed=9, claimable=8), held_back=(HeldBack("acme", "ann", 8),)), PARTLY, True, True),
     ],
 )
 def test_it_is_settled_when_nothing_comes_of_what_is_there(
@@ -83,3 +86,18 @@ def test_the_route_says_what_the_training_does(explorer: RunningExplorer) -> Non
     register(explorer.ledger, explorer.settings.job_dir)
     eventually(lambda: status()["served"] == 1)
     assert status()["newest"] == 1
+
+
+@pytest.mark.contract
+def test_whose_feedback_a_share_holds_back_is_told_by_name_and_counted(explorer: RunningExplorer) -> None:
+    """Ten raters with one reply each, ninety replies of one more, and batches of 32."""
+    said = [exchange() for _ in range(100)]
+    names = [f"rater-{number}" if number < 10 else "flood" for number in range(100)]
+    heard = [feedback(msg_id=each.msg_id, source=name) for each, name in zip(said, names, strict=True)]
+    explorer.ledger.recording.record([*said, *heard])
+    explorer.ledger.recording.commit("acme")
+    explorer.ledger.training.take_epoch("host:1")
+    [reason] = explorer.http.get("/training").json()["reasons"]
+    assert reason["code"] == "rater_share"
+    assert "flood (acme) 87." in reason["sentence"]
+    eventually(lambda: "\ntuneloop_held_back 87.0\n" in explorer.http.get("/metrics").text)

@@ -49,7 +49,7 @@ def test_shadow_runs_are_rewarded_and_committed_in_their_groups(explorer: Runnin
     assert len(tasks) == 2
     assert all(len([row for row in rows if row[0] == task]) == 6 for task in tasks)
     marks = explorer.rows("SELECT metric, text, source, msg_id FROM feedback WHERE kind = 'label'")
-    assert [tuple(row) for row in marks] == [("mark:hard", "hard", "training-runner", None)] * 3
+    assert [tuple(row) for row in marks] == [("mark:hard", "hard", None, None)] * 3
 
 
 async def test_in_an_asyncio_app_with_a_model_of_ours(explorer: RunningExplorer) -> None:

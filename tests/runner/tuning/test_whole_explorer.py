@@ -67,6 +67,6 @@ def test_every_call_is_in_the_ledger_with_its_run_and_reward(explorer: RunningEx
     assert {row.state for row in rows} == {State.TRAINED, State.DROPPED}
     assert sum(row.state == State.DROPPED for row in rows) == 4, "two evaluations of two calls"
     events = explorer.rows("SELECT metric, source, count(*) FROM feedback GROUP BY metric, source ORDER BY metric")
-    assert [tuple(event) for event in events] == [("metrics/calls", "tune", 8), ("reward", "tune", 8)]
+    assert [tuple(event) for event in events] == [("metrics/calls", None, 8), ("reward", None, 8)]
     assert explorer.ledger.reports.imbalance() == []
     assert (result.steps, result.version) == (2, 2)

@@ -252,3 +252,17 @@ def test_how_far_the_trainer_lags_is_told(settings: Settings, made: Ledger) -> N
     assert page(settings)["Trainer"][1] == f"{said}; publishing takes 80% of its time: raise trainer.save_interval"
     found = as_json(examine_experiment(settings))["pace"]
     assert found == {"committed": 10.0, "trained": 1.0, "steps": 0.1, "publishing": 0.8, "lag": 10.0}
+
+
+@pytest.mark.contract
+def test_whose_feedback_a_share_holds_back_is_told_by_name(settings: Settings, made: Ledger) -> None:
+    flood, others = [exchange() for _ in range(8)], [exchange() for _ in range(10)]
+    made.recording.record([*flood, *(feedback(msg_id=each.msg_id, source="flo\x1bod") for each in flood)])
+    made.recording.commit("acme")
+    made.recording.record([*others, *(feedback(msg_id=each.msg_id, source=each.msg_id) for each in others)])
+    made.versions.ensure_base(Path("/base"))
+    made.training.take_epoch("host:1")
+    [line] = page(settings)["Diagnosis"]
+    assert line.startswith("rater_share: feedback.max_rater_share keeps experiences of these raters out")
+    assert "flo\\x1bod (acme) 7." in line
+    assert as_json(examine_experiment(settings))["held_back"] == [{"tenant": "acme", "rater": "flo\x1bod", "rows": 7}]

@@ -5,9 +5,12 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from tests.factories import exchange, experience, feedback
 from tests.trainer.factories import sample
-from tuneloop.shared.experience import REDACTED
+from tuneloop.shared.experience import REDACTED, pack_ids
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
+from tuneloop.shared.settings.feedback import RewardRule
 from tuneloop.trainer.algorithms.terms.moments import Moments
 from tuneloop.trainer.batches.batch import collate
 from tuneloop.trainer.batches.credit import calls_of
@@ -125,3 +128,32 @@ def test_a_call_with_redacted_tokens_is_paid_once_at_its_last_token_that_is_lear
     [other, _] = _trajectory(1.0, 0.0, run="q", first=5)
     calls, _ = _calls([replace(call, completion_ids=ids, logprobs=np.zeros(4, np.float32)), other], merge=False)
     assert calls.paid_BR.tolist() == [[0, 0, 2, 0], [0, 1, 0, 0]]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    ("run_feedback", "credit", "paid"),
+    [
+        ("fallback", "call", [0.1, 0.2]),
+        ("fallback", "trajectory", [0.0, 0.2]),
+        ("fallback", "discounted", [0.1, 0.2]),
+        ("add", "call", [1.1, 1.2]),
+        ("add", "trajectory", [0.0, 1.2]),
+        ("add", "discounted", [0.6, 1.2]),
+    ],
+)
+def test_feedback_on_two_calls_and_their_run_is_paid_as_the_documentation_says(engine, run_feedback, credit, paid):
+    run = {"task_id": "t", "run_id": "r"}
+    ledger = Ledger(engine, rule=RewardRule(run_feedback=run_feedback, clip=(-2.0, 2.0)))
+    first = exchange(experiences=(experience(prompt_ids=pack_ids([7])),), **run)
+    second = exchange(experiences=(experience(prompt_ids=pack_ids([7, 4, 5, 9])),), **run)
+    said = [feedback(msg_id=first.msg_id, value=0.1), feedback(msg_id=second.msg_id, value=0.2)]
+    ledger.recording.record([first, second, *said, feedback(msg_id=None, value=1.0, **run)])
+    ledger.recording.commit("acme")
+    calls, _ = _calls(
+        ledger.training.lease(ledger.training.take_epoch("trainer"), 2, BatchPolicy()),
+        credit=credit,
+        turn_discount=0.5,
+    )
+    assert calls.paid_BR[0, [1, 4]].tolist() == pytest.approx(paid)
+    assert calls.paid_BR.sum().item() == pytest.approx(sum(paid))

@@ -106,15 +106,40 @@ def test_the_opinions_of_one_call_are_aggregated_as_those_of_many() -> None:
     assert value(RULE, *said) == 1.0
 
 
-def test_who_has_proved_right_outweighs_those_who_have_not() -> None:
-    said = [event(source="ann", value=1.0, weight=3.0), *(event(source=name, weight=0.02, value=0.0) for name in "bcd")]
-    assert value(RULE, *said) == 1.0
+def of_run(**but: Any) -> Event:
+    return event(of_run=True, **but)
 
 
-def test_who_is_in_quarantine_is_not_heard() -> None:
-    quarantined = event(source="b", value=0.0, weight=0.0)
-    assert value(RULE, event(source="a", value=1.0), quarantined) == 1.0
-    assert value(RULE, quarantined) is None
+@pytest.mark.contract
+def test_a_replys_own_feedback_goes_before_its_runs_under_each_metric() -> None:
+    rule = RewardRule(weights={"reward": 1.0, "tone": 1.0})
+    said = [event(value=0.1), of_run(value=0.9), of_run(source="b", value=0.9), of_run(metric="tone", value=0.5)]
+    assert value(rule, *said) == value(rule, *reversed(said)) == pytest.approx(0.6)
+    nothing_own = [event(kind=Kind.RETRACTION, value=None), label("unheard of", source="b")]
+    assert value(rule, *said, *nothing_own) == 1.0
+
+
+@pytest.mark.contract
+def test_feedback_on_a_run_is_added_where_the_rule_says_so() -> None:
+    rule = RewardRule(run_feedback="add", clip=(-2.0, 2.0))
+    assert value(rule, event(value=0.1), of_run(value=1.0)) == pytest.approx(1.1)
+    assert value(rule, of_run(value=1.0)) == 1.0
+
+
+def test_a_rule_that_does_not_add_is_the_same_as_before_there_was_a_choice() -> None:
+    old = '{"aggregate":"median","attribution_window":null,"boolean_values":[0.0,1.0],"clip":[-1.0,1.0],"default":null,'
+    assert definition(RULE) == old + '"label_values":{},"weights":{"reward":1.0}}'
+    assert rule_of(definition(RewardRule(run_feedback="add"))) == RewardRule(run_feedback="add")
+
+
+def test_a_trusted_word_settles_its_metric_among_all_that_were_said_of_the_same() -> None:
+    others = [event(source=name, value=1.0) for name in "bcd"]
+    trusted = event(source="a", value=0.0, trusted=True, received_at=3.0)
+    assert reward_of(RULE, [trusted, *others], sampled_at=0.0) == Reward(0.0, 3.0)
+    assert value(RULE, *others, trusted, trusted._replace(source="e", value=1.0)) == 0.5
+    assert value(MEAN, *others, trusted) == 0.75
+    assert value(RULE, *others, trusted._replace(of_run=True)) == 1.0, "a reply's own feedback goes before its run's"
+    assert value(RewardRule(weights={"reward": 1.0, "tone": 1.0}), *others, trusted._replace(metric="tone")) == 1.0
 
 
 def test_a_rule_of_before_the_median_is_read_as_it_was_meant() -> None:
@@ -171,12 +196,14 @@ _events = st.builds(
     preferred=st.booleans(),
     received_at=st.floats(0, 100),
     call_id=st.sampled_from([None, "x", "y"]),
-).map(lambda said: said._replace(weight={"a": 0.02, "b": 3.0, None: 1.0}[said.source]))
+    of_run=st.booleans(),
+).map(lambda said: said._replace(trusted=said.source is None))
 _rules = st.builds(
     RewardRule,
     weights=st.dictionaries(st.sampled_from(["reward", "help"]), st.floats(-10, 10)),
     aggregate=st.sampled_from(["median", "mean"]),
     label_values=st.dictionaries(st.sampled_from(["good", "bad"]), st.floats(-10, 10)),
+    run_feedback=st.sampled_from(["fallback", "add"]),
     clip=st.sampled_from([None, (-1.0, 1.0), (0.0, 0.5)]),
     attribution_window=st.none() | st.floats(1, 100),
 )
@@ -194,7 +221,8 @@ def test_a_reward_lies_within_its_bounds(rule: RewardRule, said: list[Event]) ->
 )
 def test_only_the_last_of_a_source_counts(rule: RewardRule, said: list[Event], last: Event) -> None:
     last = last._replace(received_at=0.0)
-    of_others = [each for each in said if (each.metric, each.source) != (last.metric, last.source)]
+    statement = (last.metric, last.source, last.of_run)
+    of_others = [each for each in said if (each.metric, each.source, each.of_run) != statement]
     # Not the bare value: floats are added in another order.
     assert value(rule, *said, last) == pytest.approx(value(rule, *of_others, last))
 

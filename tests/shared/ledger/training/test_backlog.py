@@ -13,7 +13,6 @@ from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.ledger.training.backlog import Backlog
-from tuneloop.shared.settings.feedback import FeedbackSettings
 
 Trim = Callable[..., Backlog]
 
@@ -83,7 +82,6 @@ def test_a_tenant_with_little_loses_nothing_to_a_loud_one(
 def test_a_rater_with_little_loses_nothing_to_a_loud_one(ledger: Ledger, engine: Engine, trim: Trim) -> None:
     give(ledger, 2, source="quiet")
     give(ledger, 20, source="loud")
-    ledger.raters.assess(FeedbackSettings())
     trim(6, max_rater_share=0.5)
     assert {1, 2} <= {row.id for row in in_state(engine, State.COMMITTED)}
 

@@ -232,3 +232,14 @@ def test_a_lease_asks_once_for_all_of_its_rows(engine: Engine, ledger: Ledger) -
 
     ledger.training.lease(epoch, 20, BatchPolicy())
     assert len(asked) == 1
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("run_first", [False, True])
+def test_one_about_a_reply_goes_before_one_about_its_run(ledger: Ledger, run_first: bool) -> None:
+    told = two(task_id="t", run_id="r")
+    heard = [
+        about(told, text="Its own.", choice=0),
+        about(told, msg_id=None, task_id="t", run_id="r", text="Of the run."),
+    ]
+    assert leased_after(ledger, told, heard[::-1] if run_first else heard) == ["Its own.", "Of the run."]

@@ -1,0 +1,52 @@
+"""Feedback on a run and on its replies: what each of the two makes of the rewards."""
+
+from typing import Any
+
+import pytest
+
+from tests.explorer.feedback.test_routes import ok, reply_id, rewards
+from tests.explorer.running import RunningExplorer
+
+RUN = {"task_id": "t", "run_id": "r"}
+
+
+def say(explorer: RunningExplorer, **body: Any) -> dict[str, Any]:
+    return ok(explorer.http.post("/feedback", json=body))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("run_first", [False, True])
+def test_feedback_on_a_run_leaves_the_rewards_of_replies_that_have_their_own(
+    explorer: RunningExplorer, run_first: bool
+) -> None:
+    first, second, third = (reply_id(explorer, metadata=RUN) for _ in range(3))
+    of_run = {**RUN, "reward": 1.0}
+    if run_first:
+        say(explorer, **of_run)
+    say(explorer, msg_ids=[first], reward=0.1)
+    say(explorer, msg_ids=[second], reward=0.2)
+    answer = say(explorer, **of_run)
+    assert rewards(explorer) == [0.1, 0.2, 1.0]
+    assert (answer["status"], answer["replies"]) == ("success", {"t/r": {"count": 1, "msg_ids": [third]}})
+
+
+@pytest.mark.contract
+def test_a_retraction_takes_back_what_was_said_of_the_run_or_of_the_reply_alone(explorer: RunningExplorer) -> None:
+    rated, other = reply_id(explorer, metadata=RUN), reply_id(explorer, metadata=RUN)
+    say(explorer, msg_ids=[rated], reward=0.1)
+    say(explorer, **RUN, reward=1.0)
+    say(explorer, msg_ids=[other], retract=True)
+    assert rewards(explorer) == [0.1, 1.0]
+    say(explorer, msg_ids=[rated], retract=True)
+    assert rewards(explorer) == [1.0, 1.0]
+    say(explorer, msg_ids=[rated], reward=0.1)
+    say(explorer, **RUN, retract=True)
+    assert rewards(explorer) == [0.1, None]
+
+
+def test_the_answer_about_a_run_names_the_first_hundred_replies_and_counts_all(explorer: RunningExplorer) -> None:
+    ids = [reply_id(explorer, metadata=RUN) for _ in range(101)]
+    answer = say(explorer, **RUN, reward=1.0)
+    assert answer["replies"] == {"t/r": {"count": 101, "msg_ids": ids[:100]}}
+    assert "replies" not in say(explorer, msg_ids=ids[:1], reward=0.5)
+    assert "replies" not in say(explorer, task_id="t", run_id="not yet", reward=0.5)

@@ -109,7 +109,7 @@ class Gatekeeper:
         proxied = self._open and self._hosts is not None and not is_probe(path) and is_proxied(scope["headers"])
         if required is OPEN or self._cross_origin.is_preflight(scope):
             if proxied and not self.needs_admin_key:  # else the page asks for that key itself
-                raise _proxied()
+                raise _from_proxy()
             return _STRANGER
         headers = _headers_of(scope)
         if self._open and self._hosts is not None:
@@ -124,10 +124,14 @@ class Gatekeeper:
                 return _check(holder, required, path)
             if digest == self._admin_digest:
                 return self._operator
+        return self._without_key(path, _unknown() if candidates else _missing(), proxied=proxied)
+
+    def _without_key(self, path: str, refusal: RequestRefused, *, proxied: bool) -> Caller:
+        """Who shows no key that is in force; `refusal` is for where one is needed. Raises RequestRefused."""
         if not self._open:
-            raise _unknown() if candidates else _missing()
+            raise refusal
         if proxied:
-            raise _proxied()
+            raise _from_proxy()
         if not path.startswith(_ADMIN):
             return self._local
         if self._admin_digest is None:
@@ -150,12 +154,9 @@ class Gatekeeper:
             if holder is None:
                 raise _no_entry("the key that made this token was revoked", "token_unknown")
             maker = _check(holder, frozenset({Scope.FEEDBACK}), path)
-        elif proxied:
-            raise _proxied()
-        elif self._open:
-            maker = self._local
         else:
-            raise _no_entry("keys are needed now: this token was made without one", "token_unknown")
+            refusal = _no_entry("keys are needed now: this token was made without one", "token_unknown")
+            maker = self._without_key(path, refusal, proxied=proxied)
         return replace(maker, scopes=frozenset({Scope.FEEDBACK}), binding=claims.binding)
 
     @property
@@ -238,7 +239,7 @@ def _missing() -> RequestRefused:
     )
 
 
-def _proxied() -> RequestRefused:
+def _from_proxy() -> RequestRefused:
     return RequestRefused(
         "without keys, nothing that a proxy forwards is answered, for it may come from anywhere: make a key "
         "(tuneloop keys create -c tuneloop.yaml --name web), and send it with each request",

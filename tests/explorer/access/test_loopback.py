@@ -58,7 +58,10 @@ ROUTES = [
     *(("POST", path) for path in (CHAT, "/v1/completions", "/v1/responses", "/v1/messages", f"/trinity{CHAT}")),
     *(("POST", path) for path in ("/tokenize", "/v1/messages/count_tokens", "/feedback", "/commit", f"{CHAT}/x")),
     *(("GET", path) for path in (CHAT, f"{CHAT}/x", "/v1/responses/x", "/v1/models", "/metrics", "/trinity/metrics")),
-    *(("GET", path) for path in ("/training", "/ui", "/ui/exchanges", "/ui/login", "/ui/static/page.css", "/", "/docs")),
+    *(
+        ("GET", path)
+        for path in ("/training", "/ui", "/ui/exchanges", "/ui/login", "/ui/static/page.css", "/", "/docs")
+    ),
     *(("GET", path) for path in ("/openapi.json", "/version", "/admin/keys", "/run/e30/v1/models", "/none")),
     *(("DELETE", f"{CHAT}/x"), ("POST", "/v1/feedback_tokens"), ("POST", "/ui/login"), ("OPTIONS", "/feedback")),
 ]
@@ -68,9 +71,7 @@ ROUTES = [
 @pytest.mark.parametrize(
     "header", ["X-Forwarded-For", "X-Real-IP", "Forwarded", "Via", "X-Forwarded-Host", "x-forwarded-proto"]
 )
-def test_what_a_proxy_forwards_without_keys_is_refused_on_every_route(
-    explorer: RunningExplorer, header: str
-) -> None:
+def test_what_a_proxy_forwards_without_keys_is_refused_on_every_route(explorer: RunningExplorer, header: str) -> None:
     for method, path in ROUTES:
         answer = explorer.http.request(method, path, json=HELLO, headers={header: "203.0.113.9"})
         assert answer.status_code == 403, path

@@ -65,20 +65,23 @@ class SystemTurns:
 
     async def merge_counted(self, body: Json) -> tuple[Json, int]:
         """The same of a request that counts the tokens of Anthropic's messages."""
-        if not any(isinstance(each, dict) and each.get("role") == _SYSTEM for each in body.get("messages") or ()):
+        turns = body.get("messages")
+        if not isinstance(turns, list) or not any(
+            isinstance(each, dict) and each.get("role") == _SYSTEM for each in turns
+        ):
             return body, 0
         chat = anthropic.to_chat({**body, "max_tokens": _NO_LIMIT})
         merged, count = await self._merge(chat, chat["messages"])
         if not count:
             return body, 0
-        turns = [each for turn in body["messages"] for each in _without_text(turn)]
-        return body | {"system": merged[0]["content"], "messages": turns}, count
+        others = [each for turn in turns for each in _without_text(turn)]
+        return body | {"system": merged[0]["content"], "messages": others}, count
 
     async def _merge(self, body: Json, turns: Sequence[Json]) -> tuple[list[Json], int]:
         shape = _shape_of(turns, bool(body.get("tools")))
         if shape is None or await self._reaches(shape):
             return [], 0
-        merged = _merged(turns)
+        merged = _with_one_system(turns)
         if merged and await self._reaches(_Shape(_SYSTEM, (), shape.tools)) is False:
             raise RequestRefused(
                 "the model's chat template has no place for instructions: write them into a user message",
@@ -88,21 +91,19 @@ class SystemTurns:
         return merged, len(turns) + (shape.first != _SYSTEM) - len(merged) if merged else 0
 
     async def _reaches(self, shape: _Shape) -> bool | None:
-        """Whether every instruction of such a conversation is in the prompt.
+        """Whether every instruction of such a conversation is in the prompt, as was last known.
 
-        None: the engine refuses such a conversation, or cannot be asked now.
+        None: the engine refuses such a conversation, or nobody could be asked yet.
         """
         until, found = self._known.get(shape, (0.0, None))
-        if time.monotonic() < until:
-            return found
         engine = least_busy(self._fleet.engines)
-        if engine is None:
-            return None
+        if engine is None or time.monotonic() < until:
+            return found
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 found = await _ask(engine, shape)
         except (EngineError, TimeoutError):
-            return None
+            return found
         self._known[shape] = (time.monotonic() + _TRUSTED_S, found)
         return found
 
@@ -120,7 +121,7 @@ def _shape_of(turns: Sequence[Json], tools: bool) -> _Shape | None:
     return _Shape(first, later, tools) if later or first not in ("", _SYSTEM) else None
 
 
-def _merged(turns: Sequence[Json]) -> list[Json]:
+def _with_one_system(turns: Sequence[Json]) -> list[Json]:
     """The turns with one system message, the first; none where the engine refuses what one of them says."""
     texts: list[str] = []
     for turn in turns:
@@ -166,7 +167,7 @@ async def _ask(engine: Engine, shape: _Shape) -> bool | None:
         for place, role in enumerate(roles)
         if role != "user"
     ]
-    merged = [_merged(short)] if len(longer) > 1 or shape.first != _SYSTEM else []
+    merged = [_with_one_system(short)] if len(longer) > 1 or shape.first != _SYSTEM else []
     read = await asyncio.gather(*(_tokens(engine, turns, shape.tools) for turns in (short, *longer, *merged)))
     return None if None in read else read[0] not in read[1:]
 

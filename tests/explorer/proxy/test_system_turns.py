@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.doubles.engine import EngineDouble, EnginePlace
+from tests.doubles.engine import CHAT, EngineDouble, EnginePlace
 from tests.doubles.responding import RespondingDouble
 from tests.explorer.conftest import Run
 from tests.explorer.running import RunningExplorer
@@ -81,7 +81,6 @@ def test_an_instruction_that_a_later_one_would_overwrite_is_in_the_prompt(
     messages = [turn("system", "be kind"), turn("user", "hi"), turn("system", "be brief"), turn("user", "and now?")]
     assert explorer.chat(messages=messages).headers[MERGED] == "1"
     assert "be kind\n\nbe brief" in double.prompt_of(**double.chats[-1].body)
-    assert MERGED not in explorer.chat(messages=messages[1:]).headers  # the only one, and there
 
 
 def test_merged_instructions_stand_in_their_order_with_a_blank_line_between(
@@ -219,3 +218,14 @@ def test_instructions_of_a_response_that_the_engine_answers_itself_are_in_the_pr
     [request] = engine.native_requests
     merged = "be kind\n\nbe brief" if instructions else "be brief"
     assert ("instructions" in request, request["input"]) == (False, [turn("system", merged), RESPONSE["input"][1]])
+
+
+@pytest.mark.parametrize("messages", [5, None, [5], [turn("system", 5)], [turn("system", "be"), turn("developer", 5)]])
+def test_what_is_no_conversation_is_left_to_the_engine(
+    explorer: RunningExplorer, double: EngineDouble, messages: Any
+) -> None:
+    double.template = STRICT
+    for path in (CHAT, "/tokenize", "/v1/messages/count_tokens"):
+        answer = explorer.http.post(path, json={"model": "t", "messages": messages})
+        assert answer.status_code in (200, 400)
+        assert MERGED not in answer.headers

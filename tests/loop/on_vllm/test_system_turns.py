@@ -19,12 +19,14 @@ pytestmark = [pytest.mark.vllm, pytest.mark.contract]
 
 Json = dict[str, Any]
 
-#: Of the template in examples/sums, which skips `developer` and shows a later `system`: the latter is made to...
+#: The template in examples/sums skips `developer`, and shows a later `system` by this condition.
 _LATER = "(message.role == 'system' and not loop.first)"
+
+#: What stands before it. Where a template does not have the word, vLLM itself makes `developer` turns `system` ones.
 TEMPLATES = {
     "raises": "{%- for message in messages %}{%- if message.role == 'developer' or (message.role == 'system' and not "
     "loop.first) %}{{- raise_exception('System message must be at the beginning.') }}{%- endif %}{%- endfor %}",
-    "skips": "",
+    "skips": "{#- Nothing is said of 'developer'. -#}",
 }
 
 SHELL: Json = {"type": "function", "name": "shell", "description": "d", "parameters": {"type": "object"}}

@@ -214,7 +214,7 @@ def _add_routes(app: FastAPI) -> None:
         status: dict[str, object] = {"status": "not_ready" if reason else "ready"}
         client, [own, _] = request.client.host if request.client else "", request.scope.get("server") or ("", 0)
         # Who has our own address is on this machine, too.
-        if is_from_here("127.0.0.1" if client == own else client, request.headers):
+        if is_from_here("127.0.0.1" if client == own else client, request.headers.raw):
             status |= {"reason": reason, "engines": [_status_of(engine) for engine in services.fleet.engines]}
         return JSONResponse(status, 503 if reason else 200)
 

@@ -51,6 +51,10 @@ _CHOICES = "more than 16,777,215 choices of one request get a 400"
 _NOT_SEEN = "ours, which no engine gets; strict: a boolean, or 400"
 _LABELS = "[labels](feedback.md#labels-of-a-request), which no engine gets"
 _ASKED = "always asked of the engine, and taken out of the reply unless the client asked for it"
+_MERGED = (
+    "`developer` and later `system` turns are [merged into the first](clients.md) where the prompt would lack them, or "
+    "have them there anyway"
+)
 _SIGNED = "has no effect: a reply's id is signed, so that feedback cannot be forged"
 _PERSON = "also a [label](feedback.md#labels-of-a-request)"
 _DEFAULT = "`model.temperature`, where it is absent"
@@ -64,6 +68,7 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         "logprobs": _ASKED,
         "max_completion_tokens": _LENGTH,
         "max_tokens": _LENGTH,
+        "messages": _MERGED,
         "metadata": _LABELS,
         "n": _CHOICES,
         "request_id": _SIGNED,
@@ -84,13 +89,18 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         "user": _PERSON,
     },
     "/v1/responses": {
+        "input": _MERGED,
         "metadata": "kept with the response, values other than strings too; " + _LABELS,
         "request_id": _SIGNED,
         "store": "false keeps the exchange out of storage; strict: a boolean, or 400",
         "temperature": _DEFAULT,
         "user": _PERSON,
     },
-    "/v1/messages": {"metadata": _LABELS + "; `user_id` is the person", "store": _NOT_SEEN},
+    "/v1/messages": {
+        "messages": _MERGED,
+        "metadata": _LABELS + "; `user_id` is the person",
+        "store": _NOT_SEEN,
+    },
 }
 
 #: What holds for every route.

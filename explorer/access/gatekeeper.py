@@ -12,9 +12,9 @@ from prometheus_client import Counter
 
 from tuneloop.explorer.access import feedback_tokens, key_prefix
 from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
-from tuneloop.explorer.access.loopback import HostRules
+from tuneloop.explorer.access.loopback import HostRules, is_proxied
 from tuneloop.explorer.access.rate_limits import KeyMeter, KeyUsage, PromptRefusals
-from tuneloop.explorer.access.route_scopes import OPEN, is_about_all_tenants, required_scopes
+from tuneloop.explorer.access.route_scopes import OPEN, is_about_all_tenants, is_probe, required_scopes
 from tuneloop.explorer.http import run_prefix
 from tuneloop.explorer.http.caller import Caller, operator_only
 from tuneloop.explorer.http.cors import ROUTE, CrossOrigin
@@ -106,7 +106,10 @@ class Gatekeeper:
     def _admit(self, scope: Mapping[str, Any]) -> Caller:
         method, path = scope["method"], scope["path"]
         required = required_scopes(method, path)
+        proxied = self._open and self._hosts is not None and not is_probe(path) and is_proxied(scope["headers"])
         if required is OPEN or self._cross_origin.is_preflight(scope):
+            if proxied and not self.needs_admin_key:  # else the page asks for that key itself
+                raise _from_proxy()
             return _STRANGER
         headers = _headers_of(scope)
         if self._open and self._hosts is not None:
@@ -115,21 +118,27 @@ class Gatekeeper:
         candidates = list(_candidates(scope, headers))
         for secret in candidates:
             if secret.startswith(feedback_tokens.PREFIX):
-                return self._bearer_of(secret, path)
+                return self._bearer_of(secret, path, proxied=proxied)
             digest = digest_of(secret)
             if (holder := self._holders.get(digest)) is not None:
                 return _check(holder, required, path)
             if digest == self._admin_digest:
                 return self._operator
+        return self._without_key(path, _unknown() if candidates else _missing(), proxied=proxied)
+
+    def _without_key(self, path: str, refusal: RequestRefused, *, proxied: bool) -> Caller:
+        """Who shows no key that is in force; `refusal` is for where one is needed. Raises RequestRefused."""
         if not self._open:
-            raise _unknown() if candidates else _missing()
+            raise refusal
+        if proxied:
+            raise _from_proxy()
         if not path.startswith(_ADMIN):
             return self._local
         if self._admin_digest is None:
             raise RequestRefused(f"no route {path}", status=404, code="not_found")
         raise _no_entry("send explorer.admin_key as `Authorization: Bearer <key>`", "unauthorized")
 
-    def _bearer_of(self, token: str, path: str) -> Caller:
+    def _bearer_of(self, token: str, path: str, *, proxied: bool) -> Caller:
         """Who brings a token for feedback. Raises RequestRefused."""
         claims = self._tokens.read(token)
         if claims is None:
@@ -145,10 +154,9 @@ class Gatekeeper:
             if holder is None:
                 raise _no_entry("the key that made this token was revoked", "token_unknown")
             maker = _check(holder, frozenset({Scope.FEEDBACK}), path)
-        elif self._open:
-            maker = self._local
         else:
-            raise _no_entry("keys are needed now: this token was made without one", "token_unknown")
+            refusal = _no_entry("keys are needed now: this token was made without one", "token_unknown")
+            maker = self._without_key(path, refusal, proxied=proxied)
         return replace(maker, scopes=frozenset({Scope.FEEDBACK}), binding=claims.binding)
 
     @property
@@ -228,6 +236,15 @@ def _check(holder: _Holder, required: frozenset[Scope], path: str) -> Caller:
 def _missing() -> RequestRefused:
     return _no_entry(
         "send a key as `Authorization: Bearer <key>`, as `x-api-key`, or in the path: /key/<key>/v1/…", "key_missing"
+    )
+
+
+def _from_proxy() -> RequestRefused:
+    return RequestRefused(
+        "without keys, nothing that a proxy forwards is answered, for it may come from anywhere: make a key "
+        "(tuneloop keys create -c tuneloop.yaml --name web), and send it with each request",
+        status=403,
+        code="proxied_without_keys",
     )
 
 

@@ -1,12 +1,12 @@
 """Who may come in where there are no keys: programs of this machine, and no website that a browser here has open.
 
 A name of a website that suddenly means 127.0.0.1 (DNS rebinding) stands in `Host`, and a request that a website's page
-sends across sites has its `Origin`.
+sends across sites has its `Origin`. What a proxy forwards may come from anywhere.
 """
 
 import ipaddress
 import re
-from collections.abc import Collection, Container
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 
 from tuneloop.shared.errors import RequestRefused
@@ -17,8 +17,7 @@ _HEARD = 512
 _ORIGIN = re.compile(rb"[a-z][a-z0-9+.-]*://([^/@?#]+)", re.IGNORECASE).fullmatch
 _BRACKETED = re.compile(r"\[([^\]]*)\](?::\d*)?").fullmatch
 
-#: Only a proxy sends these: who is behind it may be anywhere.
-OF_PROXIES = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
+_OF_PROXIES = re.compile(rb"forwarded|via|x-real-ip|x-forwarded-.*").fullmatch
 
 #: What changes nothing: a browser may send it, and shows its page nothing of the answer.
 _HARMLESS = frozenset({"GET", "HEAD"})
@@ -52,14 +51,23 @@ class HostRules:
         return name in self._allowed or is_loopback(name)
 
 
-def is_from_here(client: str, headers: Container[str]) -> bool:
+def is_proxied(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether a proxy has forwarded the request: only a proxy sends such headers.
+
+    >>> is_proxied([(b"via", b"1.1 x")]), is_proxied([(b"host", b"localhost")])
+    (True, False)
+    """
+    return any(_OF_PROXIES(name) for name, _ in headers)
+
+
+def is_from_here(client: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
     """Whether a request was sent on this machine, and not for somebody elsewhere."""
     try:
         found = ipaddress.ip_address(client)
     except ValueError:
         return False
     here = (getattr(found, "ipv4_mapped", None) or found).is_loopback
-    return here and not any(header in headers for header in OF_PROXIES)
+    return here and not is_proxied(headers)
 
 
 def _host_of(origin: bytes) -> bytes:

@@ -40,6 +40,8 @@ _ROUTES: dict[tuple[str, str], Scopes] = {
     ("POST", "/ping"): OPEN,
 }
 
+_PROBES = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
+
 #: The page decides by its sessions who may see it: a browser sends no key.
 PAGE = "/ui"
 
@@ -64,6 +66,11 @@ def is_about_all_tenants(path: str) -> bool:
     """Whether a path is about all tenants at once."""
     path = path[len(_TRINITY) - 1 :] if path.startswith(_TRINITY) else path
     return any(path == each or path.startswith(f"{each}/") for each in _OF_ALL_TENANTS)
+
+
+def is_probe(path: str) -> bool:
+    """Whether a path says only that the service lives: load balancers ask it."""
+    return path.removeprefix(_TRINITY[:-1]) in _PROBES
 
 
 def required_scopes(method: str, path: str) -> Scopes:

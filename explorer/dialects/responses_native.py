@@ -159,7 +159,8 @@ class NativeResponsesDialect(Dialect):
 
 def restore_client_fields(body: Json, response: Json) -> Json:
     """An engine's response with the client's own value of the fields that were changed for the engine."""
-    fields = {name: body[name] for name in ("previous_response_id", "metadata") if body.get(name) is not None}
+    changed = ("previous_response_id", "metadata", "instructions")
+    fields = {name: body[name] for name in changed if body.get(name) is not None}
     return response | fields
 
 

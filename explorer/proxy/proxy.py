@@ -25,6 +25,7 @@ from tuneloop.explorer.proxy.background_responses import BackgroundResponses
 from tuneloop.explorer.proxy.grammars import Grammars
 from tuneloop.explorer.proxy.in_flight import ReplyInFlight
 from tuneloop.explorer.proxy.request import Request, RequestParser
+from tuneloop.explorer.proxy.system_turns import SystemTurns
 from tuneloop.shared import engine_flags
 from tuneloop.shared.errors import EngineError, EngineUnreachable, RequestRefused, SpoolFull
 from tuneloop.shared.settings.settings import Settings
@@ -114,7 +115,8 @@ class Proxy:
         """`shadow` may send a copy of a request to a shadow version."""
         explorer = settings.explorer
         self._fleet, self._recorder, self._timeout_s = fleet, recorder, explorer.request_timeout
-        self.parser = RequestParser(settings, signer, recorder.bodies)
+        self.system_turns = SystemTurns(fleet)
+        self.parser = RequestParser(settings, signer, recorder.bodies, self.system_turns)
         self._metrics, self._failures = metrics, RequestFailures(metrics)
         self._grammars, self._shadow = Grammars(settings), shadow
         self.admission = Admission(

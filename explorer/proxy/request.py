@@ -23,6 +23,7 @@ from tuneloop.explorer.proxy.capture_choice import CaptureChoice
 from tuneloop.explorer.proxy.labels import Labels, labels_of, refuse_misplaced
 from tuneloop.explorer.proxy.media import with_own_uuids
 from tuneloop.explorer.proxy.media_fetching import MediaFetcher
+from tuneloop.explorer.proxy.system_turns import SystemTurns, merged_header
 from tuneloop.explorer.proxy.token_charge import TokenCharge
 from tuneloop.shared import engine_flags, steady_time
 from tuneloop.shared.errors import RequestRefused
@@ -76,6 +77,7 @@ class Request(NamedTuple):
     pin: VersionPin | None = None
     model: str = ""
     trace: RequestTrace | None = None
+    merged_turns: int = 0
 
     @property
     def key(self) -> str:
@@ -114,15 +116,17 @@ class Request(NamedTuple):
             headers.append((b"request-id", headers[1][1]))
         if ignored := (*self.ignored_fields, *self.labels.ignored):
             headers.append((b"x-tuneloop-ignored", ", ".join(ignored).encode()))
-        return headers
+        return [*headers, *merged_header(self.merged_turns)]
 
 
 class RequestParser:
     """Parses requests under the settings."""
 
-    def __init__(self, settings: Settings, signer: ReplyIdSigner, bodies: BodyParser) -> None:
+    def __init__(
+        self, settings: Settings, signer: ReplyIdSigner, bodies: BodyParser, system_turns: SystemTurns
+    ) -> None:
         explorer = settings.explorer
-        self._bodies = bodies
+        self._bodies, self._system_turns = bodies, system_turns
         self.capture = CaptureChoice(explorer.capture)
         self._signer, self._tenants = signer, settings.tenants
         self._pins = PinParser(settings)
@@ -152,7 +156,7 @@ class RequestParser:
         check_template(body)
         refuse_misplaced(body)
         dialect = dialect.for_body(body)
-        upstream = await dialect.to_upstream(body, raw.caller)
+        upstream, merged_turns = await self._system_turns.merge(await dialect.to_upstream(body, raw.caller))
         if any(word in raw_body for word in _MEDIA_WORDS):
             upstream = with_own_uuids(await self._media.inline(upstream, raw.hold), raw.caller.tenant)
         labels = labels_of(upstream, raw.run(), train=self._tenant(raw.caller).train)
@@ -196,6 +200,7 @@ class RequestParser:
             prefix_hashes=affinity.hash_prefixes(upstream) if self._prefix_affinity else (),
             pin=pin,
             model=str(body.get("model") or ""),
+            merged_turns=merged_turns,
         )
 
     def _sampling_of(self, upstream: dict[str, Any], labels: Labels) -> Sampling:

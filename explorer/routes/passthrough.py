@@ -15,12 +15,14 @@ from tuneloop.explorer.http.bodies import as_utf8, parse_object, read_bytes
 from tuneloop.explorer.http.caller import caller_of
 from tuneloop.explorer.http.chat_template import check_template
 from tuneloop.explorer.proxy.media import remote_files, with_own_uuids
+from tuneloop.explorer.proxy.system_turns import merged_header
 from tuneloop.explorer.proxy.token_charge import tokens_of
 from tuneloop.explorer.routes.metrics_json import TRINITY
 from tuneloop.shared.errors import EngineError, RequestRefused
 
 #: The engine routes that any client may use. All others, such as those that swap weights, are answered with 404.
-_PASSTHROUGH_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
+_COUNT = "/v1/messages/count_tokens"
+_PASSTHROUGH_PATHS = ("/tokenize", "/detokenize", _COUNT)
 
 #: The same of those without a body. vLLM has the second one only with its option --enable-tokenizer-info-endpoint.
 _PASSTHROUGH_QUERIES = ("/version", "/tokenizer_info")
@@ -73,17 +75,21 @@ def _add_forwarded(app: FastAPI, pins: PinParser, max_body_bytes: int) -> None:
         parsed = parse_object(data)
         check_template(parsed)
         remote_files(parsed, frozenset())
-        caller = caller_of(request.scope)
-        pin, upstream = pins.parse(parsed), with_own_uuids(parsed, caller.tenant)
+        caller, turns = caller_of(request.scope), request.app.state.services.proxy.system_turns
+        merge = turns.merge_counted if request.url.path == _COUNT else turns.merge
+        merged, count = await merge(parsed)
+        pin, upstream = pins.parse(merged), with_own_uuids(merged, caller.tenant)
         if pin is not None:
             upstream = upstream | {"model": pins.model_name}
         body = data if upstream is parsed else orjson.dumps(upstream)
         caller.meter.count_tokens(tokens_of(len(data)))
         await admission.acquire(caller.identity)
         try:
-            return await ask_engine(fleet, "POST", request.url.path, body, pin)
+            answer = await ask_engine(fleet, "POST", request.url.path, body, pin)
         finally:
             admission.release(caller.identity)
+        answer.raw_headers += merged_header(count)
+        return answer
 
     for path in _PASSTHROUGH_PATHS:
         app.post(path)(pass_through)

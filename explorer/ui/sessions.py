@@ -212,7 +212,7 @@ def _require_local(request: Request) -> None:
     client = request.client.host if request.client else ""
     matched = _HOST(request.headers.get("host", ""))
     name = (matched["v6"] or matched["name"]).lower() if matched else ""
-    if name in _LOCAL_NAMES and is_from_here(client, request.headers):
+    if name in _LOCAL_NAMES and is_from_here(client, request.headers.raw):
         return
     message = (
         "without keys this page is only for this machine itself, at http://localhost:<port>/ui: to reach it from "

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
+import jinja2
 from pydantic import TypeAdapter
 
 from tests.doubles.serving import reset, serving
@@ -106,6 +107,7 @@ class EngineDouble:
     dies_at_resume: bool = False
     keeps_old_weights: bool = False
     no_tokenizer: bool = False
+    template: str = ""  # its chat template: with one, it reads chats at /tokenize, and texts otherwise
     max_model_len: int = 4096
     keeps_prefixes: bool = False  # as an engine whose prefix cache outlives its weights
     quotes: Callable[[dict[str, Any]], bool] = lambda request: False  # refuses such requests, and quotes them
@@ -185,8 +187,10 @@ class EngineDouble:
             if self.no_tokenizer:
                 return await _send_reply(send, 400, recorded("error_json.json"))
             try:
-                ids = list(json.loads(body)["prompt"].encode())
-            except (ValueError, TypeError, LookupError, AttributeError):
+                question = json.loads(body)
+                text = self.prompt_of(**question) if self.template else question["prompt"]
+                ids = list(text.encode())
+            except (ValueError, TypeError, LookupError, AttributeError, jinja2.TemplateError):
                 return await _send_reply(send, 400, recorded("error_json.json"))
             answer = {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids}
             if json.loads(body).get("return_token_strs"):
@@ -202,6 +206,15 @@ class EngineDouble:
             return await _send_reply(send, *self._about(path))
         query = {key: values[0] for key, values in parse_qs(scope["query_string"].decode()).items()}
         await _send_reply(send, *await self._control(path, query, body))
+
+    def prompt_of(self, messages: Sequence[dict[str, Any]], **others: Any) -> str:
+        """What its chat template makes of a conversation. Raises TemplateError."""
+
+        def raise_exception(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        template = jinja2.Template(self.template, trim_blocks=True, lstrip_blocks=True)
+        return template.render(messages=messages, tools=others.get("tools"), raise_exception=raise_exception)
 
     def _about(self, path: str) -> tuple[int, bytes]:
         """What the engine says of itself."""

@@ -35,6 +35,7 @@ http {{
     location / {{
       proxy_pass http://explorer; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_set_header Host $host;
       proxy_buffering off; proxy_request_buffering off; proxy_next_upstream off; proxy_read_timeout 20s;
+      {more}
     }}
   }}
 }}
@@ -60,15 +61,18 @@ backend explorer
 
 
 @contextmanager
-def front_before(url: str, kind: Front, folder: Path) -> Iterator[str]:
-    """The URL at which users reach the service at `url`. Skips the test where the front is not to be had."""
+def front_before(url: str, kind: Front, folder: Path, more: str = "") -> Iterator[str]:
+    """The URL at which users reach the service at `url`. Skips the test where the front is not to be had.
+
+    `more` are directives of nginx.
+    """
     if kind == "direct":
         yield url
         return
     program = program_of(kind)
     port, settings = free_port(), folder / f"{kind}.conf"
     template = _NGINX if kind == "nginx" else _HAPROXY
-    settings.write_text(template.format(folder=folder, port=port, explorer=urlsplit(url).netloc))
+    settings.write_text(template.format(folder=folder, port=port, explorer=urlsplit(url).netloc, more=more))
     arguments = ["-p", folder, "-e", folder / "errors", "-c", settings] if kind == "nginx" else ["-db", "-f", settings]
     with (folder / f"{kind}.log").open("wb") as log:
         running = subprocess.Popen([program, *map(str, arguments)], stdout=log, stderr=log, env=environment())

@@ -199,5 +199,5 @@ def test_raters_are_listed_for_who_has_the_key(explorer: RunningExplorer) -> Non
     explorer.ledger.recording.record([said, feedback(msg_id=said.msg_id, tenant="default", source="ann")])
     explorer.ledger.raters.quarantine("default", "ann", by="eve", reason="she lies")
     assert explorer.http.get("/admin/raters").status_code == 401
-    [rater] = explorer.http.get("/admin/raters", headers={"Authorization": f"Bearer {KEY}"}).json()["data"]
-    assert (rater["name"], rater["state"], rater["weight"], rater["reason"]) == ("ann", "quarantined", 0.0, "she lies")
+    [rater, *_] = explorer.http.get("/admin/raters", headers={"Authorization": f"Bearer {KEY}"}).json()["data"]
+    assert (rater["name"], rater["state"], rater["events"], rater["reason"]) == ("ann", "quarantined", 1, "she lies")

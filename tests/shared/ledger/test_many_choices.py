@@ -76,7 +76,7 @@ def test_edits_of_each_choice_that_come_again(ledger: Ledger, engine: Engine, st
 
 def test_trained_choices_whose_rewards_change(ledger: Ledger, engine: Engine, statements: Statements) -> None:
     said = recorded(ledger)
-    ledger.recording.record([feedback(msg_id=said.msg_id)])
+    ledger.recording.record([feedback(msg_id=said.msg_id, source="ann")])
     ledger.recording.commit("acme")
     epoch = ledger.training.take_epoch("trainer")
     rows = ledger.training.lease(epoch, CHOICES, BatchPolicy())

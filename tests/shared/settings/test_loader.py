@@ -146,6 +146,10 @@ def test_an_empty_section_has_its_defaults(tmp_path):
         ),
         ("proxy_port: 3\n", "1:1: proxy_port: unknown key. Did you mean 'explorer.proxy_port'?"),
         ("zzz: 3\n", "1:1: zzz: unknown key."),
+        (
+            "feedback: {quarantine_below: 0.5}\n",
+            "feedback.quarantine_below: removed: raters are not compared any more. Delete the line;",
+        ),
         ("data_processor: {task_pipeline: {topk: 1}}\n", "unknown key. Did you mean 'top_k'?"),
         (
             "algorithm: {optimizer: {betas: [0.9, two]}}\n",

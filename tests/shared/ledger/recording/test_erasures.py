@@ -147,7 +147,10 @@ def test_a_deletion_repeats_nothing_that_is_trained(engine: Engine) -> None:
     ledger = Ledger(engine, rule=RewardRule(attribution_window=1e12), compensate_late=True, clock=lambda: NOW)
     [said] = trained(ledger)
     ledger.recording.record(
-        [heard(msg_id=said.msg_id, source="ann", value=0.0), heard(msg_id=said.msg_id, source="b", value=0.0)]
+        [
+            *(heard(msg_id=said.msg_id, source=name, value=0.0) for name in ("ann", "b")),
+            heard(msg_id=said.msg_id, kind=Kind.RETRACTION, value=None),
+        ]
     )
     ledger.recording.commit("acme")
     epoch = ledger.training.take_epoch("trainer")

@@ -119,12 +119,12 @@ def test_a_reply_added_to_a_rewarded_trajectory_takes_its_reward(ledger: Ledger,
     assert rewards(engine) == [1.0, 1.0, None]
 
 
-def test_of_feedback_on_a_reply_and_on_its_trajectory_the_later_counts(ledger: Ledger, engine: Engine) -> None:
+def test_of_feedback_on_a_reply_and_on_its_trajectory_that_on_the_reply_counts(ledger: Ledger, engine: Engine) -> None:
     said = [exchange(task_id="task", run_id="1") for _ in range(2)]
     ledger.recording.record([*said, feedback(**run_of("1"), value=0.0), feedback(msg_id=said[0].msg_id, value=1.0)])
     assert rewards(engine) == [1.0, 0.0]
     hear(ledger, **run_of("1"), value=0.5)
-    assert rewards(engine) == [0.5, 0.5]
+    assert rewards(engine) == [1.0, 0.5]
 
 
 def test_what_is_offered_again_changes_nothing(ledger: Ledger, engine: Engine) -> None:
@@ -232,7 +232,8 @@ def test_a_retracted_reward_puts_the_reply_back_also_after_the_commit(ledger: Le
 
 
 def test_a_retraction_of_one_source_leaves_the_other(ledger: Ledger, engine: Engine) -> None:
-    [said] = rewarded(ledger)
+    said = exchange()
+    ledger.recording.record([said, feedback(msg_id=said.msg_id, source="ann")])
     ledger.recording.record([feedback(msg_id=said.msg_id, source="judge", value=0.0)])
     assert rewards(engine) == [0.5]
     hear(ledger, msg_id=said.msg_id, source="judge", **retraction())
@@ -328,7 +329,7 @@ def test_of_several_choices_those_that_were_trained_on_are_compensated(under: An
     epoch = ledger.training.take_epoch("trainer")
     ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
     assert hear(ledger, msg_id=said.msg_id, value=-0.5) == Outcome.LATE
-    assert hear(ledger, msg_id=None, task_id="task", run_id="run", value=0.25) == Outcome.ACCEPTED
+    assert hear(ledger, msg_id=said.msg_id, value=0.25) == Outcome.ACCEPTED
     assert [(row.choice, row.correction, row.state, row.reward) for row in rows(engine)] == [
         (0, 0, State.TRAINED, 1.0),
         (1, 0, State.REWARDED, 0.25),

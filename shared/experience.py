@@ -4,12 +4,13 @@ These are also the records of the spool, so they are msgspec structs: `encode` a
 """
 
 import hashlib
+import json
 import re
 import sys
 from array import array
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -310,11 +311,23 @@ class AllowedTokens(NamedTuple):
     at: Int32s
 
 
+def message_of(answer: str) -> dict[str, Any] | None:
+    """The assistant's message that an edited answer is the JSON of, None for a text."""
+    if not answer.startswith("{"):
+        return None
+    try:
+        message = json.loads(answer)
+    except (ValueError, RecursionError):
+        return None
+    return message if isinstance(message, dict) and message.get("role") == "assistant" else None
+
+
 class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A leased experience as the trainer sees it: `completion_ids` and `logprobs` have the same length, at least 1.
 
     `unsampled` says why `logprobs` are not those of a sample of the policy, None where they are. `demonstration` is the
-    reply as it should have been, by the latest edited answer that was not retracted: text, or a message as JSON.
+    reply as it should have been, by the latest edited answer that was not retracted: text, or a message as JSON. The
+    `reward` of a reply that was edited and not rated is how alike the two are.
     `logprobs` are those of the policy among the tokens that its `grammar` allows: `allowed`, once the trainer has
     rebuilt it. `recomputed`: the trainer made them itself, of the weights that sampled it.
     """

@@ -67,8 +67,9 @@ class LedgerFacts:
 
     Of the committed rows, `claimable` may go into the next batch, `too_old` expire when it is taken, and `ungrouped`
     are in no complete group. Of all that waits and was sampled lately, `unsampled` are not samples of the policy, where
-    the trainer takes nothing else; `unfit` counts all such rows that wait, by state and reason. `purged` trained rows
-    are deleted. The leases began no earlier than `leased_since`.
+    the trainer takes nothing else; `unfit` counts all such rows that wait, by state and reason. `edited` committed rows
+    have an edited answer and no reward, where the method learns from rewards alone. `purged` trained rows are deleted.
+    The leases began no earlier than `leased_since`.
     """
 
     states: Mapping[State, StateCount]
@@ -76,6 +77,7 @@ class LedgerFacts:
     too_old: int = 0
     ungrouped: int = 0
     unsampled: int = 0
+    edited: int = 0
     unfit: tuple[DropCount, ...] = ()
     leased_since: float | None = None
     pending: int = 0
@@ -95,16 +97,13 @@ class LedgerFacts:
 
 def find_ignored_feedback(settings: Settings) -> str | None:
     """The feedback that the method needs and the reward rule ignores, with the cure; None if there is none."""
-    rule, algorithm = settings.reward, settings.algorithm
+    rule = settings.reward
     if rule.default is not None:
         return None
     if settings.judge.url and not rule.weights.get("judge"):
         return "the judge's verdicts are worth nothing: give the metric judge a weight in reward.weights"
     if settings.buffer.group_by == "preference" and not rule.weights.get("preference"):
         return "preferences are worth nothing: give the metric preference a weight in reward.weights"
-    edits = algorithm.algorithm_type == "sft" and algorithm.sft.targets != "replies"
-    if edits and rule.demonstration_value is None:
-        return "edited answers are worth nothing: set reward.demonstration_value"
     return None
 
 
@@ -117,6 +116,7 @@ class Rules(NamedTuple):
     total_steps: int | None = None
     ignored_feedback: str | None = None
     batch_timeout: float | None = None
+    method: str = "ppo"
 
     @property
     def least(self) -> int:
@@ -134,6 +134,7 @@ class Rules(NamedTuple):
             trainer.total_steps,
             find_ignored_feedback(settings),
             buffer.batch_timeout,
+            settings.algorithm.algorithm_type,
         )
 
 

@@ -9,8 +9,8 @@ from sqlalchemy import ColumnElement, Select, and_, exists, func, or_, select, t
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.facts import DropCount, LedgerFacts, StateCount, Trainer, Weights
 from tuneloop.shared.ledger.storage.codec import unpack_text
-from tuneloop.shared.ledger.storage.schema import COMMITTED, epochs, exchanges, experiences, feedback, versions
-from tuneloop.shared.ledger.storage.schema_types import CORRECTS
+from tuneloop.shared.ledger.storage.schema import COMMITTED, epochs, exchanges, experiences, feedback, versions, worth
+from tuneloop.shared.ledger.storage.schema_types import CORRECTS, EDITED
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, is_among, portions
 from tuneloop.shared.ledger.stored_bytes import select_miscounted
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
@@ -25,6 +25,8 @@ _COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
 _NEWEST_COMMIT = select(func.max(experiences.c.committed_at)).where(_COMMITTED)
 _OLDEST_LEASED = select(func.min(experiences.c.committed_at)).where(_LEASED)
 _UNSAMPLED: ColumnElement[bool] = text("unsampled IS NOT NULL")  # type: ignore[assignment]
+
+_EDITED_COMMITTED = select(func.count()).select_from(experiences).where(_COMMITTED, text(EDITED))
 
 _IS_DROPPED = and_(experiences.c.state == State.DROPPED, experiences.c.correction == 0)
 _IS_UNFIT = and_(_UNSAMPLED, experiences.c.state.not_in((State.TRAINED, State.EXPIRED)))
@@ -119,6 +121,7 @@ class Reports(LedgerPart):
             too_old=committed - young,
             ungrouped=0 if policy.group_by == "none" else young - grouped,
             unsampled=0 if policy.any_reply else self._count_unsampled(),
+            edited=0 if policy.edited else self._read(_EDITED_COMMITTED)[0][0],
             unfit=() if policy.any_reply or not drops else self._unfit_counts(drops),
             leased_since=self._leased_since(trainer, weights) if State.LEASED in states else None,
             pending=pending,
@@ -247,11 +250,11 @@ class Reports(LedgerPart):
 
 def _rewards() -> Select[Any]:
     """All rows less those that correct another one: an index has all of them, and one has those."""
-    version, reward = experiences.c.version_min, experiences.c.reward
+    version = experiences.c.version_min
     figures = (
         func.count().label("replies"),
-        func.count(reward).label("rewarded"),
-        func.coalesce(func.sum(reward), 0.0).label("total"),
+        func.count(worth).label("rewarded"),
+        func.coalesce(func.sum(worth), 0.0).label("total"),
     )
     rows = select(version, *figures).group_by(version)
     every, more = rows.subquery(), rows.where(text(CORRECTS)).subquery()

@@ -41,6 +41,7 @@ class Code(StrEnum):
     NOT_TRAINABLE = "not_trainable"
     NO_FEEDBACK = "no_feedback"
     NOT_COMMITTED = "not_committed"
+    EDITS_NOT_LEARNT = "edits_not_learnt"
     ALL_EXPIRED = "all_expired"
     TOO_STALE = "too_stale"
     GROUPS_INCOMPLETE = "groups_incomplete"
@@ -70,6 +71,10 @@ def diagnose(facts: Facts) -> list[Reason]:
     reasons += _of_the_versions(facts.ledger)
     if not reasons:
         reasons.append(Reason(Code.NONE, "a full batch waits, and a trainer that lives is about to take it"))
+    if facts.ledger.edited:
+        edits = number(facts.ledger.edited, "committed edited answer")
+        cure = "rate the replies too, or let algorithm_type: sft learn the answers"
+        reasons.append(Reason(Code.EDITS_NOT_LEARNT, f"{edits}, of which {facts.rules.method} learns nothing: {cure}"))
     return sorted(reasons, key=lambda reason: list(Code).index(reason.code))
 
 
@@ -205,7 +210,8 @@ def _before_the_trainer(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
     rewarded, expired = ledger.count(State.REWARDED).rows, ledger.count(State.EXPIRED).lately
     if rewarded:
         yield Reason(
-            Code.NOT_COMMITTED, f"{number(rewarded, 'experience')} with a reward, but not committed: POST /commit"
+            Code.NOT_COMMITTED,
+            f"{number(rewarded, 'experience')} with a reward or an edited answer, but not committed: POST /commit",
         )
     bounds = "trainer.max_staleness or trainer.max_age"
     if expired and not ledger.count(State.COMMITTED).rows + ledger.count(State.LEASED).rows:

@@ -273,6 +273,7 @@ def as_json(report: DoctorReport) -> Mapping[str, object]:
             "undecided": [each._asdict() for each in report.open_versions],
             "drops": [each._asdict() for each in ledger.drops],
             "unsampled": ledger.unsampled,
+            "edited": ledger.edited,
             "unfit": [each._asdict() for each in ledger.unfit],
             "alarms": [each._asdict() for each in ledger.alarms],
         }

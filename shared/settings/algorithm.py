@@ -273,6 +273,11 @@ class AlgorithmSettings(Section):
         return kind in _OF_ANY_REPLY or (kind == "distill" and self.distill.mode == "replies")
 
     @property
+    def of_edited_answers(self) -> bool:
+        """Whether it learns edited answers: it needs no reward of what they stand for."""
+        return self.algorithm_type == "sft" and self.sft.targets != "replies"
+
+    @property
     def unbounded(self) -> str | None:
         """What lets one stale reply outweigh its whole batch, with its cure; None if nothing does."""
         if self.of_any_reply or self.dual_clip is not None or self.off_policy.bounded:

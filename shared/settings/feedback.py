@@ -133,9 +133,6 @@ class RewardRule(Section):
     default: Real | None = None
     """The reward of a reply that had no feedback when its window closed, given with the next commit; null: it is not
     trained on. _Serve._"""
-    demonstration_value: Real | None = None
-    """The value of an edited answer, under the metric `reward`; null: it is kept but does not count, and a reply with
-    nothing else is not trained on. sft wants 1. _Serve._"""
 
     def contradictions(self, *, of_pairs: bool) -> Iterator[str]:
         """What makes no sense together; `of_pairs`: the method learns from pairs that preferences make."""

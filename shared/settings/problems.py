@@ -39,6 +39,12 @@ _TRINITYS_VALUES: Mapping[str, tuple[Sequence[object], str]] = {
 }
 
 
+#: Options that there were, and what to do without them.
+_REMOVED: Mapping[str, str] = {
+    "reward.demonstration_value": "was removed: sft learns edited answers, whatever the reward. Delete the line",
+}
+
+
 def problems_of(locations: Mapping[Keys, SourceLocation], error: ErrorDetails) -> Iterator[SettingsProblem]:
     """What pydantic found, at the location where it was written."""
     at: Keys = error["loc"]
@@ -64,7 +70,7 @@ def sort_unknown(
         for key, inner in (value or {}).items():
             yield from sort_unknown(locations, (*at, key), inner, trinity_only)
     else:
-        yield _problem(locations, at, f"unknown key.{_nearest_name(names)}")
+        yield _problem(locations, at, _REMOVED.get(".".join(names)) or f"unknown key.{_nearest_name(names)}")
 
 
 def _problem(locations: Mapping[Keys, SourceLocation], keys: Keys, what: str) -> SettingsProblem:

@@ -119,11 +119,13 @@ def test_validate_refuses_preferences_that_would_count_for_nothing(tmp_path):
     assert tuneloop("validate", file, "--set", "mode=serve")[0] == 0
 
 
-def test_validate_tells_what_no_feedback_would_count_for(tmp_path):
-    file = settings_file(tmp_path, "mode: train\nalgorithm: {algorithm_type: sft, sft: {targets: demonstrations}}\n")
-    lines = {line[2:20].strip(): line[21:] for line in tuneloop("validate", file)[1].splitlines()[1:]}
-    assert lines["note"] == "edited answers are worth nothing: set reward.demonstration_value"
-    assert "note" not in tuneloop("validate", file, "--set", "reward.demonstration_value=1")[1]
+@pytest.mark.contract
+def test_validate_says_that_the_value_of_edited_answers_was_removed(tmp_path):
+    file = settings_file(tmp_path, "reward:\n  demonstration_value: 1.0\n")
+    code, _, err = tuneloop("validate", file)
+    assert code == 2
+    assert "reward.demonstration_value: was removed: sft learns edited answers" in err
+    assert "Delete the line" in err
 
 
 def test_validate_tells_what_one_stale_reply_could_do(tmp_path):

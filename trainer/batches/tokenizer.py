@@ -28,6 +28,10 @@ class Tokenizer(Protocol):
         """Token ids of the text; special tokens that are spelled out in it become what they are."""
         ...
 
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of token ids."""
+        ...
+
     def get_vocab(self) -> dict[str, int]:
         """The id of each token."""
         ...

@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import Select, and_, func, select
 
 from tuneloop.shared.evaluation.samples import SampleStatistics, spread
-from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback, version_events, versions
+from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback, version_events, versions, worth
 from tuneloop.shared.ledger.storage.transactions import LedgerPart
 
 #: Trained replies of a version by which its delay is told.
@@ -54,7 +54,7 @@ def _select_rewarded(version: int, among: int) -> Select[Any]:
     alone = and_(experiences.c.version_max == version, experiences.c.correction == 0)
     newest = select(experiences.c.id).where(experiences.c.version_min == version)
     newest = newest.order_by(experiences.c.sampled_at.desc()).limit(among)
-    joined = select(experiences.c.reward, experiences.c.tenant, _unit.label("unit")).join_from(
+    joined = select(worth.label("reward"), experiences.c.tenant, _unit.label("unit")).join_from(
         experiences, exchanges, exchanges.c.msg_id == experiences.c.msg_id
     )
-    return joined.where(experiences.c.id.in_(newest.subquery().select()), alone, experiences.c.reward.is_not(None))
+    return joined.where(experiences.c.id.in_(newest.subquery().select()), alone, worth.is_not(None))

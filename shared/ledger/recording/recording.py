@@ -386,5 +386,5 @@ def _replies(connection: Connection, events: Sequence[Feedback]) -> Iterator[str
 def _under_the_rule(connection: Connection, msg_ids: Sequence[str], rule_id: int) -> None:
     """Store that these rewards are the rule's, unchanged ones included."""
     open_ = experiences.c.state.not_in((State.LEASED, State.TRAINED))
-    same = and_(experiences.c.msg_id.in_(msg_ids), experiences.c.reward.is_not(None), open_)
+    same = and_(experiences.c.msg_id.in_(msg_ids), experiences.c.rewarded_at.is_not(None), open_)
     connection.execute(update(experiences).where(same).values(reward_rule=rule_id))

@@ -2,9 +2,8 @@
 
 A metric's value is that of its latest event; where several raters reported it, the median of each one's latest, and the
 mean of two. The reward is the sum of the metrics' values, each times its weight, then clipped; no rater's part of it is
-beyond the clip either. Metrics without a weight, labels without a value and comments are kept but do not count. So are
-edited answers, unless the rule gives them a value: that counts under the metric `reward`, where their source reports
-nothing else under it.
+beyond the clip either. Metrics without a weight, labels without a value and comments are kept but do not count. Nor do
+edited answers: they say what should have been said, not what the reply was worth.
 
 Raters who have proved right count for more, and those in quarantine for nothing. All that one call or one key says of a
 reply under a metric, whatever sources it names, is one word beside others': names cost nothing.
@@ -19,11 +18,8 @@ from tuneloop.shared.experience import KEY_SOURCE, MAX_REWARD, Kind
 from tuneloop.shared.ledger.raters.reliability import Opinion, by_voice, voice_of
 from tuneloop.shared.settings.feedback import RewardRule
 
-#: What an edited answer counts under, if it counts.
-_MAIN = "reward"
-
-#: The kinds that can change a reward under any rule. The others are kept for what a number cannot say.
-_REWARDING = frozenset({Kind.NUMBER, Kind.BOOLEAN, Kind.LABEL, Kind.PREFERENCE, Kind.RETRACTION})
+#: The kinds that can change what a reply is trained with. The others are kept for what a number cannot say.
+_REWARDING = frozenset({*Kind} - {Kind.COMMENT})
 
 
 class Event(NamedTuple):
@@ -45,30 +41,37 @@ class Event(NamedTuple):
 
 
 class Reward(NamedTuple):
-    """A reward, and when the last feedback that counts came."""
+    """A reward, when the last feedback that counts came, and the id of the event with the edited answer that stands.
 
-    value: float
+    `value` is None for a reply that was edited and not rated.
+    """
+
+    value: float | None
     at: float
+    edit: int | None = None
 
 
 def definition(rule: RewardRule) -> str:
     """The rule in words that are the same for the same rule: canonical JSON."""
     values = rule.model_dump(mode="json")
-    if values["demonstration_value"] is None:  # rules were written down before there was this option
-        del values["demonstration_value"]
-    if values["aggregate"] == "mean":  # nor was there the median
+    if values["aggregate"] == "mean":  # rules were written down before there was the median
         del values["aggregate"]
     return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
 
 def rule_of(text: str) -> RewardRule:
-    """The rule of a `definition`. One that says nothing of how raters are aggregated is older than the median."""
-    return RewardRule.model_validate({"aggregate": "mean"} | json.loads(text))
+    """The rule of a `definition`. One that says nothing of how raters are aggregated is older than the median.
+
+    Older rules could also give edited answers a value.
+    """
+    values = {"aggregate": "mean"} | json.loads(text)
+    values.pop("demonstration_value", None)
+    return RewardRule.model_validate(values)
 
 
-def rewarding(rule: RewardRule, kind: str) -> bool:
-    """Whether feedback of this kind can change a reward."""
-    return kind in _REWARDING or (kind == Kind.DEMONSTRATION and rule.demonstration_value is not None)
+def rewarding(kind: str) -> bool:
+    """Whether feedback of this kind can change what a reply is trained with."""
+    return kind in _REWARDING
 
 
 def in_window(rule: RewardRule, *, sampled_at: float, received_at: float) -> bool:
@@ -81,30 +84,34 @@ def reward_of(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -
 
     >>> thumb = Event(1, Kind.BOOLEAN, "reward", 1.0, None, None, False, received_at=5.0)
     >>> reward_of(RewardRule(), [thumb, thumb._replace(value=0.0, received_at=6.0)], sampled_at=0.0)
-    Reward(value=0.0, at=6.0)
+    Reward(value=0.0, at=6.0, edit=None)
     """
     latest: dict[tuple[str, str | None], Event] = {}
+    edits: dict[tuple[str, str | None], Event] = {}
     for event in events:
         if (
             event.weight
-            and rewarding(rule, event.kind)
+            and rewarding(event.kind)
             and in_window(rule, sampled_at=sampled_at, received_at=event.received_at)
         ):
-            latest[event.metric, event.source] = event
-    valued = [(event, value) for event in latest.values() if (value := _value(rule, event)) is not None]
-    sources_of_main = {
-        event.source for event, _ in valued if event.metric == _MAIN and event.kind is not Kind.DEMONSTRATION
-    }
+            if event.kind in (Kind.DEMONSTRATION, Kind.RETRACTION):
+                edits[event.metric, event.source] = event
+            if event.kind is not Kind.DEMONSTRATION:
+                latest[event.metric, event.source] = event
     counting = [
-        (_metric(event), event, value)
-        for event, value in valued
-        if _metric(event) in rule.weights and not (event.kind is Kind.DEMONSTRATION and event.source in sources_of_main)
+        (event, value)
+        for event in latest.values()
+        if event.metric in rule.weights and (value := _value(rule, event)) is not None
     ]
-    if not counting:
+    standing = [event for event in edits.values() if event.kind is Kind.DEMONSTRATION]
+    edit = max(standing, key=lambda event: event.id, default=None)
+    heard = [event for event, _ in counting] + ([edit] if edit else [])
+    if not heard:
         return None
     return Reward(
-        _weighted_sum(rule, counting),
-        max(event.received_at for _, event, _ in counting),
+        _weighted_sum(rule, counting) if counting else None,
+        max(event.received_at for event in heard),
+        edit.id if edit else None,
     )
 
 
@@ -115,14 +122,10 @@ def default_of(rule: RewardRule, *, sampled_at: float) -> Reward | None:
     return Reward(rule.default, sampled_at + rule.attribution_window)
 
 
-def _metric(event: Event) -> str:
-    return _MAIN if event.kind is Kind.DEMONSTRATION else event.metric
-
-
-def _weighted_sum(rule: RewardRule, counting: Iterable[tuple[str, Event, float]]) -> float:
+def _weighted_sum(rule: RewardRule, counting: Iterable[tuple[Event, float]]) -> float:
     by_metric: dict[str, list[tuple[Event, float]]] = {}
-    for metric, event, value in counting:
-        by_metric.setdefault(metric, []).append((event, value))
+    for event, value in counting:
+        by_metric.setdefault(event.metric, []).append((event, value))
     parts = {metric: _part(rule, rule.weights[metric], events) for metric, events in by_metric.items()}
     return _clip(rule, sum(parts.values()))
 
@@ -167,7 +170,5 @@ def _value(rule: RewardRule, event: Event) -> float | None:
             return rule.boolean_values[event.preferred]
         case Kind.LABEL:
             return rule.label_values.get(event.text or "")
-        case Kind.DEMONSTRATION:
-            return rule.demonstration_value
-        case Kind.COMMENT | Kind.RETRACTION:
+        case Kind.COMMENT | Kind.DEMONSTRATION | Kind.RETRACTION:
             return None

@@ -14,6 +14,7 @@ from tuneloop.shared.experience import Exchange, Kind, Outcome, State
 from tuneloop.shared.ledger.rare_rows import RareRows
 from tuneloop.shared.ledger.raters.reliability import Rater, voice_of
 from tuneloop.shared.ledger.raters.standing import Standing
+from tuneloop.shared.ledger.recording.edits import similarities
 from tuneloop.shared.ledger.recording.reward_rule import Event, Reward, default_of, in_window, reward_of, rewarding
 from tuneloop.shared.ledger.storage.schema import experiences, feedback
 from tuneloop.shared.ledger.storage.transactions import is_among, portions
@@ -30,7 +31,7 @@ TRAJECTORY = ("tenant", "task_id", "run_id")
 _MANY_ALIKE = 16
 
 #: What a row that is repeated has anew; what else it has is the same, but for how it is trained on.
-_REPEATED = ("correction", "state", "reward", "reward_rule", "rewarded_at")
+_REPEATED = ("correction", "state", "reward", "reward_rule", "rewarded_at", "edit_similarity")
 _OWN = {"id", "committed_at", "group_id", "lease_epoch", "lease_until", "trained_version", *_REPEATED}
 _SAME = tuple(column for column in experiences.c if column.name not in _OWN)
 _ANEW = (bindparam(f"its_{name}", type_=experiences.c[name].type).label(name) for name in _REPEATED)
@@ -69,6 +70,7 @@ class RewardRow(NamedTuple):
     sampled_at: float
     committed_at: float | None
     group_id: int | None
+    edit_similarity: float | None
 
 
 _OF_REPLIES = select(*(experiences.c[name] for name in RewardRow._fields)).where(
@@ -83,10 +85,14 @@ _ROWS = _OF_REPLIES.order_by(experiences.c.id).with_for_update()
 
 
 class Change(NamedTuple):
-    """A row, and its reward by its feedback; None: it has none any more."""
+    """A row, and its reward by its feedback; None: it has none any more.
+
+    `similarity`: how alike it and its edited answer are, if it has one.
+    """
 
     row: RewardRow
     reward: Reward | None
+    similarity: float | None = None
 
 
 class Plan(NamedTuple):
@@ -116,15 +122,20 @@ def plan(connection: Connection, msg_ids: Collection[str], rule: RewardRule, *, 
     for portion in portions(msg_ids):
         found, rows, events = _read(connection, portion)
         decided.labels.extend(after for before, after in zip(found, rows, strict=True) if after != before)
+        rewards = {row.id: events.reward(rule, row) for row in rows}
+        edits = {id_: each.edit for id_, each in rewards.items() if each is not None and each.edit is not None}
+        alike = similarities(connection, edits)
         for row in rows:
-            reward = events.reward(rule, row)
+            reward, similarity = rewards[row.id], alike.get(row.id)
             if reward is None and not in_window(rule, sampled_at=row.sampled_at, received_at=now):
                 reward = default_of(rule, sampled_at=row.sampled_at)
-            if row.state in OPEN and (row.reward, row.rewarded_at) != (reward or (None, None)):
-                decided.changes.append(Change(row, reward))
+            before = row.reward, row.rewarded_at, row.edit_similarity
+            if row.state in OPEN and before != (*(reward or (None, None))[:2], similarity):
+                decided.changes.append(Change(row, reward, similarity))
         outcomes = dict(_outcomes(rule, rows, events))
         decided.outcomes.update(outcomes)
-        decided.repeats.extend(_repeats(rule, rows, events, outcomes))
+        repeats = _repeats(rule, rows, events, outcomes)
+        decided.repeats.extend(each._replace(similarity=alike.get(each.row.id)) for each in repeats)
     return decided
 
 
@@ -152,11 +163,15 @@ def write(connection: Connection, decided: Plan, rule_id: int, *, repeat: bool) 
     _set(connection, experiences, [_after(change, rule_id) for change in decided.changes])
     _set(connection, feedback, [{"its_id": id_, "outcome": outcome} for id_, outcome in decided.outcomes.items()])
     # What is left of a group may be a lone member: let it be gathered again.
-    for portion in portions({change.row.group_id for change in decided.changes if change.reward is None} - {None}):
+    for portion in portions({each.row.group_id for each in decided.changes if _is_unrated(each.reward)} - {None}):
         of_these = and_(experiences.c.group_id.in_(portion), experiences.c.state == State.COMMITTED)
         connection.execute(update(experiences).where(of_these).values(group_id=None))
     if repeat and decided.repeats:
         connection.execute(_REPEATING, [_values_of_repeat(change, rule_id) for change in decided.repeats])
+
+
+def _is_unrated(reward: Reward | None) -> bool:
+    return reward is None or reward.value is None
 
 
 def replies_of(connection: Connection, trajectories: Collection[Trajectory]) -> Iterator[str]:
@@ -333,8 +348,10 @@ def _update_by_ids(table: Any, names: tuple[str, ...]) -> Any:
 
 
 def _after(change: Change, rule_id: int) -> Mapping[str, object]:
-    row, reward = change
-    after = {"its_id": row.id, "state": row.state, "committed_at": row.committed_at, "group_id": row.group_id}
+    row, reward, similarity = change
+    group_id = None if _is_unrated(reward) else row.group_id
+    after = {"its_id": row.id, "state": row.state, "committed_at": row.committed_at, "group_id": group_id}
+    after |= {"edit_similarity": similarity}
     if reward is not None:
         first = {"state": State.REWARDED} if row.state == State.RECORDED else {}
         return after | {"reward": reward.value, "rewarded_at": reward.at, "reward_rule": rule_id} | first
@@ -365,7 +382,7 @@ def _outcomes(rule: RewardRule, rows: Sequence[RewardRow], events: _Events) -> I
 
 def in_time_for(rule: RewardRule, event: Any, row: RewardRow) -> bool:
     """Whether an event about a row is heeded there, unless it is of no kind that could change a reward."""
-    if not rewarding(rule, event.kind):
+    if not rewarding(event.kind):
         return True
     return not _is_closed(row) and in_window(rule, sampled_at=row.sampled_at, received_at=event.received_at)
 
@@ -382,19 +399,21 @@ def newest_corrections(rows: Iterable[RewardRow]) -> Collection[RewardRow]:
 def _repeats(
     rule: RewardRule, rows: Sequence[RewardRow], events: _Events, outcomes: Mapping[int, Outcome]
 ) -> Iterator[Change]:
-    """Trained replies to which feedback that came too late gives another reward."""
+    """Trained replies to which feedback that came too late gives another reward, or, unrated, another edited answer."""
     late = {event.id for event in events.all if outcomes.get(event.id, event.outcome) == Outcome.LATE}
     trained = [row for row in newest_corrections(rows) if row.state == State.TRAINED] if late else []
     for row in trained:
         reward = events.reward(rule, row)
-        changed = reward is not None and reward.value != row.reward
-        if changed and any(event.id in late and rewarding(rule, event.kind) for event in events.about(row)):
+        edited_anew = reward is not None and reward.value is None and reward.at != row.rewarded_at
+        changed = reward is not None and (reward.value != row.reward or edited_anew)
+        if changed and any(event.id in late and rewarding(event.kind) for event in events.about(row)):
             yield Change(row, reward)
 
 
 def _values_of_repeat(change: Change, rule_id: int) -> Mapping[str, object]:
     """The parameters of _REPEATING: a row's tokens once more, under its present reward."""
-    row, reward = change
+    row, reward, similarity = change
     assert reward is not None
-    values = zip(_REPEATED, (row.correction + 1, State.REWARDED, reward.value, rule_id, reward.at), strict=True)
+    anew = (row.correction + 1, State.REWARDED, reward.value, rule_id, reward.at, similarity)
+    values = zip(_REPEATED, anew, strict=True)
     return {"its_id": row.id} | {f"its_{name}": value for name, value in values}

@@ -20,12 +20,13 @@ from sqlalchemy import (
     Text,
     UniqueConstraint,
     false,
+    func,
     text,
 )
 
 from tuneloop.shared.experience import AlarmState, Evaluator, Kind, Outcome, State, VersionAction, VersionState
 from tuneloop.shared.ledger.storage.key_tables import key_events, keys, stored_by_keys  # noqa: F401 - they are of the schema, too
-from tuneloop.shared.ledger.storage.schema_types import CORRECTS, RATED, RowId, Words, metadata, one_of, partial
+from tuneloop.shared.ledger.storage.schema_types import CORRECTS, EDITED, RATED, RowId, Words, metadata, one_of, partial
 
 #: Says the same as the partial indexes of what the trainer may take.
 COMMITTED = f"state = '{State.COMMITTED}'"
@@ -204,7 +205,8 @@ deletions = Table(
 #: `correction` 0 is the reply as it was sampled; higher ones are the same reply once more, with the reward of feedback
 #: that came when the one before had been trained on. `group_id` is the smallest id of a group that is complete.
 #: `unsampled` says why the log-probabilities are not those of a sample of the policy, NULL where they are. Where there
-#: is a `grammar`, they are those of the policy among the tokens that it allowed.
+#: is a `grammar`, they are those of the policy among the tokens that it allowed. `edit_similarity`: how alike the reply
+#: and the edited answer that stands are, from 0 to 1; without a `reward`, what the reply counts as among versions.
 experiences = Table(
     "experiences",
     metadata,
@@ -237,16 +239,18 @@ experiences = Table(
     Column("trained_version", Integer, ForeignKey("versions.version"), nullable=True),
     Column("unsampled", Words, nullable=True),
     Column("grammar", LargeBinary, nullable=True),
+    Column("edit_similarity", Double, nullable=True),
     UniqueConstraint("msg_id", "choice", "correction"),
     CheckConstraint(one_of("state", State), name="state"),
     CheckConstraint("(state IN ('expired', 'dropped')) = (reason IS NOT NULL)", name="aside_with_reason"),
     CheckConstraint(
-        "state NOT IN ('rewarded', 'committed', 'leased', 'trained') OR reward IS NOT NULL", name="rewarded_first"
+        "state NOT IN ('rewarded', 'committed', 'leased', 'trained') OR rewarded_at IS NOT NULL", name="rewarded_first"
     ),
     # NaN is larger than every number on PostgreSQL and NULL on SQLite, so the bounds keep it out of both.
     CheckConstraint("reward IS NULL OR (reward > -1e300 AND reward < 1e300)", name="reward_is_finite"),
-    CheckConstraint("(reward IS NULL) = (rewarded_at IS NULL)", name="rewarded_at"),
-    CheckConstraint("(reward IS NULL) = (reward_rule IS NULL)", name="reward_by_a_rule"),
+    CheckConstraint("edit_similarity IS NULL OR edit_similarity BETWEEN 0 AND 1", name="edit_similarity"),
+    CheckConstraint("(reward IS NULL AND edit_similarity IS NULL) = (rewarded_at IS NULL)", name="rewarded_at"),
+    CheckConstraint("(rewarded_at IS NULL) = (reward_rule IS NULL)", name="reward_by_a_rule"),
     CheckConstraint(
         "state NOT IN ('committed', 'leased', 'trained') OR committed_at IS NOT NULL", name="committed_first"
     ),
@@ -255,13 +259,16 @@ experiences = Table(
     CheckConstraint("(state = 'trained') = (trained_version IS NOT NULL)", name="trained_in_a_version"),
     CheckConstraint("version_min <= version_max AND choice >= 0 AND completion_tokens >= 0", name="ranges"),
     CheckConstraint("correction >= 0 AND priority > -1e300 AND priority < 1e300", name="correction_and_priority"),
-    CheckConstraint("state <> 'recorded' OR reward IS NULL", name="recorded_without_reward"),
+    CheckConstraint("state <> 'recorded' OR rewarded_at IS NULL", name="recorded_without_reward"),
     CheckConstraint("state NOT IN ('recorded', 'rewarded') OR committed_at IS NULL", name="committed_once_committed"),
     CheckConstraint("group_id IS NULL OR committed_at IS NOT NULL", name="grouped_once_committed"),
     Index(None, "sampled_at"),
     Index(None, "state", "sampled_at"),
-    Index(None, "version_min", "sampled_at", "reward"),
+    Index(None, "version_min", "sampled_at", "reward", "edit_similarity"),
 )
+#: What a reply counts as among others: its reward, or, where it was edited and not rated, how alike the two are.
+worth = func.coalesce(experiences.c.reward, experiences.c.edit_similarity)
+
 partial(
     "ix_experiences_trajectory",
     *(experiences.c[name] for name in ("tenant", "task_id", "run_id")),
@@ -288,7 +295,12 @@ partial(
     where=f"{COMMITTED} AND group_id IS NOT NULL",
 )
 partial("ix_experiences_ungrouped", experiences.c.id, where=f"{COMMITTED} AND group_id IS NULL")
-partial("ix_experiences_corrections", experiences.c.version_min, experiences.c.reward, where=CORRECTS)
+partial(
+    "ix_experiences_corrections",
+    *(experiences.c[name] for name in ("version_min", "reward", "edit_similarity")),
+    where=CORRECTS,
+)
+partial("ix_experiences_edited", experiences.c.state, where=EDITED)
 partial("ix_experiences_unsampled", experiences.c.state, experiences.c.sampled_at, where="unsampled IS NOT NULL")
 
 #: What may have become of feedback that is stored.

@@ -24,6 +24,9 @@ RowId = BigInteger().with_variant(Integer(), "sqlite")
 #: Experiences that correct another one, as an index has them.
 CORRECTS = "correction > 0"
 
+#: Experiences that were edited and not rated, as an index has them.
+EDITED = "reward IS NULL AND edit_similarity IS NOT NULL"
+
 #: Feedback that raters are compared by, as an index has it.
 RATED = "kind IN ('number', 'boolean', 'label') AND msg_id IS NOT NULL"
 

@@ -10,7 +10,8 @@ from tuneloop.shared.settings.settings import Settings
 class BatchPolicy(NamedTuple):
     """How batches are taken. `max_staleness` is in versions, `max_age` and both timeouts are in seconds.
 
-    `any_reply`: also of replies that are not samples of the policy. `by_result`: a run's last call says how it went, so
+    `any_reply`: also of replies that are not samples of the policy. `edited`: also of those that were edited and not
+    rated. `by_result`: a run's last call says how it went, so
     those before it need no feedback. `max_rater_share`: the part of a batch that one rater's word may make up.
     `max_backlog`: so many committed experiences stay when a version is registered.
     """
@@ -24,6 +25,7 @@ class BatchPolicy(NamedTuple):
     max_staleness: int | None = None
     max_age: float | None = None
     any_reply: bool = False
+    edited: bool = False
     by_result: bool = False
     max_rater_share: float = 1.0
     max_backlog: int | None = None
@@ -43,6 +45,7 @@ class BatchPolicy(NamedTuple):
             max_staleness=trainer.max_staleness,
             max_age=trainer.max_age,
             any_reply=settings.algorithm.of_any_reply,
+            edited=settings.algorithm.of_edited_answers,
             by_result=settings.algorithm.by_result,
             max_rater_share=settings.feedback.max_rater_share,
             max_backlog=buffer.max_backlog and buffer.max_backlog * buffer.train_batch_size,

@@ -13,6 +13,7 @@ from sqlalchemy import ColumnElement, Connection, Select, TextClause, and_, func
 
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.storage.schema import COMMITTED, experiences
+from tuneloop.shared.ledger.storage.schema_types import EDITED
 from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.groups import bounds, gather, takable
@@ -35,6 +36,9 @@ _TENANTS = f"""
 #: The committed rows that are not samples of the policy. SQLite must be told the index, as above.
 _UNSAMPLED = f"SELECT id, group_id FROM experiences {{hint}} WHERE {COMMITTED} AND unsampled IS NOT NULL"
 
+#: The groups with committed rows that were edited and not rated.
+_EDITED_GROUPS = f"SELECT DISTINCT group_id FROM experiences {{hint}} WHERE {COMMITTED} AND {EDITED}"
+
 
 def expire(connection: Connection, policy: BatchPolicy, *, newest: int, now: float) -> None:
     """Set aside what is too old to be trained on, and with it the whole group that it belongs to."""
@@ -55,6 +59,9 @@ def claim(
     """
     if not policy.any_reply:
         _set_unsampled_aside(connection)
+    if not policy.edited:  # the trainer before this one may have had another method
+        edited = connection.execute(select_edited_groups(connection.dialect.name)).scalars()
+        _ungroup(connection, {*edited} - {None})
     missing = size - len(held)
     limited = is_limited(connection, policy)
     most = WINDOW * size if limited else missing
@@ -81,7 +88,8 @@ def _is_overdue(connection: Connection, policy: BatchPolicy, now: float) -> bool
     """Whether what is committed has waited for others for too long."""
     if policy.batch_timeout is None:
         return False
-    oldest = connection.execute(select(func.min(experiences.c.committed_at)).where(_COMMITTED)).scalar()
+    waiting = select(func.min(experiences.c.committed_at)).where(_COMMITTED, takable(policy))
+    oldest = connection.execute(waiting).scalar()
     return oldest is not None and now - oldest >= policy.batch_timeout
 
 
@@ -133,13 +141,22 @@ def select_unsampled(dialect: str) -> TextClause:
     return text(_UNSAMPLED.format(hint="INDEXED BY ix_experiences_unsampled" if dialect == "sqlite" else ""))
 
 
+def select_edited_groups(dialect: str) -> TextClause:
+    """The groups of committed rows that were edited and not rated."""
+    return text(_EDITED_GROUPS.format(hint="INDEXED BY ix_experiences_edited" if dialect == "sqlite" else ""))
+
+
 def _set_unsampled_aside(connection: Connection) -> None:
     """Drop what is no sample of the policy, with the reason; what is left of its group is gathered again."""
     rows = connection.execute(select_unsampled(connection.dialect.name)).all()
     dropped = {"state": State.DROPPED, "reason": experiences.c.unsampled}
     for portion in portions([row.id for row in rows]):
         connection.execute(update(experiences).where(_COMMITTED, experiences.c.id.in_(portion)).values(dropped))
-    for portion in portions({row.group_id for row in rows} - {None}):
+    _ungroup(connection, {row.group_id for row in rows} - {None})
+
+
+def _ungroup(connection: Connection, groups: Collection[int]) -> None:
+    for portion in portions(groups):
         rest = and_(_COMMITTED, experiences.c.group_id.in_(portion))
         connection.execute(update(experiences).where(rest).values(group_id=None))
 

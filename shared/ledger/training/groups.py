@@ -16,12 +16,15 @@ from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.raters.standing import without_quarantined
 from tuneloop.shared.ledger.recording.rewards import event_order, retracted_preferences, retractions
 from tuneloop.shared.ledger.storage.schema import COMMITTED, experiences, feedback
+from tuneloop.shared.ledger.storage.schema_types import EDITED
 from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.run_results import gather_whole, lock_rows, waiting_runs, without_results
 
 #: Not a comparison with a parameter: then the planner would not see that the partial indexes apply.
 _COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
+
+_NOT_EDITED: ColumnElement[bool] = text(f"NOT ({EDITED})")  # type: ignore[assignment]
 
 _COLUMNS = tuple(
     experiences.c[name]
@@ -36,6 +39,7 @@ _COLUMNS = tuple(
         "committed_at",
         "group_id",
         "unsampled",
+        "reward",
         "reward_rule",
         "sampled_at",
         "correction",
@@ -48,8 +52,9 @@ Key = tuple[str | None, ...]
 
 
 def takable(policy: BatchPolicy) -> ColumnElement[bool]:
-    """Whether the policy takes a row, for how it was sampled."""
-    return true() if policy.any_reply else experiences.c.unsampled.is_(None)
+    """Whether the policy takes a row, for how it was sampled, and for what was said of it."""
+    sampled = true() if policy.any_reply else experiences.c.unsampled.is_(None)
+    return sampled if policy.edited else and_(sampled, _NOT_EDITED)
 
 
 class Bound(NamedTuple):
@@ -215,7 +220,8 @@ def _preferences(connection: Connection, msg_ids: Collection[str]) -> list[Any]:
 
 def _is(row: Any, states: Collection[State], policy: BatchPolicy) -> bool:
     """Whether a row that the policy takes is in one of the states."""
-    return row.state in states and (policy.any_reply or row.unsampled is None)
+    rated = row.reward is not None or row.state == State.RECORDED
+    return row.state in states and (policy.any_reply or row.unsampled is None) and (policy.edited or rated)
 
 
 def _ends(connection: Connection, events: Sequence[Any]) -> Iterator[tuple[list[Any], list[Any]]]:

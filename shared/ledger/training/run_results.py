@@ -103,7 +103,7 @@ def _calls_before(connection: Connection, rows: Sequence[Any], which: ColumnElem
     results: dict[Run, Any] = {}
     for row in rows:
         run = row.tenant, row.task_id, row.run_id
-        if None not in run and row.correction == 0:
+        if None not in run and row.correction == 0 and row.reward is not None:
             results[run] = max(row, results.get(run, row), key=lambda each: (each.sampled_at, each.id))
     for portion in portions(results, of=3):
         query = select(experiences.c.id, *_RUN, experiences.c.sampled_at)

@@ -9,7 +9,7 @@ from sqlalchemy import cast as as_type
 
 from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share, spread
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.storage.schema import exchanges, experiences
+from tuneloop.shared.ledger.storage.schema import exchanges, experiences, worth
 from tuneloop.shared.ledger.storage.transactions import LedgerPart
 from tuneloop.shared.ledger.versions.drift import LONGEST
 
@@ -25,8 +25,7 @@ _LARGEST = 1e100
 # No reply is as late as that.
 _NEVER = 1e300
 
-_given = experiences.c.reward
-_reward = case((_given > _LARGEST, _LARGEST), (_given < -_LARGEST, -_LARGEST), else_=_given)
+_reward = case((worth > _LARGEST, _LARGEST), (worth < -_LARGEST, -_LARGEST), else_=worth)
 _tokens = as_type(experiences.c.completion_tokens, Double)
 _timed = and_(experiences.c.choice == 0, experiences.c.completion_tokens > 0)
 # First what the traffic is divided by, so that all its replies are of one version, then what shares a reward.
@@ -43,7 +42,7 @@ class Comparisons(LedgerPart):
         trained on counts with its first reward. A slice is what stands before the first `/` of a task_id. Rewards
         beyond 1e100 count as 1e100.
         """
-        near = self._read(_alone(select(_reward).where(_given.is_not(None)), version, since).limit(1))
+        near = self._read(_alone(select(_reward).where(worth.is_not(None)), version, since).limit(1))
         shift = near[0][0] if near else 0.0
         [sums] = self._read(_totals(version, since, shift))
         return Figures(
@@ -78,7 +77,7 @@ def _alone(rows: Select[Any], version: int, since: float) -> Select[Any]:
 
 def _totals(version: int, since: float, shift: float) -> Select[Any]:
     columns = (
-        func.count(_given).label("rewarded"),
+        func.count(worth).label("rewarded"),
         func.coalesce(func.sum(_reward - shift), 0.0).label("reward"),
         func.count().label("replies"),
         func.sum(_tokens).label("tokens"),
@@ -97,7 +96,7 @@ def _totals(version: int, since: float, shift: float) -> Select[Any]:
 def _by_slice(name: ColumnElement[str], version: int, since: float, shift: float) -> Select[Any]:
     columns = (name.label("slice"), func.count().label("rewarded"), func.sum(_reward - shift).label("reward"))
     # Not that task_id is something: an index of all rows of which it is would be read.
-    rewarded = and_(_given.is_not(None), name.is_not(None))
+    rewarded = and_(worth.is_not(None), name.is_not(None))
     units = _alone(_of_units(*columns), version, since).where(rewarded).group_by(name).subquery().c
     by_slice = select(units.slice, *_sums(units.rewarded, units.reward, units.rewarded)).group_by(units.slice)
     return by_slice.order_by(func.sum(units.rewarded).desc(), units.slice).limit(MOST_SLICES)

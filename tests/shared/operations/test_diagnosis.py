@@ -19,7 +19,7 @@ from tests.factories import (
     rewarded,
     trained,
 )
-from tuneloop.shared.experience import State
+from tuneloop.shared.experience import Kind, State
 from tuneloop.shared.ledger.facts import TRAINER_SEEN_S, Facts, LedgerFacts, Rules, StateCount, Trainer, Weights
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.versions.alarms import Alarm
@@ -88,12 +88,16 @@ def test_preferences_that_are_worth_nothing_are_told(ledger: Ledger) -> None:
     assert rules_of(**PAIRED, reward={"default": 0.0, "attribution_window": 60.0}).ignored_feedback is None
 
 
-@pytest.mark.parametrize("targets", ["both", "demonstrations", "replies"])
-def test_edited_answers_that_are_worth_nothing_are_told(targets: str) -> None:
-    edits = {"algorithm_type": "sft", "sft": {"targets": targets}}
-    told = rules_of(algorithm=edits).ignored_feedback
-    assert (told == "edited answers are worth nothing: set reward.demonstration_value") is (targets != "replies")
-    assert rules_of(algorithm=edits, reward={"demonstration_value": 1.0}).ignored_feedback is None
+@pytest.mark.contract
+def test_edited_answers_that_the_method_does_not_learn_are_told(ledger: Ledger) -> None:
+    told = exchange()
+    edited = feedback(msg_id=told.msg_id, kind=Kind.DEMONSTRATION, metric="demonstration", value=None, text="Better.")
+    served(ledger).recording.record([told, edited])
+    ledger.recording.commit("acme")
+    assert reasons(ledger, Rules(5, method="grpo"))[Code.EDITS_NOT_LEARNT] == (
+        "1 committed edited answer, of which grpo learns nothing: rate the replies too, or let algorithm_type: sft"
+        " learn the answers"
+    )
 
 
 def test_a_judge_that_changes_nothing_is_told() -> None:
@@ -106,7 +110,7 @@ def test_a_judge_that_changes_nothing_is_told() -> None:
 def test_what_is_rewarded_is_not_committed(ledger: Ledger) -> None:
     rewarded(served(ledger), 3)
     assert reasons(ledger) == {
-        Code.NOT_COMMITTED: "3 experiences with a reward, but not committed: POST /commit",
+        Code.NOT_COMMITTED: "3 experiences with a reward or an edited answer, but not committed: POST /commit",
     }
 
 

@@ -51,12 +51,12 @@ def test_masked_tokens_change_nothing():
     )
 
 
-@pytest.mark.parametrize(("worth", "said"), [({}, 1), ({"demonstration_value": 1.0}, 0)])
-def test_the_trainer_says_that_edited_answers_are_worth_nothing(settings, worth, said):
+@pytest.mark.parametrize(("worth", "said"), [({}, 1), ({"weights": {"judge": 1.0}}, 0)])
+def test_the_trainer_says_that_a_judge_s_verdicts_are_worth_nothing(settings, worth, said):
     stop = Event()
     stop.set()
     with capture_logs() as logs:
-        run(settings(algorithm={"algorithm_type": "sft"}, reward=worth), stop)
+        run(settings(judge={"url": "http://judge/v1", "model": "j"}, reward=worth), stop)
     assert [each["event"] for each in logs].count("feedback_not_counted") == said
 
 

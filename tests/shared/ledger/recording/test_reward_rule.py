@@ -179,7 +179,6 @@ _rules = st.builds(
     label_values=st.dictionaries(st.sampled_from(["good", "bad"]), st.floats(-10, 10)),
     clip=st.sampled_from([None, (-1.0, 1.0), (0.0, 0.5)]),
     attribution_window=st.none() | st.floats(1, 100),
-    demonstration_value=st.none() | st.floats(-10, 10),
 )
 
 
@@ -190,7 +189,9 @@ def test_a_reward_lies_within_its_bounds(rule: RewardRule, said: list[Event]) ->
     assert found is None or low <= found <= high
 
 
-@given(_rules, st.lists(_events), _events.filter(lambda last: rewarding(RewardRule(), last.kind)))
+@given(
+    _rules, st.lists(_events), _events.filter(lambda last: rewarding(last.kind) and last.kind is not Kind.DEMONSTRATION)
+)
 def test_only_the_last_of_a_source_counts(rule: RewardRule, said: list[Event], last: Event) -> None:
     last = last._replace(received_at=0.0)
     of_others = [each for each in said if (each.metric, each.source) != (last.metric, last.source)]
@@ -200,9 +201,8 @@ def test_only_the_last_of_a_source_counts(rule: RewardRule, said: list[Event], l
 
 @given(_rules, st.lists(_events))
 def test_words_never_change_a_reward(rule: RewardRule, said: list[Event]) -> None:
-    rule = rule.model_copy(update={"demonstration_value": None})
     counting = [each for each in said if each.kind not in (Kind.COMMENT, Kind.DEMONSTRATION)]
-    assert reward_of(rule, said, sampled_at=0.0) == reward_of(rule, counting, sampled_at=0.0)
+    assert value(rule, *said) == value(rule, *counting)
 
 
 @given(_rules)

@@ -188,7 +188,7 @@ def test_every_experience_is_kept(old: Engine, place: Place) -> None:
         row |= {name: exchange[name] for name in ("tenant", "task_id", "run_id")}
         row |= {"correction": 0, "priority": 0.0, "sampled_at": exchange["received_at"]}
         row |= {"tool_calls": None, "group_id": None, "reward_rule": None if row["reward"] is None else 1}
-        row |= {"unsampled": None, "grammar": None}
+        row |= {"unsampled": None, "grammar": None, "edit_similarity": None}
     assert rows(old, "experiences") == before["experiences"]
     assert {row["state"] for row in before["experiences"]} == set(State)
 

@@ -63,7 +63,9 @@ def test_every_row_stays_as_it_is(before: Engine, place: Place) -> None:
     assert rows(before, "exchanges") == [
         row | {"engine": None, "key": None, "stored_bytes": 0} for row in old["exchanges"]
     ]
-    assert rows(before, "experiences") == [row | {"grammar": None} for row in old["experiences"]]
+    assert rows(before, "experiences") == [
+        row | {"grammar": None, "edit_similarity": None} for row in old["experiences"]
+    ]
     assert Ledger(before).reports.audit() == []
     assert Ledger(before).versions.events() == []
 

@@ -1,0 +1,229 @@
+"""Edited answers as token ids, standing where the chat template puts an answer.
+
+A prompt of a model that thinks may end inside a think block, behind one, or where the model begins one. What the prompt
+ends with tells which, and the template, rendered with a short conversation, how an answer goes on from there.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+
+from tuneloop.shared.experience import REDACTED, Sample, message_of
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.batches.tokenizer import Tokenizer, ends_of, tokenizer_of
+
+#: Stands for the answer's text while the template is rendered.
+_TEXT = "tuneloop-answer"
+
+#: Tokens at the end of a prompt that are read.
+_TAIL = 2048
+
+#: By what a request switches thinking on and off, whatever the template calls it.
+_SWITCHES: tuple[dict[str, Any], ...] = (
+    {},
+    *({name: on} for name in ("enable_thinking", "thinking") for on in (True, False)),
+)
+
+_QUESTION = {"role": "user", "content": "x"}
+_CALL_ID = "call00000"
+
+_OPEN, _CLOSE = "<think>", "</think>"
+_BLOCK = re.compile(rf"\s*(?:{_OPEN})?(.*?){_CLOSE}\s*", re.DOTALL)
+
+_NO_PLACE = "the edited answer is empty, or the chat template has no place for it"
+_UNKNOWN_PLACE = "where the chat template puts the edited answer, behind the think block, cannot be told"
+
+
+class _Answer(NamedTuple):
+    """An edited answer in its parts."""
+
+    text: str
+    reasoning: str
+    calls: list[dict[str, Any]]
+
+
+class _Turn(NamedTuple):
+    """What the template writes around an answer: before its text from the end of the prompt on, and behind it.
+
+    `end`: the token that ends the turn, None if that cannot be told.
+    """
+
+    lead: str
+    rest: str
+    end: str | None
+
+
+def edited_answer_ids(sample: Sample, answer: str, settings: Settings) -> list[int] | str:
+    """The token ids of an edited answer, or why there are none."""
+    words = tokenizer_of(settings)
+    ends = ends_of(settings.model.model_path, words)
+    try:
+        parts = _parts_of(answer)
+        turn = _turn(sample, parts, words, ends)
+    except _Unwritable as reason:
+        return str(reason)
+    text = turn.lead + parts.text + turn.rest
+    if not _is_unicode(text):
+        return "the edited answer is not Unicode: half of a surrogate pair is in it"
+    names = dict(zip(words.convert_ids_to_tokens(ends), ends, strict=True))
+    own = int(sample.completion_ids[-1]) if len(sample.completion_ids) else None
+    end = names[turn.end] if turn.end is not None else own if own in ends and own is not None else ends[0]
+    return [*words.encode(text, add_special_tokens=False), end]
+
+
+class _Unwritable(Exception):
+    """The answer cannot be written as tokens."""
+
+
+def _parts_of(answer: str) -> _Answer:
+    message = message_of(answer) or {"content": answer}
+    text, calls = message.get("content") or "", message.get("tool_calls") or []
+    if not isinstance(text, str):
+        raise _Unwritable("the edited answer is more than text")
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+    if _CLOSE in text:  # as the reply has it where the engine does not part the two
+        before, _, text = text.rpartition(_CLOSE)
+        reasoning, text = before.rpartition(_OPEN)[2], text.lstrip("\n")
+    if not text and not calls:
+        raise _Unwritable(_NO_PLACE)
+    return _Answer(text, str(reasoning).strip("\n"), _with_parsed_arguments(calls))
+
+
+def _turn(sample: Sample, answer: _Answer, words: Tokenizer, ends: Sequence[int]) -> _Turn:
+    """How the prompt of the sample goes on with the answer."""
+    tail, reply = _text_of(sample.prompt_ids[-_TAIL:], words), _text_of(sample.completion_ids, words)
+    openings, thinks = _openings(words), _OPEN in (words.chat_template or "")
+    fitting = [each for each in openings if tail.endswith(each.ends_with)]
+    opening = max(fitting, key=lambda each: len(each.ends_with), default=None)
+    if opening is not None:
+        turn = _by_template(opening, answer, words, ends)
+    elif answer.calls:
+        turn = _by_template(openings[0], answer, words, ends) if openings and not thinks else None
+    else:  # a prompt that no chat template wrote, or that ends in the middle of a reply
+        turn = None if thinks and not openings else _Turn("", "", None)
+    if turn is None or (answer.calls and turn.end is None):
+        raise _Unwritable(_UNKNOWN_PLACE if thinks else _NO_PLACE)
+    if _CLOSE in turn.lead + turn.rest:
+        return turn
+    if opening is None and _is_open(tail):
+        return turn._replace(lead=f"{answer.reasoning}\n{_CLOSE}\n\n{turn.lead}")
+    if reply.lstrip().startswith(_OPEN):  # the template leaves out what the model itself writes
+        return turn._replace(lead=f"{_OPEN}\n{answer.reasoning}\n{_CLOSE}\n\n{turn.lead}")
+    return turn
+
+
+class _Opening(NamedTuple):
+    """A way to render the conversation: by which switch, the question alone, and what a prompt `ends_with` then."""
+
+    switch: dict[str, Any]
+    question: str
+    ends_with: str
+
+
+@cache
+def _openings(words: Tokenizer) -> list[_Opening]:
+    """The ways in which prompts of this template may end, each once."""
+    found: dict[str, _Opening] = {}
+    for switch in _SWITCHES if words.chat_template is not None else ():
+        question = _rendered(words, [_QUESTION], switch)
+        prompt = _rendered(words, [_QUESTION], switch, add_generation_prompt=True)
+        if question is not None and prompt is not None and prompt.startswith(question) and prompt != question:
+            ends_with = prompt[len(question) :]
+            found.setdefault(ends_with, _Opening(switch, question, ends_with))
+    return list(found.values())
+
+
+def _by_template(opening: _Opening, answer: _Answer, words: Tokenizer, ends: Sequence[int]) -> _Turn | None:
+    """What the template writes around an answer; None if that cannot be told."""
+    before, _, opened = opening.ends_with.partition(_OPEN)
+    if not opened and _CLOSE in before:  # thinking is off: the block has no beginning
+        before = before.partition(_CLOSE)[0]
+    before = before.rstrip()
+    message = _message(answer)
+    whole = _rendered(words, [_QUESTION, message], opening.switch)
+    if whole is None or not whole.startswith(opening.question + before):
+        return None
+    written = whole[len(opening.question) :]
+    if not written.startswith(opening.ends_with):
+        # The template leaves the block out, or writes it otherwise: the prompt's own is closed, if it is open.
+        block = _BLOCK.match(written, len(before))
+        written = written[block.end() if block else len(before) :].lstrip()
+        if _is_open(opening.ends_with):
+            written = f"{answer.reasoning}\n{_CLOSE}\n\n{written}"
+    else:
+        written = written[len(opening.ends_with) :]
+    if _is_open(opening.ends_with) and _CLOSE not in written:
+        return None
+    if answer.reasoning and _CLOSE in written and answer.reasoning not in written:
+        written = written.replace(_CLOSE, f"{answer.reasoning}\n{_CLOSE}", 1)
+    lead, found, behind = written.partition(_TEXT)
+    if not found and answer.text:
+        return None
+    if not answer.text:
+        lead, behind = "", written
+    names = words.convert_ids_to_tokens(list(ends))
+    last = max(((behind.rfind(name), name) for name in names if name in behind), default=None)
+    if last is not None:
+        return _Turn(lead, behind[: last[0]], last[1])
+    return _Turn(lead, behind.rstrip(), _next_role(written, answer, opening, words, names))
+
+
+def _is_open(text: str) -> bool:
+    return text.rfind(_OPEN) > text.rfind(_CLOSE)
+
+
+def _next_role(written: str, answer: _Answer, opening: _Opening, words: Tokenizer, ends: Sequence[str]) -> str | None:
+    """The token that begins the turn behind the answer's, where that is what ends a reply, as with GLM."""
+    after = [{"role": "tool", "content": "x", "tool_call_id": _CALL_ID}] if answer.calls else [_QUESTION]
+    whole = _rendered(words, [_QUESTION, _message(answer), *after], opening.switch) or ""
+    # A block of an earlier turn is written otherwise, so only what comes behind it is looked for.
+    said = written[written.rfind(_CLOSE) + len(_CLOSE) if _CLOSE in written else 0 :].strip()
+    _, found, following = whole.rpartition(said)
+    return next((end for end in ends if found and following.lstrip().startswith(end)), None)
+
+
+def _message(answer: _Answer) -> dict[str, Any]:
+    message = {"role": "assistant", "content": _TEXT if answer.text else ""}
+    if answer.reasoning:
+        message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
+    return message | ({"tool_calls": answer.calls} if answer.calls else {})
+
+
+def _rendered(words: Tokenizer, turns: list[dict[str, Any]], switch: dict[str, Any], **options: Any) -> str | None:
+    """The conversation as the template writes it; None if it refuses to."""
+    try:
+        return words.apply_chat_template(turns, tokenize=False, **switch, **options)
+    except (TemplateError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        return None
+
+
+def _text_of(ids: Any, words: Tokenizer) -> str:
+    return words.decode([int(each) for each in ids if each != REDACTED], skip_special_tokens=False)
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON's escapes can name half of a surrogate pair, of which no tokenizer makes tokens."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _with_parsed_arguments(calls: Any) -> list[dict[str, Any]]:
+    """OpenAI's clients send a call's arguments as JSON in a string; templates want the object."""
+    try:
+        return [_parsed(call) for call in calls]
+    except (AttributeError, TypeError, ValueError, RecursionError):
+        raise _Unwritable(_NO_PLACE) from None
+
+
+def _parsed(call: dict[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function") or {})
+    if isinstance(function.get("arguments"), str):
+        function["arguments"] = json.loads(function["arguments"] or "{}")
+    return {"id": _CALL_ID, **call, "function": function}

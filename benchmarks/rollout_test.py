@@ -39,8 +39,6 @@ DIFFERENT: dict[str, Traffic] = {
     "normal, +0.1": Traffic(normal(0.0), normal(0.1)),
     "normal, +0.3": Traffic(normal(0.0), normal(0.3)),
     "normal, +1": Traffic(normal(0.0), normal(1.0)),
-    "0.6, but 0 on 5 % of the requests": Traffic(bernoulli(0.6), bernoulli(0.6), there=bernoulli(0.0)),
-    "0.6 → 0.7, but 0 on 5 % of them": Traffic(bernoulli(0.6), bernoulli(0.7), there=bernoulli(0.0)),
 }
 
 

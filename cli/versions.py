@@ -19,7 +19,6 @@ from tuneloop.cli.options import (
     existing_ledger,
     operator_name,
 )
-from tuneloop.shared.evaluation.off_policy import REPLAY_AGAINST
 from tuneloop.shared.evaluation.scores import KL_AGAINST, TASKS
 from tuneloop.shared.logging import visible
 from tuneloop.shared.operations.diagnosis import ago, moment, number
@@ -230,7 +229,7 @@ def _version_lines(report: VersionReport) -> Iterator[str]:
     }
     yield f"version {row.version}"
     yield from (f"  {name:<12} {value}" for name, value in facts.items() if value)
-    scores = [each for each in report.evaluations if each.metric not in {TASKS, KL_AGAINST, REPLAY_AGAINST}]
+    scores = [each for each in report.evaluations if each.metric not in {TASKS, KL_AGAINST}]
     if scores:
         yield "evaluations"
         yield from (f"  {_metric_name(each):<32} {_score(each)}" for each in scores)

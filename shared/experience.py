@@ -75,9 +75,6 @@ def is_tenant_name(text: str) -> bool:
 #: Stands for a token id that spelled what was redacted: nothing is learnt from it, and its log-probability is 0.
 REDACTED = -1
 
-#: Why a row is dropped that is kept for comparing versions, so that nothing is ever trained on it.
-HELD_OUT = "held_out"
-
 
 class State(StrEnum):
     """The state of an experience. The arrows are the only legal transitions."""

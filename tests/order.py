@@ -34,7 +34,6 @@ SECONDS = {
     "test_backup_under_load": 50,
     "test_chat": 45,
     "test_backup": 25,
-    "test_held_out": 45,
     "test_like_vllm": 25,
     "test_older_ledger": 45,
     "test_canary": 45,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from tuneloop.shared.experience import HELD_OUT, Kind, message_of
+from tuneloop.shared.experience import Kind, message_of
 from tuneloop.shared.ledger.export import NO_ANSWER, ExportedReply, Ranked
 from tuneloop.shared.privacy.vocabulary import Vocabulary
 
@@ -178,8 +178,6 @@ def _is_other(event: Any, reply: ExportedReply) -> bool:
 def _why_unusable(reply: ExportedReply) -> str | None:
     if reply.reason == "opt_out":
         return "opted out of training"
-    if reply.reason == HELD_OUT:
-        return "held out of training"
     if not _messages(reply):
         return "no messages in the request"
     return None

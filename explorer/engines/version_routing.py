@@ -45,14 +45,6 @@ def _bucket(salt: bytes, key: str) -> float:
     return int.from_bytes(digest) / _WHOLE
 
 
-def is_held_out(key: str, share: float) -> bool:
-    """Whether the replies to a key are held out of training, as `share` of the traffic is.
-
-    A key that is held out under one share is held out under every larger one.
-    """
-    return _bucket(b"held out", key) < share
-
-
 def in_share(purpose: bytes, msg_id: str, share: float) -> bool:
     """Whether a reply is one of the share that is taken for a purpose; always the same for the same reply."""
     return _bucket(purpose, msg_id) < share

@@ -10,8 +10,7 @@ that they came from. Then nobody can look at what is computed with, and of tied 
 On a CPU vLLM starts its processes anew, where on a GPU it forks them; each then imports vLLM again, which takes fifteen
 seconds of a core. What forking does not bear is threads that compute: engines on a CPU have one.
 
-The log-probability of a sampled token is a number; vLLM makes some twenty objects of it (`packing/`). On a GPU it
-copies in each step what has not changed since the last (`packing/gpu_copies.py`).
+The log-probability of a sampled token is a number; vLLM makes some twenty objects of it (`packing/`).
 
 `python -m` this file is `vllm serve`, which starts several API servers, where the module that is vLLM's for `python -m`
 starts one. It is not found as `vllm` where that is installed under the name of its CPU build.
@@ -24,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tuneloop.explorer.engines.packing import core, front_end, gpu_copies, gpu_scores, gpu_worker
+from tuneloop.explorer.engines.packing import core, front_end, gpu_scores, gpu_worker
 from tuneloop.explorer.engines.packing.patching import UnknownVllm
 
 log = logging.getLogger(__name__)
@@ -50,13 +49,13 @@ def register() -> None:
 
 
 def _pack() -> None:
-    """Change each part of the engine that is built as it is known: for packed log-probabilities, and fewer GPU copies.
+    """Change each part of the engine that is built as it is known: for packed log-probabilities.
 
     Only API servers begin packing, and each part may do without the others.
     """
     parts = [core, front_end]
     if importlib.import_module("vllm.triton_utils").HAS_TRITON:
-        parts += [gpu_scores, gpu_worker, gpu_copies]
+        parts += [gpu_scores, gpu_worker]
     for part in parts:
         try:
             part.install()

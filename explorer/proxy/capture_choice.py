@@ -10,10 +10,8 @@ from typing import Any
 import structlog
 
 from tuneloop.explorer.background_tasks import every
-from tuneloop.explorer.capture.sampling import Sampling
 from tuneloop.explorer.engines.version_routing import in_share
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.shared.experience import HELD_OUT
 from tuneloop.shared.ledger.versions.alarms import Alarms
 from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH
 from tuneloop.shared.settings.serving import CaptureSettings
@@ -32,13 +30,12 @@ class CaptureChoice:
         self._share = settings.captured_share
         self.mistrusted = False
 
-    def asks(self, msg_id: str, upstream: Mapping[str, Any], sampling: Sampling) -> bool:
+    def asks(self, msg_id: str, upstream: Mapping[str, Any]) -> bool:
         """Whether the engine is asked for the log-probabilities of the reply to a request."""
         wanted = upstream.get("logprobs")  # of a text, 0 is a number of them
         if self._all or self.mistrusted or not (wanted is None or wanted is False):
             return True
-        # What a version would have earned is estimated of held-out replies, which no trainer sees.
-        return sampling.drop_reason == HELD_OUT or in_share(b"captured", msg_id, self._share)
+        return in_share(b"captured", msg_id, self._share)
 
     async def watch(self, alarms: Alarms, metrics: Metrics) -> None:
         """Look for the alarm for ever."""

@@ -13,7 +13,7 @@ from tuneloop.explorer.capture.sampling import Sampling, sampling_of
 from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter
 from tuneloop.explorer.engines import affinity, vllm
 from tuneloop.explorer.engines.packing import wire
-from tuneloop.explorer.engines.version_routing import PinParser, VersionPin, is_held_out
+from tuneloop.explorer.engines.version_routing import PinParser, VersionPin
 from tuneloop.explorer.http.bodies import as_utf8, optional_bool
 from tuneloop.explorer.http.caller import Caller
 from tuneloop.explorer.http.chat_template import check_template
@@ -27,7 +27,6 @@ from tuneloop.explorer.proxy.system_turns import SystemTurns, merged_header
 from tuneloop.explorer.proxy.token_charge import TokenCharge
 from tuneloop.shared import engine_flags, steady_time
 from tuneloop.shared.errors import RequestRefused
-from tuneloop.shared.experience import HELD_OUT
 from tuneloop.shared.settings.feedback import TenantSettings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.spans import RequestTrace
@@ -137,7 +136,6 @@ class RequestParser:
         rollout = explorer.rollout_model
         self._prefix_affinity = explorer.prefix_affinity and max(len(rollout.engine_urls), rollout.engine_num) > 1
         on_cpu = not settings.cluster.gpu_per_node and not explorer.rollout_model.engine_urls
-        self._held_out = settings.gate.replay.share
         self._unsafe_fields = vllm.UNSAFE_ON_CPU if on_cpu else frozenset()
         # External engines may have other defaults, and then a reply would not be a sample of the policy as we assume.
         defaults = vllm.NEUTRAL_SAMPLING | {"temperature": settings.model.temperature}
@@ -166,11 +164,8 @@ class RequestParser:
         salt = _salt_of(raw.caller, upstream)
         choices = self._count_choices(dialect, upstream)
         msg_id = self._signer.mint(raw.caller.tenant, choices, dialect.prefix)
-        key = _user_key(raw.caller.tenant, labels, msg_id)
-        if self._held_out and sampling.drop_reason is None and is_held_out(key, self._held_out):
-            sampling = sampling._replace(drop_reason=HELD_OUT)
         verbatim = _verbatim(dialect, upstream, msg_id, (ignored_fields, salt))
-        captured = verbatim is not None or self.capture.asks(msg_id, upstream, sampling)
+        captured = verbatim is not None or self.capture.asks(msg_id, upstream)
         added_fields = self._added_fields(dialect, upstream, captured=captured) | salt if verbatim is None else {}
         sent = orjson.dumps(body) if pin else raw_body
         encode = partial(_encode_upstream, sent, body, upstream, _EXPLORER_FIELDS.union(ignored_fields))

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from tuneloop.explorer.versions.sequential_tests import (
@@ -13,31 +12,11 @@ from tuneloop.explorer.versions.sequential_tests import (
     exceeds,
     largest_allowed,
     scale,
-    standard_error,
 )
 from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share
-from tuneloop.shared.ledger.versions.comparison import MOST_SLICES
 from tuneloop.shared.settings.versions import RolloutSettings
 
 _Action = Literal["promote", "roll_back", "wait"]
-
-#: The part of `rollout.error` that the slices share; a slice can only be shown to be worse.
-_FOR_SLICES = 0.25
-
-#: A slice may be compared with so many times fewer rewards than the whole.
-_FEWER = 4
-
-#: A slice with at least this part of the champion's rewards is waited for before a version is promoted.
-_WEIGHTY = 0.02
-
-#: It is waited for until there are so many times the rewards that it takes to be rolled back: luck hides little then.
-_TWICE = 2
-
-#: A slice that lies so many standard errors below the champion's is in doubt, though not shown to be worse.
-_DOUBT = 2.0
-
-#: Fewer units than that raise no doubt.
-_FEWEST = 3
 
 
 class RolloutDecision(NamedTuple):
@@ -51,16 +30,15 @@ class RolloutDecision(NamedTuple):
 def decide(rollout: RolloutSettings, champion: Figures, tried: Figures, *, elapsed_s: float) -> RolloutDecision:
     """What is to be done now, `elapsed_s` after the rollout began. It may be asked as often as one likes.
 
-    A version that breaks a guard or earns less is rolled back at once; one that earns more is promoted once none of its
-    slices is in doubt; the end of the window decides about the others.
+    A version that breaks a guard or earns less is rolled back at once, and one that earns more is promoted; the end of
+    the window decides about the others.
     """
     details = {"elapsed_s": elapsed_s, "champion": _plain(champion), "tried": _plain(tried)}
-    overall = contrast(tried.reward, champion.reward, least=rollout.rewards, error=_overall_error(rollout))
+    # Half of the error is for "better", half for "worse".
+    overall = contrast(tried.reward, champion.reward, least=rollout.rewards, error=rollout.error / 2)
     if overall is not None:
         details["reward"] = _contrast_details(overall)
-    worse = _worse(overall, champion, tried), _slices(rollout, champion, tried)
-    faults = [*_guards(rollout, champion, tried), *chain(*worse)]
-    if faults:
+    if faults := [*_guards(rollout, champion, tried), *_worse(overall, champion, tried)]:
         return RolloutDecision("roll_back", "; ".join(faults), details)
     ended = elapsed_s >= rollout.window
     if rollout.mode == "shadow":
@@ -69,60 +47,12 @@ def decide(rollout: RolloutSettings, champion: Figures, tried: Figures, *, elaps
         return RolloutDecision(
             *_without_evidence(rollout, _why_not(rollout, overall, champion, tried), ended=ended), details
         )
-    better = _sentence("it earns more", overall, tried.reward, champion.reward)
-    if doubt := next(_doubts(rollout, champion, tried), None):
-        return RolloutDecision(*_without_evidence(rollout, f"{better}, but {doubt}", ended=ended), details)
-    if not ended and (unknown := next(_unknown(rollout, champion, tried), None)):
-        return RolloutDecision("wait", f"{better}, but {unknown}", details)
-    return RolloutDecision("promote", better, details)
-
-
-def _overall_error(rollout: RolloutSettings) -> float:
-    """The error on either side of the comparison of all rewards."""
-    return rollout.error * (1 - _FOR_SLICES) / 2
+    return RolloutDecision("promote", _sentence("it earns more", overall, tried.reward, champion.reward), details)
 
 
 def _worse(overall: Contrast | None, champion: Figures, tried: Figures) -> Iterator[str]:
     if overall is not None and overall.lower:
         yield _sentence("it earns less", overall, tried.reward, champion.reward)
-
-
-def _slices(rollout: RolloutSettings, champion: Figures, tried: Figures) -> Iterator[str]:
-    """The slices that are shown to be worse. Together, however many, they have the error that is left for them."""
-    error = rollout.error * _FOR_SLICES / MOST_SLICES
-    for name, found in _pairs(champion, tried):
-        outcome = contrast(*found, least=_least(rollout), error=error)
-        if outcome is not None and outcome.lower:
-            yield _sentence(f"it earns less on the tasks {name!r}", outcome, *found)
-
-
-def _doubts(rollout: RolloutSettings, champion: Figures, tried: Figures) -> Iterator[str]:
-    """The slices that do not look well."""
-    for name, (mine, other) in _pairs(champion, tried):
-        if min(mine.units, other.units) < _FEWEST:
-            continue
-        if mine.mean - other.mean < -_DOUBT * standard_error(mine, other):
-            yield f"less so far on the tasks {name!r}: {mine.mean:.4g} against {other.mean:.4g}"
-
-
-def _unknown(rollout: RolloutSettings, champion: Figures, tried: Figures) -> Iterator[str]:
-    """The slices that are too large for so few rewards to be enough."""
-    for name, (mine, other) in _pairs(champion, tried):
-        # A lone task of nobody's cannot be on both sides.
-        weighty = other.units > 1 and other.replies >= _WEIGHTY * champion.reward.replies
-        fewest = min(mine.replies, other.replies)
-        enough = _TWICE * _least(rollout)
-        if weighty and fewest < enough:
-            yield f"there are only {fewest} of {enough} rewarded replies of each on the tasks {name!r}"
-
-
-def _pairs(champion: Figures, tried: Figures) -> Iterator[tuple[str, tuple[SampleStatistics, SampleStatistics]]]:
-    for name, sample in champion.slices.items():
-        yield name, (tried.slices.get(name, SampleStatistics()), sample)
-
-
-def _least(rollout: RolloutSettings) -> int:
-    return max(LEAST_UNITS, rollout.rewards // _FEWER)
 
 
 def _guards(rollout: RolloutSettings, champion: Figures, tried: Figures) -> Iterator[str]:
@@ -195,8 +125,7 @@ def _contrast_details(outcome: Contrast) -> dict[str, Any]:
 
 def _plain(figures: Figures) -> dict[str, Any]:
     """The figures as JSON has them; None for what is no number."""
-    plain = {name: _values(value) for name, value in figures._asdict().items() if name != "slices"}
-    return plain | {"slices": {name: _values(sample) for name, sample in figures.slices.items()}}
+    return {name: _values(value) for name, value in figures._asdict().items()}
 
 
 def _values(of: SampleStatistics | Share) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from tuneloop.runner.errors import JudgeAway, JudgeFailed
 from tuneloop.runner.rewards.reply import Reply
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated, TuneloopError
 from tuneloop.shared.evaluation.evaluation_log import EvaluationProgress
-from tuneloop.shared.evaluation.off_policy import HeldOutReply
 from tuneloop.shared.evaluation.scores import KL, Figure, TaskReply, mean
 from tuneloop.shared.evaluation.tasks import Task, judge_of, without_reasoning
 from tuneloop.shared.settings.settings import Settings
@@ -80,14 +79,6 @@ class EngineQueries:
             return fmean(then - now for then, now in zip(sample.logprobs, ours, strict=True))
 
         return mean(KL, await _each(one, samples, at_once))
-
-    async def likelihoods(self, engine: Engine, replies: Sequence[HeldOutReply], *, at_once: int) -> list[float]:
-        """The log-probability of each reply, whole."""
-
-        async def one(reply: HeldOutReply) -> float:
-            return sum(await self._logprobs(engine, reply.prompt_ids.tolist(), reply.completion_ids.tolist()))
-
-        return await _each(one, replies, at_once)
 
     async def _logprobs(self, engine: Engine, prompt_ids: list[int], reply_ids: list[int]) -> list[float]:
         """The log-probability of each token of a reply that was sampled by somebody else."""

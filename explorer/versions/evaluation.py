@@ -6,16 +6,16 @@ The champion is asked on an engine that answers clients, a few questions at a ti
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import structlog
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.versions.engine_queries import TEMPERATURE, EngineQueries, EngineSample, Judge, judging
+from tuneloop.explorer.versions.engine_queries import EngineQueries, EngineSample, Judge, judging
 from tuneloop.explorer.versions.loading import Verifier, load, verify_in_process
 from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.shared.errors import (
@@ -26,7 +26,6 @@ from tuneloop.shared.errors import (
     LedgerUnavailable,
     NotEvaluated,
 )
-from tuneloop.shared.evaluation.off_policy import HeldOutReply, replay_figures
 from tuneloop.shared.evaluation.scores import Figure, distance_from, figures_of
 from tuneloop.shared.evaluation.tasks import fingerprint
 from tuneloop.shared.experience import VersionAction
@@ -44,14 +43,11 @@ _DEATHS = 2
 AGAIN_S = 60.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Champion:
-    """What the champion samples, and the held-out replies with the log-probability that it gives to each, by its id."""
+class _Champion(NamedTuple):
+    """What the champion samples."""
 
     version: int
     samples: Sequence[EngineSample] = ()
-    replies: Sequence[HeldOutReply] = ()
-    likelihoods: Mapping[int, float] = field(default_factory=dict)
 
 
 class CandidateEvaluation:
@@ -129,7 +125,7 @@ class CandidateEvaluation:
         known, gate = await self._gate.figures(champion.version), self._settings.gate
         last = self._champion if self._champion.version == champion.version else _Champion(version=champion.version)
         lacks_samples = gate.kl is not None and not last.samples
-        if known and not lacks_samples and not gate.replays:
+        if known and not lacks_samples:
             return
         engine = self._one_of(champion)
         if engine is None:
@@ -138,25 +134,13 @@ class CandidateEvaluation:
         try:
             figures = known or await self._figures(engine, judge, at_once=_BESIDE)
             if lacks_samples:
-                last = replace(last, samples=await self._asking.samples(engine, at_once=_BESIDE))
-            if gate.replays:
-                last = await self._replay(engine, last)
+                last = last._replace(samples=await self._asking.samples(engine, at_once=_BESIDE))
         except (EngineError, LookupError, TypeError, ValueError) as error:
             raise NotEvaluated(f"engine {engine.number} cannot be asked: {error!r}") from error
         if engine.swaps != swaps:
             raise NotEvaluated(f"engine {engine.number} was given other weights meanwhile")
         await self._gate.record(champion.version, figures)
         self._champion = last
-
-    async def _replay(self, engine: Engine, champion: _Champion) -> _Champion:
-        """The champion with the newest held-out replies; it is asked about those that it has not been asked about."""
-        longest, rows = await engine.control.max_sequence_length(), self._settings.gate.replay.rows
-        newest = await asyncio.to_thread(self._ledger.training.held_out, rows, temperature=TEMPERATURE)
-        replies = [each for each in newest if each.tokens < longest]  # The engine wants room to go on.
-        new = [each for each in replies if each.id not in champion.likelihoods]
-        likelihoods = await self._asking.likelihoods(engine, new, at_once=_BESIDE)
-        known = {**champion.likelihoods, **{each.id: value for each, value in zip(new, likelihoods, strict=True)}}
-        return replace(champion, replies=replies, likelihoods={each.id: known[each.id] for each in replies})
 
     async def _try(self, candidate: Version, champion: Version, judge: Judge) -> tuple[Figure, ...] | None:
         """The candidate's figures; None if it was rejected on the way."""
@@ -205,19 +189,11 @@ class CandidateEvaluation:
             if self._settings.gate.kl is not None:
                 distance = await self._asking.distance(engine, self._champion.samples, at_once=_APART)
                 figures = (*figures, *distance_from(self._champion.version, distance))
-            if self._settings.gate.replays:
-                figures = (*figures, *await self._replay_figures(engine))
         except (LookupError, TypeError, ValueError) as error:
             raise NotEvaluated(f"the engine's answer cannot be read: {error!r}") from error
         if engine.swaps != swaps or engine.state is not EngineState.RELOADING:
             raise NotEvaluated(f"engine {engine.number} was given other weights meanwhile")
         return figures
-
-    async def _replay_figures(self, engine: Engine) -> tuple[Figure, ...]:
-        champion = self._champion
-        likelihoods = await self._asking.likelihoods(engine, champion.replies, at_once=_APART)
-        before = [champion.likelihoods[each.id] for each in champion.replies]
-        return replay_figures(champion.replies, likelihoods, before, of=champion.version)
 
     async def _put_back(self, engine: Engine, champion: Version, *, untouched: bool) -> None:
         """Put the engine into rotation again with the champion, unless its supervisor has begun to.

@@ -3,13 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tuneloop.shared.evaluation.off_policy import (
-    MIN_EFFECTIVE_SIZE,
-    REPLAY_METRICS,
-    ReplayPair,
-    is_replay_against,
-    replay_pairs,
-)
 from tuneloop.shared.evaluation.scores import KL, KL_AGAINST, LENGTH, MALFORMED, REFUSALS, SCORE, TASKS, Figure
 from tuneloop.shared.experience import Evaluator
 from tuneloop.shared.settings.settings import Settings
@@ -19,7 +12,7 @@ from tuneloop.shared.settings.versions import GateSettings
 _ROUNDING = 1e-9
 
 # Metrics that a verdict reports in words of its own, or not at all.
-_NOT_COMPARED = (TASKS, KL_AGAINST, *REPLAY_METRICS)
+_NOT_COMPARED = (TASKS, KL_AGAINST)
 
 _Values = Mapping[tuple[str, str], float]
 
@@ -37,16 +30,7 @@ class GateVerdict(NamedTuple):
 
     def reason(self, champion: int) -> str:
         """Why it passed, or did not, against that champion."""
-        if self.reasons:
-            return "; ".join(self.reasons)
-        replay = self.figures.get("replay")
-        if replay is None or replay["concluded"]:
-            return f"no worse than version {champion}"
-        worth = f"{replay['replies']} held-out replies are worth {replay['size']:.4g} rewards"
-        return (
-            f"no figure is worse than version {champion}'s; the replay is inconclusive: {worth},"
-            f" {MIN_EFFECTIVE_SIZE:g} are needed"
-        )
+        return "; ".join(self.reasons) or f"no worse than version {champion}"
 
 
 def evaluator_of(settings: Settings) -> Evaluator:
@@ -65,8 +49,7 @@ def same_tasks(one: Iterable[Figure], other: Iterable[Figure]) -> bool:
 
 def is_beside(gate: GateSettings, figures: Sequence[Figure], champion: int) -> bool:
     """Whether all that is measured of a candidate beside a champion was, and beside this one."""
-    measured = gate.kl is None or any(each.metric == KL_AGAINST and each.value == champion for each in figures)
-    return measured and (not gate.replays or is_replay_against(figures, champion))
+    return gate.kl is None or any(each.metric == KL_AGAINST and each.value == champion for each in figures)
 
 
 def gate_verdict(gate: GateSettings, candidate: Iterable[Figure], champion: Iterable[Figure]) -> GateVerdict:
@@ -74,19 +57,12 @@ def gate_verdict(gate: GateSettings, candidate: Iterable[Figure], champion: Iter
 
     The candidate passes unless its score lies more than `margin` below the champion's, that of a slice more than
     `slice_margin`, its replies are more than `reply_length` times as long or as short, the share that refuses is more
-    than `refusals` higher, or that lacks its form more than `format`, or it is more than `kl` away, or would have
-    earned more than `replay.margin` less on held-out replies. What is exactly at its bound passes. A threshold of null
-    is not checked, nor is a distance that was not measured, nor a replay of too few replies.
+    than `refusals` higher, or that lacks its form more than `format`, or it is more than `kl` away. What is exactly at
+    its bound passes. A threshold of null is not checked, nor is a distance that was not measured.
     """
-    figures_of_candidate = tuple(candidate)
-    new, old, replay = (
-        _values_by_slice(figures_of_candidate),
-        _values_by_slice(champion),
-        tuple(replay_pairs(figures_of_candidate)) if gate.replays else (),
-    )
-    reasons = (*_failed_checks(gate, new, old), *_failed_replays(gate, replay))
-    figures = {"candidate": _values_by_name(new), "champion": _values_by_name(old)}
-    return GateVerdict(not reasons, reasons, figures | ({"replay": _replay_details(replay)} if gate.replays else {}))
+    new, old = _values_by_slice(candidate), _values_by_slice(champion)
+    reasons = tuple(_failed_checks(gate, new, old))
+    return GateVerdict(not reasons, reasons, {"candidate": _values_by_name(new), "champion": _values_by_name(old)})
 
 
 def _failed_checks(gate: GateSettings, new: _Values, old: _Values) -> Iterator[str]:
@@ -116,34 +92,6 @@ def _scores(gate: GateSettings, new: _Values, old: _Values) -> Iterator[str]:
         if metric == SCORE and now is not None and _exceeds(before - now, margin):
             of = f"score on the slice {part}" if part else "score"
             yield f"its {of} is {now:.4g}, the champion's {before:.4g}: more than {margin:g} below"
-
-
-def _failed_replays(gate: GateSettings, replay: Sequence[ReplayPair]) -> Iterator[str]:
-    for part in replay:
-        margin = gate.replay.slice_margin if part.slice else gate.replay.margin
-        if part.concludes and _exceeds(part.champion - part.candidate, margin):
-            of = f"on the slice {part.slice} of" if part.slice else "on"
-            yield (
-                f"{of} held-out replies it would earn {part.candidate:.4g}, the champion {part.champion:.4g}: more"
-                f" than {margin:g} below"
-            )
-
-
-def _replay_details(replay: Sequence[ReplayPair]) -> dict[str, Any]:
-    """All replies, and the slices of which something is concluded."""
-    nothing: dict[str, Any] = {"replies": 0, "size": 0.0, "concluded": False}
-    by_slice = {
-        part.slice: {
-            "replies": part.replies,
-            "size": part.size,
-            "concluded": part.concludes,
-            "candidate": part.candidate,
-            "champion": part.champion,
-        }
-        for part in replay
-    }
-    slices = {name: each for name, each in by_slice.items() if name and each["concluded"]}
-    return by_slice.get("", nothing) | {"needed": MIN_EFFECTIVE_SIZE} | ({"slices": slices} if slices else {})
 
 
 def _exceeds(value: float, bound: float) -> bool:

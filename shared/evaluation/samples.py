@@ -4,7 +4,7 @@ Many replies may carry little more information than one: those to one user resem
 independent units that replies come from, and its variance is that of a mean over such units.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 
@@ -48,11 +48,10 @@ class Figures(NamedTuple):
     """The figures of one version since its rollout began.
 
     `failures` counts requests that failed by its own engine's fault, of all requests. `latency` is in seconds per token
-    of a reply, `length` in tokens. `slices` are rewards again, of the tasks of each name.
+    of a reply, `length` in tokens.
     """
 
     reward: SampleStatistics = SampleStatistics()
-    slices: Mapping[str, SampleStatistics] = {}
     failures: Share = Share()
     refusals: Share = Share()
     latency: SampleStatistics = SampleStatistics()

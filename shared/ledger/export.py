@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from sqlalchemy import ColumnElement, Select, and_, case, delete, exists, func, insert, or_, select, true, tuple_
 
-from tuneloop.shared.experience import HELD_OUT, Float32s, Int32s, State
+from tuneloop.shared.experience import Float32s, Int32s, State
 from tuneloop.shared.ledger.raters.standing import QUARANTINED, rater_of
 from tuneloop.shared.ledger.storage import codec
 from tuneloop.shared.ledger.storage.schema import erasures, exchanges, experiences, exports, feedback, reward_rules
@@ -18,7 +18,7 @@ from tuneloop.shared.ledger.storage.transactions import LedgerPart, alone, porti
 PAGE = 500
 
 #: The reasons of replies that are no answer to learn from, whatever their reward. `opt_out`: the client forbade it.
-NO_ANSWER = ("cut_off", "empty", "opt_out", HELD_OUT)
+NO_ANSWER = ("cut_off", "empty", "opt_out")
 
 
 class Selection(NamedTuple):

@@ -203,7 +203,7 @@ class CaptureSettings(Section):
     """Of which replies engines are asked for log-probabilities, which costs them throughput: of all, of a `share`, or
     of one in a hundred (`none`). [The trainer recomputes](decisions/0056-log-probabilities-of-a-share.md) the others
     from the weights that sampled them, and keeps the folders of the eight newest versions that waiting replies were
-    sampled by; held-out replies, and those whose client asks, are always captured. Write the same for both services.
+    sampled by; those of replies whose client asks are always captured. Write the same for both services.
     _Both._"""
     share: Share = 0.05
     """The share of replies that `share` captures. _Both._"""

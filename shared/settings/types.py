@@ -36,7 +36,6 @@ AtLeastTwo = Annotated[int, Field(ge=2), _Number]
 AboveOne = Annotated[float, Field(gt=1, allow_inf_nan=False), _Number]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), _Number]
 BelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), _Number]
-UpToHalf = Annotated[float, Field(ge=0, le=0.5, allow_inf_nan=False), _Number]
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), _Number]
 Seconds = PositiveReal
 

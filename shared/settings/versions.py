@@ -16,7 +16,6 @@ from tuneloop.shared.settings.types import (
     Seconds,
     Section,
     Share,
-    UpToHalf,
 )
 
 
@@ -184,27 +183,12 @@ SHARES = {"canary": 0.1, "shadow": 0.1, "ab": 0.5}
 ErrorRate = Annotated[float, Field(gt=0, lt=0.5)]
 
 
-class ReplaySettings(Section):
-    """A share of the traffic that is held out of all training, and what a candidate must earn on it; 0: none is."""
-
-    share: UpToHalf = 0.0
-    """The share of the traffic that is held out of all training, by user, else by task, for a
-    [replay](gate.md#held-out-feedback) of its feedback; 0: none. It is held out whatever `gate.mode` is."""
-    rows: Positive = 1000
-    """How many held-out replies, the newest, are replayed."""
-    margin: NotNegativeReal = 0.05
-    """How much less than the champion a candidate may have earned for held-out replies, in the reward's units."""
-    slice_margin: NotNegativeReal = 0.1
-    """How much less than the champion it may have earned for each slice of them."""
-
-
 class GateSettings(Section):
     """What a candidate must show before it answers anybody; a bare word is its `mode`."""
 
     mode: Literal["off", "report", "block"] = "off"
-    """What is done with a candidate that does worse than the champion on the tasks of `monitor.evaluation.path`, or on
-    held-out replies: nothing is tried (`off`), it is written down (`report`), or the candidate is rejected
-    (`block`)."""
+    """What is done with a candidate that does worse than the champion on the tasks of `monitor.evaluation.path`:
+    nothing is tried (`off`), it is written down (`report`), or the candidate is rejected (`block`)."""
     margin: Fraction = 0.02
     """How far its score may lie below the champion's."""
     slice_margin: Fraction = 0.05
@@ -219,24 +203,14 @@ class GateSettings(Section):
     format: Fraction | None = 0.1
     """How far the share of answers that lack the `format` which their task demands may lie above the champion's; null:
     not looked at."""
-    replay: ReplaySettings = ReplaySettings()
-
-    @property
-    def replays(self) -> bool:
-        """Whether a candidate is compared on replies that were held out."""
-        return self.mode != "off" and self.replay.share > 0
 
     def contradictions(self, *, tasks: bool) -> Iterator[str]:
         """What does not fit together, a sentence each; `tasks`: whether there are any."""
-        if self.mode == "off" or tasks:
-            return
-        if not self.replays:
+        if self.mode != "off" and not tasks:
             yield (
                 f"gate.mode: {self.mode} needs tasks to try a version on; name their file in monitor.evaluation.path,"
-                " or hold traffic out with gate.replay.share, or write gate: off"
+                " or write gate: off"
             )
-        elif self.kl is not None:
-            yield "gate.kl: is measured on tasks; name their file in monitor.evaluation.path, or leave it away"
 
     @model_validator(mode="before")
     @classmethod

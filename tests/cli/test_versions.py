@@ -2,7 +2,6 @@
 
 import getpass
 import json
-import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -19,9 +18,7 @@ from tests.explorer.checkpoints import register, write_model
 from tests.factories import exchange, experience, feedback, rewarded, trained
 from tuneloop.cli.main import app
 from tuneloop.shared.errors import VersionRefused
-from tuneloop.shared.evaluation.off_policy import REPLAY_METRICS
 from tuneloop.shared.evaluation.samples import SampleStatistics
-from tuneloop.shared.evaluation.scores import Figure
 from tuneloop.shared.experience import Evaluator
 from tuneloop.shared.ledger.ledger import Alarm, Ledger
 from tuneloop.shared.ledger.storage.schema import evaluations
@@ -190,15 +187,6 @@ def test_figures_of_different_tasks_are_not_passed_off_as_comparable(file: Path,
     assert "different tasks" not in same
     assert "by engine the tasks differ" in other
     assert "tasks" not in versions(file, "show", 1).output
-
-
-def test_a_replay_is_shown_of_one_version_and_compared_with_no_other(file: Path, ledger: Ledger) -> None:
-    figures = [Figure(metric, "", 2.0, 0.5, 120) for metric in REPLAY_METRICS]
-    for version in (1, 2):
-        ledger.evaluations.record(version, Evaluator.ENGINE, figures)
-    shown = versions(file, "show", 1).output
-    assert re.findall(r"^  (replay\w*) ", shown, re.MULTILINE) == ["replay", "replay_champion", "replay_size"]
-    assert " by engine" not in versions(file, "compare", 1, 2).output
 
 
 def test_of_few_rewards_only_the_difference_is_told(file: Path, ledger: Ledger) -> None:

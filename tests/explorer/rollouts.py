@@ -13,12 +13,10 @@ Draw = Callable[[np.random.Generator, int], np.ndarray]
 
 
 class Traffic(NamedTuple):
-    """What both versions earn; `part` of the requests is a slice of its own, on which the tried one earns `there`."""
+    """What both versions earn."""
 
     champion: Draw
     tried: Draw
-    there: Draw | None = None
-    part: float = 0.05
 
 
 class Trial(NamedTuple):
@@ -44,17 +42,13 @@ def trial(seed: int, rollout: RolloutSettings, traffic: Traffic, *, rewards: int
     rng = np.random.default_rng([seed, rewards])
     is_tried = rng.random(rewards) < rollout.tried_share
     values = np.where(is_tried, traffic.tried(rng, rewards), traffic.champion(rng, rewards))
-    apart = np.zeros(rewards, dtype=bool)
-    if traffic.there is not None:
-        apart = rng.random(rewards) < traffic.part
-        values = np.where(apart & is_tried, traffic.there(rng, rewards), values)
-    seen = {of: _Running(values, is_tried == of, apart) for of in (True, False)}
+    seen = {of: _sums(values, is_tried == of) for of in (True, False)}
     for looked in range(every, rewards + 1, every):
         elapsed_s = rollout.window if looked + every > rewards else 0.0
-        decision = decide(rollout, seen[False].figures(looked), seen[True].figures(looked), elapsed_s=elapsed_s)
+        decision = decide(rollout, *(_figures(seen[of], looked) for of in (False, True)), elapsed_s=elapsed_s)
         if decision.action != "wait":
             break
-    return Trial(decision, seen[True].figures(looked).reward.replies, looked)
+    return Trial(decision, _figures(seen[True], looked).reward.replies, looked)
 
 
 def trials(count: int, rollout: RolloutSettings, traffic: Traffic, *, rewards: int) -> Iterator[Trial]:
@@ -63,16 +57,9 @@ def trials(count: int, rollout: RolloutSettings, traffic: Traffic, *, rewards: i
         yield trial(seed, rollout, traffic, rewards=rewards)
 
 
-class _Running:
-    """The figures of one version after each reward, by slice where there are slices."""
-
-    def __init__(self, values: np.ndarray, mine: np.ndarray, apart: np.ndarray) -> None:
-        self._whole = _sums(values, mine)
-        self._slices = {"most": _sums(values, mine & ~apart), "few": _sums(values, mine & apart)} if apart.any() else {}
-
-    def figures(self, seen: int) -> Figures:
-        slices = {name: _sample(sums[seen - 1]) for name, sums in self._slices.items()}
-        return Figures(reward=_sample(self._whole[seen - 1]), slices=slices)
+def _figures(sums: np.ndarray, seen: int) -> Figures:
+    """The figures of one version after so many rewards."""
+    return Figures(reward=_sample(sums[seen - 1]))
 
 
 def _sums(values: np.ndarray, mine: np.ndarray) -> np.ndarray:

@@ -33,7 +33,6 @@ MEANINGS = {
     "ledger": "the ledger: its parts, and the class they hang from",
     "metrics": "figures that a service reports",
     "models": "the model behind the replies, as it is trained or called",
-    "off_policy": "what can be concluded from replies that another version sampled",
     "operations": "what operators look at and do",
     "proxy": "a request's way to an engine and back",
     "raters": "who gives feedback, and how far it counts",

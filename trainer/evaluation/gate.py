@@ -13,7 +13,6 @@ import torch
 from tuneloop.shared.checkpoints.layout import ACTOR
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
 from tuneloop.shared.evaluation.gate import evaluator_of, gate_verdict, is_beside
-from tuneloop.shared.evaluation.off_policy import replay_figures
 from tuneloop.shared.evaluation.scores import Figure, distance_from, figures_of, figures_on
 from tuneloop.shared.evaluation.tasks import fingerprint, tasks_of
 from tuneloop.shared.experience import Evaluator, VersionAction
@@ -21,7 +20,6 @@ from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.evaluation.evaluation import HeldOut
-from tuneloop.trainer.evaluation.off_policy import known_to, likelihoods
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.model import Actor
 
@@ -78,15 +76,13 @@ class Examination:
             self._record(version, found)
             return
         before = self._figures(champion.version)
-        if not before or gate.kl is not None or gate.replays:
+        if not before or gate.kl is not None:
             actor = self._actor(champion)
             if not before:
                 before = self._answers(actor)
                 self._record(champion.version, before)
             if gate.kl is not None and self._held_out is not None:
                 found = (*found, *distance_from(champion.version, self._held_out.distance(learner.actor, actor)))
-            if gate.replays:
-                found = (*found, *self._replay(learner.actor, actor, champion.version))
         verdict = gate_verdict(gate, found, before)
         details = verdict.details(champion.version)
         reason = verdict.reason(champion.version)
@@ -101,13 +97,6 @@ class Examination:
         if self._held_out is None:
             return figures_of((), fingerprint=self._fingerprint, refusals=())
         return self._held_out.figures(actor)
-
-    def _replay(self, actor: Actor, champion: Actor, of: int) -> tuple[Figure, ...]:
-        newest = self._ledger.training.held_out(self._settings.gate.replay.rows)
-        replies = [each for each in newest if known_to(actor, each)]
-        budget = self._settings.trainer.tokens_at_once
-        now, before = (likelihoods(each, replies, budget=budget) for each in (actor, champion))
-        return replay_figures(replies, now, before, of=of)
 
     def _figures(self, version: int) -> tuple[Figure, ...]:
         """What is known of a version, if it is of these tasks."""

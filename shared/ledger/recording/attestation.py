@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, and_, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, insert, select, update
 
-from tuneloop.shared.experience import HELD_OUT, Exchange, Experience, State, VersionAction
+from tuneloop.shared.experience import Exchange, Experience, State, VersionAction
 from tuneloop.shared.ledger.recording.retention import regroup
 from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, mismatches
@@ -57,8 +57,6 @@ class Attestations(LedgerPart):
     def distrust(self, found: Mismatch) -> Distrusted:
         """Take everything that the engine sampled meanwhile out of training for good, what comes in later too.
 
-        What is held out is not used to compare versions either.
-
         A trainer that has leased some of it cannot register what it makes of it; what was corrected meanwhile takes its
         reward now. Said twice, it is kept once.
         """
@@ -82,8 +80,7 @@ class Attestations(LedgerPart):
 
 def _drop(connection: Connection, found: Mismatch) -> Sequence[Any]:
     query = select(experiences.c.id, experiences.c.group_id, experiences.c.msg_id).join_from(experiences, exchanges)
-    used = or_(experiences.c.state.in_(_UNTRAINED), experiences.c.reason == HELD_OUT)
-    ordered = query.where(_sampled_meanwhile(found), used).order_by(experiences.c.id)
+    ordered = query.where(_sampled_meanwhile(found), experiences.c.state.in_(_UNTRAINED)).order_by(experiences.c.id)
     rows = connection.execute(ordered.with_for_update(of=experiences)).all()
     gone = {"state": State.DROPPED, "reason": REASON, "lease_epoch": None, "lease_until": None}
     for portion in portions([row.id for row in rows]):
@@ -125,5 +122,4 @@ def _untrusted_exchange(exchange: Exchange) -> Exchange:
 
 
 def _untrusted_experience(experience: Experience) -> Experience:
-    known = experience.drop_reason if experience.drop_reason != HELD_OUT else None
-    return msgspec.structs.replace(experience, drop_reason=known or REASON)
+    return msgspec.structs.replace(experience, drop_reason=experience.drop_reason or REASON)

@@ -3,9 +3,9 @@
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, and_, case, func, or_, select
+from sqlalchemy import and_, func, select
 
-from tuneloop.shared.experience import HELD_OUT, State
+from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.storage import codec
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, portions
@@ -14,20 +14,8 @@ from tuneloop.shared.ledger.storage.transactions import LedgerPart, portions
 JUDGEABLE = (State.RECORDED, State.REWARDED, State.COMMITTED)
 
 
-_held_out = and_(experiences.c.state == State.DROPPED, experiences.c.reason == HELD_OUT)
-_unrewarded = experiences.c.rewarded_at.is_(None)
-
-#: A verdict on what is held out is of use as long as the row is there.
-_state: ColumnElement[str] = case(
-    (and_(_held_out, _unrewarded), State.RECORDED), (_held_out, State.REWARDED), else_=experiences.c.state
-)
-
-
 class ReplyState(NamedTuple):
-    """A reply, without its content. `id` grows in the order in which replies are recorded.
-
-    The `state` of a reply that is held out is what it would be if it were not.
-    """
+    """A reply, without its content. `id` grows in the order in which replies are recorded."""
 
     id: int
     tenant: str
@@ -56,8 +44,7 @@ class Judging(LedgerPart):
 
         If none does, that of the next one that is recorded.
         """
-        judged = or_(experiences.c.state.in_(JUDGEABLE), and_(_held_out, _unrewarded))
-        waiting = and_(judged, experiences.c.sampled_at >= since)
+        waiting = and_(experiences.c.state.in_(JUDGEABLE), experiences.c.sampled_at >= since)
         # Of id alone a database would take the least by reading all rows from the first one on.
         [(first,)] = self._read(select(func.min(experiences.c.id + 0)).where(waiting))
         if first is None:
@@ -67,7 +54,7 @@ class Judging(LedgerPart):
 
     def replies_after(self, last: int, *, limit: int) -> list[ReplyState]:
         """The next replies, in whatever state, and their corrections."""
-        columns = [_state.label(name) if name == "state" else experiences.c[name] for name in ReplyState._fields]
+        columns = [experiences.c[name] for name in ReplyState._fields]
         query = select(*columns).where(experiences.c.id > last).order_by(experiences.c.id).limit(limit)
         return [ReplyState(*row) for row in self._read(query)]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 import msgspec
 from sqlalchemy import ColumnElement, Connection, Select, Update, and_, bindparam, or_, select, tuple_, update
 
-from tuneloop.shared.experience import HELD_OUT, Exchange, Feedback, Kind, Outcome, Record, State
+from tuneloop.shared.experience import Exchange, Feedback, Kind, Outcome, Record, State
 from tuneloop.shared.ledger.rare_rows import ANY_EARLY, RARE_ROWS, RareRows
 from tuneloop.shared.ledger.raters.rater_tables import new_rater, raters
 from tuneloop.shared.ledger.raters.voices import Rater, voter_of
@@ -310,10 +310,6 @@ class Recording(LedgerPart):
         recorded = experiences.c.state == State.RECORDED
         rewarding = update(experiences).where(recorded, wanted, closed).values(**default, state=State.REWARDED)
         connection.execute(rewarding, values)
-        # Else those with feedback alone would pass for all of them.
-        unrewarded = and_(experiences.c.state == State.DROPPED, experiences.c.rewarded_at.is_(None))
-        held_out = experiences.c.reason == HELD_OUT
-        connection.execute(update(experiences).where(unrewarded, held_out, wanted, closed).values(default), values)
 
 
 def _limited_to(given: frozenset[str]) -> ColumnElement[bool]:

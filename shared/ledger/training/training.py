@@ -7,7 +7,6 @@ from typing import Any
 from sqlalchemy import Connection, Select, and_, exists, func, insert, select, update
 
 from tuneloop.shared.errors import LeaseLost, ParentEnded, StaleEpoch
-from tuneloop.shared.evaluation.off_policy import HeldOutReply
 from tuneloop.shared.experience import Sample, State, VersionAction, VersionState
 from tuneloop.shared.ledger.recording.recording import LEASE_S
 from tuneloop.shared.ledger.recording.settlement import Settlement
@@ -24,7 +23,6 @@ from tuneloop.shared.ledger.training.backlog import Backlog, trim
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.batches import claim, expire
 from tuneloop.shared.ledger.training.demonstrations import demonstrations
-from tuneloop.shared.ledger.training.held_out import held_out_replies, newest_held_out
 from tuneloop.shared.ledger.training.run_results import give_all_back, lock_rows
 from tuneloop.shared.ledger.versions.events import Decision, note
 from tuneloop.shared.ledger.versions.versions import SERVABLE
@@ -43,13 +41,6 @@ class Training(LedgerPart):
     def __init__(self, transactions: Transactions, settlement: Settlement) -> None:
         super().__init__(transactions)
         self._settlement = settlement
-
-    def held_out(self, count: int, *, temperature: float | None = None) -> list[HeldOutReply]:
-        """The newest `count` rewarded replies that are held out, the newest first; only those of that temperature.
-
-        Of those alone whose log-probabilities are those of a sample of the policy.
-        """
-        return held_out_replies(self._read(newest_held_out(count, temperature)))
 
     def take_epoch(self, trainer: str) -> int:
         """Become the only trainer: a new epoch, and the leases of all older ones ended."""

@@ -13,9 +13,6 @@ from tuneloop.shared.ledger.storage.schema import exchanges, experiences, worth
 from tuneloop.shared.ledger.storage.transactions import LedgerPart
 from tuneloop.shared.ledger.versions.drift import LONGEST
 
-#: No more slices than that are compared: those with the most rewards.
-MOST_SLICES = 20
-
 #: The newest replies among which refusals are counted.
 READ = 500
 
@@ -39,7 +36,7 @@ class Comparisons(LedgerPart):
         """Of the replies that this version alone has written since then; of failed requests the ledger knows nothing.
 
         All replies to a user are one unit, or else to a task, or of a run. A reply that was corrected after it had been
-        trained on counts with its first reward. A slice is what stands before the first `/` of a task_id. Rewards
+        trained on counts with its first reward. Rewards
         beyond 1e100 count as 1e100.
         """
         near = self._read(_alone(select(_reward).where(worth.is_not(None)), version, since).limit(1))
@@ -47,18 +44,10 @@ class Comparisons(LedgerPart):
         [sums] = self._read(_totals(version, since, shift))
         return Figures(
             reward=_sample(sums[:7], shift),
-            slices=self._slices(version, since, shift) if near else {},
             length=_sample(sums[7:14]),
             latency=_sample(sums[14:]),
             refusals=self._refusals(version, since, refusals) if refusals else Share(),
         )
-
-    def _slices(self, version: int, since: float, shift: float) -> dict[str, SampleStatistics]:
-        position = func.strpos if self._engine.dialect.name == "postgresql" else func.instr
-        name, slash = experiences.c.task_id, position(experiences.c.task_id, "/")
-        before = case((slash > 0, func.substr(name, 1, slash - 1)), else_=name)
-        rows = self._read(_by_slice(before, version, since, shift))
-        return {row[0]: _sample(row[1:], shift) for row in rows}
 
     def _refusals(self, version: int, since: float, patterns: Collection[re.Pattern[str]]) -> Share:
         replies = _alone(select(func.substr(experiences.c.text, 1, LONGEST)), version, since)
@@ -91,15 +80,6 @@ def _totals(version: int, since: float, shift: float) -> Select[Any]:
         *_sums(units.replies, units.tokens, units.replies),
         *_sums(units.timed, units.seconds, units.timed_tokens),
     )
-
-
-def _by_slice(name: ColumnElement[str], version: int, since: float, shift: float) -> Select[Any]:
-    columns = (name.label("slice"), func.count().label("rewarded"), func.sum(_reward - shift).label("reward"))
-    # Not that task_id is something: an index of all rows of which it is would be read.
-    rewarded = and_(worth.is_not(None), name.is_not(None))
-    units = _alone(_of_units(*columns), version, since).where(rewarded).group_by(name).subquery().c
-    by_slice = select(units.slice, *_sums(units.rewarded, units.reward, units.rewarded)).group_by(units.slice)
-    return by_slice.order_by(func.sum(units.rewarded).desc(), units.slice).limit(MOST_SLICES)
 
 
 def _of_units(*columns: ColumnElement[Any]) -> Select[Any]:

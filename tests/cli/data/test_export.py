@@ -169,16 +169,6 @@ def test_what_is_no_example_is_left_out_and_counted(ledger: Ledger, lines: Path)
     assert {row["msg_id"] for row in everything} == {low.msg_id, cut.msg_id, mute.msg_id}
 
 
-@pytest.mark.parametrize("wanted", [SFT, DPO, KTO])
-def test_what_is_held_out_is_in_no_file_to_train_on(ledger: Ledger, lines: Path, wanted: Format) -> None:
-    good, bad = asked("Good.", drop_reason="held_out"), asked("Bad.", drop_reason="held_out")
-    ledger.recording.record([good, bad, about(good, value=1.0), about(bad, value=0.0)])
-    ledger.recording.record([about(good, Kind.PREFERENCE, worse=bad)])
-    assert exported(ledger, lines, wanted) == []
-    assert len(exported(ledger, lines, EXPERIENCES)) == 2
-    assert exported(ledger, lines, wanted, everything=True) == []
-
-
 def test_parts_of_content_are_one_text_in_parquet_and_themselves_in_json_lines(ledger: Ledger, to: Path) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     parts = [{"type": "text", "text": "What is "}, image, {"type": "text", "text": "this?"}]

@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 
 from tuneloop.explorer.engines.fleet import Engine, EngineState, choose_engine
-from tuneloop.explorer.engines.version_routing import TrafficSplit, bucket_of, is_held_out, split_of
+from tuneloop.explorer.engines.version_routing import TrafficSplit, bucket_of, split_of
 
 KEYS = [f"default:user-{number}" for number in range(10_000)]
 
@@ -34,18 +34,6 @@ def test_the_tried_version_gets_its_share_of_the_keys(share: float) -> None:
 def test_a_key_stays_where_it_is_and_goes_over_when_the_share_grows() -> None:
     assert bucket_of(2, "default:anna") == 0.39715205203954207
     assert all(TrafficSplit(2, share=0.5).answers(key) for key in KEYS if TrafficSplit(2, share=0.1).answers(key))
-
-
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.5])
-def test_a_share_of_the_keys_is_held_out_the_same_each_time(share: float) -> None:
-    found = [is_held_out(key, share) for key in KEYS]
-    assert abs(sum(found) - share * len(KEYS)) <= 5 * math.sqrt(len(KEYS) * share * (1 - share))
-    assert found == [is_held_out(key, share) for key in KEYS]
-    assert all(is_held_out(key, 0.5) for key, is_out in zip(KEYS, found, strict=True) if is_out)
-
-
-def test_a_key_that_is_held_out_stays_so_for_ever() -> None:
-    assert [number for number in range(40) if is_held_out(KEYS[number], 0.1)] == [11, 30, 37]
 
 
 def test_each_version_is_tried_by_other_users() -> None:

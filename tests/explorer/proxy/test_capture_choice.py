@@ -6,21 +6,19 @@ import pytest
 from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually
-from tuneloop.explorer.capture.sampling import Sampling
 from tuneloop.explorer.proxy import capture_choice
 from tuneloop.explorer.proxy.capture_choice import CaptureChoice
-from tuneloop.shared.experience import HELD_OUT, is_captured
+from tuneloop.shared.experience import is_captured
 from tuneloop.shared.ledger.storage.codec import from_blob
 from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH
 from tuneloop.shared.settings.serving import CaptureSettings
 
-SAMPLED = Sampling(1.0)
 NAMES = [f"chatcmpl-{number}" for number in range(4000)]
 
 
-def share_asked(choice: CaptureChoice, *, sampling: Sampling = SAMPLED, **upstream: object) -> float:
-    return float(np.mean([choice.asks(name, upstream, sampling) for name in NAMES]))
+def share_asked(choice: CaptureChoice, **upstream: object) -> float:
+    return float(np.mean([choice.asks(name, upstream) for name in NAMES]))
 
 
 @pytest.mark.parametrize(
@@ -37,9 +35,8 @@ def test_the_share_of_the_settings_is_asked_for(settings: dict[str, object], sha
     assert share_asked(choice) == pytest.approx(share, abs=0.03 if share == 0.5 else 0.012)
 
 
-def test_held_out_replies_and_what_clients_ask_for_are_always_captured() -> None:
+def test_what_clients_ask_for_is_always_captured() -> None:
     choice = CaptureChoice(CaptureSettings(logprobs="none"))
-    assert share_asked(choice, sampling=Sampling(1.0, drop_reason=HELD_OUT)) == 1
     assert share_asked(choice, logprobs=True) == share_asked(choice, logprobs=0) == 1
     assert share_asked(choice, logprobs=False) < 0.03
 

@@ -138,17 +138,6 @@ def test_what_the_gate_lacks_is_told(made: Ledger, options: dict[str, Any], engi
     assert why().startswith("the explorer has not taken it up yet")
 
 
-def test_figures_beside_another_champion_are_not_enough_for_a_replay(made: Ledger, options: dict[str, Any]) -> None:
-    for version in (1, 2):
-        evaluated(made, version, Evaluator.TRAINER)
-    assert "the explorer has not taken it up yet" in lines(options, "block")[0]
-    replays: Any = {"mode": "block", "replay": {"share": 0.1}}
-    assert "at the gate, until the trainer has evaluated it beside version 1" in lines(options, replays)[0]
-    figures = made.evaluations.of(2, Evaluator.TRAINER)
-    made.evaluations.record(2, Evaluator.TRAINER, [*figures, Figure("replay_of", "", 1.0, 0.0, 1)])
-    assert "the explorer has not taken it up yet" in lines(options, replays)[0]
-
-
 def test_a_distance_from_another_champion_is_not_enough(made: Ledger, options: dict[str, Any]) -> None:
     for version in (1, 2):
         evaluated(made, version, Evaluator.TRAINER)
@@ -158,14 +147,6 @@ def test_a_distance_from_another_champion_is_not_enough(made: Ledger, options: d
         distance = [Figure("kl", "", 0.01, 0.0, 1), Figure("kl_of", "", of, 0.0, 1)]
         made.evaluations.record(2, Evaluator.TRAINER, [*figures, *distance])
         assert told in lines(options, gate)[0]
-
-
-def test_a_replay_that_the_gate_lacks_is_told(made: Ledger, options: dict[str, Any]) -> None:
-    for version in (1, 2):
-        evaluated(made, version, Evaluator.TRAINER)
-    gate = {"mode": "block", "replay": {"share": 0.1}}
-    assert lines(options, gate)[0].endswith("the trainer has evaluated it beside version 1")
-    assert "the explorer has not taken it up yet" in lines(options, "block")[0]
 
 
 @pytest.mark.usefixtures("made")

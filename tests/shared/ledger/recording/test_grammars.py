@@ -3,11 +3,10 @@
 from sqlalchemy import Engine
 
 from tests.factories import exchange, experience, feedback
-from tuneloop.shared.experience import HELD_OUT, Grammar, State, decode, encode
+from tuneloop.shared.experience import Grammar, decode, encode
 from tuneloop.shared.ledger.export import Selection
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
-from tuneloop.shared.ledger.training.held_out import newest_held_out
 
 GRAMMAR = Grammar(kind="json", spec='{"type": "object", "title": "' + "Grüezi! " * 100 + '"}', stop_ids=(7, 8))
 
@@ -38,14 +37,3 @@ def test_a_file_says_that_it_is_no_sample(engine: Engine) -> None:
     ledger.recording.record([said])
     [page] = ledger.exports.replies(Selection(tenant="acme"))
     assert [reply.unsampled for reply in page] == ["sampling:grammar", None, "sampling:top_p"]
-
-
-def test_versions_are_not_compared_on_it(engine: Engine) -> None:
-    ledger = Ledger(engine)
-    for but in ({"grammar": GRAMMAR}, {}):
-        said = exchange(experiences=(experience(drop_reason=HELD_OUT, **but),))
-        ledger.recording.record([said, feedback(msg_id=said.msg_id)])
-    with engine.connect() as connection:
-        found = connection.execute(newest_held_out(10, None)).all()
-    assert [row.id for row in found] == [2]
-    assert ledger.reports.counts()[State.DROPPED] == 2

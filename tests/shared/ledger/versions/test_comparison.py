@@ -11,7 +11,6 @@ from tests.factories import exchange, experience, feedback, fill
 from tuneloop.shared.evaluation.samples import SampleStatistics, Share
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
-from tuneloop.shared.ledger.versions.comparison import MOST_SLICES
 
 
 def said(ledger: Ledger, reward: float | None = None, *, version: int = 1, tokens: int = 2, **but: Any) -> None:
@@ -83,28 +82,6 @@ def test_only_replies_of_this_version_alone_since_then_count(ledger: Ledger) -> 
     assert figures.length.replies == 1
 
 
-def test_a_slice_is_what_comes_before_the_first_slash(ledger: Ledger) -> None:
-    for task, reward in (("sum/1", 0.0), ("sum/2", 1.0), ("sum", 0.5), ("product/1/2", 1.0), ("/x", 1.0)):
-        said(ledger, reward, task_id=task)
-    said(ledger, 1.0)
-    said(ledger, task_id="unrewarded")
-    found = ledger.comparisons.figures(1, 0.0).slices
-    assert found == {
-        "sum": SampleStatistics(3, 3, 0.5, 0.25),
-        "product": SampleStatistics(1, 1, 1.0, 0.0),
-        "": SampleStatistics(1, 1, 1.0, 0.0),
-    }
-
-
-def test_only_the_slices_with_the_most_rewards_are_told(ledger: Ledger) -> None:
-    for number in range(MOST_SLICES + 2):
-        for _ in range(1 if number < 2 else 2):
-            said(ledger, 1.0, task_id=f"task{number:02}")
-    assert sorted(ledger.comparisons.figures(1, 0.0).slices) == [
-        f"task{number:02}" for number in range(2, MOST_SLICES + 2)
-    ]
-
-
 def test_length_and_latency_are_those_of_replies(ledger: Ledger) -> None:
     for tokens, seconds in ((10, 1.0), (30, 2.0), (0, 0.5)):
         said(ledger, tokens=tokens, latency_s=seconds)
@@ -147,7 +124,7 @@ def test_a_version_without_replies_has_empty_figures(ledger: Ledger) -> None:
         SampleStatistics(),
         SampleStatistics(),
     )
-    assert (figures.slices, figures.refusals) == ({}, Share())
+    assert figures.refusals == Share()
 
 
 def test_what_came_before_the_rollout_is_not_read(ledger: Ledger, engine: Engine) -> None:
@@ -159,7 +136,7 @@ def test_what_came_before_the_rollout_is_not_read(ledger: Ledger, engine: Engine
     event.listen(engine, "before_cursor_execute", lambda *heard: asked.append((heard[2], heard[3])))
     assert ledger.comparisons.figures(0, 4901.0, refusals=[re.compile("x")]).reward.replies == 100
     queries = [each for each in asked if each[0].startswith("SELECT")]
-    assert len(queries) == 4
+    assert len(queries) == 3
     explain = "EXPLAIN" if engine.dialect.name == "postgresql" else "EXPLAIN QUERY PLAN"
     for query, values in queries:
         with engine.connect() as connection:

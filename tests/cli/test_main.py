@@ -124,7 +124,7 @@ def test_validate_says_that_the_value_of_edited_answers_was_removed(tmp_path):
     file = settings_file(tmp_path, "reward:\n  demonstration_value: 1.0\n")
     code, _, err = tuneloop("validate", file)
     assert code == 2
-    assert "reward.demonstration_value: was removed: sft learns edited answers" in err
+    assert "reward.demonstration_value: removed: sft learns edited answers" in err
     assert "Delete the line" in err
 
 

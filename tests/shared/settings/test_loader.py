@@ -150,6 +150,7 @@ def test_an_empty_section_has_its_defaults(tmp_path):
             "feedback: {quarantine_below: 0.5}\n",
             "feedback.quarantine_below: removed: raters are not compared any more. Delete the line;",
         ),
+        ("gate: {replay: {share: 0.1}}\n", "1:8: gate.replay: removed: a candidate is compared on the tasks of"),
         ("data_processor: {task_pipeline: {topk: 1}}\n", "unknown key. Did you mean 'top_k'?"),
         (
             "algorithm: {optimizer: {betas: [0.9, two]}}\n",

@@ -16,7 +16,13 @@ from tests.shared.ledger.training.test_run_results import ON_POSTGRESQL, between
 from tuneloop.shared.experience import Sample, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
-from tuneloop.shared.ledger.training.batches import next_groups, next_of, select_unsampled, tenants
+from tuneloop.shared.ledger.training.batches import (
+    next_groups,
+    next_of,
+    select_edited_groups,
+    select_unsampled,
+    tenants,
+)
 from tuneloop.shared.settings.feedback import TrustedRaters
 from tuneloop.shared.settings.settings import Settings
 
@@ -344,6 +350,7 @@ def test_a_claim_reads_an_index_in_its_order_whatever_else_waits(engine: Engine)
         connection.exec_driver_sql("VACUUM ANALYZE" if engine.dialect.name == "postgresql" else "ANALYZE")
     assert "ix_experiences_committed" in plan_of(engine, tenants(engine.dialect.name))
     assert "ix_experiences_unsampled" in plan_of(engine, select_unsampled(engine.dialect.name))
+    assert "ix_experiences_edited" in plan_of(engine, select_edited_groups(engine.dialect.name))
     for query, index in indexed_claims():
         plan = plan_of(engine, query)
         assert index in plan
@@ -370,7 +377,7 @@ def test_the_settings_make_the_policy(tmp_path: Path) -> None:
         feedback={"max_rater_share": 0.25, "trusted_raters": ["ann"]},
         judge={"url": "http://judge", "model": "m"},
     )
-    others = {"any_reply": False, "by_result": False, "max_backlog": 48}
+    others = {"any_reply": False, "edited": False, "by_result": False, "max_backlog": 48}
     assert BatchPolicy.of(settings)._asdict() == chosen | bounds | raters | others
     unset = BatchPolicy.of(Settings(model={"model_path": tmp_path}))
     assert unset == BatchPolicy(max_rater_share=0.1, max_backlog=8 * 32)

@@ -22,7 +22,7 @@ TuneloopError
 │       ├── LedgerForbidden     it answers, but does not let us; somebody must change that
 │       └── Deadlock            it ended one of two transactions that waited for each other, which has changed nothing
 ├── CheckpointRejected      a checkpoint must not be served, with the reason
-│   └── CheckpointUnreadable    it cannot be read at the moment; that may pass
+│   └── CheckpointUnreadable    it cannot be read from here; that may pass
 ├── DiskFull                a checkpoint does not fit on the disk at the moment; it is waited for
 ├── NotEvaluated            a version cannot be evaluated at the moment
 ├── NotFinite               a training step has a loss or gradient that is not finite; no weight has changed
@@ -167,7 +167,7 @@ class CheckpointRejected(TuneloopError):
 
 
 class CheckpointUnreadable(CheckpointRejected):
-    """A checkpoint whose files cannot be read at the moment; a shared file system may come back."""
+    """A checkpoint whose files cannot be read from this machine, which says nothing about the checkpoint."""
 
 
 class DiskFull(TuneloopError):

@@ -21,7 +21,8 @@ GRACE_S = 5.0
 _PR_SET_PDEATHSIG = 1
 
 
-def _die_with_guard() -> None:
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -59,7 +60,7 @@ def _guard(command: list[str], front: int) -> int:
         command,
         stdin=subprocess.DEVNULL,
         process_group=0,
-        preexec_fn=_die_with_guard,
+        preexec_fn=die_with_parent,
     )
     while child.poll() is None and not terminated and os.getppid() == front:
         readable, _, _ = select.select([sys.stdin.buffer], [], [], 0.2)

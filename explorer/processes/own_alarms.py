@@ -28,19 +28,9 @@ class _Condition(NamedTuple):
 
 
 def _write_own_alarm(alarms: Alarms, about: str, condition: _Condition, opened: Collection[Alarm]) -> None:
-    """Raise the alarm of a condition that holds, unless one of its name is among those that are open; else clear it.
-
-    Where another machine's is open, ours is raised once that is cleared. Its reason begins with `about`, by which it is
-    known when it is cleared. Raises LedgerError.
-    """
-    same = [each for each in opened if each.name == condition.name]
-    if condition.reason is None:
-        if any(each.reason.startswith(about) for each in same):
-            alarms.clear(condition.name)
-    elif not same:
-        reason = about + condition.reason
-        if alarms.raise_alarm(Alarm(condition.name, reason)):
-            log.error("alarm_raised", name=condition.name, reason=reason)
+    """Keep the alarm of a condition. Raises LedgerError."""
+    if alarms.keep_own(condition.name, condition.reason, about=about, opened=opened):
+        log.error("alarm_raised", name=condition.name, reason=f"{about}{condition.reason}")
 
 
 class ClockAlarm:

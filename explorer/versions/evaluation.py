@@ -16,11 +16,10 @@ from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.engine_queries import EngineQueries, EngineSample, Judge, judging
-from tuneloop.explorer.versions.loading import Verifier, load, verify_in_process
+from tuneloop.explorer.versions.loading import Verifier, is_away, load, verify_wanted
 from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.shared.errors import (
     CheckpointRejected,
-    CheckpointUnreadable,
     EngineError,
     EnvironmentRefused,
     LedgerUnavailable,
@@ -68,6 +67,7 @@ class CandidateEvaluation:
         self._ledger = ledger
         self._reloader = reloader
         self._gate = reloader.gate
+        self._verifier = Verifier.of(settings)
         self._metrics = metrics
         self._asking = EngineQueries(settings, self._gate.tasks)
         self._refusals = settings.monitor.drift.refusals_found
@@ -148,17 +148,17 @@ class CandidateEvaluation:
         swaps = engine.swaps
         try:
             return await self._evaluate_on(engine, candidate, judge)
-        except CheckpointUnreadable as error:
-            raise NotEvaluated(str(error)) from error
-        except CheckpointRejected as error:
-            await self._gate.reject(candidate, str(error))
-            return None
-        except EngineError as error:
-            self._deaths[candidate.version] += 1
-            # One that was started with the candidate is started once more for the champion: that is enough.
-            if self._deaths[candidate.version] < (1 if engine.restarts else _DEATHS):
-                raise NotEvaluated(f"engine {engine.number}: {error}") from error
-            await self._gate.reject(candidate, f"engines die of it: {error}")
+        except (CheckpointRejected, EngineError) as error:
+            reason = str(error)
+            if await is_away(candidate, self._verifier, self._ledger, error):
+                raise NotEvaluated(reason) from error
+            if isinstance(error, EngineError):
+                self._deaths[candidate.version] += 1
+                # One that was started with the candidate is started once more for the champion: that is enough.
+                if self._deaths[candidate.version] < (1 if engine.restarts else _DEATHS):
+                    raise NotEvaluated(f"engine {engine.number}: {error}") from error
+                reason = f"engines die of it: {error}"
+            await self._gate.reject(candidate, reason)
             return None
         finally:
             await self._put_back(engine, champion, untouched=engine.swaps == swaps)
@@ -179,7 +179,7 @@ class CandidateEvaluation:
         return engine
 
     async def _evaluate_on(self, engine: Engine, candidate: Version, judge: Judge) -> tuple[Figure, ...]:
-        probe = await verify_in_process(candidate, Verifier.of(self._settings))
+        probe = await verify_wanted(candidate, self._verifier, self._ledger)
         async with self._reloader.swapping:
             await load(engine, candidate, fleet=self._fleet)
             await engine.control.prove(probe)

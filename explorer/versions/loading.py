@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import socket
 import sys
 import time
 from collections import OrderedDict
@@ -15,8 +17,14 @@ import structlog
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, spare_place
 from tuneloop.shared.checkpoints.layout import ACTOR
 from tuneloop.shared.checkpoints.manifest import Probe, VerifiedProbe, read_manifest
-from tuneloop.shared.checkpoints.store import CheckpointStore
-from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable, EngineError, LedgerError, VersionRefused
+from tuneloop.shared.errors import (
+    CheckpointRejected,
+    CheckpointUnreadable,
+    EngineError,
+    LedgerError,
+    LedgerUnavailable,
+    VersionRefused,
+)
 from tuneloop.shared.ledger.ledger import Alarm, Ledger, Version
 from tuneloop.shared.settings.settings import Settings
 
@@ -24,9 +32,12 @@ log = structlog.get_logger()
 
 DAMAGED = "champion_damaged"
 
-#: How often a champion that cannot be read is looked at before another version stands in, and how many seconds apart: a
-#: shared file system may come back.
-_LOOKS, _LOOK_S = 5, 1.0
+#: The alarm while an explorer cannot read a version that it is to serve.
+UNREADABLE = "version_unreadable"
+
+#: How long a verifier may take, in seconds, and how many bytes of the base model it gets one more second for. A disk
+#: that is slower than that is as good as away.
+_VERIFIER_S, _BYTES_A_S = 60.0, 20e6
 
 _NO_ROOM = (
     "no engine runs beside the others: versions are taken up one engine after the other, and requests wait where there "
@@ -71,15 +82,23 @@ _FINGERPRINTS: _RecentlyUsed[Path, dict[str, dict[str, int]]] = _RecentlyUsed()
 
 
 class Verifier(NamedTuple):
-    """What versions are verified against: the base model, and the experiment's folder of checkpoints."""
+    """What versions are verified against: the base model, and the experiment's folder. `limit_s`: how long at most."""
 
     base: Path
-    store: CheckpointStore
+    job_dir: Path
+    limit_s: float = _VERIFIER_S
 
     @classmethod
     def of(cls, settings: Settings) -> "Verifier":
         """What an experiment's versions are verified against."""
-        return cls(settings.model.model_path.absolute(), CheckpointStore(settings.job_dir))
+        base = settings.model.model_path.absolute()
+        size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
+        return cls(base, settings.job_dir, _VERIFIER_S + size / _BYTES_A_S)
+
+    @property
+    def about(self) -> str:
+        """What the alarms of this explorer about versions begin with."""
+        return f"{socket.gethostname()}: {self.job_dir}: "
 
 
 def actor_of(version: Version) -> Path:
@@ -235,12 +254,52 @@ class FreshEngines:
 
 
 async def verify_in_process(version: Version, verifier: Verifier) -> VerifiedProbe:
-    """The probe of a version that a verifier process has found fit to be served. Raises CheckpointRejected."""
+    """The probe of a version that a verifier process has found fit to be served.
+
+    Raises CheckpointRejected, or CheckpointUnreadable.
+    """
     started = time.monotonic()
     found = await _verify(version, verifier)
     log.info("version_verified", version=version.version, seconds=round(time.monotonic() - started, 3))
     _FINGERPRINTS.put(version.path, found)
-    return _with_fingerprints(version, read_manifest(version.path, sha256=version.manifest_sha256).probe)
+    manifest = await asyncio.to_thread(read_manifest, version.path, sha256=version.manifest_sha256)
+    return _with_fingerprints(version, manifest.probe)
+
+
+async def verify_wanted(version: Version, verifier: Verifier, ledger: Ledger) -> VerifiedProbe:
+    """The same of a version that is to be served, with an alarm while its files cannot be read from here."""
+    try:
+        probe = await verify_in_process(version, verifier)
+    except CheckpointUnreadable as error:
+        log.warning("version_unreadable", version=version.version, reason=str(error))
+        ways_out = f"bring {version.path} back, or `tuneloop versions promote` another version"
+        await tell_unreadable(f"version {version.version} cannot be read: {error}; {ways_out}", verifier, ledger)
+        raise
+    except CheckpointRejected:
+        await tell_unreadable(None, verifier, ledger)
+        raise
+    await tell_unreadable(None, verifier, ledger)
+    return probe
+
+
+async def tell_unreadable(reason: str | None, verifier: Verifier, ledger: Ledger) -> None:
+    """Raise or clear this explorer's alarm about versions that cannot be read, if the database can be written to."""
+
+    def tell() -> None:
+        ledger.alarms.keep_own(UNREADABLE, reason, about=verifier.about, opened=ledger.alarms.all())
+
+    with suppress(LedgerUnavailable):
+        await asyncio.to_thread(tell)
+
+
+async def is_away(version: Version, verifier: Verifier, ledger: Ledger, error: Exception) -> bool:
+    """Whether what went wrong with a version says nothing about it, because its files cannot be read from here."""
+    try:
+        if not isinstance(error, CheckpointUnreadable):
+            await verify_wanted(version, verifier, ledger)
+    except CheckpointRejected as found:
+        error = found
+    return isinstance(error, CheckpointUnreadable)
 
 
 def known_fingerprints(version: Version) -> Mapping[str, Mapping[str, int]]:
@@ -259,17 +318,17 @@ async def start_verifier(*arguments: str) -> asyncio.subprocess.Process:
 
 
 async def _verify(version: Version, verifier: Verifier) -> dict[str, dict[str, int]]:
-    if version.version:  # the base model lies where its owner has put it
-        await asyncio.to_thread(verifier.store.check_place, version.path)
-    named = (str(version.path), version.manifest_sha256 or "", str(version.version), str(verifier.base))
+    named = (str(version.path), version.manifest_sha256 or "", str(version.version))
     try:
-        process = await start_verifier(*named)
+        process = await start_verifier(*named, str(verifier.base), str(verifier.job_dir))
     except OSError as error:  # no room for a process, or for its pipe
         raise CheckpointUnreadable(f"its verifier cannot be started: {error}") from error
     try:
-        output, _ = await process.communicate()
+        output, _ = await asyncio.wait_for(process.communicate(), verifier.limit_s)
+    except TimeoutError:
+        raise CheckpointUnreadable(f"its verifier did not end within {verifier.limit_s:.0f} s") from None
     finally:
-        if process.returncode is None:  # we are told to stop
+        if process.returncode is None:
             process.kill()
             await process.wait()
     if process.returncode == 1 and output:  # without a reason it is Python that ended so
@@ -284,7 +343,8 @@ async def servable_champion(ledger: Ledger, verifier: Verifier) -> tuple[Version
     """The champion, whose files have been verified, and its probe; None for the base model.
 
     Where the champion's files are damaged, the last champion whose files are whole becomes the champion again. Raises
-    CheckpointRejected if there is none, and LedgerUnavailable if that cannot be written down.
+    CheckpointRejected if there is none, CheckpointUnreadable if the champion's files cannot be read from here, and
+    LedgerUnavailable if the decision cannot be written down.
     """
     while True:
         champion = await asyncio.to_thread(ledger.versions.champion)
@@ -292,7 +352,9 @@ async def servable_champion(ledger: Ledger, verifier: Verifier) -> tuple[Version
             await _read_base(champion, verifier)
             return champion, None
         try:
-            return champion, await _verify_patiently(champion, verifier)
+            return champion, await verify_wanted(champion, verifier, ledger)
+        except CheckpointUnreadable:
+            raise
         except CheckpointRejected as error:
             if not await _replace(champion, ledger, verifier, reason=str(error)):
                 raise
@@ -303,14 +365,6 @@ async def _read_base(version: Version, verifier: Verifier) -> None:
     if _FINGERPRINTS.get(version.path) is None:
         with suppress(CheckpointRejected):  # an engine that cannot read it either says so better
             _FINGERPRINTS.put(version.path, await _verify(version, verifier))
-
-
-async def _verify_patiently(version: Version, verifier: Verifier) -> VerifiedProbe:
-    for _ in range(_LOOKS - 1):
-        with suppress(CheckpointUnreadable):
-            return await verify_in_process(version, verifier)
-        await asyncio.sleep(_LOOK_S)
-    return await verify_in_process(version, verifier)
 
 
 async def _replace(champion: Version, ledger: Ledger, verifier: Verifier, *, reason: str) -> bool:
@@ -331,6 +385,8 @@ async def _replace(champion: Version, ledger: Ledger, verifier: Verifier, *, rea
 
 
 async def _is_whole(version: Version, verifier: Verifier) -> bool:
+    if not await asyncio.to_thread(os.path.exists, version.path):  # Such as one that was pruned.
+        return False
     try:
         await _verify(version, verifier)
     except CheckpointRejected as error:

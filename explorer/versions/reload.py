@@ -24,19 +24,15 @@ from tuneloop.explorer.versions.loading import (
     FreshEngines,
     KnownProbes,
     Verifier,
+    is_away,
     load,
     load_paused,
     servable_champion,
-    verify_in_process,
+    tell_unreadable,
+    verify_wanted,
 )
 from tuneloop.shared.checkpoints.manifest import Probe
-from tuneloop.shared.errors import (
-    CheckpointRejected,
-    CheckpointUnreadable,
-    EngineError,
-    LedgerError,
-    VersionRefused,
-)
+from tuneloop.shared.errors import CheckpointRejected, EngineError, LedgerError, VersionRefused
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.job_marks import registration_stamp
 from tuneloop.shared.ledger.ledger import Ledger, Version
@@ -47,8 +43,8 @@ log = structlog.get_logger()
 #: How often the trainer's note is looked at.
 _NOTICE_S = 0.2
 
-#: How often a version may take an engine down with it, or be unreadable, before it is rejected.
-_DEATHS, _UNREADABLE = 2, 5
+#: How often a version may take an engine down with it before it is rejected.
+_DEATHS = 2
 
 #: How long an engine that is to be ended may take to end replies of a version that must not be served, in seconds.
 _UNFIT_S = 30.0
@@ -217,11 +213,8 @@ class Reloader(WeightSwapper):
         self._rollout = settings.rollout
         self._ledger = ledger
         self._deaths: Counter[int] = Counter()
-        self._unreadable: Counter[int] = Counter()
         self._held: int | None = None
         self._champion: int | None = None
-        #: The champion whose files were found whole when engines began to follow it.
-        self._whole: int | None = None
         self.gate = Gate(settings, ledger)
 
     async def run(self) -> None:
@@ -254,6 +247,7 @@ class Reloader(WeightSwapper):
             waits = not ready or self._fleet.split or (candidate is not None and await self._is_held(candidate))
             if candidate is None or waits or not await self.gate.admits(candidate, champion):
                 await self._align(champion, trial)
+                await self._see_served(champion, candidate)
             elif self._rollout.tries:
                 await self._align(champion)
                 await self._try(candidate, champion)
@@ -294,10 +288,12 @@ class Reloader(WeightSwapper):
         tried = []
         if trial and split and split.version == trial.version.version:
             tried = to_try_on(self._fleet.engines, split.version, trial.share)
+        whole = False
         for engine in self._fleet.engines:
             if engine.state is not EngineState.READY or engine.version == champion.version or engine in tried:
                 continue
-            if not await self._is_whole(champion):
+            whole = whole or await self._is_whole(champion)
+            if not whole:
                 return
             fit = await self._is_fit(engine.version)
             if engine.state is EngineState.READY and (self._may_leave(engine) or not fit):
@@ -306,17 +302,20 @@ class Reloader(WeightSwapper):
             if trial and engine.state is EngineState.READY and engine.version != trial.version.version:
                 await self._try_on(engine, trial.version, champion)
 
+    async def _see_served(self, champion: Version, candidate: Version | None) -> None:
+        """Clear the alarm about versions that cannot be read where no version is waited for."""
+        engines = [each for each in self._fleet.engines if each.state is not EngineState.SPARE]
+        served = all(each.state is EngineState.READY and each.version == champion.version for each in engines)
+        if candidate is None and served:
+            await tell_unreadable(None, self._verifier, self._ledger)
+
     async def _is_whole(self, champion: Version) -> bool:
-        """Whether the champion's files are as they were; if not, another one is the champion from the next turn on."""
-        if champion.version not in {0, self._whole}:
-            try:
-                whole, _ = await servable_champion(self._ledger, self._verifier)
-            except CheckpointRejected:
-                return False
-            if whole.version != champion.version:
-                return False
-        self._whole = champion.version
-        return True
+        """Whether the champion's files are as they were; damaged, another one is the champion from the next turn on."""
+        try:
+            whole, _ = await servable_champion(self._ledger, self._verifier)
+        except CheckpointRejected:
+            return False
+        return whole.version == champion.version
 
     async def _is_fit(self, number: int) -> bool:
         """Whether replies of a version may be let to their end."""
@@ -350,25 +349,25 @@ class Reloader(WeightSwapper):
         entering: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         try:
-            probe = await verify_in_process(version, self._verifier)
+            probe = await verify_wanted(version, self._verifier, self._ledger)
             if engine.state is not EngineState.READY:
                 return
             # What is in flight there is the champion's: it must not be ended by what is only tried.
             await self._swap(engine, version, probe, back_to=champion, drain=True, entering=entering)
         except (CheckpointRejected, EngineError) as error:
-            if await self._ends(version, error):
+            if not await is_away(version, self._verifier, self._ledger, error) and await self._ends(version, error):
                 await self._align(champion)
 
     async def _take_up(self, candidate: Version, champion: Version) -> None:
         try:
-            probe = await verify_in_process(candidate, self._verifier)
+            probe = await verify_wanted(candidate, self._verifier, self._ledger)
             for engine in self._without(candidate):
                 if not await self._is_fit(candidate.version):  # somebody else has decided meanwhile
                     return
                 if self._may_leave(engine):
                     await self._swap(engine, candidate, probe, back_to=champion, drain=self._drain_first)
         except (CheckpointRejected, EngineError) as error:
-            if await self._ends(candidate, error):
+            if await is_away(candidate, self._verifier, self._ledger, error) or await self._ends(candidate, error):
                 await self._align(champion)
             return
         if candidate.version in self._fleet.served_versions:  # a number that a dead engine has is no answer
@@ -378,12 +377,7 @@ class Reloader(WeightSwapper):
     async def _ends(self, version: Version, error: CheckpointRejected | EngineError) -> bool:
         """Whether what went wrong is the end of the version: not every failure is its own."""
         reason = str(error)
-        if isinstance(error, CheckpointUnreadable):
-            log.warning("version_unreadable", version=version.version, reason=reason)
-            self._unreadable[version.version] += 1
-            if self._unreadable[version.version] < _UNREADABLE:
-                return False
-        elif isinstance(error, EngineError):
+        if isinstance(error, EngineError):
             log.error("engine_lost_in_reload", version=version.version, reason=reason)
             self._deaths[version.version] += 1
             if self._deaths[version.version] < _DEATHS:

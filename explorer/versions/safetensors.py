@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from tuneloop.explorer.engines.guard import die_with_parent
 from tuneloop.explorer.engines.proof.fingerprint import (
     MODULUS,
     SERVED,
@@ -151,7 +152,8 @@ def _read_all(read: Callable[[_In], _Out], each: Sequence[_In], tensors: Iterabl
     """
     if sum(tensor.end - tensor.start for tensor in tensors) < _LARGE or threading.active_count() > 1:
         return [read(one) for one in each]
-    with ProcessPoolExecutor(_READERS, mp_context=multiprocessing.get_context("fork")) as pool:
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(_READERS, mp_context=fork, initializer=die_with_parent) as pool:
         return list(pool.map(read, each))
 
 
@@ -163,7 +165,7 @@ def _index(folder: Path) -> dict[str, str] | None:
             raise TypeError("it names a file that is not in this folder")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointRejected(f"{_INDEX} cannot be read: {error!r}") from None
     return dict(weight_map)
 
@@ -183,7 +185,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
         }
         _check_metadata(header.get("__metadata__"))
         _cover(found, 8 + length, size)
-    except (OSError, ValueError, RecursionError) as error:
+    except (FileNotFoundError, ValueError, RecursionError) as error:
         raise CheckpointRejected(f"{file.name}: its header is damaged: {error}") from None
     return found
 

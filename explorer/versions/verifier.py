@@ -1,6 +1,6 @@
 """Reads a checkpoint before any engine does, in a process of its own: a bad file kills the engine that opens it.
 
-    python -m tuneloop.explorer.versions.verifier CHECKPOINT MANIFEST_SHA256 VERSION BASE_MODEL
+    python -m tuneloop.explorer.versions.verifier CHECKPOINT MANIFEST_SHA256 VERSION BASE_MODEL JOB_FOLDER
 
 Ends with 0 and the fingerprints of its weights as JSON, or with the reason on standard output: with 1 if it must not be
 served, with UNREADABLE if that may pass.
@@ -20,6 +20,7 @@ from tuneloop.explorer.versions.verifier_lora import verify_adapter
 from tuneloop.shared.checkpoints.file_checks import check_files
 from tuneloop.shared.checkpoints.layout import ACTOR
 from tuneloop.shared.checkpoints.manifest import read_manifest
+from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable
 
 _T = TypeVar("_T")
@@ -55,12 +56,23 @@ def verify(checkpoint: Path, *, manifest_sha256: str, version: int, base: Path) 
     """The fingerprints, by dtype, of the weights that an engine holds which serves the actor in `checkpoint`.
 
     An adapter's are added to those of the weights below it; they are empty for architectures whose weights engines are
-    not known to hold as they are stored. Raises CheckpointRejected unless the actor may be served in place of `base`.
+    not known to hold as they are stored. Raises CheckpointRejected unless the actor may be served in place of `base`,
+    and CheckpointUnreadable if the folder cannot be read, or is gone when it has been read.
 
     Version 0 is the base model itself, of which nothing is registered: it can be read, or not.
     """
     if not version:
         return _fingerprints(_of_base(_config, base), _of_base(tensors, base))
+    try:
+        return _verify(checkpoint, manifest_sha256, version, base)
+    except OSError as error:
+        raise CheckpointUnreadable(f"{checkpoint.name}: {error}") from None
+    except CheckpointRejected:
+        read_manifest(checkpoint, sha256=manifest_sha256)  # Of a folder that went away meanwhile nothing is known.
+        raise
+
+
+def _verify(checkpoint: Path, manifest_sha256: str, version: int, base: Path) -> dict[str, Fingerprint]:
     manifest = read_manifest(checkpoint, sha256=manifest_sha256)
     if manifest.version != version:
         raise CheckpointRejected(f"its manifest is of version {manifest.version}")
@@ -96,14 +108,14 @@ def _of_base(read: Callable[[Path], _T], base: Path) -> _T:
     """What was read of the base model; that it cannot be read is not the version's fault, and may pass."""
     try:
         return read(base)
-    except CheckpointRejected as error:
+    except (CheckpointRejected, OSError) as error:
         raise CheckpointUnreadable(f"the base model in {base} cannot be read: {error}") from None
 
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+    except (FileNotFoundError, ValueError, RecursionError) as error:
         raise CheckpointRejected(f"config.json cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise CheckpointRejected("config.json is not a JSON object")
@@ -180,9 +192,11 @@ def _same_tensors(
 
 def main() -> int:
     """Verify what argv names."""
-    checkpoint, sha256, version, base = sys.argv[1:]
+    checkpoint, sha256, version, base, job_dir = sys.argv[1:]
     os.nice(_LOW)  # Engines and workers that share these processors are answering somebody.
     try:
+        if version != "0":  # The base model lies where its owner has put it.
+            CheckpointStore(Path(job_dir)).check_place(Path(checkpoint))
         found = verify(Path(checkpoint), manifest_sha256=sha256, version=int(version), base=Path(base))
     except CheckpointRejected as error:
         sys.stdout.write(str(error))

@@ -59,7 +59,7 @@ def verify_adapter(actor: Path, *, base: Path, weights: Mapping[str, StoredTenso
 def _config(actor: Path) -> dict[str, Any]:
     try:
         config = json.loads((actor / ADAPTER_CONFIG).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+    except (FileNotFoundError, ValueError, RecursionError) as error:
         raise CheckpointRejected(f"{ADAPTER_CONFIG} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise CheckpointRejected(f"{ADAPTER_CONFIG} is not a JSON object")

@@ -10,7 +10,8 @@ class ModelCall:
     """One request for a reply, and what came of it.
 
     `msg_id` is the reply's id, under which feedback names it. `status` is HTTP's, 0 where no answer came. The counts of
-    tokens are None where the reply did not say them, as of a stream that was not asked to.
+    tokens are None where the reply did not say them, as of a stream that was not asked to. `lost`: the service
+    could not answer, or broke its reply off. `request` is the same for the same request.
     """
 
     path: str
@@ -20,6 +21,9 @@ class ModelCall:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     duration_s: float = 0.0
+    lost: bool = False
+    request: int = field(default=0, repr=False)
+    sent_s: float = field(default=0.0, repr=False)
 
     @property
     def answered(self) -> bool:
@@ -60,6 +64,18 @@ class RunCalls:
     def model_versions(self) -> list[int]:
         """The versions that answered, each once, ascending."""
         return sorted({each.model_version for each in self if each.model_version is not None})
+
+    @property
+    def outage(self) -> str | None:
+        """What the service failed to answer, in a sentence; None where it has answered the same request since."""
+        made = list(self)
+        well = [each for each in made if each.answered and not each.lost]
+        for call in made:
+            ended_s = call.sent_s + call.duration_s
+            if call.lost and not any(each.request == call.request and each.sent_s >= ended_s for each in well):
+                how = f"status {call.status}" if call.status else "no connection, or no answer in time"
+                return f"{call.path.rpartition('/v1')[2]} got no whole reply: {how}"
+        return None
 
     @property
     def prompt_tokens(self) -> int:

@@ -12,6 +12,7 @@ import atexit
 import importlib
 import json
 import os
+import re
 import time
 import types
 import urllib.request
@@ -24,6 +25,14 @@ from tuneloop.runner.tls_context import tls_context
 
 #: The ends of the paths of requests for replies.
 _SAMPLING = ("/chat/completions", "/completions", "/responses", "/messages")
+
+#: What a service answers that cannot do so now.
+_AWAY = {429, 502, 503, 504}
+
+#: What stands at the end of a stream that is whole, and of one that the service broke off.
+_WHOLE = re.compile(rb"^(data: ?\[DONE\]|event: ?(message_stop|response\.(completed|incomplete)))", re.MULTILINE)
+_BROKEN = re.compile(rb'^(data: ?\{"error"|event: ?(error|response\.failed))', re.MULTILINE)
+_LONGEST_END = 40
 
 #: Of a stream, so many bytes of its end are looked at for what it cost.
 _TAIL = 32 << 10
@@ -75,7 +84,7 @@ class _Transport:
         try:
             response = _pool(self._library, request.url).handle_request(request)
         except self._library.TransportError:
-            observed.end()
+            observed.end(lost=True)
             raise
         observed.begin(response)
         response.stream = _subclass_of(_Stream, self._library.SyncByteStream)(response.stream, observed)
@@ -94,7 +103,10 @@ class _AsyncTransport:
         try:
             pool = await _async_pool(self._library, request.url)
             response = await pool.handle_async_request(request)
-        except (self._library.TransportError, asyncio.CancelledError):
+        except self._library.TransportError:
+            observed.end(lost=True)
+            raise
+        except asyncio.CancelledError:
             observed.end()
             raise
         observed.begin(response)
@@ -175,9 +187,10 @@ class _Observed:
         self._add: Callable[[ModelCall], None] | None = None
         if request.method == "POST" and self._path.endswith(_SAMPLING):
             self._add = calls.add
+        self._request = hash((self._path, request.content)) if self._add else 0
         self._started = time.monotonic()
         self._response: Any = None
-        self._streams = False
+        self._streams = self._whole = self._broken = False
         self._data = bytearray()
 
     def begin(self, response: Any) -> None:
@@ -188,16 +201,20 @@ class _Observed:
         if self._add is None:
             return
         self._data += data
+        if self._streams:
+            new = max(0, len(self._data) - len(data) - _LONGEST_END)
+            self._whole = self._whole or _WHOLE.search(self._data, new) is not None
+            self._broken = self._broken or _BROKEN.search(self._data, new) is not None
         if self._streams and len(self._data) > 2 * _TAIL:
             del self._data[:-_TAIL]
 
-    def end(self) -> None:
-        """Take it down, as far as it got."""
+    def end(self, *, read: bool = False, lost: bool = False) -> None:
+        """Take it down, as far as it got; `read`: to the end of what came."""
         add, self._add = self._add, None
         if add is None:
             return
         response = self._response
-        headers = {} if response is None else response.headers
+        headers, status = ({}, 0) if response is None else (response.headers, response.status_code)
         body = _last_event(bytes(self._data)) if self._streams else _object(bytes(self._data))
         version = headers.get("x-tuneloop-version")
         # Of ours, the header is the id whatever the route and however little of a stream was read.
@@ -206,12 +223,15 @@ class _Observed:
         add(
             ModelCall(
                 path=self._path,
-                status=0 if response is None else response.status_code,
+                status=status,
                 msg_id=msg_id or body.get("id"),
                 model_version=None if version is None else int(version),
                 prompt_tokens=usage.get("prompt_tokens", usage.get("input_tokens")),
                 completion_tokens=usage.get("completion_tokens", usage.get("output_tokens")),
                 duration_s=time.monotonic() - self._started,
+                lost=lost or status in _AWAY or self._broken or (read and self._streams and not self._whole),
+                request=self._request,
+                sent_s=self._started,
             )
         )
 
@@ -221,10 +241,14 @@ class _Stream:
         self._stream, self._observed = stream, observed
 
     def __iter__(self) -> Iterator[bytes]:
-        for data in self._stream:
-            self._observed.feed(data)
-            yield data
-        self._observed.end()
+        try:
+            for data in self._stream:
+                self._observed.feed(data)
+                yield data
+        except Exception:
+            self._observed.end(lost=True)
+            raise
+        self._observed.end(read=True)
 
     def close(self) -> None:
         self._observed.end()
@@ -236,10 +260,14 @@ class _AsyncStream:
         self._stream, self._observed = stream, observed
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for data in self._stream:
-            self._observed.feed(data)
-            yield data
-        self._observed.end()
+        try:
+            async for data in self._stream:
+                self._observed.feed(data)
+                yield data
+        except Exception:
+            self._observed.end(lost=True)
+            raise
+        self._observed.end(read=True)
 
     async def aclose(self) -> None:
         self._observed.end()

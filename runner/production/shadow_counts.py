@@ -20,6 +20,7 @@ KINDS = (
     "runs_in_app",  # of them those that could not be sent to another process
     "shadow_failed",
     "shadow_timed_out",
+    "service_away",  # it failed to answer a run, whatever the agent made of that
     "completed",
     "reward_failed",
     "unrewarded",  # the calculator said None

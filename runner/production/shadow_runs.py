@@ -101,6 +101,9 @@ class Rehearsals:
         result = await self._within_time("shadow", _rehearse(agent, call, run, replay))
         if result is None:
             return None
+        if sentence := run.calls.outage:
+            self.counts.fail("service_away", ConnectionError(sentence))
+            return None
         self.counts.add("completed")
 
         async def calculate() -> tuple[Reward]:

@@ -76,6 +76,8 @@ def _state_files(path: Path, manifest: Manifest) -> tuple[File, ...]:
 def _read_and_check(path: Path, file: File) -> None:
     try:
         _check(path, file)
+    except FileNotFoundError as error:
+        raise CheckpointRejected(f"{path.name}/{file.path}: {error.strerror}") from None
     except OSError as error:
         raise CheckpointUnreadable(f"{path.name}/{file.path}: {error.strerror}") from None
 

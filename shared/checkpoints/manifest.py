@@ -84,9 +84,9 @@ class StateManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_manifest(path: Path, *, sha256: str | None = None) -> Manifest:
     """The manifest of the checkpoint at `path`. Raises CheckpointRejected if it is not the one that was registered."""
-    if path.is_symlink():
-        raise CheckpointRejected(f"{path.name}: a link, whose target may change; a checkpoint is a folder")
     try:
+        if path.is_symlink():
+            raise CheckpointRejected(f"{path.name}: a link, whose target may change; a checkpoint is a folder")
         data = (path / MANIFEST).read_bytes()
     except OSError as error:
         raise CheckpointUnreadable(f"{path.name}: its manifest cannot be read: {error.strerror}") from None

@@ -29,7 +29,7 @@ from tuneloop.shared.checkpoints.layout import (
 )
 from tuneloop.shared.checkpoints.manifest import File, Manifest, StateManifest
 from tuneloop.shared.checkpoints.sealing import seal_file, sync_folder
-from tuneloop.shared.errors import CheckpointRejected
+from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable
 from tuneloop.shared.held_files import clear_held
 
 #: Files that are brought to disk and hashed at once; sha256 of a large model takes a core for seconds.
@@ -54,9 +54,13 @@ class CheckpointStore:
         return self._root / f"{VERSION_PREFIX}{version}"
 
     def check_place(self, path: Path) -> None:
-        """Raise CheckpointRejected unless `path` is a folder of this experiment's, and no link to another one."""
-        if path.is_symlink() or path.parent.resolve() != self._root.resolve():
-            raise CheckpointRejected(f"{path} is not a folder of {self._root}, or is a link")
+        """Raise CheckpointRejected for a link, CheckpointUnreadable unless `path` is a folder of this experiment's."""
+        if path.is_symlink():
+            raise CheckpointRejected(f"{path} is a link")
+        if path.parent.resolve() != self._root.resolve():
+            raise CheckpointUnreadable(
+                f"{path} is not a folder of {self._root}: give all services the same checkpoint_root_dir"
+            )
 
     def stage(self, epoch: int, *, state: bool = False) -> Path:
         """An empty folder to write the next checkpoint into; what this epoch left of an earlier one is deleted.

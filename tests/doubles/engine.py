@@ -51,7 +51,7 @@ def logprobs_of(weights: Path, prompt_ids: Sequence[int]) -> list[float]:
 
     Every folder that is not a checkpoint's holds the base model.
     """
-    name = weights if weights.parent.name.startswith("global_step_") else "base"
+    name = weights.parent.name if weights.parent.name.startswith("global_step_") else "base"
     return [
         -(1 + zlib.crc32(f"{name}:{position}:{token}".encode()) % 1000 / 250)
         for position, token in enumerate(prompt_ids[1:])

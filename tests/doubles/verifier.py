@@ -86,7 +86,7 @@ def digest_of(folder: Path) -> str | None:
 
 async def start_warm_verifier(*arguments: str) -> WarmVerifier | PastVerifier:
     """In place of `loading.start_verifier`."""
-    folder, _, version, _ = arguments
+    folder, _, version, *_ = arguments
     if version == "0" and (said := _READ.get(digest_of(Path(folder)) or "")) is not None:
         return PastVerifier(said)
     return await asyncio.to_thread(WarmVerifier, *arguments)

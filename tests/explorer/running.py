@@ -224,9 +224,9 @@ def eventually(holds: Callable[[], bool], within_s: float = 60.0) -> None:
 
 
 @contextmanager
-def explorer_running(settings: Settings) -> Iterator[RunningExplorer]:
-    """An explorer, ready, until the block ends."""
-    ledger = open_ledger(settings)
+def explorer_running(settings: Settings, ledger: MoodyLedger | None = None) -> Iterator[RunningExplorer]:
+    """An explorer, ready, until the block ends; over its experiment's ledger unless another is given."""
+    ledger = ledger or open_ledger(settings)
     failures: list[TuneloopError] = []
     app = create_app(settings, ledger, on_failure=failures.append)
     with pytest.MonkeyPatch.context() as patch, serving(app) as url, httpx.Client(base_url=url, timeout=60) as http:

@@ -18,6 +18,7 @@ from tuneloop.explorer.versions.loading import (
 from tuneloop.shared.checkpoints.manifest import VerifiedProbe
 from tuneloop.shared.errors import (
     CheckpointRejected,
+    CheckpointUnreadable,
     EngineError,
     EnvironmentRefused,
     LedgerUnavailable,
@@ -127,6 +128,8 @@ class EngineSupervisor:
                     log.error("engine_down", engine=engine.number, reason=reason)
             except LedgerUnavailable as error:
                 log.warning("database_away", reason=str(error))
+            except CheckpointUnreadable as error:
+                log.warning("engine_not_started", engine=engine.number, reason=str(error))
             except (EnvironmentRefused, CheckpointRejected, EngineError) as error:
                 if not was_up:
                     raise
@@ -158,7 +161,7 @@ class EngineSupervisor:
             if probe:
                 await engine.control.prove(probe)
         except (CheckpointRejected, EngineError) as error:
-            if must:
+            if must and not isinstance(error, CheckpointUnreadable):
                 raise _refusal(error, champion) from error
             raise
         await self._fleet.begin_load(engine)

@@ -22,6 +22,9 @@ _log = logging.getLogger("tuneloop.tune")
 #: The largest reward that a service takes, either way.
 MAX_REWARD = 1e6
 
+#: What fails so may have failed because a service was away.
+_MAYBE_AWAY = {FailureKind.WORKFLOW_RAISED, FailureKind.WORKFLOW_HUNG, FailureKind.SERVICE_AWAY}
+
 _NO_SUCH_MODEL = re.compile(r"model \S+ does not exist")
 
 #: Seconds between two looks whether a service is back that a run found away.
@@ -102,8 +105,7 @@ class Attempts:
                 return _result(member, run_id, rewards=rewards, metrics=metrics, tokens=tokens)
             except RunFailed as error:
                 attempt += 1
-                is_workflows = error.kind in {FailureKind.WORKFLOW_RAISED, FailureKind.WORKFLOW_HUNG}
-                if is_workflows and await self._was_away():
+                if error.kind in _MAYBE_AWAY and await self._was_away():
                     continue
                 spent += 1
                 if error.again and spent <= self._limits.retries:
@@ -153,6 +155,7 @@ class Attempts:
             kind = FailureKind.OTHER_MODEL if _is_other_model(error) else FailureKind.WORKFLOW_RAISED
             again = kind is FailureKind.WORKFLOW_RAISED
             raise RunFailed(kind, sentence_of(error), again=again) from error
+        _require_answers(offered["runs"])
         if isinstance(output, WorkflowOutput):
             return output
         if isinstance(output, Real):  # also one of numpy's
@@ -174,6 +177,7 @@ class Attempts:
                 if spent > self._limits.retries:
                     kind = FailureKind.JUDGE_HUNG if isinstance(error, TimeoutError) else FailureKind.JUDGE_RAISED
                     raise RunFailed(kind, sentence_of(error)) from error
+        _require_answers(offered["runs"])
         if isinstance(verdict, Real):
             return JudgeOutput(reward=float(verdict))
         if not isinstance(verdict, JudgeOutput):
@@ -202,6 +206,13 @@ def parameters_of(function: Callable[..., Any]) -> frozenset[str]:
 def matching(names: frozenset[str], offered: Mapping[str, Any]) -> dict[str, Any]:
     """Of what is offered, that which a function with these parameters takes."""
     return {name: value for name, value in offered.items() if name in names}
+
+
+def _require_answers(runs: Mapping[str, Run]) -> None:
+    """Raise RunFailed where a service failed to answer a run, whatever was made of that."""
+    for run in runs.values():
+        if sentence := run.calls.outage:
+            raise RunFailed(FailureKind.SERVICE_AWAY, sentence, again=True)
 
 
 def _rewards(reward: object, names: list[str]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """The verbs about alarms: raised by a monitor, open until it or an administrator clears them."""
 
 import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, exists, insert, select, text, true, update
@@ -63,6 +64,19 @@ class Alarms(LedgerPart):
         with self._write() as connection:
             alone(connection, "alarms")
             return connection.execute(update(alarms).where(_OPEN, alarms.c.name == name).values(cleared)).rowcount > 0
+
+    def keep_own(self, name: str, reason: str | None, *, about: str, opened: Collection[Alarm]) -> bool:
+        """Have one machine's alarm open while there is a reason; whether it was raised just now.
+
+        `opened` are the open alarms. While another machine's alarm of that name is open, nothing is raised. Its reason
+        begins with `about`, by which the alarm is known when it is cleared.
+        """
+        same = [each for each in opened if each.name == name]
+        if reason is not None:
+            return not same and self.raise_alarm(Alarm(name, about + reason))
+        if any(each.reason.startswith(about) for each in same):
+            self.clear(name)
+        return False
 
     def all(self, *, cleared: bool = False) -> list[Alarm]:
         """The open alarms, oldest first; with `cleared` those too that are not open any more."""

@@ -250,6 +250,34 @@ async def test_an_engine_of_ours_starts_with_the_champion_before_one_that_is_dam
     ledger.close()
 
 
+@pytest.mark.contract
+async def test_engines_of_ours_wait_for_a_champion_whose_folder_is_away_when_they_start(
+    tmp_path: Path, doubles: list[EngineDouble], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_supervisor, "_PAUSE_S", 0.1)
+    settings = settings_for(tmp_path)
+    ledger = open_ledger(settings)
+    ledger.versions.promote(register(ledger, settings.job_dir))
+    path = ledger.versions.champion().path
+    hidden = path.rename(settings.job_dir / "hidden")
+    seen: list[str] = []
+
+    async def bring_back() -> None:
+        await until(lambda: len(ledger.alarms.all()) == 1)
+        seen.extend(each.name for each in ledger.alarms.all())
+        hidden.rename(path)
+
+    async def look(fleet: Fleet, processes: list[DoubleProcess]) -> None:
+        assert [each.version for each in fleet.engines] == [1, 1]
+        assert [each.started for each in processes] == [[path / "actor"]] * 2
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(bring_back())
+        await running(doubles, tmp_path, look)
+    assert (seen, ledger.versions.champion().version) == (["version_unreadable"], 1)
+    ledger.close()
+
+
 class DyingProcess(EngineProcess):
     """An engine that says one line and dies."""
 

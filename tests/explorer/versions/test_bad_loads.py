@@ -3,6 +3,8 @@
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests import factories
 from tests.doubles.engine import EngineDouble
 from tests.explorer.checkpoints import publish, register
@@ -38,30 +40,32 @@ class Vanishing(set[str]):
         return True
 
 
-def why_rejected(explorer: RunningExplorer, number: int) -> tuple[str, str | None]:
-    event = explorer.ledger.versions.events(number)[-1]
-    assert event.action == VersionAction.REJECTED
-    return event.actor, event.reason
-
-
-def test_a_folder_that_is_deleted_while_it_is_loaded_is_rejected_and_the_old_weights_serve_on(
+@pytest.mark.contract
+def test_a_folder_that_is_gone_while_it_is_loaded_is_not_rejected_and_the_old_weights_serve_on(
     explorer: RunningExplorer, double: EngineDouble
 ) -> None:
     double.refuses_load_of = Vanishing(double, explorer.settings.job_dir / "global_step_1")
     candidate(explorer)
-    rejected(explorer, 1, "/collective_rpc: 500")
-    assert (double.weights, double.paused) == (model(explorer), False)
-    assert why_rejected(explorer, 1) == ("explorer", version(explorer, 1).reason)
-    assert explorer.ledger.versions.newest().version == 0
+    eventually(lambda: [each.name for each in explorer.ledger.alarms.all()] == ["version_unreadable"])
+    until_ready(explorer, 1)
+    assert (double.weights, double.paused, explorer.version()) == (model(explorer), False, 0)
+    assert version(explorer, 1).state is VersionState.CANDIDATE
     candidate(explorer)
     until(explorer, 2, VersionState.CHAMPION)
     assert double.weights == actor(explorer, 2)
+    eventually(lambda: explorer.ledger.alarms.all() == [])
 
 
-def test_a_version_outside_of_the_experiment_s_folder_is_refused(explorer: RunningExplorer, tmp_path: Path) -> None:
+@pytest.mark.contract
+def test_a_version_outside_of_the_experiment_s_folder_is_not_served_and_not_rejected(
+    explorer: RunningExplorer, double: EngineDouble, tmp_path: Path
+) -> None:
     register(explorer.ledger, tmp_path / "elsewhere")
-    rejected(explorer, 1, "is not a folder of")
-    assert explorer.version() == 0
+    eventually(lambda: explorer.ledger.alarms.all() != [])
+    [alarm] = explorer.ledger.alarms.all()
+    assert "give all services the same checkpoint_root_dir" in alarm.reason
+    assert version(explorer, 1).state is VersionState.CANDIDATE
+    assert (explorer.version(), double.posts) == (0, [])
 
 
 def test_a_link_to_a_version_is_refused(explorer: RunningExplorer, double: EngineDouble, tmp_path: Path) -> None:
@@ -73,10 +77,11 @@ def test_a_link_to_a_version_is_refused(explorer: RunningExplorer, double: Engin
 
     epoch, samples = factories.leased(explorer.ledger)
     explorer.ledger.training.register(epoch, factories.ids(samples), step=1, publish=linked)
-    rejected(explorer, 1, "or is a link")
+    rejected(explorer, 1, "is a link")
     assert (explorer.version(), double.posts) == (0, [])
 
 
+@pytest.mark.contract
 def test_an_engine_that_dies_of_a_folder_that_is_gone_comes_back_with_the_old_weights(
     explorer: RunningExplorer, double: EngineDouble
 ) -> None:
@@ -84,11 +89,11 @@ def test_an_engine_that_dies_of_a_folder_that_is_gone_comes_back_with_the_old_we
     candidate(explorer)
     eventually(lambda: explorer.services.fleet.engines[0].state == EngineState.DOWN)
     double.dead = double.paused = False
-    until(explorer, 1, VersionState.REJECTED)
-    assert "its manifest cannot be read" in (why_rejected(explorer, 1)[1] or "")
     until_ready(explorer, 1)
+    explorer.until_looked()
     assert (explorer.version(), double.weights) == (0, model(explorer))
-    assert explorer.ledger.versions.newest().version == 0
+    assert version(explorer, 1).state is VersionState.CANDIDATE
+    assert "its manifest cannot be read" in explorer.ledger.alarms.all()[0].reason
 
 
 def damage(explorer: RunningExplorer, number: int) -> None:

@@ -1,5 +1,4 @@
 import asyncio
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -189,32 +188,6 @@ def test_a_corrupted_checkpoint_never_reaches_an_engine(explorer: RunningExplore
     explorer.ledger.training.register(epoch, [], step=1, publish=spoilt)
     rejected(explorer, 1, "sha256")
     assert double.posts == []
-
-
-def test_a_folder_that_was_pruned_is_rejected(running_explorer: Run, double: EngineDouble) -> None:
-    explorer = running_explorer(double, service_status_check_interval=0.5)
-    candidate(explorer)
-    shutil.rmtree(version(explorer, 1).path)
-    rejected(explorer, 1, "manifest")
-    assert double.posts == []
-
-
-def test_a_folder_that_is_out_of_sight_for_a_while_is_taken_up_when_it_is_back(
-    running_explorer: Run, double: EngineDouble
-) -> None:
-    explorer = running_explorer(double, service_status_check_interval=0.5)
-    hidden = explorer.settings.job_dir / "hidden"
-
-    def out_of_sight(number: int) -> tuple[Path, str]:
-        path, sha256 = publish(_store(explorer), number)
-        path.rename(hidden)
-        return path, sha256
-
-    explorer.ledger.training.register(explorer.ledger.training.take_epoch("trainer"), [], step=1, publish=out_of_sight)
-    explorer.until_looked()
-    assert version(explorer, 1).state is VersionState.CANDIDATE
-    hidden.rename(version(explorer, 1).path)
-    until(explorer, 1, VersionState.CHAMPION)
 
 
 def test_an_engine_that_refuses_to_load_gets_its_old_weights_back(

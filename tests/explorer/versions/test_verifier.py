@@ -250,7 +250,8 @@ def test_a_tied_head_may_be_stored_or_not(store: CheckpointStore, base: Path) ->
 
 def test_it_says_why_on_standard_output(store: CheckpointStore, base: Path) -> None:
     path, sha256 = publish(store, 1)
-    command = [sys.executable, "-m", "tuneloop.explorer.versions.verifier", str(path), sha256, "1", str(base)]
+    named = [str(path), sha256, "1", str(base), str(path.parent)]
+    command = [sys.executable, "-m", "tuneloop.explorer.versions.verifier", *named]
     found = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     assert found == safetensors.fingerprints_of(safetensors.tensors(path / "actor"), tied=False)
     (path / "actor" / "config.json").write_text("{}")
@@ -266,7 +267,7 @@ def test_a_large_checkpoint_is_read_by_several_processes_alike(store: Checkpoint
     )
 
     def read(path: Path, sha256: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-c", run, str(path), sha256, "1", str(base)]
+        command = [sys.executable, "-c", run, str(path), sha256, "1", str(base), str(path.parent)]
         return subprocess.run(command, check=False, capture_output=True, text=True)
 
     path, sha256 = publish(store, 1)

@@ -86,8 +86,8 @@ def test_why_a_reply_is_no_sample_is_told_parameter_by_parameter() -> None:
 
 
 def test_every_alarm_is_on_its_page() -> None:
-    of_explorers = {attestation.ALARM, loading.DAMAGED, LEDGER_OLDER, REFUSES, QUARANTINED, CLOCK_SKEW}
-    alarms = of_explorers | {retries._AWAY, finite_steps.NOT_FINITE, DISK_FULL, CAPTURE_MISMATCH}
+    of_explorers = {attestation.ALARM, loading.DAMAGED, loading.UNREADABLE, LEDGER_OLDER, REFUSES, QUARANTINED}
+    alarms = of_explorers | {CLOCK_SKEW} | {retries._AWAY, finite_steps.NOT_FINITE, DISK_FULL, CAPTURE_MISMATCH}
     page = (DOCS / "reasons.md").read_text()
     assert _first_column(page, "| alarm |") == alarms
     assert _first_column(page, "| monitor |") == RULES.keys()

@@ -152,7 +152,9 @@ class ServiceDouble:
 
     def _commit(self, body: Json) -> Json:
         self.commits.append(body)
-        new = {run for run in self.rewards if run in self.calls and run[0] in body["task_ids"]} - self.committed
+        new = {
+            run for run in self.rewards if run in self.calls and run[0] in body.get("task_ids", [run[0]])
+        } - self.committed
         self.committed |= new
         if new:
             self._training += 1

@@ -4,7 +4,7 @@ All it asks is in memory, since it is asked for every request: the control proce
 is not in it is refused, whether the database answers or not.
 """
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any
 
@@ -124,12 +124,12 @@ class Gatekeeper:
                 return _check(holder, required, path)
             if digest == self._admin_digest:
                 return self._operator
-        return self._without_key(path, _unknown() if candidates else _missing(), proxied=proxied)
+        return self._without_key(path, _unknown if candidates else _missing, proxied=proxied)
 
-    def _without_key(self, path: str, refusal: RequestRefused, *, proxied: bool) -> Caller:
+    def _without_key(self, path: str, refusal: Callable[[], RequestRefused], *, proxied: bool) -> Caller:
         """Who shows no key that is in force; `refusal` is for where one is needed. Raises RequestRefused."""
         if not self._open:
-            raise refusal
+            raise refusal()
         if proxied:
             raise _from_proxy()
         if not path.startswith(_ADMIN):
@@ -155,8 +155,7 @@ class Gatekeeper:
                 raise _no_entry("the key that made this token was revoked", "token_unknown")
             maker = _check(holder, frozenset({Scope.FEEDBACK}), path)
         else:
-            refusal = _no_entry("keys are needed now: this token was made without one", "token_unknown")
-            maker = self._without_key(path, refusal, proxied=proxied)
+            maker = self._without_key(path, _made_without_key, proxied=proxied)
         return replace(maker, scopes=frozenset({Scope.FEEDBACK}), binding=claims.binding)
 
     @property
@@ -237,6 +236,10 @@ def _missing() -> RequestRefused:
     return _no_entry(
         "send a key as `Authorization: Bearer <key>`, as `x-api-key`, or in the path: /key/<key>/v1/…", "key_missing"
     )
+
+
+def _made_without_key() -> RequestRefused:
+    return _no_entry("keys are needed now: this token was made without one", "token_unknown")
 
 
 def _from_proxy() -> RequestRefused:

@@ -154,8 +154,7 @@ class Reports(LedgerPart):
     def _count_unsampled(self) -> int:
         waiting = experiences.c.state.in_((State.RECORDED, State.REWARDED, State.COMMITTED))
         lately = experiences.c.sampled_at > _newest_trained()
-        [(count,)] = self._read(select(func.count()).where(_UNSAMPLED, waiting, lately))
-        return int(count)
+        return int(self._read(select(func.count()).where(_UNSAMPLED, waiting, lately))[0][0])
 
     def _count_committed(self, policy: BatchPolicy, tenant: str | None = None) -> tuple[int, int, int, float | None]:
         """The committed rows that the policy takes, those young enough now, those in groups; since when."""

@@ -318,9 +318,10 @@ async def start_verifier(*arguments: str) -> asyncio.subprocess.Process:
 
 
 async def _verify(version: Version, verifier: Verifier) -> dict[str, dict[str, int]]:
-    named = (str(version.path), version.manifest_sha256 or "", str(version.version))
+    named = (str(version.path), version.manifest_sha256 or "", str(version.version), str(verifier.base))
+    place = [str(verifier.job_dir)] if version.version else []  # The base model lies where its owner has put it.
     try:
-        process = await start_verifier(*named, str(verifier.base), str(verifier.job_dir))
+        process = await start_verifier(*named, *place)
     except OSError as error:  # no room for a process, or for its pipe
         raise CheckpointUnreadable(f"its verifier cannot be started: {error}") from error
     try:

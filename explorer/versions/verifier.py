@@ -1,6 +1,6 @@
 """Reads a checkpoint before any engine does, in a process of its own: a bad file kills the engine that opens it.
 
-    python -m tuneloop.explorer.versions.verifier CHECKPOINT MANIFEST_SHA256 VERSION BASE_MODEL JOB_FOLDER
+    python -m tuneloop.explorer.versions.verifier CHECKPOINT MANIFEST_SHA256 VERSION BASE_MODEL [JOB_FOLDER]
 
 Ends with 0 and the fingerprints of its weights as JSON, or with the reason on standard output: with 1 if it must not be
 served, with UNREADABLE if that may pass.
@@ -192,11 +192,11 @@ def _same_tensors(
 
 def main() -> int:
     """Verify what argv names."""
-    checkpoint, sha256, version, base, job_dir = sys.argv[1:]
+    checkpoint, sha256, version, base, *job_dir = sys.argv[1:]
     os.nice(_LOW)  # Engines and workers that share these processors are answering somebody.
     try:
-        if version != "0":  # The base model lies where its owner has put it.
-            CheckpointStore(Path(job_dir)).check_place(Path(checkpoint))
+        for folder in job_dir:
+            CheckpointStore(Path(folder)).check_place(Path(checkpoint))
         found = verify(Path(checkpoint), manifest_sha256=sha256, version=int(version), base=Path(base))
     except CheckpointRejected as error:
         sys.stdout.write(str(error))

@@ -250,8 +250,7 @@ def test_a_tied_head_may_be_stored_or_not(store: CheckpointStore, base: Path) ->
 
 def test_it_says_why_on_standard_output(store: CheckpointStore, base: Path) -> None:
     path, sha256 = publish(store, 1)
-    named = [str(path), sha256, "1", str(base), str(path.parent)]
-    command = [sys.executable, "-m", "tuneloop.explorer.versions.verifier", *named]
+    command = [sys.executable, "-m", "tuneloop.explorer.versions.verifier", str(path), sha256, "1", str(base)]
     found = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     assert found == safetensors.fingerprints_of(safetensors.tensors(path / "actor"), tied=False)
     (path / "actor" / "config.json").write_text("{}")
@@ -267,7 +266,7 @@ def test_a_large_checkpoint_is_read_by_several_processes_alike(store: Checkpoint
     )
 
     def read(path: Path, sha256: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-c", run, str(path), sha256, "1", str(base), str(path.parent)]
+        command = [sys.executable, "-c", run, str(path), sha256, "1", str(base)]
         return subprocess.run(command, check=False, capture_output=True, text=True)
 
     path, sha256 = publish(store, 1)

@@ -36,7 +36,9 @@ def edit(at: float, **but: Any) -> Event:
         ([edit(1.0), said(Kind.RETRACTION, 2.0)], Reward(None, 1.0, 1)),
         ([edit(1.0), said(Kind.RETRACTION, 2.0, metric="demonstration", source="bob")], Reward(None, 1.0, 1)),
         ([edit(1.0, source="ann"), edit(2.0, source="bob"), edit(3.0, source="ann")], Reward(None, 3.0, 3)),
-        ([edit(1.0, weight=0.0)], None),
+        # The reply's own goes before that of its run, whichever comes first.
+        ([edit(1.0), edit(2.0, of_run=True)], Reward(None, 1.0, 1)),
+        ([edit(1.0, of_run=True), edit(2.0), said(Kind.RETRACTION, 3.0, metric="demonstration")], Reward(None, 1.0, 1)),
     ],
 )
 def test_an_edited_answer_is_no_reward(events: list[Event], reward: Reward | None) -> None:

@@ -8,7 +8,7 @@ from typing import get_args
 
 from pydantic_core import ErrorDetails
 
-from tuneloop.shared.settings.settings import SECRETS, holds_secret, options
+from tuneloop.shared.settings.settings import SECRETS, constants, holds_secret, options
 from tuneloop.shared.settings.sources import ENV_PREFIX, Keys, SettingsProblem, SourceLocation, dotted_name
 
 _OTHER_ALGORITHMS = (
@@ -70,11 +70,14 @@ def sort_unknown(
 ) -> Iterator[SettingsProblem]:
     """The problems with what stands at an unknown key; what Trinity knows of it goes into `trinity_only`."""
     names = [str(key) for key in at]
-    if (removed := _REMOVED.get(".".join(names))) is not None:
+    name = ".".join(names)
+    if (constant := dict(constants()).get(name)) is not None:
+        yield _problem(locations, at, f"removed: it is always {reprlib.repr(constant)}. Delete the line")
+    elif (removed := _REMOVED.get(name)) is not None:
         yield _problem(locations, at, removed)
     elif _is_trinity_key(names):
         trinity_only.append(dotted_name(at))
-    elif ".".join(names) in _SECTIONS and isinstance(value, dict | None):
+    elif name in _SECTIONS and isinstance(value, dict | None):
         for key, inner in (value or {}).items():
             yield from sort_unknown(locations, (*at, key), inner, trinity_only)
     else:

@@ -150,6 +150,10 @@ def test_an_empty_section_has_its_defaults(tmp_path):
             "feedback: {quarantine_below: 0.5}\n",
             "feedback.quarantine_below: removed: raters are not compared any more. Delete the line;",
         ),
+        (
+            "monitor: {drift: {reward_rise: 0.1}}\n",
+            "1:20: monitor.drift.reward_rise: removed: it is always 0.05. Delete the line",
+        ),
         ("gate: {replay: {share: 0.1}}\n", "1:8: gate.replay: removed: a candidate is compared on the tasks of"),
         ("data_processor: {task_pipeline: {topk: 1}}\n", "unknown key. Did you mean 'top_k'?"),
         (

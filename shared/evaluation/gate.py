@@ -58,7 +58,7 @@ def gate_verdict(gate: GateSettings, candidate: Iterable[Figure], champion: Iter
     The candidate passes unless its score lies more than `margin` below the champion's, that of a slice more than
     `slice_margin`, its replies are more than `reply_length` times as long or as short, the share that refuses is more
     than `refusals` higher, or that lacks its form more than `format`, or it is more than `kl` away. What is exactly at
-    its bound passes. A threshold of null is not checked, nor is a distance that was not measured.
+    its bound passes. A distance that was not measured is not checked.
     """
     new, old = _values_by_slice(candidate), _values_by_slice(champion)
     reasons = tuple(_failed_checks(gate, new, old))
@@ -68,7 +68,7 @@ def gate_verdict(gate: GateSettings, candidate: Iterable[Figure], champion: Iter
 def _failed_checks(gate: GateSettings, new: _Values, old: _Values) -> Iterator[str]:
     yield from _scores(gate, new, old)
     length, before = new.get((LENGTH, ""), 0.0), old.get((LENGTH, ""), 0.0)
-    if gate.reply_length is not None and before > 0:
+    if before > 0:
         times = length / before
         if _exceeds(times, gate.reply_length) or _exceeds(1, times * gate.reply_length):
             yield (
@@ -78,7 +78,7 @@ def _failed_checks(gate: GateSettings, new: _Values, old: _Values) -> Iterator[s
     shares = ((REFUSALS, "refuse", gate.refusals), (MALFORMED, "lack the form that their task demands", gate.format))
     for metric, do, allowed in shares:
         share, was = new.get((metric, ""), 0.0), old.get((metric, ""), 0.0)
-        if allowed is not None and _exceeds(share - was, allowed):
+        if _exceeds(share - was, allowed):
             yield f"{share:.1%} of its replies {do}, {was:.1%} of the champion's: more than allowed"
     distance = new.get((KL, ""))
     if gate.kl is not None and distance is not None and _exceeds(distance, gate.kl):

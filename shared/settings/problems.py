@@ -41,6 +41,7 @@ _TRINITYS_VALUES: Mapping[str, tuple[Sequence[object], str]] = {
 
 #: Options that there were, and what to do without them.
 _REMOVED: Mapping[str, str] = {
+    "explorer.train_on_grammars": "removed: replies that a grammar held are trained on under it. Delete the line",
     "gate.replay": "removed: a candidate is compared on the tasks of monitor.evaluation.path. Delete the section",
     "reward.demonstration_value": "removed: sft learns edited answers, whatever the reward. Delete the line",
     **dict.fromkeys(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, model_validator
 
 from tuneloop.shared.settings.types import (
     AboveOne,
@@ -172,9 +172,6 @@ class MonitorSettings(Section):
 SHARES = {"canary": 0.1, "shadow": 0.1, "ab": 0.5}
 
 
-ErrorRate = Annotated[float, Field(gt=0, lt=0.5)]
-
-
 class GateSettings(Section):
     """What a candidate must show before it answers anybody; a bare word is its `mode`."""
 
@@ -183,18 +180,17 @@ class GateSettings(Section):
     nothing is tried (`off`), it is written down (`report`), or the candidate is rejected (`block`)."""
     margin: Fraction = 0.02
     """How far its score may lie below the champion's."""
-    slice_margin: Fraction = 0.05
-    """How far its score on each slice of the tasks may lie below the champion's."""
     kl: PositiveReal | None = None
     """How far it may be from the champion, in nats per token of the champion's answers; null: not looked at."""
-    reply_length: AboveOne | None = 2.0
-    """How many times as long as the champion's, or as short, its answers may be on average; null: not looked at."""
-    refusals: Fraction | None = 0.1
-    """How far the share of answers that `monitor.drift.refusal_patterns` match may lie above the champion's; null: not
-    looked at."""
-    format: Fraction | None = 0.1
-    """How far the share of answers that lack the `format` which their task demands may lie above the champion's; null:
-    not looked at."""
+
+    #: How far its score on a slice of the tasks may lie below the champion's: a slice has fewer tasks, and more chance.
+    slice_margin: ClassVar[float] = 0.05
+    #: How many times as long as the champion's, or as short, its answers may be: as the monitor `reply_length` has it.
+    reply_length: ClassVar[float] = 2.0
+    #: How far the share of its answers that refuse may lie above the champion's: as the monitor `refusals` has it.
+    refusals: ClassVar[float] = 0.1
+    #: How far the share of its answers without the form that their task demands may lie above the champion's.
+    format: ClassVar[float] = 0.1
 
     def contradictions(self, *, tasks: bool) -> Iterator[str]:
         """What does not fit together, a sentence each; `tasks`: whether there are any."""
@@ -231,21 +227,19 @@ class RolloutSettings(Section):
     """Seconds after which a version that is tried is decided about. _Serve._"""
     rewards: Positive = 50
     """Rewarded replies that both versions need before their rewards are compared. _Serve._"""
-    error: ErrorRate = 0.05
-    """How probable it may be that the test calls one better, or worse, than the other when they are the same, however
-    often it looks. Below 0.5. _Serve._"""
-    undecided: Literal["promote", "roll_back"] = "roll_back"
-    """What becomes of a version that was not shown to be better or worse when the window ends. _Serve._"""
-    failures: Fraction | None = 0.02
-    """How far the share of its failed requests may lie above the champion's; null: not looked at. _Serve._"""
     latency: AboveOne | None = 1.5
     """How many times as long as the champion's its replies may take per token; null: not looked at. _Serve._"""
-    reply_length: AboveOne | None = 2.0
-    """How many times as long as the champion's, or as short, its replies may be on average; null: not looked at.
-    _Serve._"""
-    refusals: Fraction | None = 0.1
-    """How far the share of replies that `monitor.drift.refusal_patterns` match may lie above the champion's; null: not
-    looked at. _Serve._"""
+
+    #: How probable it may be that the test calls one better, or worse, when they are the same, however often it looks.
+    error: ClassVar[float] = 0.05
+    #: What becomes of a version of which nothing was shown when the window ends: the one that is known stays.
+    undecided: ClassVar[Literal["promote", "roll_back"]] = "roll_back"
+    #: How far the share of its failed requests may lie above the champion's: more than chance makes of a sound engine.
+    failures: ClassVar[float] = 0.02
+    #: How many times as long as the champion's, or as short, its replies may be: as in the gate.
+    reply_length: ClassVar[float] = 2.0
+    #: How far the share of its replies that refuse may lie above the champion's: as in the gate.
+    refusals: ClassVar[float] = 0.1
 
     @property
     def tries(self) -> bool:

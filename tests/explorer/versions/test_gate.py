@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from tests.constants import section_of
 from tests.doubles.engine import EngineDouble
 from tests.doubles.judge import judge_place, verdict
 from tests.explorer.checkpoints import register
@@ -42,7 +43,7 @@ def gated(tmp_path: Path, doubles: list[EngineDouble], **gate: Any) -> Any:
         each.says = {tmp_path.name: RIGHT, "global_step_1": WRONG, "global_step_2": RIGHT}
     settings = settings_for(tmp_path, [each.url for each in doubles])
     monitor = MonitorSettings(evaluation=EvaluationSettings(path=path))
-    return settings.model_copy(update={"gate": GateSettings(**{"mode": "block"} | gate), "monitor": monitor})
+    return settings.model_copy(update={"gate": section_of(GateSettings, {"mode": "block"} | gate), "monitor": monitor})
 
 
 def events(explorer: RunningExplorer, number: int) -> list[Any]:

@@ -152,7 +152,7 @@ def test_an_empty_section_has_its_defaults(tmp_path):
         ),
         (
             "monitor: {drift: {reward_rise: 0.1}}\n",
-            "1:20: monitor.drift.reward_rise: removed: it is always 0.05. Delete the line",
+            "1:19: monitor.drift.reward_rise: removed: it is always 0.05. Delete the line",
         ),
         ("gate: {replay: {share: 0.1}}\n", "1:8: gate.replay: removed: a candidate is compared on the tasks of"),
         ("data_processor: {task_pipeline: {topk: 1}}\n", "unknown key. Did you mean 'top_k'?"),

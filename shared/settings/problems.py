@@ -41,7 +41,19 @@ _TRINITYS_VALUES: Mapping[str, tuple[Sequence[object], str]] = {
 
 #: Options that there were, and what to do without them.
 _REMOVED: Mapping[str, str] = {
-    "explorer.train_on_grammars": "removed: replies that a grammar held are trained on under it. Delete the line",
+    **dict.fromkeys(
+        (
+            "algorithm.group.drop_constant",
+            "algorithm.merge_calls",
+            "buffer.fair_share",
+            "explorer.train_on_grammars",
+        ),
+        "removed: it is always true. Delete the line",
+    ),
+    "algorithm.reward_clip": "removed: reward.clip bounds rewards. Delete the line",
+    "algorithm.reward_normalization": "removed: each method scales its advantages by itself. Delete the line",
+    "monitor.evaluation.samples": "removed: all tasks of the file are asked. Shorten it, and delete the line",
+    "trainer.longest_yield": "removed: what yields waits until there is no traffic. Delete the line",
     "gate.replay": "removed: a candidate is compared on the tasks of monitor.evaluation.path. Delete the section",
     "reward.demonstration_value": "removed: sft learns edited answers, whatever the reward. Delete the line",
     **dict.fromkeys(

@@ -73,8 +73,6 @@ class TrainerSettings(Section):
     0.6 s: for an engine and a trainer that share a GPU. A micro-batch that has begun ends first, so smaller
     `trainer.micro_batch_tokens` yield sooner. Training stands still while there is traffic; `tuneloop doctor` says how
     far it lags. Explorer and trainer need the same, and one job folder. _Train._"""
-    longest_yield: Seconds | None = None
-    """Seconds after which what waits goes ahead beside traffic all the same; null: it waits for ever. _Train._"""
     poll_interval: Seconds = 1.0
     """Seconds between two looks for a full batch. _Train._"""
     max_staleness: NotNegative | None = None
@@ -118,8 +116,6 @@ class BufferSettings(Section):
     order: Literal["oldest", "freshest", "priority"] = "oldest"
     """Which committed experiences come first: the oldest, the newest, or those with the highest `metadata.priority` in
     their request (0 unless given; the oldest first among equals). _Train._"""
-    fair_share: bool = True
-    """Take from each tenant in turn; what one does not use goes to the others. `false`: by `order` alone. _Train._"""
     group_by: Literal["none", "run", "task", "preference"] = "none"
     """What is trained on together or not at all. `run`: the calls of one run of a task (a trajectory). `task`: all runs
     of a task. `preference`: the two replies of a preference (dpo). A batch is then made of whole groups and has at

@@ -76,8 +76,6 @@ class EvaluationSettings(Section):
     says a number from 0 to 1."""
     most_tokens: Positive = 256
     """Tokens of a reply at most."""
-    samples: Positive | None = None
-    """How many tasks of the file are asked, the first so many; null: all."""
 
 
 #: The alarms that say that the feedback cannot be trusted, or that the model is worse for it.

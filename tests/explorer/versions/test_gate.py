@@ -125,7 +125,7 @@ def test_a_judge_that_is_away_makes_the_candidate_wait_not_fail(tmp_path: Path, 
     with judge_place() as judge, capture_logs() as said:
         settings = gated(tmp_path, doubles)
         evaluation = settings.monitor.evaluation.model_copy(update={"judge": "model"})
-        by = JudgeSettings(url=judge.base_url, model="j", retries=0, share=0.001)
+        by = section_of(JudgeSettings, {"url": judge.base_url, "model": "j", "retries": 0, "share": 0.001})
         update = {"monitor": MonitorSettings(evaluation=evaluation), "judge": by}
         judge.answers = [(503, {}, {})] * 100
         judge.says = [verdict(5)]

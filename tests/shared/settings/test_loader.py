@@ -344,10 +344,10 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path):
 
 
 def test_anchors_and_merges_work(tmp_path):
-    text = MODEL + "algorithm:\n  optimizer: &o {lr: 1e-3, weight_decay: 0.5}\n  critic_optimizer: {<<: *o, lr: 1e-2}\n"
+    text = MODEL + "algorithm:\n  optimizer: &o {lr: 1e-3, bits: 8}\n  critic_optimizer: {<<: *o, lr: 1e-2}\n"
     settings = report(tmp_path, text).settings
     assert settings is not None
-    assert (settings.algorithm.critic_optimizer.lr, settings.algorithm.critic_optimizer.weight_decay) == (0.01, 0.5)
+    assert (settings.algorithm.critic_optimizer.lr, settings.algorithm.critic_optimizer.bits) == (0.01, 8)
 
 
 def test_a_number_like_1e_6_is_a_number(tmp_path):

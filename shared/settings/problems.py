@@ -54,6 +54,7 @@ _REMOVED: Mapping[str, str] = {
     "algorithm.reward_normalization": "removed: each method scales its advantages by itself. Delete the line",
     "monitor.evaluation.samples": "removed: all tasks of the file are asked. Shorten it, and delete the line",
     "trainer.longest_yield": "removed: what yields waits until there is no traffic. Delete the line",
+    "gate.kl": "removed: scores, lengths and refusals are compared. Delete the line",
     "gate.replay": "removed: a candidate is compared on the tasks of monitor.evaluation.path. Delete the section",
     "reward.demonstration_value": "removed: sft learns edited answers, whatever the reward. Delete the line",
     **dict.fromkeys(

@@ -178,9 +178,6 @@ class GateSettings(Section):
     nothing is tried (`off`), it is written down (`report`), or the candidate is rejected (`block`)."""
     margin: Fraction = 0.02
     """How far its score may lie below the champion's."""
-    kl: PositiveReal | None = None
-    """How far it may be from the champion, in nats per token of the champion's answers; null: not looked at."""
-
     #: How far its score on a slice of the tasks may lie below the champion's: a slice has fewer tasks, and more chance.
     slice_margin: ClassVar[float] = 0.05
     #: How many times as long as the champion's, or as short, its answers may be: as the monitor `reply_length` has it.

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tuneloop.shared.evaluation.gate import evaluator_of, gate_verdict, same_tasks
-from tuneloop.shared.evaluation.scores import KL, LENGTH, MALFORMED, REFUSALS, SCORE, TASKS, Figure
+from tuneloop.shared.evaluation.scores import LENGTH, MALFORMED, REFUSALS, SCORE, TASKS, Figure
 from tuneloop.shared.experience import Evaluator
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.versions import GateSettings
@@ -41,10 +41,6 @@ CHAMPION = figures(score__sums=0.8, score__words=1.0)
         ({}, {REFUSALS: 0.21}, "21.0% of its replies refuse, 10.0% of the champion's"),
         ({}, {MALFORMED: 0.1}, None),
         ({}, {MALFORMED: 0.11}, "11.0% of its replies lack the form that their task demands, 0.0% of the champion's"),
-        ({"kl": 0.5}, {KL: 0.5}, None),
-        ({"kl": 0.5}, {KL: 0.51}, "it is 0.51 nats a token from the champion; allowed: 0.5"),
-        ({}, {KL: 9.0}, None),
-        ({"kl": 0.5}, {}, None),
     ],
 )
 def test_each_margin_and_guard_at_its_edge(

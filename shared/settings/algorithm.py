@@ -213,7 +213,7 @@ class AlgorithmSettings(Section):
     critic_optimizer: CriticOptimizerSettings = CriticOptimizerSettings()
     credit: Literal["call", "trajectory", "discounted"] = "call"
     """What a call of a trajectory is rewarded with: its own reward; the trajectory's, paid once at its end; or the
-    trajectory's, times `turn_discount` for each call after it. The trajectory's reward is that of its last call; calls
+    trajectory's, times 0.95 for each call after it. The trajectory's reward is that of its last call; calls
     before it [need none](batches.md#groups-and-trajectories) then. _Train._"""
     gamma: Fraction = 1.0
     """Discount per token; 1: none. _Train._"""

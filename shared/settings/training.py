@@ -1,6 +1,6 @@
 """Settings of what learns: the trainer, what it takes from the ledger, and how versions are published."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -20,10 +20,6 @@ class TrainerSettings(Section):
     """Publish a version [while the next steps are made](decisions/0073-published-behind-the-next-steps.md), from a copy
     of its weights in main memory. One at a time: of steps that are faster than the disk, a version has more than
     `save_interval`. Not where the trainer examines versions for the gate. null: on a GPU. _Train._"""
-    state_interval: Positive = 1
-    """Versions between two whose critic and optimiser are written, [behind the weights](operations.md#disk-and-memory);
-    a clean stop writes them too. After a crash in between, training goes on with the newest weights and the critic and
-    AdamW's moments of the nearest older version. _Train._"""
     max_checkpoints_to_keep: NotNegative = 5
     """Newest versions whose weights are kept; 0: all. The one that is served and the one to go on from are never
     deleted. Only the latter keeps [critic and optimiser](operations.md#disk-and-memory). _Train._"""
@@ -82,6 +78,10 @@ class TrainerSettings(Section):
     """Committed replies that were sampled more than so many seconds ago expire likewise; null: no bound. _Train._"""
     total_steps: Positive | None = None
     """Stop after so many steps; null: go on until stopped. _Train._"""
+
+    #: Versions between two whose critic and optimiser are written: of each, and where the disk is slower, of those that
+    #: come when the last state is written. After a crash, training goes on with the nearest older state.
+    state_interval: ClassVar[int] = 1
 
     @property
     def tokens_at_once(self) -> int:

@@ -1,7 +1,7 @@
 """From the last commit of a batch to replies of the new weights, stage by stage; what the trainer does with its time.
 
     python -m benchmarks.loop_gpu [--size 0.6b] [--gpus 1] [--lanes 16,64] [--batch 64] [--budget-seconds 240]
-        [--gpu-turn 10] [--set trainer.state_interval=10] [--work FOLDER]
+        [--gpu-turn 10] [--set trainer.max_staleness=4] [--work FOLDER]
 
 `tuneloop run` with the README's settings at `save_interval: 1`, on one GPU, which engine and trainer share, or on two.
 So many clients ask side by side, each reply gets feedback, and what has some is committed four times a second. For each

@@ -19,7 +19,7 @@ from tuneloop.cli.options import (
     existing_ledger,
     operator_name,
 )
-from tuneloop.shared.evaluation.scores import KL_AGAINST, TASKS
+from tuneloop.shared.evaluation.scores import TASKS
 from tuneloop.shared.logging import visible
 from tuneloop.shared.operations.diagnosis import ago, moment, number
 from tuneloop.shared.operations.version_comparison import MIN_SOURCES, Comparison, Mean, ScorePair, compare_versions
@@ -229,7 +229,7 @@ def _version_lines(report: VersionReport) -> Iterator[str]:
     }
     yield f"version {row.version}"
     yield from (f"  {name:<12} {value}" for name, value in facts.items() if value)
-    scores = [each for each in report.evaluations if each.metric not in {TASKS, KL_AGAINST}]
+    scores = [each for each in report.evaluations if each.metric != TASKS]
     if scores:
         yield "evaluations"
         yield from (f"  {_metric_name(each):<32} {_score(each)}" for each in scores)

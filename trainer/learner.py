@@ -90,7 +90,7 @@ class Learner:
         """
         started = time.perf_counter()
         self.ranks.lead(_order(self, samples, version))
-        sequences = assemble(samples, merge=self._algorithm.merge_calls and not self._asks.by_reply)
+        sequences = assemble(samples, merge=not self._asks.by_reply)
         batch = _collate(sequences, tempered=self._asks.tempered)
         random, baselines, updates = self.generator.get_state(), self.baselines, _updates_made(self.optimizers)
         for model in self._models:
@@ -217,10 +217,10 @@ class Learner:
         if self._asks.mismatched:
             targets = replace(targets, divergence=_divergence(self, sequences))
         fresh = [_is_fresh(each, version) for sequence in sequences for each in sequence.calls]
-        calls, baselines = calls_of(self._algorithm, sequences, batch, self.baselines, self._most_tokens)
+        calls = calls_of(self._algorithm, sequences, batch, self._most_tokens)
         if any(fresh):
             targets = replace(targets, fresh_BR=calls.spread(torch.tensor(fresh)))
-        targets, self.baselines = self._page.prepare(self._algorithm, targets, calls, baselines)
+        targets, self.baselines = self._page.prepare(self._algorithm, targets, calls, self.baselines)
         return targets, metrics | _of_targets(targets)
 
     def _log_ratio(self, batch: Batch) -> Tensor:

@@ -25,20 +25,17 @@ class TrafficYield:
 
     def __init__(self, settings: Settings, stop: Stop) -> None:
         self._job_dir, self._stop = settings.job_dir, stop
-        self._longest_s = settings.trainer.longest_yield
         self._on_gpu = device_of(settings).type == "cuda"
         self._stamp = traffic_stamp(self._job_dir)
         self._touched = float("-inf")
         self._seconds = 0.0
 
     def __call__(self) -> None:
-        """Wait until there has been no traffic for `QUIET_S`, for `longest_yield` seconds, or until told to stop."""
+        """Wait until there has been no traffic for `QUIET_S`, or until told to stop."""
         if self._on_gpu:
             torch.cuda.synchronize()  # Else passes that were begun long ago would go on while this one waits.
         began = time.monotonic()
         while self._is_busy() and not self._stop.is_set():
-            if self._longest_s is not None and time.monotonic() - began >= self._longest_s:
-                break
             self._stop.wait(_LOOK_S)
         self._seconds += time.monotonic() - began
 

@@ -3,8 +3,8 @@
     python -m benchmarks.on_gpu.async_save [--size 0.6b] [--method ppo] [--sequences 64] [--mean 675] [--longest 2475]
         [--seconds 40] [--modes none,sync,async] [--work FOLDER]
 
-One learner, the trainer's publisher, an SQLite ledger and a real folder of checkpoints, critic and optimiser at
-`trainer.state_interval: 1`; the batch is always the same, its rows are not in the ledger. Each mode in turn: steps a
+One learner, the trainer's publisher, an SQLite ledger and a real folder of checkpoints, critic and optimiser of
+each version; the batch is always the same, its rows are not in the ledger. Each mode in turn: steps a
 second, and what the time went into: the steps, publishing in the foreground, the rest; and the medians of a version's
 stages. What comes once in a trainer's life came before: layers compiled, memory pinned. Weights and replies are random.
 """

@@ -3,7 +3,7 @@
     python -m benchmarks.on_gpu.publish [--sizes 0.6b,4b,8b] [--versions 3] [--budget-seconds 150] [--work FOLDER]
 
 Actors of random weights, an SQLite ledger and a real folder of checkpoints; versions are made of no rows. Critic and
-optimiser are left out (`trainer.state_interval` above the number of versions): they are written behind a version.
+optimiser are left out: they are written behind a version.
 "weights" copies the actor from the GPU, writes and hashes it; "probe" asks it for log-probabilities; "sync" brings it
 to disk; "register" gives it its name and its row. A size that fails is reported, and the next one is measured. The disk
 must have room for three times the actor.
@@ -26,6 +26,7 @@ from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.training import TrainerSettings
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publisher
 
@@ -67,12 +68,12 @@ def _measure(size: str, folder: Path, options: argparse.Namespace, clock: Clock)
             "trainer": {
                 "device": "cuda" if options.gpu else "cpu",
                 "dtype": "bfloat16" if options.gpu else "float32",
-                "state_interval": 1000,
                 "max_checkpoints_to_keep": 1,
             },
             "cluster": {"gpu_per_node": int(options.gpu)},
         }
     )
+    TrainerSettings.state_interval = 1000
     settings.job_dir.mkdir(parents=True, exist_ok=True)
     database.upgrade(settings.database_url)
     ledger = Ledger.of(settings)

@@ -88,8 +88,8 @@ class EngineProcess:
         except TimeoutError:
             await self.stop()
             raise EnvironmentRefused(
-                f"explorer.rollout_model.startup_timeout: engine {self._engine.number} was not ready in time; "
-                f"raise it, or see why in {self._log}"
+                f"engine {self._engine.number} was not ready within"
+                f" {self._settings.explorer.rollout_model.startup_timeout:g} s; see why in {self._log}"
             ) from None
 
     async def _launch(self, model: Path) -> None:

@@ -62,15 +62,15 @@ def _guards(rollout: RolloutSettings, champion: Figures, tried: Figures) -> Iter
     yield from _higher_share("refusals", tried.refusals, champion.refusals, rollout.refusals, error)
     yield from _higher_mean("seconds per token", tried.latency, champion.latency, rollout.latency, error)
     yield from _higher_mean("tokens per reply", tried.length, champion.length, rollout.reply_length, error)
-    if rollout.reply_length is not None and _larger(champion.length, tried.length, rollout.reply_length, error):
+    if _larger(champion.length, tried.length, rollout.reply_length, error):
         yield (
             f"its replies are shorter by more than {rollout.reply_length:.4g} times: "
             f"{tried.length.mean:.4g} tokens against {champion.length.mean:.4g}"
         )
 
 
-def _higher_share(what: str, mine: Share, other: Share, margin: float | None, error: float) -> Iterator[str]:
-    if margin is None or other.of < LEAST_REPLIES:
+def _higher_share(what: str, mine: Share, other: Share, margin: float, error: float) -> Iterator[str]:
+    if other.of < LEAST_REPLIES:
         return
     if exceeds(mine, largest_allowed(other, margin, error=error), error=error):
         counts = f"{mine.found} of {mine.of} against {other.found} of {other.of}"

@@ -3,8 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from statistics import fmean
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.vllm import EngineControl, priority_of
@@ -13,7 +12,7 @@ from tuneloop.runner.errors import JudgeAway, JudgeFailed
 from tuneloop.runner.rewards.reply import Reply
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated, TuneloopError
 from tuneloop.shared.evaluation.evaluation_log import EvaluationProgress
-from tuneloop.shared.evaluation.scores import KL, Figure, TaskReply, mean
+from tuneloop.shared.evaluation.scores import TaskReply
 from tuneloop.shared.evaluation.tasks import Task, judge_of, without_reasoning
 from tuneloop.shared.settings.settings import Settings
 
@@ -21,18 +20,6 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 Judge = Callable[[Task, str], Awaitable[float | None]]
-
-
-#: Of the distribution whose log-probabilities an engine tells of a prompt.
-TEMPERATURE = 1.0
-
-
-class EngineSample(NamedTuple):
-    """A reply as the champion sampled it: what it answers, its tokens and their log-probabilities."""
-
-    prompt_ids: list[int]
-    reply_ids: list[int]
-    logprobs: list[float]
 
 
 class EngineQueries:
@@ -54,38 +41,6 @@ class EngineQueries:
             return TaskReply(task, reply, usage["completion_tokens"], await judge(task, reply), whole)
 
         return await _each(one, self._tasks, at_once)
-
-    async def samples(self, engine: Engine, *, at_once: int) -> list[EngineSample]:
-        """Replies as the engine samples them, to be shown to another version."""
-
-        async def one(task: Task) -> EngineSample:
-            wants = {"logprobs": 0} if isinstance(task.question, str) else {"logprobs": True}
-            completion = await self._query(
-                engine.control, task, temperature=TEMPERATURE, return_token_ids=True, **wants
-            )
-            choice = completion["choices"][0]
-            logged = choice["logprobs"]
-            logprobs = logged["token_logprobs"] if "text" in choice else [each["logprob"] for each in logged["content"]]
-            prompt_ids = choice["prompt_token_ids"] if "text" in choice else completion["prompt_token_ids"]
-            return EngineSample(prompt_ids, choice["token_ids"], logprobs)
-
-        return await _each(one, self._tasks, at_once)
-
-    async def distance(self, engine: Engine, samples: Sequence[EngineSample], *, at_once: int) -> Figure:
-        """How far the engine is from who sampled the replies, in nats a token of theirs, as they show it."""
-
-        async def one(sample: EngineSample) -> float:
-            ours = await self._logprobs(engine, sample.prompt_ids, sample.reply_ids)
-            return fmean(then - now for then, now in zip(sample.logprobs, ours, strict=True))
-
-        return mean(KL, await _each(one, samples, at_once))
-
-    async def _logprobs(self, engine: Engine, prompt_ids: list[int], reply_ids: list[int]) -> list[float]:
-        """The log-probability of each token of a reply that was sampled by somebody else."""
-        options = {"max_tokens": 1, "temperature": TEMPERATURE, "prompt_logprobs": 0, **self._priority}
-        completion = await engine.control.query("/v1/completions", prompt=[*prompt_ids, *reply_ids], **options)
-        rows = completion["choices"][0]["prompt_logprobs"][-len(reply_ids) :]
-        return [float(row[str(token)]["logprob"]) for token, row in zip(reply_ids, rows, strict=True)]
 
     async def _query(self, control: EngineControl, task: Task, **how: Any) -> dict[str, Any]:
         how |= {"max_tokens": self._most_tokens, **self._priority}

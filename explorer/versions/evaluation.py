@@ -6,16 +6,14 @@ The champion is asked on an engine that answers clients, a few questions at a ti
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 import structlog
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.versions.engine_queries import EngineQueries, EngineSample, Judge, judging
+from tuneloop.explorer.versions.engine_queries import EngineQueries, Judge, judging
 from tuneloop.explorer.versions.loading import Verifier, is_away, load, verify_wanted
 from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.shared.errors import (
@@ -25,7 +23,7 @@ from tuneloop.shared.errors import (
     LedgerUnavailable,
     NotEvaluated,
 )
-from tuneloop.shared.evaluation.scores import Figure, distance_from, figures_of
+from tuneloop.shared.evaluation.scores import Figure, figures_of
 from tuneloop.shared.evaluation.tasks import fingerprint
 from tuneloop.shared.experience import VersionAction
 from tuneloop.shared.ledger.ledger import Ledger, Version
@@ -40,13 +38,6 @@ _APART, _BESIDE = 8, 2
 _DEATHS = 2
 
 AGAIN_S = 60.0
-
-
-class _Champion(NamedTuple):
-    """What the champion samples."""
-
-    version: int
-    samples: Sequence[EngineSample] = ()
 
 
 class CandidateEvaluation:
@@ -75,7 +66,6 @@ class CandidateEvaluation:
         self._again_s = again_s
         self._not_before: dict[int, float] = {}
         self._deaths: Counter[int] = Counter()
-        self._champion = _Champion(version=-1)
 
     async def run(self) -> None:
         """Look for a candidate every `service_status_check_interval` seconds, if engines evaluate at all."""
@@ -121,26 +111,20 @@ class CandidateEvaluation:
         log.info("version_evaluated", version=candidate.version, passed=verdict.passed, reason=reason, seconds=seconds)
 
     async def _know(self, champion: Version, judge: Judge) -> None:
-        """Have the champion's figures, and its part of what the candidate is compared on beside them."""
-        known, gate = await self._gate.figures(champion.version), self._settings.gate
-        last = self._champion if self._champion.version == champion.version else _Champion(version=champion.version)
-        lacks_samples = gate.kl is not None and not last.samples
-        if known and not lacks_samples:
+        """Have the champion's figures."""
+        if await self._gate.figures(champion.version):
             return
         engine = self._one_of(champion)
         if engine is None:
             raise NotEvaluated(f"no engine is ready with version {champion.version}, to compare it with")
         swaps = engine.swaps
         try:
-            figures = known or await self._figures(engine, judge, at_once=_BESIDE)
-            if lacks_samples:
-                last = last._replace(samples=await self._asking.samples(engine, at_once=_BESIDE))
+            figures = await self._figures(engine, judge, at_once=_BESIDE)
         except (EngineError, LookupError, TypeError, ValueError) as error:
             raise NotEvaluated(f"engine {engine.number} cannot be asked: {error!r}") from error
         if engine.swaps != swaps:
             raise NotEvaluated(f"engine {engine.number} was given other weights meanwhile")
         await self._gate.record(champion.version, figures)
-        self._champion = last
 
     async def _try(self, candidate: Version, champion: Version, judge: Judge) -> tuple[Figure, ...] | None:
         """The candidate's figures; None if it was rejected on the way."""
@@ -186,9 +170,6 @@ class CandidateEvaluation:
         swaps = engine.swaps
         try:
             figures = await self._figures(engine, judge, at_once=_APART)
-            if self._settings.gate.kl is not None:
-                distance = await self._asking.distance(engine, self._champion.samples, at_once=_APART)
-                figures = (*figures, *distance_from(self._champion.version, distance))
         except (LookupError, TypeError, ValueError) as error:
             raise NotEvaluated(f"the engine's answer cannot be read: {error!r}") from error
         if engine.swaps != swaps or engine.state is not EngineState.RELOADING:

@@ -5,7 +5,7 @@ import asyncio
 import structlog
 
 from tuneloop.shared import steady_time
-from tuneloop.shared.evaluation.gate import GateVerdict, evaluator_of, gate_verdict, is_beside
+from tuneloop.shared.evaluation.gate import GateVerdict, evaluator_of, gate_verdict
 from tuneloop.shared.evaluation.scores import Figure, figures_on
 from tuneloop.shared.evaluation.tasks import fingerprint, judge_of, tasks_of
 from tuneloop.shared.experience import Evaluator, VersionAction
@@ -58,8 +58,7 @@ class Gate:
     async def decide(self, new: tuple[Figure, ...], champion: Version) -> GateVerdict | None:
         """What comes of a candidate's figures and the champion's; None as long as some are not there."""
         old = await self.figures(champion.version)
-        beside = is_beside(self._options, new, champion.version)
-        return gate_verdict(self._options, new, old) if new and old and beside else None
+        return gate_verdict(self._options, new, old) if new and old else None
 
     async def figures(self, version: int) -> tuple[Figure, ...]:
         """What is known of a version, if it is of these tasks."""

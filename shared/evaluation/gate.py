@@ -1,9 +1,9 @@
 """What a candidate must show before it serves any request, decided from figures alone. Pure."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tuneloop.shared.evaluation.scores import KL, KL_AGAINST, LENGTH, MALFORMED, REFUSALS, SCORE, TASKS, Figure
+from tuneloop.shared.evaluation.scores import LENGTH, MALFORMED, REFUSALS, SCORE, TASKS, Figure
 from tuneloop.shared.experience import Evaluator
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.versions import GateSettings
@@ -12,7 +12,7 @@ from tuneloop.shared.settings.versions import GateSettings
 _ROUNDING = 1e-9
 
 # Metrics that a verdict reports in words of its own, or not at all.
-_NOT_COMPARED = (TASKS, KL_AGAINST)
+_NOT_COMPARED = (TASKS,)
 
 _Values = Mapping[tuple[str, str], float]
 
@@ -47,18 +47,12 @@ def same_tasks(one: Iterable[Figure], other: Iterable[Figure]) -> bool:
     return fingerprint is not None and fingerprint == _values_by_slice(other).get((TASKS, ""))
 
 
-def is_beside(gate: GateSettings, figures: Sequence[Figure], champion: int) -> bool:
-    """Whether all that is measured of a candidate beside a champion was, and beside this one."""
-    return gate.kl is None or any(each.metric == KL_AGAINST and each.value == champion for each in figures)
-
-
 def gate_verdict(gate: GateSettings, candidate: Iterable[Figure], champion: Iterable[Figure]) -> GateVerdict:
     """Compare the figures of the same evaluator on the same tasks.
 
     The candidate passes unless its score lies more than `margin` below the champion's, that of a slice more than
     `slice_margin`, its replies are more than `reply_length` times as long or as short, the share that refuses is more
-    than `refusals` higher, or that lacks its form more than `format`, or it is more than `kl` away. What is exactly at
-    its bound passes. A threshold of null is not checked, nor is a distance that was not measured.
+    than `refusals` higher, or that lacks its form more than `format`. What is exactly at its bound passes.
     """
     new, old = _values_by_slice(candidate), _values_by_slice(champion)
     reasons = tuple(_failed_checks(gate, new, old))
@@ -68,7 +62,7 @@ def gate_verdict(gate: GateSettings, candidate: Iterable[Figure], champion: Iter
 def _failed_checks(gate: GateSettings, new: _Values, old: _Values) -> Iterator[str]:
     yield from _scores(gate, new, old)
     length, before = new.get((LENGTH, ""), 0.0), old.get((LENGTH, ""), 0.0)
-    if gate.reply_length is not None and before > 0:
+    if before > 0:
         times = length / before
         if _exceeds(times, gate.reply_length) or _exceeds(1, times * gate.reply_length):
             yield (
@@ -78,11 +72,8 @@ def _failed_checks(gate: GateSettings, new: _Values, old: _Values) -> Iterator[s
     shares = ((REFUSALS, "refuse", gate.refusals), (MALFORMED, "lack the form that their task demands", gate.format))
     for metric, do, allowed in shares:
         share, was = new.get((metric, ""), 0.0), old.get((metric, ""), 0.0)
-        if allowed is not None and _exceeds(share - was, allowed):
+        if _exceeds(share - was, allowed):
             yield f"{share:.1%} of its replies {do}, {was:.1%} of the champion's: more than allowed"
-    distance = new.get((KL, ""))
-    if gate.kl is not None and distance is not None and _exceeds(distance, gate.kl):
-        yield f"it is {distance:.4g} nats a token from the champion; allowed: {gate.kl:g}"
 
 
 def _scores(gate: GateSettings, new: _Values, old: _Values) -> Iterator[str]:

@@ -10,13 +10,10 @@ from tuneloop.shared.errors import NotEvaluated
 from tuneloop.shared.evaluation.formats import matches_format
 from tuneloop.shared.evaluation.tasks import Task, without_reasoning
 
-SCORE, LENGTH, REFUSALS, MALFORMED, KL = "score", "reply_length", "refusals", "malformed", "kl"
+SCORE, LENGTH, REFUSALS, MALFORMED = "score", "reply_length", "refusals", "malformed"
 
 #: Not a measure: which tasks were evaluated, as their `fingerprint`. Figures on others cannot be compared.
 TASKS = "tasks"
-
-#: Not a measure: which champion the distance is from. That from another one says nothing.
-KL_AGAINST = "kl_of"
 
 # The share of replies that may lack a verdict of the judge; with more, there is no evaluation.
 _MAX_UNJUDGED = 0.1
@@ -85,11 +82,6 @@ def _malformed_share(replies: Sequence[TaskReply]) -> Iterator[Figure]:
     ]
     if lacking:
         yield mean(MALFORMED, lacking)
-
-
-def distance_from(champion: int, distance: Figure) -> tuple[Figure, Figure]:
-    """A candidate's distance with the version that it was measured from."""
-    return distance, Figure(KL_AGAINST, "", float(champion), 0.0, distance.samples)
 
 
 def mean(metric: str, values: Sequence[float], part: str = "") -> Figure:

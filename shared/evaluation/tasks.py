@@ -66,7 +66,7 @@ def tasks_of(options: EvaluationSettings) -> list[Task]:
                 raise EnvironmentRefused(f"monitor.evaluation.path: {options.path}, line {number}: {error}") from None
     if not tasks:
         raise EnvironmentRefused(f"monitor.evaluation.path: {options.path} holds no task")
-    return tasks[: options.samples]
+    return tasks
 
 
 def fingerprint(tasks: Sequence[Task], options: EvaluationSettings, judge: JudgeSettings) -> int:

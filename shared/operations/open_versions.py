@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from tuneloop.shared.evaluation.gate import evaluator_of, is_beside, same_tasks
+from tuneloop.shared.evaluation.gate import evaluator_of, same_tasks
 from tuneloop.shared.experience import Evaluator, VersionAction
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.versions.events import VersionEvent
@@ -60,16 +60,13 @@ def _at_the_gate(ledger: Ledger, settings: Settings, candidate: Version) -> Iter
         return
     champion = ledger.versions.champion()
     new, old = (ledger.evaluations.of(each.version, evaluator) for each in (candidate, champion))
-    beside = is_beside(settings.gate, new, champion.version)
-    if same_tasks(new, old) and beside:
+    if same_tasks(new, old):
         return
     event = _find(ledger, candidate, VersionAction.EVALUATED)
     if not new:
         lacks = f"at the gate, until the {evaluator} has evaluated it"
     elif not old:
         lacks = f"at the gate, until the {evaluator} has evaluated the champion, too"
-    elif not beside:
-        lacks = f"at the gate, until the {evaluator} has evaluated it beside version {champion.version}"
     else:
         lacks = f"at the gate: the {evaluator} has evaluated it and the champion on different tasks"
     # With figures the event is of an evaluation, without them it says why there is none.

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from tuneloop.shared.evaluation.samples import SampleStatistics
-from tuneloop.shared.evaluation.scores import KL_AGAINST
 from tuneloop.shared.experience import Evaluator, VersionState
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.versions.evaluations import Evaluation
@@ -118,7 +117,5 @@ def _mean(sample: SampleStatistics) -> Mean | None:
 def _pairs(evaluations: Sequence[Evaluation], a: int, b: int) -> Iterator[ScorePair]:
     by_metric = {(each.evaluator, each.metric, each.slice, each.version): score_row(each) for each in evaluations}
     for evaluator, metric, part in dict.fromkeys(key[:3] for key in by_metric):
-        if metric == KL_AGAINST:
-            continue
         one, other = (by_metric.get((evaluator, metric, part, version)) for version in (a, b))
         yield ScorePair(evaluator=evaluator, metric=metric, slice=part, a=one, b=other)

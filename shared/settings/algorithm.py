@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from tuneloop.shared.settings.types import (
     AboveOne,
@@ -38,27 +38,37 @@ OF_GROUPS = frozenset({"rloo", "grpo", "multi_step_grpo"})
 _OF_ANY_REPLY = frozenset({"dpo", "kto", "sft", "raft"})
 
 
-class OptimizerSettings(Section):
-    """AdamW and what surrounds it."""
+class _AdamWSettings(Section):
+    """What both optimisers have."""
 
     lr: PositiveReal = 1e-6
     """The learning rate. _Train._"""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
     """AdamW's decay rates of the two moments. _Train._"""
-    weight_decay: NotNegativeReal = 0.0
-    """AdamW's weight decay. _Train._"""
-    lr_warmup_steps: NotNegative = 0
-    """Updates over which the learning rate rises in a line to `lr`. _Train._"""
     bits: Literal[32, 8] = 32
     """Bits of AdamW's two moments: 8 keep 2 bytes a weight, not 8, [nearly as exact](training.md#memory). If changed,
     they begin anew. _Train._"""
 
 
-class CriticOptimizerSettings(OptimizerSettings):
+class OptimizerSettings(_AdamWSettings):
+    """AdamW and what surrounds it."""
+
+    weight_decay: NotNegativeReal = 0.0
+    """AdamW's weight decay. _Train._"""
+    lr_warmup_steps: NotNegative = 0
+    """Updates over which the learning rate rises in a line to `lr`. _Train._"""
+
+
+class CriticOptimizerSettings(_AdamWSettings):
     """The same for the critic, which learns faster."""
 
     lr: PositiveReal = 1e-5
     """The critic's learning rate. _Train._"""
+
+    #: A critic that decays predicts less than there is.
+    weight_decay: ClassVar[float] = 0.0
+    #: A critic is behind the policy at the start, when a warm-up would hold it back.
+    lr_warmup_steps: ClassVar[int] = 0
 
 
 class OffPolicySettings(Section):
@@ -100,8 +110,6 @@ class GroupAdvantageSettings(Section):
     scale: Literal["group", "batch", "none"] = "group"
     """What the advantage over the group's mean is divided by: the group's standard deviation (GRPO), the batch's, or
     nothing (Dr. GRPO). _Train._"""
-    drop_constant: bool = True
-    """Leave groups out in which all runs have the same reward (DAPO's dynamic sampling): they say nothing. _Train._"""
     step_norm: bool = False
     """multi_step_grpo: divide a run's advantage by its number of calls. _Train._"""
 
@@ -112,10 +120,11 @@ class OverlongSettings(Section):
     train: bool = True
     """Train on replies that were cut at their token limit. _Train._"""
     buffer: NotNegative = 0
-    """DAPO's soft punishment: over the last so many tokens before `model.max_response_tokens` the reward falls by
-    `penalty`, whatever `reward_clip` is; 0: none. _Train._"""
-    penalty: NotNegativeReal = 1.0
-    """How much the reward of a reply that fills its limit falls. _Train._"""
+    """DAPO's soft punishment: over the last so many tokens before `model.max_response_tokens` the reward falls by 1;
+    0: none. _Train._"""
+
+    #: How much the reward of a reply that fills its limit falls: as in DAPO's paper, where rewards are 1 and -1.
+    penalty: ClassVar[float] = 1.0
 
     def contradictions(self, limit: int | None) -> Iterator[str]:
         """What does not fit the most tokens that a reply may have, a sentence each."""
@@ -134,11 +143,12 @@ class BaselineSettings(Section):
     kind: Literal["running", "task", "batch"] = "running"
     """reinforce: what a reward is compared with: the decaying mean of all rewards, that of its task's drawn to it, or
     the batch's mean. _Train._"""
-    decay: Fraction = 0.95
-    """How much of the running mean stays after a batch. _Train._"""
     scale: Literal["running", "batch", "none"] = "batch"
     """reinforce: what the difference is divided by: the standard deviation of all rewards, the root mean square of the
     batch's differences, or nothing. _Train._"""
+
+    #: How much of the running mean stays after a batch: the last twenty batches count, for a policy that changes.
+    decay: ClassVar[float] = 0.95
 
 
 class DpoSettings(Section):
@@ -189,8 +199,9 @@ class DistillSettings(Section):
     mode: Literal["reverse_kl", "replies"] = "reverse_kl"
     """Learn from the teacher's log-probabilities of the model's own replies, or imitate the teacher's replies.
     _Train._"""
-    timeout: PositiveReal = 120.0
-    """Seconds to wait for an answer of the teacher. _Train._"""
+
+    #: Seconds to wait for an answer of the teacher: a long reply of a large model takes a minute.
+    timeout: ClassVar[float] = 120.0
 
 
 class AlgorithmSettings(Section):
@@ -202,18 +213,8 @@ class AlgorithmSettings(Section):
     critic_optimizer: CriticOptimizerSettings = CriticOptimizerSettings()
     credit: Literal["call", "trajectory", "discounted"] = "call"
     """What a call of a trajectory is rewarded with: its own reward; the trajectory's, paid once at its end; or the
-    trajectory's, times `turn_discount` for each call after it. The trajectory's reward is that of its last call; calls
+    trajectory's, times 0.95 for each call after it. The trajectory's reward is that of its last call; calls
     before it [need none](batches.md#groups-and-trajectories) then. _Train._"""
-    turn_discount: Fraction = 0.95
-    """The discount of `credit: discounted`. _Train._"""
-    merge_calls: bool = True
-    """Train calls of a run that extend each other's prompt as one sequence. Needs `buffer.group_by` run or task.
-    _Train._"""
-    reward_clip: tuple[Real, Real] | None = None
-    """The least and the largest reward, before it is punished for length and scaled. _Train._"""
-    reward_normalization: Literal["none", "batch", "running"] = "none"
-    """Shift and scale rewards to mean 0 and variance 1, of the batch or of all rewards so far (decay:
-    `baseline.decay`). _Train._"""
     gamma: Fraction = 1.0
     """Discount per token; 1: none. _Train._"""
     lam: Fraction = 1.0
@@ -226,8 +227,6 @@ class AlgorithmSettings(Section):
     dual_clip: AboveOne | None = 3.0
     """Bound on the loss of a token with a negative advantage, in advantages; null: none, which wants
     [another](training.md#replies-that-other-weights-sampled). _Train._"""
-    value_clip_range: PositiveReal = 0.5
-    """How far an update may move the critic's value of a token before the loss stops rewarding it. _Train._"""
     negative_scale: NotNegativeReal = 1.0
     """Factor on negative advantages; below 1 makes late or noisy feedback safer. _Train._"""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
@@ -255,8 +254,6 @@ class AlgorithmSettings(Section):
     """Gradients with a larger norm are scaled down to it. _Train._"""
     critic_warmup_steps: NotNegative = 0
     """Steps at the start that train the critic only. _Train._"""
-    max_skipped_steps: Positive = 3
-    """So many steps in a row that were not finite stop the trainer. _Train._"""
     off_policy: OffPolicySettings = OffPolicySettings()
     group: GroupAdvantageSettings = GroupAdvantageSettings()
     overlong: OverlongSettings = OverlongSettings()
@@ -265,6 +262,13 @@ class AlgorithmSettings(Section):
     kto: KtoSettings = KtoSettings()
     sft: SftSettings = SftSettings()
     distill: DistillSettings = DistillSettings()
+
+    #: The discount of `credit: discounted`: of a run of twenty calls the first is paid a third.
+    turn_discount: ClassVar[float] = 0.95
+    #: How far an update may move the critic's value of a token before the loss stops rewarding it: half of a reward.
+    value_clip_range: ClassVar[float] = 0.5
+    #: So many steps in a row that were not finite stop the trainer: one is bad data, three are a policy that is lost.
+    max_skipped_steps: ClassVar[int] = 3
 
     @property
     def of_any_reply(self) -> bool:
@@ -299,11 +303,7 @@ class AlgorithmSettings(Section):
                 "algorithm.loss_agg_mode: seq-mean-token-sum-norm divides by algorithm.loss_horizon; write the most"
                 " tokens that a reply may have"
             )
-        if self.reward_clip is not None and self.reward_clip[0] >= self.reward_clip[1]:
-            yield f"algorithm.reward_clip: {list(self.reward_clip)} is not a range; write the smaller number first"
         yield from self.off_policy.contradictions()
-        if self.baseline.decay == 1:
-            yield "algorithm.baseline.decay: 1 would never learn; write less, such as 0.95"
         if self.dpo.label_smoothing >= 0.5:
             yield (
                 f"algorithm.dpo.label_smoothing: {self.dpo.label_smoothing:g} of the preferences would be wrong,"

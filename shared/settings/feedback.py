@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import regex
 from pydantic import AfterValidator, Field
@@ -13,7 +13,6 @@ from pydantic import AfterValidator, Field
 from tuneloop.shared.experience import DEFAULT_TENANT, is_tenant_name, names_nobody
 from tuneloop.shared.settings.types import (
     Address,
-    NotNegative,
     NotNegativeReal,
     Positive,
     PositiveReal,
@@ -75,14 +74,16 @@ class JudgeSettings(Section):
     after: NotNegativeReal = 0.0
     """Seconds after the request from which on a reply is judged: with `which: unrewarded`, how long people have to say
     something first. _Serve._"""
-    max_age: Seconds = 86400.0
-    """Replies that were asked for more than so many seconds ago are not judged any more. _Serve._"""
-    concurrency: Positive = 4
-    """Questions to the judge at once."""
-    timeout: Seconds = 60.0
-    """Seconds that an answer may take."""
-    retries: NotNegative = 2
-    """How often a question is asked again that found the judge busy or away."""
+
+    #: Replies that were asked for more than so many seconds ago are not judged any more: a judge that was away for a
+    #: weekend need not catch up.
+    max_age: ClassVar[float] = 86400.0
+    #: Questions to the judge at once: few enough for an endpoint that others use too.
+    concurrency: ClassVar[int] = 4
+    #: Seconds that an answer may take: a reasoning judge takes half a minute.
+    timeout: ClassVar[float] = 60.0
+    #: How often a question is asked again that found the judge busy or away, before all replies wait for it.
+    retries: ClassVar[int] = 2
 
     @property
     def source(self) -> str:
@@ -106,7 +107,7 @@ class JudgeSettings(Section):
         if odd and self.rubric is None:
             yield f"judge.weights: {', '.join(odd)} is not a criterion; judge.criteria has {', '.join(self.criteria)}"
         if self.after >= self.max_age:
-            yield f"judge.after: {self.after:g} s leave nothing to judge before judge.max_age, {self.max_age:g} s"
+            yield f"judge.after: {self.after:g} s leave nothing: replies older than {self.max_age:g} s are not judged"
 
 
 class RewardRule(Section):
@@ -259,9 +260,10 @@ class PrivacySettings(Section):
     Those of the package `regex`; for each text one has 0.25 s, then all of the text is replaced."""
     presidio: tuple[str, ...] = ()
     """_Serve._ Entities that Microsoft Presidio looks for besides, such as `[PERSON, LOCATION]`. Needs `pip install
-    ./runner ".[presidio]"` and the language's spaCy model."""
-    presidio_language: str = "en"
-    """_Serve._ In which language."""
+    ./runner ".[presidio]"` and spaCy's English model."""
+
+    #: The language of Presidio's analyzer as it comes: others need one that is configured by hand.
+    presidio_language: ClassVar[str] = "en"
 
     def contradictions(self) -> Iterator[str]:
         """What does not fit together."""

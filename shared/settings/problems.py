@@ -8,7 +8,7 @@ from typing import get_args
 
 from pydantic_core import ErrorDetails
 
-from tuneloop.shared.settings.settings import SECRETS, holds_secret, options
+from tuneloop.shared.settings.settings import SECRETS, constants, holds_secret, options
 from tuneloop.shared.settings.sources import ENV_PREFIX, Keys, SettingsProblem, SourceLocation, dotted_name
 
 _OTHER_ALGORITHMS = (
@@ -41,6 +41,20 @@ _TRINITYS_VALUES: Mapping[str, tuple[Sequence[object], str]] = {
 
 #: Options that there were, and what to do without them.
 _REMOVED: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "algorithm.group.drop_constant",
+            "algorithm.merge_calls",
+            "buffer.fair_share",
+            "explorer.train_on_grammars",
+        ),
+        "removed: it is always true. Delete the line",
+    ),
+    "algorithm.reward_clip": "removed: reward.clip bounds rewards. Delete the line",
+    "algorithm.reward_normalization": "removed: each method scales its advantages by itself. Delete the line",
+    "monitor.evaluation.samples": "removed: all tasks of the file are asked. Shorten it, and delete the line",
+    "trainer.longest_yield": "removed: what yields waits until there is no traffic. Delete the line",
+    "gate.kl": "removed: scores, lengths and refusals are compared. Delete the line",
     "gate.replay": "removed: a candidate is compared on the tasks of monitor.evaluation.path. Delete the section",
     "reward.demonstration_value": "removed: sft learns edited answers, whatever the reward. Delete the line",
     **dict.fromkeys(
@@ -70,11 +84,14 @@ def sort_unknown(
 ) -> Iterator[SettingsProblem]:
     """The problems with what stands at an unknown key; what Trinity knows of it goes into `trinity_only`."""
     names = [str(key) for key in at]
-    if (removed := _REMOVED.get(".".join(names))) is not None:
+    name = ".".join(names)
+    if (constant := dict(constants()).get(name)) is not None:
+        yield _problem(locations, at, f"removed: it is always {reprlib.repr(constant)}. Delete the line")
+    elif (removed := _REMOVED.get(name)) is not None:
         yield _problem(locations, at, removed)
     elif _is_trinity_key(names):
         trinity_only.append(dotted_name(at))
-    elif ".".join(names) in _SECTIONS and isinstance(value, dict | None):
+    elif name in _SECTIONS and isinstance(value, dict | None):
         for key, inner in (value or {}).items():
             yield from sort_unknown(locations, (*at, key), inner, trinity_only)
     else:

@@ -3,7 +3,7 @@
 import ipaddress
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from tuneloop.shared import engine_flags
 from tuneloop.shared.settings.types import (
@@ -155,11 +155,11 @@ class RolloutModelSettings(Section):
     is started beside the one that it replaces. null: on a CPU when so much is free; on GPUs where
     `cluster.gpu_per_node` has an engine's GPUs more than engines and trainer take; not through Ray. `true` with one
     engine and no further GPU: both share its GPUs, so `gpu_memory_utilization` must be below a half. _Serve._"""
-    startup_timeout: Seconds = 900.0
-    """Seconds that an engine gets to become ready. _Serve._"""
-    health_timeout: Seconds = 10.0
-    """Seconds that a ready engine gets to say that it is healthy. One that fails to three times in a row gets no more
-    requests; ours are started again. _Serve._"""
+
+    #: Seconds that an engine gets to become ready: a large model from a slow disk, compiled, takes some minutes.
+    startup_timeout: ClassVar[float] = 900.0
+    #: Seconds that a ready engine gets to say that it is healthy: a busy one takes some, and one that hangs never does.
+    health_timeout: ClassVar[float] = 10.0
 
     @property
     def gpus_of_engines(self) -> int:
@@ -240,8 +240,6 @@ class ExplorerSettings(Section):
     most 2 for each engine. See [Operations](operations.md#more-workers). _Serve._"""
     service_status_check_interval: Seconds = 60.0
     """Seconds between two looks for a new version. _Serve._"""
-    probe_interval: Seconds = 300.0
-    """Seconds between two proofs that an engine has [the weights it should have](proof.md#attestation). _Serve._"""
     request_timeout: Seconds = 3600.0
     """Seconds that a reply may take, and that a request may take to come: see [Limits](limits.md). _Serve._"""
     max_choices: Small = 1024
@@ -250,8 +248,6 @@ class ExplorerSettings(Section):
     """Requests that are answered at once; those beyond it wait. Each worker has its share. _Serve._"""
     max_waiting: NotNegative = 1024
     """Requests that may wait for that; those beyond it are refused with 429. Each worker has its share. _Serve._"""
-    wait_timeout: Seconds = 60.0
-    """Seconds that a request waits at most; then it is refused with 503. _Serve._"""
     on_reload: Literal["keep", "wait", "restart"] = "keep"
     """What happens to replies in flight when an engine takes new weights. `keep`: they pause and go on with the new
     ones; such a reply holds tokens of two versions. `wait`: they end first, and other engines take the new requests.
@@ -261,13 +257,6 @@ class ExplorerSettings(Section):
     min_running_model_num: NotNegative | None = None
     """Engines that must go on answering while another one takes new weights; what cannot be had, as with one engine, is
     not waited for. null: 1 with `rollout.mode: rolling`, otherwise 0. _Serve._"""
-    prefix_affinity: bool = True
-    """Send the next turn of a conversation to the engine that answered the last one, which has its beginning in the
-    prefix cache, [unless that one has too much to do](operations.md#which-engine-answers). _Serve._"""
-    train_on_grammars: bool = True
-    """Record the grammar that an engine held a reply to, such as that of strict tools, so that [the trainer trains on
-    it](sampling.md#held-to-a-grammar) as a sample of the policy under that grammar. `false`: such replies are no
-    samples of the policy. _Serve._"""
     capture: CaptureSettings = CaptureSettings()
     durability: Literal["fsync", "write"] = "fsync"
     """When a reply counts as kept. `fsync`: on disk, which survives a power cut. `write`: with the operating system,
@@ -279,9 +268,6 @@ class ExplorerSettings(Section):
     """How much may wait in the spool while the database is away, in the slots of all explorers that share `spool_dir`.
     Beyond it, or once less than 5 % of the spool's disk (at most 1 GiB) is free, new requests and feedback are refused
     with 503; replies in flight are still kept, and so are requests with `store: false` answered. _Serve._"""
-    spool_max_age: Seconds = 86400.0
-    """Seconds that a record may wait in the spool for the database. Once the oldest has waited longer, new requests and
-    feedback are refused with 503, until it is taken. _Serve._"""
     max_body_bytes: Positive = 16 << 20
     """Bytes of the largest request that is accepted. _Serve._"""
     max_held_bytes: Positive = 512 << 20
@@ -311,10 +297,19 @@ class ExplorerSettings(Section):
     """Let clients [name the version](clients.md#one-version) that answers them: `model: "<name>@<version>"`.
     _Serve._"""
 
+    #: Seconds between two proofs that an engine has the weights it should have: each costs it one short request.
+    probe_interval: ClassVar[float] = 300.0
+    #: Seconds that a request waits at most to be answered: clients give up or try again after about as long.
+    wait_timeout: ClassVar[float] = 60.0
+    #: Whether the next turn of a conversation goes to the engine that answered the last one, whose prefix cache has it.
+    prefix_affinity: ClassVar[bool] = True
+    #: Seconds that a record may wait in the spool for the database: a day, in which somebody sees the alarms.
+    spool_max_age: ClassVar[float] = 86400.0
+
     @property
     def rebuilds_grammars(self) -> bool:
         """Whether the trainer rebuilds the grammars that engines enforce, to train on what they held."""
-        return self.train_on_grammars and engine_flags.rebuilds_grammars(self.rollout_model.engine_args)
+        return engine_flags.rebuilds_grammars(self.rollout_model.engine_args)
 
     def why_exposed(self, *, has_keys: bool) -> str | None:
         """Why it must not serve: strangers could come in without a key. None where they cannot, or may."""

@@ -333,6 +333,15 @@ def options(section: type[Section] = Settings, prefix: str = "") -> Iterator[tup
             yield f"{prefix}{name}", field
 
 
+def constants(section: type[Section] = Settings, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Every value that no file can change, by the dotted name that it would have as an option."""
+    for name in sorted(section.__class_vars__ - {"model_config"}):
+        yield f"{prefix}{name}", getattr(section, name)
+    for name, field in section.model_fields.items():
+        if inner := inner_section(field):
+            yield from constants(inner, f"{prefix}{name}.")
+
+
 def inner_section(field: FieldInfo) -> type[Section] | None:
     """The section that a field holds, None for an option."""
     kind = field.annotation

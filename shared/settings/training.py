@@ -1,6 +1,6 @@
 """Settings of what learns: the trainer, what it takes from the ledger, and how versions are published."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -20,10 +20,6 @@ class TrainerSettings(Section):
     """Publish a version [while the next steps are made](decisions/0073-published-behind-the-next-steps.md), from a copy
     of its weights in main memory. One at a time: of steps that are faster than the disk, a version has more than
     `save_interval`. Not where the trainer examines versions for the gate. null: on a GPU. _Train._"""
-    state_interval: Positive = 1
-    """Versions between two whose critic and optimiser are written, [behind the weights](operations.md#disk-and-memory);
-    a clean stop writes them too. After a crash in between, training goes on with the newest weights and the critic and
-    AdamW's moments of the nearest older version. _Train._"""
     max_checkpoints_to_keep: NotNegative = 5
     """Newest versions whose weights are kept; 0: all. The one that is served and the one to go on from are never
     deleted. Only the latter keeps [critic and optimiser](operations.md#disk-and-memory). _Train._"""
@@ -73,8 +69,6 @@ class TrainerSettings(Section):
     0.6 s: for an engine and a trainer that share a GPU. A micro-batch that has begun ends first, so smaller
     `trainer.micro_batch_tokens` yield sooner. Training stands still while there is traffic; `tuneloop doctor` says how
     far it lags. Explorer and trainer need the same, and one job folder. _Train._"""
-    longest_yield: Seconds | None = None
-    """Seconds after which what waits goes ahead beside traffic all the same; null: it waits for ever. _Train._"""
     poll_interval: Seconds = 1.0
     """Seconds between two looks for a full batch. _Train._"""
     max_staleness: NotNegative | None = None
@@ -84,6 +78,10 @@ class TrainerSettings(Section):
     """Committed replies that were sampled more than so many seconds ago expire likewise; null: no bound. _Train._"""
     total_steps: Positive | None = None
     """Stop after so many steps; null: go on until stopped. _Train._"""
+
+    #: Versions between two whose critic and optimiser are written: of each, and where the disk is slower, of those that
+    #: come when the last state is written. After a crash, training goes on with the nearest older state.
+    state_interval: ClassVar[int] = 1
 
     @property
     def tokens_at_once(self) -> int:
@@ -118,8 +116,6 @@ class BufferSettings(Section):
     order: Literal["oldest", "freshest", "priority"] = "oldest"
     """Which committed experiences come first: the oldest, the newest, or those with the highest `metadata.priority` in
     their request (0 unless given; the oldest first among equals). _Train._"""
-    fair_share: bool = True
-    """Take from each tenant in turn; what one does not use goes to the others. `false`: by `order` alone. _Train._"""
     group_by: Literal["none", "run", "task", "preference"] = "none"
     """What is trained on together or not at all. `run`: the calls of one run of a task (a trajectory). `task`: all runs
     of a task. `preference`: the two replies of a preference (dpo). A batch is then made of whole groups and has at

@@ -3,14 +3,13 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, model_validator
 
 from tuneloop.shared.settings.types import (
     AboveOne,
     Fraction,
-    NotNegativeReal,
     Positive,
     PositiveReal,
     Seconds,
@@ -77,8 +76,6 @@ class EvaluationSettings(Section):
     says a number from 0 to 1."""
     most_tokens: Positive = 256
     """Tokens of a reply at most."""
-    samples: Positive | None = None
-    """How many tasks of the file are asked, the first so many; null: all."""
 
 
 #: The alarms that say that the feedback cannot be trusted, or that the model is worse for it.
@@ -86,7 +83,7 @@ SUSPECT = frozenset({"reward_hack", "reward_jump", "extreme_rewards", "rater_out
 
 
 class DriftSettings(Section):
-    """When a monitor raises its alarm; a threshold of null switches it off."""
+    """When a monitor raises its alarm."""
 
     action: Literal["report", "suspect", "hold"] = "suspect"
     """What an open [alarm](drift.md#alarms) does. `report`: it is shown. `hold`: no new version is served either, until
@@ -97,49 +94,42 @@ class DriftSettings(Section):
     batch holds no others. _Train._"""
     window: Positive = 20
     """Steps over which a monitor takes the mean. _Train._"""
-    reward_rise: NotNegativeReal | None = 0.05
-    """Alarm `reward_hack`: the reward rose by more than this while the evaluation fell; in the reward's own units.
-    null: off. _Train._"""
-    evaluation_fall: NotNegativeReal = 0.1
-    """The fall of the evaluation's score that the alarm `reward_hack` needs. _Train._"""
-    evaluation_window: Positive = 200
-    """Steps back that evaluations are compared with. _Train._"""
-    reply_length: AboveOne | None = 2.0
-    """Alarm `reply_length`: replies are more than so many times longer, or shorter, than in the baseline. null: off.
-    _Train._"""
-    entropy: AboveOne | None = 3.0
-    """Alarm `entropy`: the policy's entropy is more than so many times higher, or lower. null: off. _Train._"""
     kl: PositiveReal | None = 0.5
     """Alarm `kl`: the distance from the base model is larger, in nats a token. null: off. _Train._"""
-    kl_every: Positive = 20
-    """Where the method itself does not look at the base model, it is loaded for that after every so many steps.
-    _Train._"""
-    refusals: Fraction | None = 0.1
-    """Alarm `refusals`: the share of replies that refuse rose by more than this. null: off. _Train._"""
     refusal_patterns: tuple[Pattern, ...] = _REFUSALS
     """Regular expressions, upper and lower case alike; a reply refuses if one is found in its first 2000 characters.
     _Train._"""
-    tool_errors: Fraction | None = 0.1
-    """Alarm `tool_errors`: of the replies that call tools, the share that do so wrongly rose by more than this. null:
-    off. _Train._"""
-    replies: Positive = 256
-    """How many of the newest replies are looked at for refusals and tool errors at each step. _Train._"""
-    single_rater: Share | None = 0.8
-    """Alarm `single_rater`: one source gave more than this share of the newest feedback. null: off. _Train._"""
-    rater_events: Positive = 200
-    """How much of the newest feedback that names a source is looked at for `single_rater`. _Train._"""
-    reward_jump: Share | None = 0.25
-    """Alarm `reward_jump`: within some steps the mean reward went up or down by more than this part of `reward.clip`.
-    null: off, as where that is null. _Train._"""
-    extreme_rewards: Fraction | None = 0.05
-    """Alarm `extreme_rewards`: more than this part of the newest numbers is beyond `reward.clip`. null: off.
-    _Train._"""
-    rater_outliers: Fraction | None = 0.2
-    """Alarm `rater_outliers`: raters in [quarantine](feedback.md#many-raters) gave more than this part of the newest
-    feedback. null: off. _Train._"""
-    degraded: Fraction | None = 0.2
-    """Alarm `degraded`: the score of the evaluation is so far below the best one that is remembered. null: off.
-    _Train._"""
+
+    #: The rise of the reward that the alarm `reward_hack` needs, in the reward's own units: less is noise of a window.
+    reward_rise: ClassVar[float] = 0.05
+    #: The fall of the evaluation's score that `reward_hack` needs: less is chance on some hundred tasks.
+    evaluation_fall: ClassVar[float] = 0.1
+    #: Steps back that evaluations are compared with: ten evaluations as `monitor.evaluation.every` is on its own.
+    evaluation_window: ClassVar[int] = 200
+    #: So many times longer or shorter replies are another way to answer, not the spread between two windows.
+    reply_length: ClassVar[float] = 2.0
+    #: So many times more or less entropy comes before a collapse, or before the policy samples at random.
+    entropy: ClassVar[float] = 3.0
+    #: Steps between two measurements where the method does not look at the base model, which has to be loaded for each.
+    kl_every: ClassVar[int] = 20
+    #: How far the share of replies that refuse may rise: more is one user in ten who gets no answer any more.
+    refusals: ClassVar[float] = 0.1
+    #: How far the share of wrong calls among the replies that call tools may rise, for the same reason.
+    tool_errors: ClassVar[float] = 0.1
+    #: The newest replies that are looked at: enough for shares of a tenth, few enough to read at each step.
+    replies: ClassVar[int] = 256
+    #: The share of the newest feedback from which on one source alone says what is learnt.
+    single_rater: ClassVar[float] = 0.8
+    #: The newest feedback that is looked at: enough for shares of a twentieth.
+    rater_events: ClassVar[int] = 200
+    #: The part of `reward.clip` by which the mean reward jumps only where feedback, not the policy, has changed.
+    reward_jump: ClassVar[float] = 0.25
+    #: The part of the newest numbers beyond `reward.clip` that is more than slips of honest raters.
+    extreme_rewards: ClassVar[float] = 0.05
+    #: The part of the newest feedback from raters in quarantine that is an attack, not a single rater.
+    rater_outliers: ClassVar[float] = 0.2
+    #: How far below the best one that is remembered an evaluation is worse beyond doubt, whatever the reward did.
+    degraded: ClassVar[float] = 0.2
 
     def holds(self, alarm: str) -> bool:
         """Whether the alarm of this name keeps new versions from being served."""
@@ -171,16 +161,13 @@ class MonitorSettings(Section):
             )
         if self.evaluation.path is not None and self.drift.evaluation_window < self.evaluation.every:
             yield (
-                f"monitor.drift.evaluation_window: {self.drift.evaluation_window} steps hold no two evaluations, of"
-                f" which there is one every {self.evaluation.every}; raise it, or lower monitor.evaluation.every"
+                f"monitor.evaluation.every: evaluations of the last {self.drift.evaluation_window} steps are compared,"
+                f" and with one every {self.evaluation.every} there are no two; lower it"
             )
 
 
 #: The traffic that a version which is being tried gets, where the settings do not say.
 SHARES = {"canary": 0.1, "shadow": 0.1, "ab": 0.5}
-
-
-ErrorRate = Annotated[float, Field(gt=0, lt=0.5)]
 
 
 class GateSettings(Section):
@@ -191,18 +178,14 @@ class GateSettings(Section):
     nothing is tried (`off`), it is written down (`report`), or the candidate is rejected (`block`)."""
     margin: Fraction = 0.02
     """How far its score may lie below the champion's."""
-    slice_margin: Fraction = 0.05
-    """How far its score on each slice of the tasks may lie below the champion's."""
-    kl: PositiveReal | None = None
-    """How far it may be from the champion, in nats per token of the champion's answers; null: not looked at."""
-    reply_length: AboveOne | None = 2.0
-    """How many times as long as the champion's, or as short, its answers may be on average; null: not looked at."""
-    refusals: Fraction | None = 0.1
-    """How far the share of answers that `monitor.drift.refusal_patterns` match may lie above the champion's; null: not
-    looked at."""
-    format: Fraction | None = 0.1
-    """How far the share of answers that lack the `format` which their task demands may lie above the champion's; null:
-    not looked at."""
+    #: How far its score on a slice of the tasks may lie below the champion's: a slice has fewer tasks, and more chance.
+    slice_margin: ClassVar[float] = 0.05
+    #: How many times as long as the champion's, or as short, its answers may be: as the monitor `reply_length` has it.
+    reply_length: ClassVar[float] = 2.0
+    #: How far the share of its answers that refuse may lie above the champion's: as the monitor `refusals` has it.
+    refusals: ClassVar[float] = 0.1
+    #: How far the share of its answers without the form that their task demands may lie above the champion's.
+    format: ClassVar[float] = 0.1
 
     def contradictions(self, *, tasks: bool) -> Iterator[str]:
         """What does not fit together, a sentence each; `tasks`: whether there are any."""
@@ -239,21 +222,19 @@ class RolloutSettings(Section):
     """Seconds after which a version that is tried is decided about. _Serve._"""
     rewards: Positive = 50
     """Rewarded replies that both versions need before their rewards are compared. _Serve._"""
-    error: ErrorRate = 0.05
-    """How probable it may be that the test calls one better, or worse, than the other when they are the same, however
-    often it looks. Below 0.5. _Serve._"""
-    undecided: Literal["promote", "roll_back"] = "roll_back"
-    """What becomes of a version that was not shown to be better or worse when the window ends. _Serve._"""
-    failures: Fraction | None = 0.02
-    """How far the share of its failed requests may lie above the champion's; null: not looked at. _Serve._"""
     latency: AboveOne | None = 1.5
     """How many times as long as the champion's its replies may take per token; null: not looked at. _Serve._"""
-    reply_length: AboveOne | None = 2.0
-    """How many times as long as the champion's, or as short, its replies may be on average; null: not looked at.
-    _Serve._"""
-    refusals: Fraction | None = 0.1
-    """How far the share of replies that `monitor.drift.refusal_patterns` match may lie above the champion's; null: not
-    looked at. _Serve._"""
+
+    #: How probable it may be that the test calls one better, or worse, when they are the same, however often it looks.
+    error: ClassVar[float] = 0.05
+    #: What becomes of a version of which nothing was shown when the window ends: the one that is known stays.
+    undecided: ClassVar[Literal["promote", "roll_back"]] = "roll_back"
+    #: How far the share of its failed requests may lie above the champion's: more than chance makes of a sound engine.
+    failures: ClassVar[float] = 0.02
+    #: How many times as long as the champion's, or as short, its replies may be: as in the gate.
+    reply_length: ClassVar[float] = 2.0
+    #: How far the share of its replies that refuse may lie above the champion's: as in the gate.
+    refusals: ClassVar[float] = 0.1
 
     @property
     def tries(self) -> bool:

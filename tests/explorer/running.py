@@ -13,6 +13,7 @@ from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import create_engine, text
 
+from tests.constants import settings_of
 from tests.databases import engine_of, put_file
 from tests.doubles.engine import MODEL
 from tests.doubles.serving import serving
@@ -99,8 +100,8 @@ class MoodyLedger(Ledger):
 def settings_for(
     tmp_path: Path, urls: Sequence[str] = (), rollout: dict[str, Any] | None = None, **explorer: Any
 ) -> Settings:
-    """Settings of an experiment below `tmp_path`, with a tiny model there."""
-    return Settings.model_validate(
+    """Settings of an experiment below `tmp_path`, with a tiny model there; constants may stand in them."""
+    return settings_of(
         {
             "checkpoint_root_dir": tmp_path / "checkpoints",
             "rollout": rollout or {},

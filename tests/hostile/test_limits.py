@@ -29,6 +29,7 @@ from tuneloop.shared.experience import MAX_NAME
 from tuneloop.shared.ledger.recording.completion_object import MAX_PAIRS
 from tuneloop.shared.ledger.recording.outcomes import MAX_EARLY, MAX_SAID, MAX_SAID_BY_ONE
 from tuneloop.shared.ledger.recording.stored_completions import MAX_EXAMINED, MAX_PAGE_BYTES
+from tuneloop.shared.settings.serving import ExplorerSettings
 from tuneloop.shared.settings.settings import options
 
 _PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
@@ -45,6 +46,8 @@ FIXED: dict[str, object] = {
     "how deep a body is nested": bodies.MAX_DEPTH,
     "objects and lists in a body": bodies.MAX_CONTAINERS,
     "values in a body": bodies.MAX_VALUES,
+    "how long they wait": ExplorerSettings.wait_timeout,
+    "how long the database has taken nothing": ExplorerSettings.spool_max_age,
     "what a client does not read": None,
     "an answer over 64 KiB of which its client reads nothing, whole or streamed": ConnectionLimits.read_timeout_s,
     "bodies and such answers of one key, and of a tenant, or of all who come without a key": None,

@@ -86,8 +86,9 @@ def candidates_held(ledger: Ledger) -> list[Version]:
 def work_until_alarmed(agent: Agent, ledger: Ledger) -> Alarm:
     for _ in range(40):
         agent.work(64)
-        if alarms := ledger.alarms.all():
-            return alarms[0]
+        for alarm in ledger.alarms.all():
+            if alarm.name == "reward_hack":
+                return alarm
     raise AssertionError("the hack was not found")
 
 
@@ -95,8 +96,7 @@ def work_until_alarmed(agent: Agent, ledger: Ledger) -> Alarm:
 @pytest.mark.usefixtures("as_it_was")
 def test_a_planted_reward_hack_raises_an_alarm_and_holds_promotion(tmp_path: Path, bare_engine: httpx.Client) -> None:
     evaluation = {"path": str(held_out(tmp_path)), "judge": "exact", "every": 2, "most_tokens": 16}
-    others = {"entropy": None, "reply_length": None, "degraded": None}
-    monitor = {"evaluation": evaluation, "drift": {"action": "hold", "baseline": 4, "window": 3, **others}}
+    monitor = {"evaluation": evaluation, "drift": {"action": "hold", "baseline": 4, "window": 3}}
     # Only what is rewarded is learnt: with batches of 16, learning what not to say makes room for anything.
     # Slowly at first, so that the other answer is still given when the app begins to count it.
     optimizer = {"lr": 1e-3, "lr_warmup_steps": 20}
@@ -126,7 +126,8 @@ def test_a_planted_reward_hack_raises_an_alarm_and_holds_promotion(tmp_path: Pat
         assert [each.version for each in candidates_held(ledger) if each.served_at is not None] == []
 
         held = ledger.versions.champion().version
-        ledger.alarms.clear("reward_hack")
+        for open_alarm in ledger.alarms.all():
+            ledger.alarms.clear(open_alarm.name)
         wait_for(lambda: ledger.versions.champion().version > held)
         wait_for(lambda: _HACK not in httpx.get(f"{both.url}/metrics").text, timeout_s=20)
         assert agent.failures == []

@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from tests.constants import settings_of
 from tests.databases import put_file
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
@@ -69,7 +70,7 @@ def opinionated(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def settings(base: Path, tmp_path: Path) -> Callable[..., Settings]:
-    """Makes settings with sections changed: settings(trainer={"save_interval": 2})."""
+    """Makes settings with sections changed, constants too: settings(trainer={"save_interval": 2})."""
 
     def make(**but: dict[str, object]) -> Settings:
         tree: dict[str, dict[str, object]] = {
@@ -85,7 +86,7 @@ def settings(base: Path, tmp_path: Path) -> Callable[..., Settings]:
         }
         for section, values in but.items():
             tree[section] = tree.get(section, {}) | values
-        return Settings.model_validate({"mode": "train", "checkpoint_root_dir": tmp_path} | tree)
+        return settings_of({"mode": "train", "checkpoint_root_dir": tmp_path} | tree)
 
     return make
 

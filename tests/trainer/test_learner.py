@@ -257,7 +257,7 @@ def test_merging_calls_changes_no_gradient(settings, lam):
     calls = [call for run in range(4) for call in _trajectory(run)]
     gradients = {}
     for merge in (True, False):
-        learner = snapshot.load(settings(algorithm={"lam": lam, "merge_calls": merge}), None)
+        learner = snapshot.load(settings(algorithm={"lam": lam}), None)
         sequences = assemble(calls, merge=merge)
         batch = collate_sequences(sequences)
         assert len(sequences) == (4 if merge else 12)

@@ -6,7 +6,7 @@
 A run's score is the mean of its calls' rewards (each of which `credit` decides); every token of all its calls has the
 run's advantage. The deviation (n - 1) is that of the group, or, by `group.scale`, of the batch's scores (2508.08221),
 or none at all (Dr. GRPO, 2503.20783, section 3.2). DAPO (2503.14476, eq. 8) is this page with `clip_range_high: 0.28`,
-`loss_agg_mode: token-mean`, `group.drop_constant` (section 3.2) and `overlong` (eq. 13); the paper's own average is
+`loss_agg_mode: token-mean`, constant groups left out (section 3.2) and `overlong` (eq. 13); the paper's own average is
 `seq-mean-token-mean`, Dr. GRPO's `seq-mean-token-sum-norm`, its divergence k3 (eq. 4).
 
 A run that is alone in its group, and all runs of a group with one score, have advantage 0.

@@ -8,7 +8,7 @@
 batch. A run that is alone in its group, and all runs of a group with one score, have advantage 0; in Trinity-RFT the
 advantage of a lone run is its reward.
 
-Left out: rewards of the calls before the last; `std_threshold` (`group.drop_constant` leaves constant groups out).
+Left out: rewards of the calls before the last; `std_threshold` (constant groups are left out before).
 """
 
 from dataclasses import replace

@@ -8,7 +8,7 @@ The whitening is the paper's global advantage normalization. The divergence (the
 with `kl_in: reward`, as in the paper; else in the loss. The return goes over action tokens only and ends where a reward
 is paid: at the end of each call, or, by `credit`, of the trajectory. `whiten_advantages: false` leaves the bare return.
 
-Left out: the variant with a group's mean as baseline; clipping of rewards in here (`reward_clip` does it before).
+Left out: the variant with a group's mean as baseline; clipping of rewards in here (`reward.clip` does it before).
 """
 
 from dataclasses import replace

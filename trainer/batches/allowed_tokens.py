@@ -42,7 +42,7 @@ def find_missing_library(settings: Settings) -> str | None:
         return None
     return (
         "xgrammar, which rebuilds the grammars that held replies, is not installed: they are set aside; in a clone, "
-        'pip install ./runner ".[grammar]", or write explorer.train_on_grammars: false, and they are marked only'
+        'pip install ./runner ".[grammar]"'
     )
 
 

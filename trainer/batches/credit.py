@@ -13,25 +13,15 @@ from torch import Tensor
 
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.moments import Baselines, mean_and_std, update_moments
 from tuneloop.trainer.algorithms.terms.targets import CallRewards
 from tuneloop.trainer.batches.batch import Batch
 from tuneloop.trainer.batches.sequences import TokenSequence, run_of, when_sampled
 
-_REWARDS = "rewards"
-
-#: Added to a deviation that is divided by.
-_LEAST = 1e-6
-
 
 def calls_of(
-    algorithm: AlgorithmSettings,
-    sequences: Sequence[TokenSequence],
-    batch: Batch,
-    baselines: Baselines,
-    limit: int | None,
-) -> tuple[CallRewards, Baselines]:
-    """The calls of a batch: credited, then clipped, punished for their length, and shifted and scaled.
+    algorithm: AlgorithmSettings, sequences: Sequence[TokenSequence], batch: Batch, limit: int | None
+) -> CallRewards:
+    """The calls of a batch: credited, then punished for their length.
 
     `limit`: the most tokens that a reply may have, if known.
     """
@@ -48,11 +38,9 @@ def calls_of(
             discount = algorithm.turn_discount if algorithm.credit == "discounted" else 1.0
             later = np.arange(len(members))[::-1]
             credited[members] = own[members[-1]] * discount**later
-    low, high = algorithm.reward_clip or (-np.inf, np.inf)
-    judged = credited.clip(low, high) - [_overlong(algorithm, call, limit) for call in calls]
-    rewards_C, baselines = _normalize(algorithm, torch.from_numpy(judged), baselines)
+    judged = credited - [_overlong(algorithm, call, limit) for call in calls]
     return CallRewards(
-        rewards_C=rewards_C.float(),
+        rewards_C=torch.from_numpy(judged).float(),
         rows_C=torch.repeat_interleave(torch.tensor([len(sequence.calls) for sequence in sequences])),
         runs_C=torch.from_numpy(run_numbers),
         groups_C=_group_numbers([call.group_id if call.group_id is not None else -1 - call.id for call in calls]),
@@ -60,7 +48,7 @@ def calls_of(
         tasks=tuple(f"{call.tenant}/{call.task_id}" if call.task_id is not None else "" for call in calls),
         of_BR=batch.calls_BR,
         ends_BR=_ends(batch, whole=algorithm.credit == "trajectory"),
-    ), baselines
+    )
 
 
 def _overlong(algorithm: AlgorithmSettings, call: Sample, limit: int | None) -> float:
@@ -69,22 +57,6 @@ def _overlong(algorithm: AlgorithmSettings, call: Sample, limit: int | None) -> 
         return 0.0
     beyond = len(call.completion_ids) - (limit - algorithm.overlong.buffer)
     return algorithm.overlong.penalty * min(max(beyond / algorithm.overlong.buffer, 0.0), 1.0)
-
-
-def _normalize(algorithm: AlgorithmSettings, rewards_C: Tensor, baselines: Baselines) -> tuple[Tensor, Baselines]:
-    """In float64: rewards may be large, and differ little."""
-    match algorithm.reward_normalization:
-        case "none":
-            return rewards_C, baselines
-        case "batch":
-            # Not over their mean: that of equal rewards may differ from them in the last digit.
-            apart_C = rewards_C - rewards_C[0]
-            apart_C = apart_C - apart_C.mean()
-            return apart_C / (apart_C.square().mean().sqrt() + _LEAST), baselines
-        case "running":
-            seen = update_moments(baselines.get(_REWARDS), rewards_C, decay=algorithm.baseline.decay)
-            mean, deviation = mean_and_std(seen)
-            return (rewards_C - mean) / (deviation + _LEAST), {**baselines, _REWARDS: seen}
 
 
 def _group_numbers(names: Sequence[int]) -> Tensor:

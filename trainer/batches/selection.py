@@ -71,7 +71,7 @@ def comparable(samples: list[Sample], algorithm: AlgorithmSettings, *, group_by:
     if group_by != "task":
         return samples, refused
     kept = _without_groups(samples, _alone, refused, "alone in its group: the others cannot be trained on")
-    if algorithm.algorithm_type in OF_GROUPS and algorithm.group.drop_constant:
+    if algorithm.algorithm_type in OF_GROUPS:
         reason = "all runs of its group have the same reward: it says nothing"
         judged = _by_the_last if algorithm.by_result else _by_the_mean
         kept = _without_groups(kept, lambda group: _constant(group, judged), refused, reason)

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
 from tuneloop.shared.evaluation.evaluation_log import EvaluationProgress
-from tuneloop.shared.evaluation.scores import KL, SCORE, Figure, TaskReply, figures_of, mean
+from tuneloop.shared.evaluation.scores import SCORE, Figure, TaskReply, figures_of
 from tuneloop.shared.evaluation.tasks import Task, fingerprint
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.metrics import Metrics
@@ -76,17 +76,6 @@ class HeldOut:
             for (task, ids), (_, reply), score in zip(said, pairs, scores, strict=True)
         ]
         return figures_of(answered, fingerprint=self.fingerprint, refusals=self._refusals)
-
-    def distance(self, actor: Actor, champion: Actor) -> Figure:
-        """How far the actor is from the champion along the champion's greedy answers, in nats a token."""
-        distances = []
-        progress = EvaluationProgress(len(self._asked))
-        for part in self._batches():
-            prompts = [ids for _, ids in part]
-            for prompt, reply in zip(prompts, self._generate(champion, prompts), strict=True):
-                distances.append(_divergence(champion, actor, prompt, reply))
-            progress.add(len(part))
-        return mean(KL, distances)
 
     def _judge_all(self, pairs: Sequence[tuple[Task, str]]) -> list[float | None]:
         try:
@@ -155,18 +144,3 @@ def _padded_left(prompts: Sequence[list[int]], padding: int) -> tuple[Tensor, Te
     ids_BT = torch.tensor([[padding] * (longest - len(ids)) + ids for ids in prompts])
     mask_BT = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
     return ids_BT, mask_BT
-
-
-@torch.no_grad()
-def _divergence(of: Actor, to: Actor, prompt: Sequence[int], reply: Sequence[int]) -> float:
-    """KL(of || to) over the whole vocabulary, a mean over the reply's tokens."""
-    ids_1T = torch.tensor([[*prompt, *reply]])
-    logprobs_of_RV, logprobs_to_RV = (
-        cast(Any, actor.network)(input_ids=ids_1T.to(actor.network.device), use_cache=False)
-        .logits[0, len(prompt) - 1 : -1]
-        .float()
-        .log_softmax(1)
-        for actor in (of, to)
-    )
-    divergence_R = (logprobs_of_RV.exp() * (logprobs_of_RV - logprobs_to_RV)).sum(1)
-    return float(divergence_R.mean())

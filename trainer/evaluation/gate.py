@@ -12,8 +12,8 @@ import torch
 
 from tuneloop.shared.checkpoints.layout import ACTOR
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
-from tuneloop.shared.evaluation.gate import evaluator_of, gate_verdict, is_beside
-from tuneloop.shared.evaluation.scores import Figure, distance_from, figures_of, figures_on
+from tuneloop.shared.evaluation.gate import evaluator_of, gate_verdict
+from tuneloop.shared.evaluation.scores import Figure, figures_of, figures_on
 from tuneloop.shared.evaluation.tasks import fingerprint, tasks_of
 from tuneloop.shared.experience import Evaluator, VersionAction
 from tuneloop.shared.ledger.ledger import Ledger, Version
@@ -54,8 +54,7 @@ class Examination:
             return
         champion = self._ledger.versions.champion()
         found, before = self._figures(version), self._figures(champion.version)
-        beside = version == champion.version or is_beside(self._settings.gate, found, champion.version)
-        if before and found and beside:
+        if before and found:
             return
         if self._take_gpu is not None:
             self._take_gpu(learner)
@@ -71,19 +70,15 @@ class Examination:
         self._not_before = time.monotonic() + self._again_s
 
     def _compare(self, learner: Learner, version: int, champion: Version) -> None:
-        started, found, gate = time.perf_counter(), self._answers(learner.actor), self._settings.gate
+        started, found = time.perf_counter(), self._answers(learner.actor)
         if version == champion.version:
             self._record(version, found)
             return
         before = self._figures(champion.version)
-        if not before or gate.kl is not None:
-            actor = self._actor(champion)
-            if not before:
-                before = self._answers(actor)
-                self._record(champion.version, before)
-            if gate.kl is not None and self._held_out is not None:
-                found = (*found, *distance_from(champion.version, self._held_out.distance(learner.actor, actor)))
-        verdict = gate_verdict(gate, found, before)
+        if not before:
+            before = self._answers(self._actor(champion))
+            self._record(champion.version, before)
+        verdict = gate_verdict(self._settings.gate, found, before)
         details = verdict.details(champion.version)
         reason = verdict.reason(champion.version)
         self._ledger.versions.note(version, VersionAction.EVALUATED, by="trainer", reason=reason, details=details)

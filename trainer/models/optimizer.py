@@ -52,7 +52,7 @@ class MasterAdamW:
     def __init__(
         self,
         module: nn.Module,
-        settings: algorithm.OptimizerSettings,
+        settings: algorithm.OptimizerSettings | algorithm.CriticOptimizerSettings,
         ranks: Ranks = ALONE,
         *,
         offload: bool = False,
@@ -274,7 +274,10 @@ def _shape_like(moment: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _adamw(
-    masters: Mapping[Shard, nn.Parameter], settings: algorithm.OptimizerSettings, *, compiled: bool
+    masters: Mapping[Shard, nn.Parameter],
+    settings: algorithm.OptimizerSettings | algorithm.CriticOptimizerSettings,
+    *,
+    compiled: bool,
 ) -> torch.optim.AdamW | EightBitAdamW:
     given: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "weight_decay": settings.weight_decay}
     if settings.bits == 8:

@@ -19,7 +19,7 @@ _MOST = 32
 
 
 class Distance:
-    """Measured after every `monitor.drift.kl_every` steps, if at all; the base model is loaded for it and let go."""
+    """Measured after every `kl_every` steps, if at all; the base model is loaded for it and let go."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

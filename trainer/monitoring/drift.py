@@ -119,8 +119,7 @@ def changes(drift: DriftSettings, history: History, found: Mapping[str, DriftFin
 
 def is_on(drift: DriftSettings, name: str) -> bool:
     """Whether the monitor has a threshold."""
-    option = "reward_rise" if name == "reward_hack" else name
-    return name in RULES and getattr(drift, option) is not None
+    return name in RULES and (name != "kl" or drift.kl is not None)
 
 
 def _recent(drift: DriftSettings, values: list[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -194,7 +193,7 @@ def _distance(drift: DriftSettings, history: History) -> DriftFinding | None:
 
 def _reward_hacking(drift: DriftSettings, history: History) -> DriftFinding | None:
     """The largest fall of the score from an evaluation since which the reward rose by more than `reward_rise`."""
-    if len(history.scores) < 2 or drift.reward_rise is None:
+    if len(history.scores) < 2:
         return None
     *earlier, now = history.scores
     rose, worst, reason = now.reward, 0.0, "the reward and the evaluation go together"
@@ -226,7 +225,7 @@ def _jump(drift: DriftSettings, history: History) -> DriftFinding | None:
     """How far the mean reward of the last quarter of a window is from that of the quarter before, up or down."""
     steps = _jump_steps(drift)
     values = [value for _, value in history.series.get(LEVEL, [])][-2 * steps :]
-    if drift.reward_jump is None or len(values) < 2 * steps:
+    if len(values) < 2 * steps:
         return None
     before, now = fmean(values[:steps]), fmean(values[steps:])
     reason = f"within {2 * steps} steps the mean reward went from {before:.1%} to {now:.1%} of what rewards can be"
@@ -235,7 +234,7 @@ def _jump(drift: DriftSettings, history: History) -> DriftFinding | None:
 
 def _fall_below_best(drift: DriftSettings, history: History) -> DriftFinding | None:
     """How far the score is below the best of the evaluations that are remembered, whatever the reward did."""
-    if len(history.scores) < 2 or drift.degraded is None:
+    if len(history.scores) < 2:
         return None
     best, now = max(history.scores, key=lambda each: each.score), history.scores[-1]
     reason = f"the score of the evaluation was {best.score:.4g} at step {best.step}, and is {now.score:.4g} now"

@@ -92,9 +92,8 @@ class Monitors:
         found: Metrics = {}
         options = self._drift
         try:
-            if options.refusals is not None or options.tool_errors is not None:
-                found |= signals(self._ledger.drift.newest_replies(options.replies, marks=CALL_MARKS), self._refusals)
-            rater = None if options.single_rater is None else self._ledger.drift.largest_rater(options.rater_events)
+            found |= signals(self._ledger.drift.newest_replies(options.replies, marks=CALL_MARKS), self._refusals)
+            rater = self._ledger.drift.largest_rater(options.rater_events)
             found |= {} if rater is None else {drift.RATER: rater}
             found |= self._suspect_signals()
         except LedgerError as error:
@@ -103,13 +102,11 @@ class Monitors:
 
     def _suspect_signals(self) -> Metrics:
         options, found = self._drift, Metrics()
-        if options.extreme_rewards is not None and self._rule.clip is not None:
+        if self._rule.clip is not None:
             extreme = self._ledger.drift.extreme_share(options.rater_events, self._rule)
             found |= {} if extreme is None else {drift.EXTREME: extreme}
-        if options.rater_outliers is not None:
-            outliers = self._ledger.drift.quarantined_share(options.rater_events)
-            found |= {} if outliers is None else {drift.OUTLIERS: outliers}
-        return found
+        outliers = self._ledger.drift.quarantined_share(options.rater_events)
+        return found if outliers is None else found | {drift.OUTLIERS: outliers}
 
     def _evaluate(self, learner: Learner) -> Metrics:
         if self._held_out is None:

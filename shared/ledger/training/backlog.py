@@ -77,7 +77,7 @@ def _freshest_first(connection: Connection, waiting: Sequence[_Waiting], policy:
     if is_limited(connection, policy):
         raters = main_raters(connection, [each.unit for each in found], policy)
         found = _in_turn(found, lambda each: raters[each.unit.number])
-    return _in_turn(found, lambda each: each.tenant) if policy.fair_share else found
+    return _in_turn(found, lambda each: each.tenant)
 
 
 def _in_turn(things: Sequence[T], of: Callable[[T], Hashable]) -> list[T]:

@@ -16,7 +16,6 @@ class BatchPolicy(NamedTuple):
     """
 
     order: str = "oldest"
-    fair_share: bool = True
     group_by: str = "none"
     group_size: int = 8
     group_timeout: float = 3600.0
@@ -36,7 +35,6 @@ class BatchPolicy(NamedTuple):
         buffer, trainer = settings.buffer, settings.trainer
         return cls(
             order=buffer.order,
-            fair_share=buffer.fair_share,
             group_by=buffer.group_by,
             group_size=buffer.group_size,
             group_timeout=buffer.group_timeout,

@@ -6,7 +6,7 @@ runs inside a transaction of the ledger, under the trainer's epoch.
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Select, TextClause, and_, func, select, text, update
@@ -123,11 +123,7 @@ def _next_rows(connection: Connection, policy: BatchPolicy, most: int, *, lock: 
         tenant: connection.execute(query.with_for_update(skip_locked=True) if lock else query).all()
         for tenant, query in queries.items()
     }
-    if policy.fair_share or len(queues) == 1:
-        rows = _in_turn(queues.values())
-    else:
-        rows = sorted(chain.from_iterable(queues.values()), key=lambda row: _rank(row, policy.order))
-    return [row.id for row in rows[:most]]
+    return [row.id for row in _in_turn(queues.values())[:most]]
 
 
 def next_of(tenant: str, policy: BatchPolicy, size: int) -> Select[Any]:
@@ -143,10 +139,6 @@ def next_of(tenant: str, policy: BatchPolicy, size: int) -> Select[Any]:
         .order_by(*by[policy.order])
         .limit(size)
     )
-
-
-def _rank(row: Any, order: str) -> tuple[float, int]:
-    return {"oldest": (0.0, row.id), "freshest": (0.0, -row.id), "priority": (-row.priority, row.id)}[order]
 
 
 def _in_turn(queues: Collection[Sequence[Any]]) -> list[Any]:
@@ -207,12 +199,7 @@ def _next_groups(connection: Connection, policy: BatchPolicy, most: int, missing
     queues = {
         tenant: connection.execute(next_groups(tenant, policy.order, most)).all() for tenant in _tenants(connection)
     }
-    if policy.fair_share:
-        groups = _in_turn(queues.values())
-    else:
-        sign = -1 if policy.order == "freshest" else 1
-        groups = sorted(chain.from_iterable(queues.values()), key=lambda row: sign * row.group_id)
-    chosen, total = _first(groups, most)
+    chosen, total = _first(_in_turn(queues.values()), most)
     if total < missing and policy.batch_timeout is None:
         return []
     members: dict[int, list[int]] = defaultdict(list)

@@ -132,7 +132,7 @@ async def test_an_engine_that_is_starting_says_how_far_it_is(tmp_path: Path, mon
     rollout = settings.explorer.rollout_model.model_copy(update={"startup_timeout": 5.0})
     settings = settings.model_copy(update={"explorer": settings.explorer.model_copy(update={"rollout_model": rollout})})
     engine = Engine(0, EngineHttp(), cast("Any", NeverHealthy()))
-    with capture_logs() as logs, pytest.raises(EnvironmentRefused, match="startup_timeout: engine 0 was not ready"):
+    with capture_logs() as logs, pytest.raises(EnvironmentRefused, match="engine 0 was not ready within 5 s"):
         await process.EngineProcess(settings, engine, socket=tmp_path / "socket").start(tmp_path)
     said = [(each["engine"], each["stage"]) for each in logs if each["event"] == "engine_start_goes_on"]
     assert len(said) >= 2

@@ -81,7 +81,6 @@ def test_what_may_differ_from_the_trainer_is_what_the_machine_s_numbers_make(
     ("but", "asked"),
     [
         ({}, True),
-        ({"train_on_grammars": False}, False),
         ({"rollout_model": {"engine_args": ["--structured-outputs-config.backend", "xgrammar"]}}, True),
         ({"rollout_model": {"engine_args": ["--structured-outputs-config.backend", "outlines"]}}, False),
     ],

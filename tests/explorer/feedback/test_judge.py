@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.constants import section_of
 from tests.doubles.engine import MODEL, EngineDouble
 from tests.doubles.judge import JudgeDouble, judge_place, shown, verdict
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, open_ledger, settings_for
@@ -57,7 +58,7 @@ def judge(place: JudgeDouble) -> JudgeDouble:
 
 
 def judged_by(settings: Settings, judge: JudgeDouble, **but: Any) -> Settings:
-    by = JudgeSettings(**{"url": judge.base_url, "model": "j", "retries": 0} | but)
+    by = section_of(JudgeSettings, {"url": judge.base_url, "model": "j", "retries": 0} | but)
     return settings.model_copy(update={"judge": by, "reward": RewardRule(weights=WEIGHTS, clip=None)})
 
 
@@ -281,7 +282,7 @@ class Bench:
         self.spool = Spool.open(settings.spool_dir, sync=False)
         self.all_there = True
         self.judging = JudgeLoop(
-            JudgeSettings(url=judge.base_url, model="j", retries=0),
+            section_of(JudgeSettings, {"url": judge.base_url, "model": "j", "retries": 0}),
             self.ledger,
             self.spool,
             metrics=Metrics(),
@@ -492,7 +493,7 @@ def test_verdicts_that_would_come_too_late_are_refused() -> None:
         ({"url": "http://localhost/v1"}, "judge.model: needed"),
         ({"scale": (5, 1)}, "judge.scale"),
         ({"weights": {"beauty": 1.0}}, "judge.weights: beauty"),
-        ({"after": 10.0, "max_age": 10.0}, "judge.after"),
+        ({"after": 86400.0}, "judge.after"),
         ({"model": "x" * 300}, "judge.model: is too long"),
         ({"criteria": {}}, "1 to 20"),
         ({"criteria": {"a b": "x"}}, "the name 'a b'"),

@@ -157,19 +157,16 @@ def test_nobody_is_asked_about_other_replies(explorer: RunningExplorer, double: 
 
 
 @pytest.mark.parametrize(
-    "but",
+    "arguments",
     [
-        {"train_on_grammars": False},
-        {"arguments": ["--structured-outputs-config", '{"backend": "guidance"}']},
-        {"arguments": ["--structured-outputs-config.disable_any_whitespace", "true"]},
+        ["--structured-outputs-config", '{"backend": "guidance"}'],
+        ["--structured-outputs-config.disable_any_whitespace", "true"],
     ],
 )
-def test_who_does_not_want_it_or_cannot_rebuild_it_asks_nobody(
-    running_explorer: Run, double: EngineDouble, but: dict[str, Any]
-) -> None:
-    rollout = {"engine_urls": [double.url], "dtype": "float32", "engine_args": but.pop("arguments", [])}
+def test_who_cannot_rebuild_it_asks_nobody(running_explorer: Run, double: EngineDouble, arguments: list[str]) -> None:
+    rollout = {"engine_urls": [double.url], "dtype": "float32", "engine_args": arguments}
     double.rendered = rendered(structural_tag=TAG)
-    explorer = running_explorer(double, rollout_model=rollout, **but)
+    explorer = running_explorer(double, rollout_model=rollout)
     assert ask(explorer, tools=[STRICT]).unsampled == "sampling:tools"
     assert double.renders == []
 
@@ -191,9 +188,6 @@ def test_calls_that_the_engine_holds_by_itself_are_recorded_with_their_grammar(
     assert (found.unsampled, found.grammar) == (None, Grammar(kind="structural_tag", spec=TAG))
 
 
-@pytest.mark.parametrize("trained", [True, False])
-def test_an_engine_that_is_attached_to_is_given_a_grammar(
-    running_explorer: Run, double: EngineDouble, trained: bool
-) -> None:
-    with running_explorer(double, train_on_grammars=trained).openai():
-        assert double.grammars_given == int(trained)
+def test_an_engine_that_is_attached_to_is_given_a_grammar(running_explorer: Run, double: EngineDouble) -> None:
+    with running_explorer(double).openai():
+        assert double.grammars_given == 1

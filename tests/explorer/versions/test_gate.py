@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from tests.constants import section_of
 from tests.doubles.engine import EngineDouble
 from tests.doubles.judge import judge_place, verdict
 from tests.explorer.checkpoints import register
@@ -42,7 +43,7 @@ def gated(tmp_path: Path, doubles: list[EngineDouble], **gate: Any) -> Any:
         each.says = {tmp_path.name: RIGHT, "global_step_1": WRONG, "global_step_2": RIGHT}
     settings = settings_for(tmp_path, [each.url for each in doubles])
     monitor = MonitorSettings(evaluation=EvaluationSettings(path=path))
-    return settings.model_copy(update={"gate": GateSettings(**{"mode": "block"} | gate), "monitor": monitor})
+    return settings.model_copy(update={"gate": section_of(GateSettings, {"mode": "block"} | gate), "monitor": monitor})
 
 
 def events(explorer: RunningExplorer, number: int) -> list[Any]:
@@ -105,26 +106,11 @@ def test_a_report_says_what_is_wrong_and_lets_it_serve(tmp_path: Path, doubles: 
         assert evaluated.details["passed"] is False
 
 
-def test_the_distance_is_measured_on_what_the_champion_says(tmp_path: Path, doubles: list[EngineDouble]) -> None:
-    with explorer_running(gated(tmp_path, doubles, kl=1e-9, margin=1, slice_margin=1)) as explorer:
-        until_ready(explorer, 2)
-        register(explorer.ledger, explorer.settings.job_dir)
-        eventually(lambda: bool(explorer.ledger.evaluations.of(1, Evaluator.ENGINE)))
-        found = explorer.ledger.evaluations.of(1, Evaluator.ENGINE)
-        (distance,) = [each for each in found if each.metric == "kl"]
-        assert distance.samples == len(TASKS)
-        assert distance.value != 0
-        assert [each.value for each in found if each.metric == "kl_of"] == [0.0]
-        assert [
-            each.metric for each in explorer.ledger.evaluations.of(0, Evaluator.ENGINE) if each.metric == "kl"
-        ] == []
-
-
 def test_a_judge_that_is_away_makes_the_candidate_wait_not_fail(tmp_path: Path, doubles: list[EngineDouble]) -> None:
     with judge_place() as judge, capture_logs() as said:
         settings = gated(tmp_path, doubles)
         evaluation = settings.monitor.evaluation.model_copy(update={"judge": "model"})
-        by = JudgeSettings(url=judge.base_url, model="j", retries=0, share=0.001)
+        by = section_of(JudgeSettings, {"url": judge.base_url, "model": "j", "retries": 0, "share": 0.001})
         update = {"monitor": MonitorSettings(evaluation=evaluation), "judge": by}
         judge.answers = [(503, {}, {})] * 100
         judge.says = [verdict(5)]
@@ -229,22 +215,6 @@ async def test_figures_of_other_tasks_do_not_count(tmp_path: Path, double: Engin
     assert await Gate(settings, ledger).admits(candidate, champion)
     rewrite(settings)
     assert not await Gate(settings, ledger).admits(candidate, champion)
-    ledger.close()
-
-
-async def test_a_distance_from_another_champion_does_not_count(tmp_path: Path, double: EngineDouble) -> None:
-    settings = gated(tmp_path, [double], kl=0.5)
-    ledger = open_ledger(settings)
-    ledger.evaluations.record(0, Evaluator.TRAINER, figures(settings, 0.9))
-    register(ledger, settings.job_dir)
-    candidate, champion = ledger.versions.candidate(), ledger.versions.champion()
-    assert candidate is not None
-    gate = Gate(settings, ledger)
-    measured = [*figures(settings, 0.9), Figure("kl", "", 0.01, 0.0, 2)]
-    for of, admitted in ((None, False), (7.0, False), (0.0, True)):
-        beside_it = [Figure("kl_of", "", of, 0.0, 2)] if of is not None else []
-        ledger.evaluations.record(1, Evaluator.TRAINER, [*measured, *beside_it])
-        assert await gate.admits(candidate, champion) is admitted
     ledger.close()
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tuneloop.shared.evaluation.gate import evaluator_of, gate_verdict, same_tasks
-from tuneloop.shared.evaluation.scores import KL, LENGTH, MALFORMED, REFUSALS, SCORE, TASKS, Figure
+from tuneloop.shared.evaluation.scores import LENGTH, MALFORMED, REFUSALS, SCORE, TASKS, Figure
 from tuneloop.shared.experience import Evaluator
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.versions import GateSettings
@@ -29,25 +29,18 @@ CHAMPION = figures(score__sums=0.8, score__words=1.0)
         ({"margin": 0.1}, {SCORE: 0.8}, None),
         ({"margin": 0.1}, {SCORE: 0.799}, "its score is 0.799, the champion's 0.9: more than 0.1 below"),
         ({"margin": 0}, {SCORE: 0.9}, None),
-        ({"slice_margin": 0.1}, {"score__sums": 0.7}, None),
-        ({"slice_margin": 0.1}, {"score__sums": 0.69}, "its score on the slice sums is 0.69, the champion's 0.8"),
-        ({"margin": 1, "slice_margin": 0}, {"score__words": 0.99}, "on the slice words"),
+        ({}, {"score__sums": 0.75}, None),
+        ({}, {"score__sums": 0.74}, "its score on the slice sums is 0.74, the champion's 0.8"),
+        ({"margin": 1}, {"score__words": 0.94}, "on the slice words"),
         ({}, {LENGTH: 200.0}, None),
         ({}, {LENGTH: 201.0}, "its replies have 201 tokens, the champion's 100"),
         ({}, {LENGTH: 50.0}, None),
         ({}, {LENGTH: 49.0}, "its replies have 49 tokens"),
         ({}, {LENGTH: 0.0}, "its replies have 0 tokens"),
-        ({"reply_length": None}, {LENGTH: 1000.0}, None),
         ({}, {REFUSALS: 0.2}, None),
         ({}, {REFUSALS: 0.21}, "21.0% of its replies refuse, 10.0% of the champion's"),
-        ({"refusals": None}, {REFUSALS: 1.0}, None),
         ({}, {MALFORMED: 0.1}, None),
         ({}, {MALFORMED: 0.11}, "11.0% of its replies lack the form that their task demands, 0.0% of the champion's"),
-        ({"format": None}, {MALFORMED: 1.0}, None),
-        ({"kl": 0.5}, {KL: 0.5}, None),
-        ({"kl": 0.5}, {KL: 0.51}, "it is 0.51 nats a token from the champion; allowed: 0.5"),
-        ({}, {KL: 9.0}, None),
-        ({"kl": 0.5}, {}, None),
     ],
 )
 def test_each_margin_and_guard_at_its_edge(

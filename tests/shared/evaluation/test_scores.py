@@ -139,7 +139,7 @@ def test_a_model_that_judges_otherwise_has_another_fingerprint(tmp_path: Path) -
     rubric.write_text('{"scale": [1, 3]}')
     by_rubric = fingerprint([TASK], options, JudgeSettings(model="critic", rubric=rubric))
     assert len({*found, by_rubric}) == len(judges) + 1
-    elsewhere = JudgeSettings(model="critic", url="http://elsewhere/v1", key="k", timeout=1)
+    elsewhere = JudgeSettings(model="critic", url="http://elsewhere/v1", key="k")
     assert fingerprint([TASK], options, elsewhere) == found[0]
     inline = JudgeSettings(model="critic", rubric=rubric, scale=(1, 10))
     assert fingerprint([TASK], options, inline) == by_rubric

@@ -138,17 +138,6 @@ def test_what_the_gate_lacks_is_told(made: Ledger, options: dict[str, Any], engi
     assert why().startswith("the explorer has not taken it up yet")
 
 
-def test_a_distance_from_another_champion_is_not_enough(made: Ledger, options: dict[str, Any]) -> None:
-    for version in (1, 2):
-        evaluated(made, version, Evaluator.TRAINER)
-    gate: Any = {"mode": "block", "kl": 0.1}
-    figures = made.evaluations.of(2, Evaluator.TRAINER)
-    for of, told in ((0.0, "has evaluated it beside version 1"), (1.0, "the explorer has not taken it up yet")):
-        distance = [Figure("kl", "", 0.01, 0.0, 1), Figure("kl_of", "", of, 0.0, 1)]
-        made.evaluations.record(2, Evaluator.TRAINER, [*figures, *distance])
-        assert told in lines(options, gate)[0]
-
-
 @pytest.mark.usefixtures("made")
 def test_who_only_reports_holds_up_what_an_engine_evaluates_and_nothing_else(options: dict[str, Any]) -> None:
     assert "at the gate, until the engine has evaluated it" in lines(options, "report", 2)[0]

@@ -150,6 +150,10 @@ def test_an_empty_section_has_its_defaults(tmp_path):
             "feedback: {quarantine_below: 0.5}\n",
             "feedback.quarantine_below: removed: raters are not compared any more. Delete the line;",
         ),
+        (
+            "monitor: {drift: {reward_rise: 0.1}}\n",
+            "1:19: monitor.drift.reward_rise: removed: it is always 0.05. Delete the line",
+        ),
         ("gate: {replay: {share: 0.1}}\n", "1:8: gate.replay: removed: a candidate is compared on the tasks of"),
         ("data_processor: {task_pipeline: {topk: 1}}\n", "unknown key. Did you mean 'top_k'?"),
         (
@@ -340,10 +344,10 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path):
 
 
 def test_anchors_and_merges_work(tmp_path):
-    text = MODEL + "algorithm:\n  optimizer: &o {lr: 1e-3, weight_decay: 0.5}\n  critic_optimizer: {<<: *o, lr: 1e-2}\n"
+    text = MODEL + "algorithm:\n  optimizer: &o {lr: 1e-3, bits: 8}\n  critic_optimizer: {<<: *o, lr: 1e-2}\n"
     settings = report(tmp_path, text).settings
     assert settings is not None
-    assert (settings.algorithm.critic_optimizer.lr, settings.algorithm.critic_optimizer.weight_decay) == (0.01, 0.5)
+    assert (settings.algorithm.critic_optimizer.lr, settings.algorithm.critic_optimizer.bits) == (0.01, 8)
 
 
 def test_a_number_like_1e_6_is_a_number(tmp_path):

@@ -262,17 +262,16 @@ def test_without_xgrammar_it_is_said_what_is_missing(
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "explorer", "warns"),
-    [("ppo", {}, True), ("sft", {}, False), ("ppo", {"train_on_grammars": False}, False)],
+    ("algorithm", "warns"),
+    [("ppo", True), ("sft", False)],
 )
 def test_a_trainer_without_xgrammar_says_so_at_its_start(
     of_bytes: Callable[..., Settings],
     monkeypatch: pytest.MonkeyPatch,
     algorithm: str,
-    explorer: dict[str, object],
     warns: bool,
 ) -> None:
-    settings = of_bytes(algorithm={"algorithm_type": algorithm}, explorer=explorer)
+    settings = of_bytes(algorithm={"algorithm_type": algorithm})
     assert find_missing_library(settings) is None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert (find_missing_library(settings) is not None) is warns

@@ -5,13 +5,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from tests.constants import section_of
 from tests.factories import exchange, experience, feedback
 from tests.trainer.factories import sample
 from tuneloop.shared.experience import REDACTED, pack_ids
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.shared.settings.feedback import RewardRule
-from tuneloop.trainer.algorithms.terms.moments import Moments
 from tuneloop.trainer.batches.batch import collate
 from tuneloop.trainer.batches.credit import calls_of
 from tuneloop.trainer.batches.sequences import assemble
@@ -38,9 +38,9 @@ def _trajectory(*rewards, run="r", first=1):
     return calls
 
 
-def _calls(samples, *, merge=True, limit=None, baselines=None, **algorithm):
+def _calls(samples, *, merge=True, limit=None, **algorithm):
     sequences = assemble(samples, merge=merge)
-    return calls_of(AlgorithmSettings(**algorithm), sequences, collate(sequences), baselines or {}, limit)
+    return calls_of(section_of(AlgorithmSettings, algorithm), sequences, collate(sequences), limit)
 
 
 @pytest.mark.parametrize(
@@ -52,15 +52,15 @@ def _calls(samples, *, merge=True, limit=None, baselines=None, **algorithm):
     ],
 )
 def test_credit_is_paid_where_the_settings_say(credit, paid):
-    calls, _ = _calls(_trajectory(1.0, 2.0, 3.0), credit=credit, turn_discount=0.5)
+    calls = _calls(_trajectory(1.0, 2.0, 3.0), credit=credit, turn_discount=0.5)
     assert calls.paid_BR.tolist() == [paid]
 
 
 @pytest.mark.parametrize("credit", ["call", "trajectory", "discounted"])
 def test_merging_changes_no_call_s_credit(credit):
     samples = [*_trajectory(1.0, 2.0, 3.0), *_trajectory(5.0, 0.0, run="q", first=10)]
-    merged, _ = _calls(samples, credit=credit)
-    apart, _ = _calls(samples, credit=credit, merge=False)
+    merged = _calls(samples, credit=credit)
+    apart = _calls(samples, credit=credit, merge=False)
     assert merged.rewards_C.tolist() == apart.rewards_C.tolist()
     assert merged.last_C.tolist() == apart.last_C.tolist() == [False, False, True, False, True]
     assert merged.rows_C.tolist() == [0, 0, 0, 1, 1]
@@ -69,64 +69,28 @@ def test_merging_changes_no_call_s_credit(credit):
 
 
 def test_tokens_of_tools_get_nothing():
-    calls, _ = _calls(_trajectory(1.0, 2.0))
+    calls = _calls(_trajectory(1.0, 2.0))
     assert calls.spread(torch.tensor([5.0, 6.0])).tolist() == [[5, 5, 0, 6, 6]]
-
-
-def test_rewards_are_clipped_as_the_settings_say():
-    calls, _ = _calls(_trajectory(-9.0, 0.5, 9.0), reward_clip=(-1.0, 2.0))
-    assert calls.rewards_C.tolist() == [-1.0, 0.5, 2.0]
-
-
-def test_rewards_are_normalized_over_the_batch_and_equal_ones_become_zero():
-    calls, _ = _calls(_trajectory(1.0, 3.0), reward_normalization="batch")
-    assert calls.rewards_C.tolist() == pytest.approx([-1.0, 1.0], abs=1e-5)
-    calls, _ = _calls(_trajectory(5.0, 5.0), reward_normalization="batch")
-    assert calls.rewards_C.tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("offset", [0.1, 1000.1, 1e4, 1e6 - 1])
-def test_however_large_the_rewards_only_their_differences_are_normalized(offset):
-    calls, _ = _calls(_trajectory(offset, offset + 1.0, offset, offset + 1.0), reward_normalization="batch")
-    assert calls.rewards_C.tolist() == pytest.approx([-1.0, 1.0, -1.0, 1.0], abs=1e-5)
-    calls, _ = _calls(_trajectory(*[offset] * 7), reward_normalization="batch")
-    assert calls.rewards_C.tolist() == [0.0] * 7
-
-
-def test_running_normalization_remembers_and_is_whole_from_the_first_batch_on():
-    calls, seen = _calls(_trajectory(1.0, 3.0), reward_normalization="running", baseline={"decay": 0.9})
-    assert calls.rewards_C.tolist() == pytest.approx([-1.0, 1.0], abs=1e-5)
-    assert seen["rewards"] == Moments(pytest.approx(0.2), pytest.approx(0.5), pytest.approx(0.1))
-    calls, _ = _calls(_trajectory(5.0, 5.0), reward_normalization="running", baseline={"decay": 0.9}, baselines=seen)
-    assert calls.rewards_C.tolist()[0] > 0.5
 
 
 def test_a_long_reply_is_punished_softly_before_its_limit():
     """Replies of two tokens; DAPO's punishment over the last two before the limit."""
-    options = {"overlong": {"buffer": 2, "penalty": 1.0}}
+    options = {"overlong": {"buffer": 2}}
     for limit, expected in ((4, 1.0), (3, 0.5), (2, 0.0), (1, 0.0), (None, 1.0)):
-        calls, _ = _calls(_trajectory(1.0), limit=limit, **options)
+        calls = _calls(_trajectory(1.0), limit=limit, **options)
         assert calls.rewards_C.tolist() == [expected]
 
 
-def test_the_punishment_for_length_comes_after_the_clip_which_cannot_hide_it():
-    long = {"reward_clip": (0.0, 1.0), "overlong": {"buffer": 2, "penalty": 1.0}}
-    for reward, expected in ((0.0, -1.0), (9.0, 0.0)):
-        calls, _ = _calls(_trajectory(reward), limit=2, **long)
-        assert calls.rewards_C.tolist() == [expected]
-
-
-def test_each_call_is_clipped_and_punished_by_itself_after_it_was_credited():
-    long = {"reward_clip": (-1.0, 1.0), "overlong": {"buffer": 2, "penalty": 0.5}, "credit": "discounted"}
-    calls, _ = _calls(_trajectory(0.0, 0.0, 9.0), limit=3, turn_discount=0.1, **long)
-    assert calls.rewards_C.tolist() == pytest.approx([0.09 - 0.25, 0.9 - 0.25, 1.0 - 0.25])
+def test_each_call_is_punished_by_itself_after_it_was_credited():
+    calls = _calls(_trajectory(0.0, 0.0, 9.0), limit=3, turn_discount=0.1, overlong={"buffer": 2}, credit="discounted")
+    assert calls.rewards_C.tolist() == pytest.approx([0.09 - 0.5, 0.9 - 0.5, 9.0 - 0.5])
 
 
 def test_a_call_with_redacted_tokens_is_paid_once_at_its_last_token_that_is_learnt():
     [call] = _trajectory(2.0)
     ids = np.array([1, REDACTED, 2, REDACTED], np.int32)
     [other, _] = _trajectory(1.0, 0.0, run="q", first=5)
-    calls, _ = _calls([replace(call, completion_ids=ids, logprobs=np.zeros(4, np.float32)), other], merge=False)
+    calls = _calls([replace(call, completion_ids=ids, logprobs=np.zeros(4, np.float32)), other], merge=False)
     assert calls.paid_BR.tolist() == [[0, 0, 2, 0], [0, 1, 0, 0]]
 
 
@@ -150,7 +114,7 @@ def test_feedback_on_two_calls_and_their_run_is_paid_as_the_documentation_says(e
     said = [feedback(msg_id=first.msg_id, value=0.1), feedback(msg_id=second.msg_id, value=0.2)]
     ledger.recording.record([first, second, *said, feedback(msg_id=None, value=1.0, **run)])
     ledger.recording.commit("acme")
-    calls, _ = _calls(
+    calls = _calls(
         ledger.training.lease(ledger.training.take_epoch("trainer"), 2, BatchPolicy()),
         credit=credit,
         turn_discount=0.5,

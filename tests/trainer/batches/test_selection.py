@@ -92,8 +92,6 @@ def test_a_group_that_is_rewarded_alike_is_left_out_by_methods_that_compare():
     )
     assert kept == mixed
     assert list(refused.values()) == [alike]
-    keep = AlgorithmSettings(algorithm_type="grpo", group={"drop_constant": False})
-    assert sort_out([*alike, *mixed], keep, vocabulary=250, group_by="task") == ([*alike, *mixed], {})
     assert sort_out([*alike, *mixed], PPO, vocabulary=250, group_by="task") == ([*alike, *mixed], {})
 
 

@@ -87,11 +87,6 @@ def test_the_score_is_the_share_of_right_answers_of_all_and_of_each_slice(held_o
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_only_so_many_samples_are_asked(held_out):
-    _, asked = held_out(*({"prompt": str(i), "answer": "?"} for i in range(5)), samples=2)
-    assert [task.line for task, _ in asked._asked] == [1, 2]
-
-
 @pytest.mark.parametrize(
     ("judge", "answer", "reply", "right"),
     [

@@ -6,6 +6,7 @@ import torch
 from structlog.testing import capture_logs
 
 from tests.trainer.factories import sample
+from tuneloop.shared.settings.versions import DriftSettings
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.models.model import Actor
 from tuneloop.trainer.monitoring.distance import Distance
@@ -17,9 +18,10 @@ LIVELY = {"kl_coef": 0.0, "mini_batches": 1, "optimizer": {"lr": 1e-2}}
 
 
 @pytest.fixture
-def learnt(settings):
+def learnt(settings, monkeypatch):
     """Settings, and a learner without a reference after two steps."""
-    chosen = settings(algorithm=LIVELY, monitor={"drift": {"kl_every": 2, "kl": 1e-6, "baseline": 1, "window": 1}})
+    monkeypatch.setattr(DriftSettings, "kl_every", 2)
+    chosen = settings(algorithm=LIVELY, monitor={"drift": {"kl": 1e-6, "baseline": 1, "window": 1}})
     learner = snapshot.load(chosen, None)
     for _ in range(2):
         learner.step(BATCH)
@@ -46,7 +48,7 @@ def test_edited_answers_are_no_replies_of_the_policy(learnt):
 
 def test_without_a_threshold_it_is_not_measured(learnt, settings):
     _, learner = learnt
-    assert Distance(settings(monitor={"drift": {"kl_every": 2, "kl": None}})).measure(learner, BATCH) == {}
+    assert Distance(settings(monitor={"drift": {"kl": None}})).measure(learner, BATCH) == {}
 
 
 def test_a_base_model_that_does_not_fit_or_is_gone_is_told_and_stops_nothing(learnt, monkeypatch, tmp_path):

@@ -30,7 +30,8 @@ from tuneloop.trainer.monitoring.drift import (
 from tuneloop.trainer.monitoring.monitors import Monitors
 from tuneloop.trainer.monitoring.replies import signals, tool_error
 
-SMALL = DriftSettings(baseline=4, window=3, degraded=None)
+# A copy's own value hides the constant of its class.
+SMALL = DriftSettings(baseline=4, window=3).model_copy(update={"degraded": 1.0})
 
 
 def after(options, *steps, history=None):
@@ -71,8 +72,6 @@ def test_a_monitor_trips_beyond_its_threshold_and_not_before(alarm, signal, hone
     assert alarms(SMALL, quiet) == set()
     loud = after(SMALL, *[{signal: drifted}] * 3, history=quiet)
     assert alarms(SMALL, loud) == {alarm}
-    off = SMALL.model_copy(update={alarm: None})
-    assert drift.verdicts(off, loud) == {}
 
 
 def test_nothing_is_said_before_there_are_values_enough():
@@ -120,7 +119,6 @@ def test_a_reward_that_jumps_up_or_down_is_suspect_until_it_stays_there(level):
     jumped = after(SMALL, *[{LEVEL: level}] * 5, history=before)
     assert alarms(SMALL, jumped) == {"reward_jump"}
     assert alarms(SMALL, after(SMALL, *[{LEVEL: level}] * 5, history=jumped)) == set()
-    assert alarms(SMALL.model_copy(update={"reward_jump": None}), jumped) == set()
 
 
 def test_a_model_that_learns_fast_does_not_jump():
@@ -129,7 +127,7 @@ def test_a_model_that_learns_fast_does_not_jump():
 
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_the_first_steps_are_none_of_the_last_ones_however_short_the_window(window):
-    options = DriftSettings(baseline=10, window=window, degraded=None)
+    options = DriftSettings(baseline=10, window=window)
     slowly = [0.1] * 10 + [0.1 + 0.02 * step for step in range(40)] + [0.9] * 20
     history = after(options, *[{LEVEL: level} for level in slowly])
     for gone_back in (70, 70 - 3 * window):
@@ -181,7 +179,7 @@ def test_the_base_models_score_is_compared_with_the_rewards_of_the_first_steps()
 
 
 def test_an_evaluation_of_long_ago_is_forgotten_unless_the_alarm_is_open():
-    options = DriftSettings(baseline=4, window=3, evaluation_window=10, degraded=None)
+    options = SMALL.model_copy(update={"evaluation_window": 10})
     hacked = trained(options, (0.2, 0.9), (0.8, 0.3))
     assert alarms(options, hacked) == {"reward_hack"}
     still = [(0.8, 0.3)] * 5
@@ -193,7 +191,7 @@ def test_an_evaluation_of_long_ago_is_forgotten_unless_the_alarm_is_open():
 
 def test_evaluations_further_apart_than_they_are_remembered_are_refused(tmp_path):
     tree = {"model": {"model_path": "m"}, "monitor": {"evaluation": {"path": "x", "every": 300}}}
-    with pytest.raises(ValidationError, match="evaluation_window: 200 steps hold no two evaluations"):
+    with pytest.raises(ValidationError, match=r"evaluation\.every: evaluations of the last 200 steps are compared"):
         Settings.model_validate(tree)
 
 
@@ -338,8 +336,9 @@ def test_the_action_says_which_alarms_hold(action, held):
     assert {name for name in names if DriftSettings(action=action).holds(name)} == held
 
 
-def test_extreme_rewards_hold_new_versions_unless_they_are_a_quarantined_raters(watching, ledger):
-    watch, _ = watching(rater_events=10)
+def test_extreme_rewards_hold_new_versions_unless_they_are_a_quarantined_raters(watching, ledger, monkeypatch):
+    monkeypatch.setattr(DriftSettings, "rater_events", 10)
+    watch, _ = watching()
     watch.begin(Trained())
     said = exchange()
     ledger.recording.record([said, *(feedback(msg_id=said.msg_id, source=f"r{n}", value=n - 5.0) for n in range(10))])

@@ -95,13 +95,6 @@ def test_each_tenant_gets_the_same_share_and_what_one_leaves_goes_to_the_others(
     assert Counter(sample.tenant for sample in batch) == {"loud": 4, "middle": 3, "quiet": 2}
 
 
-@pytest.mark.parametrize(("order", "first"), [("oldest", "loud"), ("freshest", "quiet"), ("priority", "quiet")])
-def test_without_fair_shares_the_order_alone_decides(ledger: Ledger, take: Take, order: str, first: str) -> None:
-    for tenant, priority in (("loud", 1.0), ("loud", 1.0), ("quiet", 2.0), ("quiet", 2.0)):
-        give(ledger, tenant=tenant, priority=priority)
-    assert {sample.tenant for sample in take(2, order=order, fair_share=False)} == {first}
-
-
 # Bounds.
 
 
@@ -277,7 +270,6 @@ def test_groups_are_shared_out_among_the_tenants(ledger: Ledger, take: Take) -> 
                 give(ledger, tenant=tenant, task_id=task, run_id=run)
     assert {sample.task_id for sample in take(4, group_by="task", group_size=2)} == {"a", "e"}
     assert {sample.task_id for sample in take(2, group_by="task", group_size=2, order="freshest")} == {"d"}
-    assert {sample.task_id for sample in take(2, group_by="task", group_size=2, fair_share=False)} == {"b"}
 
 
 def test_a_group_that_loses_a_member_is_gathered_anew(ledger: Ledger, engine: Engine, take: Take, clock: Clock) -> None:
@@ -361,7 +353,6 @@ def test_a_claim_reads_an_index_in_its_order_whatever_else_waits(engine: Engine)
 def test_the_settings_make_the_policy(tmp_path: Path) -> None:
     chosen = {
         "order": "freshest",
-        "fair_share": False,
         "group_by": "task",
         "group_size": 3,
         "group_timeout": 7.0,

@@ -255,6 +255,3 @@ def _trinity_names_under(section: Sequence[str]) -> list[str]:
     depth = len(section)
     split = (key.split(".") for key in _KEYS | _FREE)
     return sorted({key[depth] for key in split if len(key) > depth and key[:depth] == list(section)})
-
-
-_KEYS, _FREE = _read(_TABLE)

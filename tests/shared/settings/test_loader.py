@@ -192,6 +192,24 @@ def test_a_wrong_value_is_told_with_what_is_right(tmp_path, text, told):
     assert "secret" not in found
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("explorer.wait_timeout", "it is always 60.0. Delete the line"),
+        ("algorithm.critic_optimizer.weight_decay", "it is always 0.0. Delete the line"),
+        ("buffer.fair_share", "it is always true. Delete the line"),
+        ("gate.kl", "scores, lengths and refusals are compared. Delete the line"),
+    ],
+)
+def test_an_option_that_there_was_is_told_wherever_it_is_written(tmp_path, option, told):
+    variable = "TUNELOOP__" + option.upper().replace(".", "__")
+    *_, in_the_environment = report(tmp_path, MODEL, **{variable: "1"}).problems
+    assert in_the_environment == f"{variable}: {option}: removed: {told}"
+    *_, as_a_flag = report(tmp_path, MODEL, f"{option}=1").problems
+    assert as_a_flag == f"--set {option}: {option}: removed: {told}"
+
+
 @pytest.mark.parametrize(
     ("text", "instead"),
     [

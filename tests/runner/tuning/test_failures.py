@@ -121,7 +121,7 @@ def test_a_run_that_fails_is_counted_by_kind_and_not_rewarded(
             algorithm=STEPS,
             service=url,
             checkpoint_root_dir=tmp_path,
-            run_timeout=0.5,
+            run_timeout=1.5 if failure is hangs else 60.0,
         )
     assert result.failures == {kind: 4}
     assert [(each.runs, each.failed) for each in result.history] == [(8, 2), (8, 2)]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.constants import section_of
 from tests.trainer.golden.fixtures import cases
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms.ppo import critic_loss
@@ -97,7 +98,7 @@ def test_the_divergences_are_theirs(case):
 
 @pytest.mark.parametrize("case", cases("value_loss"), ids=str)
 def test_the_value_loss_is_theirs(case):
-    x, algorithm = case.inputs, AlgorithmSettings.model_validate(case.settings)
+    x, algorithm = case.inputs, section_of(AlgorithmSettings, case.settings)
     targets = Targets(mask_BR=x["mask"], sampled_BR=x["old"], values_BR=x["old"], returns_BR=x["returns"])
     totals = Totals(tokens=int(x["mask"].sum()), sequences=6, units=6)
     loss, gradient = _with_gradient(lambda now: critic_loss(algorithm, targets, now, totals).value, x["values"])

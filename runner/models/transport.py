@@ -17,6 +17,7 @@ import time
 import types
 import urllib.request
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -208,6 +209,16 @@ class _Observed:
         if self._streams and len(self._data) > 2 * _TAIL:
             del self._data[:-_TAIL]
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Take the call down when its body was read to the end, or broke; not where who reads it leaves off."""
+        try:
+            yield
+        except Exception:
+            self.end(lost=True)
+            raise
+        self.end(read=True)
+
     def end(self, *, read: bool = False, lost: bool = False) -> None:
         """Take it down, as far as it got; `read`: to the end of what came."""
         add, self._add = self._add, None
@@ -241,14 +252,10 @@ class _Stream:
         self._stream, self._observed = stream, observed
 
     def __iter__(self) -> Iterator[bytes]:
-        try:
+        with self._observed.reading():
             for data in self._stream:
                 self._observed.feed(data)
                 yield data
-        except Exception:
-            self._observed.end(lost=True)
-            raise
-        self._observed.end(read=True)
 
     def close(self) -> None:
         self._observed.end()
@@ -260,14 +267,10 @@ class _AsyncStream:
         self._stream, self._observed = stream, observed
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        try:
+        with self._observed.reading():
             async for data in self._stream:
                 self._observed.feed(data)
                 yield data
-        except Exception:
-            self._observed.end(lost=True)
-            raise
-        self._observed.end(read=True)
 
     async def aclose(self) -> None:
         self._observed.end()

@@ -40,11 +40,6 @@ def files_at(path: Path, manifest: Manifest) -> list[File]:
     return [*(file for file in manifest.files if stays(file.path)), *_state_files(path, manifest)]
 
 
-def size_at(path: Path, manifest: Manifest) -> int:
-    """Bytes of all files that must be in the folder."""
-    return sum(file.size for file in files_at(path, manifest))
-
-
 def check_files(path: Path, manifest: Manifest, *, folder: str | None = None) -> None:
     """Raise CheckpointRejected unless the files are exactly those of the manifests, below `folder` if given."""
     top = path if folder is None else path / folder

@@ -94,16 +94,17 @@ class Raters(LedgerPart):
                 connection.execute(update(raters).where(same).values(settled=True))
 
     def _decide(self, tenant: str, name: str, state: RaterState, *, by: str, reason: str) -> None:
+        now = self._clock()
         with self._write() as connection:
             alone(connection, "raters")
             one = and_(raters.c.tenant == tenant, raters.c.name == name)
             apart = select(raters.c.name).where(one, raters.c.state == RaterState.QUARANTINED)
             if connection.execute(apart).first() is None and not _has_feedback(connection, tenant, name):
                 raise UnknownRater(f"there is no feedback by {name or 'a source without a name'} of {tenant}")
-            put(connection, raters, [new_rater(tenant, name, self._clock())])
+            put(connection, raters, [new_rater(tenant, name, now)])
             told = reason if state is RaterState.QUARANTINED else None
             connection.execute(update(raters).where(one).values(state=state, reason=told, settled=False))
-            decision = RaterDecision(tenant, name, self._clock(), state, by, reason)
+            decision = RaterDecision(tenant, name, now, state, by, reason)
             connection.execute(insert(rater_events).values(decision._asdict()))
         self.settle()
 

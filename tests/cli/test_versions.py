@@ -26,6 +26,8 @@ from tuneloop.shared.ledger.versions.decisions import Versions
 from tuneloop.shared.operations.version_comparison import welch
 from tuneloop.shared.settings.loader import load_settings
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.fixture
 def file(tmp_path: Path, sqlite_place: Place) -> Path:

@@ -16,7 +16,7 @@ from tuneloop.explorer.capture import retention, spool
 from tuneloop.shared.experience import Exchange, State, decode
 from tuneloop.shared.spool_format import Position
 
-pytestmark = pytest.mark.xdist_group("clients")
+pytestmark = [pytest.mark.xdist_group("clients"), pytest.mark.contract]
 
 TEXT = json.loads(recorded("whole_plain.json"))["choices"][0]["message"]["content"]
 BY_NAME = {each.name: each for each in PACKAGES}

@@ -7,6 +7,8 @@ import pytest
 
 from tests.clients.packages import EXAMPLES, PACKAGES, ROOT
 
+pytestmark = pytest.mark.contract
+
 DOCS, TABLE = ((ROOT / "docs" / page).read_text() for page in ("clients.md", "client_packages.md"))
 SHOWN = dict(re.findall(r"\((?:\.\./)examples/clients/([\w.]+)\)\n\n```\w+\n(.*?)^```", DOCS, re.MULTILINE | re.DOTALL))
 FILES = sorted(file for file in EXAMPLES.iterdir() if file.suffix in {".py", ".mjs", ".sh"})

@@ -23,6 +23,8 @@ from tests.doubles.engine import CHAT, MODEL, engine_place
 from tests.explorer.running import HELLO, eventually
 from tests.loop.harness.services import free_port, make_model, started
 
+pytestmark = pytest.mark.contract
+
 FOLDER = ROOT / "deploy" / "compose"
 SERVICES = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
 VARIABLES = {"TUNELOOP_ADMIN_KEY": "an-administrators-key", "POSTGRES_PASSWORD": "a-password", "MODEL_DIR": "/model"}

@@ -7,6 +7,8 @@ import pytest
 
 from examples.sums.services import ServiceFailed, Services
 
+pytestmark = pytest.mark.contract
+
 SLEEPER = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("told to stop", flush=True)))

@@ -12,6 +12,8 @@ from tests.doubles.serving import serving
 from tests.hostile.bed import Bed, asking, bed_with, fresh_name
 from tests.hostile.echo import EchoDouble, planted
 
+pytestmark = pytest.mark.contract
+
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 
 #: A body for each route that reads one, and the fields in which it may carry anything.

@@ -10,8 +10,9 @@ from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO
 from tests.hostile.fronts import front_before
 
+pytestmark = pytest.mark.contract
 
-@pytest.mark.contract
+
 def test_behind_nginx_without_keys_nothing_is_answered_but_that_a_key_is_needed(
     running_explorer: Run, double: EngineDouble, tmp_path: Path
 ) -> None:

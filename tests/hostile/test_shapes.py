@@ -19,6 +19,8 @@ from tests.hostile.echo import EchoDouble, reply_to
 from tests.hostile.fronts import Front, front_before
 from tests.hostile.shapes import ATTACK, HIDDEN, Shape, shapes
 
+pytestmark = pytest.mark.contract
+
 #: A connection on which nothing comes for so long is left.
 _QUIET_S = 0.08
 _LATE_S = 10.0

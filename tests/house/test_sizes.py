@@ -5,7 +5,7 @@ import sys
 
 from sources import PACKAGES, ROOT, SOURCES, classes, functions, lines
 
-FILE, CLASS, FUNCTION, COMPLEXITY = 600, 200, 60, 10
+FILE, CLASS, FUNCTION, COMPLEXITY = 600, 300, 90, 12
 
 
 def test_no_file_is_longer_than_600_lines():
@@ -13,16 +13,16 @@ def test_no_file_is_longer_than_600_lines():
     assert {path: size for path, size in sizes.items() if size > FILE} == {}
 
 
-def test_no_class_is_longer_than_200_lines():
+def test_no_class_is_longer_than_300_lines():
     assert {f"{source.path}: {node.name}": lines(node) for source, node in classes() if lines(node) > CLASS} == {}
 
 
-def test_no_function_reaches_60_lines():
+def test_no_function_reaches_90_lines():
     found = {f"{source.path}: {node.name}": lines(node) for source, node in functions() if lines(node) >= FUNCTION}
     assert found == {}
 
 
-def test_no_function_is_more_complex_than_10():
+def test_no_function_is_more_complex_than_12():
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "C901", "--no-cache", "--output-format"]
     limit = ["concise", "--config", f"lint.mccabe.max-complexity={COMPLEXITY}", *PACKAGES]
     ruff = subprocess.run([*command, *limit], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -23,6 +23,8 @@ from tuneloop.explorer.capture.recorder import RESERVE_SHARE
 from tuneloop.shared import spool_format
 from tuneloop.shared.ledger.storage.schema import experiences, feedback
 
+pytestmark = pytest.mark.contract
+
 LONG, LONGER = "x" * 5000, "x" * 20_000
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from tests.loop.harness.kills import run
 
+pytestmark = pytest.mark.contract
+
 ON_BOTH = pytest.mark.parametrize("postgres", [False, pytest.param(True, marks=pytest.mark.postgres)])
 
 

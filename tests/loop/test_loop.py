@@ -27,7 +27,7 @@ from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.database import connect
 from tuneloop.shared.ledger.storage.schema import experiences
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.contract]
 
 
 def tags(folder: Path) -> set[str]:

@@ -20,6 +20,8 @@ from tests.loop.harness.users import Book, Users, attached_settings
 from tuneloop.shared.ledger.storage.database import connect
 from tuneloop.shared.ledger.storage.schema import experiences, feedback
 
+pytestmark = pytest.mark.contract
+
 DRAIN_S = 30.0
 
 

@@ -13,7 +13,7 @@ from tests.loop.harness.services import Service, ledger_of, make_model, wait_for
 from tuneloop.shared.ledger.storage.database import connect
 from tuneloop.shared.ledger.storage.schema import experiences
 
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("two-engines")]
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("two-engines"), pytest.mark.contract]
 
 FILES = Path(__file__).parents[1] / "fixtures" / "trinity"
 

@@ -16,7 +16,7 @@ from tuneloop.shared.privacy.detection import Detector
 from tuneloop.shared.privacy.redactor import Redactor
 from tuneloop.shared.settings.feedback import PrivacySettings
 
-pytestmark = pytest.mark.parametrize("place", ["sqlite"], indirect=True)
+pytestmark = [pytest.mark.parametrize("place", ["sqlite"], indirect=True), pytest.mark.contract]
 
 FORMATS = [(each, suffix) for each in Format for suffix in ("jsonl", "parquet")]
 

@@ -18,6 +18,8 @@ from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.schema import erasures, exports
 from tuneloop.shared.privacy.vocabulary import Vocabulary
 
+pytestmark = pytest.mark.contract
+
 ACME = Selection("acme")
 SFT, DPO, KTO, EXPERIENCES = Format
 
@@ -79,7 +81,6 @@ def test_an_edited_answer_that_is_a_message_is_one_with_its_calls(ledger: Ledger
         assert (answer["role"], answer["content"], answer["tool_calls"]) == ("assistant", "", CALLS)
 
 
-@pytest.mark.contract
 @pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
 def test_the_reasoning_of_an_edited_answer_is_with_it(ledger: Ledger, to: Path, key: str) -> None:
     said = asked("Bad.")
@@ -90,7 +91,6 @@ def test_the_reasoning_of_an_edited_answer_is_with_it(ledger: Ledger, to: Path, 
     assert (answer["content"], answer["reasoning_content"], row["reward"]) == ("Monday.", "It ships on Friday.", None)
 
 
-@pytest.mark.contract
 @pytest.mark.parametrize("opened", ["", "<think>\n"])
 def test_the_reasoning_of_a_reply_is_with_it(ledger: Ledger, to: Path, opened: str) -> None:
     words = tokenizer()

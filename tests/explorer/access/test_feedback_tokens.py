@@ -16,6 +16,8 @@ from tuneloop.shared.experience import Scope
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.keys import KeyGrant
 
+pytestmark = pytest.mark.contract
+
 CHAT, ORIGIN = "/v1/chat/completions", "https://app.example.com"
 ADMIN_KEY = "admin-key-of-this-test"
 CLAIMS = TokenClaims("key_1", "acme", "chatcmpl-1", "ann", 5.0, 3)

@@ -14,6 +14,8 @@ from tests.explorer.wire import BODY, Wire
 from tuneloop.shared.experience import Scope
 from tuneloop.shared.ledger.keys import KeyGrant, KeyLimits
 
+pytestmark = pytest.mark.contract
+
 CHAT = "/v1/chat/completions"
 
 MakeKey = Callable[..., dict[str, str]]

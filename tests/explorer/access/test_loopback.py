@@ -11,6 +11,8 @@ from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import Scope
 from tuneloop.shared.ledger.keys import AccessKey, KeyTable
 
+pytestmark = pytest.mark.contract
+
 CHAT = "/v1/chat/completions"
 
 
@@ -67,7 +69,6 @@ ROUTES = [
 ]
 
 
-@pytest.mark.contract
 @pytest.mark.parametrize(
     "header", ["X-Forwarded-For", "X-Real-IP", "Forwarded", "Via", "X-Forwarded-Host", "x-forwarded-proto"]
 )
@@ -80,7 +81,6 @@ def test_what_a_proxy_forwards_without_keys_is_refused_on_every_route(explorer: 
         assert explorer.http.get(path, headers={header: "203.0.113.9"}).status_code == 200
 
 
-@pytest.mark.contract
 def test_a_token_that_needed_no_key_is_no_key_behind_a_proxy(explorer: RunningExplorer) -> None:
     msg_id = explorer.chat().json()["id"]
     token = explorer.http.post("/v1/feedback_tokens", json={"msg_id": msg_id}).json()["token"]
@@ -90,7 +90,6 @@ def test_a_token_that_needed_no_key_is_no_key_behind_a_proxy(explorer: RunningEx
     assert explorer.http.post("/feedback", json={"msg_ids": [msg_id], "reward": 1}, headers=headers).status_code == 200
 
 
-@pytest.mark.contract
 def test_keys_and_the_choice_to_be_insecure_admit_what_a_proxy_forwards(
     running_explorer: Run, double: EngineDouble
 ) -> None:

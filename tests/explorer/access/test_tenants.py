@@ -20,6 +20,8 @@ from tuneloop.shared.experience import Scope
 from tuneloop.shared.ledger.keys import KeyGrant, KeyLimits
 from tuneloop.shared.settings.feedback import TenantSettings
 
+pytestmark = pytest.mark.contract
+
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 READ, COMMIT, INFERENCE, FEEDBACK, ADMIN = Scope.READ, Scope.COMMIT, Scope.INFERENCE, Scope.FEEDBACK, Scope.ADMIN
 

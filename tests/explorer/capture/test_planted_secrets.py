@@ -16,6 +16,8 @@ from tests.explorer.proxy.test_tracing import Receiver, attributes_of
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
 from tuneloop.cli.data.export_formats import Format
 
+pytestmark = pytest.mark.contract
+
 #: As long as names may be.
 NAME = TEXT[:200]
 

@@ -20,6 +20,8 @@ from tuneloop.shared.experience import REDACTED
 from tuneloop.shared.settings.feedback import PrivacySettings
 from tuneloop.shared.settings.settings import Settings
 
+pytestmark = pytest.mark.contract
+
 PLANTED = {
     "email": "ann.smith@example.org",
     "phone": "+44 20 7946 0958",

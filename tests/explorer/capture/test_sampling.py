@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from tuneloop.explorer.capture.sampling import BEYOND_IDS, NEUTRAL, Sampling, sampling_of
 from tuneloop.shared.errors import RequestRefused
 
+pytestmark = pytest.mark.contract
+
 
 def unsampled(**asked: Any) -> str | None:
     return sampling_of(asked, default_temperature=1.0).unsampled

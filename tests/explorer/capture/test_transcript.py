@@ -11,6 +11,8 @@ from tuneloop.explorer.capture.sampling import Sampling
 from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields, Transcript
 from tuneloop.shared.experience import Experience, is_captured
 
+pytestmark = pytest.mark.contract
+
 ON_POLICY = Sampling(1.0)
 
 

@@ -14,6 +14,8 @@ from tests.doubles.engine import CHAT, MODEL, EngineDouble, EnginePlace
 from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running, settings_for
 from tuneloop.shared.experience import Exchange, State
 
+pytestmark = pytest.mark.contract
+
 TEXT, RESPONSES, MESSAGES = "/v1/completions", "/v1/responses", "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
 PROMPT, WORDS, IDS = [18, 10, 19, 28], ["7", "!", ""], [22, 0, 1]

@@ -9,6 +9,8 @@ from tests.doubles.engine import pieces, recorded
 from tuneloop.explorer.dialects import dialect
 from tuneloop.shared.errors import EngineError
 
+pytestmark = pytest.mark.contract
+
 STREAM = recorded("stream_n2_captured.sse")
 EVENTS = [piece.removesuffix(b"\n\n") for piece in pieces(STREAM)]
 

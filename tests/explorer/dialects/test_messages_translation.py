@@ -9,6 +9,8 @@ from tuneloop.explorer.http.errors import anthropic_engine_error, anthropic_erro
 from tuneloop.explorer.proxy.labels import Labels, labels_of
 from tuneloop.shared.errors import RequestRefused
 
+pytestmark = pytest.mark.contract
+
 Json = dict[str, Any]
 
 PNG = {"type": "base64", "media_type": "image/png", "data": "xx"}

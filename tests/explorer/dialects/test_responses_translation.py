@@ -22,6 +22,8 @@ from tuneloop.explorer.dialects.responses_stream import ResponseStream
 from tuneloop.explorer.proxy.labels import Labels, labels_of
 from tuneloop.shared.errors import RequestRefused
 
+pytestmark = pytest.mark.contract
+
 Json = dict[str, Any]
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

@@ -39,6 +39,8 @@ from tuneloop.shared.settings.feedback import RewardRule
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import Position
 
+pytestmark = pytest.mark.contract
+
 WEIGHTS = {"reward": 1.0, METRIC: 0.5, f"{METRIC}/accuracy": 0.1}
 
 Start = Callable[..., RunningExplorer]

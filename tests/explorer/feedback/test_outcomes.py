@@ -22,6 +22,8 @@ from tuneloop.shared.ledger.ledger import BatchPolicy
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.settings.feedback import RewardRule
 
+pytestmark = pytest.mark.contract
+
 Start = Callable[..., AbstractContextManager[RunningExplorer]]
 
 

@@ -20,6 +20,8 @@ from tuneloop.explorer.http.caller import Caller
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import MAX_NAME, Feedback, Kind, Outcome
 
+pytestmark = pytest.mark.contract
+
 SIGNER = ReplyIdSigner(b"k" * 32)
 FIRST, SECOND = (SIGNER.mint("acme", 2) for _ in range(2))
 

@@ -12,6 +12,8 @@ from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually
 from tuneloop.shared.experience import State
 
+pytestmark = pytest.mark.contract
+
 _SAFE = "what was acknowledged is safe on disk: commit again later"
 
 

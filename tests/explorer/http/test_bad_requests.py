@@ -12,6 +12,8 @@ from tests.doubles.engine import CHAT, MODEL, EnginePlace
 from tests.explorer.running import HELLO, RunningExplorer, explorer_running, settings_for
 from tuneloop.explorer.feedback.request import MAX_IDS
 
+pytestmark = pytest.mark.contract
+
 MESSAGES = HELLO["messages"]
 DEEP = b"[" * 100_000 + b"]" * 100_000
 

@@ -14,6 +14,8 @@ from tests.explorer.running import HELLO, RunningExplorer, explorer_running, set
 from tuneloop.explorer.http.bodies import MAX_DEPTH, MAX_VALUES, count_structure, parse_object
 from tuneloop.shared.errors import RequestRefused
 
+pytestmark = pytest.mark.contract
+
 
 def nested(depth: int) -> bytes:
     return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"

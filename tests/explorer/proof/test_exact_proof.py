@@ -6,6 +6,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.doubles.engine import EngineDouble
@@ -16,6 +17,8 @@ from tests.explorer.versions.test_reload import actor, candidate, until, until_r
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.operations.doctor import as_text, examine_experiment
+
+pytestmark = pytest.mark.contract
 
 
 def gauge(explorer: RunningExplorer) -> float:

@@ -14,6 +14,8 @@ from tuneloop.explorer.engines.proof import vllm_worker
 from tuneloop.explorer.engines.proof.fingerprint import MODULUS, differing_from_files, differing_parts
 from tuneloop.explorer.versions.safetensors import adapter_fingerprints_of, fingerprints_of, tensors
 
+pytestmark = pytest.mark.contract
+
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Weights = dict[str, torch.Tensor]
 

@@ -13,6 +13,8 @@ from tests.explorer.running import HELLO, RunningExplorer, eventually
 from tests.explorer.wire import Wire, http_request
 from tuneloop.shared.experience import Exchange, State
 
+pytestmark = pytest.mark.contract
+
 TOOLS = {
     "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
     "tool_choice": {"type": "function", "function": {"name": "add"}},

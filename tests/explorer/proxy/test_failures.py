@@ -26,6 +26,8 @@ from tuneloop.explorer.dialects.dialect import ChatDialect, ReplyWriter
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.shared.experience import State
 
+pytestmark = pytest.mark.contract
+
 RESPONSE = {"model": HELLO["model"], "input": "3+4=", "max_output_tokens": 12}
 MESSAGE = HELLO | {"max_tokens": 12}
 ASKED = {CHAT: HELLO, "/v1/responses": RESPONSE, "/v1/messages": MESSAGE}

@@ -12,6 +12,8 @@ from tuneloop.explorer.proxy.labels import MAX_METADATA_BYTES, MAX_PRIORITY, lab
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import MAX_NAME, person_name
 
+pytestmark = pytest.mark.contract
+
 LONG = "x" * (MAX_NAME + 1)
 
 

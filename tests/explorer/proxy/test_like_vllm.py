@@ -12,6 +12,8 @@ from tests.explorer.dialects.test_dialects import IDS, PROMPT, TEXT, tell
 from tests.explorer.running import HELLO, RunningExplorer
 from tuneloop.shared.experience import State
 
+pytestmark = pytest.mark.contract
+
 TRUE = (1, 1.0, "true", "True", "on", "yes", "1")
 FALSE = (0, 0.0, "false", "OFF", "n", "0")
 BODY = json.dumps(HELLO | {"user": "Zo\xeb"}, ensure_ascii=False)

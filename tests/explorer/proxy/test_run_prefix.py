@@ -17,6 +17,8 @@ from tuneloop.runner.models.run import Run
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import MAX_NAME, Exchange
 
+pytestmark = pytest.mark.contract
+
 ASKED = {"model": MODEL, "max_tokens": 12}
 BODIES: dict[str, dict[str, Any]] = {
     "chat/completions": HELLO,

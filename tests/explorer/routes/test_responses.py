@@ -15,6 +15,8 @@ from tuneloop.explorer.routes import responses
 from tuneloop.shared.experience import DEFAULT_TENANT, Exchange, Scope, State
 from tuneloop.shared.ledger.keys import KeyGrant, KeyLimits
 
+pytestmark = pytest.mark.contract
+
 Json = dict[str, Any]
 
 PLAIN: Json = {"model": MODEL, "input": "3+4=", "max_output_tokens": 12}

@@ -23,6 +23,8 @@ from tuneloop.shared.experience import Exchange, State
 from tuneloop.shared.ledger.ledger import BatchPolicy
 from tuneloop.shared.ledger.recording.stored_completions import MAX_EXAMINED
 
+pytestmark = pytest.mark.contract
+
 CHAT = "/v1/chat/completions"
 MANY = 250
 SAID = [{"role": "system", "content": "Add."}, {"role": "user", "content": "3+4="}]

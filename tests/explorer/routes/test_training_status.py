@@ -12,6 +12,8 @@ from tuneloop.explorer.routes.training_status import is_settled
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.facts import HeldBack, LedgerFacts, Rules, StateCount, Weights
 
+pytestmark = pytest.mark.contract
+
 
 def facts(committed: int = 0, leased: int = 0, claimable: int = 0, newest: int = 3, rejected: int = 0) -> LedgerFacts:
     return LedgerFacts(
@@ -88,7 +90,6 @@ def test_the_route_says_what_the_training_does(explorer: RunningExplorer) -> Non
     assert status()["newest"] == 1
 
 
-@pytest.mark.contract
 def test_whose_feedback_a_share_holds_back_is_told_by_name_and_counted(explorer: RunningExplorer) -> None:
     """Ten raters with one reply each, ninety replies of one more, and batches of 32."""
     said = [exchange() for _ in range(100)]

@@ -24,6 +24,8 @@ from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.experience import State, VersionAction
 from tuneloop.shared.ledger.recording.attestation import Attestations, Distrusted, Mismatch
 
+pytestmark = pytest.mark.contract
+
 PROBE_S = 0.2
 ANOTHER = "somebody else has, such as another explorer"
 

@@ -22,6 +22,8 @@ from tuneloop.shared.evaluation.samples import Figures, Share
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Alarm
 
+pytestmark = pytest.mark.contract
+
 #: Of rewards that differ a little: `around` of them is the mean.
 _SPREAD = (-0.1, 0.0, 0.1)
 

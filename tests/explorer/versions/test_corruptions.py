@@ -17,6 +17,8 @@ from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Version
 
+pytestmark = pytest.mark.contract
+
 ALL = corruptions()
 
 

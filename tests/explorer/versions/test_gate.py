@@ -27,6 +27,8 @@ from tuneloop.shared.settings.feedback import JudgeSettings
 from tuneloop.shared.settings.versions import EvaluationSettings, MonitorSettings
 from tuneloop.shared.settings.versions import GateSettings as GateSettings
 
+pytestmark = pytest.mark.contract
+
 TASKS = [
     {"messages": [{"role": "user", "content": "7+5="}], "answer": "12", "slice": "sums"},
     {"messages": [{"role": "user", "content": "8+4="}], "answer": "12"},

@@ -18,6 +18,8 @@ from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Alarm, Version
 
+pytestmark = pytest.mark.contract
+
 SWAP = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/resume"]
 
 

@@ -22,6 +22,8 @@ from tuneloop.explorer.proxy.proxy import RequestFailures
 from tuneloop.explorer.versions.canary import CanaryTrial, division, request_counts, to_try_on
 from tuneloop.shared.experience import VersionState
 
+pytestmark = pytest.mark.contract
+
 USERS = [f"user-{number}" for number in range(60)]
 SHARE = 0.3
 

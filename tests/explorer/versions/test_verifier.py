@@ -18,6 +18,8 @@ from tuneloop.explorer.versions.verifier import verify
 from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.errors import CheckpointRejected
 
+pytestmark = pytest.mark.contract
+
 Spoil = Callable[[Path], None]
 
 

@@ -3,9 +3,12 @@
 import re
 from pathlib import Path
 
+import pytest
 from page_files import ROOT, blocks_of
 
 from tuneloop.shared.settings.loader import read_settings
+
+pytestmark = pytest.mark.contract
 
 README = ROOT / "README.md"
 

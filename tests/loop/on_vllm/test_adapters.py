@@ -24,7 +24,7 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publication
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.contract]
 
 #: On GPUs vLLM serves adapters in half precision only.
 DTYPE, NEAR, FAR = ("bfloat16", 0.15, 0.2) if GPUS else ("float32", 1e-4, 1e-2)

@@ -30,7 +30,7 @@ from tuneloop.explorer.versions.safetensors import fingerprints_of, tensors
 from tuneloop.shared.checkpoints.manifest import PROBE_LENGTH, Probe, VerifiedProbe
 from tuneloop.shared.errors import EngineError
 
-pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("as_it_was")]
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("as_it_was"), pytest.mark.contract]
 
 ROW = [(37 * i * i + 11 * i) % 250 for i in range(PROBE_LENGTH)]
 

@@ -33,7 +33,7 @@ from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publication
 from tuneloop.trainer.learner import Learner
 
-pytestmark = [pytest.mark.vllm, pytest.mark.postgres]
+pytestmark = [pytest.mark.vllm, pytest.mark.postgres, pytest.mark.contract]
 
 SHARE = 0.4
 SUMS = {f"{left}+{right}=": str(left + right) for left in range(4) for right in range(3)}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.loop.harness.services import Service
 from tests.loop.on_vllm.likeness import Json, Together, assert_alike, chosen, is_old, masked
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.contract]
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 

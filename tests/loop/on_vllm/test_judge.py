@@ -8,7 +8,7 @@ import pytest
 from tests.loop.harness.bare_engine import KEY, MODEL, url_of
 from tuneloop.runner import Judge, Reply
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.contract]
 
 CRITERIA = {"relevance": "Does it answer what was asked?", "accuracy": "Is it correct?"}
 REPLY = Reply(text="Monday.", messages=({"role": "user", "content": "Where is my parcel?"},))

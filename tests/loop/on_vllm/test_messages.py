@@ -17,7 +17,7 @@ from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.http.errors import anthropic_engine_error
 from tuneloop.shared.errors import RequestRefused
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.contract]
 
 Json = dict[str, Any]
 

@@ -19,7 +19,7 @@ from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.database import connect
 from tuneloop.shared.ledger.storage.schema import experiences
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.contract]
 
 WEATHER = {
     "type": "function",

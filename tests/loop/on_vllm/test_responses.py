@@ -22,7 +22,7 @@ from tuneloop.shared.errors import RequestRefused
 
 Json = dict[str, Any]
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.contract]
 
 RESPONSE_ID = "resp_0123456789abcdef"
 

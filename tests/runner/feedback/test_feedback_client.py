@@ -10,6 +10,8 @@ from tests.explorer.running import RunningExplorer
 from tests.runner.feedback.service import FeedbackService
 from tuneloop.runner import AsyncFeedback, Feedback, FeedbackAway, FeedbackRefused, WholeRun, reply_id
 
+pytestmark = pytest.mark.contract
+
 UNKNOWN = "chatcmpl-none"
 
 

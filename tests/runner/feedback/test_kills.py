@@ -20,6 +20,8 @@ import pytest
 
 from tests.explorer.running import RunningExplorer
 
+pytestmark = pytest.mark.contract
+
 ROOT = Path(__file__).parents[3]
 
 #: Of one reply, a source's latest 250 events are kept: among so many replies, an app's are fewer.

@@ -16,6 +16,8 @@ from tests.explorer.running import RunningExplorer, eventually
 from tests.trainer.factories import sample
 from tuneloop.trainer.batches.sequences import assemble
 
+pytestmark = pytest.mark.contract
+
 WORKFLOWS = Path(__file__).parent / "workflows"
 
 

@@ -23,6 +23,8 @@ from tuneloop.runner.models.bound_model import CallDefaults, ModelEndpoint, make
 from tuneloop.runner.models.run import Run
 from tuneloop.runner.models.transport import close_connections
 
+pytestmark = pytest.mark.contract
+
 ASKED: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "3+4="}], "max_tokens": 12}
 DEFAULTS = CallDefaults(model_name=MODEL)
 SCRIPT = Path(__file__).parent / "workflows" / "openai_clients.py"

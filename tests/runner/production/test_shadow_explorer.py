@@ -3,11 +3,14 @@
 import asyncio
 from typing import Any
 
+import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from tests.explorer.running import RunningExplorer
 from tests.runner.production.recording import runner_of
 from tuneloop.runner import ShadowResult, ShadowRun, TrainingContext
+
+pytestmark = pytest.mark.contract
 
 ASKED: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0}
 

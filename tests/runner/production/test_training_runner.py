@@ -19,6 +19,8 @@ from tests.runner.feedback.service import FeedbackService, taken
 from tests.runner.production.recording import runner_of
 from tuneloop.runner import Composite, ProductionCall, Reply, SamplingRateStrategy, ShadowRun, TrainingRunner
 
+pytestmark = pytest.mark.contract
+
 ROOT = Path(__file__).parents[3]
 NOWHERE = "http://127.0.0.1:9"
 

@@ -12,6 +12,8 @@ from tests.runner.tuning.service_double import MODEL, ServiceDouble
 from tuneloop.runner.tuning.config import AlgorithmConfig, JudgeOutput, WorkflowOutput
 from tuneloop.runner.tuning.tune import tune
 
+pytestmark = pytest.mark.contract
+
 SUMS = [{"question": f"{n}+{n + 1}", "answer": str(2 * n + 1)} for n in range(8)]
 SMALL = AlgorithmConfig(group_size=4, batch_size=2, eval_interval_steps=2)
 

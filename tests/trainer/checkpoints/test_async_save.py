@@ -25,6 +25,8 @@ from tuneloop.trainer.checkpoints.publication import Publisher
 from tuneloop.trainer.checkpoints.state_writer import StateWriter
 from tuneloop.trainer.loop import TrainingLoop, run
 
+pytestmark = pytest.mark.contract
+
 _LONG_S = 120
 
 

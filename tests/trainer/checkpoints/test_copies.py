@@ -7,6 +7,8 @@ from tests.trainer.factories import sample
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.copies import Copies
 
+pytestmark = pytest.mark.contract
+
 BATCH = [sample(i) for i in range(8)]
 
 

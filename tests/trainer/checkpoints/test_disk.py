@@ -19,6 +19,8 @@ from tuneloop.shared.operations.doctor import as_text, examine_experiment
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.loop import run
 
+pytestmark = pytest.mark.contract
+
 
 def _size(learner):
     return snapshot.size_of_weights(learner) + snapshot.size_of_state(learner)

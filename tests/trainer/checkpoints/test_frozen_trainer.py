@@ -24,6 +24,8 @@ from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.loop import run
 
+pytestmark = pytest.mark.contract
+
 #: Stops itself, once, when a checkpoint is about to get its name.
 FREEZES = """
 import os, signal, sys

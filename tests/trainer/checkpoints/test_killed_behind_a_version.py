@@ -19,6 +19,8 @@ from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
 
+pytestmark = pytest.mark.contract
+
 #: Two trainers, forked, for the imports take longest. The first kills itself when it is about to do, for the so manieth
 #: time, what an audit event tells of a path that ends so; the second begins after a line of input.
 TRAINERS = """

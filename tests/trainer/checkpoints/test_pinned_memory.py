@@ -1,8 +1,11 @@
 """Copies lie in few large pieces of memory, which are there before they are needed."""
 
+import pytest
 import torch
 
 from tuneloop.trainer.checkpoints.pinned_memory import PinnedMemory
+
+pytestmark = pytest.mark.contract
 
 
 def test_tensors_of_any_type_lie_apart_in_what_was_reserved():

@@ -19,6 +19,8 @@ from tuneloop.trainer.checkpoints.state_writer import StateWriter
 from tuneloop.trainer.checkpoints.tensor_file import DiskPriority
 from tuneloop.trainer.loop import run
 
+pytestmark = pytest.mark.contract
+
 
 class FullDisk(CheckpointStore):
     """Takes the first files, then no more."""

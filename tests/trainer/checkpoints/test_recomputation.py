@@ -24,6 +24,8 @@ from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.loop import run
 from tuneloop.trainer.micro_batch import MicroBatch
 
+pytestmark = pytest.mark.contract
+
 Made = Callable[..., Settings]
 
 SHARE = {"capture": {"logprobs": "share", "share": 0.5}}

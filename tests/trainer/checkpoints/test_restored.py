@@ -20,6 +20,8 @@ from tuneloop.shared.operations.older_ledger import adopt
 from tuneloop.shared.operations.restore import restore
 from tuneloop.trainer.loop import run
 
+pytestmark = pytest.mark.contract
+
 
 def weights(path: Path) -> dict[str, str]:
     """The sha256 of everything that is trained."""

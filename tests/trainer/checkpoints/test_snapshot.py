@@ -13,6 +13,8 @@ from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.models.folders import require_folders
 
+pytestmark = pytest.mark.contract
+
 BATCHES = [[sample(10 * step + i) for i in range(8)] for step in range(4)]
 
 

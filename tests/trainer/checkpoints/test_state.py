@@ -27,6 +27,8 @@ from tuneloop.trainer.checkpoints.resumption import find_state
 from tuneloop.trainer.checkpoints.state_writer import PublishedVersion, StateWriter
 from tuneloop.trainer.loop import TrainingLoop, run
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.fixture
 def trained(settings, ledger):

@@ -16,6 +16,8 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.checkpoints import snapshot, tensor_file
 from tuneloop.trainer.checkpoints.tensor_file import DiskPriority, write_tensors
 
+pytestmark = pytest.mark.contract
+
 
 def tensors() -> dict[str, Tensor]:
     """One of each type, odd shapes, and one that does not lie in one piece of memory."""

@@ -13,6 +13,8 @@ from tuneloop.trainer.algorithms.terms.targets import Targets
 from tuneloop.trainer.batches.batch import scatter_tokens
 from tuneloop.trainer.models.model import _logprobs
 
+pytestmark = pytest.mark.contract
+
 OFF_POLICY = ("correction", "level", "low", "high")
 SAMPLED = cases("sampled")
 MASKED = [case for case in SAMPLED if "correction" in case.settings]

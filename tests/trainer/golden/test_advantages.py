@@ -10,6 +10,8 @@ from tuneloop.trainer.algorithms import ALGORITHMS, reinforce_pp
 from tuneloop.trainer.algorithms.terms.estimators import gae, whiten
 from tuneloop.trainer.algorithms.terms.groups import EPSILON
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.mark.parametrize("case", cases("gae"), ids=str)
 def test_whitened_advantages_and_returns_of_a_critic_are_verls(case):

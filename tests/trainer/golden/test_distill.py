@@ -10,6 +10,8 @@ from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import distill
 from tuneloop.trainer.algorithms.terms.targets import Targets
 
+pytestmark = pytest.mark.contract
+
 
 def _algorithm(**settings):
     given = {"algorithm_type": "distill", "distill": {"teacher_path": "/t"}, "kl_coef": 0.0}

@@ -15,6 +15,8 @@ from tuneloop.trainer.batches.sequences import assemble
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import _collate
 
+pytestmark = pytest.mark.contract
+
 BATCH = [sample(i) for i in range(9)]
 
 

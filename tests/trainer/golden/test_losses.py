@@ -12,6 +12,8 @@ from tuneloop.trainer.algorithms.terms.off_policy import importance_weights
 from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
 from tuneloop.trainer.algorithms.terms.targets import Targets, Totals
 
+pytestmark = pytest.mark.contract
+
 OFF_POLICY = ("correction", "level", "low", "high")
 ELSEWHERE = {*OFF_POLICY, "loss_type"}
 

@@ -26,6 +26,8 @@ from tuneloop.runner.tuning.services.service_process import ServiceProcess
 from tuneloop.runner.tuning.services.service_set import ServiceOpener, ServiceOptions
 from tuneloop.runner.tuning.session import run_to_end
 
+pytestmark = pytest.mark.contract
+
 TASKS = [{"question": f"{n}+1"} for n in range(8)]
 STEPS = AlgorithmConfig(group_size=2, batch_size=4)
 

@@ -17,6 +17,8 @@ from tests.loop.harness.services import alive, children, command_of, descendants
 from tests.runner.tuning.interrupting.started import TASKS
 from tuneloop.shared.settings.loader import load_settings
 
+pytestmark = pytest.mark.contract
+
 RUNS = 2 * len(TASKS)
 
 

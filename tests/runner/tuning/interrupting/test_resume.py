@@ -18,6 +18,8 @@ from tests.runner.tuning.service_double import ServiceDouble
 from tuneloop.runner import AlgorithmConfig, TuneRefused, tune
 from tuneloop.runner.tuning.journal import Journal
 
+pytestmark = pytest.mark.contract
+
 GROUP = 3
 RUNS = len(TASKS) * GROUP
 

@@ -1,8 +1,8 @@
 """Who is behind a source, and what several of them say together. Pure."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
-from statistics import median
 
 from tuneloop.shared.experience import KEY_SOURCE
 
@@ -28,13 +28,30 @@ def voter_of(source: str) -> str:
     return f"{voice_of(source)}/" if source.startswith(KEY_SOURCE) else source
 
 
-def median_by_voice(values: Iterable[tuple[object, float]]) -> float:
-    """The median of what each voice says, that of one voice being the median of its values.
+def median_by_voice(values: Iterable[tuple[object, float, float]]) -> float:
+    """The weighted median of what each voice says: of voices, values and weights above 0.
 
-    >>> median_by_voice([("eve", -1.0), ("eve", -1.0), ("eve", -1.0), ("ann", 1.0), ("bob", 1.0)])
+    A voice says the median of its values, weighted likewise, with the largest of their weights. Where what is below and
+    what is above weigh the same, it is the mean of the two values between.
+
+    >>> median_by_voice([("eve", -1.0, 1.0), ("eve", -1.0, 1.0), ("ann", 1.0, 1.0), ("bob", 1.0, 1.0)])
+    1.0
+    >>> median_by_voice([("eve", -1.0, 0.1), ("ann", 1.0, 1.0)])
     1.0
     """
-    voices: dict[object, list[float]] = defaultdict(list)
-    for voice, value in values:
-        voices[voice].append(value)
-    return median(median(each) for each in voices.values())
+    said: dict[object, list[tuple[float, float]]] = defaultdict(list)
+    for voice, value, weight in values:
+        said[voice].append((value, weight))
+    return _weighted_median((_weighted_median(each), max(weight for _, weight in each)) for each in said.values())
+
+
+def _weighted_median(values: Iterable[tuple[float, float]]) -> float:
+    ordered = sorted(values)
+    half, below = math.fsum(weight for _, weight in ordered) / 2, 0.0
+    for place, (value, weight) in enumerate(ordered):
+        below += weight
+        if math.isclose(below, half):
+            return (value + ordered[place + 1][0]) / 2
+        if below > half:
+            return value
+    raise ValueError("the median of nothing")

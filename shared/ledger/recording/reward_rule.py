@@ -29,7 +29,8 @@ _REWARDING = frozenset({*Kind} - {Kind.COMMENT})
 class Event(NamedTuple):
     """A feedback event as it bears on one reply; `preferred`: whether that is the better one of a preference's two.
 
-    `trusted`: its rater is no voter, but whose word settles it. `of_run`: it is about the reply's whole run.
+    `trusted`: its rater is no voter, but whose word settles it. `of_run`: it is about the reply's whole run. `weight`,
+    above 0 and at most 1: how much its rater's word weighs beside others'.
     """
 
     id: int
@@ -43,6 +44,7 @@ class Event(NamedTuple):
     call_id: str | None = None
     trusted: bool = False
     of_run: bool = False
+    weight: float = 1.0
 
 
 class Reward(NamedTuple):
@@ -163,7 +165,7 @@ def _part(rule: RewardRule, weight: float, events: Sequence[tuple[Event, float]]
     """A metric's part of the reward."""
     if rule.aggregate == "mean":
         return weight * fmean(value for _, value in events)
-    return median_by_voice((_voice(event), _clip(rule, weight * value)) for event, value in events)
+    return median_by_voice((_voice(event), _clip(rule, weight * value), event.weight) for event, value in events)
 
 
 def _voice(event: Event) -> object:

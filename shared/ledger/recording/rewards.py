@@ -6,6 +6,7 @@ Everything here runs inside a transaction of the ledger.
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, and_, bindparam, case, insert, or_, select, tuple_, update
@@ -13,7 +14,7 @@ from sqlalchemy import Connection, and_, bindparam, case, insert, or_, select, t
 from tuneloop.shared.experience import Exchange, Feedback, Kind, Outcome, State
 from tuneloop.shared.ledger.rare_rows import RareRows
 from tuneloop.shared.ledger.raters.standing import rater_of, without_quarantined
-from tuneloop.shared.ledger.raters.voices import Rater
+from tuneloop.shared.ledger.raters.voices import Rater, voice_of
 from tuneloop.shared.ledger.recording.edits import similarities
 from tuneloop.shared.ledger.recording.reward_rule import (
     Event,
@@ -150,22 +151,20 @@ def plan(
     return decided
 
 
-def rewards_without(
+def weighted_rewards(
     connection: Connection,
-    apart: Mapping[int, Collection[Rater]],
     msg_ids: Collection[str],
     rule: RewardRule,
     trusted: TrustedRaters,
+    weights: Mapping[Rater, float],
 ) -> dict[int, float | None]:
-    """What the rewards of these replies' rows would be without what some raters say of them, by the rows' ids."""
+    """The rewards of these replies' rows, by the rows' ids, where the words of some voices weigh less than 1."""
     found = {}
     for portion in portions(msg_ids):
-        _, rows, events = _read(connection, portion, trusted)
+        _, rows, events = _read(connection, portion, trusted, weights=weights)
         for row in rows:
-            if (unheard := apart.get(row.id)) is not None:
-                counted = (event for event in events.about(row) if (row.tenant, event.source or "") not in unheard)
-                reward = reward_of(rule, counted, sampled_at=row.sampled_at)
-                found[row.id] = None if reward is None else reward.value
+            reward = events.reward(rule, row)
+            found[row.id] = None if reward is None else reward.value
     return found
 
 
@@ -215,7 +214,11 @@ def replies_preferred_to(connection: Connection, msg_ids: Collection[str]) -> It
 
 
 def _read(
-    connection: Connection, msg_ids: Sequence[str], trusted: TrustedRaters, query: Any = _ROWS
+    connection: Connection,
+    msg_ids: Sequence[str],
+    trusted: TrustedRaters,
+    query: Any = _ROWS,
+    weights: Mapping[Rater, float] = MappingProxyType({}),
 ) -> tuple[list[RewardRow], list[RewardRow], "_Events"]:
     """The rows of some replies, the same with the labels that feedback names, and the feedback about them."""
     named = {"replies": msg_ids}
@@ -226,7 +229,7 @@ def _read(
     rows = _with_labels(found, bearing)
     about_runs = [*_about_trajectories(connection, rows)]
     bearing += without_quarantined(connection, about_runs)
-    return found, rows, _Events(feedback_rows + about_runs, bearing, trusted)
+    return found, rows, _Events(feedback_rows + about_runs, bearing, trusted, weights)
 
 
 class _Events:
@@ -235,8 +238,14 @@ class _Events:
     Those that are not `bearing` on any row have an outcome all the same.
     """
 
-    def __init__(self, events: Collection[Any], bearing: Collection[Any], trusted: TrustedRaters) -> None:
-        self._trusted = trusted
+    def __init__(
+        self,
+        events: Collection[Any],
+        bearing: Collection[Any],
+        trusted: TrustedRaters,
+        weights: Mapping[Rater, float],
+    ) -> None:
+        self._trusted, self._weights = trusted, weights
         self.all = sorted({event.id: event for event in events}.values(), key=event_order)
         self._rewards: dict[object, Reward | None] = {}
         self._by_key: dict[object, list[Event]] = {}
@@ -277,7 +286,8 @@ class _Events:
         if (event.id, is_about) not in self._made:
             content = (Kind(event.kind), event.metric, event.value, event.text, event.source)
             whose = (event.call_id, rater_of(event) in self._trusted)
-            bearing = (is_about, event.received_at, *whose, event.msg_id is None)
+            weight = self._weights.get((event.tenant, voice_of(event.source or "")), 1.0)
+            bearing = (is_about, event.received_at, *whose, event.msg_id is None, weight)
             self._made[event.id, is_about] = Event(event.id, *content, *bearing)
         return self._made[event.id, is_about]
 

@@ -23,8 +23,8 @@ from tuneloop.shared.ledger.training.rater_shares import (
     Unit,
     count_held_rows,
     is_limited,
+    weigh_rewards,
     within_shares,
-    write_rewards,
 )
 
 #: Not a comparison with a parameter: then the planner would not see that the partial indexes apply.
@@ -76,12 +76,12 @@ def claim(
     if policy.group_by != "none":
         gather(connection, policy, newest=newest, now=now)
     units = _next_units(connection, policy, most, missing)
-    rewards: dict[int, float] = {}
     if limited and _is_enough(connection, units, missing, policy, now=now):
-        units, rewards = within_shares(connection, units, policy, size, held=held)
+        units = within_shares(connection, units, policy, size, held=held)
     if not _is_enough(connection, units, missing, policy, now=now):
         return []
-    write_rewards(connection, rewards)
+    if limited:
+        weigh_rewards(connection, units, policy)
     return [row for unit in units for row in unit.rows]
 
 

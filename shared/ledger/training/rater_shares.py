@@ -1,27 +1,29 @@
-"""No rater's word weighs more in a batch than its share: what is beyond it is not heard, or waits for others' feedback.
+"""How much one rater's word weighs: beside others' about the same reply, and in a batch.
 
-What a row's reward is made of is shared evenly by those who said it. The application's own word, which names no source,
-and that of trusted raters is not limited; nor is anybody's before there are so many raters that each can have a share.
-All names that are used with one key are one rater here.
+Who says more than most others in the newest feedback weighs less where others spoke too. In a batch no rater has more
+than its share: a row's reward is shared by those who said it, by their weights, and what is beyond the share waits. The
+application's own word, which names no source, and that of trusted raters is not limited; nor is anybody's before there
+are so many raters that each can have a share. All names that are used with one key are one rater here.
 """
 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, bindparam, or_, select, tuple_, update
+from sqlalchemy import Connection, bindparam, or_, select, text, tuple_, update
 
 from tuneloop.shared.experience import KEY_SOURCE, State
 from tuneloop.shared.ledger.raters.rater_tables import RaterState, raters
 from tuneloop.shared.ledger.raters.standing import rater_of, without_quarantined
 from tuneloop.shared.ledger.raters.voices import Rater, voice_of
-from tuneloop.shared.ledger.recording.rewards import rewards_without
+from tuneloop.shared.ledger.recording.rewards import weighted_rewards
 from tuneloop.shared.ledger.recording.settlement import rules_of
 from tuneloop.shared.ledger.storage.schema import experiences, feedback
+from tuneloop.shared.ledger.storage.schema_types import RATED
 from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
-from tuneloop.shared.settings.feedback import TrustedRaters
 
 #: So many times the rows of a batch are looked through for others' rows. If that is not enough, what one rater has too
 #: many of is dropped, so that others' rows beyond it are found.
@@ -37,6 +39,9 @@ _IS_VOTER = or_(~raters.c.name.startswith(KEY_SOURCE), raters.c.name.like(f"{KEY
 _VOTERS = select(raters.c.tenant, raters.c.name).where(
     raters.c.state == RaterState.ACTIVE, raters.c.name != "", _IS_VOTER
 )
+
+#: The events by which it is seen who says more than others, the newest of all.
+_NEWEST = select(feedback.c.tenant, feedback.c.source).where(text(RATED)).order_by(feedback.c.id.desc()).limit(4_000)
 
 _REWARDING = update(experiences).where(experiences.c.id == bindparam("its_id")).values(reward=bindparam("its_reward"))
 
@@ -58,52 +63,52 @@ def is_limited(connection: Connection, policy: BatchPolicy) -> bool:
     return len([row for row in some if tuple(row) not in policy.trusted_raters]) >= enough
 
 
-class LimitedUnits(NamedTuple):
-    """Units for a batch, and by its id the reward of each row of which not all who rated it are heard."""
-
-    units: list[Unit]
-    rewards: dict[int, float]
-
-
 def within_shares(
     connection: Connection, units: Sequence[Unit], policy: BatchPolicy, size: int, *, held: Collection[int] = ()
-) -> LimitedUnits:
+) -> list[Unit]:
     """The first units, of `size` rows at least if there are so many, in which no rater has more than its share.
 
     The ids `held` are rows that the batch has already: they count as some of the `size`. A rater may have one unit
-    whatever its size. If there are not enough, those that others rated too are taken without the word of who has its
-    share: nobody holds up others' replies by rating them as well. If there are still not enough in a full window, the
-    older half of the rest is dropped.
+    whatever its size. If there are still not enough in a full window, the older half of the rest is dropped.
     """
-    shares = _Shares(_words(connection, [*held, *(row for unit in units for row in unit.rows)]), policy, size)
+    ids = [*held, *(row for unit in units for row in unit.rows)]
+    shares = _Shares(_words(connection, ids, policy), policy, size)
     shares.hold(held)
-    over = shares.take_whole(units)
-    rest, rewards = shares.take_in_part(connection, over) if shares.total < size else ([], {})
+    rest = shares.take(units)
     if shares.total < size and sum(len(unit.rows) for unit in units) >= WINDOW * size:
         _drop(connection, [row for unit in rest[: (len(rest) + 1) // 2] for row in unit.rows])
-    return LimitedUnits(shares.taken, rewards)
+    return shares.taken
 
 
 def count_held_rows(connection: Connection, units: Sequence[Unit], policy: BatchPolicy, size: int) -> dict[Rater, int]:
     """How many rows of the units each rater keeps out of a batch of `size`, if the batch is not full without them."""
-    shares = _Shares(_words(connection, [row for unit in units for row in unit.rows]), policy, size)
-    rest = shares.take_audible(shares.take_whole(units))
+    shares = _Shares(_words(connection, [row for unit in units for row in unit.rows], policy), policy, size)
+    rest = shares.take(units)
     return {} if shares.total >= size else dict(shares.count_over(rest).most_common())
 
 
-def write_rewards(connection: Connection, rewards: Mapping[int, float]) -> None:
-    """Give rows of a batch the rewards that they have in it."""
-    if rewards:
-        connection.execute(_REWARDING, [{"its_id": row, "its_reward": reward} for row, reward in rewards.items()])
+def weigh_rewards(connection: Connection, units: Sequence[Unit], policy: BatchPolicy) -> None:
+    """Give the rows of a batch the rewards that they have when who rates more than others weighs less."""
+    words = _words(connection, [row for unit in units for row in unit.rows], policy)
+    apart = [row for row, by in words.items() if len(by) > 1 and min(by.values()) < 1]
+    weights = {rater: weight for row in apart for rater, weight in words[row].items()}
+    replies: set[str] = set()
+    for portion in portions(apart):
+        replies |= {*connection.execute(select(experiences.c.msg_id).where(experiences.c.id.in_(portion))).scalars()}
+    found: dict[int, float | None] = {}
+    for rule, msg_ids in rules_of(connection, replies).values():
+        found |= weighted_rewards(connection, msg_ids, rule, policy.trusted_raters, weights)
+    if rewards := [{"its_id": row, "its_reward": found[row]} for row in apart if found.get(row) is not None]:
+        connection.execute(_REWARDING, rewards)
 
 
 class _Shares:
-    """What each rater has of a batch so far."""
+    """What each rater has of a batch so far, in rows."""
 
-    def __init__(self, words: Mapping[int, Collection[Rater]], policy: BatchPolicy, size: int) -> None:
+    def __init__(self, words: Mapping[int, Mapping[Rater, float]], policy: BatchPolicy, size: int) -> None:
         self.taken: list[Unit] = []
         self.total = 0
-        self._words, self._trusted, self._size = words, policy.trusted_raters, size
+        self._words, self._size = words, size
         self._most = policy.max_rater_share * size
         self._had: dict[Rater, float] = defaultdict(float)
 
@@ -111,104 +116,35 @@ class _Shares:
         """How many rows of these units each rater keeps out that has its share."""
         rows: Counter[Rater] = Counter()
         for unit in units:
-            rows.update(dict.fromkeys(self._over(_of_unit(self._words, unit)), len(unit.rows)))
+            rows.update(dict.fromkeys(self._over(_parts(self._words, unit)), len(unit.rows)))
         return rows
 
     def hold(self, ids: Collection[int]) -> None:
-        """Reckon with rows that the batch has already, of which who had its share may not have been heard."""
+        """Count rows that the batch has already."""
         for id_ in ids:
-            unit = Unit(id_, (id_,))
-            self._count(unit, self._audible(unit) or _of_unit(self._words, unit))
+            self._count(Unit(id_, (id_,)))
 
-    def take_whole(self, units: Sequence[Unit]) -> list[Unit]:
-        """Take units with all that was said of them; those that would give a rater too much."""
-        over = []
+    def take(self, units: Sequence[Unit]) -> list[Unit]:
+        """Take units until the batch is full; those that would give a rater too much."""
+        rest = []
         for unit in units:
             if self.total >= self._size:
                 break
-            words = _of_unit(self._words, unit)
-            if self._over(words):
-                over.append(unit)
-            else:
-                self._take(unit, words)
-        return over
-
-    def take_audible(self, units: Sequence[Unit]) -> list[Unit]:
-        """Take units of which others said something, too; the rest."""
-        rest = []
-        for unit in units:
-            if (words := self._audible(unit)) is None or self._over(words):
+            if self._over(_parts(self._words, unit)):
                 rest.append(unit)
             else:
-                self._take(unit, words)
+                self._count(unit)
+                self.taken.append(unit)
         return rest
 
-    def take_in_part(self, connection: Connection, units: Sequence[Unit]) -> tuple[list[Unit], dict[int, float]]:
-        """Take units, of which those who have their share said nothing; those of which nothing is left then.
-
-        And by the id of each row whose reward it changes, the new one.
-        """
-        audible = {unit: self._audible(unit) for unit in units}
-        apart = {
-            row: {*self._words[row]} - {*words} for each in audible.values() for row, words in (each or {}).items()
-        }
-        unheard = {row: raters for row, raters in apart.items() if raters}
-        rewards = _rewards_without(connection, unheard, self._trusted)
-        rest, changed = list[Unit](), dict[int, float]()
-        for unit in units:
-            # Meanwhile others may have got their share.
-            words = None if self.total >= self._size else audible[unit]
-            parted = [row for row in words or () if apart[row]]
-            values = {row: reward for row in parted if (reward := rewards.get(row)) is not None}
-            if words is None or self._over(words) or len(values) < len(parted):
-                rest.append(unit)
-                continue
-            self._take(unit, words)
-            changed |= values
-        return rest, changed
-
-    def _audible(self, unit: Unit) -> dict[int, Collection[Rater]] | None:
-        """Who is heard of each row of a unit, without those that have their share; None if nobody is of one."""
-        words = _of_unit(self._words, unit)
-        while over := self._over(words):
-            words = {row: [rater for rater in by if not self._is_of(over, rater)] for row, by in words.items()}
-            if any(self._words.get(row) and not by for row, by in words.items()):
-                return None
-        return words
-
-    def _is_of(self, voices: Collection[Rater], rater: Rater) -> bool:
-        return rater not in self._trusted and _voice(rater) in voices
-
-    def _over(self, words: Mapping[int, Collection[Rater]]) -> set[Rater]:
-        """Who would have too much with a unit of which this was said."""
-        parts = _parts(words, self._trusted)
+    def _over(self, parts: Mapping[Rater, float]) -> set[Rater]:
+        """Who would have too much with a unit that has these parts."""
         return {rater for rater, part in parts.items() if self._had[rater] and self._had[rater] + part > self._most}
 
-    def _take(self, unit: Unit, words: Mapping[int, Collection[Rater]]) -> None:
-        self._count(unit, words)
-        self.taken.append(unit)
-
-    def _count(self, unit: Unit, words: Mapping[int, Collection[Rater]]) -> None:
-        for rater, part in _parts(words, self._trusted).items():
+    def _count(self, unit: Unit) -> None:
+        for rater, part in _parts(self._words, unit).items():
             self._had[rater] += part
         self.total += len(unit.rows)
-
-
-def _voice(rater: Rater) -> Rater:
-    return rater[0], voice_of(rater[1])
-
-
-def _rewards_without(
-    connection: Connection, apart: Mapping[int, Collection[Rater]], trusted: TrustedRaters
-) -> dict[int, float | None]:
-    """The rewards of rows without what some raters say of them, each under the rule that made its reward."""
-    replies: set[str] = set()
-    for portion in portions(apart):
-        replies |= {*connection.execute(select(experiences.c.msg_id).where(experiences.c.id.in_(portion))).scalars()}
-    found: dict[int, float | None] = {}
-    for rule, msg_ids in rules_of(connection, replies).values():
-        found |= rewards_without(connection, apart, msg_ids, rule, trusted)
-    return found
 
 
 def main_raters(connection: Connection, units: Sequence[Unit], policy: BatchPolicy) -> dict[int, Rater | None]:
@@ -216,8 +152,8 @@ def main_raters(connection: Connection, units: Sequence[Unit], policy: BatchPoli
 
     So who rates all that others rate, too, is not the one whose share they come out of.
     """
-    words = _words(connection, [row for unit in units for row in unit.rows])
-    parts = {unit.number: _parts(_of_unit(words, unit), policy.trusted_raters) for unit in units}
+    words = _words(connection, [row for unit in units for row in unit.rows], policy)
+    parts = {unit.number: _parts(words, unit) for unit in units}
     has: dict[Rater, float] = defaultdict(float)
     for found in parts.values():
         for rater, part in found.items():
@@ -225,27 +161,53 @@ def main_raters(connection: Connection, units: Sequence[Unit], policy: BatchPoli
     return {number: min(found, key=lambda rater: (has[rater], rater), default=None) for number, found in parts.items()}
 
 
-def _of_unit(words: Mapping[int, Collection[Rater]], unit: Unit) -> dict[int, Collection[Rater]]:
-    return {row: words.get(row, ()) for row in unit.rows}
-
-
-def _parts(words: Mapping[int, Collection[Rater]], trusted: TrustedRaters) -> dict[Rater, float]:
-    """How much of a unit is each rater's word, in rows."""
+def _parts(words: Mapping[int, Mapping[Rater, float]], unit: Unit) -> dict[Rater, float]:
+    """How much of a unit is each rater's word, in rows: that of trusted ones is nobody's."""
     parts: dict[Rater, float] = defaultdict(float)
-    for by in words.values():
-        for rater in by:
-            if rater not in trusted:
-                parts[_voice(rater)] += 1 / len(by)
+    for row in unit.rows:
+        by = words.get(row, {})
+        for rater, weight in by.items():
+            parts[rater] += weight / sum(by.values())
     return parts
 
 
-def _words(connection: Connection, ids: Collection[int]) -> dict[int, set[Rater]]:
-    """Whose feedback counts for the reward of each of the rows."""
+def _words(connection: Connection, ids: Collection[int], policy: BatchPolicy) -> dict[int, dict[Rater, float]]:
+    """Whose feedback counts for the reward of each of the rows, and how much each of them weighs.
+
+    Of nobody's word but a trusted rater's, where one spoke.
+    """
     rows = [row for portion in portions(ids) for row in connection.execute(_names_of(portion))]
     by_target: dict[object, set[Rater]] = defaultdict(set)
     for event in without_quarantined(connection, [*_feedback_on(connection, rows)]):
         by_target[event.msg_id or (event.tenant, event.task_id, event.run_id)].add(rater_of(event))
-    return {row.id: by_target[row.msg_id] | by_target[row.tenant, row.task_id, row.run_id] for row in rows}
+    weights = _weights(connection, policy)
+    found = {}
+    for row in rows:
+        raters = by_target[row.msg_id] | by_target[row.tenant, row.task_id, row.run_id]
+        is_settled = any(rater in policy.trusted_raters for rater in raters)
+        voters = set() if is_settled else {_voice(rater) for rater in raters}
+        found[row.id] = {voter: weights.get(voter, 1.0) for voter in voters}
+    return found
+
+
+def _weights(connection: Connection, policy: BatchPolicy) -> dict[Rater, float]:
+    """The weight of who says more than most others of its tenant in the newest feedback: as much less as it says more.
+
+    So who rates every reply counts like who rates as many as most do.
+    """
+    counts: dict[str, Counter[Rater]] = defaultdict(Counter)
+    for tenant, source in connection.execute(_NEWEST):
+        if (tenant, source or "") not in policy.trusted_raters:
+            counts[tenant][_voice((tenant, source or ""))] += 1
+    weights: dict[Rater, float] = {}
+    for counted in counts.values():
+        middle = median(counted.values())
+        weights |= {voice: middle / count for voice, count in counted.items() if count > middle}
+    return weights
+
+
+def _voice(rater: Rater) -> Rater:
+    return rater[0], voice_of(rater[1])
 
 
 def _names_of(ids: Collection[int]) -> Any:

@@ -1,6 +1,6 @@
 """How much one rater's word weighs: beside others' about the same reply, and in a batch.
 
-Who says more than most others in the newest feedback weighs less where others spoke too. In a batch no rater has more
+Who says more than most others in the newest feedback, or less, weighs less where others spoke too. In a batch no rater has more
 than its share: a row's reward is shared by those who said it, by their weights, and what is beyond the share waits. The
 application's own word, which names no source, and that of trusted raters is not limited; nor is anybody's before there
 are so many raters that each can have a share. All names that are used with one key are one rater here.
@@ -8,7 +8,7 @@ are so many raters that each can have a share. All names that are used with one 
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -180,30 +180,35 @@ def _words(connection: Connection, ids: Collection[int], policy: BatchPolicy) ->
     by_target: dict[object, set[Rater]] = defaultdict(set)
     for event in without_quarantined(connection, [*_feedback_on(connection, rows)]):
         by_target[event.msg_id or (event.tenant, event.task_id, event.run_id)].add(rater_of(event))
-    weights = _weights(connection, policy)
+    weigh = _weights(connection, policy)
     found = {}
     for row in rows:
         raters = by_target[row.msg_id] | by_target[row.tenant, row.task_id, row.run_id]
         is_settled = any(rater in policy.trusted_raters for rater in raters)
         voters = set() if is_settled else {_voice(rater) for rater in raters}
-        found[row.id] = {voter: weights.get(voter, 1.0) for voter in voters}
+        found[row.id] = {voter: weigh(voter) for voter in voters}
     return found
 
 
-def _weights(connection: Connection, policy: BatchPolicy) -> dict[Rater, float]:
-    """The weight of who says more than most others of its tenant in the newest feedback: as much less as it says more.
+def _weights(connection: Connection, policy: BatchPolicy) -> Callable[[Rater], float]:
+    """How much each voice weighs, from 0 to 1: less, in proportion, the more or the less it says than most.
 
-    So who rates every reply counts like who rates as many as most do.
+    Most: the median, in the newest feedback of its tenant, of the voices that spoke more than once. So who rates every
+    reply counts like who rates as many as others, and names that are used once do not outvote those who stay.
     """
     counts: dict[str, Counter[Rater]] = defaultdict(Counter)
     for tenant, source in connection.execute(_NEWEST):
         if (tenant, source or "") not in policy.trusted_raters:
             counts[tenant][_voice((tenant, source or ""))] += 1
-    weights: dict[Rater, float] = {}
-    for counted in counts.values():
-        middle = median(counted.values())
-        weights |= {voice: middle / count for voice, count in counted.items() if count > middle}
-    return weights
+    middles = {
+        tenant: median([count for count in counted.values() if count > 1] or [1]) for tenant, counted in counts.items()
+    }
+
+    def weigh(voice: Rater) -> float:
+        middle, count = middles.get(voice[0], 1), max(counts[voice[0]][voice], 1)
+        return min(middle / count, count / middle)
+
+    return weigh
 
 
 def _voice(rater: Rater) -> Rater:

@@ -1,9 +1,9 @@
 """How much one rater's word weighs: beside others' about the same reply, and in a batch.
 
-Who says more than most others in the newest feedback, or less, weighs less where others spoke too. In a batch no rater has more
-than its share: a row's reward is shared by those who said it, by their weights, and what is beyond the share waits. The
-application's own word, which names no source, and that of trusted raters is not limited; nor is anybody's before there
-are so many raters that each can have a share. All names that are used with one key are one rater here.
+Who says more than most others in the newest feedback, or less, weighs less where others spoke too. In a batch no rater
+has more than its share: a row's reward is shared by those who said it, by their weights, and what is beyond the share
+waits. The application's own word, which names no source, and that of trusted raters is not limited; nor is anybody's
+before there are so many raters that each can have a share. All names that are used with one key are one rater here.
 """
 
 import math

@@ -70,7 +70,10 @@ class Metrics:
         self.waiting = Gauge(
             "tuneloop_requests_waiting", "Requests that wait because too many are in flight", registry=registry
         )
-        self.refused = _refusals(registry)
+        text = (
+            "Requests that were refused by their heads: no key, an unknown one, a limit of one, or a website's request"
+        )
+        self.refused = Counter("tuneloop_access_refused", text, ["reason"], registry=registry)
         self._durations = cache(self.request_seconds.labels)
         self._recorded_counters = cache(self.recorded.labels)
 
@@ -206,11 +209,6 @@ class Metrics:
             self.judged.labels(outcome)
         for kind in ("prompt", "completion"):
             self.judge_tokens.labels(kind)
-
-
-def _refusals(registry: CollectorRegistry) -> Counter:
-    text = "Requests that were refused by their heads: no key, an unknown one, a limit of one, or a website's request"
-    return Counter("tuneloop_access_refused", text, ["reason"], registry=registry)
 
 
 #: So many versions, those counted last, have series of their own in what a process counts by version.

@@ -44,7 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _translating_disk_errors(settings):
             require_folders(settings)
         if settings.trainer_workers > 1 and RENDEZVOUS_VARIABLE not in os.environ:
-            return _start_workers(settings, given, stop)
+            # Run the workers, which are this command again, until they have ended for good; their exit code.
+            log_placement(settings)
+            if settings.cluster.node_num > 1 or settings.cluster.ray_address != "auto":
+                return train_on_ray(settings, stop)
+            flags = [part for override in given.set for part in ("--set", override)]
+            command = [sys.executable, "-P", "-m", "tuneloop.trainer", "--config", str(given.config), *flags]
+            return launch(command, settings.trainer_workers, stop)
         _train(settings, stop)
     except RankFailed:
         return 1  # which the launcher reports, and the other rank why
@@ -52,16 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"trainer: {clean_error(error)}\n")
         return error.exit_code if isinstance(error, StartupError | StaleEpoch) else 1
     return 0
-
-
-def _start_workers(settings: Settings, given: argparse.Namespace, stop: Stop) -> int:
-    """Run the workers, which are this command again, until they have ended for good; their exit code."""
-    log_placement(settings)
-    if settings.cluster.node_num > 1 or settings.cluster.ray_address != "auto":
-        return train_on_ray(settings, stop)
-    flags = [part for override in given.set for part in ("--set", override)]
-    command = [sys.executable, "-P", "-m", "tuneloop.trainer", "--config", str(given.config), *flags]
-    return launch(command, settings.trainer_workers, stop)
 
 
 def _train(settings: Settings, stop: Stop) -> None:

@@ -112,22 +112,19 @@ class Learner:
     def forward_backward(self, batch: Batch, targets: Targets) -> Metrics:
         """Add the gradients of one mini-batch to the masters'. It does not matter how it is cut into micro-batches."""
         with self.ranks.agree():
-            metrics = self._share(batch, targets)
+            # This rank's share of `forward_backward`, told by one of those that share rows.
+            totals = targets.totals
+            sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self._device))
+            for index_B in self._micro_batches(batch, targets.units_B, self.ranks):
+                self.before_pass()
+                part = batch.rows(index_B)
+                goals = targets.rows(index_B, hand_over(part.mask_BR, self._device))
+                for name, value in self._backward(part, goals, totals).items():
+                    sums[name] += value
+            metrics = {name: float(value) for name, value in sums.items()} if self.ranks.speaks else {}
         for optimizer in self.optimizers.values():
             optimizer.add_up()
         return self.ranks.add_up_numbers(metrics)
-
-    def _share(self, batch: Batch, targets: Targets) -> Metrics:
-        """This rank's share of `forward_backward`, told by one of those that share rows."""
-        totals = targets.totals
-        sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self._device))
-        for index_B in self._micro_batches(batch, targets.units_B, self.ranks):
-            self.before_pass()
-            part = batch.rows(index_B)
-            goals = targets.rows(index_B, hand_over(part.mask_BR, self._device))
-            for name, value in self._backward(part, goals, totals).items():
-                sums[name] += value
-        return {name: float(value) for name, value in sums.items()} if self.ranks.speaks else {}
 
     def optim_step(self) -> Metrics:
         """Update the weights with the gradients. Raises NotFinite before it touches any, EnvironmentRefused after."""
@@ -135,7 +132,9 @@ class Learner:
         norms = {name: optimizer.gradient_norm() for name, optimizer in trained.items()}
         _must_be_finite({f"the {name}'s gradient norm": norm for name, norm in norms.items()})
         metrics = {f"{name}/grad_norm": norm for name, norm in norms.items()}
-        _end_copies(self.copying)
+        copying = self.copying
+        while copying:
+            copying.pop().wait()
         for name, optimizer in trained.items():
             metrics[f"{name}/lr"] = optimizer.lr
             _apply(optimizer, norms[name], self._algorithm.max_grad_norm)
@@ -164,7 +163,10 @@ class Learner:
             for index_B in parts:
                 mini = batch.rows(index_B)
                 updates.append(self._update(mini, targets.rows(index_B, mini.mask_BR)))
-        return _of_updates(updates)
+        # Their means; but only the first update meets the weights as they were before the step.
+        first = {name: value for name, value in updates[0].items() if name.startswith("mismatch_kl/")}
+        names = updates[0].keys() - first.keys()
+        return first | {name: sum(each[name] for each in updates) / len(updates) for name in names}
 
     def _update(self, batch: Batch, targets: Targets) -> Metrics:
         """One update. Gradients that memory runs out for are made again, in smaller pieces: it does not matter how."""
@@ -216,7 +218,11 @@ class Learner:
             targets = replace(targets, teacher_BR=said_BR)
         if self._asks.mismatched:
             targets = replace(targets, divergence=_divergence(self, sequences))
-        fresh = [_is_fresh(each, version) for sequence in sequences for each in sequence.calls]
+        fresh = [
+            (each.version_min == each.version_max == version and not each.recomputed)
+            for sequence in sequences
+            for each in sequence.calls
+        ]
         calls = calls_of(self._algorithm, sequences, batch, self._most_tokens)
         if any(fresh):
             targets = replace(targets, fresh_BR=calls.spread(torch.tensor(fresh)))
@@ -250,11 +256,6 @@ def _order(learner: Learner, samples: Sequence[Sample], version: int | None) -> 
 
 def go_ahead() -> None:
     """What is called before each pass of a micro-batch through a model, where nothing is waited for."""
-
-
-def _is_fresh(sample: Sample, version: int | None) -> bool:
-    """Whether an engine with the weights of `version` said how likely the reply is."""
-    return sample.version_min == sample.version_max == version and not sample.recomputed
 
 
 @torch.no_grad()
@@ -313,25 +314,12 @@ def _divergence(learner: Learner, sequences: Sequence[TokenSequence]) -> Tensor:
     return sequence_sums(learner._log_ratio(batch), batch.mask_BR).mean()
 
 
-def _end_copies(copying: list[torch.cuda.Event]) -> None:
-    """Nobody waits here: the GPU does, before what follows."""
-    while copying:
-        copying.pop().wait()
-
-
 def _apply(optimizer: MasterAdamW, norm: float, max_norm: float) -> None:
     try:
         optimizer.update(norm=norm, max_norm=max_norm)
     except torch.OutOfMemoryError as error:
         # Other weights, here or on other ranks, have been updated, and cannot be again.
         raise EnvironmentRefused(f"model.model_path: a GPU has no room for AdamW's memory: {error}") from None
-
-
-def _of_updates(updates: Sequence[Metrics]) -> Metrics:
-    """Their means; but only the first update meets the weights as they were before the step."""
-    first = {name: value for name, value in updates[0].items() if name.startswith("mismatch_kl/")}
-    names = updates[0].keys() - first.keys()
-    return first | {name: sum(each[name] for each in updates) / len(updates) for name in names}
 
 
 def _speed(samples: Sequence[Sample], batch: Batch, read: Mapping[str, float], took: float) -> Metrics:

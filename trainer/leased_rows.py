@@ -27,7 +27,12 @@ class LeasedRows:
         """A full batch of trainable rows, or what a batch timeout makes one. `version`: the learner is it."""
         size, timeout = self._settings.buffer.train_batch_size, self._settings.buffer.batch_timeout
         if len(self.held) < size:
-            self._lease(size, learner, version)
+            held = [sample.id for sample in self.held]
+            leased = self._training.lease(self._epoch, size, BatchPolicy.of(self._settings), held=held)
+            kept, refused = self._recomputation.select(leased, learner, version=version)
+            self.held += kept
+            for reason, samples in refused.items():
+                self.drop(samples, reason, step=learner.steps)
         if len(self.held) < (size if timeout is None else 1):
             return None
         batch, self.held = self.held, []
@@ -48,11 +53,3 @@ class LeasedRows:
         """Give back all that the epoch holds."""
         self._training.release(self._epoch)
         self.held.clear()
-
-    def _lease(self, size: int, learner: Learner, version: int | None) -> None:
-        held = [sample.id for sample in self.held]
-        leased = self._training.lease(self._epoch, size, BatchPolicy.of(self._settings), held=held)
-        kept, refused = self._recomputation.select(leased, learner, version=version)
-        self.held += kept
-        for reason, samples in refused.items():
-            self.drop(samples, reason, step=learner.steps)

@@ -47,7 +47,6 @@ from tuneloop.trainer.checkpoints.resumption import find_state, require_weights
 from tuneloop.trainer.evaluation.gate import Examination
 from tuneloop.trainer.gpu_turns import GpuTurns
 from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat
-from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.leased_rows import LeasedRows
 from tuneloop.trainer.micro_batch import MicroBatch, fit_to_memory
 from tuneloop.trainer.models.folders import require_folders
@@ -111,7 +110,8 @@ def _opened(settings: Settings, ledger: Ledger, stop: Stop) -> bool:
             database.upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
             ledger.own(settings.project, settings.name)
             ledger.versions.ensure_base(settings.model.model_path.absolute())
-            _require_newest(settings, ledger)
+            if (older := find_lost_versions(settings.job_dir, ledger)) is not None:
+                raise EnvironmentRefused(older)
             return True
         except (DatabaseAway, LedgerUnavailable) as error:
             if not trained_before:
@@ -119,18 +119,6 @@ def _opened(settings: Settings, ledger: Ledger, stop: Stop) -> bool:
             _log.warning("waiting_for_the_database", reason=str(error))
             stop.wait(_AGAIN_S)
     return False
-
-
-def _require_newest(settings: Settings, ledger: Ledger) -> None:
-    """Raise EnvironmentRefused if a version was published that the database does not know: it would get a namesake."""
-    if (older := find_lost_versions(settings.job_dir, ledger)) is not None:
-        raise EnvironmentRefused(older)
-
-
-def _take_epoch(settings: Settings, ledger: Ledger) -> int:
-    epoch = ledger.training.take_epoch(f"{socket.gethostname()}:{os.getpid()}")
-    note_registered(settings.job_dir, 0, epoch)
-    return epoch
 
 
 class TrainingLoop:
@@ -161,7 +149,11 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Take the next epoch and train under it."""
-        self._epoch = _take_epoch(self._settings, self._ledger)
+        settings = self._settings
+        ledger = self._ledger
+        epoch = ledger.training.take_epoch(f"{socket.gethostname()}:{os.getpid()}")
+        note_registered(settings.job_dir, 0, epoch)
+        self._epoch = epoch
         heartbeat = Heartbeat(self._ledger.training, self._epoch, self._stop, interval_s=self._beat_s)
         self._store.clear(self._epoch)
         behind = _is_async(self._settings) and not self._examination.wanted
@@ -254,7 +246,7 @@ class TrainingLoop:
         """Become the newest registered version, with the `state` that was found for it."""
         self._turns.take()
         with room_for_weights():
-            self._learner = _load(self._settings, newest, state, self._ranks)
+            self._learner = snapshot.resume(self._settings, newest.path if newest.version else None, state, self._ranks)
             self._learner.teacher = self._teacher.teacher
             self._learner.micro_batch_tokens = self._micro_batch.tokens
             self._publisher.prepare(self._learner)
@@ -292,7 +284,13 @@ class TrainingLoop:
         learnt |= self._monitors.after_step(self._learner, learnt, version=self._steps.parent, replies=batch)
         self._waiting_since = time.perf_counter()
         self._curves.add(self._learner.steps, learnt)
-        _log_step(learnt, step=self._learner.steps, version=self._steps.parent)
+        step = self._learner.steps
+        version = self._steps.parent
+        if learnt.get("critic/advantages/zero") == 1:
+            reason = "every advantage of the batch is 0, or its token masked"
+            _log.warning("nothing_to_learn", step=step, reason=reason)
+        seconds = round(learnt["time/train_step"], 3)
+        _log.info("step", step=step, version=version, reward=learnt["critic/rewards/mean"], seconds=seconds)
         self._spans.send_step(self._learner.steps, batch, started=started)
         return True
 
@@ -310,7 +308,12 @@ class TrainingLoop:
         try:
             published = self._steps.end(self._learner, self._curves)
         except (LeaseLost, ParentEnded) as error:
-            _tell_why_refused(error, self._ledger, self._steps.parent)
+            ledger = self._ledger
+            parent = self._steps.parent
+            if isinstance(error, ParentEnded):
+                _tell_why_back(ledger, parent)
+            else:  # The person of a row was erased: no version may be made of it.
+                _log.warning("leases_lost", reason=str(error))
             return self._settle()
         if not published:
             self._pause()
@@ -337,24 +340,12 @@ def _is_async(settings: Settings) -> bool:
     return device_of(settings).type == "cuda" if chosen is None else chosen
 
 
-def _load(settings: Settings, newest: Version, state: Path | None, ranks: Ranks) -> Learner:
-    return snapshot.resume(settings, newest.path if newest.version else None, state, ranks)
-
-
 def _state_of(newest: Version, ledger: Ledger, store: CheckpointStore) -> Path | None:
     """What a version is resumed with, whose weights are what they should be."""
     if not newest.version:
         return None
     require_weights(newest, store)
     return find_state(newest, ledger.versions, store)
-
-
-def _log_step(learnt: metrics.Metrics, *, step: int, version: int) -> None:
-    if learnt.get("critic/advantages/zero") == 1:
-        reason = "every advantage of the batch is 0, or its token masked"
-        _log.warning("nothing_to_learn", step=step, reason=reason)
-    seconds = round(learnt["time/train_step"], 3)
-    _log.info("step", step=step, version=version, reward=learnt["critic/rewards/mean"], seconds=seconds)
 
 
 @contextmanager
@@ -373,11 +364,3 @@ def _tell_why_back(ledger: Ledger, version: int) -> None:
     state = ended[-1].action.value if ended else "unknown"
     to = ledger.versions.newest().version
     _log.warning("training_goes_back", version=version, to=to, state=state, by=by, reason=reason)
-
-
-def _tell_why_refused(error: LeaseLost | ParentEnded, ledger: Ledger, parent: int) -> None:
-    """Say why the ledger took no version that was made of `parent`."""
-    if isinstance(error, ParentEnded):
-        _tell_why_back(ledger, parent)
-    else:  # The person of a row was erased: no version may be made of it.
-        _log.warning("leases_lost", reason=str(error))

@@ -223,39 +223,32 @@ class Flusher:
                 self._stop.wait(_LOOK_S)
                 continue
             adopts_all = stopping or time.monotonic() >= adopt_at
-            all_moved = self._move(_left_behind(self._slots, everywhere=adopts_all and not self._stop.is_set()))
+            # Drain our slots together with those that can be taken of `left_behind`, and leave no segment of the
+            # latter. False if something could not be drained yet.
+            left_behind = _left_behind(self._slots, everywhere=adopts_all and not self._stop.is_set())
+            with contextlib.ExitStack() as stack:
+                taken = [source for folder in left_behind if (source := _take(folder, stack)) is not None]
+                folders = {source.folder for source in taken}
+                ours = [slot for slot in self._slots.ours if slot.folder not in folders]
+                ends = _ends_at_one_moment(ours)
+                moved = self._drained(
+                    [*taken, *(Source(slot.folder, slot.flushed, end) for slot, end in zip(ours, ends, strict=True))]
+                )
+                if moved:
+                    for source in taken:
+                        if source.segments:
+                            self._mark(source, Position(source.segments[-1] + 1, 0))
+                        self._slots.mark_adopted(source.folder)
+            all_moved = moved
             if adopts_all and not self._more:
-                self._say_adopted()
+                with self._moved:
+                    self._waiters.adopted = True
+                    self._waiters.tell()
                 adopt_at = time.monotonic() + ADOPT_S
             if stopping or (self._stop.is_set() and not all_moved and not self._more):
                 return
             if not self._more:
                 self._wake.wait(max(0.0, self._waiters.due_at - time.monotonic()))
-
-    def _say_adopted(self) -> None:
-        with self._moved:
-            self._waiters.adopted = True
-            self._waiters.tell()
-
-    def _move(self, left_behind: Sequence[Path]) -> bool:
-        """Drain our slots together with those that can be taken of `left_behind`, and leave no segment of the latter.
-
-        False if something could not be drained yet.
-        """
-        with contextlib.ExitStack() as stack:
-            taken = [source for folder in left_behind if (source := _take(folder, stack)) is not None]
-            folders = {source.folder for source in taken}
-            ours = [slot for slot in self._slots.ours if slot.folder not in folders]
-            ends = _ends_at_one_moment(ours)
-            moved = self._drained(
-                [*taken, *(Source(slot.folder, slot.flushed, end) for slot, end in zip(ours, ends, strict=True))]
-            )
-            if moved:
-                for source in taken:
-                    if source.segments:
-                        self._mark(source, Position(source.segments[-1] + 1, 0))
-                    self._slots.mark_adopted(source.folder)
-        return moved
 
     def _drained(self, sources: Sequence[Source]) -> bool:
         try:

@@ -9,7 +9,7 @@ import errno
 import heapq
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,13 +91,26 @@ class SlotQueue:
 
     def read(self, sources: Sequence[Source]) -> bool:
         """Read on as far as there is room; False if there is more. Slots that are not named are forgotten."""
-        self._keep({source.folder for source in sources})
+        folders = {source.folder for source in sources}
+        if not self._read.keys() <= set(folders):
+            sizes = self._sizes  # what is another's by now, or was moved away: all is read again
+            self.clear()
+            self._sizes = sizes
         for source in sources:
             self._read[source.folder] = max(source.mark.position, self._read.get(source.folder, source.mark.position))
         entries = _in_order(sources, self._read)
         with contextlib.closing(entries):
             for entry in entries:
-                self._put(entry)
+                tenant, key = entry.owner
+                numbered = entry._replace(number=next(self._numbers))
+                self._waiting.setdefault(tenant, {}).setdefault(key, deque()).append(numbered)
+                self._all.put(entry)
+                if entry.affects_rewards:
+                    self._affecting.put(entry)
+                self._undone.setdefault(entry.folder, deque()).append(entry.position)
+                self._read[entry.folder] = entry.position
+                self._count += 1
+                self._bytes += len(entry.payload)
                 if self._count >= self._most or self._bytes >= self._most_bytes:
                     return False
         for source in sources:
@@ -168,18 +181,6 @@ class SlotQueue:
         """How far a slot has been read."""
         return max(source.mark.position, self._read[source.folder])
 
-    def _put(self, entry: SlotRecord) -> None:
-        tenant, key = entry.owner
-        numbered = entry._replace(number=next(self._numbers))
-        self._waiting.setdefault(tenant, {}).setdefault(key, deque()).append(numbered)
-        self._all.put(entry)
-        if entry.affects_rewards:
-            self._affecting.put(entry)
-        self._undone.setdefault(entry.folder, deque()).append(entry.position)
-        self._read[entry.folder] = entry.position
-        self._count += 1
-        self._bytes += len(entry.payload)
-
     def _done_up_to(self, folder: Path) -> Position | None:
         """The position before which nothing is undone, if that has moved."""
         last, undone, ahead = None, self._undone[folder], self._ahead[folder]
@@ -187,12 +188,6 @@ class SlotQueue:
             last = undone.popleft()
             ahead.discard(last)
         return last
-
-    def _keep(self, folders: Collection[Path]) -> None:
-        if not self._read.keys() <= set(folders):
-            sizes = self._sizes  # what is another's by now, or was moved away: all is read again
-            self.clear()
-            self._sizes = sizes
 
 
 class _Undone:

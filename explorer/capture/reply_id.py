@@ -66,7 +66,7 @@ class ReplyIdSigner:
             return ParsedReplyId(msg_id, None)
         if not (choice.isascii() and choice.isdigit() and len(choice) <= _CHOICE_DIGITS):
             return None
-        if int(choice) >= _count_choices(name):
+        if int(choice) >= (int.from_bytes(name[-1 - _MANY_BYTES : -1]) if name[-1] == _MANY else name[-1]):
             return None
         return ParsedReplyId(msg_id, int(choice))
 
@@ -81,11 +81,6 @@ def _choice_bytes(choices: int) -> bytes:
     if choices < _MANY:
         return os.urandom(9) + bytes([choices])
     return os.urandom(9 - _MANY_BYTES) + choices.to_bytes(_MANY_BYTES) + bytes([_MANY])
-
-
-def _count_choices(name: bytes) -> int:
-    """The number of choices in the bytes that are signed."""
-    return int.from_bytes(name[-1 - _MANY_BYTES : -1]) if name[-1] == _MANY else name[-1]
 
 
 def _base32(data: bytes) -> str:

@@ -11,7 +11,7 @@ import structlog
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.capture.spool import take_slot
 from tuneloop.explorer.capture.spool_erasure import clear, kept_files
-from tuneloop.explorer.capture.spool_slots import Slot, Slots
+from tuneloop.explorer.capture.spool_slots import Slots
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.recording.erasures import Person
@@ -69,20 +69,20 @@ class SpoolRetention:
     def look(self) -> None:
         """Forget what is to be forgotten by now."""
         for slot in self._slots.ours:
-            self._leave_segment(slot)
+            # Let a segment go that the database has all of: it would stay until it is full.
+            now, end = self._clock(), slot.end
+            segment, since = self._segments.get(slot.folder, (0, now))
+            if end.segment != segment or not end.offset:
+                self._segments[slot.folder] = end.segment, now
+            elif now - since >= SEGMENT_S and slot.flushed.position >= end:
+                slot.renew()
         self._erase()
         if (self._bounds or self._of_tenants) and self._clock() >= self._purge_at:
-            self._purge()
+            for state, count in self._retention.purge(self._bounds, of_tenants=self._of_tenants).experiences.items():
+                self._purged[state].inc(count)
+                if count:
+                    log.info("experiences_purged", state=state.value, count=count)
             self._purge_at = self._clock() + PURGE_S
-
-    def _leave_segment(self, slot: Slot) -> None:
-        """Let a segment go that the database has all of: it would stay until it is full."""
-        now, end = self._clock(), slot.end
-        segment, since = self._segments.get(slot.folder, (0, now))
-        if end.segment != segment or not end.offset:
-            self._segments[slot.folder] = end.segment, now
-        elif now - since >= SEGMENT_S and slot.flushed.position >= end:
-            slot.renew()
 
     def _erase(self) -> None:
         erased = self._retention.erasures()
@@ -117,12 +117,6 @@ class SpoolRetention:
 
     def _hidden(self, name: str) -> str:
         return pseudonym(name, self._key)
-
-    def _purge(self) -> None:
-        for state, count in self._retention.purge(self._bounds, of_tenants=self._of_tenants).experiences.items():
-            self._purged[state].inc(count)
-            if count:
-                log.info("experiences_purged", state=state.value, count=count)
 
 
 def _looks(path: Path) -> tuple[int, int, int]:

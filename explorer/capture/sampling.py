@@ -97,7 +97,17 @@ def _why_held(request: Mapping[str, Any], holds_tools: bool) -> str | None:
         return "sampling:structured_outputs"
     if request.get("response_format") not in (None, {"type": "text"}):
         return "sampling:response_format"
-    return _why_calls_are_forced(request, holds_tools)
+    # vLLM holds tool calls to a grammar not only where one is required.
+    choice, tools = request.get("tool_choice"), request.get("tools")
+    if choice not in (None, "none", "auto"):
+        return "sampling:tool_choice"
+    if choice == "none" or not tools:
+        return None
+    parallel = request.get("parallel_tool_calls")
+    if parallel is not None and not equals(parallel, True):
+        return "sampling:parallel_tool_calls"
+    strict = holds_tools or (isinstance(tools, list) and any(map(_is_strict, tools)))
+    return "sampling:tools" if strict else None
 
 
 def _why_beyond_ids(request: Mapping[str, Any]) -> str | None:
@@ -114,20 +124,6 @@ def _first_that_is_not_neutral(request: Mapping[str, Any], parameters: Mapping[s
         if value is not None and not any(equals(value, each) for each in neutral):
             return f"sampling:{name}"
     return None
-
-
-def _why_calls_are_forced(request: Mapping[str, Any], holds_tools: bool) -> str | None:
-    """vLLM holds tool calls to a grammar not only where one is required."""
-    choice, tools = request.get("tool_choice"), request.get("tools")
-    if choice not in (None, "none", "auto"):
-        return "sampling:tool_choice"
-    if choice == "none" or not tools:
-        return None
-    parallel = request.get("parallel_tool_calls")
-    if parallel is not None and not equals(parallel, True):
-        return "sampling:parallel_tool_calls"
-    strict = holds_tools or (isinstance(tools, list) and any(map(_is_strict, tools)))
-    return "sampling:tools" if strict else None
 
 
 def _is_strict(tool: Any) -> bool:

@@ -159,7 +159,11 @@ class Spool:
             if renewed or self.broken or self._end.offset > self._segment_bytes:
                 self._begin_segment()
             if renewed and self.broken:
-                self._prove()
+                # Write what is no record and take it away again.
+                _write_whole(self._file, _PROOF)
+                os.fdatasync(self._file.fileno())
+                self._file.truncate(0)
+                self._file.seek(0)
             self._put(data)
             if self.broken:
                 log.info("spool_written_again", folder=str(self.folder))
@@ -210,13 +214,6 @@ class Spool:
         self._file = following
         self._reach(Position(self._end.segment + 1, 0))
 
-    def _prove(self) -> None:
-        """Write what is no record and take it away again."""
-        _write_whole(self._file, _PROOF)
-        os.fdatasync(self._file.fileno())
-        self._file.truncate(0)
-        self._file.seek(0)
-
 
 def read(folder: Path, start: Position, end: Position | None = None) -> Iterator[tuple[bytes, Position]]:
     """The payloads from `start` to `end` (None: all there is), each with the position after it."""
@@ -232,13 +229,8 @@ def read(folder: Path, start: Position, end: Position | None = None) -> Iterator
                 yield payload, Position(number, offset)
         if offset < limit:
             log.warning("spool_torn_tail", segment=number, offset=offset, bytes=limit - offset)
-            _keep(folder, number)
-
-
-def _keep(folder: Path, number: int) -> None:
-    """Give a segment that cannot be read to its end a second name, under which it stays: its tail may be whole."""
-    with contextlib.suppress(OSError):
-        os.link(segment_path(folder, number), folder / f"{number:08d}.torn")
+            with contextlib.suppress(OSError):
+                os.link(segment_path(folder, number), folder / f"{number:08d}.torn")
 
 
 def forget(folder: Path, before: Position) -> None:

@@ -227,10 +227,7 @@ class Transcript(ABC):
                 cut = _without(cut, key, bytes(value)) if cut else cut
             if cut:
                 return cut
-        return self._rewritten(piece)
-
-    def _rewritten(self, piece: bytes) -> bytes:
-        """The same, whatever way the engine writes its JSON."""
+        # The same, whatever way the engine writes its JSON.
         parsed = orjson.loads(piece)
         parsed["id"] = self.msg_id
         for holder in (parsed, *parsed.get("choices", ())):  # a chat's prompt ids stand beside its choices

@@ -48,7 +48,15 @@ class NativeResponseTranscript(Transcript):
             if isinstance(usage, Mapping) and isinstance(total := usage.get("total_tokens"), int):
                 self.reported_tokens = max(self.reported_tokens, total)
             self.broken = response["status"] == "failed"
-            self.choices[0] = _choice(response)
+            output = response["output"]
+            parts = [part for item in output if item["type"] == "message" for part in item["content"]]
+            calls = [item for item in output if item["type"] == "function_call"]
+            finish_reason = "tool_calls" if calls else "stop"
+            self.choices[0] = CapturedChoice(
+                text=[part["text"] for part in parts if part["type"] == "output_text"],
+                tool_calls={number: _call(item) for number, item in enumerate(calls)},
+                finish_reason={"completed": finish_reason, "incomplete": "length"}.get(response["status"]),
+            )
         return self.latest
 
     def add_text(self, text: str) -> None:
@@ -195,18 +203,6 @@ def _part(part: Json) -> Json:
         image = part["image_url"]
         return {"type": "input_image", "image_url": image["url"], "detail": image["detail"]}
     return {"type": "input_text", "text": part["text"]}
-
-
-def _choice(response: Json) -> CapturedChoice:
-    output = response["output"]
-    parts = [part for item in output if item["type"] == "message" for part in item["content"]]
-    calls = [item for item in output if item["type"] == "function_call"]
-    finish_reason = "tool_calls" if calls else "stop"
-    return CapturedChoice(
-        text=[part["text"] for part in parts if part["type"] == "output_text"],
-        tool_calls={number: _call(item) for number, item in enumerate(calls)},
-        finish_reason={"completed": finish_reason, "incomplete": "length"}.get(response["status"]),
-    )
 
 
 def _call(item: Json) -> Json:

@@ -42,7 +42,20 @@ def to_response(
         model=reply["model"],
         remaining=remaining_context(context_length, usage),
     )
-    output = _output(body, choice, response_id)
+    message, shown = choice["message"], shows_reasoning(body)
+    items: list[Json] = []
+    if shown and message.get("reasoning"):
+        thought = {"type": "reasoning_text", "text": message["reasoning"]}
+        items.append(reasoning_item(item_id("rs", response_id, items), [thought], status=None))
+    if message.get("content"):
+        logprobs = (logprobs_of(choice) or None) if shown and wants_logprobs(body) else None
+        name, part = item_id("msg", response_id, items), text_part(message["content"], logprobs)
+        items.append(message_item(name, [part], status="completed"))
+    for each in message.get("tool_calls") or ():
+        function = each["function"]
+        name = item_id("fc", response_id, items)
+        items.append(function_call_item(name, each["id"], function["name"], function["arguments"], status="completed"))
+    output = items
     return finish_response(in_progress, output, finish_reason=_finish_reason(in_progress, choice, usage), reply=reply)
 
 
@@ -131,23 +144,6 @@ def logprobs_of(choice: Json) -> list[Json]:
 def shows_reasoning(body: Json) -> bool:
     """Whether the client gets the reasoning, and log-probabilities, which would reveal it."""
     return body.get("include_reasoning") is not False
-
-
-def _output(body: Json, choice: Json, response_id: str) -> list[Json]:
-    message, shown = choice["message"], shows_reasoning(body)
-    items: list[Json] = []
-    if shown and message.get("reasoning"):
-        thought = {"type": "reasoning_text", "text": message["reasoning"]}
-        items.append(reasoning_item(item_id("rs", response_id, items), [thought], status=None))
-    if message.get("content"):
-        logprobs = (logprobs_of(choice) or None) if shown and wants_logprobs(body) else None
-        name, part = item_id("msg", response_id, items), text_part(message["content"], logprobs)
-        items.append(message_item(name, [part], status="completed"))
-    for each in message.get("tool_calls") or ():
-        function = each["function"]
-        name = item_id("fc", response_id, items)
-        items.append(function_call_item(name, each["id"], function["name"], function["arguments"], status="completed"))
-    return items
 
 
 def _finish_reason(in_progress: Json, choice: Json, usage: Json | None) -> str | None:

@@ -48,7 +48,10 @@ class Admission:
                 if turn.exception() is None:
                     self.release(caller)  # the turn had been granted already
             else:
-                self._leave(caller, turn)
+                queue = self._queues.get(caller)
+                if queue is not None and turn in queue:
+                    queue.remove(turn)
+                    self._tidy(caller)
             if isinstance(error, TimeoutError):
                 raise RequestRefused(
                     f"too many requests are in flight: this one waited for {self._wait_timeout_s:g} seconds",
@@ -108,12 +111,6 @@ class Admission:
         turn = queue.popleft() if first else queue.pop()
         self._tidy(caller)
         return turn
-
-    def _leave(self, caller: str, turn: _Turn) -> None:
-        queue = self._queues.get(caller)
-        if queue is not None and turn in queue:
-            queue.remove(turn)
-            self._tidy(caller)
 
     def _tidy(self, caller: str) -> None:
         """One less waits; who goes on waiting goes behind the others who have as much in flight."""

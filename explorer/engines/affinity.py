@@ -93,24 +93,20 @@ def hash_prefixes(body: Mapping[str, Any]) -> tuple[int, ...]:
     """
     messages = body.get("messages")
     if isinstance(messages, list):
-        return _of_turns(messages)
+        # One before each reply: only there a request of this conversation can have ended, so that a system prompt
+        # alone, which many conversations share, draws no request to an engine.
+        found, prefix_hash = [], 0
+        for message in messages:
+            if isinstance(message, dict) and message.get("role") == "assistant":
+                found.append(prefix_hash)
+            prefix_hash = _extend(prefix_hash, orjson.dumps(message))
+        return (*found, prefix_hash)
     prompt = body.get("prompt")
     if isinstance(prompt, str):
         return _of_blocks(prompt, _BLOCK_CHARACTERS)
     if isinstance(prompt, list) and all(isinstance(each, int) for each in prompt):
         return _of_blocks(tuple(prompt), _BLOCK_TOKENS)
     return ()
-
-
-def _of_turns(messages: Sequence[Any]) -> tuple[int, ...]:
-    """One before each reply: only there a request of this conversation can have ended, so that a system prompt alone,
-    which many conversations share, draws no request to an engine."""
-    found, prefix_hash = [], 0
-    for message in messages:
-        if isinstance(message, dict) and message.get("role") == "assistant":
-            found.append(prefix_hash)
-        prefix_hash = _extend(prefix_hash, orjson.dumps(message))
-    return (*found, prefix_hash)
 
 
 def _of_blocks(prompt: str | tuple[int, ...], size: int) -> tuple[int, ...]:

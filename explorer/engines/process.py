@@ -76,7 +76,28 @@ class EngineProcess:
     async def start(self, model: Path) -> None:
         """Start the engine with the weights in `model` and wait until it is healthy. Raises EnvironmentRefused."""
         try:
-            await self._launch(model)
+            # Raises OSError.
+            if self._gpu is not None:
+                await self._gpu.hold()
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            self._socket.unlink(missing_ok=True)
+            command, environment = self.command(model)
+            with append_unlinked(self._log) as output:
+                self._log_start = output.tell()
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "tuneloop.explorer.engines.guard",
+                    *command,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    pass_fds=[self._gpu.fileno()] if self._gpu else [],
+                    # A signal to our whole group must not kill the guard: the engine's own children would go on.
+                    start_new_session=True,
+                )
         except OSError as error:  # no room for a process, its log or an open file, which may be over soon
             raise EnvironmentRefused(
                 f"explorer.rollout_model: engine {self._engine.number} cannot be started: {error}"
@@ -84,37 +105,27 @@ class EngineProcess:
         log.info("engine_starting", engine=self._engine.number, model=str(model), log=str(self._log))
         try:
             async with asyncio.timeout(self._settings.explorer.rollout_model.startup_timeout):
-                await self._wait_until_healthy()
+                assert self._process is not None
+                began, said_at = time.monotonic(), 0.0
+                while not await self._engine.control.healthy():
+                    waited = time.monotonic() - began
+                    if waited >= said_at + _SAY_EVERY_S:
+                        said_at = waited
+                        stage = start_stage(_lines(self._log, self._log_start))
+                        log.info("engine_start_goes_on", engine=self._engine.number, seconds=round(waited), stage=stage)
+                    if self._process.returncode is not None:
+                        last_error = _last_error(self._log, self._log_start)
+                        raise EnvironmentRefused(
+                            f"explorer.rollout_model: engine {self._engine.number} died at start (exit code "
+                            f"{self._process.returncode}): {last_error} - the full log is {self._log}"
+                        )
+                    await asyncio.sleep(0.25)
         except TimeoutError:
             await self.stop()
             raise EnvironmentRefused(
                 f"engine {self._engine.number} was not ready within"
                 f" {self._settings.explorer.rollout_model.startup_timeout:g} s; see why in {self._log}"
             ) from None
-
-    async def _launch(self, model: Path) -> None:
-        """Raises OSError."""
-        if self._gpu is not None:
-            await self._gpu.hold()
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._socket.unlink(missing_ok=True)
-        command, environment = self.command(model)
-        with append_unlinked(self._log) as output:
-            self._log_start = output.tell()
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",
-                "-m",
-                "tuneloop.explorer.engines.guard",
-                *command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                pass_fds=[self._gpu.fileno()] if self._gpu else [],
-                # A signal to our whole group must not kill the guard: the engine's own children would go on.
-                start_new_session=True,
-            )
 
     def command(self, model: Path) -> tuple[list[str], dict[str, str]]:
         """The command to run, and its environment."""
@@ -154,23 +165,6 @@ class EngineProcess:
             return free_memory() >= weights + (rollout.kv_cache_memory_bytes or 1 << 30) + _RUNTIME_BYTES
         except OSError:  # what cannot be read now, nor could be by an engine
             return False
-
-    async def _wait_until_healthy(self) -> None:
-        assert self._process is not None
-        began, said_at = time.monotonic(), 0.0
-        while not await self._engine.control.healthy():
-            waited = time.monotonic() - began
-            if waited >= said_at + _SAY_EVERY_S:
-                said_at = waited
-                stage = start_stage(_lines(self._log, self._log_start))
-                log.info("engine_start_goes_on", engine=self._engine.number, seconds=round(waited), stage=stage)
-            if self._process.returncode is not None:
-                last_error = _last_error(self._log, self._log_start)
-                raise EnvironmentRefused(
-                    f"explorer.rollout_model: engine {self._engine.number} died at start (exit code "
-                    f"{self._process.returncode}): {last_error} - the full log is {self._log}"
-                )
-            await asyncio.sleep(0.25)
 
     async def wait(self) -> int:
         """Wait until the process has ended; its exit code."""

@@ -76,7 +76,13 @@ class AdapterControl(EngineControl):
         if is_adapter(actor):
             name = adapter_name_of(actor)
             await self._load(name, actor)
-            await self._unload_oldest(name)
+            self._loaded = [*(each for each in self._loaded if each != name), name]
+            while len(self._loaded) > _KEPT:
+                oldest = self._loaded.pop(0)
+                try:
+                    await self._post("/v1/unload_lora_adapter", json={"lora_name": oldest})
+                except EngineError as error:
+                    log.warning("adapter_not_unloaded", adapter=oldest, reason=str(error))
             self._use(name)
         elif actor == self._base:
             self._use(None)
@@ -97,13 +103,3 @@ class AdapterControl(EngineControl):
                 ) from error
             if "already been loaded" not in str(error):  # by an explorer before us, and it is the same
                 raise
-
-    async def _unload_oldest(self, newest: str) -> None:
-        """Unload the adapters that will not be served again. What is in flight with them still finishes."""
-        self._loaded = [*(each for each in self._loaded if each != newest), newest]
-        while len(self._loaded) > _KEPT:
-            oldest = self._loaded.pop(0)
-            try:
-                await self._post("/v1/unload_lora_adapter", json={"lora_name": oldest})
-            except EngineError as error:
-                log.warning("adapter_not_unloaded", adapter=oldest, reason=str(error))

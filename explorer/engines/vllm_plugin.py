@@ -45,22 +45,16 @@ def register() -> None:
     if os.environ.get(FORKS) == "1":
         _fork(importlib.import_module("vllm.utils.system_utils"))
     if os.environ.get(PACKS) == "1":
-        _pack()
-
-
-def _pack() -> None:
-    """Change each part of the engine that is built as it is known: for packed log-probabilities.
-
-    Only API servers begin packing, and each part may do without the others.
-    """
-    parts = [core, front_end]
-    if importlib.import_module("vllm.triton_utils").HAS_TRITON:
-        parts += [gpu_scores, gpu_worker]
-    for part in parts:
-        try:
-            part.install()
-        except UnknownVllm as error:
-            log.warning("vLLM is left unchanged in %s: %s", part.__name__.rpartition(".")[2], error)
+        # Change each part of the engine that is built as it is known: for packed log-probabilities. Only API
+        # servers begin packing, and each part may do without the others.
+        parts = [core, front_end]
+        if importlib.import_module("vllm.triton_utils").HAS_TRITON:
+            parts += [gpu_scores, gpu_worker]
+        for part in parts:
+            try:
+                part.install()
+            except UnknownVllm as error:
+                log.warning("vLLM is left unchanged in %s: %s", part.__name__.rpartition(".")[2], error)
 
 
 def _fork(processes: Any) -> None:

@@ -127,7 +127,16 @@ class JudgeLoop:
         now, last, found = steady_time.now(), self._last, []
         most = 1 if self._away else 4 * self._settings.concurrency
         for reply in self._ledger.judging.replies_after(last, limit=_PAGE):
-            wanted = self._is_eligible(reply, now)
+            settings = self._settings
+            states = JUDGEABLE if settings.which == "all" else (State.RECORDED,)
+            wanted = (
+                reply.correction == 0
+                and reply.state in states
+                and reply.id not in self._failed
+                and reply.id not in self._done
+                and now - settings.max_age <= reply.sampled_at <= now + _SKEW_S
+                and in_share(b"judged", reply.msg_id, settings.share)
+            )
             if wanted and reply.sampled_at + self._settings.after > now:
                 break
             last = reply.id
@@ -136,18 +145,6 @@ class JudgeLoop:
         there = self._ledger.judging.existing_events([each.event_id for each in found])
         left = [each for each in found if each.event_id not in there]
         return left[:most], left[most].reply.id - 1 if len(left) > most else last
-
-    def _is_eligible(self, reply: ReplyState, now: float) -> bool:
-        settings = self._settings
-        states = JUDGEABLE if settings.which == "all" else (State.RECORDED,)
-        return (
-            reply.correction == 0
-            and reply.state in states
-            and reply.id not in self._failed
-            and reply.id not in self._done
-            and now - settings.max_age <= reply.sampled_at <= now + _SKEW_S
-            and in_share(b"judged", reply.msg_id, settings.share)
-        )
 
     async def _judge_reply(self, candidate: UnjudgedReply, exchange: JudgedExchange | None) -> float | None:
         """Judge one; None if that is settled, else for how many seconds at least the judge is not to be asked."""

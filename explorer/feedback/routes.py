@@ -112,7 +112,13 @@ class FeedbackRoutes:
     async def take(self, caller: Caller, body: dict[str, object], key: str | None = None) -> dict[str, object]:
         """The same for a body that was read already, under an idempotency key if it has one."""
         caller.meter.check_stored()
-        named = _count_named(body)
+        # How many ids a body may name, whatever else is wrong with it.
+        entries = body.get("feedback")
+        found = 0
+        for entry in entries if isinstance(entries, list) else [body]:
+            ids = entry.get("msg_ids") if isinstance(entry, dict) else None
+            found += len(ids) if isinstance(ids, list) else 1
+        named = found
         if named <= _FEW:
             return await self._take(caller, body, key, named)
         self._ids_at_work.check(caller.identity, named, MAX_IDS_AT_WORK)
@@ -245,16 +251,6 @@ class FeedbackRoutes:
         ids = {each for about in named.values() for each in about}
         missing = self._ledger.restoration.missing({each: minted_at(each) for each in ids}) if ids else set()
         yield from (event_id for event_id, about in named.items() if not missing.isdisjoint(about))
-
-
-def _count_named(body: Mapping[str, object]) -> int:
-    """How many ids a body may name, whatever else is wrong with it."""
-    entries = body.get("feedback")
-    found = 0
-    for entry in entries if isinstance(entries, list) else [body]:
-        ids = entry.get("msg_ids") if isinstance(entry, dict) else None
-        found += len(ids) if isinstance(ids, list) else 1
-    return found
 
 
 def _choices(parsed: Sequence[FeedbackEvent], apart: Mapping[str, _Apart]) -> Iterator[tuple[str, _Apart]]:

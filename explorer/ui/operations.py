@@ -106,7 +106,9 @@ class ChangeWatch:
 
 def _trainer(ledger: Ledger, curves: CurveReader) -> dict[str, Any]:
     found = curves.read()
-    order = sorted(found, key=lambda name: (_place(name), name))
+    order = sorted(
+        found, key=lambda name: (next((place for place, word in enumerate(FIRST) if word in name), len(FIRST)), name)
+    )
     versions = [each for each in ledger.versions.all() if each.version][::-1]
     return {
         "charts": [(name, _chart_of(name, found[name])) for name in order if found[name]],
@@ -117,7 +119,3 @@ def _trainer(ledger: Ledger, curves: CurveReader) -> dict[str, Any]:
 
 def _chart_of(name: str, curve: Curve) -> dict[str, Any]:
     return {"kind": "line", "x": "step", "y": name, "data": [list(each) for each in zip(*curve, strict=True)]}
-
-
-def _place(name: str) -> int:
-    return next((place for place, word in enumerate(FIRST) if word in name), len(FIRST))

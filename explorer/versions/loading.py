@@ -350,7 +350,9 @@ async def servable_champion(ledger: Ledger, verifier: Verifier) -> tuple[Version
     while True:
         champion = await asyncio.to_thread(ledger.versions.champion)
         if not champion.version:
-            await _read_base(champion, verifier)
+            if _FINGERPRINTS.get(champion.path) is None:
+                with suppress(CheckpointRejected):  # an engine that cannot read it either says so better
+                    _FINGERPRINTS.put(champion.path, await _verify(champion, verifier))
             return champion, None
         try:
             return champion, await verify_wanted(champion, verifier, ledger)
@@ -359,13 +361,6 @@ async def servable_champion(ledger: Ledger, verifier: Verifier) -> tuple[Version
         except CheckpointRejected as error:
             if not await _replace(champion, ledger, verifier, reason=str(error)):
                 raise
-
-
-async def _read_base(version: Version, verifier: Verifier) -> None:
-    """Find out what an engine with the base model holds, so that it can be proven."""
-    if _FINGERPRINTS.get(version.path) is None:
-        with suppress(CheckpointRejected):  # an engine that cannot read it either says so better
-            _FINGERPRINTS.put(version.path, await _verify(version, verifier))
 
 
 async def _replace(champion: Version, ledger: Ledger, verifier: Verifier, *, reason: str) -> bool:

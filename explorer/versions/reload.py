@@ -241,13 +241,21 @@ class Reloader(WeightSwapper):
             await self._see(champion)
             trial = await asyncio.to_thread(current_trial, self._ledger, self._rollout)
             pinned = await asyncio.to_thread(self._ledger.versions.pinned_version)
-            await self._divide(champion, trial)
+            split = division(self._fleet.engines, self._fleet.split, champion.version, trial)
+            if split != self._fleet.split:
+                await self._fleet.set_split(split)
+            self._metrics.canary_version.set(trial.version.version if trial else 0)
+            self._metrics.canary_share.set(split.share if split else 0)
             candidate = None if trial or pinned else await asyncio.to_thread(self._ledger.versions.candidate)
             ready = any(engine.state is EngineState.READY for engine in self._fleet.engines)
             waits = not ready or self._fleet.split or (candidate is not None and await self._is_held(candidate))
             if candidate is None or waits or not await self.gate.admits(candidate, champion):
                 await self._align(champion, trial)
-                await self._see_served(champion, candidate)
+                # Clear the alarm about versions that cannot be read where no version is waited for.
+                engines = [each for each in self._fleet.engines if each.state is not EngineState.SPARE]
+                served = all(each.state is EngineState.READY and each.version == champion.version for each in engines)
+                if candidate is None and served:
+                    await tell_unreadable(None, self._verifier, self._ledger)
             elif self._rollout.tries:
                 await self._align(champion)
                 await self._try(candidate, champion)
@@ -263,13 +271,6 @@ class Reloader(WeightSwapper):
                     self._metrics.feedback_to_served.observe(seconds)
             log.info("version_served", version=champion.version, from_version=self._champion, step=champion.step)
         self._champion = champion.version
-
-    async def _divide(self, champion: Version, trial: CanaryTrial | None) -> None:
-        split = division(self._fleet.engines, self._fleet.split, champion.version, trial)
-        if split != self._fleet.split:
-            await self._fleet.set_split(split)
-        self._metrics.canary_version.set(trial.version.version if trial else 0)
-        self._metrics.canary_share.set(split.share if split else 0)
 
     async def _is_held(self, candidate: Version) -> bool:
         """Whether an alarm forbids that a new version is served; said once, and once when it is over."""
@@ -301,13 +302,6 @@ class Reloader(WeightSwapper):
         for engine in tried:
             if trial and engine.state is EngineState.READY and engine.version != trial.version.version:
                 await self._try_on(engine, trial.version, champion)
-
-    async def _see_served(self, champion: Version, candidate: Version | None) -> None:
-        """Clear the alarm about versions that cannot be read where no version is waited for."""
-        engines = [each for each in self._fleet.engines if each.state is not EngineState.SPARE]
-        served = all(each.state is EngineState.READY and each.version == champion.version for each in engines)
-        if candidate is None and served:
-            await tell_unreadable(None, self._verifier, self._ledger)
 
     async def _is_whole(self, champion: Version) -> bool:
         """Whether the champion's files are as they were; damaged, another one is the champion from the next turn on."""
@@ -383,11 +377,8 @@ class Reloader(WeightSwapper):
             if self._deaths[version.version] < _DEATHS:
                 return False
             reason = f"engines die of it: {reason}"
-        await self._reject(version, reason)
-        return True
-
-    async def _reject(self, version: Version, reason: str) -> None:
         if version.state is VersionState.CANARY:
             await asyncio.to_thread(self._ledger.versions.roll_back, version.version, by="explorer", reason=reason)
         else:
             await asyncio.to_thread(self._ledger.versions.reject, version.version, reason)
+        return True

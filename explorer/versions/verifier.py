@@ -64,38 +64,37 @@ def verify(checkpoint: Path, *, manifest_sha256: str, version: int, base: Path) 
     if not version:
         return _fingerprints(_of_base(_config, base), _of_base(tensors, base))
     try:
-        return _verify(checkpoint, manifest_sha256, version, base)
+        manifest = read_manifest(checkpoint, sha256=manifest_sha256)
+        if manifest.version != version:
+            raise CheckpointRejected(f"its manifest is of version {manifest.version}")
+        check_files(checkpoint, manifest, folder=ACTOR)
+        for file in manifest.files:
+            if Path(file.path).suffix in _PICKLES:
+                raise CheckpointRejected(f"{file.path} may hold a pickle")
+        actor = checkpoint / ACTOR
+        if manifest.kind == "lora":
+            weights = _of_base(tensors, base)
+            of_adapter = verify_adapter(actor, base=base, weights=weights)
+            of_base = _fingerprints(_of_base(_config, base), weights)
+            return {dtype: {**parts, **of_adapter[dtype]} for dtype, parts in of_base.items() if dtype in of_adapter}
+        config, wanted = _config(actor), _of_base(_config, base)
+        _same_config(config, wanted)
+        _same_companions(actor, base)
+        found = tensors(actor)
+        _same_tensors(
+            found,
+            _of_base(tensors, base),
+            tied=bool(wanted.get("tie_word_embeddings")),
+            dtype=_TYPES.get(manifest.dtype),
+        )
+        if name := find_not_finite(found):
+            raise CheckpointRejected(f"{name} in {found[name].file.name} holds NaN or infinity")
+        return _fingerprints(config, found)
     except OSError as error:
         raise CheckpointUnreadable(f"{checkpoint.name}: {error}") from None
     except CheckpointRejected:
         read_manifest(checkpoint, sha256=manifest_sha256)  # Of a folder that went away meanwhile nothing is known.
         raise
-
-
-def _verify(checkpoint: Path, manifest_sha256: str, version: int, base: Path) -> dict[str, Fingerprint]:
-    manifest = read_manifest(checkpoint, sha256=manifest_sha256)
-    if manifest.version != version:
-        raise CheckpointRejected(f"its manifest is of version {manifest.version}")
-    check_files(checkpoint, manifest, folder=ACTOR)
-    for file in manifest.files:
-        if Path(file.path).suffix in _PICKLES:
-            raise CheckpointRejected(f"{file.path} may hold a pickle")
-    actor = checkpoint / ACTOR
-    if manifest.kind == "lora":
-        weights = _of_base(tensors, base)
-        of_adapter = verify_adapter(actor, base=base, weights=weights)
-        of_base = _fingerprints(_of_base(_config, base), weights)
-        return {dtype: {**parts, **of_adapter[dtype]} for dtype, parts in of_base.items() if dtype in of_adapter}
-    config, wanted = _config(actor), _of_base(_config, base)
-    _same_config(config, wanted)
-    _same_companions(actor, base)
-    found = tensors(actor)
-    _same_tensors(
-        found, _of_base(tensors, base), tied=bool(wanted.get("tie_word_embeddings")), dtype=_TYPES.get(manifest.dtype)
-    )
-    if name := find_not_finite(found):
-        raise CheckpointRejected(f"{name} in {found[name].file.name} holds NaN or infinity")
-    return _fingerprints(config, found)
 
 
 def _fingerprints(config: Mapping[str, Any], found: Mapping[str, StoredTensor]) -> dict[str, Fingerprint]:

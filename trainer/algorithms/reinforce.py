@@ -47,7 +47,7 @@ def prepare(
     """The advantages of a batch, and what is remembered of it."""
     options = algorithm.baseline
     scores_C = calls.rewards_C.double() + kl_penalties(algorithm, targets, calls)
-    tasks = [_key(task) for task in calls.tasks]
+    tasks = [(_TASK + blake2b(task.encode(), digest_size=12).hexdigest() if task else "") for task in calls.tasks]
     baseline_C = _baseline(options, scores_C, tasks, baselines)
     over_C = (scores_C - baseline_C).masked_fill(torch.isclose(scores_C, baseline_C, rtol=1e-9, atol=0), 0)
     baselines = _update_baselines(options, scores_C, tasks, baselines)
@@ -100,7 +100,3 @@ def _scale(options: Options, over_C: Tensor, moments: Moments) -> float:
             return float(over_C.square().mean().sqrt()) + EPSILON
         case "running":
             return mean_and_std(moments)[1] + EPSILON
-
-
-def _key(task: str) -> str:
-    return _TASK + blake2b(task.encode(), digest_size=12).hexdigest() if task else ""

@@ -15,7 +15,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from tuneloop.shared.experience import AllowedTokens, Grammar, Int32s, Sample
+from tuneloop.shared.experience import AllowedTokens, Grammar, Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.tokenizer import Tokenizer, ends_in_engines, tokenizer_of
 
@@ -91,7 +91,8 @@ class _Rebuilder:
         self._ends = ends_in_engines(folder, words)
         known = xgrammar.TokenizerInfo.from_huggingface(cast(Any, words), vocab_size=vocabulary)
         self._compiler: Any = xgrammar.GrammarCompiler(known, cache_limit_bytes=_CACHE)
-        self.everything = _row_of_all(vocabulary)
+        bits = np.arange(-(-vocabulary // 32) * 32) < vocabulary
+        self.everything = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
     def matcher(self, grammar: Grammar) -> Any:
         """A matcher at the grammar's beginning. Raises _GrammarNotRebuilt."""
@@ -135,17 +136,7 @@ def _replay(sample: Sample, grammar: Grammar, rebuilder: _Rebuilder) -> AllowedT
         if row != everything:
             at[position] = rows.setdefault(row, len(rows))
     table = np.array([np.frombuffer(row, np.int32) for row in rows], np.int32).reshape(len(rows), words)
-    _require_certain(sample, table, at)
-    return AllowedTokens(table, at)
-
-
-def _require_certain(sample: Sample, table: Int32s, at: Int32s) -> None:
-    """Raise _GrammarNotRebuilt if the engine was in doubt where the grammar allows one token."""
     alone = np.append(np.bitwise_count(table.view(np.uint32)).sum(1) == 1, False)  # at -1: all are allowed
     if (np.abs(sample.logprobs[alone[at]]) > _CERTAIN).any():
         raise _GrammarNotRebuilt(_FOREIGN)
-
-
-def _row_of_all(vocabulary: int) -> Int32s:
-    bits = np.arange(-(-vocabulary // 32) * 32) < vocabulary
-    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
+    return AllowedTokens(table, at)

@@ -56,7 +56,7 @@ class Batch:
     def rows(self, index_B: Tensor) -> "Batch":
         """The sequences `index_B`, without the padding that they do not need."""
         lengths_B, mask_BR = self.lengths_B[index_B], self.mask_BR[index_B]
-        widths = {"T": int(lengths_B.max()), "R": _width(mask_BR)}
+        widths = {"T": int(lengths_B.max()), "R": (int(mask_BR.any(0).nonzero().max()) + 1)}
         cut: dict[str, Tensor | None] = {"allowed_KW": self.allowed_KW}
         for field in fields(self):
             each_B = getattr(self, field.name)
@@ -198,11 +198,6 @@ def _longest_first(lengths_B: Tensor, units_B: Tensor | None) -> list[list[int]]
     for row in order:
         units.setdefault(int(units_B[row]), []).append(row)
     return list(units.values())
-
-
-def _width(mask_BR: Tensor) -> int:
-    """How many positions there are up to the last reply token."""
-    return int(mask_BR.any(0).nonzero().max()) + 1
 
 
 def _pad(rows: Iterable[npt.NDArray[np.generic]], filler: float = 0) -> Tensor:

@@ -63,21 +63,20 @@ def imitable(samples: Sequence[Sample], algorithm: AlgorithmSettings) -> tuple[l
         else:
             taken.append(sample)
     if not sft:
-        best = _best(samples)
+        # The run of each group whose calls have the best mean reward, of equals the first; without a group, every
+        # run.
+        found = runs(samples)
+        groups: dict[object, tuple[str, ...]] = {}
+        for run, calls in sorted(
+            found.items(), key=lambda each: (-fmean(call.reward for call in each[1]), each[1][0].id)
+        ):
+            groups.setdefault(run if calls[0].group_id is None else calls[0].group_id, run)
+        best = set(groups.values())
         worse = [sample for sample in taken if run_of(sample) not in best]
         taken = [sample for sample in taken if run_of(sample) in best]
         if worse:
             refused["not imitated: another run of its group has a better reward"] += worse
     return taken, dict(refused)
-
-
-def _best(samples: Sequence[Sample]) -> set[tuple[str, ...]]:
-    """The run of each group whose calls have the best mean reward, of equals the first; without a group, every run."""
-    found = runs(samples)
-    groups: dict[object, tuple[str, ...]] = {}
-    for run, calls in sorted(found.items(), key=lambda each: (-fmean(call.reward for call in each[1]), each[1][0].id)):
-        groups.setdefault(run if calls[0].group_id is None else calls[0].group_id, run)
-    return set(groups.values())
 
 
 def _longest(settings: Settings) -> float:

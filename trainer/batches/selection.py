@@ -74,7 +74,9 @@ def comparable(samples: list[Sample], algorithm: AlgorithmSettings, *, group_by:
     if algorithm.algorithm_type in OF_GROUPS:
         reason = "all runs of its group have the same reward: it says nothing"
         judged = _by_the_last if algorithm.by_result else _by_the_mean
-        kept = _without_groups(kept, lambda group: _constant(group, judged), refused, reason)
+        kept = _without_groups(
+            kept, lambda group: len({judged(calls) for calls in runs(group).values()}) < 2, refused, reason
+        )
     return kept, refused
 
 
@@ -132,10 +134,6 @@ def _without_groups(
 
 def _alone(group: Sequence[Sample]) -> bool:
     return len({run_of(sample) for sample in group}) < 2
-
-
-def _constant(group: Sequence[Sample], judged: Callable[[Sequence[Sample]], float]) -> bool:
-    return len({judged(calls) for calls in runs(group).values()}) < 2
 
 
 def _by_the_last(calls: Sequence[Sample]) -> float:

@@ -116,7 +116,8 @@ class Publisher:
         )
         space = publication.space
         if space._replace(needed=space.needed + self.states.unwritten).missing:
-            self._make_room()
+            self.states.join()
+            prune_by_settings(self._settings, self._store, self._ledger)
         if behind and self._pool is not None:
             work = self._pool.submit(self._register, publication, list(ids), started)
         else:
@@ -183,22 +184,15 @@ class Publisher:
         with self.states.priority.urgent():
             published = publication.register(self._ledger.training, ids)
         took = publication.measured["time/publish/registered"] = time.perf_counter() - started
-        self._note(published.version)
-        _log.info("version_published", version=published.version, step=published.step, seconds=round(took, 3))
-        for sentence in self._ledger.reports.imbalance():
-            _log.error("ledger_out_of_balance", reason=sentence, version=published.version)
-        return published
-
-    def _make_room(self) -> None:
-        """Delete now what is otherwise deleted behind the next version."""
-        self.states.join()
-        prune_by_settings(self._settings, self._store, self._ledger)
-
-    def _note(self, version: int) -> None:
+        version = published.version
         try:
             note_registered(self._settings.job_dir, version, self._epoch)
         except OSError as error:  # The next one is noted, too.
             _log.warning("version_not_noted", version=version, reason=str(error))
+        _log.info("version_published", version=published.version, step=published.step, seconds=round(took, 3))
+        for sentence in self._ledger.reports.imbalance():
+            _log.error("ledger_out_of_balance", reason=sentence, version=published.version)
+        return published
 
 
 class Publication:
@@ -229,7 +223,8 @@ class Publication:
         """
         staging: Path | None = None
         try:
-            self._require_room()
+            if (space := self.space).missing:
+                raise DiskFull(space.sentence)
             staging = self._store.stage(self._epoch)
             with _time_stage(self.measured, "weights"):
                 digests = snapshot.save_weights(self._weights, staging, base=self._settings.model.model_path)
@@ -265,10 +260,6 @@ class Publication:
             return path, measured
 
         return put
-
-    def _require_room(self) -> None:
-        if (space := self.space).missing:
-            raise DiskFull(space.sentence)
 
     @property
     def space(self) -> DiskSpace:

@@ -90,7 +90,10 @@ class Recomputation:
         A method that learns from any reply looks at none: they are 0 there.
         """
         if self._settings.algorithm.of_any_reply:
-            return [_silence(each) for each in samples], {}
+            return [
+                (msgspec.structs.replace(each, logprobs=np.zeros_like(each.logprobs)) if _is_missing(each) else each)
+                for each in samples
+            ], {}
         wanted = {each.id: each for each in [*filter(_is_missing, samples), *self._to_compare(samples)]}
         if not wanted:
             return list(samples), {}
@@ -209,7 +212,3 @@ def _with(sample: Sample, found: dict[int, Float32s]) -> Sample:
     if not _is_missing(sample):
         return sample
     return msgspec.structs.replace(sample, logprobs=found[sample.id], recomputed=True)
-
-
-def _silence(sample: Sample) -> Sample:
-    return msgspec.structs.replace(sample, logprobs=np.zeros_like(sample.logprobs)) if _is_missing(sample) else sample

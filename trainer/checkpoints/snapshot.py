@@ -114,7 +114,25 @@ def resume(settings: Settings, folder: Path | None, state: Path | None, ranks: R
             require_divisible(network, ranks.sequence.size)
     learner = Learner(settings, actor=actor, critic=critic, reference=reference, ranks=ranks)
     if folder:
-        _restore(learner, folder, state)
+        counters = _counters(folder)
+        kept = _counters(state) if state else Counters(steps=counters.steps, actor_updates=0)
+        learner.steps = counters.steps
+        learner.critic_since = kept.critic_since if state and _has_critic(state) else counters.steps
+        if not state:
+            _log.warning("optimizer_begins_anew", folder=folder.name, critic_too=learner.critic is not None)
+        learner.baselines = counters.baselines
+        learner.generator.set_state(load_file(folder / TRAINER_STATE / RANDOM)["generator"])
+        # The weights of the actor have had its updates, whatever its moments have seen.
+        updates = {"actor": counters.actor_updates, "critic": kept.critic_updates}
+        for name, optimizer in learner.optimizers.items():
+            if state and (file := state / TRAINER_STATE / f"{name}.safetensors").exists():
+                tensors = load_file(file)
+                masters = {
+                    key.removeprefix("master."): each for key, each in tensors.items() if key.startswith("master.")
+                }
+                if name == "actor" and state != folder:
+                    masters = {}  # They are older than the weights, and would take their place.
+                optimizer.restore(updates=updates[name], weights=masters, moments=tensors)
     return learner
 
 
@@ -158,7 +176,21 @@ def save_weights(weights: CapturedWeights, folder: Path, *, base: Path) -> dict[
         with files.saving():
             weights.actor.save(actor, weights.tensors)
         if not (actor / ADAPTER_CONFIG).exists():
-            _copy_companions(base, actor)
+            # Copy all but the weights: what can load the base model can load this folder. The base model's own
+            # config.json replaces that of transformers, whose newest dialect not every engine reads.
+            dtype = json.loads((actor / "config.json").read_text())["dtype"]
+            for source in base.iterdir():
+                if (
+                    source.is_file()
+                    and source.suffix not in _WEIGHTS
+                    and not source.name.endswith((".index.json", ".lock"))
+                ):
+                    shutil.copyfile(source, actor / source.name)
+            if (base / "additional_chat_templates").is_dir():
+                shutil.copytree(base / "additional_chat_templates", actor / "additional_chat_templates")
+            config = json.loads((base / "config.json").read_text())
+            config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+            (actor / "config.json").write_text(json.dumps(config, indent=2))
         state.mkdir()
         files.write({"generator": weights.generator}, state / RANDOM)
         (state / COUNTERS).write_bytes(weights.counters)
@@ -288,45 +320,9 @@ def _probe_ids(words: Tokenizer, vocabulary: int, length: int) -> tuple[int, ...
     return tuple(ordinary[place] for place in chosen)
 
 
-def _copy_companions(base: Path, actor: Path) -> None:
-    """Copy all but the weights: what can load the base model can load this folder.
-
-    The base model's own config.json replaces that of transformers, whose newest dialect not every engine reads.
-    """
-    dtype = json.loads((actor / "config.json").read_text())["dtype"]
-    for source in base.iterdir():
-        if source.is_file() and source.suffix not in _WEIGHTS and not source.name.endswith((".index.json", ".lock")):
-            shutil.copyfile(source, actor / source.name)
-    if (base / "additional_chat_templates").is_dir():
-        shutil.copytree(base / "additional_chat_templates", actor / "additional_chat_templates")
-    config = json.loads((base / "config.json").read_text())
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-    (actor / "config.json").write_text(json.dumps(config, indent=2))
-
-
 def _optimizer_tensors(optimizer: MasterAdamW) -> dict[str, Tensor]:
     masters = {f"master.{name}": weight for name, weight in optimizer.weights(hidden=True).items()}
     return {name: tensor.contiguous() for name, tensor in (masters | optimizer.moments()).items()}
-
-
-def _restore(learner: Learner, folder: Path, state: Path | None) -> None:
-    counters = _counters(folder)
-    kept = _counters(state) if state else Counters(steps=counters.steps, actor_updates=0)
-    learner.steps = counters.steps
-    learner.critic_since = kept.critic_since if state and _has_critic(state) else counters.steps
-    if not state:
-        _log.warning("optimizer_begins_anew", folder=folder.name, critic_too=learner.critic is not None)
-    learner.baselines = counters.baselines
-    learner.generator.set_state(load_file(folder / TRAINER_STATE / RANDOM)["generator"])
-    # The weights of the actor have had its updates, whatever its moments have seen.
-    updates = {"actor": counters.actor_updates, "critic": kept.critic_updates}
-    for name, optimizer in learner.optimizers.items():
-        if state and (file := state / TRAINER_STATE / f"{name}.safetensors").exists():
-            tensors = load_file(file)
-            masters = {key.removeprefix("master."): each for key, each in tensors.items() if key.startswith("master.")}
-            if name == "actor" and state != folder:
-                masters = {}  # They are older than the weights, and would take their place.
-            optimizer.restore(updates=updates[name], weights=masters, moments=tensors)
 
 
 def _counters(folder: Path) -> Counters:

@@ -198,7 +198,8 @@ class StateWriter:
             measured |= self._try(published, state, size)
             self._pending, self._staging = 0, None
         elif self._has_no_room:
-            self._look_for_room(size)
+            with suppress(OSError):  # The next publication meets it.
+                self._has_no_room = measure_space(self._settings.job_dir, needed=size).missing > 0
         self._measured.put((published.step, measured))
 
     def _try(self, published: PublishedVersion, state: CapturedState, size: int) -> Metrics:
@@ -209,7 +210,10 @@ class StateWriter:
         except DiskFull as error:
             self.full = self._has_no_room = True
             reason = f"critic and optimiser of version {published.version} are not kept: {error}"
-            self._alarm(Alarm(name=DISK_FULL, reason=reason, step=published.step))
+            alarm = Alarm(name=DISK_FULL, reason=reason, step=published.step)
+            _log.error("state_not_kept", reason=alarm.reason)
+            with suppress(LedgerError):  # The log has said it; the next state that does not fit says it again.
+                self._ledger.alarms.raise_alarm(alarm)
             return {"state/skipped": 1.0}
         except (OSError, SafetensorError) as error:  # A newer trainer has moved it away, or the disk refuses.
             _log.error("state_not_kept", version=published.version, reason=str(error))
@@ -218,16 +222,6 @@ class StateWriter:
         took = time.perf_counter() - started
         _log.info("state_kept", version=published.version, step=published.step, seconds=round(took, 3))
         return {"time/publish/state": took}
-
-    def _look_for_room(self, size: int) -> None:
-        # Behind a version, where a state would be written: before it, what will be deleted takes room yet.
-        with suppress(OSError):  # The next publication meets it.
-            self._has_no_room = measure_space(self._settings.job_dir, needed=size).missing > 0
-
-    def _alarm(self, alarm: Alarm) -> None:
-        _log.error("state_not_kept", reason=alarm.reason)
-        with suppress(LedgerError):  # The log has said it; the next state that does not fit says it again.
-            self._ledger.alarms.raise_alarm(alarm)
 
     def _write(self, published: PublishedVersion, state: CapturedState, size: int) -> None:
         space = measure_space(self._settings.job_dir, needed=size)

@@ -59,7 +59,15 @@ class EightBitAdamW:
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
                 if parameter not in self.state:
-                    self.state[parameter] = _nothing(parameter)
+                    count, device = parameter.numel(), parameter.device
+                    blocks = -(-count // BLOCK)
+                    self.state[parameter] = {
+                        "step": torch.zeros(()),
+                        "exp_avg": torch.zeros(count, dtype=torch.int8, device=device),
+                        "exp_avg_scale": torch.zeros(blocks, device=device),
+                        "exp_avg_sq": torch.zeros(count, dtype=torch.uint8, device=device),
+                        "exp_avg_sq_scale": torch.zeros(blocks, device=device),
+                    }
                 state = self.state[parameter]
                 state["step"] += 1
                 self._update(parameter, state)
@@ -102,7 +110,12 @@ class _Step(NamedTuple):
 
 def _update_part(weights: Tensor, gradient: Tensor, state: dict[str, Tensor], step: _Step) -> None:
     one, two = step.betas
-    dither = _dither(len(weights), step.places)
+    # Numbers from 0 to 1, one for each place.
+    count = len(weights)
+    places = step.places
+    start, updates = places.unbind()
+    mixed = ((torch.arange(count, device=places.device) + start) * _BY_PLACE + updates * _BY_UPDATE) & 0xFFFFFFFF
+    dither = (mixed >> 8).float() / (1 << 24)
     first = _first(state) * one + gradient * (1 - one)
     root = (_second(state).square() * two + gradient.square() * (1 - two)).sqrt()
     weights.mul_(step.decay).sub_(step.rate * first / (root * step.correction + step.eps))
@@ -115,18 +128,6 @@ def _compile_once() -> Callable[[Tensor, Tensor, dict[str, Tensor], _Step], None
     return torch.compile(_update_part, dynamic=True)
 
 
-def _nothing(parameter: Tensor) -> dict[str, Tensor]:
-    count, device = parameter.numel(), parameter.device
-    blocks = -(-count // BLOCK)
-    return {
-        "step": torch.zeros(()),
-        "exp_avg": torch.zeros(count, dtype=torch.int8, device=device),
-        "exp_avg_scale": torch.zeros(blocks, device=device),
-        "exp_avg_sq": torch.zeros(count, dtype=torch.uint8, device=device),
-        "exp_avg_sq_scale": torch.zeros(blocks, device=device),
-    }
-
-
 def _chunks(count: int) -> Iterator[slice]:
     for start in range(0, count, _CHUNK):
         yield slice(start, min(count, start + _CHUNK))
@@ -137,13 +138,6 @@ def _parts(state: Mapping[str, Tensor], part: slice) -> Iterator[tuple[str, Tens
     for name, each in state.items():
         if name != "step":
             yield name, each[blocks if name.endswith("_scale") else part]
-
-
-def _dither(count: int, places: Tensor) -> Tensor:
-    """Numbers from 0 to 1, one for each place."""
-    start, updates = places.unbind()
-    mixed = ((torch.arange(count, device=places.device) + start) * _BY_PLACE + updates * _BY_UPDATE) & 0xFFFFFFFF
-    return (mixed >> 8).float() / (1 << 24)
 
 
 def _spread(scale: Tensor, count: int) -> Tensor:

@@ -45,11 +45,29 @@ class AdaptedActor(Actor):
         """The base model with the adapter in `folder`, or with a new one, which changes nothing yet, if it has none."""
         base, lora = settings.model.model_path, settings.model.lora
         network = load_causal(settings, base, bits=lora.base_bits)
-        _require_servable(lora, network)
-        config = _configuration(lora, base)
+        # Raise SettingsError for targets that no engine would serve an adapter of: it would only show at a
+        # publication.
+        head = network.get_output_embeddings()  # type: ignore[no-untyped-call]
+        layers = (name for name, each in network.named_modules() if isinstance(each, nn.Linear) and each is not head)
+        known = sorted({name.rpartition(".")[2] for name in layers})
+        unfit = [target for target in lora.targets if target not in known]
+        if unfit or not lora.targets:
+            wrong = f"{', '.join(unfit)}: engines serve no adapter of that" if unfit else "names no layer"
+            raise SettingsError(f"model.lora.targets: {wrong}; the linear layers of this model are {', '.join(known)}")
+        config = LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha_used,
+            target_modules=list(lora.targets),
+            base_model_name_or_path=str(base.absolute()),
+            task_type="CAUSAL_LM",
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.trainer.seed)
-            _inject(config, network)
+            inject_adapter_in_model(config, network, _NAME)
+            for parameter in network.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(network.device, network.dtype)
+            network.train(mode=False)
         actor = cls(network, config, base, compiled=is_compiling(settings.trainer.compile, network.device))
         if (folder / ADAPTER_CONFIG).exists():
             actor._restore(lora, folder)
@@ -117,35 +135,6 @@ class BareActor(Actor):
         """The same, without the adapter, which never is at the head."""
         with self._adapted.disable():
             return super()._features(batch, group)
-
-
-def _configuration(lora: LoraSettings, base: Path) -> LoraConfig:
-    return LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha_used,
-        target_modules=list(lora.targets),
-        base_model_name_or_path=str(base.absolute()),
-        task_type="CAUSAL_LM",
-    )
-
-
-def _require_servable(lora: LoraSettings, network: PreTrainedModel) -> None:
-    """Raise SettingsError for targets that no engine would serve an adapter of: it would only show at a publication."""
-    head = network.get_output_embeddings()  # type: ignore[no-untyped-call]
-    layers = (name for name, each in network.named_modules() if isinstance(each, nn.Linear) and each is not head)
-    known = sorted({name.rpartition(".")[2] for name in layers})
-    unfit = [target for target in lora.targets if target not in known]
-    if unfit or not lora.targets:
-        wrong = f"{', '.join(unfit)}: engines serve no adapter of that" if unfit else "names no layer"
-        raise SettingsError(f"model.lora.targets: {wrong}; the linear layers of this model are {', '.join(known)}")
-
-
-def _inject(config: LoraConfig, network: PreTrainedModel) -> None:
-    inject_adapter_in_model(config, network, _NAME)
-    for parameter in network.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(network.device, network.dtype)
-    network.train(mode=False)
 
 
 def _saved_name(name: str) -> str:

@@ -7,7 +7,7 @@ main memory, and the CPU makes the update.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import structlog
@@ -95,7 +95,9 @@ class MasterAdamW:
         if norm:
             _scale_down(self.gradients.values(), norm, max_norm)
             self._adamw.param_groups[0]["lr"] = self.lr
-            with self._take_gradients() as gradients:
+            with (
+                nullcontext(self.gradients) if self._offloaded is None else self._offloaded.take(self.gradients)
+            ) as gradients:
                 for shard, gradient in gradients.items():
                     self._masters[shard].grad = gradient
                 self.updates += 1  # Before it is made: one that fails may have been made in part.
@@ -196,9 +198,6 @@ class MasterAdamW:
     def _gradient_part(self, shard: Shard) -> Tensor | None:
         gradient = self._gradient(shard.name)
         return None if gradient is None else gradient.reshape(-1)[shard.span]
-
-    def _take_gradients(self) -> AbstractContextManager[Mapping[Shard, Tensor]]:
-        return nullcontext(self.gradients) if self._offloaded is None else self._offloaded.take(self.gradients)
 
     def _forget_parts(self) -> None:
         for name, parameter in self._parameters.items():

@@ -31,7 +31,7 @@ class Distance:
         if wanted.kl is None or learner.steps % wanted.kl_every or not sampled:
             return {}
         try:
-            return {KL_BASE: self._from_base(learner, sampled)}
+            return {KL_BASE: learner.distance(learner.reference or learner.actor.reference(self._settings), sampled)}
         except torch.OutOfMemoryError:
             _log.warning("distance_not_measured", reason="it does not fit into the GPU's memory", step=learner.steps)
         except EnvironmentRefused as error:
@@ -40,6 +40,3 @@ class Distance:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()  # engines may share the GPU
         return {}
-
-    def _from_base(self, learner: Learner, sampled: Sequence[Sample]) -> float:
-        return learner.distance(learner.reference or learner.actor.reference(self._settings), sampled)

@@ -88,7 +88,9 @@ def with_step(drift: DriftSettings, history: History, step: int, signals: Mappin
         if value is None and name == KL_BASE and KL not in signals and series.get(name):
             value = series[name][-1][1]
         if value is not None and math.isfinite(value):
-            series[name] = _recent(drift, [*series.get(name, []), (step, value)])
+            values = [*series.get(name, []), (step, value)]
+            last = max(drift.window, 2 * _jump_steps(drift)) + _WINDOWS_OF_ROOM * drift.window
+            series[name] = values[: drift.baseline] + values[drift.baseline :][-last:]
     return msgspec.structs.replace(history, series=series)
 
 
@@ -96,7 +98,8 @@ def with_score(drift: DriftSettings, history: History, step: int, score: float) 
     """The history with an evaluation."""
     rewards = [value for _, value in history.series.get(REWARD, [])][-drift.window :]
     new = EvaluationPoint(step=step, score=score, reward=fmean(rewards) if rewards else None)
-    since = _evaluations_since(drift, history, step)
+    raised = [history.raised[name] for name in OF_EVALUATIONS if name in history.raised]
+    since = min([step, *raised]) - drift.evaluation_window
     kept = [each for each in history.scores if since <= each.step < step]
     return msgspec.structs.replace(history, scores=[*kept, new])
 
@@ -120,23 +123,6 @@ def changes(drift: DriftSettings, history: History, found: Mapping[str, DriftFin
 def is_on(drift: DriftSettings, name: str) -> bool:
     """Whether the monitor has a threshold."""
     return name in RULES and (name != "kl" or drift.kl is not None)
-
-
-def _recent(drift: DriftSettings, values: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    last = max(drift.window, 2 * _jump_steps(drift)) + _WINDOWS_OF_ROOM * drift.window
-    return values[: drift.baseline] + values[drift.baseline :][-last:]
-
-
-def _evaluations_since(drift: DriftSettings, history: History, step: int) -> int:
-    """The first step whose evaluation counts. While its alarm is open, what it fell from must not be forgotten."""
-    raised = [history.raised[name] for name in OF_EVALUATIONS if name in history.raised]
-    return min([step, *raised]) - drift.evaluation_window
-
-
-def _last(drift: DriftSettings, history: History, signal: str) -> float | None:
-    """The mean of the last window, if that is full."""
-    values = [value for _, value in history.series.get(signal, [])][-drift.window :]
-    return fmean(values) if len(values) == drift.window else None
 
 
 def _first_and_last(drift: DriftSettings, history: History, signal: str) -> tuple[float, float] | None:
@@ -175,7 +161,8 @@ def _rise(signal: str, option: str, what: str) -> Callable[[DriftSettings, Histo
 
 def _level(signal: str, option: str, what: str) -> Callable[[DriftSettings, History], DriftFinding | None]:
     def rule(drift: DriftSettings, history: History) -> DriftFinding | None:
-        last = _last(drift, history, signal)
+        values = [value for _, value in history.series.get(signal, [])][-drift.window :]
+        last = fmean(values) if len(values) == drift.window else None
         if last is None:
             return None
         most: float = getattr(drift, option)

@@ -47,18 +47,16 @@ class Monitors:
         """Go on from the learner as it was loaded. The base model is evaluated before its first step."""
         self._history = drift.until(_read(self._file), learner.steps)
         if self._held_out is not None:
-            self._go_on_with(self._held_out.fingerprint, learner.steps)
+            tasks = self._held_out.fingerprint
+            step = learner.steps
+            if self._history.tasks not in (None, tasks):
+                self._history = msgspec.structs.replace(self._history, scores=[])
+                for name in self._history.raised.keys() & drift.OF_EVALUATIONS:
+                    self._turn(name, None, step=step)
+            self._history = msgspec.structs.replace(self._history, tasks=tasks)
         if learner.steps or self._history.scores:
             return {}
         return self._evaluate(learner)
-
-    def _go_on_with(self, tasks: int, step: int) -> None:
-        """Scores on other tasks, or by another judge, are forgotten, and so are the alarms that came of them."""
-        if self._history.tasks not in (None, tasks):
-            self._history = msgspec.structs.replace(self._history, scores=[])
-            for name in self._history.raised.keys() & drift.OF_EVALUATIONS:
-                self._turn(name, None, step=step)
-        self._history = msgspec.structs.replace(self._history, tasks=tasks)
 
     def after_step(
         self, learner: Learner, learnt: Mapping[str, float], *, version: int, replies: Sequence[Sample] = ()
@@ -76,7 +74,17 @@ class Monitors:
         verdicts = drift.verdicts(self._drift, self._history)
         for name, over in list(drift.changes(self._drift, self._history, verdicts)):
             self._turn(name, verdicts.get(name) if over else None, step=learner.steps, version=version)
-        self._write()
+        draft = self._file.with_suffix(".tmp")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_bytes(msgspec.json.encode(self._history))
+            draft.replace(self._file)
+        except OSError as error:
+            if not self._unwritten:
+                _log.warning("drift_not_written", path=str(self._file), reason=str(error))
+            self._unwritten = True
+        else:
+            self._unwritten = False
         figures = {f"drift/{name}": verdict.value for name, verdict in verdicts.items()}
         return seen | figures | {"drift/alarms": float(len(self._history.raised))}
 
@@ -148,19 +156,6 @@ class Monitors:
         except LedgerError as error:
             _log.warning("alarm_not_recorded", alarm=name, reason=str(error))
         self._history = msgspec.structs.replace(self._history, raised=open_now)
-
-    def _write(self) -> None:
-        draft = self._file.with_suffix(".tmp")
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_bytes(msgspec.json.encode(self._history))
-            draft.replace(self._file)
-        except OSError as error:
-            if not self._unwritten:
-                _log.warning("drift_not_written", path=str(self._file), reason=str(error))
-            self._unwritten = True
-        else:
-            self._unwritten = False
 
 
 def _read(file: Path) -> History:

@@ -209,7 +209,10 @@ class JoinedRanks(Ranks):
                 # Those that share the row wait for what this one does not send: there is nobody to agree with.
                 raise EnvironmentRefused(_TOO_LONG.format(error)) from None
             failed = error
-        failures = [msgspec.msgpack.decode(each, type=tuple[int, str]) for each in self._gather(_failure(failed))]
+        failures = [
+            msgspec.msgpack.decode(each, type=tuple[int, str])
+            for each in self._gather(msgspec.msgpack.encode((_kind(failed), str(failed or ""))))
+        ]
         worst, reason = max(failures, key=lambda each: each[0])
         if worst == _NO_FAILURE:
             return
@@ -267,10 +270,6 @@ def _kind(failed: Exception | None) -> int:
     if failed is None:
         return _NO_FAILURE
     return next((number for number, kind in _KINDS.items() if isinstance(failed, kind)), 3)
-
-
-def _failure(failed: Exception | None) -> bytes:
-    return msgspec.msgpack.encode((_kind(failed), str(failed or "")))
 
 
 def _pieces(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Sequence[Tensor]]:

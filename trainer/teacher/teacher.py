@@ -114,30 +114,27 @@ class LocalTeacher:
     def _reply_ids(self, sample: Sample, most: int, ends: list[int]) -> list[int] | str:
         """The ids of its reply, or why it has none."""
         try:
-            ids = self._generate(sample, most, ends)
+            ids_1T = torch.tensor(sample.prompt_ids.astype(np.int64), device=self._actor.network.device)[None]
+            with torch.random.fork_rng():
+                torch.manual_seed(self._settings.trainer.seed + sample.id)
+                generated = cast(_Generates, self._actor.network).generate(
+                    ids_1T,
+                    attention_mask=torch.ones_like(ids_1T),
+                    max_new_tokens=most,
+                    do_sample=True,
+                    temperature=1.0,
+                    top_p=1.0,
+                    top_k=0,
+                    eos_token_id=ends,
+                    pad_token_id=ends[0],
+                    logits_processor=LogitsProcessorList([_Numbers()]),
+                )
+            ids = cast(list[int], generated[0, ids_1T.shape[1] :].tolist())
         except FloatingPointError as error:
             return str(error)
         except torch.OutOfMemoryError:
             return _NO_ROOM
         return ids if ids[-1] in ends else CUT_OFF.format(most)
-
-    def _generate(self, sample: Sample, most: int, ends: list[int]) -> list[int]:
-        ids_1T = torch.tensor(sample.prompt_ids.astype(np.int64), device=self._actor.network.device)[None]
-        with torch.random.fork_rng():
-            torch.manual_seed(self._settings.trainer.seed + sample.id)
-            generated = cast(_Generates, self._actor.network).generate(
-                ids_1T,
-                attention_mask=torch.ones_like(ids_1T),
-                max_new_tokens=most,
-                do_sample=True,
-                temperature=1.0,
-                top_p=1.0,
-                top_k=0,
-                eos_token_id=ends,
-                pad_token_id=ends[0],
-                logits_processor=LogitsProcessorList([_Numbers()]),
-            )
-        return cast(list[int], generated[0, ids_1T.shape[1] :].tolist())
 
     def _must_know(self, samples: Iterable[Sample]) -> None:
         known = self._actor.vocabulary

@@ -33,22 +33,18 @@ def follow(settings: Settings, ranks: JoinedRanks) -> None:
                 _log.info("rank_ready", rank=ranks.rank, folder=order.folder)
             case StepOrder() as order:
                 assert learner is not None
-                _step(learner, order)
+                learner.micro_batch_tokens = order.tokens
+                learner.smaller = partial(_shrink_as_rank_0_says, ref(learner)) if order.halves else None
+                if order.checkpointing:
+                    make_activations_again(learner)
+                # What all ranks raise together, of which rank 0 decides what comes of it.
+                with suppress(NotFinite, RankFailed, torch.OutOfMemoryError):
+                    learner.step(order.samples, version=order.version)
             case StateOrder():
                 assert learner is not None
                 snapshot.give_state(learner)
             case EndOrder():
                 return
-
-
-def _step(learner: Learner, order: StepOrder) -> None:
-    learner.micro_batch_tokens = order.tokens
-    learner.smaller = partial(_shrink_as_rank_0_says, ref(learner)) if order.halves else None
-    if order.checkpointing:
-        make_activations_again(learner)
-    # What all ranks raise together, of which rank 0 decides what comes of it.
-    with suppress(NotFinite, RankFailed, torch.OutOfMemoryError):
-        learner.step(order.samples, version=order.version)
 
 
 def _shrink_as_rank_0_says(stepping: ref[Learner]) -> int:

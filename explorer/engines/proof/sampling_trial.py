@@ -76,7 +76,10 @@ async def _distance_at_temperature(control: EngineControl) -> float:
     )
     ids = [*text["tokens"][:half], *reply["token_ids"]]
     again = await _complete(control, prompt=ids, max_tokens=1, temperature=1.0, prompt_logprobs=2)
-    as_sampled = [_by_id(each) for each in reply["logprobs"]["top_logprobs"]]
+    as_sampled = [
+        {token.removeprefix("token_id:"): logprob for token, logprob in each.items()}
+        for each in reply["logprobs"]["top_logprobs"]
+    ]
     of_model = [_of_prompt(each) for each in again["prompt_logprobs"][-len(as_sampled) :]]
     return fmean(
         abs(_TEMPERATURE * (told[one] - told[other]) - (model[one] - model[other]))
@@ -89,10 +92,6 @@ async def _complete(control: EngineControl, **fields: object) -> dict[str, Any]:
     answer = await control.query("/v1/completions", **fields, return_tokens_as_token_ids=True)
     choice: dict[str, Any] = answer["choices"][0]
     return choice
-
-
-def _by_id(alternatives: dict[str, float]) -> _Alternatives:
-    return {token.removeprefix("token_id:"): logprob for token, logprob in alternatives.items()}
 
 
 def _of_prompt(alternatives: dict[str, dict[str, float]]) -> _Alternatives:

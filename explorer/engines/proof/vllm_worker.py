@@ -105,7 +105,8 @@ def _share_of_adapter(module: Any, slot: int, rank: int) -> list[Any]:
     """The tensors of what a layer's adapter adds that only this worker holds, or that this one counts for all."""
     base = module.base_layer
     down, up = (
-        [stack[slot] for stack in _as_list(stacks)] for stacks in (module.lora_a_stacked, module.lora_b_stacked)
+        [stack[slot] for stack in (stacks if isinstance(stacks, tuple | list) else (stacks,))]
+        for stacks in (module.lora_a_stacked, module.lora_b_stacked)
     )
     if getattr(base, "tp_size", 1) == 1:
         return [*down, *up] if rank == 0 else []
@@ -115,10 +116,6 @@ def _share_of_adapter(module: Any, slot: int, rank: int) -> list[Any]:
     if replicas > 1 and rank % replicas:
         up = up[:1] if len(up) > 1 else [each[..., : base.num_heads * base.head_size, :] for each in up]
     return [*(down if rank == 0 else []), *up]
-
-
-def _as_list(stacks: Any) -> Iterable[Any]:
-    return stacks if isinstance(stacks, tuple | list) else (stacks,)
 
 
 def _rank() -> int:

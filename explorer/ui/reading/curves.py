@@ -50,20 +50,17 @@ class CurveReader:
         except OSError:  # deleted just now, or not ours to read: its curves are missing
             return
         for event, end in _records(data):
-            self._take(event)
+            step, values, restarted = _event(event)
+            if restarted:  # an earlier run's points from here on are drawn no more
+                for points in self._curves.values():
+                    for late in [each for each in points if each >= step]:
+                        del points[late]
+            for name, value in values:
+                points = self._curves.setdefault(name, {})
+                points[step] = value
+                if len(points) > MAX_KEPT:
+                    del points[next(iter(points))]
             self._read_to[path] = begin + end
-
-    def _take(self, event: bytes) -> None:
-        step, values, restarted = _event(event)
-        if restarted:  # an earlier run's points from here on are drawn no more
-            for points in self._curves.values():
-                for late in [each for each in points if each >= step]:
-                    del points[late]
-        for name, value in values:
-            points = self._curves.setdefault(name, {})
-            points[step] = value
-            if len(points) > MAX_KEPT:
-                del points[next(iter(points))]
 
 
 def thin(curve: Curve) -> Curve:

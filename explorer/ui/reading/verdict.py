@@ -23,7 +23,16 @@ def compare_rewards(
     """What the rewards of two versions say. The interval holds the true difference in 95 of 100 cases."""
     interval = welch(rewards_before, rewards)
     if interval is None:
-        return _unknown(version, rewards, before, rewards_before)
+        missing = [
+            f"version {each} has {found.replies} rewarded replies from {found.units}"
+            for each, found in ((version, rewards), (before, rewards_before))
+            if found.units < MIN_SOURCES
+        ]
+        return RewardVerdict(
+            "open",
+            f"Whether version {version} is better than {before} cannot be told yet",
+            f"{' and '.join(missing)}; rewards from at least {MIN_SOURCES} people, tasks or runs are needed of each",
+        )
     low, high = interval
     difference, half = rewards.mean - rewards_before.mean, (high - low) / 2
     basis = (
@@ -43,19 +52,6 @@ def compare_rewards(
         f"No difference between versions {version} and {before} is shown yet: {_pair(difference, half)} on live reward"
     )
     return RewardVerdict("open", sentence, basis)
-
-
-def _unknown(version: int, rewards: SampleStatistics, before: int, rewards_before: SampleStatistics) -> RewardVerdict:
-    missing = [
-        f"version {each} has {found.replies} rewarded replies from {found.units}"
-        for each, found in ((version, rewards), (before, rewards_before))
-        if found.units < MIN_SOURCES
-    ]
-    return RewardVerdict(
-        "open",
-        f"Whether version {version} is better than {before} cannot be told yet",
-        f"{' and '.join(missing)}; rewards from at least {MIN_SOURCES} people, tasks or runs are needed of each",
-    )
 
 
 def _pair(difference: float, half: float) -> str:

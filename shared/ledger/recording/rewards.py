@@ -287,8 +287,8 @@ class _Events:
             content = (Kind(event.kind), event.metric, event.value, event.text, event.source)
             whose = (event.call_id, rater_of(event) in self._trusted)
             weight = self._weights.get((event.tenant, voice_of(event.source or "")), 1.0)
-            bearing = (is_about, event.received_at, *whose, event.msg_id is None, weight)
-            self._made[event.id, is_about] = Event(event.id, *content, *bearing)
+            bearing = (is_about, event.received_at, *whose, event.msg_id is None)
+            self._made[event.id, is_about] = Event(event.id, *content, *bearing, weight=weight)
         return self._made[event.id, is_about]
 
 

@@ -56,15 +56,17 @@ class ReplyWriter:
             self.done = True
             return b""
         if event.startswith(b"data: "):
-            data = event[6:]
-            tokens = self._tokens
-            if tokens is not None and (chunk := tokens.read(data)) is not None:
-                return b"data: %b\n\n" % chunk if chunk else b""
-            chunk = self.transcript.feed(data)
-            if tokens is not None:
-                tokens.learn(data)
-            return b"" if chunk is None else b"data: %b\n\n" % chunk
+            return self._convert_data(event[6:])
         return event + b"\n\n" if event.startswith(b":") else b""  # a comment keeps the connection alive
+
+    def _convert_data(self, data: bytes) -> bytes:
+        tokens = self._tokens
+        if tokens is not None and (chunk := tokens.read(data)) is not None:
+            return b"data: %b\n\n" % chunk if chunk else b""
+        chunk = self.transcript.feed(data)
+        if tokens is not None:
+            tokens.learn(data)
+        return b"" if chunk is None else b"data: %b\n\n" % chunk
 
     @property
     def continues_in_background(self) -> bool:

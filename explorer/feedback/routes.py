@@ -111,7 +111,6 @@ class FeedbackRoutes:
 
     async def take(self, caller: Caller, body: dict[str, object], key: str | None = None) -> dict[str, object]:
         """The same for a body that was read already, under an idempotency key if it has one."""
-        caller.meter.check_stored()
         named = _count_named(body)
         if named <= _FEW:
             return await self._take(caller, body, key, named)

@@ -12,7 +12,6 @@ from tuneloop.shared.ledger.storage.codec import unpack_text
 from tuneloop.shared.ledger.storage.schema import COMMITTED, epochs, exchanges, experiences, feedback, versions, worth
 from tuneloop.shared.ledger.storage.schema_types import CORRECTS, EDITED
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, is_among, portions
-from tuneloop.shared.ledger.stored_bytes import select_miscounted
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.batches import held_by_shares
 from tuneloop.shared.ledger.training.groups import takable, young
@@ -230,16 +229,11 @@ class Reports(LedgerPart):
 
     def audit(self) -> list[str]:
         """The same by looking at every row: minutes, where there are many millions."""
-        return [*self.imbalance(), *self._uneven_versions(), *self._misplaced_rows(), *self._miscounted_keys()]
+        return [*self.imbalance(), *self._uneven_versions(), *self._misplaced_rows()]
 
     def _uneven_versions(self) -> Iterator[str]:
         for number, trained_rows, purged, consumed in self._read(_uneven().order_by(versions.c.version)):
             yield f"version {number} consumed {consumed}, but {trained_rows} rows name it and {purged} are purged"
-
-    def _miscounted_keys(self) -> Iterator[str]:
-        for tenant, key, more in self._read(select_miscounted()):
-            whose = f"of the key {tenant}/{key}" if key else f"of {tenant} without a key"
-            yield f"the rows {whose} take {more} bytes more than are counted"
 
     def _misplaced_rows(self) -> Iterator[str]:
         current = select(func.max(epochs.c.epoch)).scalar_subquery()

@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Boolean, CheckConstraint, Column, Double, Index, Integer, PrimaryKeyConstraint, String, Table
+from sqlalchemy import Boolean, CheckConstraint, Column, Double, Index, PrimaryKeyConstraint, String, Table
 
 from tuneloop.shared.ledger.storage.schema_types import RowId, Words, metadata, one_of
 
@@ -16,34 +16,26 @@ class RaterState(StrEnum):
 
 
 #: Who gave feedback: `name` is its `source`, empty for feedback that names none, or the voice behind several sources.
-#: Not `settled`: what the rater had a part in is to be rewarded anew. The figures are not used any more.
+#: Not `settled`: what the rater had a part in is to be rewarded anew.
 raters = Table(
     "raters",
     metadata,
     Column("tenant", String(64), nullable=False),
     Column("name", Words, nullable=False),
     Column("state", String(16), nullable=False),
-    Column("reliability", Double, nullable=False),
-    Column("compared", Integer, nullable=False),
-    Column("events", Integer, nullable=False),
-    Column("extreme", Integer, nullable=False),
-    Column("released", Boolean, nullable=False),
     Column("settled", Boolean, nullable=False),
     Column("reason", Words, nullable=True),
     Column("updated_at", Double, nullable=False),
     PrimaryKeyConstraint("tenant", "name"),
     CheckConstraint(one_of("state", RaterState), name="state"),
     CheckConstraint("(state = 'quarantined') = (reason IS NOT NULL)", name="quarantined_with_reason"),
-    CheckConstraint("reliability >= 0 AND reliability <= 1", name="reliability"),
-    CheckConstraint("compared >= 0 AND extreme >= 0 AND events >= extreme", name="not_negative"),
 )
 
 
 def new_rater(tenant: str, name: str, now: float) -> dict[str, Any]:
     """A row of `raters` of somebody of whom nothing was decided."""
-    unused = {"reliability": 0.5, "compared": 0, "events": 0, "extreme": 0, "released": False}
-    known = {"tenant": tenant, "name": name, "state": RaterState.ACTIVE, "settled": True, "reason": None}
-    return known | unused | {"updated_at": now}
+    row = {"tenant": tenant, "name": name, "state": RaterState.ACTIVE, "settled": True, "reason": None}
+    return row | {"updated_at": now}
 
 
 #: What was decided about each rater, by whom and why: append-only.

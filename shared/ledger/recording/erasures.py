@@ -6,14 +6,13 @@ What is read or decided here runs inside a transaction of the ledger.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Select, or_, select, tuple_
+from sqlalchemy import Connection, Select, delete, or_, select, tuple_
 
 from tuneloop.shared.experience import Exchange, Feedback, Record, person_behind
 from tuneloop.shared.ledger.rare_rows import RareRows
 from tuneloop.shared.ledger.storage.schema import deletions, erasures, feedback
 from tuneloop.shared.ledger.storage.schema_types import Words
 from tuneloop.shared.ledger.storage.transactions import is_among, portions, put
-from tuneloop.shared.ledger.stored_bytes import delete_counted
 
 #: A tenant and the name of a person there.
 Person = tuple[str, str]
@@ -94,7 +93,7 @@ def forget_feedback(connection: Connection, msg_ids: Collection[str]) -> None:
     """Delete the feedback about these replies."""
     for portion in portions(msg_ids):
         about = or_(feedback.c.msg_id.in_(portion), feedback.c.other_msg_id.in_(portion))
-        delete_counted(connection, feedback, about)
+        connection.execute(delete(feedback).where(about))
 
 
 def mark_deleted(connection: Connection, rows: Iterable[Any], *, at: float) -> None:

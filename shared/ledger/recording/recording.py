@@ -3,11 +3,12 @@
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, Select, Update, and_, bindparam, or_, select, tuple_, update
 
+from tuneloop.shared import steady_time
 from tuneloop.shared.experience import Exchange, Feedback, Kind, Outcome, Record, State
 from tuneloop.shared.ledger.rare_rows import ANY_EARLY, RARE_ROWS, RareRows
 from tuneloop.shared.ledger.raters.rater_tables import new_rater, raters
@@ -49,12 +50,9 @@ from tuneloop.shared.ledger.storage.transactions import (
     portions,
     put,
 )
-from tuneloop.shared.ledger.stored_bytes import count_stored, event_sizes, exchange_sizes, new_rows, stored_among
 
 #: Seconds without a heartbeat after which a trainer's leases end. A newer trainer ends them at once.
 LEASE_S = 600.0
-
-_Record = TypeVar("_Record", Exchange, Feedback)
 
 #: So many voters that are in the ledger are known without a look at it.
 _VOTERS_KNOWN = 100_000
@@ -63,7 +61,7 @@ _VOTERS_KNOWN = 100_000
 _PAGE = 1000
 
 #: What of an event tells whether a later one repeats it, but for its text, which may be long.
-_UNCOMPARED = {"text", "occurred_at", "key", "stored_bytes"}
+_UNCOMPARED = {"text", "occurred_at", "key"}
 _COMPARED = [column for column in feedback.c if column.name not in _UNCOMPARED]
 
 _EARLIER = select(*_COMPARED, feedback.c.text.is_not(None).label("has_text"))
@@ -80,6 +78,8 @@ _OUTCOMES = select(feedback.c.event_id, feedback.c.call_id, feedback.c.outcome).
     is_among(feedback.c.event_id, "events")
 )
 _RECEIVED = select(feedback.c.received_at).where(is_among(feedback.c.event_id, "events"))
+_STORED_EVENTS = select(feedback.c.event_id).where(is_among(feedback.c.event_id, "names"))
+_STORED_REPLIES = select(exchanges.c.msg_id).where(is_among(exchanges.c.msg_id, "names"))
 _NEWEST_EPOCH = select(epochs.c.epoch, epochs.c.seen_at).order_by(epochs.c.epoch.desc()).limit(1)
 
 
@@ -130,7 +130,7 @@ class Recording(LedgerPart):
         super().__init__(transactions)
         #: Raises LedgerForbidden if the database's file was deleted or replaced; asks the file system alone.
         self.check_place = transactions.file.check
-        self._starts_of = transactions.starts_of
+        self._boot_time = transactions.boot_time
         self._settlement = settlement
         self._voters: set[Rater] = set()
         self._heartbeats, self._early = _Heartbeats(ticks), EarlyFeedback(ticks)
@@ -142,12 +142,11 @@ class Recording(LedgerPart):
         """
         from_slots = zip(records, slots, strict=bool(slots))
         slot_of = {name_of(each): slot for each, slot in from_slots if isinstance(each, Feedback)}
-        new_exchanges = [record for record in records if isinstance(record, Exchange)]
-        new_feedback = [record for record in records if isinstance(record, Feedback)]
+        dated = self._in_ledger_time(records)
+        new_exchanges = [record for record in dated if isinstance(record, Exchange)]
+        new_feedback = [record for record in dated if isinstance(record, Feedback)]
         voters: set[Rater] = set()
         with self._write() as connection:
-            new_exchanges = self._in_ledger_time(connection, new_exchanges)
-            new_feedback = self._in_ledger_time(connection, new_feedback)
             # Else a reply and its feedback, recorded by two processes at once, would not see each other.
             alone(connection, "record", shared=not new_feedback)
             rare = RareRows(*connection.execute(RARE_ROWS).one())
@@ -155,21 +154,17 @@ class Recording(LedgerPart):
             if rare.mismatches:
                 new_exchanges = mark_untrusted(connection, new_exchanges)
             choices = [experience_row(each, choice) for each in new_exchanges for choice in each.experiences]
-            rows = exchange_sizes([exchange_row(each) for each in new_exchanges], choices)
-            counted = new_rows(connection, exchanges.c.msg_id, rows)
-            put(connection, exchanges, rows)
-            tag(connection, new_exchanges, only={row["msg_id"] for row in counted})
+            there = _stored(connection, _STORED_REPLIES, {each.msg_id for each in new_exchanges})
+            put(connection, exchanges, [exchange_row(each) for each in new_exchanges])
+            tag(connection, [each for each in new_exchanges if each.msg_id not in there])
             put(connection, experiences, choices)
             new_feedback = self._early.within_bound(connection, new_feedback)
             if changed := _new_feedback(connection, new_feedback, slot_of):
-                events = event_sizes([feedback_row(each) for each in changed])
-                counted += events
-                connection.execute(ignoring(connection, feedback), events)
+                connection.execute(ignoring(connection, feedback), [feedback_row(each) for each in changed])
                 voters = self._new_voters(changed)
                 put(connection, raters, [new_rater(*voter, self._clock()) for voter in voters])
             earlier = with_earlier_feedback(connection, rare, new_exchanges)
             self._settlement.settle(connection, earlier | set(_replies(connection, changed)))
-            count_stored(connection, counted)
         self._voters |= voters
 
     def _new_voters(self, events: Collection[Feedback]) -> set[Rater]:
@@ -276,12 +271,12 @@ class Recording(LedgerPart):
             examined(len(page))
         return RecomputeResult(replies, changed)
 
-    def _in_ledger_time(self, connection: Connection, records: Sequence[_Record]) -> list[_Record]:
-        """The records with the ledger's time in the place of what their processes took for it."""
-        starts = self._starts_of(connection, {each.stamp.boot for each in records if each.stamp})
+    def _in_ledger_time(self, records: Sequence[Record]) -> list[Record]:
+        """The records, those of this start of the machine with the ledger's time in the place of their process's."""
+        began, boot = self._boot_time(), steady_time.boot()
         return [
-            msgspec.structs.replace(each, received_at=starts[each.stamp.boot] + each.stamp.seconds)
-            if each.stamp and each.stamp.boot in starts
+            msgspec.structs.replace(each, received_at=began + each.stamp.seconds)
+            if began is not None and each.stamp and each.stamp.boot == boot
             else each
             for each in records
         ]
@@ -329,6 +324,11 @@ def _committing(given: frozenset[str]) -> Update:
     return rewarded.values(state=State.COMMITTED, committed_at=bindparam("now"))
 
 
+def _stored(connection: Connection, among: Select[Any], names: Collection[str]) -> set[str]:
+    """Those of the names that are stored: a spool may be read twice."""
+    return {name for some in portions(names) for name in connection.execute(among, {"names": some}).scalars()}
+
+
 def _new_feedback(
     connection: Connection, events: Sequence[Feedback], slot_of: Mapping[EventName, object]
 ) -> list[Feedback]:
@@ -338,7 +338,7 @@ def _new_feedback(
     earlier = _earlier_feedback(events, connection.execute)
     again = offered_again(events, {name_of(row) for row in earlier}, slot_of)
     # What a client sends again under its key is not the last word: others may have spoken since.
-    stored = stored_among(connection, feedback.c.event_id, {event.event_id for event in events})
+    stored = _stored(connection, _STORED_EVENTS, {event.event_id for event in events})
     events = [event for event in events if name_of(event) not in again and event.event_id not in stored]
     for row in sorted(earlier, key=event_order):
         last[_subject(row)] = row

@@ -40,7 +40,6 @@ from tuneloop.shared.ledger.storage.schema import (
     versions,
 )
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions, translating_errors
-from tuneloop.shared.ledger.stored_bytes import delete_counted
 from tuneloop.shared.settings.feedback import RetentionSettings as Bounds
 from tuneloop.shared.settings.settings import Settings
 
@@ -230,7 +229,7 @@ class Retention(LedgerPart):
             return int(self._read(select(func.count()).where(parked))[0][0])
         with self._write() as connection:
             alone(connection, "record")
-            return delete_counted(connection, feedback, parked)
+            return connection.execute(delete(feedback).where(parked)).rowcount
 
 
 class _Scope(NamedTuple):
@@ -323,15 +322,15 @@ def delete_with_exchanges(connection: Connection, rows: Sequence[Any]) -> None:
         gone |= set(connection.execute(empty).scalars())
     delete_by(connection, exchanges, exchanges.c.msg_id, gone)
     for portion in portions(gone):
-        delete_counted(connection, feedback, feedback.c.msg_id.in_(portion), _withdrawn())
+        connection.execute(delete(feedback).where(feedback.c.msg_id.in_(portion), _withdrawn()))
     # A preference stays as long as either of its two replies: it makes both of their rewards.
     either = exists().where(exchanges.c.msg_id.in_((feedback.c.msg_id, feedback.c.other_msg_id)))
     for portion in portions(gone, of=2):
         of_the_worse = and_(feedback.c.other_msg_id.in_(portion), feedback.c.outcome != Outcome.PENDING)
         about = or_(feedback.c.msg_id.in_(portion), of_the_worse)
-        delete_counted(connection, feedback, about, ~either)
+        connection.execute(delete(feedback).where(about, ~either))
     for few in portions(_trajectories(rows), of=3):
-        delete_counted(connection, feedback, _of_trajectories(few), ~_has_replies())
+        connection.execute(delete(feedback).where(_of_trajectories(few), ~_has_replies()))
 
 
 def _withdrawn() -> ColumnElement[bool]:
@@ -361,7 +360,7 @@ def _delete(connection: Connection, rows: Sequence[Any]) -> None:
 def delete_by(connection: Connection, table: Table, column: ColumnElement[Any], values: Collection[Any]) -> None:
     """Delete the exchanges, or the feedback, that have one of the values in a column."""
     for portion in portions(values):
-        delete_counted(connection, table, column.in_(portion))
+        connection.execute(delete(table).where(column.in_(portion)))
 
 
 def _trajectories(rows: Sequence[Any]) -> set[Trajectory]:

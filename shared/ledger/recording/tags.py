@@ -25,15 +25,15 @@ class PageCursor(NamedTuple):
     msg_id: str
 
 
-def tag(connection: Connection, exchanges: Sequence[Exchange], *, only: Collection[str]) -> None:
-    """Let those of these be found that are `only` now stored, by their names.
+def tag(connection: Connection, exchanges: Sequence[Exchange]) -> None:
+    """Let exchanges be found that were not stored before.
 
-    What is stored already has its tags, of other metadata perhaps, and of the time that it was given then.
+    What is stored already has its tags, perhaps of other metadata.
     """
     rows = [
         {"tag": tag, "received_at": each.received_at, "msg_id": each.msg_id}
         for each in exchanges
-        if each.endpoint == ENDPOINT and each.msg_id in only
+        if each.endpoint == ENDPOINT
         for tag in tags_of(each.tenant, each.request)
     ]
     put(connection, tags, rows)

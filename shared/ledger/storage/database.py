@@ -115,7 +115,6 @@ def migrations() -> Config:
     """Where Alembic finds the steps of the schema."""
     config = Config()
     config.set_main_option("script_location", "tuneloop.migrations:")
-    config.set_main_option("recursive_version_locations", "true")  # no folder has more than a dozen
     return config
 
 

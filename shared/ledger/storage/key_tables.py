@@ -1,7 +1,6 @@
 """The tables of the keys that clients are let in by, and of what happened to them: of a key they have its SHA-256."""
 
 from sqlalchemy import (
-    BigInteger,
     CheckConstraint,
     Column,
     Double,
@@ -9,7 +8,6 @@ from sqlalchemy import (
     Index,
     Integer,
     LargeBinary,
-    PrimaryKeyConstraint,
     String,
     Table,
     Text,
@@ -30,30 +28,16 @@ keys = Table(
     Column("requests_per_minute", Integer, nullable=True),
     Column("tokens_per_minute", Integer, nullable=True),
     Column("feedback_per_minute", Integer, nullable=True),
-    Column("bytes_per_minute", Integer, nullable=True),
     Column("max_concurrent", Integer, nullable=True),
     Column("created_at", Double, nullable=False),
     Column("expires_at", Double, nullable=True),
     Column("revoked_at", Double, nullable=True),
-    Column("max_stored_bytes", BigInteger, CheckConstraint("max_stored_bytes > 0", name="stored"), nullable=True),
     CheckConstraint("length(name) BETWEEN 1 AND 64 AND length(tenant) BETWEEN 1 AND 64", name="names"),
     CheckConstraint("length(scopes) > 0", name="scopes"),
     CheckConstraint(
-        "requests_per_minute > 0 AND tokens_per_minute > 0 AND feedback_per_minute > 0"
-        " AND bytes_per_minute > 0 AND max_concurrent > 0",
+        "requests_per_minute > 0 AND tokens_per_minute > 0 AND feedback_per_minute > 0 AND max_concurrent > 0",
         name="limits",
     ),
-)
-
-#: What all rows that a key of a tenant has brought take: keys of one name count together.
-stored_by_keys = Table(
-    "stored_by_keys",
-    metadata,
-    Column("tenant", String(64), nullable=False),
-    Column("key", String(64), nullable=False),
-    Column("bytes", BigInteger, nullable=False),
-    PrimaryKeyConstraint("tenant", "key"),
-    CheckConstraint("bytes >= 0", name="not_negative"),
 )
 
 #: The audit log: who made and who revoked a key, and when. Append-only.

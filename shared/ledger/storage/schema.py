@@ -25,7 +25,7 @@ from sqlalchemy import (
 )
 
 from tuneloop.shared.experience import AlarmState, Evaluator, Kind, Outcome, State, VersionAction, VersionState
-from tuneloop.shared.ledger.storage.key_tables import key_events, keys, stored_by_keys  # noqa: F401 - they are of the schema, too
+from tuneloop.shared.ledger.storage.key_tables import key_events, keys  # noqa: F401 - they are of the schema, too
 from tuneloop.shared.ledger.storage.schema_types import CORRECTS, EDITED, RATED, RowId, Words, metadata, one_of, partial
 
 #: Says the same as the partial indexes of what the trainer may take.
@@ -152,7 +152,7 @@ reward_rules = Table(
     Column("created_at", Double, nullable=False),
 )
 
-#: `key` is the name of the key that brought it, `stored_bytes` what it takes with its choices, for that key's bound.
+#: `key` is the name of the key that brought it.
 exchanges = Table(
     "exchanges",
     metadata,
@@ -165,7 +165,6 @@ exchanges = Table(
     Column("latency_s", Double, nullable=False),
     Column("engine", SmallInteger, nullable=True),
     Column("key", String(64), nullable=True),
-    Column("stored_bytes", Integer, nullable=False, server_default="0"),
 )
 partial("ix_exchanges_user_id", exchanges.c.tenant, exchanges.c.user_id, where="user_id IS NOT NULL")
 partial("ix_exchanges_chat", exchanges.c.tenant, exchanges.c.received_at, exchanges.c.msg_id, where=CHAT)
@@ -329,7 +328,6 @@ feedback = Table(
     Column("occurred_at", Double, nullable=True),
     Column("outcome", String(16), nullable=False),
     Column("key", String(64), nullable=True),
-    Column("stored_bytes", Integer, nullable=False, server_default="0"),
     CheckConstraint(one_of("kind", Kind), name="kind"),
     CheckConstraint(one_of("outcome", _STORED), name="outcome"),
     CheckConstraint("value IS NULL OR (value > -1e300 AND value < 1e300)", name="value_is_finite"),
@@ -369,17 +367,6 @@ exports = Table(
     Column("format", String(16), nullable=False),
     Column("rows", Integer, nullable=False),
     Column("created_at", Double, nullable=False),
-)
-
-#: The ledger's time: when, by it, each machine was started. At `seen_at` a process of that machine compared it with the
-#: database's clock for the last time, which was ahead by `skew` seconds.
-clocks = Table(
-    "clocks",
-    metadata,
-    Column("boot", String(64), primary_key=True),
-    Column("began_at", Double, nullable=False),
-    Column("seen_at", Double, nullable=False),
-    Column("skew", Double, nullable=False),
 )
 
 #: What a monitor found wrong. An open alarm that `holds` keeps new versions from being served.

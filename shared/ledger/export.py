@@ -163,11 +163,6 @@ class Exports(LedgerPart):
         self, wanted: ColumnElement[bool], limit: int | None = PAGE, *, everything: bool = False
     ) -> list[ExportedReply]:
         rows = self._read(_page(_WITH_EXCHANGE, wanted, limit))
-        events = self._feedback_about(rows)
-        by_target = _by_target(events if everything else self._without_quarantined(events))
-        return [_reply(row, _events_about(row, by_target)) for row in rows]
-
-    def _feedback_about(self, rows: Sequence[Any]) -> Collection[Any]:
         found: dict[int, Any] = {}
         for portion in portions({row.msg_id for row in rows}, of=2):
             about = or_(feedback.c.msg_id.in_(portion), feedback.c.other_msg_id.in_(portion))
@@ -176,7 +171,14 @@ class Exports(LedgerPart):
         for few in portions({_trajectory(row) for row in rows if None not in _trajectory(row)}, of=3):
             about = and_(feedback.c.msg_id.is_(None), named.in_(few))
             found |= {event.id: event for event in self._read(select(feedback).where(about))}
-        return found.values()
+        events = found.values()
+        by_target = _by_target(events if everything else self._without_quarantined(events))
+        return [
+            ExportedReply(
+                **{**row._mapping, "request": codec.unpack_text(row.request), "events": _events_about(row, by_target)}
+            )
+            for row in rows
+        ]
 
     def _without_quarantined(self, events: Collection[Any]) -> list[Any]:
         names = {name for _, name in map(rater_of, events)}
@@ -202,10 +204,6 @@ _WITH_EXCHANGE = (
     .join_from(experiences, exchanges, exchanges.c.msg_id == experiences.c.msg_id)
     .outerjoin(reward_rules, reward_rules.c.id == experiences.c.reward_rule)
 )
-
-
-def _reply(row: Any, events: Sequence[Any]) -> ExportedReply:
-    return ExportedReply(**{**row._mapping, "request": codec.unpack_text(row.request), "events": events})
 
 
 def _by_target(events: Iterable[Any]) -> dict[object, list[Any]]:

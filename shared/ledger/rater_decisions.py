@@ -7,7 +7,7 @@ answers are made without it; those that are not trained on yet are made anew at 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import Connection, and_, func, insert, select, update
+from sqlalchemy import and_, func, insert, select, update
 
 from tuneloop.shared.errors import UnknownRater
 from tuneloop.shared.ledger.raters.rater_tables import RaterState, new_rater, rater_events, raters
@@ -99,7 +99,9 @@ class Raters(LedgerPart):
             alone(connection, "raters")
             one = and_(raters.c.tenant == tenant, raters.c.name == name)
             apart = select(raters.c.name).where(one, raters.c.state == RaterState.QUARANTINED)
-            if connection.execute(apart).first() is None and not _has_feedback(connection, tenant, name):
+            if connection.execute(apart).first() is None and not (
+                connection.execute(select(feedback.c.id).where(_is_by(tenant, name)).limit(1)).first() is not None
+            ):
                 raise UnknownRater(f"there is no feedback by {name or 'a source without a name'} of {tenant}")
             put(connection, raters, [new_rater(tenant, name, now)])
             told = reason if state is RaterState.QUARANTINED else None
@@ -122,10 +124,6 @@ class Raters(LedgerPart):
 def _is_by(tenant: str, name: str) -> Any:
     unnamed = feedback.c.source.is_(None) if not name else feedback.c.source == name
     return and_(feedback.c.tenant == tenant, unnamed)
-
-
-def _has_feedback(connection: Connection, tenant: str, name: str) -> bool:
-    return connection.execute(select(feedback.c.id).where(_is_by(tenant, name)).limit(1)).first() is not None
 
 
 def _in_pages(values: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:

@@ -1,6 +1,6 @@
 """Reports about the ledger: counts, rewards, delays, and whether it balances."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -110,7 +110,9 @@ class Reports(LedgerPart):
 
         `batch`: of how many experiences a step is made; without it nothing is told of what shares hold back.
         """
-        states, trainer, weights = self._state_counts(), self._trainer(), self._weights()
+        columns = (epochs.c.trainer, epochs.c.epoch, epochs.c.started_at, epochs.c.seen_at, epochs.c.ended_at)
+        rows = self._read(select(*columns).order_by(epochs.c.epoch.desc()).limit(1))
+        states, trainer, weights = self._state_counts(), (Trainer(*rows[0]) if rows else None), self._weights()
         none = State.COMMITTED not in states
         committed, young, grouped, since = (0, 0, 0, None) if none else self._count_committed(policy)
         leased = self._read(_OLDEST_LEASED)[0][0] if State.LEASED in states else None
@@ -119,8 +121,9 @@ class Reports(LedgerPart):
             select(func.count().filter(versions.c.version > 0), _sum(versions.c.consumed), _sum(versions.c.purged))
         )
         claimable = young if policy.group_by == "none" else grouped
+        oldest = {State.COMMITTED: since, State.LEASED: leased}
         return LedgerFacts(
-            states=_with_oldest(states, {State.COMMITTED: since, State.LEASED: leased}),
+            states={state: each._replace(oldest=oldest.get(state, each.oldest)) for state, each in states.items()},
             claimable=claimable,
             held_back=() if batch is None or claimable < batch else self._held_back(policy, batch),
             too_old=committed - young,
@@ -169,11 +172,6 @@ class Reports(LedgerPart):
         [(committed_at,)] = self._read(select(func.max(experiences.c.committed_at)).where(_LEASED))
         began = [each.started_at if isinstance(each, Trainer) else each.registered_at for each in bounds if each]
         return max([committed_at or 0.0, *began])
-
-    def _trainer(self) -> Trainer | None:
-        columns = (epochs.c.trainer, epochs.c.epoch, epochs.c.started_at, epochs.c.seen_at, epochs.c.ended_at)
-        rows = self._read(select(*columns).order_by(epochs.c.epoch.desc()).limit(1))
-        return Trainer(*rows[0]) if rows else None
 
     def _weights(self) -> Weights | None:
         columns = (versions.c[name] for name in ("version", "state", "step", "created_at", "reason"))
@@ -232,7 +230,15 @@ class Reports(LedgerPart):
         return [*self.imbalance(), *self._uneven_versions(), *self._misplaced_rows()]
 
     def _uneven_versions(self) -> Iterator[str]:
-        for number, trained_rows, purged, consumed in self._read(_uneven().order_by(versions.c.version)):
+        version, trained = experiences.c.trained_version, func.count().label("trained")
+        rows = select(version, trained).where(version.is_not(None)).group_by(version).subquery()
+        found = func.coalesce(rows.c.trained, 0)
+        for number, trained_rows, purged, consumed in self._read(
+            select(versions.c.version, found, versions.c.purged, versions.c.consumed)
+            .join_from(versions, rows, rows.c.trained_version == versions.c.version, isouter=True)
+            .where(found + versions.c.purged != versions.c.consumed)
+            .order_by(versions.c.version)
+        ):
             yield f"version {number} consumed {consumed}, but {trained_rows} rows name it and {purged} are purged"
 
     def _misplaced_rows(self) -> Iterator[str]:
@@ -264,21 +270,6 @@ def _rewards() -> Select[Any]:
     told = (func.coalesce(every.c[each.name], 0) - func.coalesce(more.c[each.name], 0) for each in figures)
     same = every.c.version_min == more.c.version_min
     return select(every.c.version_min, *told).join_from(every, more, same, isouter=True).order_by(every.c.version_min)
-
-
-def _uneven() -> Select[Any]:
-    version, trained = experiences.c.trained_version, func.count().label("trained")
-    rows = select(version, trained).where(version.is_not(None)).group_by(version).subquery()
-    found = func.coalesce(rows.c.trained, 0)
-    return (
-        select(versions.c.version, found, versions.c.purged, versions.c.consumed)
-        .join_from(versions, rows, rows.c.trained_version == versions.c.version, isouter=True)
-        .where(found + versions.c.purged != versions.c.consumed)
-    )
-
-
-def _with_oldest(states: Mapping[State, StateCount], oldest: Mapping[State, float | None]) -> dict[State, StateCount]:
-    return {state: each._replace(oldest=oldest.get(state, each.oldest)) for state, each in states.items()}
 
 
 def _of(tenant: str | None) -> ColumnElement[bool]:

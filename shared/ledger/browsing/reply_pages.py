@@ -106,7 +106,16 @@ class ReplyPages(ReplyTexts):
     def _select_examined(self, tenant: str, wanted: ReplyFilter, after: ReplyCursor | None) -> tuple[Any, int | None]:
         """The replies that are looked at, and how many those are at most; None: all that could be wanted."""
         names = [experiences.c[name] for name in _EXAMINED_NAMES]
-        within = _within(wanted, after)
+        # The stretch of time, and what is not on an earlier page.
+        conditions: list[ColumnElement[bool]] = [true()]
+        if wanted.since is not None:
+            conditions.append(experiences.c.sampled_at >= wanted.since)
+        if wanted.until is not None:
+            conditions.append(experiences.c.sampled_at <= wanted.until)
+        if after is not None:
+            conditions.append(experiences.c.sampled_at <= after.sampled_at)  # which an index understands
+            conditions.append(tuple_(experiences.c.sampled_at, experiences.c.id) < after)
+        within = and_(*conditions)
         if wanted.user is not None:
             joined = experiences.c.msg_id == exchanges.c.msg_id
             query = select(*names, exchanges.c.user_id).join_from(exchanges, experiences, joined).where(within)
@@ -133,7 +142,11 @@ class ReplyPages(ReplyTexts):
         [(count,)] = self._read(select(func.count()).select_from(examined))
         if count < bound:
             return None, None
-        [last] = self._read(select(examined.c.sampled_at, examined.c.id).order_by(*_oldest_first(examined)).limit(1))
+        [last] = self._read(
+            select(examined.c.sampled_at, examined.c.id)
+            .order_by((examined.c.sampled_at + 0).asc(), examined.c.id.asc())
+            .limit(1)
+        )
         return ReplyCursor(*last), last.sampled_at
 
     def _containing(
@@ -144,7 +157,7 @@ class ReplyPages(ReplyTexts):
         sought, held, last = text.casefold(), 0, None
         for portion in self._split(keys):
             for row in self._rows(portion, whole=True):
-                if sought in row.text.casefold() or sought in _readable(row.request).casefold():
+                if sought in row.text.casefold() or sought in row.request.decode(errors="replace").casefold():
                     found.append(row._replace(text=row.text[:PREVIEW]))
                     held += len(row.request)
                 if len(found) == limit or held > MAX_PAGE_BYTES:
@@ -162,19 +175,6 @@ class ReplyPages(ReplyTexts):
         rows = self._read(query.where(experiences.c.id.in_([key.id for key in keys])))
         found = {row.id: _row(row) for row in rows}
         return [found[key.id] for key in keys if key.id in found]
-
-
-def _within(wanted: ReplyFilter, after: ReplyCursor | None) -> ColumnElement[bool]:
-    """The stretch of time, and what is not on an earlier page."""
-    conditions: list[ColumnElement[bool]] = [true()]
-    if wanted.since is not None:
-        conditions.append(experiences.c.sampled_at >= wanted.since)
-    if wanted.until is not None:
-        conditions.append(experiences.c.sampled_at <= wanted.until)
-    if after is not None:
-        conditions.append(experiences.c.sampled_at <= after.sampled_at)  # which an index understands
-        conditions.append(tuple_(experiences.c.sampled_at, experiences.c.id) < after)
-    return and_(*conditions)
 
 
 def _drive(query: Select[Any], wanted: ReplyFilter, after: ReplyCursor | None) -> Select[Any]:
@@ -206,14 +206,6 @@ def _matching(examined: Any, tenant: str, wanted: ReplyFilter) -> Select[Any]:
     # The sum: no index is gone through for the sake of the order.
     order = (columns.sampled_at + 0).desc(), columns.id.desc()
     return select(columns.sampled_at, columns.id).where(*conditions).order_by(*order)
-
-
-def _oldest_first(examined: Any) -> tuple[ColumnElement[Any], ...]:
-    return (examined.c.sampled_at + 0).asc(), examined.c.id.asc()
-
-
-def _readable(request: bytes) -> str:
-    return request.decode(errors="replace")
 
 
 def _row(row: Any) -> ReplyRow:

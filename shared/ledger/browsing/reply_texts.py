@@ -27,7 +27,10 @@ class ReplyTexts(LedgerPart):
         total = 0
         for begin in range(0, len(keys), _PORTION):
             rest = list(keys[begin : begin + _PORTION])
-            sizes = {row.id: _size(row) for row in self._read(_select_sizes([key.id for key in rest]))}
+            sizes = {
+                row.id: (codec.text_size(row.head or b"", row.stored) + int(row.reply))
+                for row in self._read(_select_sizes([key.id for key in rest]))
+            }
             while rest and total < MAX_READ_BYTES:
                 some = first_of_size(rest, [sizes.get(key.id, 0) for key in rest])
                 total += sum(sizes.get(key.id, 0) for key in some)
@@ -43,7 +46,3 @@ def _select_sizes(ids: Sequence[int]) -> Select[Any]:
     columns = experiences.c.id, head, func.length(exchanges.c.request).label("stored"), reply.label("reply")
     query = select(*columns).join_from(experiences, exchanges, exchanges.c.msg_id == experiences.c.msg_id)
     return query.where(experiences.c.id.in_(ids))
-
-
-def _size(row: Any) -> int:
-    return codec.text_size(row.head or b"", row.stored) + int(row.reply)

@@ -2,9 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
-from sqlalchemy import Select, and_, func, select
+from sqlalchemy import and_, func, select
 
 from tuneloop.shared.evaluation.samples import SampleStatistics, spread
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback, version_events, versions, worth
@@ -26,7 +25,15 @@ class RewardHistory(LedgerPart):
         All replies to a user of a tenant are one unit, or else to a task, or of a run.
         """
         units: dict[tuple[str, str], list[float]] = defaultdict(list)
-        for row in self._read(_select_rewarded(version, among)):
+        alone = and_(experiences.c.version_max == version, experiences.c.correction == 0)
+        newest = select(experiences.c.id).where(experiences.c.version_min == version)
+        newest = newest.order_by(experiences.c.sampled_at.desc()).limit(among)
+        joined = select(worth.label("reward"), experiences.c.tenant, _unit.label("unit")).join_from(
+            experiences, exchanges, exchanges.c.msg_id == experiences.c.msg_id
+        )
+        for row in self._read(
+            joined.where(experiences.c.id.in_(newest.subquery().select()), alone, worth.is_not(None))
+        ):
             units[row.tenant, row.unit].append(row.reward)
         totals = [(sum(rewards), len(rewards)) for rewards in units.values()]
         replies = sum(count for _, count in totals)
@@ -48,13 +55,3 @@ class RewardHistory(LedgerPart):
         tables = (experiences, feedback, version_events)
         counts = self._read_together(*(select(func.coalesce(func.max(each.c.id), 0)) for each in tables))
         return [rows[0][0] for rows in counts]
-
-
-def _select_rewarded(version: int, among: int) -> Select[Any]:
-    alone = and_(experiences.c.version_max == version, experiences.c.correction == 0)
-    newest = select(experiences.c.id).where(experiences.c.version_min == version)
-    newest = newest.order_by(experiences.c.sampled_at.desc()).limit(among)
-    joined = select(worth.label("reward"), experiences.c.tenant, _unit.label("unit")).join_from(
-        experiences, exchanges, exchanges.c.msg_id == experiences.c.msg_id
-    )
-    return joined.where(experiences.c.id.in_(newest.subquery().select()), alone, worth.is_not(None))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, Subquery, and_, case, func, select
+from sqlalchemy import ColumnElement, Select, and_, case, func, select
 
 from tuneloop.shared.ledger.storage.schema import feedback
 
@@ -55,15 +55,19 @@ def keys_with_feedback(read: Callable[[Any], Sequence[Any]]) -> list[KeyWithFeed
 
 def newest_of_key(of: KeyWithFeedback, wanted: ColumnElement[bool], count: int) -> Select[Any]:
     """The newest events of a key that are wanted, so many at most, the newest first."""
-    part = _ids_of_key(of).limit(count * _STRETCH).subquery()
-    return _events_of(part).where(wanted).limit(count)
-
-
-def _ids_of_key(of: KeyWithFeedback) -> Select[Any]:
     same_key = feedback.c.key.is_(None) if of.key is None else feedback.c.key == of.key
-    return select(feedback.c.id).where(feedback.c.tenant == of.tenant, same_key).order_by(*_BACKWARDS)
-
-
-def _events_of(part: Subquery) -> Select[Any]:
+    part = (
+        select(feedback.c.id)
+        .where(feedback.c.tenant == of.tenant, same_key)
+        .order_by(*_BACKWARDS)
+        .limit(count * _STRETCH)
+        .subquery()
+    )
     columns = (feedback.c[name] for name in _COLUMNS)
-    return select(*columns).join(part, part.c.id == feedback.c.id).order_by(feedback.c.id.desc())
+    return (
+        select(*columns)
+        .join(part, part.c.id == feedback.c.id)
+        .order_by(feedback.c.id.desc())
+        .where(wanted)
+        .limit(count)
+    )

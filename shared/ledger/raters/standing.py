@@ -1,6 +1,6 @@
 """Who gave feedback, and who of them is in quarantine; inside a transaction of the ledger."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 from sqlalchemy import Connection, select
@@ -22,10 +22,6 @@ def rater_of(event: Any) -> Rater:
 
 def without_quarantined(connection: Connection, events: Collection[Any]) -> list[Any]:
     """The events but those of raters in quarantine."""
-    quarantined = _quarantined_among(connection, events)
-    return [event for event in events if rater_of(event) not in quarantined]
-
-
-def _quarantined_among(connection: Connection, events: Iterable[Any]) -> set[Rater]:
     names = {name for _, name in map(rater_of, events)}
-    return {tuple(row) for some in portions(names) for row in connection.execute(QUARANTINED, {"names": some})}
+    quarantined = {tuple(row) for some in portions(names) for row in connection.execute(QUARANTINED, {"names": some})}
+    return [event for event in events if rater_of(event) not in quarantined]

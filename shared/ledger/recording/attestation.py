@@ -68,7 +68,18 @@ class Attestations(LedgerPart):
             if connection.execute(select(mismatches.c.id).where(*same)).first():
                 return Distrusted(0, {})
             connection.execute(insert(mismatches).values(row))
-            dropped = _drop(connection, found)
+            query = select(experiences.c.id, experiences.c.group_id, experiences.c.msg_id).join_from(
+                experiences, exchanges
+            )
+            ordered = query.where(_sampled_meanwhile(found), experiences.c.state.in_(_UNTRAINED)).order_by(
+                experiences.c.id
+            )
+            rows = connection.execute(ordered.with_for_update(of=experiences)).all()
+            gone = {"state": State.DROPPED, "reason": REASON, "lease_epoch": None, "lease_until": None}
+            for portion in portions([row.id for row in rows]):
+                connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(gone))
+            regroup(connection, rows)
+            dropped = rows
             self._settlement.settle_corrected(connection, {row.msg_id for row in dropped})
             done = Distrusted(len(dropped), _trained_by_version(connection, found))
             trained = {str(version): count for version, count in done.trained.items()}
@@ -76,17 +87,6 @@ class Attestations(LedgerPart):
             decision = Decision("explorer", self._clock(), found.reason, details)
             note(connection, found.version, VersionAction.MISMATCH, decision)
             return done
-
-
-def _drop(connection: Connection, found: Mismatch) -> Sequence[Any]:
-    query = select(experiences.c.id, experiences.c.group_id, experiences.c.msg_id).join_from(experiences, exchanges)
-    ordered = query.where(_sampled_meanwhile(found), experiences.c.state.in_(_UNTRAINED)).order_by(experiences.c.id)
-    rows = connection.execute(ordered.with_for_update(of=experiences)).all()
-    gone = {"state": State.DROPPED, "reason": REASON, "lease_epoch": None, "lease_until": None}
-    for portion in portions([row.id for row in rows]):
-        connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(gone))
-    regroup(connection, rows)
-    return rows
 
 
 def _trained_by_version(connection: Connection, found: Mismatch) -> dict[int, int]:
@@ -108,17 +108,16 @@ def mark_untrusted(connection: Connection, new_exchanges: Sequence[Exchange]) ->
     """The exchanges, those marked that an engine answered when it was not what it should have been."""
     mismatched = connection.execute(_MISMATCHES).all()
     return [
-        _untrusted_exchange(each) if any(_within(each, row) for row in mismatched) else each for each in new_exchanges
+        msgspec.structs.replace(each, experiences=tuple(map(_untrusted_experience, each.experiences)))
+        if any(_within(each, row) for row in mismatched)
+        else each
+        for each in new_exchanges
     ]
 
 
 def _within(exchange: Exchange, row: Any) -> bool:
     same: bool = exchange.engine == row.engine
     return same and exchange.received_at < row.until and exchange.received_at + exchange.latency_s >= row.since
-
-
-def _untrusted_exchange(exchange: Exchange) -> Exchange:
-    return msgspec.structs.replace(exchange, experiences=tuple(map(_untrusted_experience, exchange.experiences)))
 
 
 def _untrusted_experience(experience: Experience) -> Experience:

@@ -161,7 +161,11 @@ def metadata_as_text(metadata: object) -> dict[str, str]:
     """A request's metadata as OpenAI's: a value that is no string becomes its JSON."""
     if not isinstance(metadata, dict):
         return {}
-    return {str(key): _text(value) for key, value in metadata.items() if value is not None}
+    return {
+        str(key): (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+        for key, value in metadata.items()
+        if value is not None
+    }
 
 
 def as_json(pairs: Mapping[str, str]) -> str:
@@ -207,10 +211,6 @@ def _read(request: bytes) -> StoredRequest:
         return _requests.decode(request)
     except msgspec.MsgspecError:  # an imported row may hold anything
         return StoredRequest()
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _or(value: Raw, neutral: bytes) -> Raw:

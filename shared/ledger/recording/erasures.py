@@ -37,7 +37,9 @@ def without_erased(
 
     def are_of_erased(record: Record, name: str | None) -> bool:
         names = {name, hidden(name)} if name is not None else ()
-        return any(_before(erased, record.tenant, each, record.received_at) for each in names)
+        return any(
+            (record.received_at <= erased.get((record.tenant, stored_name(each)), float("-inf"))) for each in names
+        )
 
     for record in records:
         if isinstance(record, Exchange):
@@ -126,7 +128,3 @@ def names_in(record: Record) -> set[str]:
     if isinstance(record, Exchange):
         return {record.msg_id}
     return {msg_id for msg_id in (record.msg_id, record.other_msg_id) if msg_id is not None}
-
-
-def _before(erased: Mapping[Person, float], tenant: str, name: str, received_at: float) -> bool:
-    return received_at <= erased.get((tenant, stored_name(name)), float("-inf"))

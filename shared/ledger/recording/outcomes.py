@@ -178,7 +178,12 @@ class EarlyFeedback:
         """How many there are, as of some seconds ago; what came since was counted as if all of it were early."""
         count, looked_at = self._counted.get(tenant, (0, -math.inf))
         if self._ticks() - looked_at > _EARLY_S or (exactly and self._since[tenant]):
-            count = int(connection.execute(_early(tenant)).scalar_one())
+            waiting = and_(literal_column("outcome = 'pending'"), feedback.c.tenant == tenant)
+            count = int(
+                connection.execute(
+                    select(func.count()).select_from(select(feedback.c.id).where(waiting).limit(MAX_EARLY).subquery())
+                ).scalar_one()
+            )
             self._counted[tenant] = count, self._ticks()
             self._since[tenant] = 0
         return count + self._since[tenant]
@@ -189,7 +194,11 @@ def targets_there(events: Collection[Feedback], read: Read) -> set[object]:
     runs = {_run_of(event) for event in events if event.msg_id is None}
     replies = {event.msg_id for event in events if event.msg_id is not None}
     there: set[object] = {tuple(row) for few in portions(runs, of=3) for row in read(_runs(few))}
-    return there | {row.msg_id for few in portions(replies) for row in read(_stored_replies(few))}
+    return there | {
+        row.msg_id
+        for few in portions(replies)
+        for row in read(select(experiences.c.msg_id).distinct().where(experiences.c.msg_id.in_(few)))
+    }
 
 
 def target_of(event: Any) -> object:
@@ -201,20 +210,10 @@ def _run_of(event: Any) -> tuple[object, ...]:
     return event.tenant, event.task_id, event.run_id
 
 
-def _early(tenant: str) -> Select[Any]:
-    waiting = and_(literal_column("outcome = 'pending'"), feedback.c.tenant == tenant)
-    return select(func.count()).select_from(select(feedback.c.id).where(waiting).limit(MAX_EARLY).subquery())
-
-
 def _runs(names: Sequence[Any]) -> Select[Any]:
     """Which of these runs have replies."""
     run = [experiences.c[name] for name in TRAJECTORY]
     return select(*run).distinct().where(experiences.c.task_id.is_not(None), tuple_(*run).in_(names))
-
-
-def _stored_replies(msg_ids: Sequence[Any]) -> Select[Any]:
-    """Which of these replies are there."""
-    return select(experiences.c.msg_id).distinct().where(experiences.c.msg_id.in_(msg_ids))
 
 
 def too_late_for(connection: Connection, msg_ids: Collection[str]) -> set[str]:

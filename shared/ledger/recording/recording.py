@@ -266,7 +266,10 @@ class Recording(LedgerPart):
                 if not dry_run:
                     rule_id = self._settlement.rule_id(connection)
                     write(connection, decided._replace(repeats=[]), rule_id, repeat=False)
-                    _under_the_rule(connection, page, rule_id)
+                    # Store that these rewards are the rule's, unchanged ones included.
+                    open_ = experiences.c.state.not_in((State.LEASED, State.TRAINED))
+                    same = and_(experiences.c.msg_id.in_(page), experiences.c.rewarded_at.is_not(None), open_)
+                    connection.execute(update(experiences).where(same).values(reward_rule=rule_id))
             replies, changed, last = replies + len(page), changed + len(decided.changes), page[-1]
             examined(len(page))
         return RecomputeResult(replies, changed)
@@ -406,10 +409,3 @@ def _replies(connection: Connection, events: Sequence[Feedback]) -> Iterator[str
     yield from replies_of(connection, trajectories)
     retracted = {event.msg_id for event in events if event.kind is Kind.RETRACTION and event.msg_id is not None}
     yield from replies_preferred_to(connection, retracted)
-
-
-def _under_the_rule(connection: Connection, msg_ids: Sequence[str], rule_id: int) -> None:
-    """Store that these rewards are the rule's, unchanged ones included."""
-    open_ = experiences.c.state.not_in((State.LEASED, State.TRAINED))
-    same = and_(experiences.c.msg_id.in_(msg_ids), experiences.c.rewarded_at.is_not(None), open_)
-    connection.execute(update(experiences).where(same).values(reward_rule=rule_id))

@@ -146,7 +146,9 @@ class Retention(LedgerPart):
             alone(connection, "record")
             alone(connection, "exports")  # else a file might be listed, with rows of theirs in it, after we looked
             alone(connection, "raters")  # else they might be named there, by feedback that is deleted
-            rows = connection.execute(_rows_of(tenant, user)).all()
+            rows = connection.execute(
+                _columns().where(experiences.c.msg_id.in_(_exchanges_of(tenant, user))).with_for_update()
+            ).all()
             theirs = connection.execute(_exchanges_of(tenant, user, *_DELETED)).all()
             msg_ids = {each.msg_id for each in theirs}
             events = {event.id: event for event in _feedback_to_erase(connection, tenant, user, rows, msg_ids)}
@@ -204,7 +206,14 @@ class Retention(LedgerPart):
     def _purge(
         self, state: State, before: float, scope: "_Scope", dry_run: bool, deleted: Callable[[int], object]
     ) -> int:
-        old = and_(experiences.c.state == state, experiences.c.sampled_at < before, ~_waits_for_its_repeat())
+        repeat = experiences.alias()
+        same = and_(repeat.c.msg_id == experiences.c.msg_id, repeat.c.choice == experiences.c.choice)
+        untrained = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
+        old = and_(
+            experiences.c.state == state,
+            experiences.c.sampled_at < before,
+            ~exists().where(same, repeat.c.correction > experiences.c.correction, repeat.c.state.in_(untrained)),
+        )
         old = and_(old, scope.of(experiences))
         if dry_run:
             return int(self._read(select(func.count()).where(old))[0][0])
@@ -256,21 +265,10 @@ def _columns() -> Any:
     return select(*(experiences.c[name] for name in names))
 
 
-def _waits_for_its_repeat() -> ColumnElement[bool]:
-    repeat = experiences.alias()
-    same = and_(repeat.c.msg_id == experiences.c.msg_id, repeat.c.choice == experiences.c.choice)
-    untrained = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
-    return exists().where(same, repeat.c.correction > experiences.c.correction, repeat.c.state.in_(untrained))
-
-
 def _exchanges_of(tenant: str, user: str, *columns: ColumnElement[Any]) -> Any:
     # Stated twice, so that the index of those with a user is seen to apply.
     theirs = and_(exchanges.c.user_id.is_not(None), exchanges.c.user_id == user)
     return select(exchanges.c.msg_id, *columns).where(exchanges.c.tenant == tenant, theirs)
-
-
-def _rows_of(tenant: str, user: str) -> Any:
-    return _columns().where(experiences.c.msg_id.in_(_exchanges_of(tenant, user))).with_for_update()
 
 
 def _feedback_to_erase(
@@ -322,7 +320,24 @@ def delete_with_exchanges(connection: Connection, rows: Sequence[Any]) -> None:
         gone |= set(connection.execute(empty).scalars())
     delete_by(connection, exchanges, exchanges.c.msg_id, gone)
     for portion in portions(gone):
-        connection.execute(delete(feedback).where(feedback.c.msg_id.in_(portion), _withdrawn()))
+        # Whether a preference was taken back: it must not outlive the word that took it back.
+        later = feedback.alias()
+        same = (later.c[name] == feedback.c[name] for name in ("tenant", "msg_id", "metric"))
+        connection.execute(
+            delete(feedback).where(
+                feedback.c.msg_id.in_(portion),
+                and_(
+                    feedback.c.kind == Kind.PREFERENCE,
+                    exists().where(
+                        later.c.kind == Kind.RETRACTION,
+                        *same,
+                        later.c.source.is_not_distinct_from(feedback.c.source),
+                        later.c.id > feedback.c.id,
+                        or_(later.c.choice.is_(None), later.c.choice == feedback.c.choice),
+                    ),
+                ),
+            )
+        )
     # A preference stays as long as either of its two replies: it makes both of their rewards.
     either = exists().where(exchanges.c.msg_id.in_((feedback.c.msg_id, feedback.c.other_msg_id)))
     for portion in portions(gone, of=2):
@@ -331,22 +346,6 @@ def delete_with_exchanges(connection: Connection, rows: Sequence[Any]) -> None:
         connection.execute(delete(feedback).where(about, ~either))
     for few in portions(_trajectories(rows), of=3):
         connection.execute(delete(feedback).where(_of_trajectories(few), ~_has_replies()))
-
-
-def _withdrawn() -> ColumnElement[bool]:
-    """Whether a preference was taken back: it must not outlive the word that took it back."""
-    later = feedback.alias()
-    same = (later.c[name] == feedback.c[name] for name in ("tenant", "msg_id", "metric"))
-    return and_(
-        feedback.c.kind == Kind.PREFERENCE,
-        exists().where(
-            later.c.kind == Kind.RETRACTION,
-            *same,
-            later.c.source.is_not_distinct_from(feedback.c.source),
-            later.c.id > feedback.c.id,
-            or_(later.c.choice.is_(None), later.c.choice == feedback.c.choice),
-        ),
-    )
 
 
 def _delete(connection: Connection, rows: Sequence[Any]) -> None:

@@ -95,7 +95,15 @@ def reward_of(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -
     """
     said = list(events)
     counting = counting_events(rule, said, sampled_at=sampled_at)
-    edit = _standing_edit(rule, said, sampled_at=sampled_at)
+    # The latest edited answer that was not retracted: of the reply, or else of its run.
+    latest: dict[tuple[str, str | None, bool], Event] = {}
+    for event in _in_time(rule, said, sampled_at):
+        if event.kind in (Kind.DEMONSTRATION, Kind.RETRACTION):
+            about = event.metric, event.source, event.of_run
+            latest.pop(about, None)  # so that the last entry is the latest event
+            latest[about] = event
+    standing = [event for event in latest.values() if event.kind is Kind.DEMONSTRATION]
+    edit = next((each for of_run in (False, True) for each in reversed(standing) if each.of_run is of_run), None)
     heard = [event for event, _ in counting] + ([edit] if edit else [])
     if not heard:
         return None
@@ -124,18 +132,6 @@ def counting_events(rule: RewardRule, events: Iterable[Event], *, sampled_at: fl
         settled = {(event.metric, event.of_run) for event, _ in counting if event.trusted}
         counting = [each for each in counting if each[0].trusted or (each[0].metric, each[0].of_run) not in settled]
     return counting
-
-
-def _standing_edit(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -> Event | None:
-    """The latest edited answer that was not retracted: of the reply, or else of its run."""
-    latest: dict[tuple[str, str | None, bool], Event] = {}
-    for event in _in_time(rule, events, sampled_at):
-        if event.kind in (Kind.DEMONSTRATION, Kind.RETRACTION):
-            about = event.metric, event.source, event.of_run
-            latest.pop(about, None)  # so that the last entry is the latest event
-            latest[about] = event
-    standing = [event for event in latest.values() if event.kind is Kind.DEMONSTRATION]
-    return next((each for of_run in (False, True) for each in reversed(standing) if each.of_run is of_run), None)
 
 
 def _in_time(rule: RewardRule, events: Iterable[Event], sampled_at: float) -> Iterator[Event]:

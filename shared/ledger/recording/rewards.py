@@ -264,7 +264,11 @@ class _Events:
             self._by_key[key] = [
                 self._borne(event, is_about)
                 for event in sorted(found.values(), key=event_order)
-                if event.tenant == row.tenant and ((is_about := _is_about(event, row)) or _is_rejected_by(event, row))
+                if event.tenant == row.tenant
+                and (
+                    (is_about := _is_about(event, row))
+                    or (event.other_msg_id == row.msg_id and event.other_choice in (None, row.choice))
+                )
             ]
         return self._by_key[key]
 
@@ -319,11 +323,6 @@ def _is_about(event: Any, row: RewardRow) -> bool:
     if event.msg_id is None:
         return (event.tenant, event.task_id, event.run_id) == (row.tenant, row.task_id, row.run_id)
     return event.msg_id == row.msg_id and event.choice in (None, row.choice)
-
-
-def _is_rejected_by(event: Any, row: RewardRow) -> bool:
-    """Whether the row is what another reply was preferred to."""
-    return event.other_msg_id == row.msg_id and event.other_choice in (None, row.choice)
 
 
 def retractions(connection: Connection, msg_ids: Collection[str]) -> Iterator[Any]:

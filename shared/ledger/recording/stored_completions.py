@@ -74,7 +74,9 @@ class StoredCompletions(LedgerPart):
             of_one = [select_tagged(tag, after, order, limit + 1) for tag in wanted]
             rows = self._read(of_one[0] if of_one else select_page(tenant, after, order, limit + 1))
             keys, more = [row.msg_id for row in rows[:limit]], len(rows) > limit
-        if len(some := self._of_a_page(keys)) < len(keys):
+        # The first of the completions whose requests are not too long together, and one at least.
+        sizes = {row.msg_id: codec.text_size(row.head or b"", row.size) for row in self._read(_sizes(keys))}
+        if len(some := first_of_size(keys, [sizes.get(key, 0) for key in keys])) < len(keys):
             keys, more = some, True
         found = self._read_stored(tenant, keys)
         return CompletionPage([found[msg_id] for msg_id in keys if msg_id in found], more)
@@ -130,11 +132,6 @@ class StoredCompletions(LedgerPart):
         deleted = {row.msg_id for portion in portions(named) for row in self._read(deleted_of(portion))}
         return [event.event_id for event in events if deleted & names_in(event)]
 
-    def _of_a_page(self, keys: list[str]) -> list[str]:
-        """The first of the completions whose requests are not too long together, and one at least."""
-        sizes = {row.msg_id: codec.text_size(row.head or b"", row.size) for row in self._read(_sizes(keys))}
-        return first_of_size(keys, [sizes.get(key, 0) for key in keys])
-
     def _with_several(
         self, wanted: Collection[bytes], after: PageCursor | None, order: Order, limit: int
     ) -> tuple[list[str], bool]:
@@ -153,11 +150,35 @@ class StoredCompletions(LedgerPart):
 
     def _read_stored(self, tenant: str, msg_ids: Sequence[str], endpoint: str = ENDPOINT) -> dict[str, StoredExchange]:
         # Else what is recorded, or deleted, between the two would be there in part.
-        found, sampled = self._read_together(_exchanges(tenant, msg_ids, endpoint), _select_choices(msg_ids))
+        ours = and_(exchanges.c.tenant == tenant, exchanges.c.endpoint == endpoint, exchanges.c.msg_id.in_(msg_ids))
+        columns = exchanges.c.msg_id, exchanges.c.received_at, exchanges.c.request, changed_metadata.c.metadata
+        changed = changed_metadata.c.msg_id == exchanges.c.msg_id
+        found, sampled = self._read_together(
+            select(*columns).outerjoin_from(exchanges, changed_metadata, changed).where(ours), _select_choices(msg_ids)
+        )
         choices: dict[str, list[StoredChoice]] = defaultdict(list)
         for row in sampled:
-            choices[row.msg_id].append(_choice(row))
-        return {row.msg_id: _completion(row, choices[row.msg_id]) for row in found}
+            choices[row.msg_id].append(
+                StoredChoice(
+                    choice=row.choice,
+                    text=row.text,
+                    tool_calls=row.tool_calls,
+                    finish_reason=row.finish_reason,
+                    prompt_tokens=int.from_bytes(row.prompt, "little"),
+                    completion_tokens=row.completion_tokens,
+                    temperature=row.temperature,
+                )
+            )
+        return {
+            row.msg_id: StoredExchange(
+                msg_id=row.msg_id,
+                received_at=row.received_at,
+                request=codec.unpack_text(row.request),
+                metadata=row.metadata,
+                choices=tuple(choices[row.msg_id]),
+            )
+            for row in found
+        }
 
 
 def first_of_size(keys: list[_Key], sizes: Sequence[int]) -> list[_Key]:
@@ -208,13 +229,6 @@ def _sizes(msg_ids: Sequence[str]) -> Select[Any]:
     return select(exchanges.c.msg_id, head, size).where(exchanges.c.msg_id.in_(msg_ids))
 
 
-def _exchanges(tenant: str, msg_ids: Sequence[str], endpoint: str) -> Select[Any]:
-    ours = and_(exchanges.c.tenant == tenant, exchanges.c.endpoint == endpoint, exchanges.c.msg_id.in_(msg_ids))
-    columns = exchanges.c.msg_id, exchanges.c.received_at, exchanges.c.request, changed_metadata.c.metadata
-    changed = changed_metadata.c.msg_id == exchanges.c.msg_id
-    return select(*columns).outerjoin_from(exchanges, changed_metadata, changed).where(ours)
-
-
 def _select_choices(msg_ids: Sequence[str]) -> Select[Any]:
     names = ("msg_id", "choice", "text", "tool_calls", "finish_reason", "completion_tokens", "temperature")
     # Of the blob only how many prompt ids it has: shared/ledger/storage/codec.py.
@@ -222,28 +236,6 @@ def _select_choices(msg_ids: Sequence[str]) -> Select[Any]:
     query = select(*(experiences.c[name] for name in names), prompt)
     sampled = and_(experiences.c.msg_id.in_(msg_ids), experiences.c.correction == 0)
     return query.where(sampled).order_by(experiences.c.choice)
-
-
-def _choice(row: Any) -> StoredChoice:
-    return StoredChoice(
-        choice=row.choice,
-        text=row.text,
-        tool_calls=row.tool_calls,
-        finish_reason=row.finish_reason,
-        prompt_tokens=int.from_bytes(row.prompt, "little"),
-        completion_tokens=row.completion_tokens,
-        temperature=row.temperature,
-    )
-
-
-def _completion(row: Any, choices: Sequence[StoredChoice]) -> StoredExchange:
-    return StoredExchange(
-        msg_id=row.msg_id,
-        received_at=row.received_at,
-        request=codec.unpack_text(row.request),
-        metadata=row.metadata,
-        choices=tuple(choices),
-    )
 
 
 def _exchange(tenant: str, msg_id: str) -> Select[Any]:

@@ -45,18 +45,7 @@ def trim(connection: Connection, policy: BatchPolicy) -> Backlog:
     if most is None or policy.any_reply or waiting <= most:
         return Backlog(waiting, 0)
     room, beyond = most, list[int]()
-    for each in _freshest_first(connection, _claimable(connection, policy), policy):
-        if room <= 0:
-            beyond += each.unit.rows
-        room -= len(each.unit.rows)
-    reason = f"more than {most} experiences waited: buffer.max_backlog"
-    these = (and_(experiences.c.id.in_(portion), _COMMITTED) for portion in portions(sorted(beyond)))
-    expired = sum(set_aside(connection, which, reason) for which in these)
-    return Backlog(waiting - expired, expired)
-
-
-def _claimable(connection: Connection, policy: BatchPolicy) -> list[_Waiting]:
-    """What a batch may be made of: rows, or the groups that are complete."""
+    # What a batch may be made of: rows, or the groups that are complete.
     columns = (experiences.c[name] for name in ("id", "group_id", "tenant", "priority"))
     query = select(*columns).where(_COMMITTED, takable(policy)).order_by(experiences.c.id)
     grouped = policy.group_by != "none"
@@ -65,10 +54,21 @@ def _claimable(connection: Connection, policy: BatchPolicy) -> list[_Waiting]:
     units: dict[int, list[Any]] = defaultdict(list)
     for row in connection.execute(query):
         units[row.group_id if grouped else row.id].append(row)
-    return [
-        _Waiting(Unit(number, tuple(row.id for row in rows)), rows[0].tenant, rows[0].priority)
-        for number, rows in units.items()
-    ]
+    for each in _freshest_first(
+        connection,
+        [
+            _Waiting(Unit(number, tuple(row.id for row in rows)), rows[0].tenant, rows[0].priority)
+            for number, rows in units.items()
+        ],
+        policy,
+    ):
+        if room <= 0:
+            beyond += each.unit.rows
+        room -= len(each.unit.rows)
+    reason = f"more than {most} experiences waited: buffer.max_backlog"
+    these = (and_(experiences.c.id.in_(portion), _COMMITTED) for portion in portions(sorted(beyond)))
+    expired = sum(set_aside(connection, which, reason) for which in these)
+    return Backlog(waiting - expired, expired)
 
 
 def _freshest_first(connection: Connection, waiting: Sequence[_Waiting], policy: BatchPolicy) -> Sequence[_Waiting]:

@@ -66,7 +66,12 @@ def claim(
     If there are not enough, none; or, after `batch_timeout`, what there is.
     """
     if not policy.any_reply:
-        _set_unsampled_aside(connection)
+        # Drop what is no sample of the policy, with the reason; what is left of its group is gathered again.
+        rows = connection.execute(select_unsampled(connection.dialect.name)).all()
+        dropped = {"state": State.DROPPED, "reason": experiences.c.unsampled}
+        for portion in portions([row.id for row in rows]):
+            connection.execute(update(experiences).where(_COMMITTED, experiences.c.id.in_(portion)).values(dropped))
+        _ungroup(connection, {row.group_id for row in rows} - {None})
     if not policy.edited:  # the trainer before this one may have had another method
         edited = connection.execute(select_edited_groups(connection.dialect.name)).scalars()
         _ungroup(connection, {*edited} - {None})
@@ -163,15 +168,6 @@ def select_unsampled(dialect: str) -> TextClause:
 def select_edited_groups(dialect: str) -> TextClause:
     """The groups of committed rows that were edited and not rated."""
     return text(_EDITED_GROUPS.format(hint="INDEXED BY ix_experiences_edited" if dialect == "sqlite" else ""))
-
-
-def _set_unsampled_aside(connection: Connection) -> None:
-    """Drop what is no sample of the policy, with the reason; what is left of its group is gathered again."""
-    rows = connection.execute(select_unsampled(connection.dialect.name)).all()
-    dropped = {"state": State.DROPPED, "reason": experiences.c.unsampled}
-    for portion in portions([row.id for row in rows]):
-        connection.execute(update(experiences).where(_COMMITTED, experiences.c.id.in_(portion)).values(dropped))
-    _ungroup(connection, {row.group_id for row in rows} - {None})
 
 
 def _ungroup(connection: Connection, groups: Collection[int]) -> None:

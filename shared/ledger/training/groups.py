@@ -122,7 +122,7 @@ def _gather_the_named(
     enough, least = (policy.group_size, 2) if policy.group_by == "task" else (1, 1)
     complete: list[list[Any]] = []
     for key, rows in found.items():
-        runs = len({_run(row) for row in rows})
+        runs = len({(row.run_id if row.run_id is not None else f"{row.msg_id}:{row.choice}") for row in rows})
         timed_out = now - min(row.committed_at for row in rows) >= policy.group_timeout
         if (runs >= enough and key not in waiting) or (timed_out and runs >= least):
             complete.append(rows)
@@ -142,10 +142,6 @@ def _key(row: Any, group_by: str) -> Key:
     if group_by == "run" and row.run_id is not None:
         return row.tenant, row.task_id, row.run_id
     return (row.tenant, row.task_id) if group_by == "task" else (row.tenant, row.task_id, row.msg_id)
-
-
-def _run(row: Any) -> str:
-    return row.run_id if row.run_id is not None else f"{row.msg_id}:{row.choice}"
 
 
 def _still_waiting(connection: Connection, keys: Collection[Key], policy: BatchPolicy) -> set[Key]:

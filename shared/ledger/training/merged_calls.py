@@ -45,7 +45,11 @@ def merge_calls(calls: Iterable[C]) -> list[list[C]]:
     sequences: list[list[C]] = []
     histories: list[Int32s] = []
     for call in sorted(calls, key=lambda each: len(each.prompt_ids)):
-        fitting = [at for at, history in enumerate(histories) if _begins_with(call.prompt_ids, history)]
+        fitting = [
+            at
+            for at, history in enumerate(histories)
+            if (len(call.prompt_ids) >= len(history) and np.array_equal(call.prompt_ids[: len(history)], history))
+        ]
         whole = np.concatenate([call.prompt_ids, call.completion_ids])
         if fitting:
             longest = max(fitting, key=lambda at: len(histories[at]))
@@ -72,7 +76,3 @@ def count_tokens(calls: Iterable[_Call]) -> RunTokens:
 
 def _length(call: _Call) -> int:
     return len(call.prompt_ids) + len(call.completion_ids)
-
-
-def _begins_with(ids: Int32s, history: Int32s) -> bool:
-    return len(ids) >= len(history) and np.array_equal(ids[: len(history)], history)

@@ -80,7 +80,10 @@ def within_shares(
     over = shares.take_whole(units)
     rest, rewards = shares.take_in_part(connection, over) if shares.total < size else ([], {})
     if shares.total < size and sum(len(unit.rows) for unit in units) >= WINDOW * size:
-        _drop(connection, [row for unit in rest[: (len(rest) + 1) // 2] for row in unit.rows])
+        ids = [row for unit in rest[: (len(rest) + 1) // 2] for row in unit.rows]
+        for portion in portions(ids):
+            dropped = {"state": State.DROPPED, "reason": REASON, "group_id": None}
+            connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(dropped))
     return LimitedUnits(shares.taken, rewards)
 
 
@@ -153,7 +156,16 @@ class _Shares:
             row: {*self._words[row]} - {*words} for each in audible.values() for row, words in (each or {}).items()
         }
         unheard = {row: raters for row, raters in apart.items() if raters}
-        rewards = _rewards_without(connection, unheard, self._trusted)
+        # The rewards of rows without what some raters say of them, each under the rule that made its reward.
+        replies: set[str] = set()
+        for portion in portions(unheard):
+            replies |= {
+                *connection.execute(select(experiences.c.msg_id).where(experiences.c.id.in_(portion))).scalars()
+            }
+        found: dict[int, float | None] = {}
+        for rule, msg_ids in rules_of(connection, replies).values():
+            found |= rewards_without(connection, unheard, msg_ids, rule, self._trusted)
+        rewards = found
         rest, changed = list[Unit](), dict[int, float]()
         for unit in units:
             # Meanwhile others may have got their share.
@@ -171,13 +183,13 @@ class _Shares:
         """Who is heard of each row of a unit, without those that have their share; None if nobody is of one."""
         words = _of_unit(self._words, unit)
         while over := self._over(words):
-            words = {row: [rater for rater in by if not self._is_of(over, rater)] for row, by in words.items()}
+            words = {
+                row: [rater for rater in by if not (rater not in self._trusted and _voice(rater) in over)]
+                for row, by in words.items()
+            }
             if any(self._words.get(row) and not by for row, by in words.items()):
                 return None
         return words
-
-    def _is_of(self, voices: Collection[Rater], rater: Rater) -> bool:
-        return rater not in self._trusted and _voice(rater) in voices
 
     def _over(self, words: Mapping[int, Collection[Rater]]) -> set[Rater]:
         """Who would have too much with a unit of which this was said."""
@@ -196,19 +208,6 @@ class _Shares:
 
 def _voice(rater: Rater) -> Rater:
     return rater[0], voice_of(rater[1])
-
-
-def _rewards_without(
-    connection: Connection, apart: Mapping[int, Collection[Rater]], trusted: TrustedRaters
-) -> dict[int, float | None]:
-    """The rewards of rows without what some raters say of them, each under the rule that made its reward."""
-    replies: set[str] = set()
-    for portion in portions(apart):
-        replies |= {*connection.execute(select(experiences.c.msg_id).where(experiences.c.id.in_(portion))).scalars()}
-    found: dict[int, float | None] = {}
-    for rule, msg_ids in rules_of(connection, replies).values():
-        found |= rewards_without(connection, apart, msg_ids, rule, trusted)
-    return found
 
 
 def main_raters(connection: Connection, units: Sequence[Unit], policy: BatchPolicy) -> dict[int, Rater | None]:
@@ -261,9 +260,3 @@ def _feedback_on(connection: Connection, rows: Collection[Any]) -> Iterator[Any]
     named = tuple_(*(feedback.c[name] for name in _TRAJECTORY))
     for few in portions(runs, of=3):
         yield from connection.execute(columns.where(feedback.c.msg_id.is_(None), named.in_(few)))
-
-
-def _drop(connection: Connection, ids: Collection[int]) -> None:
-    for portion in portions(ids):
-        dropped = {"state": State.DROPPED, "reason": REASON, "group_id": None}
-        connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(dropped))

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import func, insert, select, update
 
 from tuneloop.shared.experience import KeyAction, VersionAction, VersionState
 from tuneloop.shared.ledger.recording.retention import Retention
@@ -99,7 +99,21 @@ class Restoration(LedgerPart):
             self._settlement.release(connection, experiences.c.lease_epoch < epoch)
             give_all_back(connection)
             if version > newest:
-                _leave_out(connection, version, epoch, path, Decision(RESTORE, now, reason))
+                decision = Decision(RESTORE, now, reason)
+                connection.execute(
+                    insert(versions).values(
+                        version=version,
+                        state=VersionState.REJECTED,
+                        step=0,
+                        epoch=epoch,
+                        path=str(path),
+                        manifest_sha256=_NO_MANIFEST,
+                        consumed=0,
+                        created_at=decision.at,
+                        reason=decision.reason,
+                    )
+                )
+                note(connection, version, VersionAction.REJECTED, decision)
         return Numbers(max(version, newest), epoch)
 
     def missing(self, minted_at: Mapping[str, float]) -> set[str]:
@@ -133,20 +147,3 @@ class Restoration(LedgerPart):
         query = select(func.max(epochs.c.started_at)).where(epochs.c.trainer == RESTORE)
         found: float | None = self._read(query)[0][0]
         return found
-
-
-def _leave_out(connection: Connection, version: int, epoch: int, path: Path, decision: Decision) -> None:
-    connection.execute(
-        insert(versions).values(
-            version=version,
-            state=VersionState.REJECTED,
-            step=0,
-            epoch=epoch,
-            path=str(path),
-            manifest_sha256=_NO_MANIFEST,
-            consumed=0,
-            created_at=decision.at,
-            reason=decision.reason,
-        )
-    )
-    note(connection, version, VersionAction.REJECTED, decision)

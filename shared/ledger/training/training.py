@@ -69,7 +69,9 @@ class Training(LedgerPart):
             rows: list[Any] = []
             for portion in portions(ids):
                 connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(leased))
-                rows += connection.execute(_samples(portion))
+                rows += connection.execute(
+                    select(experiences).where(experiences.c.id.in_(portion)).order_by(experiences.c.id)
+                )
             edited = demonstrations(connection, rows)
             return [sample(row, demonstration=edited.get(row.id)) for row in rows]
 
@@ -95,7 +97,10 @@ class Training(LedgerPart):
             _fence(connection, epoch)
             connection.execute(update(epochs).where(epochs.c.epoch == epoch).values(seen_at=now))
             # Not each time: it writes every row anew.
-            half_over = and_(_is_leased(epoch), experiences.c.lease_until < now + LEASE_S / 2)
+            half_over = and_(
+                and_(experiences.c.state == State.LEASED, experiences.c.lease_epoch == epoch),
+                experiences.c.lease_until < now + LEASE_S / 2,
+            )
             connection.execute(update(experiences).where(half_over).values(lease_until=now + LEASE_S))
 
     @again_after_deadlock
@@ -183,10 +188,6 @@ class Training(LedgerPart):
             return version
 
 
-def _is_leased(epoch: int) -> Any:
-    return and_(experiences.c.state == State.LEASED, experiences.c.lease_epoch == epoch)
-
-
 def _leased_rows(epoch: int, ids: Sequence[int]) -> Any:
     return and_(experiences.c.id.in_(ids), experiences.c.lease_epoch == epoch)
 
@@ -216,7 +217,3 @@ def _newest_number() -> Select[Any]:
 def _newest_version(connection: Connection) -> int:
     newest = select(func.max(versions.c.version)).where(versions.c.state.in_(SERVABLE))
     return connection.execute(newest).scalar() or 0
-
-
-def _samples(ids: Sequence[int]) -> Select[Any]:
-    return select(experiences).where(experiences.c.id.in_(ids)).order_by(experiences.c.id)

@@ -41,7 +41,23 @@ class Comparisons(LedgerPart):
         """
         near = self._read(_alone(select(_reward).where(worth.is_not(None)), version, since).limit(1))
         shift = near[0][0] if near else 0.0
-        [sums] = self._read(_totals(version, since, shift))
+        columns = (
+            func.count(worth).label("rewarded"),
+            func.coalesce(func.sum(_reward - shift), 0.0).label("reward"),
+            func.count().label("replies"),
+            func.sum(_tokens).label("tokens"),
+            func.count().filter(_timed).label("timed"),
+            func.coalesce(func.sum(exchanges.c.latency_s).filter(_timed), 0.0).label("seconds"),
+            func.coalesce(func.sum(_tokens).filter(_timed), 0.0).label("timed_tokens"),
+        )
+        units = _alone(_of_units(*columns), version, since).subquery().c
+        [sums] = self._read(
+            select(
+                *_sums(units.rewarded, units.reward, units.rewarded),
+                *_sums(units.replies, units.tokens, units.replies),
+                *_sums(units.timed, units.seconds, units.timed_tokens),
+            )
+        )
         return Figures(
             reward=_sample(sums[:7], shift),
             length=_sample(sums[7:14]),
@@ -62,24 +78,6 @@ def _alone(rows: Select[Any], version: int, since: float) -> Select[Any]:
     lately = and_(experiences.c.state.in_(list(State)), experiences.c.sampled_at.between(since, _NEVER))
     alone = and_(experiences.c.version_max == version, experiences.c.version_min + 0 == version)
     return rows.where(lately, alone, experiences.c.correction == 0)
-
-
-def _totals(version: int, since: float, shift: float) -> Select[Any]:
-    columns = (
-        func.count(worth).label("rewarded"),
-        func.coalesce(func.sum(_reward - shift), 0.0).label("reward"),
-        func.count().label("replies"),
-        func.sum(_tokens).label("tokens"),
-        func.count().filter(_timed).label("timed"),
-        func.coalesce(func.sum(exchanges.c.latency_s).filter(_timed), 0.0).label("seconds"),
-        func.coalesce(func.sum(_tokens).filter(_timed), 0.0).label("timed_tokens"),
-    )
-    units = _alone(_of_units(*columns), version, since).subquery().c
-    return select(
-        *_sums(units.rewarded, units.reward, units.rewarded),
-        *_sums(units.replies, units.tokens, units.replies),
-        *_sums(units.timed, units.seconds, units.timed_tokens),
-    )
 
 
 def _of_units(*columns: ColumnElement[Any]) -> Select[Any]:

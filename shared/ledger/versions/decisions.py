@@ -107,7 +107,12 @@ class Versions(VersionStates):
             _require_servable(connection, version)
             decision = Decision("explorer", self._clock(), reason)
             if _pinned_version(connection) == instead_of:
-                _move_pin(connection, instead_of, version, decision)
+                for number, is_pinned, action in (
+                    (instead_of, False, VersionAction.UNPINNED),
+                    (version, True, VersionAction.PINNED),
+                ):
+                    connection.execute(update(versions).where(versions.c.version == number).values(pinned=is_pinned))
+                    note(connection, number, action, decision)
             appoint(connection, version, decision)
 
     def champions_before(self) -> list[int]:
@@ -206,12 +211,6 @@ def _require_servable(connection: Connection, version: int) -> None:
 def _champion_before(connection: Connection) -> int | None:
     found: int | None = connection.execute(_champions_before()).scalar()
     return found
-
-
-def _move_pin(connection: Connection, pinned: int, version: int, decision: Decision) -> None:
-    for number, is_pinned, action in ((pinned, False, VersionAction.UNPINNED), (version, True, VersionAction.PINNED)):
-        connection.execute(update(versions).where(versions.c.version == number).values(pinned=is_pinned))
-        note(connection, number, action, decision)
 
 
 def _champions_before() -> Select[Any]:

@@ -15,7 +15,6 @@ from tuneloop.shared.ledger.raters.newest_feedback import KeyWithFeedback, keys_
 from tuneloop.shared.ledger.raters.rater_tables import RaterState, raters
 from tuneloop.shared.ledger.raters.standing import rater_of
 from tuneloop.shared.ledger.raters.voice_shares import SILENT_S, SuspectEvent, share_amiss
-from tuneloop.shared.ledger.raters.voices import Rater
 from tuneloop.shared.ledger.storage.codec import unpack_text
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, portions
@@ -87,12 +86,9 @@ class Drift(LedgerPart):
 
     def quarantined_share(self, count: int) -> float | None:
         """The part of the newest feedback that raters in quarantine gave, as voices share in it. None as above."""
-        quarantined, rows = self._raters_in_quarantine(), self._newest_of_voices(count, true())
-        return share_amiss((_suspect(row, rater_of(row) in quarantined) for row in rows), count)
-
-    def _raters_in_quarantine(self) -> set[Rater]:
         query = select(raters.c.tenant, raters.c.name).where(raters.c.state == RaterState.QUARANTINED)
-        return {(row.tenant, row.name) for row in self._read(query)}
+        quarantined, rows = {(row.tenant, row.name) for row in self._read(query)}, self._newest_of_voices(count, true())
+        return share_amiss((_suspect(row, rater_of(row) in quarantined) for row in rows), count)
 
     def _newest_of_voices(self, count: int, wanted: ColumnElement[bool]) -> Iterator[Any]:
         """The newest events of each key, `count` at least where it has them: whoever floods hides nobody."""

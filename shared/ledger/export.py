@@ -9,7 +9,7 @@ import numpy as np
 from sqlalchemy import ColumnElement, Select, and_, case, delete, exists, func, insert, or_, select, true, tuple_
 
 from tuneloop.shared.experience import Float32s, Int32s, State
-from tuneloop.shared.ledger.raters.standing import QUARANTINED, rater_of
+from tuneloop.shared.ledger.raters import QUARANTINED, rater_of
 from tuneloop.shared.ledger.storage import codec
 from tuneloop.shared.ledger.storage.schema import erasures, exchanges, experiences, exports, feedback, reward_rules
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, alone, portions

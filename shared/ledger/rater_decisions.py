@@ -10,10 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 from sqlalchemy import and_, func, insert, select, update
 
 from tuneloop.shared.errors import UnknownRater
-from tuneloop.shared.ledger.raters.rater_tables import RaterState, new_rater, rater_events, raters
-from tuneloop.shared.ledger.recording.rewards import replies_of
-from tuneloop.shared.ledger.recording.settlement import Settlement
-from tuneloop.shared.ledger.storage.schema import feedback
+from tuneloop.shared.ledger.recording.rewards import Rewards, replies_of
+from tuneloop.shared.ledger.storage.schema import RaterState, feedback, new_rater, rater_events, raters
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, put
 
 #: The raters of so many of the newest events are listed.
@@ -52,9 +50,9 @@ class RaterDecision(NamedTuple):
 class Raters(LedgerPart):
     """What is decided about raters."""
 
-    def __init__(self, transactions: Transactions, settlement: Settlement) -> None:
+    def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
         super().__init__(transactions)
-        self._settlement = settlement
+        self._rewards = rewards
 
     def all(self) -> list[RaterStatus]:
         """Those in quarantine, then the others of whom there is something among the newest feedback."""
@@ -88,7 +86,7 @@ class Raters(LedgerPart):
             for replies in _in_pages(sorted(self._replies_of(row.tenant, row.name)), _PAGE):
                 with self._write() as connection:
                     alone(connection, "record")
-                    self._settlement.recompute(connection, replies)
+                    self._rewards.recompute(connection, replies)
             with self._write() as connection:
                 same = and_(raters.c.tenant == row.tenant, raters.c.name == row.name, raters.c.state == row.state)
                 connection.execute(update(raters).where(same).values(settled=True))

@@ -9,8 +9,17 @@ from sqlalchemy import ColumnElement, Select, and_, exists, func, or_, select, t
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.facts import DropCount, HeldBack, LedgerFacts, StateCount, Trainer, Weights
 from tuneloop.shared.ledger.storage.codec import unpack_text
-from tuneloop.shared.ledger.storage.schema import COMMITTED, epochs, exchanges, experiences, feedback, versions, worth
-from tuneloop.shared.ledger.storage.schema_types import CORRECTS, EDITED
+from tuneloop.shared.ledger.storage.schema import (
+    COMMITTED,
+    CORRECTS,
+    EDITED,
+    epochs,
+    exchanges,
+    experiences,
+    feedback,
+    versions,
+    worth,
+)
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, is_among, portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.batches import held_by_shares

@@ -11,8 +11,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Select, and_, or_, select, true, tuple_
 
 from tuneloop.shared.experience import Kind
-from tuneloop.shared.ledger.browsing.reply_pages import ReplyCursor
-from tuneloop.shared.ledger.browsing.reply_texts import ReplyTexts
+from tuneloop.shared.ledger.browsing.reply_pages import ReplyCursor, ReplyTexts
 from tuneloop.shared.ledger.storage import codec
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
 

@@ -9,10 +9,10 @@ from sqlalchemy import ColumnElement, Connection, and_, insert, select, update
 
 from tuneloop.shared.experience import Exchange, Experience, State, VersionAction
 from tuneloop.shared.ledger.recording.retention import regroup
-from tuneloop.shared.ledger.recording.settlement import Settlement
+from tuneloop.shared.ledger.recording.rewards import Rewards
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, mismatches
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions
-from tuneloop.shared.ledger.versions.events import Decision, Details, note
+from tuneloop.shared.ledger.versions.versions import Decision, Details, note
 
 #: Seconds that no reply takes. The time when a reply ended has no index, but the one when it began has.
 _LONGEST = 86_400.0
@@ -50,9 +50,9 @@ class Distrusted(NamedTuple):
 class Attestations(LedgerPart):
     """What is known of engines that were not what they should have been."""
 
-    def __init__(self, transactions: Transactions, settlement: Settlement) -> None:
+    def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
         super().__init__(transactions)
-        self._settlement = settlement
+        self._rewards = rewards
 
     def distrust(self, found: Mismatch) -> Distrusted:
         """Take everything that the engine sampled meanwhile out of training for good, what comes in later too.
@@ -80,7 +80,7 @@ class Attestations(LedgerPart):
                 connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(gone))
             regroup(connection, rows)
             dropped = rows
-            self._settlement.settle_corrected(connection, {row.msg_id for row in dropped})
+            self._rewards.compute_corrected(connection, {row.msg_id for row in dropped})
             done = Distrusted(len(dropped), _trained_by_version(connection, found))
             trained = {str(version): count for version, count in done.trained.items()}
             details = {**found.figures, **row, "dropped": done.dropped, "trained": trained}

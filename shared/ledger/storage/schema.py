@@ -3,30 +3,98 @@
 Times are seconds since 1970, UTC. A rule here is a rule for every program that touches the database, ours or not.
 """
 
+import re
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Any
+
 from sqlalchemy import (
     BigInteger,
     Boolean,
     CheckConstraint,
     Column,
+    ColumnElement,
+    Dialect,
     Double,
     ForeignKey,
     Index,
     Integer,
     LargeBinary,
+    MetaData,
     PrimaryKeyConstraint,
     SmallInteger,
     String,
     Table,
     Text,
+    TypeDecorator,
     UniqueConstraint,
     false,
     func,
     text,
 )
 
-from tuneloop.shared.experience import AlarmState, Evaluator, Kind, Outcome, State, VersionAction, VersionState
-from tuneloop.shared.ledger.storage.key_tables import key_events, keys  # noqa: F401 - they are of the schema, too
-from tuneloop.shared.ledger.storage.schema_types import CORRECTS, EDITED, RATED, RowId, Words, metadata, one_of, partial
+from tuneloop.shared.experience import (
+    AlarmState,
+    Evaluator,
+    KeyAction,
+    Kind,
+    Outcome,
+    State,
+    VersionAction,
+    VersionState,
+)
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+# SQLite numbers rows by itself only in a column declared INTEGER.
+RowId = BigInteger().with_variant(Integer(), "sqlite")
+
+
+#: Experiences that correct another one, as an index has them.
+CORRECTS = "correction > 0"
+
+#: Experiences that were edited and not rated, as an index has them.
+EDITED = "reward IS NULL AND edit_similarity IS NOT NULL"
+
+#: Ratings of replies, as an index has them.
+RATED = "kind IN ('number', 'boolean', 'label') AND msg_id IS NOT NULL"
+
+_UNSTORABLE = re.compile("[\0\ud800-\udfff]")
+
+
+class Words(TypeDecorator[str]):
+    """Text of any origin: what UTF-8 or PostgreSQL cannot hold (NUL, half a surrogate pair) is stored as U+FFFD."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        """The text as it can be stored and compared."""
+        return None if value is None else self.storable(value)
+
+    @staticmethod
+    def storable(value: str) -> str:
+        """What is stored for this text."""
+        return _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", value)
+
+
+def one_of(column: str, values: Iterable[StrEnum]) -> str:
+    """The rule that a column has one of these values."""
+    return f"{column} IN ({', '.join(repr(value.value) for value in values)})"
+
+
+def partial(name: str, *columns: ColumnElement[Any], where: str) -> None:
+    """An index of some of the rows only. A query uses it only if it says the same, and not by a parameter."""
+    Index(name, *columns, sqlite_where=text(where), postgresql_where=text(where))
+
 
 #: Says the same as the partial indexes of what the trainer may take.
 COMMITTED = f"state = '{State.COMMITTED}'"
@@ -396,4 +464,87 @@ Index(
     unique=True,
     sqlite_where=text("state = 'raised'"),
     postgresql_where=text("state = 'raised'"),
+)
+
+#: `scopes` are separated by commas. A limit that is NULL does not exist.
+keys = Table(
+    "keys",
+    metadata,
+    Column("key_id", String(32), primary_key=True),
+    Column("digest", LargeBinary, nullable=False, unique=True),
+    Column("name", String(64), nullable=False),
+    Column("tenant", String(64), nullable=False),
+    Column("scopes", Text, nullable=False),
+    Column("requests_per_minute", Integer, nullable=True),
+    Column("tokens_per_minute", Integer, nullable=True),
+    Column("feedback_per_minute", Integer, nullable=True),
+    Column("max_concurrent", Integer, nullable=True),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double, nullable=True),
+    Column("revoked_at", Double, nullable=True),
+    CheckConstraint("length(name) BETWEEN 1 AND 64 AND length(tenant) BETWEEN 1 AND 64", name="names"),
+    CheckConstraint("length(scopes) > 0", name="scopes"),
+    CheckConstraint(
+        "requests_per_minute > 0 AND tokens_per_minute > 0 AND feedback_per_minute > 0 AND max_concurrent > 0",
+        name="limits",
+    ),
+)
+
+#: The audit log: who made and who revoked a key, and when. Append-only.
+key_events = Table(
+    "key_events",
+    metadata,
+    Column("id", RowId, primary_key=True),
+    Column("key_id", String(32), ForeignKey("keys.key_id"), nullable=False),
+    Column("at", Double, nullable=False),
+    Column("action", String(16), nullable=False),
+    Column("actor", Words, nullable=False),
+    CheckConstraint(one_of("action", KeyAction), name="action"),
+    Index(None, "key_id", "id"),
+)
+
+
+class RaterState(StrEnum):
+    """Whether a rater's feedback counts."""
+
+    ACTIVE = "active"  # -> quarantined
+    QUARANTINED = "quarantined"  # -> active
+
+
+#: Who gave feedback: `name` is its `source`, empty for feedback that names none, or the voice behind several sources.
+#: Not `settled`: what the rater had a part in is to be rewarded anew.
+raters = Table(
+    "raters",
+    metadata,
+    Column("tenant", String(64), nullable=False),
+    Column("name", Words, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("settled", Boolean, nullable=False),
+    Column("reason", Words, nullable=True),
+    Column("updated_at", Double, nullable=False),
+    PrimaryKeyConstraint("tenant", "name"),
+    CheckConstraint(one_of("state", RaterState), name="state"),
+    CheckConstraint("(state = 'quarantined') = (reason IS NOT NULL)", name="quarantined_with_reason"),
+)
+
+
+def new_rater(tenant: str, name: str, now: float) -> dict[str, Any]:
+    """A row of `raters` of somebody of whom nothing was decided."""
+    row = {"tenant": tenant, "name": name, "state": RaterState.ACTIVE, "settled": True, "reason": None}
+    return row | {"updated_at": now}
+
+
+#: What was decided about each rater, by whom and why: append-only.
+rater_events = Table(
+    "rater_events",
+    metadata,
+    Column("id", RowId, primary_key=True),
+    Column("tenant", String(64), nullable=False),
+    Column("name", Words, nullable=False),
+    Column("at", Double, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("actor", Words, nullable=False),
+    Column("reason", Words, nullable=False),
+    CheckConstraint(one_of("state", RaterState), name="state"),
+    Index(None, "tenant", "name"),
 )

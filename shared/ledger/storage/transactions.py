@@ -34,7 +34,7 @@ from tuneloop.shared.errors import Deadlock, LedgerError, LedgerForbidden, Ledge
 from tuneloop.shared.ledger.storage.database import first_line
 from tuneloop.shared.ledger.storage.database_file import DatabaseFile
 from tuneloop.shared.ledger.storage.ledger_clock import LedgerClock
-from tuneloop.shared.ledger.storage.schema_types import Words
+from tuneloop.shared.ledger.storage.schema import Words
 
 # SQLite takes 32 766 parameters in a statement, PostgreSQL 65 535.
 _PARAMETERS = 10_000

@@ -13,12 +13,9 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, bindparam, or_, select, tuple_, update
 
 from tuneloop.shared.experience import KEY_SOURCE, State
-from tuneloop.shared.ledger.raters.rater_tables import RaterState, raters
-from tuneloop.shared.ledger.raters.standing import rater_of, without_quarantined
-from tuneloop.shared.ledger.raters.voices import Rater, voice_of
-from tuneloop.shared.ledger.recording.rewards import rewards_without
-from tuneloop.shared.ledger.recording.settlement import rules_of
-from tuneloop.shared.ledger.storage.schema import experiences, feedback
+from tuneloop.shared.ledger.raters import Rater, rater_of, voice_of, without_quarantined
+from tuneloop.shared.ledger.recording.rewards import rewards_without, rules_of
+from tuneloop.shared.ledger.storage.schema import RaterState, experiences, feedback, raters
 from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.settings.feedback import TrustedRaters

@@ -6,7 +6,7 @@ from sqlalchemy import Engine, event, true
 
 from tests.factories import exchange, feedback, fill
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.raters.newest_feedback import keys_with_feedback, newest_of_key
+from tuneloop.shared.ledger.versions.drift import keys_with_feedback, newest_of_key
 
 
 def test_each_key_is_there_with_its_newest_event(ledger: Ledger, engine: Engine) -> None:

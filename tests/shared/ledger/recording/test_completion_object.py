@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionStoreMessage
 
-from tuneloop.shared.ledger.recording.completion_object import (
+from tuneloop.shared.ledger.recording.stored_completions import (
     StoredChoice,
     StoredExchange,
     completion,

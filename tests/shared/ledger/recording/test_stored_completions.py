@@ -16,9 +16,17 @@ from tests.shared.retaining import EVERYTHING, column, everything, in_work, trai
 from tuneloop.shared.experience import Exchange, Kind, State, pack_ids, pack_logprobs
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.recording import stored_completions
-from tuneloop.shared.ledger.recording.completion_object import StoredChoice, completion, tag_of_model, tag_of_pair
-from tuneloop.shared.ledger.recording.stored_completions import Deletion, Order, select_page, select_tagged
-from tuneloop.shared.ledger.recording.tags import PageCursor
+from tuneloop.shared.ledger.recording.stored_completions import (
+    Deletion,
+    Order,
+    PageCursor,
+    StoredChoice,
+    completion,
+    select_page,
+    select_tagged,
+    tag_of_model,
+    tag_of_pair,
+)
 from tuneloop.shared.ledger.storage.ledger_clock import COMPARE_S, LedgerClock
 from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, exchanges, experiences, feedback, tags
 from tuneloop.shared.settings.feedback import RewardRule

@@ -8,11 +8,11 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, and_, func, literal_column, or_, select, tuple_
 
-from tuneloop.shared.experience import Feedback, Outcome
-from tuneloop.shared.ledger.raters.voices import voice_of
-from tuneloop.shared.ledger.recording.rewards import TRAJECTORY, RewardRow, in_time_for, newest_corrections
+from tuneloop.shared.experience import Feedback, Kind, Outcome
+from tuneloop.shared.ledger.raters import voice_of
+from tuneloop.shared.ledger.recording.rewards import TRAJECTORY, RewardRow, event_order, in_time_for, newest_corrections
 from tuneloop.shared.ledger.storage.schema import experiences, feedback
-from tuneloop.shared.ledger.storage.transactions import portions
+from tuneloop.shared.ledger.storage.transactions import is_among, portions
 from tuneloop.shared.settings.feedback import RewardRule
 
 #: The choices of a reply or trajectory that are told apart.
@@ -34,6 +34,23 @@ EventName = tuple[str, str]
 
 #: What a query finds, in or outside a transaction.
 Read = Callable[[Select[Any]], Iterable[Any]]
+
+
+#: What of an event tells whether a later one repeats it, but for its text, which may be long.
+_UNCOMPARED = {"text", "occurred_at", "key"}
+_COMPARED = [column for column in feedback.c if column.name not in _UNCOMPARED]
+
+_EARLIER = select(*_COMPARED, feedback.c.text.is_not(None).label("has_text"))
+_ABOUT_REPLIES = _EARLIER.where(
+    or_(
+        is_among(feedback.c.msg_id, "replies"),
+        and_(feedback.c.other_msg_id.is_not(None), is_among(feedback.c.other_msg_id, "replies")),
+    )
+)
+_RUN = tuple_(feedback.c.tenant, feedback.c.task_id, feedback.c.run_id)
+_ABOUT_RUNS = _EARLIER.where(feedback.c.msg_id.is_(None), is_among(_RUN, "runs"))
+
+_STORED_EVENTS = select(feedback.c.event_id).where(is_among(feedback.c.event_id, "names"))
 
 
 def rows_about(event: Feedback) -> Select[Any]:
@@ -216,18 +233,72 @@ def _runs(names: Sequence[Any]) -> Select[Any]:
     return select(*run).distinct().where(experiences.c.task_id.is_not(None), tuple_(*run).in_(names))
 
 
-def too_late_for(connection: Connection, msg_ids: Collection[str]) -> set[str]:
-    """Those of the replies about which feedback came too late."""
-    late = feedback.c.outcome == Outcome.LATE
-    found: set[str] = set()
-    for portion in portions(msg_ids):
-        about = or_(
-            feedback.c.msg_id == experiences.c.msg_id,
-            feedback.c.other_msg_id == experiences.c.msg_id,
-            and_(feedback.c.msg_id.is_(None), *(feedback.c[name] == experiences.c[name] for name in TRAJECTORY)),
-        )
-        corrected = select(experiences.c.msg_id).where(
-            experiences.c.msg_id.in_(portion), select(feedback.c.id).where(late, about).exists()
-        )
-        found |= set(connection.execute(corrected).scalars())
-    return found
+def stored_among(connection: Connection, among: Select[Any], names: Collection[str]) -> set[str]:
+    """Those of the names that are stored: a spool may be read twice."""
+    return {name for some in portions(names) for name in connection.execute(among, {"names": some}).scalars()}
+
+
+def without_repeats(
+    connection: Connection, events: Sequence[Feedback], slot_of: Mapping[EventName, object]
+) -> list[Feedback]:
+    """The events that are not stored, do not repeat the latest one of the same source on the same subject, and fit."""
+    last: dict[object, Any] = {}
+    quota = FeedbackQuota(connection.execute)
+    earlier = earlier_feedback(events, connection.execute)
+    again = offered_again(events, {name_of(row) for row in earlier}, slot_of)
+    # What a client sends again under its key is not the last word: others may have spoken since.
+    stored = stored_among(connection, _STORED_EVENTS, {event.event_id for event in events})
+    events = [event for event in events if name_of(event) not in again and event.event_id not in stored]
+    for row in sorted(earlier, key=event_order):
+        last[subject_of(row)] = row
+        quota.take(row)
+    alike = ((last[subject_of(event)], event) for event in events if subject_of(event) in last)
+    texts = [(row.id, event.text) for row, event in alike if content_of(row) == content_of(event) and row.has_text]
+    same = equal_texts(connection.execute, texts)
+    new = []
+    for event in events:
+        before = last.get(subject_of(event))
+        if event.event_id in stored or (before is not None and is_repeated(before, event, same)):
+            continue
+        # Who has said something may take it back, once, whatever others have said since.
+        takes_back = event.kind is Kind.RETRACTION and before is not None and before.kind != Kind.RETRACTION
+        if takes_back or quota.allows(event):
+            quota.take(event)
+            last[subject_of(event)] = event
+            stored.add(event.event_id)
+            new.append(event)
+    return new
+
+
+def earlier_feedback(
+    events: Collection[Feedback], read: Callable[[Select[Any], Mapping[str, Any]], Iterable[Any]]
+) -> Collection[Any]:
+    """The feedback that there is about the replies and runs that these events are about."""
+    found: dict[int, Any] = {}
+    replies = {event.msg_id for event in events} | {event.other_msg_id for event in events}
+    for portion in portions(replies - {None}):
+        found |= {row.id: row for row in read(_ABOUT_REPLIES, {"replies": portion})}
+    runs = {(event.tenant, event.task_id, event.run_id) for event in events if event.msg_id is None}
+    for few in portions(runs, of=3):
+        found |= {row.id: row for row in read(_ABOUT_RUNS, {"runs": few})}
+    return found.values()
+
+
+def is_repeated(before: Any, event: Feedback, same: Collection[tuple[int, str | None]]) -> bool:
+    """Whether an event says what the one before it said; `same` are stored events with a text that is theirs."""
+    if content_of(before) != content_of(event):
+        return False
+    if isinstance(before, Feedback):
+        return before.text == event.text
+    return (before.id, event.text) in same if before.has_text else event.text is None
+
+
+def subject_of(event: Any) -> object:
+    """What two events of one source must agree in for the later one to replace the other."""
+    whole_run = (event.task_id, event.run_id) if event.msg_id is None else None
+    return event.tenant, event.msg_id, event.choice, whole_run, event.metric, event.source
+
+
+def content_of(event: Any) -> object:
+    """What an event says, but for its text."""
+    return event.kind, event.value, event.other_msg_id, event.other_choice, event.task_id, event.run_id

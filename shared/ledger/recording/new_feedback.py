@@ -67,16 +67,13 @@ def rows_about(event: Feedback) -> Select[Any]:
 
 def outcomes_apart(rule: RewardRule, event: Feedback, rows: Sequence[RewardRow]) -> dict[str, Outcome]:
     """What became of an event for each choice, as `msg_id:choice`; empty if it is the same for all."""
-    outcomes = dict(_of_choices(rule, event, rows))
-    return outcomes if len(set(outcomes.values())) > 1 else {}
-
-
-def _of_choices(rule: RewardRule, event: Feedback, rows: Sequence[RewardRow]) -> Iterator[tuple[str, Outcome]]:
     # What the event itself made of a row that it came too late for does not count.
     earlier = (row for row in rows if not (row.correction and row.rewarded_at == event.received_at))
-    for row in newest_corrections(earlier):
-        outcome = Outcome.ACCEPTED if in_time_for(rule, event, row) else Outcome.LATE
-        yield f"{row.msg_id}:{row.choice}", outcome
+    outcomes = {
+        f"{row.msg_id}:{row.choice}": Outcome.ACCEPTED if in_time_for(rule, event, row) else Outcome.LATE
+        for row in newest_corrections(earlier)
+    }
+    return outcomes if len(set(outcomes.values())) > 1 else {}
 
 
 def equal_texts(read: Read, texts: Collection[tuple[int, str | None]]) -> set[tuple[int, str | None]]:
@@ -123,7 +120,7 @@ class FeedbackQuota:
 
     def __init__(self, read: Read) -> None:
         self._read = read
-        self._choices: dict[str, int] = {}
+        self._choices: dict[object, int] = {}
         self._by_subject: Counter[object] = Counter()
         self._by_voice: Counter[object] = Counter()
 
@@ -135,17 +132,15 @@ class FeedbackQuota:
 
     def allows(self, event: Any) -> bool:
         """Whether there is room for an event."""
-        return all(self._has_room(thing, _voice(event)) for thing in _things(event))
-
-    def _has_room(self, thing: object, voice: str) -> bool:
-        full = max(self._by_subject[thing] // MAX_SAID, self._by_voice[thing, voice] // MAX_SAID_BY_ONE)
-        return not full or (isinstance(thing, str) and full < min(self._choices_of(thing), MAX_CHOICES_SAID))
-
-    def _choices_of(self, msg_id: str) -> int:
-        if msg_id not in self._choices:
-            first = and_(experiences.c.msg_id == msg_id, experiences.c.correction == 0)
-            [(self._choices[msg_id],)] = self._read(select(func.count()).select_from(experiences).where(first))
-        return self._choices[msg_id]
+        for thing in _things(event):
+            of_voice = self._by_voice[thing, _voice(event)]
+            full = max(self._by_subject[thing] // MAX_SAID, of_voice // MAX_SAID_BY_ONE)
+            if full and isinstance(thing, str) and thing not in self._choices:
+                first = and_(experiences.c.msg_id == thing, experiences.c.correction == 0)
+                [(self._choices[thing],)] = self._read(select(func.count()).select_from(experiences).where(first))
+            if full >= max(1, min(self._choices.get(thing, 0), MAX_CHOICES_SAID)):
+                return False
+        return True
 
 
 def _things(event: Any) -> Iterator[object]:
@@ -210,12 +205,11 @@ def targets_there(events: Collection[Feedback], read: Read) -> set[object]:
     """Which of the replies and runs that these events are about there are."""
     runs = {_run_of(event) for event in events if event.msg_id is None}
     replies = {event.msg_id for event in events if event.msg_id is not None}
-    there: set[object] = {tuple(row) for few in portions(runs, of=3) for row in read(_runs(few))}
-    return there | {
-        row.msg_id
-        for few in portions(replies)
-        for row in read(select(experiences.c.msg_id).distinct().where(experiences.c.msg_id.in_(few)))
-    }
+    run, reply = [experiences.c[name] for name in TRAJECTORY], experiences.c.msg_id
+    of_runs, of_replies = select(*run).distinct().where(experiences.c.task_id.is_not(None)), select(reply).distinct()
+    named = (row for few in portions(runs, of=3) for row in read(of_runs.where(tuple_(*run).in_(few))))
+    there: set[object] = {tuple(row) for row in named}
+    return there | {row.msg_id for few in portions(replies) for row in read(of_replies.where(reply.in_(few)))}
 
 
 def target_of(event: Any) -> object:
@@ -225,12 +219,6 @@ def target_of(event: Any) -> object:
 
 def _run_of(event: Any) -> tuple[object, ...]:
     return event.tenant, event.task_id, event.run_id
-
-
-def _runs(names: Sequence[Any]) -> Select[Any]:
-    """Which of these runs have replies."""
-    run = [experiences.c[name] for name in TRAJECTORY]
-    return select(*run).distinct().where(experiences.c.task_id.is_not(None), tuple_(*run).in_(names))
 
 
 def stored_among(connection: Connection, among: Select[Any], names: Collection[str]) -> set[str]:

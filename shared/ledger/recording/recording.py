@@ -179,7 +179,14 @@ class Recording(LedgerPart):
         """
         from_slots = zip(records, slots, strict=bool(slots))
         slot_of = {name_of(each): slot for each, slot in from_slots if isinstance(each, Feedback)}
-        dated = self._in_ledger_time(records)
+        # What processes took for the time gives way to the ledger's, where a record is of this start of the machine.
+        began, boot = self._boot_time(), steady_time.boot()
+        dated = [
+            msgspec.structs.replace(each, received_at=began + each.stamp.seconds)
+            if began is not None and each.stamp and each.stamp.boot == boot
+            else each
+            for each in records
+        ]
         new_exchanges = [record for record in dated if isinstance(record, Exchange)]
         new_feedback = [record for record in dated if isinstance(record, Feedback)]
         voters: set[Rater] = set()
@@ -200,19 +207,21 @@ class Recording(LedgerPart):
             new_feedback = self._early.within_bound(connection, new_feedback)
             if changed := without_repeats(connection, new_feedback, slot_of):
                 connection.execute(ignoring(connection, feedback), [feedback_row(each) for each in changed])
-                voters = self._new_voters(changed)
+                sources = {(each.tenant, each.source or "") for each in changed}
+                named = (each for each in sources if each not in self._rewards.trusted_raters)
+                voters = {(tenant, voter_of(source)) for tenant, source in named} - self._voters
                 put(connection, raters, [new_rater(*voter, self._clock()) for voter in voters])
-            earlier = _with_earlier_feedback(connection, present, new_exchanges)
-            self._rewards.compute(connection, earlier | set(_replies(connection, changed)))
-        self._voters |= voters
-
-    def _new_voters(self, events: Collection[Feedback]) -> set[Rater]:
-        """The voters behind these events that are not known here to be in the ledger."""
+            touched = set(_replies(connection, changed))
+            msg_ids = [each.msg_id for each in new_exchanges]
+            for wanted, earlier in ((present.pending, _RATED), (present.preferences, _PREFERRED_TO)):
+                for portion in portions(msg_ids if wanted else ()):
+                    touched.update(connection.execute(earlier, {"replies": portion}).scalars())
+            if present.of_runs:
+                touched.update(each.msg_id for each in new_exchanges if None not in (each.task_id, each.run_id))
+            self._rewards.compute(connection, touched)
         if len(self._voters) > _VOTERS_KNOWN:
             self._voters.clear()
-        sources = {(each.tenant, each.source or "") for each in events}
-        named = (each for each in sources if each not in self._rewards.trusted_raters)
-        return {(tenant, voter_of(source)) for tenant, source in named} - self._voters
+        self._voters |= voters
 
     def outcomes(self, call_id: str, event_ids: Collection[str]) -> dict[str, Outcome]:
         """What became of the events of one call, all of which the ledger has been given."""
@@ -313,16 +322,6 @@ class Recording(LedgerPart):
             examined(len(page))
         return RecomputeResult(replies, changed)
 
-    def _in_ledger_time(self, records: Sequence[Record]) -> list[Record]:
-        """The records, those of this start of the machine with the ledger's time in the place of their process's."""
-        began, boot = self._boot_time(), steady_time.boot()
-        return [
-            msgspec.structs.replace(each, received_at=began + each.stamp.seconds)
-            if began is not None and each.stamp and each.stamp.boot == boot
-            else each
-            for each in records
-        ]
-
     def _untrained_after(self, msg_id: str) -> list[str]:
         untrained = experiences.c.state.in_(
             (State.RECORDED, State.REWARDED, State.COMMITTED, State.DROPPED, State.EXPIRED)
@@ -364,18 +363,6 @@ def _limited_to(given: frozenset[str]) -> ColumnElement[bool]:
 def _committing(given: frozenset[str]) -> Update:
     rewarded = update(experiences).where(experiences.c.state == State.REWARDED, _limited_to(given))
     return rewarded.values(state=State.COMMITTED, committed_at=bindparam("now"))
-
-
-def _with_earlier_feedback(connection: Connection, present: _Present, new_exchanges: Sequence[Exchange]) -> set[str]:
-    """Those of these replies, just recorded, that have earlier feedback."""
-    msg_ids = [each.msg_id for each in new_exchanges]
-    found: set[str] = set()
-    for wanted, earlier in ((present.pending, _RATED), (present.preferences, _PREFERRED_TO)):
-        for portion in portions(msg_ids if wanted else ()):
-            found.update(connection.execute(earlier, {"replies": portion}).scalars())
-    if present.of_runs:
-        found.update(each.msg_id for each in new_exchanges if None not in (each.task_id, each.run_id))
-    return found
 
 
 def _replies(connection: Connection, events: Sequence[Feedback]) -> Iterator[str]:

@@ -288,15 +288,17 @@ class Retention(LedgerPart):
             if not dry_run:
                 touched = set(_replies(connection, events.values())) - msg_ids
                 at = self._clock() if at is None else at
-                _mark_erased(connection, tenant, user, at)
+                named = and_(erasures.c.tenant == tenant, erasures.c.user_id == user)
+                if not connection.execute(update(erasures).where(named).values(erased_at=at)).rowcount:
+                    connection.execute(insert(erasures).values(tenant=tenant, user_id=user, erased_at=at))
                 mark_deleted(connection, theirs, at=at)
                 regroup(connection, rows)
                 _delete(connection, rows)
                 delete_by(connection, exchanges, exchanges.c.msg_id, msg_ids)
                 delete_by(connection, feedback, feedback.c.id, events)
                 for table in (raters, rater_events):
-                    named = select(table.c.name).where(table.c.tenant == tenant, _may_be(table.c.name, user))
-                    names = {name for name in connection.execute(named).scalars() if person_behind(name) == user}
+                    alike = select(table.c.name).where(table.c.tenant == tenant, _may_be(table.c.name, user))
+                    names = {name for name in connection.execute(alike).scalars() if person_behind(name) == user}
                     connection.execute(delete(table).where(table.c.tenant == tenant, table.c.name.in_(names)))
                 self._rewards.recompute(connection, touched)
         trained = Counter(row.trained_version for row in rows if row.trained_version is not None)
@@ -385,12 +387,6 @@ class _Scope(NamedTuple):
         if self.tenant is not None:
             return table.c.tenant == self.tenant
         return table.c.tenant.not_in(self.but) if self.but else true()
-
-
-def _mark_erased(connection: Connection, tenant: str, user: str, at: float) -> None:
-    theirs = and_(erasures.c.tenant == tenant, erasures.c.user_id == user)
-    if not connection.execute(update(erasures).where(theirs).values(erased_at=at)).rowcount:
-        connection.execute(insert(erasures).values(tenant=tenant, user_id=user, erased_at=at))
 
 
 def _columns() -> Any:

@@ -178,7 +178,14 @@ def write(connection: Connection, decided: Plan, rule_id: int, *, repeat: bool) 
         of_these = and_(experiences.c.group_id.in_(portion), experiences.c.state == State.COMMITTED)
         connection.execute(update(experiences).where(of_these).values(group_id=None))
     if repeat and decided.repeats:
-        connection.execute(_REPEATING, [_values_of_repeat(change, rule_id) for change in decided.repeats])
+        # Their tokens once more, under their present rewards.
+        again = []
+        for row, reward, similarity in decided.repeats:
+            assert reward is not None
+            anew = (row.correction + 1, State.REWARDED, reward.value, rule_id, reward.at, similarity)
+            values = {f"its_{name}": value for name, value in zip(_REPEATED, anew, strict=True)}
+            again.append({"its_id": row.id, **values})
+        connection.execute(_REPEATING, again)
 
 
 def _is_unrated(reward: Reward | None) -> bool:
@@ -209,8 +216,21 @@ def _read(
     feedback_rows = [*connection.execute(_ABOUT_REPLIES, named)]
     feedback_rows += retractions(connection, {event.msg_id for event in feedback_rows if event.kind == Kind.PREFERENCE})
     bearing = without_quarantined(connection, feedback_rows)
-    rows = _with_labels(found, bearing)
-    about_runs = [*_about_trajectories(connection, rows)]
+    # The rows with the task and run that their feedback names, where their request named none.
+    names: dict[tuple[str, str, str], str] = {}
+    for event in sorted(bearing, key=event_order):
+        for label in ("task_id", "run_id"):
+            if (name := getattr(event, label)) is not None and event.msg_id is not None:
+                names.setdefault((event.tenant, event.msg_id, label), name)
+    rows = [
+        row._replace(
+            task_id=names.get((row.tenant, row.msg_id, "task_id")) if row.task_id is None else row.task_id,
+            run_id=names.get((row.tenant, row.msg_id, "run_id")) if row.run_id is None else row.run_id,
+        )
+        for row in found
+    ]
+    runs = {(row.tenant, row.task_id, row.run_id) for row in rows if None not in (row.task_id, row.run_id)}
+    about_runs = [event for few in portions(runs, of=3) for event in connection.execute(_ABOUT_RUNS, {"runs": few})]
     bearing += without_quarantined(connection, about_runs)
     return found, rows, _Events(feedback_rows + about_runs, bearing, trusted)
 
@@ -318,28 +338,6 @@ def retractions(connection: Connection, msg_ids: Collection[str]) -> Iterator[An
         yield from connection.execute(select(*_READ).where(about, feedback.c.kind == Kind.RETRACTION))
 
 
-def _about_trajectories(connection: Connection, rows: Collection[RewardRow]) -> Iterator[Any]:
-    trajectories = {(row.tenant, row.task_id, row.run_id) for row in rows if None not in (row.task_id, row.run_id)}
-    for portion in portions(trajectories, of=3):
-        yield from connection.execute(_ABOUT_RUNS, {"runs": portion})
-
-
-def _with_labels(rows: Sequence[RewardRow], events: Sequence[Any]) -> list[RewardRow]:
-    """The rows with the task and run that their feedback names, where their request named none."""
-    names: dict[tuple[str, str, str], str] = {}
-    for event in sorted(events, key=event_order):
-        for label in ("task_id", "run_id"):
-            if (name := getattr(event, label)) is not None and event.msg_id is not None:
-                names.setdefault((event.tenant, event.msg_id, label), name)
-    return [
-        row._replace(
-            task_id=names.get((row.tenant, row.msg_id, "task_id")) if row.task_id is None else row.task_id,
-            run_id=names.get((row.tenant, row.msg_id, "run_id")) if row.run_id is None else row.run_id,
-        )
-        for row in rows
-    ]
-
-
 def _set(connection: Connection, table: Any, rows: Sequence[Mapping[str, object]]) -> None:
     """Give each row, by its id under `its_id`, the values under the other keys."""
     alike: dict[object, list[Mapping[str, object]]] = defaultdict(list)
@@ -424,15 +422,6 @@ def _repeats(
         changed = reward is not None and (reward.value != row.reward or edited_anew)
         if changed and any(event.id in late and rewarding(event.kind) for event in events.about(row)):
             yield Change(row, reward)
-
-
-def _values_of_repeat(change: Change, rule_id: int) -> Mapping[str, object]:
-    """The parameters of _REPEATING: a row's tokens once more, under its present reward."""
-    row, reward, similarity = change
-    assert reward is not None
-    anew = (row.correction + 1, State.REWARDED, reward.value, rule_id, reward.at, similarity)
-    values = zip(_REPEATED, anew, strict=True)
-    return {"its_id": row.id} | {f"its_{name}": value for name, value in values}
 
 
 class Rewards:

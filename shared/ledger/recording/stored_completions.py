@@ -415,26 +415,34 @@ class StoredCompletions(LedgerPart):
     def _with_several(
         self, wanted: Collection[bytes], after: PageCursor | None, order: Order, limit: int
     ) -> tuple[list[str], bool]:
-        [driving, *others] = sorted(wanted, key=self._about_how_many)
+        counts: dict[bytes, int] = {}  # those beyond MAX_EXAMINED are not counted
+        for each in wanted:
+            some = select(tags.c.msg_id).where(tags.c.tag == each).limit(MAX_EXAMINED).subquery()
+            counts[each] = self._read(select(func.count()).select_from(some))[0][0]
+        [driving, *others] = sorted(wanted, key=lambda each: counts[each])
         examined = select_tagged(driving, after, order, MAX_EXAMINED).subquery()
-        rows = [row.msg_id for row in self._read(_having(others, examined, order).limit(limit + 1))]
+        query = _next(select(examined.c.msg_id), examined, None, order)
+        for tag in others:
+            same = and_(*(tags.c[name] == examined.c[name] for name in PageCursor._fields))
+            query = query.where(exists().where(tags.c.tag == tag, same))
+        rows = [row.msg_id for row in self._read(query.limit(limit + 1))]
         if len(rows) > limit:
             return rows[:limit], True
         [(count,)] = self._read(select(func.count()).select_from(examined))
         return rows, count == MAX_EXAMINED
-
-    def _about_how_many(self, tag: bytes) -> int:
-        """How many completions have the tag; those beyond MAX_EXAMINED are not counted."""
-        some = select(tags.c.msg_id).where(tags.c.tag == tag).limit(MAX_EXAMINED).subquery()
-        return int(self._read(select(func.count()).select_from(some))[0][0])
 
     def _read_stored(self, tenant: str, msg_ids: Sequence[str], endpoint: str = ENDPOINT) -> dict[str, StoredExchange]:
         # Else what is recorded, or deleted, between the two would be there in part.
         ours = and_(exchanges.c.tenant == tenant, exchanges.c.endpoint == endpoint, exchanges.c.msg_id.in_(msg_ids))
         columns = exchanges.c.msg_id, exchanges.c.received_at, exchanges.c.request, changed_metadata.c.metadata
         changed = changed_metadata.c.msg_id == exchanges.c.msg_id
+        names = ("msg_id", "choice", "text", "tool_calls", "finish_reason", "completion_tokens", "temperature")
+        # Of the blob only how many prompt ids it has: shared/ledger/storage/codec.py.
+        prompt = func.substr(experiences.c.blob, 1, 4, type_=LargeBinary).label("prompt")
+        replies = select(*(experiences.c[name] for name in names), prompt).order_by(experiences.c.choice)
         found, sampled = self._read_together(
-            select(*columns).outerjoin_from(exchanges, changed_metadata, changed).where(ours), _select_choices(msg_ids)
+            select(*columns).outerjoin_from(exchanges, changed_metadata, changed).where(ours),
+            replies.where(experiences.c.msg_id.in_(msg_ids), experiences.c.correction == 0),
         )
         choices: dict[str, list[StoredChoice]] = defaultdict(list)
         for row in sampled:
@@ -486,15 +494,6 @@ def select_tagged(tag: bytes, after: PageCursor | None, order: Order, limit: int
     return _next(query, tags, after, order).limit(limit)
 
 
-def _having(others: Sequence[bytes], examined: Any, order: Order) -> Select[Any]:
-    """Those of the completions that have the other tags too."""
-    query = _next(select(examined.c.msg_id), examined, None, order)
-    for tag in others:
-        same = and_(*(tags.c[name] == examined.c[name] for name in PageCursor._fields))
-        query = query.where(exists().where(tags.c.tag == tag, same))
-    return query
-
-
 def _next(query: Select[Any], table: Any, after: PageCursor | None, order: Order) -> Select[Any]:
     columns = [table.c[name] for name in PageCursor._fields]
     if after is not None:
@@ -507,15 +506,6 @@ def _sizes(msg_ids: Sequence[str]) -> Select[Any]:
     head = func.substr(exchanges.c.request, 1, codec.TEXT_HEAD, type_=LargeBinary).label("head")
     size = func.length(exchanges.c.request).label("size")
     return select(exchanges.c.msg_id, head, size).where(exchanges.c.msg_id.in_(msg_ids))
-
-
-def _select_choices(msg_ids: Sequence[str]) -> Select[Any]:
-    names = ("msg_id", "choice", "text", "tool_calls", "finish_reason", "completion_tokens", "temperature")
-    # Of the blob only how many prompt ids it has: shared/ledger/storage/codec.py.
-    prompt = func.substr(experiences.c.blob, 1, 4, type_=LargeBinary).label("prompt")
-    query = select(*(experiences.c[name] for name in names), prompt)
-    sampled = and_(experiences.c.msg_id.in_(msg_ids), experiences.c.correction == 0)
-    return query.where(sampled).order_by(experiences.c.choice)
 
 
 def _exchange(tenant: str, msg_id: str) -> Select[Any]:

@@ -100,13 +100,11 @@ def held_by_shares(connection: Connection, policy: BatchPolicy, size: int) -> di
 
 def _is_enough(connection: Connection, units: Sequence[Unit], missing: int, policy: BatchPolicy, *, now: float) -> bool:
     """Whether a batch is made of these."""
-    return sum(len(unit.rows) for unit in units) >= missing or _is_overdue(connection, policy, now)
-
-
-def _is_overdue(connection: Connection, policy: BatchPolicy, now: float) -> bool:
-    """Whether what is committed has waited for others for too long."""
+    if sum(len(unit.rows) for unit in units) >= missing:
+        return True
     if policy.batch_timeout is None:
         return False
+    # Or of what there is, where that has waited for others for too long.
     waiting = select(func.min(experiences.c.committed_at)).where(_COMMITTED, takable(policy))
     oldest = connection.execute(waiting).scalar()
     return oldest is not None and now - oldest >= policy.batch_timeout

@@ -7,7 +7,7 @@ All names that are used with one key are one rater here.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, bindparam, or_, select, tuple_, update
@@ -237,23 +237,17 @@ def _parts(words: Mapping[int, Collection[Rater]], trusted: TrustedRaters) -> di
 
 def _words(connection: Connection, ids: Collection[int]) -> dict[int, set[Rater]]:
     """Whose feedback counts for the reward of each of the rows."""
-    rows = [row for portion in portions(ids) for row in connection.execute(_names_of(portion))]
-    by_target: dict[object, set[Rater]] = defaultdict(set)
-    for event in without_quarantined(connection, [*_feedback_on(connection, rows)]):
-        by_target[event.msg_id or (event.tenant, event.task_id, event.run_id)].add(rater_of(event))
-    return {row.id: by_target[row.msg_id] | by_target[row.tenant, row.task_id, row.run_id] for row in rows}
-
-
-def _names_of(ids: Collection[int]) -> Any:
-    names = (experiences.c[name] for name in ("id", "msg_id", *_TRAJECTORY))
-    return select(*names).where(experiences.c.id.in_(ids))
-
-
-def _feedback_on(connection: Connection, rows: Collection[Any]) -> Iterator[Any]:
+    names = select(*(experiences.c[name] for name in ("id", "msg_id", *_TRAJECTORY)))
+    rows = [row for some in portions(ids) for row in connection.execute(names.where(experiences.c.id.in_(some)))]
     columns = select(*(feedback.c[name] for name in ("msg_id", *_TRAJECTORY, "source"))).distinct()
-    for portion in portions({row.msg_id for row in rows}):
-        yield from connection.execute(columns.where(feedback.c.msg_id.in_(portion)))
+    events: list[Any] = []
+    for some in portions({row.msg_id for row in rows}):
+        events += connection.execute(columns.where(feedback.c.msg_id.in_(some)))
     runs = {(row.tenant, row.task_id, row.run_id) for row in rows if None not in (row.task_id, row.run_id)}
     named = tuple_(*(feedback.c[name] for name in _TRAJECTORY))
     for few in portions(runs, of=3):
-        yield from connection.execute(columns.where(feedback.c.msg_id.is_(None), named.in_(few)))
+        events += connection.execute(columns.where(feedback.c.msg_id.is_(None), named.in_(few)))
+    by_target: dict[object, set[Rater]] = defaultdict(set)
+    for event in without_quarantined(connection, events):
+        by_target[event.msg_id or (event.tenant, event.task_id, event.run_id)].add(rater_of(event))
+    return {row.id: by_target[row.msg_id] | by_target[row.tenant, row.task_id, row.run_id] for row in rows}

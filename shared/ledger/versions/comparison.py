@@ -51,7 +51,8 @@ class Comparisons(LedgerPart):
             func.coalesce(func.sum(exchanges.c.latency_s).filter(_timed), 0.0).label("seconds"),
             func.coalesce(func.sum(_tokens).filter(_timed), 0.0).label("timed_tokens"),
         )
-        units = _alone(_of_units(*columns), version, since).subquery().c
+        joined = select(*columns).join_from(experiences, exchanges, exchanges.c.msg_id == experiences.c.msg_id)
+        units = _alone(joined.group_by(experiences.c.tenant, _unit), version, since).subquery().c
         [sums] = self._read(
             select(
                 *_sums(units.rewarded, units.reward, units.rewarded),
@@ -59,17 +60,15 @@ class Comparisons(LedgerPart):
                 *_sums(units.timed, units.seconds, units.timed_tokens),
             )
         )
+        replies = _alone(select(func.substr(experiences.c.text, 1, LONGEST)), version, since)
+        newest = replies.order_by(experiences.c.sampled_at.desc()).limit(READ)
+        texts = [row[0] for row in self._read(newest)] if refusals else []
         return Figures(
             reward=_sample(sums[:7], shift),
             length=_sample(sums[7:14]),
             latency=_sample(sums[14:]),
-            refusals=self._refusals(version, since, refusals) if refusals else Share(),
+            refusals=Share(sum(any(each.search(text) for each in refusals) for text in texts), len(texts)),
         )
-
-    def _refusals(self, version: int, since: float, patterns: Collection[re.Pattern[str]]) -> Share:
-        replies = _alone(select(func.substr(experiences.c.text, 1, LONGEST)), version, since)
-        texts = [row[0] for row in self._read(replies.order_by(experiences.c.sampled_at.desc()).limit(READ))]
-        return Share(sum(any(each.search(text) for each in patterns) for text in texts), len(texts))
 
 
 def _alone(rows: Select[Any], version: int, since: float) -> Select[Any]:
@@ -79,11 +78,6 @@ def _alone(rows: Select[Any], version: int, since: float) -> Select[Any]:
     lately = and_(experiences.c.state.in_(list(State)), experiences.c.sampled_at.between(since, _NEVER))
     alone = and_(experiences.c.version_max == version, experiences.c.version_min + 0 == version)
     return rows.where(lately, alone, experiences.c.correction == 0)
-
-
-def _of_units(*columns: ColumnElement[Any]) -> Select[Any]:
-    joined = select(*columns).join_from(experiences, exchanges, exchanges.c.msg_id == experiences.c.msg_id)
-    return joined.group_by(experiences.c.tenant, _unit)
 
 
 def _sums(replies: Any, over: Any, under: Any) -> tuple[ColumnElement[Any], ...]:

@@ -333,7 +333,10 @@ class VersionsNow(NamedTuple):
 
     def newest_without(self, version: int) -> int:
         """The same, were that version rejected or rolled back."""
-        return max((each.version for each in self.versions if _outlasts(each, version)), default=0)
+        older = [each.version for each in self.versions if each.state in SERVABLE and each.version < version]
+        # What descends from it ends with it, but for what has been served and retired.
+        served = (each for each in self.versions if each.state == VersionState.RETIRED and each.served_at is not None)
+        return max([*older, *(each.version for each in served if each.version > version)], default=0)
 
 
 class Versions(VersionStates):
@@ -386,7 +389,18 @@ class Versions(VersionStates):
             if state == VersionState.CHAMPION and before is None:
                 raise VersionRefused(f"there is no version to go back to from version {version}")
             end(connection, version, VersionState.ROLLED_BACK, decision)
-            _end_descendants(connection, version, decision)
+            because = decision.because(f"descends from version {version}, which was rolled back")
+            waiting = {
+                VersionState.CANDIDATE: VersionState.REJECTED,
+                VersionState.CANARY: VersionState.ROLLED_BACK,
+                VersionState.RETIRED: VersionState.REJECTED,  # Or training would go on from it.
+            }
+            unserved = or_(versions.c.state != VersionState.RETIRED, versions.c.served_at.is_(None))
+            newer = select(versions.c.version, versions.c.state).where(
+                versions.c.version > version, versions.c.state.in_(tuple(waiting)), unserved
+            )
+            for number, state in connection.execute(newer.order_by(versions.c.version)).all():
+                end(connection, number, waiting[VersionState(state)], because)
             if before is not None:
                 appoint(connection, before, decision.because(f"version {version} was rolled back"))
             return _champion(connection)
@@ -468,12 +482,6 @@ def _versions_now(registered: Collection[Any], before: Collection[Any]) -> Versi
     return VersionsNow([version_of(row) for row in registered], next((row.version for row in before), None))
 
 
-def _outlasts(each: Version, version: int) -> bool:
-    """Whether it can be gone on from, or served, after that version was rolled back, as `_end_descendants` has it."""
-    served = each.state == VersionState.RETIRED and each.served_at is not None
-    return each.state in SERVABLE and (each.version < version or (each.version > version and served))
-
-
 def _champion(connection: Connection) -> int:
     found: int = connection.execute(
         select(versions.c.version).where(versions.c.state == VersionState.CHAMPION)
@@ -523,18 +531,3 @@ def _champions_before() -> Select[Any]:
         versions.c.state == VersionState.RETIRED, versions.c.served_at.is_not(None), ~never
     )
     return retired.order_by(crowned.desc(), versions.c.version.desc())
-
-
-def _end_descendants(connection: Connection, version: int, decision: Decision) -> None:
-    because = decision.because(f"descends from version {version}, which was rolled back")
-    waiting = {
-        VersionState.CANDIDATE: VersionState.REJECTED,
-        VersionState.CANARY: VersionState.ROLLED_BACK,
-        VersionState.RETIRED: VersionState.REJECTED,  # Or training would go on from it.
-    }
-    unserved = or_(versions.c.state != VersionState.RETIRED, versions.c.served_at.is_(None))
-    newer = select(versions.c.version, versions.c.state).where(
-        versions.c.version > version, versions.c.state.in_(tuple(waiting)), unserved
-    )
-    for number, state in connection.execute(newer.order_by(versions.c.version)).all():
-        end(connection, number, waiting[VersionState(state)], because)

@@ -108,10 +108,6 @@ def test_the_choices_are_those_of_openai() -> None:
     assert found["usage"] == {"prompt_tokens": 7, "completion_tokens": 12, "total_tokens": 19}
 
 
-def test_an_answer_that_was_cut_off_has_no_reason_to_end() -> None:
-    assert told(stored(spoken(finish_reason=None)))["choices"][0]["finish_reason"] is None
-
-
 def test_messages_have_ids_and_keep_all_that_was_said() -> None:
     parts = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
     said = [

@@ -111,14 +111,6 @@ def test_feedback_on_a_trajectory_reaches_its_replies_whichever_came_first(
     assert rewards(engine) == [0.25, 0.25, None]
 
 
-def test_a_reply_added_to_a_rewarded_trajectory_takes_its_reward(ledger: Ledger, engine: Engine) -> None:
-    ledger.recording.record([exchange(task_id="task", run_id="1"), feedback(**run_of("1"))])
-    ledger.recording.record(
-        [exchange(task_id="task", run_id="1"), exchange(task_id="task", run_id="1", tenant="other")]
-    )
-    assert rewards(engine) == [1.0, 1.0, None]
-
-
 def test_of_feedback_on_a_reply_and_on_its_trajectory_that_on_the_reply_counts(ledger: Ledger, engine: Engine) -> None:
     said = [exchange(task_id="task", run_id="1") for _ in range(2)]
     ledger.recording.record([*said, feedback(**run_of("1"), value=0.0), feedback(msg_id=said[0].msg_id, value=1.0)])

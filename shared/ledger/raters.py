@@ -1,4 +1,4 @@
-"""Who is behind a source, and what several of them say together. Pure."""
+"""Who gave feedback: the raters behind sources, and those in quarantine."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable

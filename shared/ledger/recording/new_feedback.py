@@ -1,5 +1,7 @@
-"""What becomes of feedback about several choices at once, choice by choice, of what comes before any reply, and of what
-is offered again."""
+"""Which feedback is stored: not what repeats or is offered again, and no more than there is room for.
+
+Also what became of it for each choice of a reply.
+"""
 
 import math
 from collections import Counter

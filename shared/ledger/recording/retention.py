@@ -1,6 +1,7 @@
 """The verbs that delete: what is older than the settings allow, and whatever came from a person.
 
-Deleted trained rows are counted in their versions' `purged`, so that the ledger still adds up.
+What was deleted must not come back: it may still lie in a spool. Deleted trained rows are counted in their versions'
+`purged`, so that the ledger still adds up.
 """
 
 import time
@@ -29,7 +30,7 @@ from sqlalchemy import (
 from tuneloop.shared.experience import KEY_SOURCE, Exchange, Feedback, Kind, Outcome, Record, State, person_behind
 from tuneloop.shared.ledger.recording.rewards import Rewards, Trajectory, replies_of
 from tuneloop.shared.ledger.storage.schema import (
-    Words,
+    Utf8Text,
     deletions,
     erasures,
     exchanges,
@@ -152,7 +153,7 @@ def mark_deleted(connection: Connection, rows: Iterable[Any], *, at: float) -> N
 
 def stored_name(name: str) -> str:
     """The name of a person as the ledger holds it."""
-    return Words.storable(name)
+    return Utf8Text.storable(name)
 
 
 def _not_deleted(

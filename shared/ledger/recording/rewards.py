@@ -1,6 +1,6 @@
 """From feedback to rewards: what the events about some replies make of their rows, decided first and then written.
 
-Everything here runs inside a transaction of the ledger.
+Everything here runs inside a transaction of the ledger: that of the verb that recorded the feedback.
 """
 
 from collections import defaultdict

@@ -1,4 +1,7 @@
-"""The verbs of stored completions: list, look at, relabel and delete the exchanges of the chat endpoint one by one."""
+"""Stored completions: OpenAI's object of an exchange, its tags, and the verbs that list, look at, relabel and delete.
+
+Fields of a request that are only passed on stay the JSON that they were.
+"""
 
 import hashlib
 import json

@@ -34,7 +34,7 @@ from tuneloop.shared.errors import Deadlock, LedgerError, LedgerForbidden, Ledge
 from tuneloop.shared.ledger.storage.database import first_line
 from tuneloop.shared.ledger.storage.database_file import DatabaseFile
 from tuneloop.shared.ledger.storage.ledger_clock import LedgerClock
-from tuneloop.shared.ledger.storage.schema import Words
+from tuneloop.shared.ledger.storage.schema import Utf8Text
 
 # SQLite takes 32 766 parameters in a statement, PostgreSQL 65 535.
 _PARAMETERS = 10_000
@@ -46,7 +46,7 @@ _MANY = 4
 _COPIED: Mapping[type, str] = {
     String: "text",
     Text: "text",
-    Words: "text",
+    Utf8Text: "text",
     Double: "float8",
     SmallInteger: "int2",
     Integer: "int4",
@@ -242,7 +242,7 @@ def put(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]])
     if not rows:
         return
     dialect, columns = connection.dialect.name, tuple(rows[0])
-    words = tuple(name for name in columns if isinstance(table.c[name].type, Words))
+    words = tuple(name for name in columns if isinstance(table.c[name].type, Utf8Text))
     values = [_parameters(row, words) for row in rows]
     if dialect == "postgresql" and len(values) >= _MANY and _copied(connection, table, columns, values):
         return
@@ -272,7 +272,7 @@ def _copied(connection: Connection, table: Table, columns: tuple[str, ...], valu
 
 
 def _parameters(row: Mapping[str, Any], words: tuple[str, ...]) -> tuple[object, ...]:
-    changed = {name: Words.storable(row[name]) for name in words if row[name] is not None}
+    changed = {name: Utf8Text.storable(row[name]) for name in words if row[name] is not None}
     return tuple({**row, **changed}.values())
 
 

@@ -2,6 +2,9 @@
 
 A claim reads only as many rows as it takes from each tenant that has some waiting, whatever else waits. Everything here
 runs inside a transaction of the ledger, under the trainer's epoch.
+
+What waits beyond the backlog's bound is set aside between versions only: what no version contains yet is leased again
+after a crash, in the same order. Methods that learn from any reply learn the same from an old one.
 """
 
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""The calls of a run that become one sequence in training, and the tokens that this saves."""
+"""The calls of a run: how many there are, which become one sequence in training, and the tokens that this saves."""
 
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol, TypeVar

@@ -1,4 +1,4 @@
-"""How one version has done since its rollout began, as far as the ledger knows."""
+"""How versions have done: one since its rollout began, and the newest replies of each, as far as the ledger knows."""
 
 import re
 from collections import defaultdict

@@ -42,7 +42,12 @@ def most_of_one(count: int, voices: int) -> int:
 
 
 def share_amiss(events: Iterable[SuspectEvent], count: int) -> float | None:
-    """The share of what is amiss, by `count` events or about so many; None if there are fewer."""
+    """The share of what is amiss, by `count` events or about so many; None if there are fewer.
+
+    A voice is all that is said with one key, or in one name without a key. Of three or more, as many of the newest
+    events count of one as of another, without the voice that has most of what is amiss, and of three tenants without
+    the one that has: nobody makes it look so alone. Of one or two, the newest events count, whoever said them.
+    """
     newest_first = sorted(events, key=lambda each: each.id, reverse=True)
     if len(newest_first) < count:
         return None

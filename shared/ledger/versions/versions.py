@@ -1,4 +1,4 @@
-"""The verbs about versions: what is served, what might be, what must not."""
+"""The verbs about versions: what is served, what might be, what must not; and every decision about one, as an event."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence

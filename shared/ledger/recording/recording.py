@@ -179,18 +179,18 @@ class Recording(LedgerPart):
         """
         from_slots = zip(records, slots, strict=bool(slots))
         slot_of = {name_of(each): slot for each, slot in from_slots if isinstance(each, Feedback)}
-        # What processes took for the time gives way to the ledger's, where a record is of this start of the machine.
-        began, boot = self._boot_time(), steady_time.boot()
-        dated = [
-            msgspec.structs.replace(each, received_at=began + each.stamp.seconds)
-            if began is not None and each.stamp and each.stamp.boot == boot
-            else each
-            for each in records
-        ]
-        new_exchanges = [record for record in dated if isinstance(record, Exchange)]
-        new_feedback = [record for record in dated if isinstance(record, Feedback)]
         voters: set[Rater] = set()
         with self._write() as connection:
+            # What processes took for the time gives way to the ledger's, where a record is of this start of the machine.
+            began, boot = self._boot_time(), steady_time.boot()
+            dated = [
+                msgspec.structs.replace(each, received_at=began + each.stamp.seconds)
+                if began is not None and each.stamp and each.stamp.boot == boot
+                else each
+                for each in records
+            ]
+            new_exchanges = [record for record in dated if isinstance(record, Exchange)]
+            new_feedback = [record for record in dated if isinstance(record, Feedback)]
             # Else a reply and its feedback, recorded by two processes at once, would not see each other.
             alone(connection, "record", shared=not new_feedback)
             present = _Present(*connection.execute(_PRESENT).one())

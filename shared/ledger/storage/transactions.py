@@ -143,7 +143,10 @@ class Transactions:
 
     def boot_time(self) -> float | None:
         """When this machine was started, by the ledger's time; None if the ledger has none of its own."""
-        return None if self._ledger_clock is None else self._ledger_clock.began
+        if self._ledger_clock is None:
+            return None
+        with translating_errors():
+            return self._ledger_clock.began
 
 
 class LedgerPart:

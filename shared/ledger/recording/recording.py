@@ -181,7 +181,7 @@ class Recording(LedgerPart):
         slot_of = {name_of(each): slot for each, slot in from_slots if isinstance(each, Feedback)}
         voters: set[Rater] = set()
         with self._write() as connection:
-            # What processes took for the time gives way to the ledger's, where a record is of this start of the machine.
+            # What processes took for the time gives way to the ledger's, in records of this start of the machine.
             began, boot = self._boot_time(), steady_time.boot()
             dated = [
                 msgspec.structs.replace(each, received_at=began + each.stamp.seconds)

@@ -186,5 +186,4 @@ def _lines(key: AccessKey, now: float) -> Iterator[str]:
     yield f"{key.key_id}  {allows}; made {moment(key.created_at)}, {state}"
     limits = {name: limit for name, limit in msgspec.structs.asdict(key.limits).items() if limit is not None}
     if limits:
-        stored = f"; {key.stored_bytes} bytes are stored" if key.limits.max_stored_bytes else ""
-        yield f"    {', '.join(f'{name} {limit}' for name, limit in limits.items())}{stored}"
+        yield f"    {', '.join(f'{name} {limit}' for name, limit in limits.items())}"

@@ -138,7 +138,7 @@ def create_app(
     responses.add_routes(app)
     metrics_json.add_routes(app)
     admin.add_routes(app, settings, ledger)
-    keys.add_routes(app, ledger.keys, max_stored_bytes=settings.explorer.max_stored_bytes_per_key)
+    keys.add_routes(app, ledger.keys)
     training_status.add_routes(app, settings, ledger)
     page.add_routes(app, settings, ledger, gate)
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):

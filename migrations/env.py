@@ -2,9 +2,8 @@
 
 from alembic import context
 
-import tuneloop.shared.ledger.raters.rater_tables
-import tuneloop.shared.ledger.storage.schema  # noqa: F401 - its tables are in the metadata
-from tuneloop.shared.ledger.storage.schema_types import metadata
+from tuneloop.migrations.older import bring_to_baseline
 
-context.configure(connection=context.config.attributes["connection"], target_metadata=metadata)
+context.configure(connection=context.config.attributes["connection"])
+bring_to_baseline(context.config.attributes["connection"])
 context.run_migrations()

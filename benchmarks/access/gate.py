@@ -16,7 +16,6 @@ _LIMITS = KeyLimits(
     requests_per_minute=2**31 - 1,
     tokens_per_minute=2**31 - 1,
     feedback_per_minute=2**31 - 1,
-    bytes_per_minute=2**31 - 1,
     max_concurrent=2**31 - 1,
 )
 

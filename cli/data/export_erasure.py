@@ -15,7 +15,7 @@ import orjson
 from tuneloop.cli.data.drafts import DraftFile, clear_left_drafts, in_turn
 from tuneloop.cli.data.progress import with_progress
 from tuneloop.shared.experience import person_behind
-from tuneloop.shared.ledger.recording.erasures import stored_name
+from tuneloop.shared.ledger.recording.retention import stored_name
 
 _NAMES = ("user", "other_user")
 _REPLIES = ("msg_id", "other_msg_id")

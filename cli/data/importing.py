@@ -33,7 +33,7 @@ from tuneloop.shared.experience import (
     pack_logprobs,
 )
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.recording.erasures import stored_name
+from tuneloop.shared.ledger.recording.retention import stored_name
 from tuneloop.shared.privacy.redactor import Redactor
 
 #: Mistakes of a file that are listed; more would repeat them.

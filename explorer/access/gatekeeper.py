@@ -65,9 +65,7 @@ class Gatekeeper:
         self._hosts = None if self._insecure else HostRules(explorer.allowed_hosts)
         admin_key = reveal(explorer.admin_key)
         self._admin_digest = None if admin_key is None else digest_of(admin_key)
-        limits = KeyLimits(max_stored_bytes=explorer.max_stored_bytes_per_key)
-        self._of_no_key = KeyMeter(limits, whose="callers without a key")
-        self._local = Caller(scopes=frozenset(set(Scope) - {Scope.ADMIN}), meter=self._of_no_key)
+        self._local = Caller(scopes=frozenset(set(Scope) - {Scope.ADMIN}), meter=KeyMeter(KeyLimits()))
         admin_key_id = "" if self._admin_digest is None else tokens.admin_key_id(self._admin_digest)
         self._operator = Caller(name="admin_key", scopes=frozenset({Scope.ADMIN}), key_id=admin_key_id)
         self.apply(KeyTable())
@@ -76,7 +74,6 @@ class Gatekeeper:
         """Go by these keys from now on. What was taken of a key stays taken."""
         known = {holder.key_id: holder for holder in self._holders.values()}
         self._holders = {key.digest: self._holder_of(key, known.get(key.key_id)) for key in table.keys}
-        self._of_no_key.stored_bytes = table.stored_without_key
         self._open = self._insecure or (self._on_loopback and not table.in_force)
 
     def count_in(self, refused: Counter) -> None:
@@ -84,9 +81,7 @@ class Gatekeeper:
         self._refused = refused
 
     def _holder_of(self, key: AccessKey, before: _Holder | None) -> _Holder:
-        holder = _Holder(key, KeyMeter(key.limits) if before is None else before.meter)
-        holder.meter.stored_bytes = key.stored_bytes
-        return holder
+        return _Holder(key, KeyMeter(key.limits) if before is None else before.meter)
 
     def admit(self, scope: MutableMapping[str, Any]) -> Caller:
         """The caller of an ASGI scope, whose path prefixes are taken off. Raises RequestRefused."""

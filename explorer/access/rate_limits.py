@@ -1,6 +1,6 @@
 """What a key has taken of its limits: a bucket for each, which fills again in a minute.
 
-Tokens and bytes are counted when they have come: a bucket may go below nothing, and then nobody is let in before it is
+Tokens are counted when they have come: their bucket may go below nothing, and then nobody is let in before it is
 filled again. Other workers of the service take from the same key: what they took is subtracted a moment later.
 """
 
@@ -78,26 +78,18 @@ class PromptRefusals:
 
 
 class KeyMeter:
-    """Counts what a key takes, and says when it has had enough.
+    """Counts what a key takes, and says when it has had enough."""
 
-    `stored_bytes` are what the database holds of it, as was last heard.
-    """
-
-    def __init__(
-        self, limits: KeyLimits, clock: Callable[[], float] = time.monotonic, *, whose: str = "this key"
-    ) -> None:
+    def __init__(self, limits: KeyLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._whose = whose
         self._prompt_refusals = PromptRefusals(clock)
         self.usage = KeyUsage()
         self._others = KeyUsage()
         now = clock()
         self._limits = limits
-        self.stored_bytes = 0
         self._requests = _bucket(limits.requests_per_minute, now)
         self._tokens = _bucket(limits.tokens_per_minute, now)
         self._feedback = _bucket(limits.feedback_per_minute, now)
-        self._bytes = _bucket(limits.bytes_per_minute, now)
 
     def admit(self, *, brings_feedback: bool = False) -> None:
         """Count a request. Raises RequestRefused for one beyond a limit.
@@ -114,28 +106,16 @@ class KeyMeter:
         usage, limits, now = self.usage, self._limits, self._clock()
         if limits.max_concurrent is not None and usage.concurrent + self._others.concurrent >= limits.max_concurrent:
             raise _too_much(f"{limits.max_concurrent} requests of this key are being answered", "concurrency", _RETRY_S)
-        requests, tokens, size = self._requests, self._tokens, self._bytes
+        requests, tokens = self._requests, self._tokens
         if requests is not None and requests.fill(now) < 1:
             raise _too_much(_sentence("requests", requests), "requests", requests.wait_s(1))
         if tokens is not None and tokens.fill(now) <= 0:
             raise _too_much(_sentence("tokens", tokens), "tokens", tokens.wait_s(1))
-        if size is not None and size.fill(now) <= 0:
-            raise _too_much(_sentence("bytes", size), "bytes", size.wait_s(1))
-        if brings_feedback:
-            self.check_stored()
         if brings_feedback and (feedback := self._feedback) is not None and feedback.fill(now) < 1:
             raise _too_much(_sentence("events of feedback", feedback), "feedback", feedback.wait_s(1))
         usage.requests += 1
         if requests is not None:
             requests.level -= 1
-
-    def check_stored(self) -> None:
-        """Something is to be stored. Raises RequestRefused where the database holds as much as it may of the key's."""
-        most = self._limits.max_stored_bytes
-        if most is not None and self.stored_bytes >= most:
-            has = f"{most} bytes may be stored of {self._whose}, and {self.stored_bytes} are"
-            reason = f"{has}: delete some, or send store: false"
-            raise RequestRefused(reason, status=429, code="key_limit_stored_bytes")
 
     def begin_request(self) -> None:
         """One more of its requests is being answered."""
@@ -148,8 +128,6 @@ class KeyMeter:
     def count_bytes(self, count: int) -> None:
         """So many bytes of a body have come."""
         self.usage.bytes += count
-        if self._bytes is not None:
-            self._bytes.level -= count
 
     def count_tokens(self, count: int) -> None:
         """So many tokens were read and sampled."""
@@ -173,7 +151,6 @@ class KeyMeter:
             (self._requests, "requests"),
             (self._tokens, "tokens"),
             (self._feedback, "feedback"),
-            (self._bytes, "bytes"),
         ):
             if bucket is not None:  # a worker that ended takes its count with it: nothing is given back for that
                 bucket.level -= max(0, getattr(others, name) - getattr(self._others, name))

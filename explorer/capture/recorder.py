@@ -183,11 +183,10 @@ class Recorder:
         self._unredacted = AmountAtWork("large requests")
 
     def admit(self, caller: Caller, size: int) -> None:
-        """Raise SpoolFull, or RequestRefused by the caller's meter, if the reply to a request could not be kept.
+        """Raise SpoolFull if the reply to a request could not be kept.
 
-        Raises RequestRefused for a large request, too, where too much of the caller's is being redacted.
+        Raises RequestRefused for a large request where too much of the caller's is being redacted.
         """
-        caller.meter.check_stored()
         if size > _LARGE:
             self._unredacted.check(caller.identity, size, MAX_UNREDACTED)
         self._limits.admit()

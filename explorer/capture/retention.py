@@ -14,8 +14,7 @@ from tuneloop.explorer.capture.spool_erasure import clear, kept_files
 from tuneloop.explorer.capture.spool_slots import Slots
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.job_marks import KEY, load_key
-from tuneloop.shared.ledger.recording.erasures import Person
-from tuneloop.shared.ledger.recording.retention import PURGEABLE, Retention, bounds_of, bounds_of_tenants
+from tuneloop.shared.ledger.recording.retention import PURGEABLE, Person, Retention, bounds_of, bounds_of_tenants
 from tuneloop.shared.privacy.redactor import pseudonym
 from tuneloop.shared.quarantine import clear_drafts
 from tuneloop.shared.settings.settings import Settings

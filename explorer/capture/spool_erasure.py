@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from tuneloop.shared.experience import time_received
 from tuneloop.shared.held_files import read_unlinked
-from tuneloop.shared.ledger.recording.erasures import Person, names_in, without_erased
+from tuneloop.shared.ledger.recording.retention import Person, names_in, without_erased
 from tuneloop.shared.quarantine import keeping, pieces_of, replace_pieces
 from tuneloop.shared.spool_format import QUARANTINE
 

@@ -13,7 +13,7 @@ from tuneloop.explorer.capture.transcript import CapturedChoice, RequestedFields
 from tuneloop.explorer.dialects.dialect import RESPONSES, Dialect, ReadConversation, ReplyWriter
 from tuneloop.explorer.http.caller import Caller
 from tuneloop.shared.errors import EngineError, RequestRefused
-from tuneloop.shared.ledger.recording.completion_object import metadata_as_text
+from tuneloop.shared.ledger.recording.stored_completions import metadata_as_text
 
 Json = dict[str, Any]
 

@@ -111,14 +111,12 @@ class FeedbackRoutes:
 
     async def take(self, caller: Caller, body: dict[str, object], key: str | None = None) -> dict[str, object]:
         """The same for a body that was read already, under an idempotency key if it has one."""
-        caller.meter.check_stored()
         # How many ids a body may name, whatever else is wrong with it.
         entries = body.get("feedback")
-        found = 0
+        named = 0
         for entry in entries if isinstance(entries, list) else [body]:
             ids = entry.get("msg_ids") if isinstance(entry, dict) else None
-            found += len(ids) if isinstance(ids, list) else 1
-        named = found
+            named += len(ids) if isinstance(ids, list) else 1
         if named <= _FEW:
             return await self._take(caller, body, key, named)
         self._ids_at_work.check(caller.identity, named, MAX_IDS_AT_WORK)

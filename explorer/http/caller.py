@@ -29,9 +29,6 @@ class Meter(Protocol):
     def take_feedback(self, count: int) -> None:
         """So many events are to be stored. Raises RequestRefused where they are more than it may bring now."""
 
-    def check_stored(self) -> None:
-        """Something is to be stored. Raises RequestRefused where the database holds as much as it may of the key's."""
-
 
 class Unmetered:
     """The meter of callers without limits."""
@@ -49,9 +46,6 @@ class Unmetered:
         """Count nothing."""
 
     def take_feedback(self, count: int) -> None:
-        """Refuse nothing."""
-
-    def check_stored(self) -> None:
         """Refuse nothing."""
 
 

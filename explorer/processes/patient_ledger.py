@@ -23,8 +23,7 @@ from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.storage.database import connect, upgrade
 from tuneloop.shared.ledger.storage.ledger_clock import LedgerClock
 from tuneloop.shared.ledger.storage.transactions import Transactions
-from tuneloop.shared.ledger.versions.decisions import Versions
-from tuneloop.shared.ledger.versions.events import Details
+from tuneloop.shared.ledger.versions.versions import Details, Versions
 from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()

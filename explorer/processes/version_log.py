@@ -12,7 +12,7 @@ from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.experience import VersionAction
 from tuneloop.shared.job_marks import announcing, newest_announced, note_announced
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.versions.events import VersionEvent
+from tuneloop.shared.ledger.versions.versions import VersionEvent
 from tuneloop.shared.telemetry.spans import FinishedSpan, new_span, span_of_version
 
 log = structlog.get_logger()

@@ -26,8 +26,7 @@ from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.http.caller import Caller, caller_of
 from tuneloop.explorer.proxy.background_responses import response_path
 from tuneloop.shared.errors import EngineError, LedgerUnavailable, RequestRefused
-from tuneloop.shared.ledger.recording.completion_object import StoredExchange
-from tuneloop.shared.ledger.recording.stored_completions import StoredCompletions
+from tuneloop.shared.ledger.recording.stored_completions import StoredCompletions, StoredExchange
 
 Json = dict[str, Any]
 

@@ -14,19 +14,22 @@ from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.http.bodies import read_object, wrong_type
 from tuneloop.explorer.http.caller import caller_of
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
-from tuneloop.shared.ledger.recording.completion_object import (
+from tuneloop.shared.ledger.recording.stored_completions import (
+    ENDPOINT,
+    MAX_EXAMINED,
     MAX_KEY,
     MAX_PAIRS,
     MAX_VALUE,
+    Deletion,
+    PageCursor,
     StoredCompletion,
+    StoredCompletions,
     StoredExchange,
     completion,
     messages,
     tag_of_model,
     tag_of_pair,
 )
-from tuneloop.shared.ledger.recording.stored_completions import MAX_EXAMINED, Deletion, StoredCompletions
-from tuneloop.shared.ledger.recording.tags import ENDPOINT, PageCursor
 
 MAX_LIMIT, DEFAULT_LIMIT = 100, 20
 

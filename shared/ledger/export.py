@@ -1,7 +1,7 @@
 """The ledger's verbs for exports, a page at a time, and for imports."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,7 +9,8 @@ import numpy as np
 from sqlalchemy import ColumnElement, Select, and_, case, delete, exists, func, insert, or_, select, true, tuple_
 
 from tuneloop.shared.experience import Float32s, Int32s, State
-from tuneloop.shared.ledger.raters.standing import QUARANTINED, rater_of
+from tuneloop.shared.ledger.raters import QUARANTINED, rater_of
+from tuneloop.shared.ledger.recording.rewards import event_order
 from tuneloop.shared.ledger.storage import codec
 from tuneloop.shared.ledger.storage.schema import erasures, exchanges, experiences, exports, feedback, reward_rules
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, alone, portions
@@ -163,11 +164,6 @@ class Exports(LedgerPart):
         self, wanted: ColumnElement[bool], limit: int | None = PAGE, *, everything: bool = False
     ) -> list[ExportedReply]:
         rows = self._read(_page(_WITH_EXCHANGE, wanted, limit))
-        events = self._feedback_about(rows)
-        by_target = _by_target(events if everything else self._without_quarantined(events))
-        return [_reply(row, _events_about(row, by_target)) for row in rows]
-
-    def _feedback_about(self, rows: Sequence[Any]) -> Collection[Any]:
         found: dict[int, Any] = {}
         for portion in portions({row.msg_id for row in rows}, of=2):
             about = or_(feedback.c.msg_id.in_(portion), feedback.c.other_msg_id.in_(portion))
@@ -176,12 +172,22 @@ class Exports(LedgerPart):
         for few in portions({_trajectory(row) for row in rows if None not in _trajectory(row)}, of=3):
             about = and_(feedback.c.msg_id.is_(None), named.in_(few))
             found |= {event.id: event for event in self._read(select(feedback).where(about))}
-        return found.values()
-
-    def _without_quarantined(self, events: Collection[Any]) -> list[Any]:
-        names = {name for _, name in map(rater_of, events)}
-        quarantined = {tuple(row) for some in portions(names) for row in self._read(QUARANTINED, {"names": some})}
-        return [event for event in events if rater_of(event) not in quarantined]
+        events: Collection[Any] = found.values()
+        if not everything:
+            names = {name for _, name in map(rater_of, events)}
+            quarantined = {tuple(row) for some in portions(names) for row in self._read(QUARANTINED, {"names": some})}
+            events = [event for event in events if rater_of(event) not in quarantined]
+        by_target: dict[object, list[Any]] = defaultdict(list)
+        for event in sorted(events, key=event_order):
+            for target in {event.msg_id, event.other_msg_id} - {None} if event.msg_id else {_trajectory(event)}:
+                by_target[target].append(event)
+        replies = []
+        for row in rows:
+            of_row = [*by_target.get(row.msg_id, ()), *by_target.get(_trajectory(row), ())]
+            heard = [event for event in of_row if event.tenant == row.tenant and _is_relevant(event, row)]
+            fields = {"request": codec.unpack_text(row.request), "events": sorted(heard, key=event_order)}
+            replies.append(ExportedReply(**{**row._mapping, **fields}))
+        return replies
 
 
 _PARAMETERS_PER_REPLY = 4
@@ -202,20 +208,6 @@ _WITH_EXCHANGE = (
     .join_from(experiences, exchanges, exchanges.c.msg_id == experiences.c.msg_id)
     .outerjoin(reward_rules, reward_rules.c.id == experiences.c.reward_rule)
 )
-
-
-def _reply(row: Any, events: Sequence[Any]) -> ExportedReply:
-    return ExportedReply(**{**row._mapping, "request": codec.unpack_text(row.request), "events": events})
-
-
-def _by_target(events: Iterable[Any]) -> dict[object, list[Any]]:
-    """Feedback by what it is about."""
-    by_target: dict[object, list[Any]] = defaultdict(list)
-    for event in events:
-        targets = {event.msg_id, event.other_msg_id} - {None} if event.msg_id else {_trajectory(event)}
-        for target in targets:
-            by_target[target].append(event)
-    return by_target
 
 
 def _page(query: Select[Any], wanted: ColumnElement[bool], limit: int | None = PAGE) -> Select[Any]:
@@ -248,15 +240,6 @@ def _erasures(tenant: str) -> Any:
 
 def _trajectory(row: Any) -> tuple[str, str | None, str | None]:
     return row.tenant, row.task_id, row.run_id
-
-
-def _events_about(row: Any, by_target: dict[object, list[Any]]) -> list[Any]:
-    about = [
-        event
-        for event in [*by_target.get(row.msg_id, ()), *by_target.get(_trajectory(row), ())]
-        if event.tenant == row.tenant and _is_relevant(event, row)
-    ]
-    return sorted(about, key=lambda event: event.id)
 
 
 def _is_relevant(event: Any, row: Any) -> bool:

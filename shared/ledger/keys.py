@@ -10,38 +10,29 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Select, and_, func, insert, select, true, update
+from sqlalchemy import ColumnElement, func, insert, select, true, update
 
 from tuneloop.shared.errors import KeyRefused
 from tuneloop.shared.experience import DEFAULT_TENANT, KeyAction, Scope, is_tenant_name
-from tuneloop.shared.ledger.storage.key_tables import key_events, keys, stored_by_keys
+from tuneloop.shared.ledger.storage.schema import key_events, keys
 from tuneloop.shared.ledger.storage.transactions import LedgerPart
-from tuneloop.shared.ledger.stored_bytes import NO_KEY
 
 #: What every key begins with, so that one that leaked is recognised.
 PREFIX = "tl-"
 
 _RANDOM_BYTES, _ID_DIGITS = 32, 12
 
-#: The largest limit: of the database's columns. Bytes are told as JSON's numbers, of which some know 53 bits.
+#: The largest limit: of the database's columns.
 MAX_LIMIT = 2**31 - 1
-_LARGEST = {"max_stored_bytes": 2**53 - 1}
-
-#: What is stored of the clients who needed no key: they are of the tenant that there is without keys.
-_STORED_WITHOUT = select(stored_by_keys.c.bytes).where(
-    stored_by_keys.c.tenant == DEFAULT_TENANT, stored_by_keys.c.key == NO_KEY
-)
 
 
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much a key allows, a minute, at once, and in the database; None: as much as there is."""
+    """How much a key allows, a minute and at once; None: as much as there is."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     feedback_per_minute: int | None = None
-    bytes_per_minute: int | None = None
     max_concurrent: int | None = None
-    max_stored_bytes: int | None = None
 
 
 class KeyGrant(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,10 +46,7 @@ class KeyGrant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AccessKey(msgspec.Struct, frozen=True, kw_only=True):
-    """A key without its secret; times are seconds since 1970.
-
-    `stored_bytes` are what the database holds of all keys of its name and tenant.
-    """
+    """A key without its secret; times are seconds since 1970."""
 
     key_id: str
     digest: bytes
@@ -69,19 +57,14 @@ class AccessKey(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float = 0.0
     expires_at: float | None = None
     revoked_at: float | None = None
-    stored_bytes: int = 0
 
 
 class KeyTable(msgspec.Struct, frozen=True):
-    """The keys that are not revoked. `in_force`: a key was made at some time, so that none is not enough.
-
-    `stored_without_key` are the bytes that the database holds of clients who needed none.
-    """
+    """The keys that are not revoked. `in_force`: a key was made at some time, so that none is not enough."""
 
     keys: tuple[AccessKey, ...] = ()
     in_force: bool = False
     revision: int = 0
-    stored_without_key: int = 0
 
 
 class KeyEvent(NamedTuple):
@@ -114,9 +97,8 @@ def check_grant(grant: KeyGrant) -> None:
     if not grant.scopes:
         raise KeyRefused(f"scopes must name at least one of {', '.join(Scope)}")
     for param, limit in msgspec.structs.asdict(grant.limits).items():
-        largest = _LARGEST.get(param, MAX_LIMIT)
-        if limit is not None and not 1 <= limit <= largest:
-            raise KeyRefused(f"{param} must lie between 1 and {largest}")
+        if limit is not None and not 1 <= limit <= MAX_LIMIT:
+            raise KeyRefused(f"{param} must lie between 1 and {MAX_LIMIT}")
     if grant.expires_in is not None and not 0 < grant.expires_in <= 1e10:
         raise KeyRefused("expires_in must be a number of seconds above 0")
 
@@ -140,12 +122,11 @@ class Keys(LedgerPart):
             expires_at=None if grant.expires_in is None else now + grant.expires_in,
         )
         row = msgspec.structs.asdict(key) | msgspec.structs.asdict(key.limits) | {"scopes": ",".join(key.scopes)}
-        del row["limits"], row["stored_bytes"]
+        del row["limits"]
         with self._write() as connection:
             connection.execute(insert(keys).values(row))
             connection.execute(insert(key_events).values(_event(key.key_id, KeyAction.CREATED, actor, now)))
-            made = connection.execute(_select_keys().where(keys.c.key_id == key.key_id)).one()
-        return _key_of(made), secret
+        return key, secret
 
     def revoke(self, key_id: str, *, actor: str, tenant: str | None = None) -> bool:
         """End a key, of a tenant if one is named; False if there is none of that id that was not revoked before."""
@@ -159,7 +140,7 @@ class Keys(LedgerPart):
 
     def all(self, *, tenant: str | None = None) -> list[AccessKey]:
         """Every key that was ever made, of a tenant if one is named, oldest first."""
-        query = _select_keys().where(_is_of(tenant)).order_by(keys.c.created_at, keys.c.key_id)
+        query = select(keys).where(_is_of(tenant)).order_by(keys.c.created_at, keys.c.key_id)
         return [_key_of(row) for row in self._read(query)]
 
     def revision(self) -> int:
@@ -168,16 +149,10 @@ class Keys(LedgerPart):
 
     def table(self) -> KeyTable:
         """The keys that are not revoked, as of one moment."""
-        query = _select_keys().where(keys.c.revoked_at.is_(None))
+        query = select(keys).where(keys.c.revoked_at.is_(None))
         newest = select(func.coalesce(func.max(key_events.c.id), 0))
-        [[revision]], rows, without = self._read_together(newest, query, _STORED_WITHOUT)
-        return KeyTable(tuple(_key_of(row) for row in rows), revision > 0, revision, sum(row.bytes for row in without))
-
-    def stored_bytes(self) -> dict[str, int]:
-        """The bytes that the database holds of each key that is not revoked, by its id; of no key by NO_KEY."""
-        live = _with_stored(keys.c.key_id).where(keys.c.revoked_at.is_(None))
-        rows, without = self._read_together(live, _STORED_WITHOUT)
-        return {row.key_id: row.stored for row in rows} | {NO_KEY: sum(row.bytes for row in without)}
+        [[revision]], rows = self._read_together(newest, query)
+        return KeyTable(tuple(map(_key_of, rows)), revision > 0, revision)
 
     def events(self, *, last: int, tenant: str | None = None) -> list[KeyEvent]:
         """The newest entries of the audit log, of a tenant if one is named, newest first."""
@@ -195,16 +170,6 @@ def scopes_of(names: Collection[str]) -> tuple[Scope, ...]:
     if unknown := sorted(set(names) - set(Scope)):
         raise KeyRefused(f"there is no scope {unknown[0]!r}; there are {', '.join(Scope)}")
     return tuple(map(Scope, names))
-
-
-def _with_stored(*columns: Any) -> Select[Any]:
-    same = and_(stored_by_keys.c.tenant == keys.c.tenant, stored_by_keys.c.key == keys.c.name)
-    stored = func.coalesce(stored_by_keys.c.bytes, 0).label("stored")
-    return select(*columns, stored).select_from(keys.outerjoin(stored_by_keys, same))
-
-
-def _select_keys() -> Select[Any]:
-    return _with_stored(keys)
 
 
 def _is_of(tenant: str | None) -> ColumnElement[bool]:
@@ -226,5 +191,4 @@ def _key_of(row: Any) -> AccessKey:
         created_at=row.created_at,
         expires_at=row.expires_at,
         revoked_at=row.revoked_at,
-        stored_bytes=row.stored,
     )

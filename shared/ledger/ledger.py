@@ -15,7 +15,6 @@ from tuneloop.shared import steady_time
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.ledger.browsing.exchange_view import ExchangeViews
 from tuneloop.shared.ledger.browsing.reply_pages import ReplyPages
-from tuneloop.shared.ledger.browsing.reward_history import RewardHistory
 from tuneloop.shared.ledger.browsing.same_prompts import SamePrompts
 from tuneloop.shared.ledger.export import Exports
 from tuneloop.shared.ledger.keys import Keys
@@ -24,7 +23,7 @@ from tuneloop.shared.ledger.recording.attestation import Attestations
 from tuneloop.shared.ledger.recording.judging import Judging
 from tuneloop.shared.ledger.recording.recording import LEASE_S, Recording
 from tuneloop.shared.ledger.recording.retention import Retention
-from tuneloop.shared.ledger.recording.settlement import Settlement
+from tuneloop.shared.ledger.recording.rewards import Rewards
 from tuneloop.shared.ledger.recording.stored_completions import StoredCompletions
 from tuneloop.shared.ledger.reports import Reports, VersionReward
 from tuneloop.shared.ledger.storage.database import connect
@@ -32,15 +31,14 @@ from tuneloop.shared.ledger.storage.ledger_clock import LedgerClock
 from tuneloop.shared.ledger.storage.schema import experiment
 from tuneloop.shared.ledger.storage.transactions import Transactions, ignoring
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
+from tuneloop.shared.ledger.training.merged_calls import Runs
 from tuneloop.shared.ledger.training.restoration import Restoration
-from tuneloop.shared.ledger.training.runs import Runs
 from tuneloop.shared.ledger.training.training import Training
 from tuneloop.shared.ledger.versions.alarms import Alarm, Alarms
-from tuneloop.shared.ledger.versions.comparison import Comparisons
-from tuneloop.shared.ledger.versions.decisions import Versions
+from tuneloop.shared.ledger.versions.comparison import Comparisons, RewardHistory
 from tuneloop.shared.ledger.versions.drift import Drift
 from tuneloop.shared.ledger.versions.evaluations import Evaluations
-from tuneloop.shared.ledger.versions.versions import Version
+from tuneloop.shared.ledger.versions.versions import Version, Versions
 from tuneloop.shared.settings.feedback import RewardRule, TrustedRaters
 from tuneloop.shared.settings.settings import Settings
 
@@ -66,18 +64,18 @@ class Ledger:
         `transactions(engine, clock=clock)` makes the one way to the database that all parts share.
         """
         self.transactions = transactions(engine, clock=clock)
-        self.settlement = Settlement(rule, trusted_raters=trusted_raters, compensate_late=compensate_late, clock=clock)
-        self.recording = Recording(self.transactions, self.settlement, ticks=ticks)
-        self.training = Training(self.transactions, self.settlement)
-        self.restoration = Restoration(self.transactions, self.settlement)
-        self.retention = Retention(self.transactions, self.settlement)
-        self.stored = StoredCompletions(self.transactions, self.settlement)
+        self.rewards = Rewards(rule, trusted_raters=trusted_raters, compensate_late=compensate_late, clock=clock)
+        self.recording = Recording(self.transactions, self.rewards, ticks=ticks)
+        self.training = Training(self.transactions, self.rewards)
+        self.restoration = Restoration(self.transactions, self.rewards)
+        self.retention = Retention(self.transactions, self.rewards)
+        self.stored = StoredCompletions(self.transactions, self.rewards)
         self.versions = Versions(self.transactions)
         self.alarms = Alarms(self.transactions)
         self.evaluations = Evaluations(self.transactions)
-        self.attestations = Attestations(self.transactions, self.settlement)
+        self.attestations = Attestations(self.transactions, self.rewards)
         self.judging = Judging(self.transactions)
-        self.raters = Raters(self.transactions, self.settlement)
+        self.raters = Raters(self.transactions, self.rewards)
         self.comparisons = Comparisons(self.transactions)
         self.drift = Drift(self.transactions)
         self.reports = Reports(self.transactions)

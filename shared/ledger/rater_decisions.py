@@ -7,13 +7,11 @@ answers are made without it; those that are not trained on yet are made anew at 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import Connection, and_, func, insert, select, update
+from sqlalchemy import and_, func, insert, select, update
 
 from tuneloop.shared.errors import UnknownRater
-from tuneloop.shared.ledger.raters.rater_tables import RaterState, new_rater, rater_events, raters
-from tuneloop.shared.ledger.recording.rewards import replies_of
-from tuneloop.shared.ledger.recording.settlement import Settlement
-from tuneloop.shared.ledger.storage.schema import feedback
+from tuneloop.shared.ledger.recording.rewards import Rewards, replies_of
+from tuneloop.shared.ledger.storage.schema import RaterState, feedback, new_rater, rater_events, raters
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, put
 
 #: The raters of so many of the newest events are listed.
@@ -52,9 +50,9 @@ class RaterDecision(NamedTuple):
 class Raters(LedgerPart):
     """What is decided about raters."""
 
-    def __init__(self, transactions: Transactions, settlement: Settlement) -> None:
+    def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
         super().__init__(transactions)
-        self._settlement = settlement
+        self._rewards = rewards
 
     def all(self) -> list[RaterStatus]:
         """Those in quarantine, then the others of whom there is something among the newest feedback."""
@@ -88,7 +86,7 @@ class Raters(LedgerPart):
             for replies in _in_pages(sorted(self._replies_of(row.tenant, row.name)), _PAGE):
                 with self._write() as connection:
                     alone(connection, "record")
-                    self._settlement.recompute(connection, replies)
+                    self._rewards.recompute(connection, replies)
             with self._write() as connection:
                 same = and_(raters.c.tenant == row.tenant, raters.c.name == row.name, raters.c.state == row.state)
                 connection.execute(update(raters).where(same).values(settled=True))
@@ -99,7 +97,9 @@ class Raters(LedgerPart):
             alone(connection, "raters")
             one = and_(raters.c.tenant == tenant, raters.c.name == name)
             apart = select(raters.c.name).where(one, raters.c.state == RaterState.QUARANTINED)
-            if connection.execute(apart).first() is None and not _has_feedback(connection, tenant, name):
+            if connection.execute(apart).first() is None and not (
+                connection.execute(select(feedback.c.id).where(_is_by(tenant, name)).limit(1)).first() is not None
+            ):
                 raise UnknownRater(f"there is no feedback by {name or 'a source without a name'} of {tenant}")
             put(connection, raters, [new_rater(tenant, name, now)])
             told = reason if state is RaterState.QUARANTINED else None
@@ -122,10 +122,6 @@ class Raters(LedgerPart):
 def _is_by(tenant: str, name: str) -> Any:
     unnamed = feedback.c.source.is_(None) if not name else feedback.c.source == name
     return and_(feedback.c.tenant == tenant, unnamed)
-
-
-def _has_feedback(connection: Connection, tenant: str, name: str) -> bool:
-    return connection.execute(select(feedback.c.id).where(_is_by(tenant, name)).limit(1)).first() is not None
 
 
 def _in_pages(values: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:

@@ -1,18 +1,26 @@
 """Reports about the ledger: counts, rewards, delays, and whether it balances."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, and_, exists, func, or_, select, text, true
+from sqlalchemy import ColumnElement, and_, exists, func, or_, select, text, true
 
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.facts import DropCount, HeldBack, LedgerFacts, StateCount, Trainer, Weights
 from tuneloop.shared.ledger.storage.codec import unpack_text
-from tuneloop.shared.ledger.storage.schema import COMMITTED, epochs, exchanges, experiences, feedback, versions, worth
-from tuneloop.shared.ledger.storage.schema_types import CORRECTS, EDITED
+from tuneloop.shared.ledger.storage.schema import (
+    COMMITTED,
+    CORRECTS,
+    EDITED,
+    epochs,
+    exchanges,
+    experiences,
+    feedback,
+    versions,
+    worth,
+)
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, is_among, portions
-from tuneloop.shared.ledger.stored_bytes import select_miscounted
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.batches import held_by_shares
 from tuneloop.shared.ledger.training.groups import takable, young
@@ -26,6 +34,9 @@ _COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
 _NEWEST_COMMIT = select(func.max(experiences.c.committed_at)).where(_COMMITTED)
 _OLDEST_LEASED = select(func.min(experiences.c.committed_at)).where(_LEASED)
 _UNSAMPLED: ColumnElement[bool] = text("unsampled IS NOT NULL")  # type: ignore[assignment]
+
+#: The states in which a row may still be trained on, but for what is leased.
+_WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED)
 
 _EDITED_COMMITTED = select(func.count()).select_from(experiences).where(_COMMITTED, text(EDITED))
 
@@ -79,7 +90,19 @@ class Reports(LedgerPart):
 
     def rewards(self) -> list[VersionReward]:
         """How each version's replies were first rewarded, oldest version first."""
-        return [VersionReward(*row) for row in self._read(_rewards())]
+        # All rows less those that correct another one: an index has all of them, and one has those.
+        version = experiences.c.version_min
+        figures = (
+            func.count().label("replies"),
+            func.count(worth).label("rewarded"),
+            func.coalesce(func.sum(worth), 0.0).label("total"),
+        )
+        rows = select(version, *figures).group_by(version)
+        every, more = rows.subquery(), rows.where(text(CORRECTS)).subquery()
+        told = (func.coalesce(every.c[each.name], 0) - func.coalesce(more.c[each.name], 0) for each in figures)
+        same = every.c.version_min == more.c.version_min
+        query = select(every.c.version_min, *told).join_from(every, more, same, isouter=True)
+        return [VersionReward(*row) for row in self._read(query.order_by(every.c.version_min))]
 
     def feedback_to_served(self, version: int | None = None) -> list[float]:
         """For each trained experience, the seconds from its last feedback to the first reply that could use it.
@@ -111,7 +134,13 @@ class Reports(LedgerPart):
 
         `batch`: of how many experiences a step is made; without it nothing is told of what shares hold back.
         """
-        states, trainer, weights = self._state_counts(), self._trainer(), self._weights()
+        columns = (epochs.c.trainer, epochs.c.epoch, epochs.c.started_at, epochs.c.seen_at, epochs.c.ended_at)
+        rows = self._read(select(*columns).order_by(epochs.c.epoch.desc()).limit(1))
+        trainer, weights = Trainer(*rows[0]) if rows else None, self._weights()
+        state, sampled_at = experiences.c.state, experiences.c.sampled_at
+        lately = func.count().filter(sampled_at > _newest_trained())
+        rows = self._read(select(state, func.count(), func.min(sampled_at), lately).group_by(state))
+        states = {State(row[0]): StateCount(*row[1:]) for row in rows}
         none = State.COMMITTED not in states
         committed, young, grouped, since = (0, 0, 0, None) if none else self._count_committed(policy)
         leased = self._read(_OLDEST_LEASED)[0][0] if State.LEASED in states else None
@@ -120,15 +149,25 @@ class Reports(LedgerPart):
             select(func.count().filter(versions.c.version > 0), _sum(versions.c.consumed), _sum(versions.c.purged))
         )
         claimable = young if policy.group_by == "none" else grouped
+        held_back: tuple[HeldBack, ...] = ()
+        if batch is not None and claimable >= batch:
+            with self._snapshot() as connection:
+                held = held_by_shares(connection, policy, batch)
+            held_back = tuple(HeldBack(*rater, rows) for rater, rows in held.items())
+        unsampled = 0
+        if not policy.any_reply:
+            unfit = select(func.count()).where(_UNSAMPLED, state.in_(_WAITING), sampled_at > _newest_trained())
+            unsampled = int(self._read(unfit)[0][0])
+        oldest = {State.COMMITTED: since, State.LEASED: leased}
         return LedgerFacts(
-            states=_with_oldest(states, {State.COMMITTED: since, State.LEASED: leased}),
+            states={state: each._replace(oldest=oldest.get(state, each.oldest)) for state, each in states.items()},
             claimable=claimable,
-            held_back=() if batch is None or claimable < batch else self._held_back(policy, batch),
+            held_back=held_back,
             too_old=committed - young,
             ungrouped=0 if policy.group_by == "none" else young - grouped,
-            unsampled=0 if policy.any_reply else self._count_unsampled(),
+            unsampled=unsampled,
             edited=0 if policy.edited else self._read(_EDITED_COMMITTED)[0][0],
-            unfit=() if policy.any_reply or not drops else self._unfit_counts(drops),
+            unfit=() if policy.any_reply else self._most_frequent(drops, experiences.c.unsampled, _WAITING),
             leased_since=self._leased_since(trainer, weights) if State.LEASED in states else None,
             pending=pending,
             pending_since=pending_since,
@@ -137,24 +176,9 @@ class Reports(LedgerPart):
             purged=purged,
             trainer=trainer,
             weights=weights,
-            drops=self._drop_counts(drops) if drops else (),
+            drops=self._most_frequent(drops, experiences.c.reason, (State.DROPPED, State.EXPIRED)),
             alarms=tuple(self._alarms.all()),
         )
-
-    def _held_back(self, policy: BatchPolicy, batch: int) -> tuple[HeldBack, ...]:
-        with self._snapshot() as connection:
-            return tuple(HeldBack(*rater, rows) for rater, rows in held_by_shares(connection, policy, batch).items())
-
-    def _state_counts(self) -> dict[State, StateCount]:
-        state, sampled_at = experiences.c.state, experiences.c.sampled_at
-        lately = func.count().filter(sampled_at > _newest_trained())
-        rows = self._read(select(state, func.count(), func.min(sampled_at), lately).group_by(state))
-        return {State(row[0]): StateCount(*row[1:]) for row in rows}
-
-    def _count_unsampled(self) -> int:
-        waiting = experiences.c.state.in_((State.RECORDED, State.REWARDED, State.COMMITTED))
-        lately = experiences.c.sampled_at > _newest_trained()
-        return int(self._read(select(func.count()).where(_UNSAMPLED, waiting, lately))[0][0])
 
     def _count_committed(self, policy: BatchPolicy, tenant: str | None = None) -> tuple[int, int, int, float | None]:
         """The committed rows that the policy takes, those young enough now, those in groups; since when."""
@@ -170,11 +194,6 @@ class Reports(LedgerPart):
         [(committed_at,)] = self._read(select(func.max(experiences.c.committed_at)).where(_LEASED))
         began = [each.started_at if isinstance(each, Trainer) else each.registered_at for each in bounds if each]
         return max([committed_at or 0.0, *began])
-
-    def _trainer(self) -> Trainer | None:
-        columns = (epochs.c.trainer, epochs.c.epoch, epochs.c.started_at, epochs.c.seen_at, epochs.c.ended_at)
-        rows = self._read(select(*columns).order_by(epochs.c.epoch.desc()).limit(1))
-        return Trainer(*rows[0]) if rows else None
 
     def _weights(self) -> Weights | None:
         columns = (versions.c[name] for name in ("version", "state", "step", "created_at", "reason"))
@@ -192,16 +211,11 @@ class Reports(LedgerPart):
             reason=rejected[0].reason if rejected else None,
         )
 
-    def _drop_counts(self, limit: int) -> tuple[DropCount, ...]:
-        state, reason, count = experiences.c.state, experiences.c.reason, func.count()
-        query = select(state, reason, count).where(state.in_((State.DROPPED, State.EXPIRED))).group_by(state, reason)
-        rows = self._read(query.order_by(count.desc(), state, reason).limit(limit))
-        return tuple(DropCount(State(row[0]), *row[1:]) for row in rows)
-
-    def _unfit_counts(self, limit: int) -> tuple[DropCount, ...]:
-        state, reason, count = experiences.c.state, experiences.c.unsampled, func.count()
-        waiting = state.in_((State.RECORDED, State.REWARDED, State.COMMITTED))
-        query = select(state, reason, count).where(_UNSAMPLED, waiting).group_by(state, reason)
+    def _most_frequent(self, limit: int, reason: Any, states: Collection[State]) -> tuple[DropCount, ...]:
+        if not limit:
+            return ()
+        state, count = experiences.c.state, func.count()
+        query = select(state, reason, count).where(state.in_(states), reason.is_not(None)).group_by(state, reason)
         rows = self._read(query.order_by(count.desc(), state, reason).limit(limit))
         return tuple(DropCount(State(row[0]), *row[1:]) for row in rows)
 
@@ -230,61 +244,28 @@ class Reports(LedgerPart):
 
     def audit(self) -> list[str]:
         """The same by looking at every row: minutes, where there are many millions."""
-        return [*self.imbalance(), *self._uneven_versions(), *self._misplaced_rows(), *self._miscounted_keys()]
-
-    def _uneven_versions(self) -> Iterator[str]:
-        for number, trained_rows, purged, consumed in self._read(_uneven().order_by(versions.c.version)):
-            yield f"version {number} consumed {consumed}, but {trained_rows} rows name it and {purged} are purged"
-
-    def _miscounted_keys(self) -> Iterator[str]:
-        for tenant, key, more in self._read(select_miscounted()):
-            whose = f"of the key {tenant}/{key}" if key else f"of {tenant} without a key"
-            yield f"the rows {whose} take {more} bytes more than are counted"
-
-    def _misplaced_rows(self) -> Iterator[str]:
+        found = self.imbalance()
+        version, trained = experiences.c.trained_version, func.count().label("trained")
+        named = select(version, trained).where(version.is_not(None)).group_by(version).subquery()
+        count = func.coalesce(named.c.trained, 0)
+        uneven = (
+            select(versions.c.version, count, versions.c.purged, versions.c.consumed)
+            .join_from(versions, named, named.c.trained_version == versions.c.version, isouter=True)
+            .where(count + versions.c.purged != versions.c.consumed)
+        )
+        for number, rows, purged, consumed in self._read(uneven.order_by(versions.c.version)):
+            found.append(f"version {number} consumed {consumed}, but {rows} rows name it and {purged} are purged")
         current = select(func.max(epochs.c.epoch)).scalar_subquery()
-        orphaned = ~exists().where(exchanges.c.msg_id == experiences.c.msg_id)
-        known = experiences.c.state.in_(list(State))
-        wrong = {
+        for what, condition in {
             "leased under an epoch that has ended": and_(_LEASED, experiences.c.lease_epoch != current),
-            "without their exchange": orphaned,
+            "without their exchange": ~exists().where(exchanges.c.msg_id == experiences.c.msg_id),
             "in a group that is named after a later one": experiences.c.group_id > experiences.c.id,
-            "in no state that there is": ~known,
-        }
-        for what, condition in wrong.items():
-            [(count,)] = self._read(select(func.count()).select_from(experiences).where(condition))
-            if count:
-                yield f"experiences {what}: {count}"
-
-
-def _rewards() -> Select[Any]:
-    """All rows less those that correct another one: an index has all of them, and one has those."""
-    version = experiences.c.version_min
-    figures = (
-        func.count().label("replies"),
-        func.count(worth).label("rewarded"),
-        func.coalesce(func.sum(worth), 0.0).label("total"),
-    )
-    rows = select(version, *figures).group_by(version)
-    every, more = rows.subquery(), rows.where(text(CORRECTS)).subquery()
-    told = (func.coalesce(every.c[each.name], 0) - func.coalesce(more.c[each.name], 0) for each in figures)
-    same = every.c.version_min == more.c.version_min
-    return select(every.c.version_min, *told).join_from(every, more, same, isouter=True).order_by(every.c.version_min)
-
-
-def _uneven() -> Select[Any]:
-    version, trained = experiences.c.trained_version, func.count().label("trained")
-    rows = select(version, trained).where(version.is_not(None)).group_by(version).subquery()
-    found = func.coalesce(rows.c.trained, 0)
-    return (
-        select(versions.c.version, found, versions.c.purged, versions.c.consumed)
-        .join_from(versions, rows, rows.c.trained_version == versions.c.version, isouter=True)
-        .where(found + versions.c.purged != versions.c.consumed)
-    )
-
-
-def _with_oldest(states: Mapping[State, StateCount], oldest: Mapping[State, float | None]) -> dict[State, StateCount]:
-    return {state: each._replace(oldest=oldest.get(state, each.oldest)) for state, each in states.items()}
+            "in no state that there is": ~experiences.c.state.in_(list(State)),
+        }.items():
+            [(misplaced,)] = self._read(select(func.count()).select_from(experiences).where(condition))
+            if misplaced:
+                found.append(f"experiences {what}: {misplaced}")
+        return found
 
 
 def _of(tenant: str | None) -> ColumnElement[bool]:

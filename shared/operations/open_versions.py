@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 from tuneloop.shared.evaluation.gate import evaluator_of, same_tasks
 from tuneloop.shared.experience import Evaluator, VersionAction
 from tuneloop.shared.ledger.ledger import Ledger, Version
-from tuneloop.shared.ledger.versions.events import VersionEvent
+from tuneloop.shared.ledger.versions.versions import VersionEvent
 from tuneloop.shared.operations.diagnosis import moment
 from tuneloop.shared.settings.settings import Settings
 

@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from tuneloop.shared.ledger.facts import TRAINER_SEEN_S
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.dump import Row, count_rows, drop_tables, load_rows, open_snapshot
-from tuneloop.shared.ledger.storage.schema import clocks
 from tuneloop.shared.ledger.training.restoration import LASTING
 from tuneloop.shared.operations.backup import model_sizes
 from tuneloop.shared.operations.backup_format import (
@@ -249,7 +248,7 @@ def require_stopped(settings: Settings, clock: Callable[[], float] | None = None
     if restoring_in(settings.job_dir) or revisions.current(settings.database_url, schema=schema) is None:
         return
     with open_snapshot(settings.database_url, schema=schema) as snapshot:
-        now = (clock or partial(_time, settings, snapshot.tables))()
+        now = (clock or partial(_time, settings))()
         for row in snapshot.rows("epochs"):
             silent_s = max(0.0, now - row["seen_at"])
             if row["ended_at"] is None and silent_s <= TRAINER_SEEN_S:
@@ -259,10 +258,8 @@ def require_stopped(settings: Settings, clock: Callable[[], float] | None = None
                 )
 
 
-def _time(settings: Settings, tables: Collection[str]) -> float:
-    """The ledger's time, by which trainers are seen; this machine's where the database is too old to have one."""
-    if clocks.name not in tables:
-        return time.time()
+def _time(settings: Settings) -> float:
+    """The ledger's time, by which trainers are seen."""
     with closing(Ledger.of(settings)) as ledger:
         return ledger.transactions.time()
 

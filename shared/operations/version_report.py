@@ -10,7 +10,7 @@ from tuneloop.shared.errors import CheckpointRejected, VersionRefused
 from tuneloop.shared.experience import Evaluator, VersionAction, VersionState
 from tuneloop.shared.ledger.ledger import Ledger, Version, VersionReward
 from tuneloop.shared.ledger.versions.evaluations import Evaluation
-from tuneloop.shared.ledger.versions.events import VersionEvent
+from tuneloop.shared.ledger.versions.versions import VersionEvent
 
 
 class VersionRow(msgspec.Struct, frozen=True, kw_only=True):

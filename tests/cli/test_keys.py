@@ -46,13 +46,6 @@ def test_a_key_is_told_once_and_never_again(file: Path, tmp_path: Path) -> None:
     assert secret.encode() not in written
 
 
-def test_bytes_may_be_many_and_how_many_are_stored_is_shown(file: Path) -> None:
-    keys(file, "create", "--name", "web", "--limit", f"max_stored_bytes={10**12}")
-    [listed] = json.loads(keys(file, "list", "--json").stdout)
-    assert (listed["limits"]["max_stored_bytes"], listed["stored_bytes"]) == (10**12, 0)
-    assert f"max_stored_bytes {10**12}; 0 bytes are stored" in keys(file, "list").output
-
-
 def test_a_program_gets_the_key_with_what_is_known_of_it(file: Path) -> None:
     made = json.loads(keys(file, "create", "--name", "web", "--json").stdout)
     assert made["key"].startswith("tl-")

@@ -30,7 +30,7 @@ from tuneloop.shared.experience import Exchange, Feedback, Record, State, decode
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.recording.recording import CommitLimits, Recording
 from tuneloop.shared.ledger.versions.alarms import Alarms
-from tuneloop.shared.ledger.versions.decisions import Versions
+from tuneloop.shared.ledger.versions.versions import Versions
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import Position
 
@@ -93,7 +93,7 @@ class MoodyLedger(Ledger):
 
     def __init__(self, *arguments: Any, **rules: Any) -> None:
         super().__init__(*arguments, **rules)
-        self.recording = MoodyRecording(self.transactions, self.settlement)
+        self.recording = MoodyRecording(self.transactions, self.rewards)
         self.versions, self.alarms = CountingVersions(self.transactions), CountingAlarms(self.transactions)
 
 

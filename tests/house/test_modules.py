@@ -22,7 +22,6 @@ MEANINGS = {
     "engines": "the engines that answer requests",
     "errors": "exceptions of ours",
     "evaluation": "a candidate's figures on the gate's tasks",
-    "events": "events as rows or records that are written once",
     "export": "what is written into files for other programs",
     "feedback": "what users say of replies after them, on its way to rewards",
     "gate": "the rule that admits a candidate, and who applies it",

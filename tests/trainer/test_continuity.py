@@ -77,7 +77,7 @@ def test_a_running_trainer_goes_on_from_the_champion_when_its_version_is_rolled_
     commit(ledger, [sample(i) for i in range(16)])
     chosen = settings(trainer={"total_steps": 3})
     ledger.versions.ensure_base(chosen.model.model_path)
-    ledger.training = _RollingBack(ledger.transactions, ledger.settlement)
+    ledger.training = _RollingBack(ledger.transactions, ledger.rewards)
     ledger.training.versions = ledger.versions
     TrainingLoop(chosen, ledger, Event()).run()
     assert _parents(ledger) == {1: 0, 2: 1, 3: 1, 4: 3}

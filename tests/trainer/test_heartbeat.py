@@ -71,7 +71,7 @@ def test_a_beat_says_that_the_trainer_lives_and_keeps_its_leases(ledger):
 
 
 def test_it_beats_while_the_trainer_is_busy(settings, ledger):
-    busy = ledger.training = Busy(ledger.transactions, ledger.settlement)
+    busy = ledger.training = Busy(ledger.transactions, ledger.rewards)
     first = []
     busy.happens = lambda: first.append(seen(ledger).seen_at)
     busy.done = lambda: seen(ledger).seen_at > first[0]
@@ -83,7 +83,7 @@ def test_it_beats_while_the_trainer_is_busy(settings, ledger):
 
 def test_a_trainer_that_was_overtaken_while_busy_is_told_to_stop(settings, ledger):
     stop = Event()
-    busy = ledger.training = Busy(ledger.transactions, ledger.settlement)
+    busy = ledger.training = Busy(ledger.transactions, ledger.rewards)
     busy.happens = lambda: Ledger(ledger.transactions.engine).training.take_epoch("another")
     busy.done = stop.is_set
     ledger.versions.ensure_base(settings().model.model_path)
@@ -93,7 +93,7 @@ def test_a_trainer_that_was_overtaken_while_busy_is_told_to_stop(settings, ledge
 
 
 def test_a_database_that_is_away_is_no_reason_to_stop(ledger):
-    deaf, stop = Deaf(ledger.transactions, ledger.settlement), Event()
+    deaf, stop = Deaf(ledger.transactions, ledger.rewards), Event()
     epoch = deaf.take_epoch("trainer")
     began = seen(ledger).seen_at
     with Heartbeat(deaf, epoch, stop, interval_s=0.01) as heartbeat:
@@ -103,7 +103,7 @@ def test_a_database_that_is_away_is_no_reason_to_stop(ledger):
 
 
 def test_nothing_beats_after_the_end(ledger):
-    deaf = Deaf(ledger.transactions, ledger.settlement)
+    deaf = Deaf(ledger.transactions, ledger.rewards)
     with Heartbeat(deaf, deaf.take_epoch("trainer"), Event(), interval_s=0.01):
         until(lambda: deaf.asked > 3)
     asked = deaf.asked

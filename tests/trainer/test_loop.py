@@ -236,7 +236,7 @@ def test_the_last_version_is_published_even_if_the_database_is_away_just_then(se
 
 
 def test_a_trainer_that_was_overtaken_stops_and_writes_nothing(settings, ledger):
-    ledger.training = Overtaken(ledger.transactions, ledger.settlement)
+    ledger.training = Overtaken(ledger.transactions, ledger.rewards)
     loop = TrainingLoop(settings(), ledger, Event())
     ledger.versions.ensure_base(settings().model.model_path)
     commit(ledger, [sample(i) for i in range(4)])
@@ -337,7 +337,7 @@ def test_what_is_erased_while_it_is_trained_on_is_in_no_version_and_training_goe
         connection.exec_driver_sql("UPDATE exchanges SET user_id = 'ann' WHERE msg_id = 'm2'")
     chosen = settings(trainer={"total_steps": 2, "save_interval": 2})
     ledger.versions.ensure_base(chosen.model.model_path)
-    ledger.training = Forgetting(ledger.transactions, ledger.settlement)
+    ledger.training = Forgetting(ledger.transactions, ledger.rewards)
     ledger.training.retention = ledger.retention
     TrainingLoop(chosen, ledger, Event()).run()
     assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 8}
@@ -360,7 +360,7 @@ def test_after_a_rejected_version_training_goes_on_from_the_one_before(settings,
     commit(ledger, [sample(i) for i in range(8)])
     chosen = settings(trainer={"total_steps": 1})
     ledger.versions.ensure_base(chosen.model.model_path)
-    ledger.training = Rejecting(ledger.transactions, ledger.settlement)
+    ledger.training = Rejecting(ledger.transactions, ledger.rewards)
     ledger.training.versions = ledger.versions
     TrainingLoop(chosen, ledger, Event()).run()
     assert [(each.version, each.state.value, each.step) for each in ledger.versions.all()] == [
@@ -377,7 +377,7 @@ def test_who_ended_a_version_and_why_is_told_when_training_goes_back(settings, l
     commit(ledger, [sample(i) for i in range(12)])
     chosen = settings(trainer={"total_steps": 2})
     ledger.versions.ensure_base(chosen.model.model_path)
-    ledger.training = Rejecting(ledger.transactions, ledger.settlement)
+    ledger.training = Rejecting(ledger.transactions, ledger.rewards)
     ledger.training.versions = ledger.versions
     with capture_logs() as logs:
         TrainingLoop(chosen, ledger, Event()).run()

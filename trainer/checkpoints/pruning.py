@@ -9,8 +9,7 @@ from tuneloop.shared.checkpoints.file_checks import newest_with_state
 from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.versions.decisions import Versions, VersionsNow
-from tuneloop.shared.ledger.versions.versions import SERVABLE
+from tuneloop.shared.ledger.versions.versions import SERVABLE, Versions, VersionsNow
 from tuneloop.shared.settings.settings import Settings
 
 _log = structlog.get_logger()

@@ -10,8 +10,7 @@ from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.errors import CheckpointRejected, EnvironmentRefused
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Version
-from tuneloop.shared.ledger.versions.decisions import Versions
-from tuneloop.shared.ledger.versions.versions import SERVABLE
+from tuneloop.shared.ledger.versions.versions import SERVABLE, Versions
 
 _log = structlog.get_logger()
 

@@ -3,16 +3,55 @@
 No page costs more because the ledger is larger: each looks at so many replies at most, and says how far back that was.
 """
 
+from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, and_, func, select, true, tuple_
+from sqlalchemy import ColumnElement, LargeBinary, Select, and_, func, select, true, tuple_
 
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.browsing.reply_texts import ReplyTexts
-from tuneloop.shared.ledger.recording.stored_completions import MAX_PAGE_BYTES
+from tuneloop.shared.ledger.recording.stored_completions import MAX_PAGE_BYTES, first_of_size
 from tuneloop.shared.ledger.storage import codec
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences
+from tuneloop.shared.ledger.storage.transactions import LedgerPart
+
+#: Bytes of requests and replies that are read for one page, those included of which it shows nothing.
+MAX_READ_BYTES = 256 << 20
+
+_PORTION = 250
+
+
+class ReplyTexts(LedgerPart):
+    """What reads the texts of many replies."""
+
+    def _split(self, keys: Sequence[Any]) -> Iterator[list[Any]]:
+        """The keys of replies, which have ids, in portions that may be read at once.
+
+        It ends before the last key if that many bytes were read; a portion has one reply at least.
+        """
+        total = 0
+        for begin in range(0, len(keys), _PORTION):
+            rest = list(keys[begin : begin + _PORTION])
+            sizes = {
+                row.id: (codec.text_size(row.head or b"", row.stored) + int(row.reply))
+                for row in self._read(_select_sizes([key.id for key in rest]))
+            }
+            while rest and total < MAX_READ_BYTES:
+                some = first_of_size(rest, [sizes.get(key.id, 0) for key in rest])
+                total += sum(sizes.get(key.id, 0) for key in some)
+                yield some
+                rest = rest[len(some) :]
+            if rest:
+                return
+
+
+def _select_sizes(ids: Sequence[int]) -> Select[Any]:
+    head = func.substr(exchanges.c.request, 1, codec.TEXT_HEAD, type_=LargeBinary).label("head")
+    reply = func.length(experiences.c.text) + func.coalesce(func.length(experiences.c.tool_calls), 0)
+    columns = experiences.c.id, head, func.length(exchanges.c.request).label("stored"), reply.label("reply")
+    query = select(*columns).join_from(experiences, exchanges, exchanges.c.msg_id == experiences.c.msg_id)
+    return query.where(experiences.c.id.in_(ids))
+
 
 #: Replies that are looked at for one page by their columns; those whose words are read, which costs more.
 MAX_EXAMINED, MAX_READ = 20_000, 2_000
@@ -106,7 +145,16 @@ class ReplyPages(ReplyTexts):
     def _select_examined(self, tenant: str, wanted: ReplyFilter, after: ReplyCursor | None) -> tuple[Any, int | None]:
         """The replies that are looked at, and how many those are at most; None: all that could be wanted."""
         names = [experiences.c[name] for name in _EXAMINED_NAMES]
-        within = _within(wanted, after)
+        # The stretch of time, and what is not on an earlier page.
+        conditions: list[ColumnElement[bool]] = [true()]
+        if wanted.since is not None:
+            conditions.append(experiences.c.sampled_at >= wanted.since)
+        if wanted.until is not None:
+            conditions.append(experiences.c.sampled_at <= wanted.until)
+        if after is not None:
+            conditions.append(experiences.c.sampled_at <= after.sampled_at)  # which an index understands
+            conditions.append(tuple_(experiences.c.sampled_at, experiences.c.id) < after)
+        within = and_(*conditions)
         if wanted.user is not None:
             joined = experiences.c.msg_id == exchanges.c.msg_id
             query = select(*names, exchanges.c.user_id).join_from(exchanges, experiences, joined).where(within)
@@ -133,7 +181,11 @@ class ReplyPages(ReplyTexts):
         [(count,)] = self._read(select(func.count()).select_from(examined))
         if count < bound:
             return None, None
-        [last] = self._read(select(examined.c.sampled_at, examined.c.id).order_by(*_oldest_first(examined)).limit(1))
+        [last] = self._read(
+            select(examined.c.sampled_at, examined.c.id)
+            .order_by((examined.c.sampled_at + 0).asc(), examined.c.id.asc())
+            .limit(1)
+        )
         return ReplyCursor(*last), last.sampled_at
 
     def _containing(
@@ -144,7 +196,7 @@ class ReplyPages(ReplyTexts):
         sought, held, last = text.casefold(), 0, None
         for portion in self._split(keys):
             for row in self._rows(portion, whole=True):
-                if sought in row.text.casefold() or sought in _readable(row.request).casefold():
+                if sought in row.text.casefold() or sought in row.request.decode(errors="replace").casefold():
                     found.append(row._replace(text=row.text[:PREVIEW]))
                     held += len(row.request)
                 if len(found) == limit or held > MAX_PAGE_BYTES:
@@ -162,19 +214,6 @@ class ReplyPages(ReplyTexts):
         rows = self._read(query.where(experiences.c.id.in_([key.id for key in keys])))
         found = {row.id: _row(row) for row in rows}
         return [found[key.id] for key in keys if key.id in found]
-
-
-def _within(wanted: ReplyFilter, after: ReplyCursor | None) -> ColumnElement[bool]:
-    """The stretch of time, and what is not on an earlier page."""
-    conditions: list[ColumnElement[bool]] = [true()]
-    if wanted.since is not None:
-        conditions.append(experiences.c.sampled_at >= wanted.since)
-    if wanted.until is not None:
-        conditions.append(experiences.c.sampled_at <= wanted.until)
-    if after is not None:
-        conditions.append(experiences.c.sampled_at <= after.sampled_at)  # which an index understands
-        conditions.append(tuple_(experiences.c.sampled_at, experiences.c.id) < after)
-    return and_(*conditions)
 
 
 def _drive(query: Select[Any], wanted: ReplyFilter, after: ReplyCursor | None) -> Select[Any]:
@@ -206,14 +245,6 @@ def _matching(examined: Any, tenant: str, wanted: ReplyFilter) -> Select[Any]:
     # The sum: no index is gone through for the sake of the order.
     order = (columns.sampled_at + 0).desc(), columns.id.desc()
     return select(columns.sampled_at, columns.id).where(*conditions).order_by(*order)
-
-
-def _oldest_first(examined: Any) -> tuple[ColumnElement[Any], ...]:
-    return (examined.c.sampled_at + 0).asc(), examined.c.id.asc()
-
-
-def _readable(request: bytes) -> str:
-    return request.decode(errors="replace")
 
 
 def _row(row: Any) -> ReplyRow:

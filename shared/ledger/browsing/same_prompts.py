@@ -11,8 +11,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Select, and_, or_, select, true, tuple_
 
 from tuneloop.shared.experience import Kind
-from tuneloop.shared.ledger.browsing.reply_pages import ReplyCursor
-from tuneloop.shared.ledger.browsing.reply_texts import ReplyTexts
+from tuneloop.shared.ledger.browsing.reply_pages import ReplyCursor, ReplyTexts
 from tuneloop.shared.ledger.storage import codec
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
 
@@ -88,7 +87,13 @@ class SamePrompts(ReplyTexts):
             for key in portion:
                 if (row := rows.pop(key.id, None)) is not None:
                     prompt = digest_of_prompt(codec.unpack_text(row.request))
-                    yield _Digests(row.id, row.msg_id, prompt, _digest_of_reply(row.text, row.tool_calls))
+                    yield _Digests(
+                        row.id,
+                        row.msg_id,
+                        prompt,
+                        _digest(row.text.encode(errors="surrogatepass"))
+                        + (b"" if row.tool_calls is None else _digest(row.tool_calls)),
+                    )
 
     def _pairs(self, ids: Sequence[tuple[int, int]]) -> list[AnswerPair]:
         """The answers of these ids, as far as they are still there, and their requests may be in memory at once."""
@@ -131,10 +136,6 @@ def digest_of_prompt(request: bytes) -> bytes:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # an imported row may hold anything
         prompt = request
     return _digest(prompt)
-
-
-def _digest_of_reply(text: str, tool_calls: bytes | None) -> bytes:
-    return _digest(text.encode(errors="surrogatepass")) + (b"" if tool_calls is None else _digest(tool_calls))
 
 
 def _digest(data: bytes) -> bytes:

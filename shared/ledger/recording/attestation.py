@@ -2,17 +2,17 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, and_, insert, select, update
 
-from tuneloop.shared.experience import Exchange, Experience, State, VersionAction
+from tuneloop.shared.experience import Exchange, State, VersionAction
 from tuneloop.shared.ledger.recording.retention import regroup
-from tuneloop.shared.ledger.recording.settlement import Settlement
+from tuneloop.shared.ledger.recording.rewards import Rewards
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, mismatches
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions
-from tuneloop.shared.ledger.versions.events import Decision, Details, note
+from tuneloop.shared.ledger.versions.versions import Decision, Details, note
 
 #: Seconds that no reply takes. The time when a reply ended has no index, but the one when it began has.
 _LONGEST = 86_400.0
@@ -50,9 +50,9 @@ class Distrusted(NamedTuple):
 class Attestations(LedgerPart):
     """What is known of engines that were not what they should have been."""
 
-    def __init__(self, transactions: Transactions, settlement: Settlement) -> None:
+    def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
         super().__init__(transactions)
-        self._settlement = settlement
+        self._rewards = rewards
 
     def distrust(self, found: Mismatch) -> Distrusted:
         """Take everything that the engine sampled meanwhile out of training for good, what comes in later too.
@@ -68,31 +68,26 @@ class Attestations(LedgerPart):
             if connection.execute(select(mismatches.c.id).where(*same)).first():
                 return Distrusted(0, {})
             connection.execute(insert(mismatches).values(row))
-            dropped = _drop(connection, found)
-            self._settlement.settle_corrected(connection, {row.msg_id for row in dropped})
-            done = Distrusted(len(dropped), _trained_by_version(connection, found))
-            trained = {str(version): count for version, count in done.trained.items()}
-            details = {**found.figures, **row, "dropped": done.dropped, "trained": trained}
+            query = select(experiences.c.id, experiences.c.group_id, experiences.c.msg_id).join_from(
+                experiences, exchanges
+            )
+            ordered = query.where(_sampled_meanwhile(found), experiences.c.state.in_(_UNTRAINED)).order_by(
+                experiences.c.id
+            )
+            rows = connection.execute(ordered.with_for_update(of=experiences)).all()
+            gone = {"state": State.DROPPED, "reason": REASON, "lease_epoch": None, "lease_until": None}
+            for portion in portions([row.id for row in rows]):
+                connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(gone))
+            regroup(connection, rows)
+            self._rewards.compute_corrected(connection, {row.msg_id for row in rows})
+            trained = select(experiences.c.trained_version).join_from(experiences, exchanges)
+            trained = trained.where(_sampled_meanwhile(found), experiences.c.state == State.TRAINED)
+            done = Distrusted(len(rows), dict(sorted(Counter(connection.execute(trained).scalars()).items())))
+            by_version = {str(version): count for version, count in done.trained.items()}
+            details = {**found.figures, **row, "dropped": done.dropped, "trained": by_version}
             decision = Decision("explorer", self._clock(), found.reason, details)
             note(connection, found.version, VersionAction.MISMATCH, decision)
             return done
-
-
-def _drop(connection: Connection, found: Mismatch) -> Sequence[Any]:
-    query = select(experiences.c.id, experiences.c.group_id, experiences.c.msg_id).join_from(experiences, exchanges)
-    ordered = query.where(_sampled_meanwhile(found), experiences.c.state.in_(_UNTRAINED)).order_by(experiences.c.id)
-    rows = connection.execute(ordered.with_for_update(of=experiences)).all()
-    gone = {"state": State.DROPPED, "reason": REASON, "lease_epoch": None, "lease_until": None}
-    for portion in portions([row.id for row in rows]):
-        connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(gone))
-    regroup(connection, rows)
-    return rows
-
-
-def _trained_by_version(connection: Connection, found: Mismatch) -> dict[int, int]:
-    query = select(experiences.c.trained_version).join_from(experiences, exchanges)
-    rows = connection.execute(query.where(_sampled_meanwhile(found), experiences.c.state == State.TRAINED))
-    return dict(sorted(Counter(rows.scalars()).items()))
 
 
 def _sampled_meanwhile(found: Mismatch) -> ColumnElement[bool]:
@@ -107,19 +102,13 @@ def _sampled_meanwhile(found: Mismatch) -> ColumnElement[bool]:
 def mark_untrusted(connection: Connection, new_exchanges: Sequence[Exchange]) -> list[Exchange]:
     """The exchanges, those marked that an engine answered when it was not what it should have been."""
     mismatched = connection.execute(_MISMATCHES).all()
-    return [
-        _untrusted_exchange(each) if any(_within(each, row) for row in mismatched) else each for each in new_exchanges
-    ]
-
-
-def _within(exchange: Exchange, row: Any) -> bool:
-    same: bool = exchange.engine == row.engine
-    return same and exchange.received_at < row.until and exchange.received_at + exchange.latency_s >= row.since
-
-
-def _untrusted_exchange(exchange: Exchange) -> Exchange:
-    return msgspec.structs.replace(exchange, experiences=tuple(map(_untrusted_experience, exchange.experiences)))
-
-
-def _untrusted_experience(experience: Experience) -> Experience:
-    return msgspec.structs.replace(experience, drop_reason=experience.drop_reason or REASON)
+    found = []
+    for each in new_exchanges:
+        ended_at = each.received_at + each.latency_s
+        during = (row for row in mismatched if each.received_at < row.until and ended_at >= row.since)
+        if any(each.engine == row.engine for row in during):
+            dropped = (msgspec.structs.replace(one, drop_reason=one.drop_reason or REASON) for one in each.experiences)
+            found.append(msgspec.structs.replace(each, experiences=tuple(dropped)))
+        else:
+            found.append(each)
+    return found

@@ -1,45 +1,68 @@
 """The explorer's verbs: record exchanges and feedback, commit experiences, recompute rewards."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Select, Update, and_, bindparam, or_, select, tuple_, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Executable,
+    Update,
+    and_,
+    bindparam,
+    exists,
+    literal_column,
+    select,
+    update,
+)
 
+from tuneloop.shared import steady_time
 from tuneloop.shared.experience import Exchange, Feedback, Kind, Outcome, Record, State
-from tuneloop.shared.ledger.rare_rows import ANY_EARLY, RARE_ROWS, RareRows
-from tuneloop.shared.ledger.raters.rater_tables import new_rater, raters
-from tuneloop.shared.ledger.raters.voices import Rater, voter_of
+from tuneloop.shared.ledger.raters import Rater, voter_of
 from tuneloop.shared.ledger.recording.attestation import mark_untrusted
-from tuneloop.shared.ledger.recording.erasures import not_erased
-from tuneloop.shared.ledger.recording.outcomes import (
+from tuneloop.shared.ledger.recording.new_feedback import (
     EarlyFeedback,
-    EventName,
     FeedbackQuota,
+    content_of,
+    earlier_feedback,
     equal_texts,
+    is_repeated,
     name_of,
-    offered_again,
     outcomes_apart,
     rows_about,
+    stored_among,
+    subject_of,
     target_of,
     targets_there,
+    without_repeats,
 )
+from tuneloop.shared.ledger.recording.retention import not_erased
 from tuneloop.shared.ledger.recording.rewards import (
     RewardRow,
+    Rewards,
     Trajectory,
     event_order,
     replies_decided_by,
     replies_of,
     replies_preferred_to,
-    with_earlier_feedback,
     write,
 )
-from tuneloop.shared.ledger.recording.settlement import Settlement
-from tuneloop.shared.ledger.recording.tags import tag
+from tuneloop.shared.ledger.recording.stored_completions import tag
 from tuneloop.shared.ledger.storage.rows import exchange_row, experience_row, feedback_row
-from tuneloop.shared.ledger.storage.schema import epochs, exchanges, experiences, feedback
+from tuneloop.shared.ledger.storage.schema import (
+    deletions,
+    epochs,
+    erasures,
+    exchanges,
+    experiences,
+    feedback,
+    mismatches,
+    new_rater,
+    raters,
+)
 from tuneloop.shared.ledger.storage.transactions import (
     LedgerPart,
     Transactions,
@@ -49,12 +72,9 @@ from tuneloop.shared.ledger.storage.transactions import (
     portions,
     put,
 )
-from tuneloop.shared.ledger.stored_bytes import count_stored, event_sizes, exchange_sizes, new_rows, stored_among
 
 #: Seconds without a heartbeat after which a trainer's leases end. A newer trainer ends them at once.
 LEASE_S = 600.0
-
-_Record = TypeVar("_Record", Exchange, Feedback)
 
 #: So many voters that are in the ledger are known without a look at it.
 _VOTERS_KNOWN = 100_000
@@ -62,25 +82,42 @@ _VOTERS_KNOWN = 100_000
 #: Replies whose rewards are recomputed in one transaction.
 _PAGE = 1000
 
-#: What of an event tells whether a later one repeats it, but for its text, which may be long.
-_UNCOMPARED = {"text", "occurred_at", "key", "stored_bytes"}
-_COMPARED = [column for column in feedback.c if column.name not in _UNCOMPARED]
-
-_EARLIER = select(*_COMPARED, feedback.c.text.is_not(None).label("has_text"))
-_ABOUT_REPLIES = _EARLIER.where(
-    or_(
-        is_among(feedback.c.msg_id, "replies"),
-        and_(feedback.c.other_msg_id.is_not(None), is_among(feedback.c.other_msg_id, "replies")),
-    )
-)
-_RUN = tuple_(feedback.c.tenant, feedback.c.task_id, feedback.c.run_id)
-_ABOUT_RUNS = _EARLIER.where(feedback.c.msg_id.is_(None), is_among(_RUN, "runs"))
-
 _OUTCOMES = select(feedback.c.event_id, feedback.c.call_id, feedback.c.outcome).where(
     is_among(feedback.c.event_id, "events")
 )
 _RECEIVED = select(feedback.c.received_at).where(is_among(feedback.c.event_id, "events"))
+_STORED_REPLIES = select(exchanges.c.msg_id).where(is_among(exchanges.c.msg_id, "names"))
 _NEWEST_EPOCH = select(epochs.c.epoch, epochs.c.seen_at).order_by(epochs.c.epoch.desc()).limit(1)
+
+
+class _Present(NamedTuple):
+    """Whether there are any rows of kinds that most ledgers have none of, by one query."""
+
+    deletions: bool
+    erasures: bool
+    mismatches: bool
+    pending: bool  # feedback that waits for its reply
+    preferences: bool  # feedback about two replies
+    of_runs: bool  # feedback about whole runs
+
+
+_PRESENT: Executable = select(
+    *(exists().select_from(table) for table in (deletions, erasures, mismatches)),
+    exists().where(literal_column("outcome = 'pending'"), feedback.c.id > 0),  # the latter has the index used
+    exists().where(feedback.c.other_msg_id.is_not(None)),
+    exists().where(feedback.c.msg_id.is_(None)),
+)
+
+#: Whether `its_tenant` has feedback about a reply that waits for it, and whether any reply was preferred to another.
+_ANY_EARLY = select(
+    exists().where(
+        literal_column("outcome = 'pending' AND msg_id IS NOT NULL"), feedback.c.tenant == bindparam("its_tenant")
+    ),
+    exists().where(feedback.c.other_msg_id.is_not(None)),
+)
+_RATED, _PREFERRED_TO = (
+    select(named).where(is_among(named, "replies")) for named in (feedback.c.msg_id, feedback.c.other_msg_id)
+)
 
 
 class RecomputeResult(NamedTuple):
@@ -125,13 +162,13 @@ class Recording(LedgerPart):
     """
 
     def __init__(
-        self, transactions: Transactions, settlement: Settlement, *, ticks: Callable[[], float] = time.monotonic
+        self, transactions: Transactions, rewards: Rewards, *, ticks: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(transactions)
         #: Raises LedgerForbidden if the database's file was deleted or replaced; asks the file system alone.
         self.check_place = transactions.file.check
-        self._starts_of = transactions.starts_of
-        self._settlement = settlement
+        self._boot_time = transactions.boot_time
+        self._rewards = rewards
         self._voters: set[Rater] = set()
         self._heartbeats, self._early = _Heartbeats(ticks), EarlyFeedback(ticks)
 
@@ -142,43 +179,49 @@ class Recording(LedgerPart):
         """
         from_slots = zip(records, slots, strict=bool(slots))
         slot_of = {name_of(each): slot for each, slot in from_slots if isinstance(each, Feedback)}
-        new_exchanges = [record for record in records if isinstance(record, Exchange)]
-        new_feedback = [record for record in records if isinstance(record, Feedback)]
         voters: set[Rater] = set()
         with self._write() as connection:
-            new_exchanges = self._in_ledger_time(connection, new_exchanges)
-            new_feedback = self._in_ledger_time(connection, new_feedback)
+            # What processes took for the time gives way to the ledger's, in records of this start of the machine.
+            began, boot = self._boot_time(), steady_time.boot()
+            dated = [
+                msgspec.structs.replace(each, received_at=began + each.stamp.seconds)
+                if began is not None and each.stamp and each.stamp.boot == boot
+                else each
+                for each in records
+            ]
+            new_exchanges = [record for record in dated if isinstance(record, Exchange)]
+            new_feedback = [record for record in dated if isinstance(record, Feedback)]
             # Else a reply and its feedback, recorded by two processes at once, would not see each other.
             alone(connection, "record", shared=not new_feedback)
-            rare = RareRows(*connection.execute(RARE_ROWS).one())
-            new_exchanges, new_feedback = not_erased(connection, rare, new_exchanges, new_feedback)
-            if rare.mismatches:
+            present = _Present(*connection.execute(_PRESENT).one())
+            new_exchanges, new_feedback = not_erased(
+                connection, new_exchanges, new_feedback, deletions=present.deletions, erasures=present.erasures
+            )
+            if present.mismatches:
                 new_exchanges = mark_untrusted(connection, new_exchanges)
             choices = [experience_row(each, choice) for each in new_exchanges for choice in each.experiences]
-            rows = exchange_sizes([exchange_row(each) for each in new_exchanges], choices)
-            counted = new_rows(connection, exchanges.c.msg_id, rows)
-            put(connection, exchanges, rows)
-            tag(connection, new_exchanges, only={row["msg_id"] for row in counted})
+            there = stored_among(connection, _STORED_REPLIES, {each.msg_id for each in new_exchanges})
+            put(connection, exchanges, [exchange_row(each) for each in new_exchanges])
+            tag(connection, [each for each in new_exchanges if each.msg_id not in there])
             put(connection, experiences, choices)
             new_feedback = self._early.within_bound(connection, new_feedback)
-            if changed := _new_feedback(connection, new_feedback, slot_of):
-                events = event_sizes([feedback_row(each) for each in changed])
-                counted += events
-                connection.execute(ignoring(connection, feedback), events)
-                voters = self._new_voters(changed)
+            if changed := without_repeats(connection, new_feedback, slot_of):
+                connection.execute(ignoring(connection, feedback), [feedback_row(each) for each in changed])
+                sources = {(each.tenant, each.source or "") for each in changed}
+                named = (each for each in sources if each not in self._rewards.trusted_raters)
+                voters = {(tenant, voter_of(source)) for tenant, source in named} - self._voters
                 put(connection, raters, [new_rater(*voter, self._clock()) for voter in voters])
-            earlier = with_earlier_feedback(connection, rare, new_exchanges)
-            self._settlement.settle(connection, earlier | set(_replies(connection, changed)))
-            count_stored(connection, counted)
-        self._voters |= voters
-
-    def _new_voters(self, events: Collection[Feedback]) -> set[Rater]:
-        """The voters behind these events that are not known here to be in the ledger."""
+            touched = set(_replies(connection, changed))
+            msg_ids = [each.msg_id for each in new_exchanges]
+            for wanted, earlier in ((present.pending, _RATED), (present.preferences, _PREFERRED_TO)):
+                for portion in portions(msg_ids if wanted else ()):
+                    touched.update(connection.execute(earlier, {"replies": portion}).scalars())
+            if present.of_runs:
+                touched.update(each.msg_id for each in new_exchanges if None not in (each.task_id, each.run_id))
+            self._rewards.compute(connection, touched)
         if len(self._voters) > _VOTERS_KNOWN:
             self._voters.clear()
-        sources = {(each.tenant, each.source or "") for each in events}
-        named = (each for each in sources if each not in self._settlement.trusted_raters)
-        return {(tenant, voter_of(source)) for tenant, source in named} - self._voters
+        self._voters |= voters
 
     def outcomes(self, call_id: str, event_ids: Collection[str]) -> dict[str, Outcome]:
         """What became of the events of one call, all of which the ledger has been given."""
@@ -194,14 +237,14 @@ class Recording(LedgerPart):
         Not those that are stored, or repeat what is.
         """
         quota, said = FeedbackQuota(self._read), {}
-        for row in sorted(_earlier_feedback(events, self._read), key=event_order):
+        for row in sorted(earlier_feedback(events, self._read), key=event_order):
             quota.take(row)
-            said[_subject(row), _content(row)] = row
+            said[subject_of(row), content_of(row)] = row
         names = {event.event_id for event in events}
         stored = {row.event_id for portion in portions(names) for row in self._read(_OUTCOMES, {"events": portion})}
-        alike = [(said.get((_subject(event), _content(event))), event) for event in events]
+        alike = [(said.get((subject_of(event), content_of(event))), event) for event in events]
         same = equal_texts(self._read, [(row.id, event.text) for row, event in alike if row and row.has_text])
-        left = [event for row, event in alike if not (row and _is_repeated(row, event, same))]
+        left = [event for row, event in alike if not (row and is_repeated(row, event, same))]
         left = [event for event in left if event.event_id not in stored]
         there = targets_there(left, self._read)
         return {event.event_id for event in left if target_of(event) not in there or not quota.allows(event)}
@@ -214,13 +257,13 @@ class Recording(LedgerPart):
         # Its process dated it otherwise than the ledger, by whose time rewards are.
         for stored in self._read(_RECEIVED, {"events": [event.event_id]}) if len(rows) > 1 else ():
             event = msgspec.structs.replace(event, received_at=stored.received_at)
-        return outcomes_apart(self._settlement.rule, event, rows)
+        return outcomes_apart(self._rewards.rule, event, rows)
 
     def replies_decided_by(self, event: Feedback) -> list[str]:
         """Of the first MAX_TOLD experiences of a run, the replies whose reward an event about the run makes."""
         with self._snapshot() as connection:
             msg_ids = list(dict.fromkeys(row.msg_id for row in connection.execute(rows_about(event))))
-            whose = (self._settlement.rule, self._settlement.trusted_raters)
+            whose = (self._rewards.rule, self._rewards.trusted_raters)
             return list(dict.fromkeys(replies_decided_by(connection, event, msg_ids, *whose)))
 
     def commit(self, tenant: str, **limits: Unpack[CommitLimits]) -> int:
@@ -234,10 +277,10 @@ class Recording(LedgerPart):
         None, and nothing is released, if one of them may have a reward as soon as it is: it was rated before, or the
         rule rewards what nobody rates.
         """
-        if self._settlement.rule.default is not None:
+        if self._rewards.rule.default is not None:
             return None
         with self._write() as connection:
-            early = connection.execute(ANY_EARLY, {"its_tenant": tenant}).one()
+            early = connection.execute(_ANY_EARLY, {"its_tenant": tenant}).one()
             return None if any(early) else self._release(connection, tenant, limits)
 
     def _release(self, connection: Connection, tenant: str, limits: CommitLimits) -> int:
@@ -253,7 +296,7 @@ class Recording(LedgerPart):
             if self._heartbeats.silent_s(tuple(beat)) > LEASE_S:
                 with self._write() as connection:
                     if connection.execute(_NEWEST_EPOCH).one() == beat:
-                        self._settlement.release(connection, experiences.c.lease_epoch <= beat.epoch)
+                        self._rewards.release(connection, experiences.c.lease_epoch <= beat.epoch)
 
     def recompute_rewards(
         self, *, dry_run: bool = False, examined: Callable[[int], object] = lambda count: None
@@ -267,24 +310,17 @@ class Recording(LedgerPart):
         while page := self._untrained_after(last):
             with self._write() as connection:
                 alone(connection, "record")
-                decided = self._settlement.plan(connection, page)
+                decided = self._rewards.plan(connection, page)
                 if not dry_run:
-                    rule_id = self._settlement.rule_id(connection)
+                    rule_id = self._rewards.rule_id(connection)
                     write(connection, decided._replace(repeats=[]), rule_id, repeat=False)
-                    _under_the_rule(connection, page, rule_id)
+                    # Store that these rewards are the rule's, unchanged ones included.
+                    open_ = experiences.c.state.not_in((State.LEASED, State.TRAINED))
+                    same = and_(experiences.c.msg_id.in_(page), experiences.c.rewarded_at.is_not(None), open_)
+                    connection.execute(update(experiences).where(same).values(reward_rule=rule_id))
             replies, changed, last = replies + len(page), changed + len(decided.changes), page[-1]
             examined(len(page))
         return RecomputeResult(replies, changed)
-
-    def _in_ledger_time(self, connection: Connection, records: Sequence[_Record]) -> list[_Record]:
-        """The records with the ledger's time in the place of what their processes took for it."""
-        starts = self._starts_of(connection, {each.stamp.boot for each in records if each.stamp})
-        return [
-            msgspec.structs.replace(each, received_at=starts[each.stamp.boot] + each.stamp.seconds)
-            if each.stamp and each.stamp.boot in starts
-            else each
-            for each in records
-        ]
 
     def _untrained_after(self, msg_id: str) -> list[str]:
         untrained = experiences.c.state.in_(
@@ -297,7 +333,7 @@ class Recording(LedgerPart):
         self, connection: Connection, given: frozenset[str], values: Mapping[str, Any], now: float
     ) -> None:
         """Reward what had no feedback until its attribution window closed, if the rule says so."""
-        rule = self._settlement.rule
+        rule = self._rewards.rule
         if rule.default is None or rule.attribution_window is None:
             return
         wanted = _limited_to(given)
@@ -305,7 +341,7 @@ class Recording(LedgerPart):
         default = {
             "reward": rule.default,
             "rewarded_at": experiences.c.sampled_at + rule.attribution_window,
-            "reward_rule": self._settlement.rule_id(connection),
+            "reward_rule": self._rewards.rule_id(connection),
         }
         recorded = experiences.c.state == State.RECORDED
         rewarding = update(experiences).where(recorded, wanted, closed).values(**default, state=State.REWARDED)
@@ -329,70 +365,6 @@ def _committing(given: frozenset[str]) -> Update:
     return rewarded.values(state=State.COMMITTED, committed_at=bindparam("now"))
 
 
-def _new_feedback(
-    connection: Connection, events: Sequence[Feedback], slot_of: Mapping[EventName, object]
-) -> list[Feedback]:
-    """The events that are not stored, do not repeat the latest one of the same source on the same subject, and fit."""
-    last: dict[object, Any] = {}
-    quota = FeedbackQuota(connection.execute)
-    earlier = _earlier_feedback(events, connection.execute)
-    again = offered_again(events, {name_of(row) for row in earlier}, slot_of)
-    # What a client sends again under its key is not the last word: others may have spoken since.
-    stored = stored_among(connection, feedback.c.event_id, {event.event_id for event in events})
-    events = [event for event in events if name_of(event) not in again and event.event_id not in stored]
-    for row in sorted(earlier, key=event_order):
-        last[_subject(row)] = row
-        quota.take(row)
-    alike = ((last[_subject(event)], event) for event in events if _subject(event) in last)
-    texts = [(row.id, event.text) for row, event in alike if _content(row) == _content(event) and row.has_text]
-    same = equal_texts(connection.execute, texts)
-    new = []
-    for event in events:
-        before = last.get(_subject(event))
-        if event.event_id in stored or (before is not None and _is_repeated(before, event, same)):
-            continue
-        # Who has said something may take it back, once, whatever others have said since.
-        takes_back = event.kind is Kind.RETRACTION and before is not None and before.kind != Kind.RETRACTION
-        if takes_back or quota.allows(event):
-            quota.take(event)
-            last[_subject(event)] = event
-            stored.add(event.event_id)
-            new.append(event)
-    return new
-
-
-def _earlier_feedback(
-    events: Collection[Feedback], read: Callable[[Select[Any], Mapping[str, Any]], Iterable[Any]]
-) -> Collection[Any]:
-    """The feedback that there is about the replies and runs that these events are about."""
-    found: dict[int, Any] = {}
-    replies = {event.msg_id for event in events} | {event.other_msg_id for event in events}
-    for portion in portions(replies - {None}):
-        found |= {row.id: row for row in read(_ABOUT_REPLIES, {"replies": portion})}
-    runs = {(event.tenant, event.task_id, event.run_id) for event in events if event.msg_id is None}
-    for few in portions(runs, of=3):
-        found |= {row.id: row for row in read(_ABOUT_RUNS, {"runs": few})}
-    return found.values()
-
-
-def _is_repeated(before: Any, event: Feedback, same: Collection[tuple[int, str | None]]) -> bool:
-    """Whether an event says what the one before it said; `same` are stored events with a text that is theirs."""
-    if _content(before) != _content(event):
-        return False
-    if isinstance(before, Feedback):
-        return before.text == event.text
-    return (before.id, event.text) in same if before.has_text else event.text is None
-
-
-def _subject(event: Any) -> object:
-    whole_run = (event.task_id, event.run_id) if event.msg_id is None else None
-    return event.tenant, event.msg_id, event.choice, whole_run, event.metric, event.source
-
-
-def _content(event: Any) -> object:
-    return event.kind, event.value, event.other_msg_id, event.other_choice, event.task_id, event.run_id
-
-
 def _replies(connection: Connection, events: Sequence[Feedback]) -> Iterator[str]:
     """The replies that the events bear on."""
     trajectories: set[Trajectory] = set()
@@ -406,10 +378,3 @@ def _replies(connection: Connection, events: Sequence[Feedback]) -> Iterator[str
     yield from replies_of(connection, trajectories)
     retracted = {event.msg_id for event in events if event.kind is Kind.RETRACTION and event.msg_id is not None}
     yield from replies_preferred_to(connection, retracted)
-
-
-def _under_the_rule(connection: Connection, msg_ids: Sequence[str], rule_id: int) -> None:
-    """Store that these rewards are the rule's, unchanged ones included."""
-    open_ = experiences.c.state.not_in((State.LEASED, State.TRAINED))
-    same = and_(experiences.c.msg_id.in_(msg_ids), experiences.c.rewarded_at.is_not(None), open_)
-    connection.execute(update(experiences).where(same).values(reward_rule=rule_id))

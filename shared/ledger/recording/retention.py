@@ -1,16 +1,18 @@
 """The verbs that delete: what is older than the settings allow, and whatever came from a person.
 
-Deleted trained rows are counted in their versions' `purged`, so that the ledger still adds up.
+What was deleted must not come back: it may still lie in a spool. Deleted trained rows are counted in their versions'
+`purged`, so that the ledger still adds up.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
     ColumnElement,
     Connection,
+    Select,
     Table,
     and_,
     delete,
@@ -25,24 +27,155 @@ from sqlalchemy import (
     update,
 )
 
-from tuneloop.shared.experience import KEY_SOURCE, Kind, Outcome, State, person_behind
-from tuneloop.shared.ledger.raters.rater_tables import rater_events, raters
-from tuneloop.shared.ledger.recording.erasures import Person, deleted_of, mark_deleted
-from tuneloop.shared.ledger.recording.rewards import Trajectory, replies_of
-from tuneloop.shared.ledger.recording.settlement import Settlement
+from tuneloop.shared.experience import KEY_SOURCE, Exchange, Feedback, Kind, Outcome, Record, State, person_behind
+from tuneloop.shared.ledger.recording.rewards import Rewards, Trajectory, replies_of
 from tuneloop.shared.ledger.storage.schema import (
+    Utf8Text,
     deletions,
     erasures,
     exchanges,
     experiences,
     exports,
     feedback,
+    rater_events,
+    raters,
     versions,
 )
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions, translating_errors
-from tuneloop.shared.ledger.stored_bytes import delete_counted
+from tuneloop.shared.ledger.storage.transactions import (
+    LedgerPart,
+    Transactions,
+    alone,
+    is_among,
+    portions,
+    put,
+    translating_errors,
+)
 from tuneloop.shared.settings.feedback import RetentionSettings as Bounds
 from tuneloop.shared.settings.settings import Settings
+
+#: A tenant and the name of a person there.
+Person = tuple[str, str]
+
+
+_ERASED = select(erasures).where(is_among(tuple_(erasures.c.tenant, erasures.c.user_id), "people"))
+
+
+def without_erased(
+    records: Iterable[Record],
+    erased: Mapping[Person, float],
+    *,
+    deleted: Iterable[str] = (),
+    hidden: Callable[[str], str] = lambda name: name,
+) -> Iterator[Record]:
+    """The records but those of an erased person that were received before that: exchanges, and feedback by them.
+
+    Feedback about such an exchange goes too, where the exchange comes before it, or is among the `deleted`. `hidden` is
+    what else a person of a name may be called among the erased.
+    """
+    gone = set(deleted)
+
+    def are_of_erased(record: Record, name: str | None) -> bool:
+        names = {name, hidden(name)} if name is not None else ()
+        return any(
+            (record.received_at <= erased.get((record.tenant, stored_name(each)), float("-inf"))) for each in names
+        )
+
+    for record in records:
+        if isinstance(record, Exchange):
+            theirs = record.msg_id in gone or are_of_erased(record, record.user)
+            gone.update([record.msg_id] if theirs else [])
+        else:
+            about = names_in(record) & gone
+            said_by = record.source and person_behind(record.source)
+            theirs = bool(about) or are_of_erased(record, said_by)
+        if not theirs:
+            yield record
+
+
+def not_erased(
+    connection: Connection,
+    new_exchanges: Sequence[Exchange],
+    new_feedback: Sequence[Feedback],
+    *,
+    deletions: bool,
+    erasures: bool,
+) -> tuple[list[Exchange], list[Feedback]]:
+    """The exchanges and the feedback that may be stored. Earlier feedback about one that may not is deleted.
+
+    `deletions` and `erasures`: whether there are any.
+    """
+    if deletions:
+        new_exchanges, new_feedback = _not_deleted(connection, new_exchanges, new_feedback)
+    if not erasures:
+        return list(new_exchanges), list(new_feedback)
+    people = [(each.tenant, each.user) for each in new_exchanges] + [
+        (each.tenant, each.source and person_behind(each.source)) for each in new_feedback
+    ]
+    named = {(tenant, stored_name(name)) for tenant, name in people if name is not None}
+    erased = erased_among(connection, named)
+    if not erased:
+        return list(new_exchanges), list(new_feedback)
+    remaining = list(without_erased([*new_exchanges, *new_feedback], erased))
+    remaining_exchanges = [each for each in remaining if isinstance(each, Exchange)]
+    left = {each.msg_id for each in remaining_exchanges}
+    refused = [each for each in new_exchanges if each.msg_id not in left]
+    forget_feedback(connection, {each.msg_id for each in refused})
+    mark_deleted(connection, refused, at=max(erased.values()))
+    return remaining_exchanges, [each for each in remaining if isinstance(each, Feedback)]
+
+
+def deleted_of(msg_ids: Sequence[str]) -> Select[tuple[str]]:
+    """Those that were deleted one by one; a portion of names at a time."""
+    return select(deletions.c.msg_id).where(deletions.c.msg_id.in_(msg_ids))
+
+
+def erased_among(connection: Connection, people: Collection[Person]) -> dict[Person, float]:
+    """When those of the people were erased who were."""
+    found: dict[Person, float] = {}
+    for portion in portions(people, of=2):
+        for row in connection.execute(_ERASED, {"people": portion}):
+            found[row.tenant, row.user_id] = row.erased_at
+    return found
+
+
+def forget_feedback(connection: Connection, msg_ids: Collection[str]) -> None:
+    """Delete the feedback about these replies."""
+    for portion in portions(msg_ids):
+        about = or_(feedback.c.msg_id.in_(portion), feedback.c.other_msg_id.in_(portion))
+        connection.execute(delete(feedback).where(about))
+
+
+def mark_deleted(connection: Connection, rows: Iterable[Any], *, at: float) -> None:
+    """Note that these exchanges were deleted: feedback about them, which may come later, is not taken."""
+    names = ("msg_id", "tenant", "received_at")
+    put(connection, deletions, [{name: getattr(each, name) for name in names} | {"deleted_at": at} for each in rows])
+
+
+def stored_name(name: str) -> str:
+    """The name of a person as the ledger holds it."""
+    return Utf8Text.storable(name)
+
+
+def _not_deleted(
+    connection: Connection, new_exchanges: Sequence[Exchange], new_feedback: Sequence[Feedback]
+) -> tuple[Sequence[Exchange], Sequence[Feedback]]:
+    """Those that are neither a deleted completion nor about one."""
+    named = {each.msg_id for each in new_exchanges} | {msg_id for each in new_feedback for msg_id in names_in(each)}
+    deleted = {row.msg_id for portion in portions(named) for row in connection.execute(deleted_of(portion))}
+    if not deleted:
+        return new_exchanges, new_feedback
+    return (
+        [each for each in new_exchanges if each.msg_id not in deleted],
+        [each for each in new_feedback if not deleted & names_in(each)],
+    )
+
+
+def names_in(record: Record) -> set[str]:
+    """The replies that a record names."""
+    if isinstance(record, Exchange):
+        return {record.msg_id}
+    return {msg_id for msg_id in (record.msg_id, record.other_msg_id) if msg_id is not None}
+
 
 #: What may be purged. Trained rows come first: the repeat of one may be purged in the same run, and spares it still.
 PURGEABLE = (State.TRAINED, State.RECORDED, State.REWARDED, State.EXPIRED, State.DROPPED)
@@ -101,9 +234,9 @@ def bounds_of_tenants(settings: Settings) -> dict[str, dict[State, float]]:
 class Retention(LedgerPart):
     """Experiences past their bounds, and persons, are deleted."""
 
-    def __init__(self, transactions: Transactions, settlement: Settlement) -> None:
+    def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
         super().__init__(transactions)
-        self._settlement = settlement
+        self._rewards = rewards
 
     def purge(
         self,
@@ -147,24 +280,28 @@ class Retention(LedgerPart):
             alone(connection, "record")
             alone(connection, "exports")  # else a file might be listed, with rows of theirs in it, after we looked
             alone(connection, "raters")  # else they might be named there, by feedback that is deleted
-            rows = connection.execute(_rows_of(tenant, user)).all()
+            rows = connection.execute(
+                _columns().where(experiences.c.msg_id.in_(_exchanges_of(tenant, user))).with_for_update()
+            ).all()
             theirs = connection.execute(_exchanges_of(tenant, user, *_DELETED)).all()
             msg_ids = {each.msg_id for each in theirs}
             events = {event.id: event for event in _feedback_to_erase(connection, tenant, user, rows, msg_ids)}
             if not dry_run:
                 touched = set(_replies(connection, events.values())) - msg_ids
                 at = self._clock() if at is None else at
-                _mark_erased(connection, tenant, user, at)
+                named = and_(erasures.c.tenant == tenant, erasures.c.user_id == user)
+                if not connection.execute(update(erasures).where(named).values(erased_at=at)).rowcount:
+                    connection.execute(insert(erasures).values(tenant=tenant, user_id=user, erased_at=at))
                 mark_deleted(connection, theirs, at=at)
                 regroup(connection, rows)
                 _delete(connection, rows)
                 delete_by(connection, exchanges, exchanges.c.msg_id, msg_ids)
                 delete_by(connection, feedback, feedback.c.id, events)
                 for table in (raters, rater_events):
-                    named = select(table.c.name).where(table.c.tenant == tenant, _may_be(table.c.name, user))
-                    names = {name for name in connection.execute(named).scalars() if person_behind(name) == user}
+                    alike = select(table.c.name).where(table.c.tenant == tenant, _may_be(table.c.name, user))
+                    names = {name for name in connection.execute(alike).scalars() if person_behind(name) == user}
                     connection.execute(delete(table).where(table.c.tenant == tenant, table.c.name.in_(names)))
-                self._settlement.recompute(connection, touched)
+                self._rewards.recompute(connection, touched)
         trained = Counter(row.trained_version for row in rows if row.trained_version is not None)
         return ErasureResult(frozenset(msg_ids), len(rows), len(events), dict(sorted(trained.items())))
 
@@ -205,7 +342,14 @@ class Retention(LedgerPart):
     def _purge(
         self, state: State, before: float, scope: "_Scope", dry_run: bool, deleted: Callable[[int], object]
     ) -> int:
-        old = and_(experiences.c.state == state, experiences.c.sampled_at < before, ~_waits_for_its_repeat())
+        repeat = experiences.alias()
+        same = and_(repeat.c.msg_id == experiences.c.msg_id, repeat.c.choice == experiences.c.choice)
+        untrained = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
+        old = and_(
+            experiences.c.state == state,
+            experiences.c.sampled_at < before,
+            ~exists().where(same, repeat.c.correction > experiences.c.correction, repeat.c.state.in_(untrained)),
+        )
         old = and_(old, scope.of(experiences))
         if dry_run:
             return int(self._read(select(func.count()).where(old))[0][0])
@@ -230,7 +374,7 @@ class Retention(LedgerPart):
             return int(self._read(select(func.count()).where(parked))[0][0])
         with self._write() as connection:
             alone(connection, "record")
-            return delete_counted(connection, feedback, parked)
+            return connection.execute(delete(feedback).where(parked)).rowcount
 
 
 class _Scope(NamedTuple):
@@ -246,32 +390,15 @@ class _Scope(NamedTuple):
         return table.c.tenant.not_in(self.but) if self.but else true()
 
 
-def _mark_erased(connection: Connection, tenant: str, user: str, at: float) -> None:
-    theirs = and_(erasures.c.tenant == tenant, erasures.c.user_id == user)
-    if not connection.execute(update(erasures).where(theirs).values(erased_at=at)).rowcount:
-        connection.execute(insert(erasures).values(tenant=tenant, user_id=user, erased_at=at))
-
-
 def _columns() -> Any:
     names = ("id", "msg_id", "tenant", "task_id", "run_id", "group_id", "trained_version")
     return select(*(experiences.c[name] for name in names))
-
-
-def _waits_for_its_repeat() -> ColumnElement[bool]:
-    repeat = experiences.alias()
-    same = and_(repeat.c.msg_id == experiences.c.msg_id, repeat.c.choice == experiences.c.choice)
-    untrained = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
-    return exists().where(same, repeat.c.correction > experiences.c.correction, repeat.c.state.in_(untrained))
 
 
 def _exchanges_of(tenant: str, user: str, *columns: ColumnElement[Any]) -> Any:
     # Stated twice, so that the index of those with a user is seen to apply.
     theirs = and_(exchanges.c.user_id.is_not(None), exchanges.c.user_id == user)
     return select(exchanges.c.msg_id, *columns).where(exchanges.c.tenant == tenant, theirs)
-
-
-def _rows_of(tenant: str, user: str) -> Any:
-    return _columns().where(experiences.c.msg_id.in_(_exchanges_of(tenant, user))).with_for_update()
 
 
 def _feedback_to_erase(
@@ -323,31 +450,32 @@ def delete_with_exchanges(connection: Connection, rows: Sequence[Any]) -> None:
         gone |= set(connection.execute(empty).scalars())
     delete_by(connection, exchanges, exchanges.c.msg_id, gone)
     for portion in portions(gone):
-        delete_counted(connection, feedback, feedback.c.msg_id.in_(portion), _withdrawn())
+        # Whether a preference was taken back: it must not outlive the word that took it back.
+        later = feedback.alias()
+        same = (later.c[name] == feedback.c[name] for name in ("tenant", "msg_id", "metric"))
+        connection.execute(
+            delete(feedback).where(
+                feedback.c.msg_id.in_(portion),
+                and_(
+                    feedback.c.kind == Kind.PREFERENCE,
+                    exists().where(
+                        later.c.kind == Kind.RETRACTION,
+                        *same,
+                        later.c.source.is_not_distinct_from(feedback.c.source),
+                        later.c.id > feedback.c.id,
+                        or_(later.c.choice.is_(None), later.c.choice == feedback.c.choice),
+                    ),
+                ),
+            )
+        )
     # A preference stays as long as either of its two replies: it makes both of their rewards.
     either = exists().where(exchanges.c.msg_id.in_((feedback.c.msg_id, feedback.c.other_msg_id)))
     for portion in portions(gone, of=2):
         of_the_worse = and_(feedback.c.other_msg_id.in_(portion), feedback.c.outcome != Outcome.PENDING)
         about = or_(feedback.c.msg_id.in_(portion), of_the_worse)
-        delete_counted(connection, feedback, about, ~either)
+        connection.execute(delete(feedback).where(about, ~either))
     for few in portions(_trajectories(rows), of=3):
-        delete_counted(connection, feedback, _of_trajectories(few), ~_has_replies())
-
-
-def _withdrawn() -> ColumnElement[bool]:
-    """Whether a preference was taken back: it must not outlive the word that took it back."""
-    later = feedback.alias()
-    same = (later.c[name] == feedback.c[name] for name in ("tenant", "msg_id", "metric"))
-    return and_(
-        feedback.c.kind == Kind.PREFERENCE,
-        exists().where(
-            later.c.kind == Kind.RETRACTION,
-            *same,
-            later.c.source.is_not_distinct_from(feedback.c.source),
-            later.c.id > feedback.c.id,
-            or_(later.c.choice.is_(None), later.c.choice == feedback.c.choice),
-        ),
-    )
+        connection.execute(delete(feedback).where(_of_trajectories(few), ~_has_replies()))
 
 
 def _delete(connection: Connection, rows: Sequence[Any]) -> None:
@@ -361,7 +489,7 @@ def _delete(connection: Connection, rows: Sequence[Any]) -> None:
 def delete_by(connection: Connection, table: Table, column: ColumnElement[Any], values: Collection[Any]) -> None:
     """Delete the exchanges, or the feedback, that have one of the values in a column."""
     for portion in portions(values):
-        delete_counted(connection, table, column.in_(portion))
+        connection.execute(delete(table).where(column.in_(portion)))
 
 
 def _trajectories(rows: Sequence[Any]) -> set[Trajectory]:

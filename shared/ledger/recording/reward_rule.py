@@ -14,12 +14,16 @@ names cost nothing.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tuneloop.shared.experience import KEY_SOURCE, MAX_REWARD, Kind
-from tuneloop.shared.ledger.raters.voices import median_by_voice, voice_of
+from sqlalchemy import Connection, select
+
+from tuneloop.shared.experience import KEY_SOURCE, MAX_REWARD, Kind, message_of
+from tuneloop.shared.ledger.raters import median_by_voice, voice_of
+from tuneloop.shared.ledger.storage.schema import experiences, feedback
+from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.settings.feedback import RewardRule
 
 #: The kinds that can change what a reply is trained with. The others are kept for what a number cannot say.
@@ -97,7 +101,15 @@ def reward_of(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -
     """
     said = list(events)
     counting = counting_events(rule, said, sampled_at=sampled_at)
-    edit = _standing_edit(rule, said, sampled_at=sampled_at)
+    # The latest edited answer that was not retracted: of the reply, or else of its run.
+    latest: dict[tuple[str, str | None, bool], Event] = {}
+    for event in _in_time(rule, said, sampled_at):
+        if event.kind in (Kind.DEMONSTRATION, Kind.RETRACTION):
+            about = event.metric, event.source, event.of_run
+            latest.pop(about, None)  # so that the last entry is the latest event
+            latest[about] = event
+    standing = [event for event in latest.values() if event.kind is Kind.DEMONSTRATION]
+    edit = next((each for of_run in (False, True) for each in reversed(standing) if each.of_run is of_run), None)
     heard = [event for event, _ in counting] + ([edit] if edit else [])
     if not heard:
         return None
@@ -126,18 +138,6 @@ def counting_events(rule: RewardRule, events: Iterable[Event], *, sampled_at: fl
         settled = {(event.metric, event.of_run) for event, _ in counting if event.trusted}
         counting = [each for each in counting if each[0].trusted or (each[0].metric, each[0].of_run) not in settled]
     return counting
-
-
-def _standing_edit(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -> Event | None:
-    """The latest edited answer that was not retracted: of the reply, or else of its run."""
-    latest: dict[tuple[str, str | None, bool], Event] = {}
-    for event in _in_time(rule, events, sampled_at):
-        if event.kind in (Kind.DEMONSTRATION, Kind.RETRACTION):
-            about = event.metric, event.source, event.of_run
-            latest.pop(about, None)  # so that the last entry is the latest event
-            latest[about] = event
-    standing = [event for event in latest.values() if event.kind is Kind.DEMONSTRATION]
-    return next((each for of_run in (False, True) for each in reversed(standing) if each.of_run is of_run), None)
 
 
 def _in_time(rule: RewardRule, events: Iterable[Event], sampled_at: float) -> Iterator[Event]:
@@ -197,3 +197,81 @@ def _value(rule: RewardRule, event: Event) -> float | None:
             return rule.label_values.get(event.text or "")
         case Kind.COMMENT | Kind.DEMONSTRATION | Kind.RETRACTION:
             return None
+
+
+#: Characters up to which two texts are compared by characters. Longer ones are by words, as many of them at most.
+LONGEST = 4000
+
+
+def similarities(connection: Connection, edits: Mapping[int, int]) -> dict[int, float]:
+    """How alike the reply of each row of `experiences` and the answer of its feedback event are, by the rows' ids."""
+    answers: dict[int, str] = {}
+    for portion in portions({*edits.values()}):
+        query = select(feedback.c.id, feedback.c.text).where(feedback.c.id.in_(portion))
+        answers |= {row.id: _text_of_answer(row.text) for row in connection.execute(query)}
+    found: dict[int, float] = {}
+    for portion in portions(edits):
+        words = select(experiences.c.id, experiences.c.text, experiences.c.tool_calls)
+        for row in connection.execute(words.where(experiences.c.id.in_(portion))):
+            calls = json.loads(row.tool_calls) if row.tool_calls else None
+            found[row.id] = similarity(_text_of_message(row.text, calls), answers[edits[row.id]])
+    return found
+
+
+def similarity(reply: str, answer: str) -> float:
+    """From 0, nothing in common, to 1, the same.
+
+    >>> similarity("10", "10"), similarity("on Monday", "on Sunday"), similarity("", "18")
+    (1.0, 0.7777777777777778, 0.0)
+    """
+    if reply == answer:
+        return 1.0
+    by_words = max(len(reply), len(answer)) > LONGEST
+    one, other = (text.split()[:LONGEST] if by_words else text for text in (reply, answer))
+    return 1 - _distance(one, other) / (max(len(one), len(other)) or 1)
+
+
+def _distance(one: Sequence[str], other: Sequence[str]) -> int:
+    """The fewest insertions, deletions and replacements that make one of the other (Levenshtein).
+
+    Myers (1999), as Hyyrö (2003) has it: a column of the table of costs is two numbers, whose bits say where it rises
+    and falls.
+    """
+    if not one or not other:
+        return len(one) + len(other)
+    places: dict[str, int] = {}
+    for at, unit in enumerate(one):
+        places[unit] = places.get(unit, 0) | 1 << at
+    every, last = (1 << len(one)) - 1, 1 << (len(one) - 1)
+    rises, falls, distance = every, 0, len(one)
+    for unit in other:
+        same = places.get(unit, 0)
+        diagonal = (((same & rises) + rises) ^ rises) | same | falls
+        right, left = falls | (every & ~(diagonal | rises)), diagonal & rises
+        distance += bool(right & last) - bool(left & last)
+        right, left = right << 1 | 1, left << 1
+        rises, falls = every & (left | ~(diagonal | right)), right & diagonal & every
+    return distance
+
+
+def _text_of_answer(answer: str) -> str:
+    message = message_of(answer)
+    return answer if message is None else _text_of_message(message.get("content"), message.get("tool_calls"))
+
+
+def _text_of_message(content: Any, calls: Any) -> str:
+    """A message's text, and the calls of tools in it, without their ids and however their JSON is written."""
+    text = content if isinstance(content, str) else json.dumps(content) if content else ""
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        said = function if isinstance(function, dict) else {"arguments": call}
+        text += f"\n{said.get('name')} {_canonical(said.get('arguments'))}"
+    return text
+
+
+def _canonical(arguments: Any) -> str:
+    try:
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return json.dumps(read, sort_keys=True)
+    except (ValueError, RecursionError):
+        return str(arguments)

@@ -1,32 +1,33 @@
 """From feedback to rewards: what the events about some replies make of their rows, decided first and then written.
 
-Everything here runs inside a transaction of the ledger.
+Everything here runs inside a transaction of the ledger: that of the verb that recorded the feedback.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, and_, bindparam, case, insert, or_, select, tuple_, update
+from sqlalchemy import Connection, and_, bindparam, case, func, insert, or_, select, tuple_, update
 
-from tuneloop.shared.experience import Exchange, Feedback, Kind, Outcome, State
-from tuneloop.shared.ledger.rare_rows import RareRows
-from tuneloop.shared.ledger.raters.standing import rater_of, without_quarantined
-from tuneloop.shared.ledger.raters.voices import Rater, voice_of
-from tuneloop.shared.ledger.recording.edits import similarities
+from tuneloop.shared import steady_time
+from tuneloop.shared.experience import Feedback, Kind, Outcome, State
+from tuneloop.shared.ledger.raters import Rater, rater_of, voice_of, without_quarantined
 from tuneloop.shared.ledger.recording.reward_rule import (
     Event,
     Reward,
     counting_events,
     default_of,
+    definition,
     in_window,
     reward_of,
     rewarding,
+    rule_of,
+    similarities,
 )
-from tuneloop.shared.ledger.storage.schema import experiences, feedback
-from tuneloop.shared.ledger.storage.transactions import is_among, portions
+from tuneloop.shared.ledger.storage.schema import experiences, feedback, reward_rules
+from tuneloop.shared.ledger.storage.transactions import ignoring, is_among, portions
 from tuneloop.shared.settings.feedback import RewardRule, TrustedRaters
 
 #: States in which a row takes the reward of new feedback; those aside too, for they serve other ends.
@@ -55,9 +56,6 @@ _READ = (
     case((feedback.c.kind == Kind.LABEL, feedback.c.text)).label("text"),
 )
 _NAMED = or_(is_among(feedback.c.msg_id, "replies"), is_among(feedback.c.other_msg_id, "replies"))
-_RATED, _PREFERRED_TO = (
-    select(named).where(is_among(named, "replies")) for named in (feedback.c.msg_id, feedback.c.other_msg_id)
-)
 _RUN = tuple_(*(feedback.c[name] for name in TRAJECTORY))
 _ABOUT_REPLIES = select(*_READ).where(_NAMED)
 _ABOUT_RUNS = select(*_READ).where(feedback.c.msg_id.is_(None), is_among(_RUN, "runs"))
@@ -112,18 +110,6 @@ class Plan(NamedTuple):
     changes: list[Change]
     repeats: list[Change]
     outcomes: dict[int, Outcome]
-
-
-def with_earlier_feedback(connection: Connection, rare: RareRows, new_exchanges: Sequence[Exchange]) -> set[str]:
-    """Those of these replies, just recorded, that have earlier feedback."""
-    msg_ids = [each.msg_id for each in new_exchanges]
-    found: set[str] = set()
-    for wanted, earlier in ((rare.pending, _RATED), (rare.preferences, _PREFERRED_TO)):
-        for portion in portions(msg_ids if wanted else ()):
-            found.update(connection.execute(earlier, {"replies": portion}).scalars())
-    if rare.of_runs:
-        found.update(each.msg_id for each in new_exchanges if None not in (each.task_id, each.run_id))
-    return found
 
 
 def plan(
@@ -191,7 +177,14 @@ def write(connection: Connection, decided: Plan, rule_id: int, *, repeat: bool) 
         of_these = and_(experiences.c.group_id.in_(portion), experiences.c.state == State.COMMITTED)
         connection.execute(update(experiences).where(of_these).values(group_id=None))
     if repeat and decided.repeats:
-        connection.execute(_REPEATING, [_values_of_repeat(change, rule_id) for change in decided.repeats])
+        # Their tokens once more, under their present rewards.
+        again = []
+        for row, reward, similarity in decided.repeats:
+            assert reward is not None
+            anew = (row.correction + 1, State.REWARDED, reward.value, rule_id, reward.at, similarity)
+            values = {f"its_{name}": value for name, value in zip(_REPEATED, anew, strict=True)}
+            again.append({"its_id": row.id, **values})
+        connection.execute(_REPEATING, again)
 
 
 def _is_unrated(reward: Reward | None) -> bool:
@@ -226,8 +219,21 @@ def _read(
     feedback_rows = [*connection.execute(_ABOUT_REPLIES, named)]
     feedback_rows += retractions(connection, {event.msg_id for event in feedback_rows if event.kind == Kind.PREFERENCE})
     bearing = without_quarantined(connection, feedback_rows)
-    rows = _with_labels(found, bearing)
-    about_runs = [*_about_trajectories(connection, rows)]
+    # The rows with the task and run that their feedback names, where their request named none.
+    names: dict[tuple[str, str, str], str] = {}
+    for event in sorted(bearing, key=event_order):
+        for label in ("task_id", "run_id"):
+            if (name := getattr(event, label)) is not None and event.msg_id is not None:
+                names.setdefault((event.tenant, event.msg_id, label), name)
+    rows = [
+        row._replace(
+            task_id=names.get((row.tenant, row.msg_id, "task_id")) if row.task_id is None else row.task_id,
+            run_id=names.get((row.tenant, row.msg_id, "run_id")) if row.run_id is None else row.run_id,
+        )
+        for row in found
+    ]
+    runs = {(row.tenant, row.task_id, row.run_id) for row in rows if None not in (row.task_id, row.run_id)}
+    about_runs = [event for few in portions(runs, of=3) for event in connection.execute(_ABOUT_RUNS, {"runs": few})]
     bearing += without_quarantined(connection, about_runs)
     return found, rows, _Events(feedback_rows + about_runs, bearing, trusted, weights)
 
@@ -273,7 +279,11 @@ class _Events:
             self._by_key[key] = [
                 self._borne(event, is_about)
                 for event in sorted(found.values(), key=event_order)
-                if event.tenant == row.tenant and ((is_about := _is_about(event, row)) or _is_rejected_by(event, row))
+                if event.tenant == row.tenant
+                and (
+                    (is_about := _is_about(event, row))
+                    or (event.other_msg_id == row.msg_id and event.other_choice in (None, row.choice))
+                )
             ]
         return self._by_key[key]
 
@@ -331,38 +341,11 @@ def _is_about(event: Any, row: RewardRow) -> bool:
     return event.msg_id == row.msg_id and event.choice in (None, row.choice)
 
 
-def _is_rejected_by(event: Any, row: RewardRow) -> bool:
-    """Whether the row is what another reply was preferred to."""
-    return event.other_msg_id == row.msg_id and event.other_choice in (None, row.choice)
-
-
 def retractions(connection: Connection, msg_ids: Collection[str]) -> Iterator[Any]:
     """The retractions of feedback about these replies."""
     for portion in portions(msg_ids):
         about = feedback.c.msg_id.in_(portion)
         yield from connection.execute(select(*_READ).where(about, feedback.c.kind == Kind.RETRACTION))
-
-
-def _about_trajectories(connection: Connection, rows: Collection[RewardRow]) -> Iterator[Any]:
-    trajectories = {(row.tenant, row.task_id, row.run_id) for row in rows if None not in (row.task_id, row.run_id)}
-    for portion in portions(trajectories, of=3):
-        yield from connection.execute(_ABOUT_RUNS, {"runs": portion})
-
-
-def _with_labels(rows: Sequence[RewardRow], events: Sequence[Any]) -> list[RewardRow]:
-    """The rows with the task and run that their feedback names, where their request named none."""
-    names: dict[tuple[str, str, str], str] = {}
-    for event in sorted(events, key=event_order):
-        for label in ("task_id", "run_id"):
-            if (name := getattr(event, label)) is not None and event.msg_id is not None:
-                names.setdefault((event.tenant, event.msg_id, label), name)
-    return [
-        row._replace(
-            task_id=names.get((row.tenant, row.msg_id, "task_id")) if row.task_id is None else row.task_id,
-            run_id=names.get((row.tenant, row.msg_id, "run_id")) if row.run_id is None else row.run_id,
-        )
-        for row in rows
-    ]
 
 
 def _set(connection: Connection, table: Any, rows: Sequence[Mapping[str, object]]) -> None:
@@ -451,10 +434,112 @@ def _repeats(
             yield Change(row, reward)
 
 
-def _values_of_repeat(change: Change, rule_id: int) -> Mapping[str, object]:
-    """The parameters of _REPEATING: a row's tokens once more, under its present reward."""
-    row, reward, similarity = change
-    assert reward is not None
-    anew = (row.correction + 1, State.REWARDED, reward.value, rule_id, reward.at, similarity)
-    values = zip(_REPEATED, anew, strict=True)
-    return {"its_id": row.id} | {f"its_{name}": value for name, value in values}
+class Rewards:
+    """The reward rule of a ledger, and whose words settle a metric.
+
+    `compensate_late` repeats trained rows whose reward changes afterwards.
+    """
+
+    def __init__(
+        self,
+        rule: RewardRule | None = None,
+        *,
+        trusted_raters: TrustedRaters | None = None,
+        compensate_late: bool = False,
+        clock: Callable[[], float] = steady_time.now,
+    ) -> None:
+        self.rule = rule or RewardRule()
+        self.trusted_raters = trusted_raters or TrustedRaters()
+        self.compensate_late = compensate_late
+        self._clock = clock
+
+    def compute(self, connection: Connection, msg_ids: Collection[str]) -> Plan:
+        """Let the feedback about these replies make their rewards, whichever of the two came first."""
+        decided = self.plan(connection, msg_ids)
+        if any(decided):
+            write(connection, decided, self.rule_id(connection), repeat=self.compensate_late)
+        return decided
+
+    def compute_corrected(self, connection: Connection, msg_ids: Collection[str]) -> None:
+        """Let those of the replies that were corrected while they were leased take their rewards now.
+
+        Each under the rule that made its reward: a trainer's settings need not name it.
+        """
+        # Those of the replies about which feedback came too late.
+        late = feedback.c.outcome == Outcome.LATE
+        found: set[str] = set()
+        for portion in portions(msg_ids):
+            about = or_(
+                feedback.c.msg_id == experiences.c.msg_id,
+                feedback.c.other_msg_id == experiences.c.msg_id,
+                and_(feedback.c.msg_id.is_(None), *(feedback.c[name] == experiences.c[name] for name in TRAJECTORY)),
+            )
+            corrected = select(experiences.c.msg_id).where(
+                experiences.c.msg_id.in_(portion), select(feedback.c.id).where(late, about).exists()
+            )
+            found |= set(connection.execute(corrected).scalars())
+        for rule_id, (rule, replies) in rules_of(connection, found).items():
+            decided = self.plan(connection, replies, rule)
+            if any(decided):
+                write(connection, decided, rule_id, repeat=self.compensate_late)
+
+    def recompute(self, connection: Connection, msg_ids: Collection[str]) -> Plan:
+        """Recompute the rewards of these replies, without repeating what was trained on."""
+        decided = self.plan(connection, msg_ids)
+        write(connection, decided._replace(repeats=[]), self.rule_id(connection), repeat=False)
+        return decided
+
+    def plan(self, connection: Connection, msg_ids: Collection[str], rule: RewardRule | None = None) -> Plan:
+        """The changes to these replies by all the feedback about them, under the rule given or else the present one."""
+        return plan(connection, msg_ids, rule or self.rule, trusted=self.trusted_raters, now=self._clock())
+
+    def rule_id(self, connection: Connection) -> int:
+        """The id of the rule in the ledger, which is put there if need be."""
+        return id_of_rule(connection, definition(self.rule), now=self._clock())
+
+    def release(self, connection: Connection, which: Any) -> None:
+        """End leases. What was corrected meanwhile takes its reward now."""
+        leased = select(experiences.c.id, experiences.c.msg_id).where(experiences.c.state == State.LEASED, which)
+        rows = connection.execute(leased.order_by(experiences.c.id).with_for_update()).all()
+        back = {"state": State.COMMITTED, "lease_epoch": None, "lease_until": None}
+        for portion in portions([row.id for row in rows]):
+            connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(back))
+        self.compute_corrected(connection, {row.msg_id for row in rows})
+
+
+#: The rule of a call without feedback of its own: it has the reward of its run's last one.
+OF_ITS_RESULT = '{"of":"the last call of its run"}'
+
+_RULE_OF = select(reward_rules.c.id).where(reward_rules.c.definition == bindparam("its_definition"))
+
+
+def id_of_rule(connection: Connection, definition: str, *, now: float) -> int:
+    """The number of the rule, which is stored if it is new."""
+    same = {"its_definition": definition}
+    if (found := connection.execute(_RULE_OF, same).scalar()) is None:
+        connection.execute(ignoring(connection, reward_rules), {"definition": definition, "created_at": now})
+        found = connection.execute(_RULE_OF, same).scalar_one()
+    return int(found)
+
+
+def rules_of(connection: Connection, msg_ids: Collection[str]) -> dict[int, tuple[RewardRule, list[str]]]:
+    """The rewarded ones of the replies by the rule that made their rewards.
+
+    Those that have the reward of their run's result come under the newest rule: they have feedback since.
+    """
+    by_rule: defaultdict[int, list[str]] = defaultdict(list)
+    for portion in portions(msg_ids):
+        query = select(experiences.c.msg_id, func.max(experiences.c.reward_rule)).group_by(experiences.c.msg_id)
+        of_these = query.where(experiences.c.msg_id.in_(portion), experiences.c.reward_rule.is_not(None))
+        for msg_id, rule in connection.execute(of_these):
+            by_rule[rule].append(msg_id)
+    if not by_rule:
+        return {}
+    definitions = {row.id: row.definition for row in connection.execute(select(reward_rules))}
+    newest = max((number for number, definition in definitions.items() if definition != OF_ITS_RESULT), default=None)
+    found: dict[int, tuple[RewardRule, list[str]]] = {}
+    for number, replies in by_rule.items():
+        chosen = newest if definitions[number] == OF_ITS_RESULT else number
+        if chosen is not None:
+            found.setdefault(chosen, (rule_of(definitions[chosen]), []))[1].extend(replies)
+    return found

@@ -1,22 +1,305 @@
-"""The verbs of stored completions: list, look at, relabel and delete the exchanges of the chat endpoint one by one."""
+"""Stored completions: OpenAI's object of an exchange, its tags, and the verbs that list, look at, relabel and delete.
 
+Fields of a request that are only passed on stay the JSON that they were.
+"""
+
+import hashlib
+import json
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from sqlalchemy import Connection, LargeBinary, Select, and_, exists, func, or_, select, tuple_
+import msgspec
+from msgspec import Raw
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    LargeBinary,
+    Select,
+    and_,
+    delete,
+    exists,
+    func,
+    insert,
+    literal_column,
+    or_,
+    select,
+    tuple_,
+)
 
-from tuneloop.shared.experience import Feedback, State
-from tuneloop.shared.ledger.recording.completion_object import StoredChoice, StoredExchange, as_json, tags_of
-from tuneloop.shared.ledger.recording.erasures import deleted_of, forget_feedback, mark_deleted, names_in
-from tuneloop.shared.ledger.recording.retention import PORTION, delete_by, delete_with_exchanges, regroup
-from tuneloop.shared.ledger.recording.settlement import Settlement
-from tuneloop.shared.ledger.recording.tags import ENDPOINT, ENDPOINT_IN_SQL, PageCursor, change
+from tuneloop.shared.experience import Exchange, Feedback, State
+from tuneloop.shared.ledger.recording.retention import (
+    PORTION,
+    delete_by,
+    delete_with_exchanges,
+    deleted_of,
+    forget_feedback,
+    mark_deleted,
+    names_in,
+    regroup,
+)
+from tuneloop.shared.ledger.recording.rewards import Rewards
 from tuneloop.shared.ledger.storage import codec
 from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, exchanges, experiences, feedback, tags
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions, put
+
+#: OpenAI's bounds of metadata.
+MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512
+
+_NULL = Raw(b"null")
+
+
+class StoredRequest(msgspec.Struct, frozen=True):
+    """The fields of the request that the object repeats."""
+
+    model: Any = None
+    metadata: Any = None
+    user: Raw = _NULL
+    tools: Raw = _NULL
+    tool_choice: Raw = _NULL
+    response_format: Raw = _NULL
+    service_tier: Raw = _NULL
+    seed: Raw = _NULL
+    temperature: Raw = _NULL
+    top_p: Raw = _NULL
+    presence_penalty: Raw = _NULL
+    frequency_penalty: Raw = _NULL
+
+
+class _SearchFields(msgspec.Struct, frozen=True):
+    """What an exchange is found by."""
+
+    model: Any = None
+    metadata: Any = None
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The model's answer."""
+
+    role: str = "assistant"
+    content: str | None
+    refusal: None = None
+    tool_calls: Raw = _NULL
+    function_call: None = None
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer. `finish_reason` is None for one that was cut off."""
+
+    index: int
+    message: AssistantMessage
+    finish_reason: str | None
+    logprobs: None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class StoredCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """The object, in the order of OpenAI's fields."""
+
+    object: str = "chat.completion"
+    id: str
+    model: str
+    created: int
+    request_id: str
+    tool_choice: Raw
+    usage: Usage
+    seed: Raw
+    top_p: Raw
+    temperature: Raw
+    presence_penalty: Raw
+    frequency_penalty: Raw
+    system_fingerprint: None = None
+    input_user: Raw
+    service_tier: Raw
+    tools: Raw
+    metadata: Mapping[str, str]
+    choices: tuple[Choice, ...]
+    response_format: Raw
+
+
+class StoredChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice as the ledger holds it."""
+
+    choice: int
+    text: str
+    tool_calls: bytes | None
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    temperature: float
+
+
+class StoredExchange(msgspec.Struct, frozen=True, kw_only=True):
+    """An exchange as the ledger holds it; `metadata` None: that of the request."""
+
+    msg_id: str
+    received_at: float
+    request: bytes
+    metadata: str | None
+    choices: tuple[StoredChoice, ...]
+
+
+_requests = msgspec.json.Decoder(StoredRequest)
+_search_fields = msgspec.json.Decoder(_SearchFields)
+
+
+def completion(stored: StoredExchange, *, default_model: str) -> StoredCompletion:
+    """The object of an exchange. `default_model` answered a request that named none."""
+    request = _read(stored.request)
+    changed = stored.metadata
+    prompt_tokens = max((each.prompt_tokens for each in stored.choices), default=0)
+    completion_tokens = sum(each.completion_tokens for each in stored.choices)
+    sampled_at = next((each.temperature for each in stored.choices), 1.0)
+    return StoredCompletion(
+        id=stored.msg_id,
+        model=request.model if isinstance(request.model, str) else default_model,
+        created=int(stored.received_at),
+        request_id=stored.msg_id,
+        tool_choice=request.tool_choice,
+        usage=Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens),
+        seed=request.seed,
+        top_p=_or(request.top_p, b"1.0"),
+        temperature=_or(request.temperature, msgspec.json.encode(sampled_at)),
+        presence_penalty=_or(request.presence_penalty, b"0.0"),
+        frequency_penalty=_or(request.frequency_penalty, b"0.0"),
+        input_user=request.user,
+        service_tier=request.service_tier,
+        tools=request.tools,
+        metadata=metadata_as_text(request.metadata) if changed is None else msgspec.json.decode(changed),
+        choices=tuple(_choice(each) for each in stored.choices),
+        response_format=request.response_format,
+    )
+
+
+def messages(stored: StoredExchange) -> list[dict[str, Any]]:
+    """The messages of the request, each with an id of its own, the oldest first."""
+    try:
+        messages = msgspec.json.decode(stored.request)["messages"]
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return []
+    found = enumerate(each for each in messages if isinstance(each, dict)) if isinstance(messages, list) else ()
+    return [_message(f"{stored.msg_id}-{number}", each) for number, each in found]
+
+
+def metadata_as_text(metadata: object) -> dict[str, str]:
+    """A request's metadata as OpenAI's: a value that is no string becomes its JSON."""
+    if not isinstance(metadata, dict):
+        return {}
+    return {
+        str(key): (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+        for key, value in metadata.items()
+        if value is not None
+    }
+
+
+def as_json(pairs: Mapping[str, str]) -> str:
+    """Metadata as it is kept."""
+    return msgspec.json.encode(pairs).decode()
+
+
+def tags_of(tenant: str, request: bytes, metadata: Mapping[str, str] | None = None) -> set[bytes]:
+    """What an exchange is found by. `metadata` stands in the place of the request's, where it was changed."""
+    try:
+        read = _search_fields.decode(request)
+    except msgspec.MsgspecError:  # an imported row may hold anything
+        read = _SearchFields()
+    found = {tag_of_model(tenant, read.model)} if isinstance(read.model, str) else set()
+    pairs = metadata_as_text(read.metadata) if metadata is None else metadata
+    return found | {tag_of_pair(tenant, key, value) for key, value in _findable(pairs)}
+
+
+@lru_cache
+def tag_of_model(tenant: str, model: str) -> bytes:
+    """By which the completions of a model are found."""
+    return _digest(tenant, "model", model)
+
+
+def tag_of_pair(tenant: str, key: str, value: str) -> bytes:
+    """By which the completions with this in their metadata are found."""
+    return _digest(tenant, "metadata", key, value)
+
+
+def _findable(pairs: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """OpenAI's clients cannot ask for more, and a request may bring any number."""
+    for key, value in list(pairs.items())[:MAX_PAIRS]:
+        if len(key) <= MAX_KEY and len(value) <= MAX_VALUE:
+            yield key, value
+
+
+def _digest(*words: str) -> bytes:
+    return hashlib.blake2b(json.dumps(words).encode(), digest_size=16).digest()
+
+
+def _read(request: bytes) -> StoredRequest:
+    try:
+        return _requests.decode(request)
+    except msgspec.MsgspecError:  # an imported row may hold anything
+        return StoredRequest()
+
+
+def _or(value: Raw, neutral: bytes) -> Raw:
+    return value if bytes(value) != b"null" else Raw(neutral)
+
+
+def _choice(choice: StoredChoice) -> Choice:
+    calls = choice.tool_calls
+    content = choice.text if choice.text or not calls else None
+    message = AssistantMessage(content=content, tool_calls=Raw(calls) if calls else _NULL)
+    return Choice(index=choice.choice, message=message, finish_reason=choice.finish_reason)
+
+
+def _message(its_id: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else None
+    fields = {"content": None if parts is not None else content, "name": message.get("name"), "content_parts": parts}
+    return {"role": message.get("role"), **message, **fields, "id": its_id}
+
+
+#: The endpoint whose exchanges are stored completions. Not a parameter: the partial index would not be used.
+ENDPOINT = "/v1/chat/completions"
+ENDPOINT_IN_SQL: ColumnElement[str] = literal_column(f"'{ENDPOINT}'")
+
+
+class PageCursor(NamedTuple):
+    """The position of a completion in the list."""
+
+    received_at: float
+    msg_id: str
+
+
+def tag(connection: Connection, exchanges: Sequence[Exchange]) -> None:
+    """Let exchanges be found that were not stored before.
+
+    What is stored already has its tags, perhaps of other metadata.
+    """
+    rows = [
+        {"tag": tag, "received_at": each.received_at, "msg_id": each.msg_id}
+        for each in exchanges
+        if each.endpoint == ENDPOINT
+        for tag in tags_of(each.tenant, each.request)
+    ]
+    put(connection, tags, rows)
+
+
+def change(connection: Connection, cursor: PageCursor, *, found_by: Collection[bytes], metadata: str) -> None:
+    """Give a completion other metadata, and let it be found by that."""
+    connection.execute(delete(changed_metadata).where(changed_metadata.c.msg_id == cursor.msg_id))
+    connection.execute(insert(changed_metadata).values(msg_id=cursor.msg_id, metadata=metadata))
+    connection.execute(delete(tags).where(tags.c.msg_id == cursor.msg_id))
+    rows = [{"tag": tag, **cursor._asdict()} for tag in found_by]
+    if rows:
+        connection.execute(insert(tags), rows)
+
 
 Order = Literal["asc", "desc"]
 
@@ -46,9 +329,9 @@ class Deletion(StrEnum):
 class StoredCompletions(LedgerPart):
     """Exchanges of the chat endpoint, as OpenAI's clients see them."""
 
-    def __init__(self, transactions: Transactions, settlement: Settlement) -> None:
+    def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
         super().__init__(transactions)
-        self._settlement = settlement
+        self._rewards = rewards
 
     def cursor_of(self, tenant: str, msg_id: str) -> PageCursor | None:
         """Where a completion stands in the list, or stood until it was deleted."""
@@ -74,7 +357,9 @@ class StoredCompletions(LedgerPart):
             of_one = [select_tagged(tag, after, order, limit + 1) for tag in wanted]
             rows = self._read(of_one[0] if of_one else select_page(tenant, after, order, limit + 1))
             keys, more = [row.msg_id for row in rows[:limit]], len(rows) > limit
-        if len(some := self._of_a_page(keys)) < len(keys):
+        # The first of the completions whose requests are not too long together, and one at least.
+        sizes = {row.msg_id: codec.text_size(row.head or b"", row.size) for row in self._read(_sizes(keys))}
+        if len(some := first_of_size(keys, [sizes.get(key, 0) for key in keys])) < len(keys):
             keys, more = some, True
         found = self._read_stored(tenant, keys)
         return CompletionPage([found[msg_id] for msg_id in keys if msg_id in found], more)
@@ -110,7 +395,7 @@ class StoredCompletions(LedgerPart):
             rows = connection.execute(_rows_of([msg_id])).all()
             if any(row.state == State.LEASED for row in rows):
                 return Deletion.LEASED
-            self._settlement.recompute(connection, _delete_named(connection, [msg_id], rows))
+            self._rewards.recompute(connection, _delete_named(connection, [msg_id], rows))
             mark_deleted(connection, [exchange], at=self._clock())
         return Deletion.DONE
 
@@ -121,7 +406,7 @@ class StoredCompletions(LedgerPart):
             with self._write() as connection:
                 alone(connection, "record")
                 rows = connection.execute(_rows_of(page)).all()
-                self._settlement.recompute(connection, _delete_named(connection, page, rows))
+                self._rewards.recompute(connection, _delete_named(connection, page, rows))
                 put(connection, deletions, list(page.values()))
 
     def about_deleted(self, events: Sequence[Feedback]) -> list[str]:
@@ -130,34 +415,61 @@ class StoredCompletions(LedgerPart):
         deleted = {row.msg_id for portion in portions(named) for row in self._read(deleted_of(portion))}
         return [event.event_id for event in events if deleted & names_in(event)]
 
-    def _of_a_page(self, keys: list[str]) -> list[str]:
-        """The first of the completions whose requests are not too long together, and one at least."""
-        sizes = {row.msg_id: codec.text_size(row.head or b"", row.size) for row in self._read(_sizes(keys))}
-        return first_of_size(keys, [sizes.get(key, 0) for key in keys])
-
     def _with_several(
         self, wanted: Collection[bytes], after: PageCursor | None, order: Order, limit: int
     ) -> tuple[list[str], bool]:
-        [driving, *others] = sorted(wanted, key=self._about_how_many)
+        counts: dict[bytes, int] = {}  # those beyond MAX_EXAMINED are not counted
+        for each in wanted:
+            some = select(tags.c.msg_id).where(tags.c.tag == each).limit(MAX_EXAMINED).subquery()
+            counts[each] = self._read(select(func.count()).select_from(some))[0][0]
+        [driving, *others] = sorted(wanted, key=lambda each: counts[each])
         examined = select_tagged(driving, after, order, MAX_EXAMINED).subquery()
-        rows = [row.msg_id for row in self._read(_having(others, examined, order).limit(limit + 1))]
+        query = _next(select(examined.c.msg_id), examined, None, order)
+        for tag in others:
+            same = and_(*(tags.c[name] == examined.c[name] for name in PageCursor._fields))
+            query = query.where(exists().where(tags.c.tag == tag, same))
+        rows = [row.msg_id for row in self._read(query.limit(limit + 1))]
         if len(rows) > limit:
             return rows[:limit], True
         [(count,)] = self._read(select(func.count()).select_from(examined))
         return rows, count == MAX_EXAMINED
 
-    def _about_how_many(self, tag: bytes) -> int:
-        """How many completions have the tag; those beyond MAX_EXAMINED are not counted."""
-        some = select(tags.c.msg_id).where(tags.c.tag == tag).limit(MAX_EXAMINED).subquery()
-        return int(self._read(select(func.count()).select_from(some))[0][0])
-
     def _read_stored(self, tenant: str, msg_ids: Sequence[str], endpoint: str = ENDPOINT) -> dict[str, StoredExchange]:
         # Else what is recorded, or deleted, between the two would be there in part.
-        found, sampled = self._read_together(_exchanges(tenant, msg_ids, endpoint), _select_choices(msg_ids))
+        ours = and_(exchanges.c.tenant == tenant, exchanges.c.endpoint == endpoint, exchanges.c.msg_id.in_(msg_ids))
+        columns = exchanges.c.msg_id, exchanges.c.received_at, exchanges.c.request, changed_metadata.c.metadata
+        changed = changed_metadata.c.msg_id == exchanges.c.msg_id
+        names = ("msg_id", "choice", "text", "tool_calls", "finish_reason", "completion_tokens", "temperature")
+        # Of the blob only how many prompt ids it has: shared/ledger/storage/codec.py.
+        prompt = func.substr(experiences.c.blob, 1, 4, type_=LargeBinary).label("prompt")
+        replies = select(*(experiences.c[name] for name in names), prompt).order_by(experiences.c.choice)
+        found, sampled = self._read_together(
+            select(*columns).outerjoin_from(exchanges, changed_metadata, changed).where(ours),
+            replies.where(experiences.c.msg_id.in_(msg_ids), experiences.c.correction == 0),
+        )
         choices: dict[str, list[StoredChoice]] = defaultdict(list)
         for row in sampled:
-            choices[row.msg_id].append(_choice(row))
-        return {row.msg_id: _completion(row, choices[row.msg_id]) for row in found}
+            choices[row.msg_id].append(
+                StoredChoice(
+                    choice=row.choice,
+                    text=row.text,
+                    tool_calls=row.tool_calls,
+                    finish_reason=row.finish_reason,
+                    prompt_tokens=int.from_bytes(row.prompt, "little"),
+                    completion_tokens=row.completion_tokens,
+                    temperature=row.temperature,
+                )
+            )
+        return {
+            row.msg_id: StoredExchange(
+                msg_id=row.msg_id,
+                received_at=row.received_at,
+                request=codec.unpack_text(row.request),
+                metadata=row.metadata,
+                choices=tuple(choices[row.msg_id]),
+            )
+            for row in found
+        }
 
 
 def first_of_size(keys: list[_Key], sizes: Sequence[int]) -> list[_Key]:
@@ -185,15 +497,6 @@ def select_tagged(tag: bytes, after: PageCursor | None, order: Order, limit: int
     return _next(query, tags, after, order).limit(limit)
 
 
-def _having(others: Sequence[bytes], examined: Any, order: Order) -> Select[Any]:
-    """Those of the completions that have the other tags too."""
-    query = _next(select(examined.c.msg_id), examined, None, order)
-    for tag in others:
-        same = and_(*(tags.c[name] == examined.c[name] for name in PageCursor._fields))
-        query = query.where(exists().where(tags.c.tag == tag, same))
-    return query
-
-
 def _next(query: Select[Any], table: Any, after: PageCursor | None, order: Order) -> Select[Any]:
     columns = [table.c[name] for name in PageCursor._fields]
     if after is not None:
@@ -206,44 +509,6 @@ def _sizes(msg_ids: Sequence[str]) -> Select[Any]:
     head = func.substr(exchanges.c.request, 1, codec.TEXT_HEAD, type_=LargeBinary).label("head")
     size = func.length(exchanges.c.request).label("size")
     return select(exchanges.c.msg_id, head, size).where(exchanges.c.msg_id.in_(msg_ids))
-
-
-def _exchanges(tenant: str, msg_ids: Sequence[str], endpoint: str) -> Select[Any]:
-    ours = and_(exchanges.c.tenant == tenant, exchanges.c.endpoint == endpoint, exchanges.c.msg_id.in_(msg_ids))
-    columns = exchanges.c.msg_id, exchanges.c.received_at, exchanges.c.request, changed_metadata.c.metadata
-    changed = changed_metadata.c.msg_id == exchanges.c.msg_id
-    return select(*columns).outerjoin_from(exchanges, changed_metadata, changed).where(ours)
-
-
-def _select_choices(msg_ids: Sequence[str]) -> Select[Any]:
-    names = ("msg_id", "choice", "text", "tool_calls", "finish_reason", "completion_tokens", "temperature")
-    # Of the blob only how many prompt ids it has: shared/ledger/storage/codec.py.
-    prompt = func.substr(experiences.c.blob, 1, 4, type_=LargeBinary).label("prompt")
-    query = select(*(experiences.c[name] for name in names), prompt)
-    sampled = and_(experiences.c.msg_id.in_(msg_ids), experiences.c.correction == 0)
-    return query.where(sampled).order_by(experiences.c.choice)
-
-
-def _choice(row: Any) -> StoredChoice:
-    return StoredChoice(
-        choice=row.choice,
-        text=row.text,
-        tool_calls=row.tool_calls,
-        finish_reason=row.finish_reason,
-        prompt_tokens=int.from_bytes(row.prompt, "little"),
-        completion_tokens=row.completion_tokens,
-        temperature=row.temperature,
-    )
-
-
-def _completion(row: Any, choices: Sequence[StoredChoice]) -> StoredExchange:
-    return StoredExchange(
-        msg_id=row.msg_id,
-        received_at=row.received_at,
-        request=codec.unpack_text(row.request),
-        metadata=row.metadata,
-        choices=tuple(choices),
-    )
 
 
 def _exchange(tenant: str, msg_id: str) -> Select[Any]:

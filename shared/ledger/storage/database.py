@@ -48,14 +48,10 @@ def connect(url: str, *, schema: str | None = None) -> Engine:
         return engine
     server = dict(_SERVER_SETTINGS)
     if schema is not None:
-        server["search_path"] = _quote(schema)
+        server["search_path"] = '"' + schema.replace('"', '""') + '"'
     options = _POSTGRES_OPTIONS | {"options": " ".join(f"-c{name}={_escape(each)}" for name, each in server.items())}
     # What a user wrote is a parameter: it must not get into our logs with an error.
     return create_engine(parsed, connect_args=options, pool_pre_ping=True, pool_size=4, hide_parameters=True)
-
-
-def _quote(schema: str) -> str:
-    return '"' + schema.replace('"', '""') + '"'
 
 
 def _escape(option: str) -> str:
@@ -89,7 +85,13 @@ def upgrade(url: str, *, schema: str | None = None, to: str = "head") -> None:
     place = without_password(url)
     try:
         with _only_one(engine):
-            _run_migrations(engine, schema, to)
+            config = migrations()
+            with engine.begin() as connection:
+                # Not IF NOT EXISTS: even that asks for the right to make one, which who made it for us may have kept.
+                if engine.dialect.name == "postgresql" and schema and not inspect(connection).has_schema(schema):
+                    connection.execute(CreateSchema(schema))
+                config.attributes["connection"] = connection
+                command.upgrade(config, to)
     except DBAPIError as error:
         passes = isinstance(error, OperationalError | InterfaceError) or error.connection_invalidated
         raise (DatabaseAway if passes else EnvironmentRefused)(
@@ -115,7 +117,6 @@ def migrations() -> Config:
     """Where Alembic finds the steps of the schema."""
     config = Config()
     config.set_main_option("script_location", "tuneloop.migrations:")
-    config.set_main_option("recursive_version_locations", "true")  # no folder has more than a dozen
     return config
 
 
@@ -136,13 +137,3 @@ def _only_one(engine: Engine) -> Iterator[None]:
             yield
         finally:
             connection.execute(text("SELECT pg_advisory_unlock(:key)"), {"key": _LOCK_KEY})
-
-
-def _run_migrations(engine: Engine, schema: str | None, to: str) -> None:
-    config = migrations()
-    with engine.begin() as connection:
-        # Not IF NOT EXISTS: even that asks for the right to make one, which who made it for us may have kept.
-        if engine.dialect.name == "postgresql" and schema and not inspect(connection).has_schema(schema):
-            connection.execute(CreateSchema(schema))
-        config.attributes["connection"] = connection
-        command.upgrade(config, to)

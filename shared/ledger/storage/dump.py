@@ -30,7 +30,7 @@ class Snapshot:
         self._connection = connection
         self._tables = {table.name: table for table in _tables(connection)}
         #: The schema's revision; None: the database is of no release.
-        self.revision = _revision(connection)
+        self.revision = MigrationContext.configure(connection).get_current_revision()
 
     @property
     def tables(self) -> Sequence[str]:
@@ -109,14 +109,10 @@ def _fill(connection: Connection, table: Table, rows: Iterable[Row]) -> None:
     if page:
         connection.execute(insert(table), page)
     if connection.dialect.name == "postgresql" and "id" in table.c:
-        _count_on(connection, table)
-
-
-def _count_on(connection: Connection, table: Table) -> None:
-    """Let the table number new rows after the newest of these."""
-    sequence = func.pg_get_serial_sequence(f'"{table.name}"', "id")
-    newest = select(func.max(table.c.id)).scalar_subquery()
-    connection.execute(select(func.setval(sequence, newest)).where(sequence.is_not(None), newest.is_not(None)))
+        # Let the table number new rows after the newest of these.
+        sequence = func.pg_get_serial_sequence(f'"{table.name}"', "id")
+        newest = select(func.max(table.c.id)).scalar_subquery()
+        connection.execute(select(func.setval(sequence, newest)).where(sequence.is_not(None), newest.is_not(None)))
 
 
 def _tables(connection: Connection) -> list[Table]:
@@ -128,7 +124,3 @@ def _tables(connection: Connection) -> list[Table]:
         for name in names
         if name is not None
     ]
-
-
-def _revision(connection: Connection) -> str | None:
-    return MigrationContext.configure(connection).get_current_revision()

@@ -3,30 +3,98 @@
 Times are seconds since 1970, UTC. A rule here is a rule for every program that touches the database, ours or not.
 """
 
+import re
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Any
+
 from sqlalchemy import (
     BigInteger,
     Boolean,
     CheckConstraint,
     Column,
+    ColumnElement,
+    Dialect,
     Double,
     ForeignKey,
     Index,
     Integer,
     LargeBinary,
+    MetaData,
     PrimaryKeyConstraint,
     SmallInteger,
     String,
     Table,
     Text,
+    TypeDecorator,
     UniqueConstraint,
     false,
     func,
     text,
 )
 
-from tuneloop.shared.experience import AlarmState, Evaluator, Kind, Outcome, State, VersionAction, VersionState
-from tuneloop.shared.ledger.storage.key_tables import key_events, keys, stored_by_keys  # noqa: F401 - they are of the schema, too
-from tuneloop.shared.ledger.storage.schema_types import CORRECTS, EDITED, RATED, RowId, Words, metadata, one_of, partial
+from tuneloop.shared.experience import (
+    AlarmState,
+    Evaluator,
+    KeyAction,
+    Kind,
+    Outcome,
+    State,
+    VersionAction,
+    VersionState,
+)
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+# SQLite numbers rows by itself only in a column declared INTEGER.
+RowId = BigInteger().with_variant(Integer(), "sqlite")
+
+
+#: Experiences that correct another one, as an index has them.
+CORRECTS = "correction > 0"
+
+#: Experiences that were edited and not rated, as an index has them.
+EDITED = "reward IS NULL AND edit_similarity IS NOT NULL"
+
+#: Ratings of replies, as an index has them.
+RATED = "kind IN ('number', 'boolean', 'label') AND msg_id IS NOT NULL"
+
+_UNSTORABLE = re.compile("[\0\ud800-\udfff]")
+
+
+class Utf8Text(TypeDecorator[str]):
+    """Text of any origin: what UTF-8 or PostgreSQL cannot hold (NUL, half a surrogate pair) is stored as U+FFFD."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        """The text as it can be stored and compared."""
+        return None if value is None else self.storable(value)
+
+    @staticmethod
+    def storable(value: str) -> str:
+        """What is stored for this text."""
+        return _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", value)
+
+
+def one_of(column: str, values: Iterable[StrEnum]) -> str:
+    """The rule that a column has one of these values."""
+    return f"{column} IN ({', '.join(repr(value.value) for value in values)})"
+
+
+def partial(name: str, *columns: ColumnElement[Any], where: str) -> None:
+    """An index of some of the rows only. A query uses it only if it says the same, and not by a parameter."""
+    Index(name, *columns, sqlite_where=text(where), postgresql_where=text(where))
+
 
 #: Says the same as the partial indexes of what the trainer may take.
 COMMITTED = f"state = '{State.COMMITTED}'"
@@ -71,7 +139,7 @@ versions = Table(
     Column("purged", Integer, nullable=False, server_default="0"),
     Column("created_at", Double, nullable=False),
     Column("served_at", Double, nullable=True),
-    Column("reason", Words, nullable=True),
+    Column("reason", Utf8Text, nullable=True),
     Column("pinned", Boolean, nullable=False, server_default=false()),
     CheckConstraint(one_of("state", VersionState), name="state"),
     CheckConstraint("version >= 0 AND step >= 0 AND consumed >= 0", name="not_negative"),
@@ -105,9 +173,9 @@ version_events = Table(
     Column("version", Integer, ForeignKey("versions.version"), nullable=False),
     Column("at", Double, nullable=False),
     Column("action", String(16), nullable=False),
-    Column("actor", Words, nullable=False),
-    Column("reason", Words, nullable=True),
-    Column("details", Words, nullable=True),
+    Column("actor", Utf8Text, nullable=False),
+    Column("reason", Utf8Text, nullable=True),
+    Column("details", Utf8Text, nullable=True),
     CheckConstraint(one_of("action", VersionAction), name="action"),
     Index(None, "version", "id"),
 )
@@ -152,20 +220,19 @@ reward_rules = Table(
     Column("created_at", Double, nullable=False),
 )
 
-#: `key` is the name of the key that brought it, `stored_bytes` what it takes with its choices, for that key's bound.
+#: `key` is the name of the key that brought it.
 exchanges = Table(
     "exchanges",
     metadata,
     Column("msg_id", String(96), primary_key=True),
     Column("tenant", String(64), nullable=False),
     Column("endpoint", String(64), nullable=False),
-    Column("user_id", Words, nullable=True),
+    Column("user_id", Utf8Text, nullable=True),
     Column("request", LargeBinary, nullable=False),
     Column("received_at", Double, nullable=False),
     Column("latency_s", Double, nullable=False),
     Column("engine", SmallInteger, nullable=True),
     Column("key", String(64), nullable=True),
-    Column("stored_bytes", Integer, nullable=False, server_default="0"),
 )
 partial("ix_exchanges_user_id", exchanges.c.tenant, exchanges.c.user_id, where="user_id IS NOT NULL")
 partial("ix_exchanges_chat", exchanges.c.tenant, exchanges.c.received_at, exchanges.c.msg_id, where=CHAT)
@@ -215,18 +282,18 @@ experiences = Table(
     Column("choice", SmallInteger, nullable=False),
     Column("correction", SmallInteger, nullable=False),
     Column("tenant", String(64), nullable=False),
-    Column("task_id", Words, nullable=True),
-    Column("run_id", Words, nullable=True),
+    Column("task_id", Utf8Text, nullable=True),
+    Column("run_id", Utf8Text, nullable=True),
     Column("priority", Double, nullable=False),
     Column("state", String(16), nullable=False),
-    Column("reason", Words, nullable=True),
+    Column("reason", Utf8Text, nullable=True),
     Column("reward", Double, nullable=True),
     Column("reward_rule", Integer, ForeignKey("reward_rules.id"), nullable=True),
     Column("version_min", Integer, nullable=False),
     Column("version_max", Integer, nullable=False),
     Column("temperature", Double, nullable=False),
     Column("finish_reason", String(32), nullable=True),
-    Column("text", Words, nullable=False),
+    Column("text", Utf8Text, nullable=False),
     Column("tool_calls", LargeBinary, nullable=True),
     Column("completion_tokens", Integer, nullable=False),
     Column("blob", LargeBinary, nullable=False),
@@ -237,7 +304,7 @@ experiences = Table(
     Column("lease_epoch", Integer, ForeignKey("epochs.epoch"), nullable=True),
     Column("lease_until", Double, nullable=True),
     Column("trained_version", Integer, ForeignKey("versions.version"), nullable=True),
-    Column("unsampled", Words, nullable=True),
+    Column("unsampled", Utf8Text, nullable=True),
     Column("grammar", LargeBinary, nullable=True),
     Column("edit_similarity", Double, nullable=True),
     UniqueConstraint("msg_id", "choice", "correction"),
@@ -316,20 +383,19 @@ feedback = Table(
     Column("tenant", String(64), nullable=False),
     Column("msg_id", String(96), nullable=True),
     Column("choice", SmallInteger, nullable=True),
-    Column("task_id", Words, nullable=True),
-    Column("run_id", Words, nullable=True),
+    Column("task_id", Utf8Text, nullable=True),
+    Column("run_id", Utf8Text, nullable=True),
     Column("kind", String(16), nullable=False),
-    Column("metric", Words, nullable=False),
+    Column("metric", Utf8Text, nullable=False),
     Column("value", Double, nullable=True),
-    Column("text", Words, nullable=True),
+    Column("text", Utf8Text, nullable=True),
     Column("other_msg_id", String(96), nullable=True),
     Column("other_choice", SmallInteger, nullable=True),
-    Column("source", Words, nullable=True),
+    Column("source", Utf8Text, nullable=True),
     Column("received_at", Double, nullable=False),
     Column("occurred_at", Double, nullable=True),
     Column("outcome", String(16), nullable=False),
     Column("key", String(64), nullable=True),
-    Column("stored_bytes", Integer, nullable=False, server_default="0"),
     CheckConstraint(one_of("kind", Kind), name="kind"),
     CheckConstraint(one_of("outcome", _STORED), name="outcome"),
     CheckConstraint("value IS NULL OR (value > -1e300 AND value < 1e300)", name="value_is_finite"),
@@ -355,7 +421,7 @@ erasures = Table(
     metadata,
     Column("id", Integer, primary_key=True),
     Column("tenant", String(64), nullable=False),
-    Column("user_id", Words, nullable=False),
+    Column("user_id", Utf8Text, nullable=False),
     Column("erased_at", Double, nullable=False),
     UniqueConstraint("tenant", "user_id"),
 )
@@ -369,17 +435,6 @@ exports = Table(
     Column("format", String(16), nullable=False),
     Column("rows", Integer, nullable=False),
     Column("created_at", Double, nullable=False),
-)
-
-#: The ledger's time: when, by it, each machine was started. At `seen_at` a process of that machine compared it with the
-#: database's clock for the last time, which was ahead by `skew` seconds.
-clocks = Table(
-    "clocks",
-    metadata,
-    Column("boot", String(64), primary_key=True),
-    Column("began_at", Double, nullable=False),
-    Column("seen_at", Double, nullable=False),
-    Column("skew", Double, nullable=False),
 )
 
 #: What a monitor found wrong. An open alarm that `holds` keeps new versions from being served.
@@ -396,7 +451,7 @@ alarms = Table(
     Column("version", Integer, nullable=True),
     Column("value", Double, nullable=True),
     Column("threshold", Double, nullable=True),
-    Column("reason", Words, nullable=False),
+    Column("reason", Utf8Text, nullable=False),
     CheckConstraint(one_of("state", AlarmState), name="state"),
     CheckConstraint("length(name) BETWEEN 1 AND 64", name="name"),
     CheckConstraint("(state = 'cleared') = (cleared_at IS NOT NULL)", name="cleared_at"),
@@ -409,4 +464,87 @@ Index(
     unique=True,
     sqlite_where=text("state = 'raised'"),
     postgresql_where=text("state = 'raised'"),
+)
+
+#: `scopes` are separated by commas. A limit that is NULL does not exist.
+keys = Table(
+    "keys",
+    metadata,
+    Column("key_id", String(32), primary_key=True),
+    Column("digest", LargeBinary, nullable=False, unique=True),
+    Column("name", String(64), nullable=False),
+    Column("tenant", String(64), nullable=False),
+    Column("scopes", Text, nullable=False),
+    Column("requests_per_minute", Integer, nullable=True),
+    Column("tokens_per_minute", Integer, nullable=True),
+    Column("feedback_per_minute", Integer, nullable=True),
+    Column("max_concurrent", Integer, nullable=True),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double, nullable=True),
+    Column("revoked_at", Double, nullable=True),
+    CheckConstraint("length(name) BETWEEN 1 AND 64 AND length(tenant) BETWEEN 1 AND 64", name="names"),
+    CheckConstraint("length(scopes) > 0", name="scopes"),
+    CheckConstraint(
+        "requests_per_minute > 0 AND tokens_per_minute > 0 AND feedback_per_minute > 0 AND max_concurrent > 0",
+        name="limits",
+    ),
+)
+
+#: The audit log: who made and who revoked a key, and when. Append-only.
+key_events = Table(
+    "key_events",
+    metadata,
+    Column("id", RowId, primary_key=True),
+    Column("key_id", String(32), ForeignKey("keys.key_id"), nullable=False),
+    Column("at", Double, nullable=False),
+    Column("action", String(16), nullable=False),
+    Column("actor", Utf8Text, nullable=False),
+    CheckConstraint(one_of("action", KeyAction), name="action"),
+    Index(None, "key_id", "id"),
+)
+
+
+class RaterState(StrEnum):
+    """Whether a rater's feedback counts."""
+
+    ACTIVE = "active"  # -> quarantined
+    QUARANTINED = "quarantined"  # -> active
+
+
+#: Who gave feedback: `name` is its `source`, empty for feedback that names none, or the voice behind several sources.
+#: Not `settled`: what the rater had a part in is to be rewarded anew.
+raters = Table(
+    "raters",
+    metadata,
+    Column("tenant", String(64), nullable=False),
+    Column("name", Utf8Text, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("settled", Boolean, nullable=False),
+    Column("reason", Utf8Text, nullable=True),
+    Column("updated_at", Double, nullable=False),
+    PrimaryKeyConstraint("tenant", "name"),
+    CheckConstraint(one_of("state", RaterState), name="state"),
+    CheckConstraint("(state = 'quarantined') = (reason IS NOT NULL)", name="quarantined_with_reason"),
+)
+
+
+def new_rater(tenant: str, name: str, now: float) -> dict[str, Any]:
+    """A row of `raters` of somebody of whom nothing was decided."""
+    row = {"tenant": tenant, "name": name, "state": RaterState.ACTIVE, "settled": True, "reason": None}
+    return row | {"updated_at": now}
+
+
+#: What was decided about each rater, by whom and why: append-only.
+rater_events = Table(
+    "rater_events",
+    metadata,
+    Column("id", RowId, primary_key=True),
+    Column("tenant", String(64), nullable=False),
+    Column("name", Utf8Text, nullable=False),
+    Column("at", Double, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("actor", Utf8Text, nullable=False),
+    Column("reason", Utf8Text, nullable=False),
+    CheckConstraint(one_of("state", RaterState), name="state"),
+    Index(None, "tenant", "name"),
 )

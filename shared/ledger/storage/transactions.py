@@ -33,9 +33,8 @@ from tuneloop.shared import steady_time
 from tuneloop.shared.errors import Deadlock, LedgerError, LedgerForbidden, LedgerUnavailable, RecordRefused
 from tuneloop.shared.ledger.storage.database import first_line
 from tuneloop.shared.ledger.storage.database_file import DatabaseFile
-from tuneloop.shared.ledger.storage.ledger_clock import LedgerClock, database_time
-from tuneloop.shared.ledger.storage.schema_types import Words
-from tuneloop.shared.ledger.storage.write_lock import writing_to
+from tuneloop.shared.ledger.storage.ledger_clock import LedgerClock
+from tuneloop.shared.ledger.storage.schema import Utf8Text
 
 # SQLite takes 32 766 parameters in a statement, PostgreSQL 65 535.
 _PARAMETERS = 10_000
@@ -47,7 +46,7 @@ _MANY = 4
 _COPIED: Mapping[type, str] = {
     String: "text",
     Text: "text",
-    Words: "text",
+    Utf8Text: "text",
     Double: "float8",
     SmallInteger: "int2",
     Integer: "int4",
@@ -93,7 +92,6 @@ class Transactions:
         self._writing = engine.execution_options(sqlite_begin="IMMEDIATE")
         of_one_moment = engine.dialect.name == "postgresql"  # SQLite knows nothing else
         self._snapshots = engine.execution_options(isolation_level="REPEATABLE READ") if of_one_moment else engine
-        self._turn = writing_to(engine)
         self.file = DatabaseFile(engine)
 
     def close(self) -> None:
@@ -104,7 +102,6 @@ class Transactions:
         """The rows of a query, with these values for its parameters."""
         self.file.check()
         with translating_errors(), self.engine.connect() as connection:
-            self.file.check()
             return connection.execute(query, values).all()
 
     def read_together(self, *queries: Executable) -> list[Sequence[Any]]:
@@ -117,7 +114,6 @@ class Transactions:
         """A transaction that changes nothing, and sees the ledger as of one moment."""
         self.file.check()
         with translating_errors(), self._snapshots.connect() as connection:
-            self.file.check()
             yield connection
 
     @contextmanager
@@ -125,10 +121,8 @@ class Transactions:
         """A transaction that changes something, committed at its end."""
         self.file.check()
         self.keep_time()
-        with translating_errors(), self._turn(), self._writing.begin() as connection:
-            self.file.check()
+        with translating_errors(), self._writing.begin() as connection:
             yield connection
-            self.file.check()
 
     def time(self) -> float:
         """The ledger's time."""
@@ -139,24 +133,20 @@ class Transactions:
 
     def keep_time(self) -> None:
         """Compare the ledger's time with the database's clock, if that was not done lately."""
-        if self._ledger_clock is None or not self._ledger_clock.due:
-            return
-        try:
-            with translating_errors(), self._turn(), self._writing.begin() as connection:
-                self.file.check()
-                alone(connection, "clocks")
-                self._ledger_clock.compare(connection)
-        except LedgerForbidden:  # who may only read is told the time all the same
-            self._ledger_clock.put_off()
+        if self._ledger_clock is not None:
+            with translating_errors():
+                self._ledger_clock.compare()
 
     def clock_skew(self) -> float:
-        """By how many seconds the database's clock is ahead of the ledger's time now."""
-        with translating_errors(), self.engine.connect() as connection:
-            return database_time(connection) - self.time()
+        """By how many seconds the database's clock was ahead of the ledger's time when they were compared last."""
+        return 0.0 if self._ledger_clock is None else self._ledger_clock.skew_s
 
-    def starts_of(self, connection: Connection, boots: Collection[str]) -> Mapping[str, float]:
-        """When machines were started, by the ledger's time; those that it knows nothing of are left out."""
-        return self._ledger_clock.starts_of(connection, boots) if self._ledger_clock and boots else {}
+    def boot_time(self) -> float | None:
+        """When this machine was started, by the ledger's time; None if the ledger has none of its own."""
+        if self._ledger_clock is None:
+            return None
+        with translating_errors():
+            return self._ledger_clock.began
 
 
 class LedgerPart:
@@ -255,7 +245,7 @@ def put(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]])
     if not rows:
         return
     dialect, columns = connection.dialect.name, tuple(rows[0])
-    words = tuple(name for name in columns if isinstance(table.c[name].type, Words))
+    words = tuple(name for name in columns if isinstance(table.c[name].type, Utf8Text))
     values = [_parameters(row, words) for row in rows]
     if dialect == "postgresql" and len(values) >= _MANY and _copied(connection, table, columns, values):
         return
@@ -285,7 +275,7 @@ def _copied(connection: Connection, table: Table, columns: tuple[str, ...], valu
 
 
 def _parameters(row: Mapping[str, Any], words: tuple[str, ...]) -> tuple[object, ...]:
-    changed = {name: Words.storable(row[name]) for name in words if row[name] is not None}
+    changed = {name: Utf8Text.storable(row[name]) for name in words if row[name] is not None}
     return tuple({**row, **changed}.values())
 
 

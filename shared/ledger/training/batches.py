@@ -2,19 +2,21 @@
 
 A claim reads only as many rows as it takes from each tenant that has some waiting, whatever else waits. Everything here
 runs inside a transaction of the ledger, under the trainer's epoch.
+
+What waits beyond the backlog's bound is set aside between versions only: what no version contains yet is leased again
+after a crash, in the same order. Methods that learn from any reply learn the same from an old one.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Select, TextClause, and_, func, select, text, update
 
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.raters.voices import Rater
-from tuneloop.shared.ledger.storage.schema import COMMITTED, experiences
-from tuneloop.shared.ledger.storage.schema_types import EDITED
+from tuneloop.shared.ledger.raters import Rater
+from tuneloop.shared.ledger.storage.schema import COMMITTED, EDITED, experiences
 from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.groups import bounds, gather, takable
@@ -23,6 +25,7 @@ from tuneloop.shared.ledger.training.rater_shares import (
     Unit,
     count_held_rows,
     is_limited,
+    main_raters,
     weigh_rewards,
     within_shares,
 )
@@ -66,7 +69,12 @@ def claim(
     If there are not enough, none; or, after `batch_timeout`, what there is.
     """
     if not policy.any_reply:
-        _set_unsampled_aside(connection)
+        # Drop what is no sample of the policy, with the reason; what is left of its group is gathered again.
+        rows = connection.execute(select_unsampled(connection.dialect.name)).all()
+        dropped = {"state": State.DROPPED, "reason": experiences.c.unsampled}
+        for portion in portions([row.id for row in rows]):
+            connection.execute(update(experiences).where(_COMMITTED, experiences.c.id.in_(portion)).values(dropped))
+        _ungroup(connection, {row.group_id for row in rows} - {None})
     if not policy.edited:  # the trainer before this one may have had another method
         edited = connection.execute(select_edited_groups(connection.dialect.name)).scalars()
         _ungroup(connection, {*edited} - {None})
@@ -95,13 +103,11 @@ def held_by_shares(connection: Connection, policy: BatchPolicy, size: int) -> di
 
 def _is_enough(connection: Connection, units: Sequence[Unit], missing: int, policy: BatchPolicy, *, now: float) -> bool:
     """Whether a batch is made of these."""
-    return sum(len(unit.rows) for unit in units) >= missing or _is_overdue(connection, policy, now)
-
-
-def _is_overdue(connection: Connection, policy: BatchPolicy, now: float) -> bool:
-    """Whether what is committed has waited for others for too long."""
+    if sum(len(unit.rows) for unit in units) >= missing:
+        return True
     if policy.batch_timeout is None:
         return False
+    # Or of what there is, where that has waited for others for too long.
     waiting = select(func.min(experiences.c.committed_at)).where(_COMMITTED, takable(policy))
     oldest = connection.execute(waiting).scalar()
     return oldest is not None and now - oldest >= policy.batch_timeout
@@ -123,7 +129,7 @@ def _next_rows(connection: Connection, policy: BatchPolicy, most: int, *, lock: 
         tenant: connection.execute(query.with_for_update(skip_locked=True) if lock else query).all()
         for tenant, query in queries.items()
     }
-    return [row.id for row in _in_turn(queues.values())[:most]]
+    return [row.id for row in _by_turns(queues.values())[:most]]
 
 
 def next_of(tenant: str, policy: BatchPolicy, size: int) -> Select[Any]:
@@ -139,11 +145,6 @@ def next_of(tenant: str, policy: BatchPolicy, size: int) -> Select[Any]:
         .order_by(*by[policy.order])
         .limit(size)
     )
-
-
-def _in_turn(queues: Collection[Sequence[Any]]) -> list[Any]:
-    """One from each queue, then one more from each that has one, and so on."""
-    return [row for turn in zip_longest(*queues) for row in turn if row is not None]
 
 
 def tenants(dialect: str) -> TextClause:
@@ -163,15 +164,6 @@ def select_unsampled(dialect: str) -> TextClause:
 def select_edited_groups(dialect: str) -> TextClause:
     """The groups of committed rows that were edited and not rated."""
     return text(_EDITED_GROUPS.format(hint="INDEXED BY ix_experiences_edited" if dialect == "sqlite" else ""))
-
-
-def _set_unsampled_aside(connection: Connection) -> None:
-    """Drop what is no sample of the policy, with the reason; what is left of its group is gathered again."""
-    rows = connection.execute(select_unsampled(connection.dialect.name)).all()
-    dropped = {"state": State.DROPPED, "reason": experiences.c.unsampled}
-    for portion in portions([row.id for row in rows]):
-        connection.execute(update(experiences).where(_COMMITTED, experiences.c.id.in_(portion)).values(dropped))
-    _ungroup(connection, {row.group_id for row in rows} - {None})
 
 
 def _ungroup(connection: Connection, groups: Collection[int]) -> None:
@@ -199,7 +191,7 @@ def _next_groups(connection: Connection, policy: BatchPolicy, most: int, missing
     queues = {
         tenant: connection.execute(next_groups(tenant, policy.order, most)).all() for tenant in _tenants(connection)
     }
-    chosen, total = _first(_in_turn(queues.values()), most)
+    chosen, total = _first(_by_turns(queues.values()), most)
     if total < missing and policy.batch_timeout is None:
         return []
     members: dict[int, list[int]] = defaultdict(list)
@@ -232,3 +224,74 @@ def next_groups(tenant: str, order: str, size: int) -> Any:
         .order_by(group_id.desc() if order == "freshest" else group_id)
         .limit(size)
     )
+
+
+T = TypeVar("T")
+
+
+class Backlog(NamedTuple):
+    """How many committed experiences wait for a batch, and how many did that have been set aside now."""
+
+    waiting: int
+    set_aside: int
+
+
+class _Waiting(NamedTuple):
+    unit: Unit
+    tenant: str
+    priority: float
+
+
+def trim(connection: Connection, policy: BatchPolicy) -> Backlog:
+    """Let what waits beyond `policy.max_backlog` expire."""
+    waiting = connection.execute(select(func.count()).select_from(experiences).where(_COMMITTED)).scalar_one()
+    most = policy.max_backlog
+    if most is None or policy.any_reply or waiting <= most:
+        return Backlog(waiting, 0)
+    room, beyond = most, list[int]()
+    # What a batch may be made of: rows, or the groups that are complete.
+    columns = (experiences.c[name] for name in ("id", "group_id", "tenant", "priority"))
+    query = select(*columns).where(_COMMITTED, takable(policy)).order_by(experiences.c.id)
+    grouped = policy.group_by != "none"
+    if grouped:
+        query = query.where(experiences.c.group_id.is_not(None))
+    units: dict[int, list[Any]] = defaultdict(list)
+    for row in connection.execute(query):
+        units[row.group_id if grouped else row.id].append(row)
+    for each in _freshest_first(
+        connection,
+        [
+            _Waiting(Unit(number, tuple(row.id for row in rows)), rows[0].tenant, rows[0].priority)
+            for number, rows in units.items()
+        ],
+        policy,
+    ):
+        if room <= 0:
+            beyond += each.unit.rows
+        room -= len(each.unit.rows)
+    reason = f"more than {most} experiences waited: buffer.max_backlog"
+    these = (and_(experiences.c.id.in_(portion), _COMMITTED) for portion in portions(sorted(beyond)))
+    expired = sum(set_aside(connection, which, reason) for which in these)
+    return Backlog(waiting - expired, expired)
+
+
+def _freshest_first(connection: Connection, waiting: Sequence[_Waiting], policy: BatchPolicy) -> Sequence[_Waiting]:
+    by_priority = policy.order == "priority"
+    found = sorted(waiting, key=lambda each: (each.priority if by_priority else 0.0, each.unit.number), reverse=True)
+    if is_limited(connection, policy):
+        raters = main_raters(connection, [each.unit for each in found], policy)
+        found = _in_turn(found, lambda each: raters[each.unit.number])
+    return _in_turn(found, lambda each: each.tenant)
+
+
+def _in_turn(things: Sequence[T], of: Callable[[T], Hashable]) -> list[T]:
+    """The first of each owner, in their order, then the second of each that has one, and so on."""
+    queues: dict[Hashable, list[T]] = defaultdict(list)
+    for thing in things:
+        queues[of(thing)].append(thing)
+    return _by_turns(queues.values())
+
+
+def _by_turns(queues: Iterable[Sequence[T]]) -> list[T]:
+    """One from each queue, then one more from each that has one, and so on."""
+    return [thing for turn in zip_longest(*queues) for thing in turn if thing is not None]

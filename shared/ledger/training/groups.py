@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Connection, and_, select, text, true, tuple_, update
 
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.raters.standing import without_quarantined
+from tuneloop.shared.ledger.raters import without_quarantined
 from tuneloop.shared.ledger.recording.rewards import event_order, retracted_preferences, retractions
-from tuneloop.shared.ledger.storage.schema import COMMITTED, experiences, feedback
-from tuneloop.shared.ledger.storage.schema_types import EDITED
+from tuneloop.shared.ledger.storage.schema import COMMITTED, EDITED, experiences, feedback
 from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.run_results import gather_whole, lock_rows, waiting_runs, without_results
@@ -117,12 +116,26 @@ def _gather_the_named(
     """
     found: dict[Key, list[Any]] = defaultdict(list)
     for row in alone:
-        found[_key(row, policy.group_by)].append(row)
-    waiting = _still_waiting(connection, found, policy)
+        if row.task_id is None:  # choices of one reply that names no task are a group of their own
+            key: Key = (row.tenant, row.msg_id)
+        elif policy.group_by == "task":
+            key = (row.tenant, row.task_id)
+        else:
+            key = (row.tenant, row.task_id, row.msg_id if row.run_id is None else row.run_id)
+        found[key].append(row)
+    tasks, takes = {(key[0], key[1]) for key in found}, takable(policy)
+    if policy.by_result:
+        early = waiting_runs(connection, tasks, takes)
+    else:
+        named = tuple_(experiences.c.tenant, experiences.c.task_id)
+        query = select(experiences.c.tenant, experiences.c.task_id, experiences.c.run_id).distinct()
+        query = query.where(experiences.c.task_id.is_not(None), experiences.c.state.in_(_EARLY), takes)
+        early = {tuple(run) for few in portions(tasks, of=2) for run in connection.execute(query.where(named.in_(few)))}
+    waiting = {part for run in early for part in (run[:2], run)}
     enough, least = (policy.group_size, 2) if policy.group_by == "task" else (1, 1)
     complete: list[list[Any]] = []
     for key, rows in found.items():
-        runs = len({_run(row) for row in rows})
+        runs = len({(row.run_id if row.run_id is not None else f"{row.msg_id}:{row.choice}") for row in rows})
         timed_out = now - min(row.committed_at for row in rows) >= policy.group_timeout
         if (runs >= enough and key not in waiting) or (timed_out and runs >= least):
             complete.append(rows)
@@ -133,41 +146,6 @@ def _gather_the_named(
         gather_whole(connection, complete, will_do, now=now)
     else:
         _join(connection, complete)
-
-
-def _key(row: Any, group_by: str) -> Key:
-    """What the rows of a group have in common. Choices of one reply that names no task are a group of their own."""
-    if row.task_id is None:
-        return row.tenant, row.msg_id
-    if group_by == "run" and row.run_id is not None:
-        return row.tenant, row.task_id, row.run_id
-    return (row.tenant, row.task_id) if group_by == "task" else (row.tenant, row.task_id, row.msg_id)
-
-
-def _run(row: Any) -> str:
-    return row.run_id if row.run_id is not None else f"{row.msg_id}:{row.choice}"
-
-
-def _still_waiting(connection: Connection, keys: Collection[Key], policy: BatchPolicy) -> set[Key]:
-    """Those of the keys that have rows which may still be rewarded or committed."""
-    by_task = {(key[0], key[1]) for key in keys}
-    found: set[Key] = set()
-    for tenant, task_id, run_id in _runs_that_wait(connection, by_task, policy):
-        found |= {(tenant, task_id), (tenant, task_id, run_id)}
-    return found
-
-
-def _runs_that_wait(
-    connection: Connection, tasks: Collection[tuple[str | None, str | None]], policy: BatchPolicy
-) -> Iterator[Any]:
-    if policy.by_result:
-        yield from waiting_runs(connection, tasks, takable(policy))
-        return
-    named = tuple_(experiences.c.tenant, experiences.c.task_id)
-    early = (experiences.c.task_id.is_not(None), experiences.c.state.in_(_EARLY), takable(policy))
-    query = select(experiences.c.tenant, experiences.c.task_id, experiences.c.run_id).distinct()
-    for portion in portions(tasks, of=2):
-        yield from connection.execute(query.where(named.in_(portion), *early))
 
 
 # By preference.
@@ -181,9 +159,12 @@ def _gather_the_preferred(connection: Connection, alone: Sequence[Any], policy: 
     events = _preferences(connection, {row.msg_id for row in alone})
     ends = list(_ends(connection, events))
     ready = {row.id: row for row in chain(alone, *chain.from_iterable(ends)) if _is(row, (State.COMMITTED,), policy)}
-    groups = _groups_of(connection, ready.values())
-    ready |= {row.id: row for row in chain.from_iterable(groups)}
-    links = [[row.id for row in group] for group in groups]
+    groups: dict[int, list[int]] = defaultdict(list)
+    for portion in portions({row.group_id for row in ready.values()} - {None}):  # those that are gathered already
+        for row in connection.execute(select(*_COLUMNS).where(_COMMITTED, experiences.c.group_id.in_(portion))):
+            groups[row.group_id].append(row.id)
+            ready[row.id] = row
+    links = list(groups.values())
     named, waiting = set[int](), set[int]()
     for pair in ends:
         better, worse = ([row.id for row in end if row.id in ready] for end in pair)
@@ -238,15 +219,6 @@ def _ends(connection: Connection, events: Sequence[Any]) -> Iterator[tuple[list[
 
 def _of_choice(rows: Iterable[Any], choice: int | None) -> list[Any]:
     return [row for row in rows if choice in (None, row.choice)]
-
-
-def _groups_of(connection: Connection, rows: Iterable[Any]) -> list[list[Any]]:
-    """The groups that some of the rows are in already, whole."""
-    found: dict[int, list[Any]] = defaultdict(list)
-    for portion in portions({row.group_id for row in rows} - {None}):
-        for row in connection.execute(select(*_COLUMNS).where(_COMMITTED, experiences.c.group_id.in_(portion))):
-            found[row.group_id].append(row)
-    return list(found.values())
 
 
 def _connected_sets(ids: Iterable[int], links: Iterable[Collection[int]]) -> list[set[int]]:

@@ -1,11 +1,15 @@
-"""The calls of a run that become one sequence in training, and the tokens that this saves."""
+"""The calls of a run: how many there are, which become one sequence in training, and the tokens that this saves."""
 
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from sqlalchemy import ColumnElement, func, select
 
 from tuneloop.shared.experience import Int32s
+from tuneloop.shared.ledger.storage.codec import from_blob
+from tuneloop.shared.ledger.storage.schema import experiences
+from tuneloop.shared.ledger.storage.transactions import LedgerPart
 
 
 class _Call(Protocol):
@@ -45,7 +49,11 @@ def merge_calls(calls: Iterable[C]) -> list[list[C]]:
     sequences: list[list[C]] = []
     histories: list[Int32s] = []
     for call in sorted(calls, key=lambda each: len(each.prompt_ids)):
-        fitting = [at for at, history in enumerate(histories) if _begins_with(call.prompt_ids, history)]
+        fitting = [
+            at
+            for at, history in enumerate(histories)
+            if (len(call.prompt_ids) >= len(history) and np.array_equal(call.prompt_ids[: len(history)], history))
+        ]
         whole = np.concatenate([call.prompt_ids, call.completion_ids])
         if fitting:
             longest = max(fitting, key=lambda at: len(histories[at]))
@@ -74,5 +82,23 @@ def _length(call: _Call) -> int:
     return len(call.prompt_ids) + len(call.completion_ids)
 
 
-def _begins_with(ids: Int32s, history: Int32s) -> bool:
-    return len(ids) >= len(history) and np.array_equal(ids[: len(history)], history)
+_SAMPLED_ORDER = experiences.c.sampled_at, experiences.c.id
+
+
+class Runs(LedgerPart):
+    """What is stored of single runs."""
+
+    def count_calls(self, tenant: str, task_id: str, run_id: str) -> int:
+        """The replies that a run got."""
+        query = select(func.count(experiences.c.msg_id.distinct()))
+        return int(self._read(query.where(*_of_run(tenant, task_id, run_id)))[0][0])
+
+    def count_tokens(self, tenant: str, task_id: str, run_id: str) -> RunTokens:
+        """What merging its calls saves; its corrections and purged replies are left out."""
+        rows = select(experiences.c.blob).where(*_of_run(tenant, task_id, run_id), experiences.c.correction == 0)
+        found = self._read(rows.order_by(*_SAMPLED_ORDER))
+        return count_tokens(CallTokens(*from_blob(row.blob)[:2]) for row in found)
+
+
+def _of_run(tenant: str, task_id: str, run_id: str) -> tuple[ColumnElement[bool], ...]:
+    return experiences.c.tenant == tenant, experiences.c.task_id == task_id, experiences.c.run_id == run_id

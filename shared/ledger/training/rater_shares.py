@@ -8,19 +8,16 @@ before there are so many raters that each can have a share. All names that are u
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, bindparam, or_, select, text, tuple_, update
 
 from tuneloop.shared.experience import KEY_SOURCE, State
-from tuneloop.shared.ledger.raters.rater_tables import RaterState, raters
-from tuneloop.shared.ledger.raters.standing import rater_of, without_quarantined
-from tuneloop.shared.ledger.raters.voices import Rater, voice_of
-from tuneloop.shared.ledger.recording.rewards import weighted_rewards
-from tuneloop.shared.ledger.recording.settlement import rules_of
-from tuneloop.shared.ledger.storage.schema import experiences, feedback
+from tuneloop.shared.ledger.raters import Rater, rater_of, voice_of, without_quarantined
+from tuneloop.shared.ledger.recording.rewards import rules_of, weighted_rewards
+from tuneloop.shared.ledger.storage.schema import RaterState, experiences, feedback, raters
 from tuneloop.shared.ledger.storage.schema_types import RATED
 from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
@@ -76,7 +73,10 @@ def within_shares(
     shares.hold(held)
     rest = shares.take(units)
     if shares.total < size and sum(len(unit.rows) for unit in units) >= WINDOW * size:
-        _drop(connection, [row for unit in rest[: (len(rest) + 1) // 2] for row in unit.rows])
+        ids = [row for unit in rest[: (len(rest) + 1) // 2] for row in unit.rows]
+        for portion in portions(ids):
+            dropped = {"state": State.DROPPED, "reason": REASON, "group_id": None}
+            connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(dropped))
     return shares.taken
 
 
@@ -176,16 +176,25 @@ def _words(connection: Connection, ids: Collection[int], policy: BatchPolicy) ->
 
     Of nobody's word but a trusted rater's, where one spoke.
     """
-    rows = [row for portion in portions(ids) for row in connection.execute(_names_of(portion))]
+    names = select(*(experiences.c[name] for name in ("id", "msg_id", *_TRAJECTORY)))
+    rows = [row for some in portions(ids) for row in connection.execute(names.where(experiences.c.id.in_(some)))]
+    columns = select(*(feedback.c[name] for name in ("msg_id", *_TRAJECTORY, "source"))).distinct()
+    events: list[Any] = []
+    for some in portions({row.msg_id for row in rows}):
+        events += connection.execute(columns.where(feedback.c.msg_id.in_(some)))
+    runs = {(row.tenant, row.task_id, row.run_id) for row in rows if None not in (row.task_id, row.run_id)}
+    named = tuple_(*(feedback.c[name] for name in _TRAJECTORY))
+    for few in portions(runs, of=3):
+        events += connection.execute(columns.where(feedback.c.msg_id.is_(None), named.in_(few)))
     by_target: dict[object, set[Rater]] = defaultdict(set)
-    for event in without_quarantined(connection, [*_feedback_on(connection, rows)]):
+    for event in without_quarantined(connection, events):
         by_target[event.msg_id or (event.tenant, event.task_id, event.run_id)].add(rater_of(event))
     weigh = _weights(connection, policy)
     found = {}
     for row in rows:
-        raters = by_target[row.msg_id] | by_target[row.tenant, row.task_id, row.run_id]
-        is_settled = any(rater in policy.trusted_raters for rater in raters)
-        voters = set() if is_settled else {_voice(rater) for rater in raters}
+        said_by = by_target[row.msg_id] | by_target[row.tenant, row.task_id, row.run_id]
+        is_settled = any(rater in policy.trusted_raters for rater in said_by)
+        voters = set() if is_settled else {_voice(rater) for rater in said_by}
         found[row.id] = {voter: weigh(voter) for voter in voters}
     return found
 
@@ -213,24 +222,3 @@ def _weights(connection: Connection, policy: BatchPolicy) -> Callable[[Rater], f
 
 def _voice(rater: Rater) -> Rater:
     return rater[0], voice_of(rater[1])
-
-
-def _names_of(ids: Collection[int]) -> Any:
-    names = (experiences.c[name] for name in ("id", "msg_id", *_TRAJECTORY))
-    return select(*names).where(experiences.c.id.in_(ids))
-
-
-def _feedback_on(connection: Connection, rows: Collection[Any]) -> Iterator[Any]:
-    columns = select(*(feedback.c[name] for name in ("msg_id", *_TRAJECTORY, "source"))).distinct()
-    for portion in portions({row.msg_id for row in rows}):
-        yield from connection.execute(columns.where(feedback.c.msg_id.in_(portion)))
-    runs = {(row.tenant, row.task_id, row.run_id) for row in rows if None not in (row.task_id, row.run_id)}
-    named = tuple_(*(feedback.c[name] for name in _TRAJECTORY))
-    for few in portions(runs, of=3):
-        yield from connection.execute(columns.where(feedback.c.msg_id.is_(None), named.in_(few)))
-
-
-def _drop(connection: Connection, ids: Collection[int]) -> None:
-    for portion in portions(ids):
-        dropped = {"state": State.DROPPED, "reason": REASON, "group_id": None}
-        connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(dropped))

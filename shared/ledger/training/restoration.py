@@ -7,17 +7,26 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import func, insert, select, update
 
 from tuneloop.shared.experience import KeyAction, VersionAction, VersionState
 from tuneloop.shared.ledger.recording.retention import Retention
-from tuneloop.shared.ledger.recording.settlement import Settlement
+from tuneloop.shared.ledger.recording.rewards import Rewards
 from tuneloop.shared.ledger.recording.stored_completions import StoredCompletions
-from tuneloop.shared.ledger.storage.key_tables import key_events, keys
-from tuneloop.shared.ledger.storage.schema import deletions, epochs, erasures, exchanges, experiences, exports, versions
+from tuneloop.shared.ledger.storage.schema import (
+    deletions,
+    epochs,
+    erasures,
+    exchanges,
+    experiences,
+    exports,
+    key_events,
+    keys,
+    versions,
+)
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions, put
 from tuneloop.shared.ledger.training.run_results import give_all_back
-from tuneloop.shared.ledger.versions.events import Decision, note
+from tuneloop.shared.ledger.versions.versions import Decision, note
 
 #: The trainer of the epoch in which a ledger was put back, and who says so of its versions.
 RESTORE = "tuneloop restore"
@@ -47,11 +56,11 @@ class Numbers(NamedTuple):
 class Restoration(LedgerPart):
     """What a ledger that was put back must know."""
 
-    def __init__(self, transactions: Transactions, settlement: Settlement) -> None:
+    def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
         super().__init__(transactions)
-        self._settlement = settlement
-        self._retention = Retention(transactions, settlement)
-        self._stored = StoredCompletions(transactions, settlement)
+        self._rewards = rewards
+        self._retention = Retention(transactions, rewards)
+        self._stored = StoredCompletions(transactions, rewards)
 
     def redo(self, tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         """Revoke and delete again what was before the ledger was put back, by its LASTING rows of then.
@@ -96,10 +105,24 @@ class Restoration(LedgerPart):
             connection.execute(update(epochs).where(epochs.c.ended_at.is_(None)).values(ended_at=now))
             restored = {"epoch": epoch, "trainer": RESTORE, "started_at": now, "seen_at": now, "ended_at": now}
             connection.execute(insert(epochs).values(restored))
-            self._settlement.release(connection, experiences.c.lease_epoch < epoch)
+            self._rewards.release(connection, experiences.c.lease_epoch < epoch)
             give_all_back(connection)
             if version > newest:
-                _leave_out(connection, version, epoch, path, Decision(RESTORE, now, reason))
+                decision = Decision(RESTORE, now, reason)
+                connection.execute(
+                    insert(versions).values(
+                        version=version,
+                        state=VersionState.REJECTED,
+                        step=0,
+                        epoch=epoch,
+                        path=str(path),
+                        manifest_sha256=_NO_MANIFEST,
+                        consumed=0,
+                        created_at=decision.at,
+                        reason=decision.reason,
+                    )
+                )
+                note(connection, version, VersionAction.REJECTED, decision)
         return Numbers(max(version, newest), epoch)
 
     def missing(self, minted_at: Mapping[str, float]) -> set[str]:
@@ -133,20 +156,3 @@ class Restoration(LedgerPart):
         query = select(func.max(epochs.c.started_at)).where(epochs.c.trainer == RESTORE)
         found: float | None = self._read(query)[0][0]
         return found
-
-
-def _leave_out(connection: Connection, version: int, epoch: int, path: Path, decision: Decision) -> None:
-    connection.execute(
-        insert(versions).values(
-            version=version,
-            state=VersionState.REJECTED,
-            step=0,
-            epoch=epoch,
-            path=str(path),
-            manifest_sha256=_NO_MANIFEST,
-            consumed=0,
-            created_at=decision.at,
-            reason=decision.reason,
-        )
-    )
-    note(connection, version, VersionAction.REJECTED, decision)

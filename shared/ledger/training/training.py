@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Select, and_, exists, func, insert, select, u
 from tuneloop.shared.errors import LeaseLost, ParentEnded, StaleEpoch
 from tuneloop.shared.experience import Sample, State, VersionAction, VersionState
 from tuneloop.shared.ledger.recording.recording import LEASE_S
-from tuneloop.shared.ledger.recording.settlement import Settlement
+from tuneloop.shared.ledger.recording.rewards import Rewards
 from tuneloop.shared.ledger.storage.rows import sample
 from tuneloop.shared.ledger.storage.schema import epochs, experiences, versions
 from tuneloop.shared.ledger.storage.transactions import (
@@ -19,13 +19,11 @@ from tuneloop.shared.ledger.storage.transactions import (
     alone,
     portions,
 )
-from tuneloop.shared.ledger.training.backlog import Backlog, trim
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
-from tuneloop.shared.ledger.training.batches import claim, expire
+from tuneloop.shared.ledger.training.batches import Backlog, claim, expire, trim
 from tuneloop.shared.ledger.training.demonstrations import demonstrations
 from tuneloop.shared.ledger.training.run_results import give_all_back, lock_rows
-from tuneloop.shared.ledger.versions.events import Decision, note
-from tuneloop.shared.ledger.versions.versions import SERVABLE
+from tuneloop.shared.ledger.versions.versions import SERVABLE, Decision, note
 
 #: The states from which a row may come to be trained on.
 _WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
@@ -38,9 +36,9 @@ class Training(LedgerPart):
     newest version, and lose its steps since.
     """
 
-    def __init__(self, transactions: Transactions, settlement: Settlement) -> None:
+    def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
         super().__init__(transactions)
-        self._settlement = settlement
+        self._rewards = rewards
 
     def take_epoch(self, trainer: str) -> int:
         """Become the only trainer: a new epoch, and the leases of all older ones ended."""
@@ -48,7 +46,7 @@ class Training(LedgerPart):
             epoch, now = _current_epoch(connection) + 1, self._clock()
             connection.execute(update(epochs).where(epochs.c.ended_at.is_(None)).values(ended_at=now))
             connection.execute(insert(epochs).values(epoch=epoch, trainer=trainer, started_at=now, seen_at=now))
-            self._settlement.release(connection, experiences.c.lease_epoch < epoch)
+            self._rewards.release(connection, experiences.c.lease_epoch < epoch)
             give_all_back(connection)
             return epoch
 
@@ -69,7 +67,9 @@ class Training(LedgerPart):
             rows: list[Any] = []
             for portion in portions(ids):
                 connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(leased))
-                rows += connection.execute(_samples(portion))
+                rows += connection.execute(
+                    select(experiences).where(experiences.c.id.in_(portion)).order_by(experiences.c.id)
+                )
             edited = demonstrations(connection, rows)
             return [sample(row, demonstration=edited.get(row.id)) for row in rows]
 
@@ -95,20 +95,23 @@ class Training(LedgerPart):
             _fence(connection, epoch)
             connection.execute(update(epochs).where(epochs.c.epoch == epoch).values(seen_at=now))
             # Not each time: it writes every row anew.
-            half_over = and_(_is_leased(epoch), experiences.c.lease_until < now + LEASE_S / 2)
+            half_over = and_(
+                and_(experiences.c.state == State.LEASED, experiences.c.lease_epoch == epoch),
+                experiences.c.lease_until < now + LEASE_S / 2,
+            )
             connection.execute(update(experiences).where(half_over).values(lease_until=now + LEASE_S))
 
     @again_after_deadlock
     def release(self, epoch: int) -> None:
         """Give back whatever the epoch still holds."""
         with self._write() as connection:
-            self._settlement.release(connection, experiences.c.lease_epoch == epoch)
+            self._rewards.release(connection, experiences.c.lease_epoch == epoch)
 
     @again_after_deadlock
     def end(self, epoch: int) -> None:
         """Give back what the epoch holds, and say that its trainer has stopped."""
         with self._write() as connection:
-            self._settlement.release(connection, experiences.c.lease_epoch == epoch)
+            self._rewards.release(connection, experiences.c.lease_epoch == epoch)
             ended = update(epochs).where(epochs.c.epoch == epoch, epochs.c.ended_at.is_(None))
             connection.execute(ended.values(ended_at=self._clock()))
 
@@ -121,7 +124,7 @@ class Training(LedgerPart):
             lock_rows(connection, ids)
             for portion in portions(ids):
                 connection.execute(update(experiences).where(_leased_rows(epoch, portion)).values(dropped))
-            self._settlement.settle_corrected(connection, _replies(connection, ids))
+            self._rewards.compute_corrected(connection, _replies(connection, ids))
 
     def versions_waiting(self, among: Collection[int]) -> list[int]:
         """Those of the versions that have sampled replies which may still be trained on."""
@@ -178,13 +181,9 @@ class Training(LedgerPart):
             trained = {"state": State.TRAINED, "trained_version": version, "lease_epoch": None, "lease_until": None}
             for portion in portions(ids):
                 connection.execute(update(experiences).where(_leased_rows(epoch, portion)).values(trained))
-            if self._settlement.compensate_late:
-                self._settlement.settle_corrected(connection, _replies(connection, ids))
+            if self._rewards.compensate_late:
+                self._rewards.compute_corrected(connection, _replies(connection, ids))
             return version
-
-
-def _is_leased(epoch: int) -> Any:
-    return and_(experiences.c.state == State.LEASED, experiences.c.lease_epoch == epoch)
 
 
 def _leased_rows(epoch: int, ids: Sequence[int]) -> Any:
@@ -216,7 +215,3 @@ def _newest_number() -> Select[Any]:
 def _newest_version(connection: Connection) -> int:
     newest = select(func.max(versions.c.version)).where(versions.c.state.in_(SERVABLE))
     return connection.execute(newest).scalar() or 0
-
-
-def _samples(ids: Sequence[int]) -> Select[Any]:
-    return select(experiences).where(experiences.c.id.in_(ids)).order_by(experiences.c.id)

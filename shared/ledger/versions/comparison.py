@@ -1,7 +1,8 @@
-"""How one version has done since its rollout began, as far as the ledger knows."""
+"""How versions have done: one since its rollout began, and the newest replies of each, as far as the ledger knows."""
 
 import re
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, Double, Select, and_, case, func, select
@@ -9,7 +10,7 @@ from sqlalchemy import cast as as_type
 
 from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share, spread
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.storage.schema import exchanges, experiences, worth
+from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback, version_events, versions, worth
 from tuneloop.shared.ledger.storage.transactions import LedgerPart
 from tuneloop.shared.ledger.versions.drift import LONGEST
 
@@ -41,18 +42,33 @@ class Comparisons(LedgerPart):
         """
         near = self._read(_alone(select(_reward).where(worth.is_not(None)), version, since).limit(1))
         shift = near[0][0] if near else 0.0
-        [sums] = self._read(_totals(version, since, shift))
+        columns = (
+            func.count(worth).label("rewarded"),
+            func.coalesce(func.sum(_reward - shift), 0.0).label("reward"),
+            func.count().label("replies"),
+            func.sum(_tokens).label("tokens"),
+            func.count().filter(_timed).label("timed"),
+            func.coalesce(func.sum(exchanges.c.latency_s).filter(_timed), 0.0).label("seconds"),
+            func.coalesce(func.sum(_tokens).filter(_timed), 0.0).label("timed_tokens"),
+        )
+        joined = select(*columns).join_from(experiences, exchanges, exchanges.c.msg_id == experiences.c.msg_id)
+        units = _alone(joined.group_by(experiences.c.tenant, _unit), version, since).subquery().c
+        [sums] = self._read(
+            select(
+                *_sums(units.rewarded, units.reward, units.rewarded),
+                *_sums(units.replies, units.tokens, units.replies),
+                *_sums(units.timed, units.seconds, units.timed_tokens),
+            )
+        )
+        replies = _alone(select(func.substr(experiences.c.text, 1, LONGEST)), version, since)
+        newest = replies.order_by(experiences.c.sampled_at.desc()).limit(READ)
+        texts = [row[0] for row in self._read(newest)] if refusals else []
         return Figures(
             reward=_sample(sums[:7], shift),
             length=_sample(sums[7:14]),
             latency=_sample(sums[14:]),
-            refusals=self._refusals(version, since, refusals) if refusals else Share(),
+            refusals=Share(sum(any(each.search(text) for each in refusals) for text in texts), len(texts)),
         )
-
-    def _refusals(self, version: int, since: float, patterns: Collection[re.Pattern[str]]) -> Share:
-        replies = _alone(select(func.substr(experiences.c.text, 1, LONGEST)), version, since)
-        texts = [row[0] for row in self._read(replies.order_by(experiences.c.sampled_at.desc()).limit(READ))]
-        return Share(sum(any(each.search(text) for each in patterns) for text in texts), len(texts))
 
 
 def _alone(rows: Select[Any], version: int, since: float) -> Select[Any]:
@@ -62,29 +78,6 @@ def _alone(rows: Select[Any], version: int, since: float) -> Select[Any]:
     lately = and_(experiences.c.state.in_(list(State)), experiences.c.sampled_at.between(since, _NEVER))
     alone = and_(experiences.c.version_max == version, experiences.c.version_min + 0 == version)
     return rows.where(lately, alone, experiences.c.correction == 0)
-
-
-def _totals(version: int, since: float, shift: float) -> Select[Any]:
-    columns = (
-        func.count(worth).label("rewarded"),
-        func.coalesce(func.sum(_reward - shift), 0.0).label("reward"),
-        func.count().label("replies"),
-        func.sum(_tokens).label("tokens"),
-        func.count().filter(_timed).label("timed"),
-        func.coalesce(func.sum(exchanges.c.latency_s).filter(_timed), 0.0).label("seconds"),
-        func.coalesce(func.sum(_tokens).filter(_timed), 0.0).label("timed_tokens"),
-    )
-    units = _alone(_of_units(*columns), version, since).subquery().c
-    return select(
-        *_sums(units.rewarded, units.reward, units.rewarded),
-        *_sums(units.replies, units.tokens, units.replies),
-        *_sums(units.timed, units.seconds, units.timed_tokens),
-    )
-
-
-def _of_units(*columns: ColumnElement[Any]) -> Select[Any]:
-    joined = select(*columns).join_from(experiences, exchanges, exchanges.c.msg_id == experiences.c.msg_id)
-    return joined.group_by(experiences.c.tenant, _unit)
 
 
 def _sums(replies: Any, over: Any, under: Any) -> tuple[ColumnElement[Any], ...]:
@@ -102,3 +95,48 @@ def _sample(sums: Any, shift: float = 0.0) -> SampleStatistics:
     squares = squared - 2 * mean * mixed + mean**2 * under_squared
     count, sources = int(replies), int(units)
     return SampleStatistics(count, sources, shift + mean, spread(count, sources, squares, under))
+
+
+#: Trained replies of a version by which its delay is told.
+_TRAINED = 1_000
+
+
+class RewardHistory(LedgerPart):
+    """Figures for people; each costs the same however large the ledger is."""
+
+    def newest(self, version: int, *, among: int) -> SampleStatistics:
+        """The rewards of those `among` the newest replies that this version alone wrote and that have one.
+
+        All replies to a user of a tenant are one unit, or else to a task, or of a run.
+        """
+        units: dict[tuple[str, str], list[float]] = defaultdict(list)
+        alone = and_(experiences.c.version_max == version, experiences.c.correction == 0)
+        newest = select(experiences.c.id).where(experiences.c.version_min == version)
+        newest = newest.order_by(experiences.c.sampled_at.desc()).limit(among)
+        joined = select(worth.label("reward"), experiences.c.tenant, _unit.label("unit")).join_from(
+            experiences, exchanges, exchanges.c.msg_id == experiences.c.msg_id
+        )
+        for row in self._read(
+            joined.where(experiences.c.id.in_(newest.subquery().select()), alone, worth.is_not(None))
+        ):
+            units[row.tenant, row.unit].append(row.reward)
+        totals = [(sum(rewards), len(rewards)) for rewards in units.values()]
+        replies = sum(count for _, count in totals)
+        if not replies:
+            return SampleStatistics()
+        mean = sum(total for total, _ in totals) / replies
+        squares = sum((total - mean * count) ** 2 for total, count in totals)
+        return SampleStatistics(replies, len(totals), mean, spread(replies, len(totals), squares, replies))
+
+    def feedback_to_served(self, version: int) -> list[float]:
+        """The seconds from the feedback of replies that a version was trained on until it was served, in order."""
+        delay = versions.c.served_at - experiences.c.rewarded_at
+        query = select(delay).join_from(experiences, versions, versions.c.version == experiences.c.trained_version)
+        of_it = and_(experiences.c.trained_version == version, versions.c.served_at.is_not(None))
+        return sorted(row[0] for row in self._read(query.where(of_it).limit(_TRAINED)))
+
+    def marks(self) -> Sequence[int]:
+        """Numbers that grow when a reply, feedback, or an event of a version comes in."""
+        tables = (experiences, feedback, version_events)
+        counts = self._read_together(*(select(func.coalesce(func.max(each.c.id), 0)) for each in tables))
+        return [rows[0][0] for rows in counts]

@@ -3,29 +3,146 @@
 All read backwards from the newest row, or that of each key, so that they cost the same however much the ledger holds.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, exists, func, select, true
+from sqlalchemy import ColumnElement, Select, and_, case, exists, func, select, true
 from zstandard import ZstdError
 
 from tuneloop.shared.experience import MAX_REWARD, Kind
-from tuneloop.shared.ledger.raters.newest_feedback import KeyWithFeedback, keys_with_feedback, newest_of_key
-from tuneloop.shared.ledger.raters.rater_tables import RaterState, raters
-from tuneloop.shared.ledger.raters.standing import rater_of
-from tuneloop.shared.ledger.raters.voice_shares import SILENT_S, SuspectEvent, share_amiss
-from tuneloop.shared.ledger.raters.voices import Rater
+from tuneloop.shared.ledger.raters import Rater, rater_of, voice_of
 from tuneloop.shared.ledger.storage.codec import unpack_text
-from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
+from tuneloop.shared.ledger.storage.schema import RaterState, exchanges, experiences, feedback, raters
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, portions
 from tuneloop.shared.settings.feedback import RewardRule
+
+#: From so many voices, or tenants, on, one alone raises nothing.
+MANY = 3
+
+#: The part of the events looked at that one voice may always have.
+LEAST_PART = 1 / 20
+
+#: A voice that says nothing for so many seconds, a week, is one no more.
+SILENT_S = 7 * 86400.0
+
+
+class SuspectEvent(NamedTuple):
+    """An event: its place in the ledger, when it came, by whom, and whether it is `amiss`."""
+
+    id: int
+    received_at: float
+    rater: Rater
+    amiss: bool
+
+
+def most_of_one(count: int, voices: int) -> int:
+    """How many events of one voice count, where `count` of all voices are looked at."""
+    return max(1, int(count * LEAST_PART), count // voices)
+
+
+def share_amiss(events: Iterable[SuspectEvent], count: int) -> float | None:
+    """The share of what is amiss, by `count` events or about so many; None if there are fewer.
+
+    A voice is all that is said with one key, or in one name without a key. Of three or more, as many of the newest
+    events count of one as of another, without the voice that has most of what is amiss, and of three tenants without
+    the one that has: nobody makes it look so alone. Of one or two, the newest events count, whoever said them.
+    """
+    newest_first = sorted(events, key=lambda each: each.id, reverse=True)
+    if len(newest_first) < count:
+        return None
+    by_voice: dict[Rater, list[SuspectEvent]] = defaultdict(list)
+    for each in newest_first:
+        tenant, source = each.rater
+        by_voice[tenant, voice_of(source)].append(each)
+    since = max(each.received_at for each in newest_first) - SILENT_S
+    speaking = {voice: said for voice, said in by_voice.items() if said[0].received_at >= since}
+    if len(speaking) < MANY:
+        return sum(each.amiss for each in newest_first[:count]) / count
+    most = most_of_one(count, len(speaking))
+    recent = {voice: said[:most] for voice, said in speaking.items()}
+    by_tenant: dict[str, list[SuspectEvent]] = defaultdict(list)
+    for (tenant, _), said in recent.items():
+        by_tenant[tenant] += said
+    shares = [_without_one(recent.values())]
+    return min([*shares, _without_one(by_tenant.values())] if len(by_tenant) >= MANY else shares)
+
+
+def _without_one(parts: Collection[Sequence[SuspectEvent]]) -> float:
+    """The least share that is left without one of the parts."""
+    amiss, total = sum(each.amiss for part in parts for each in part), sum(map(len, parts))
+    return min((amiss - sum(each.amiss for each in part)) / (total - len(part)) for part in parts)
+
+
+# Where few events are wanted, no more than so many times the events asked for are read.
+_STRETCH = 10
+
+_COLUMNS = ("id", "tenant", "msg_id", "choice", "kind", "metric", "value", "text", "source", "received_at")
+
+_FIRST = select(func.min(feedback.c.tenant).label("tenant")).cte("tenants", recursive=True)
+_NEXT = select(func.min(feedback.c.tenant)).where(feedback.c.tenant > _FIRST.c.tenant).correlate(_FIRST)
+# The last row has none: there is no next one.
+_TENANTS = _FIRST.union_all(select(_NEXT.scalar_subquery()).where(_FIRST.c.tenant.is_not(None)))
+
+_LEAST = select(func.min(feedback.c.key)).where(feedback.c.tenant == _TENANTS.c.tenant).correlate(_TENANTS)
+_LEAST_OF_TENANTS = select(_TENANTS.c.tenant, _LEAST.scalar_subquery().label("key"))
+_SOME = _LEAST_OF_TENANTS.where(_TENANTS.c.tenant.is_not(None)).cte("keys", recursive=True)
+_GREATER = and_(feedback.c.tenant == _SOME.c.tenant, feedback.c.key > _SOME.c.key)
+_NEXT_KEY = select(func.min(feedback.c.key)).where(_GREATER).correlate(_SOME).scalar_subquery()
+# The last row of each tenant stands for its feedback without a key.
+_KEYS = _SOME.union_all(select(_SOME.c.tenant, _NEXT_KEY).where(_SOME.c.key.is_not(None)))
+
+
+# As the index is read backwards, also where the key is null: PostgreSQL does not know that all nulls are alike.
+_BACKWARDS = (feedback.c.key.desc(), feedback.c.id.desc())
+
+
+def _newest(same_key: ColumnElement[bool]) -> Any:
+    same_tenant = feedback.c.tenant == _KEYS.c.tenant
+    newest = select(feedback.c.id).where(same_tenant, same_key).order_by(*_BACKWARDS).limit(1)
+    return newest.correlate(_KEYS).scalar_subquery()
+
+
+_NEWEST = case((_KEYS.c.key.is_(None), _newest(feedback.c.key.is_(None))), else_=_newest(feedback.c.key == _KEYS.c.key))
+_NEWEST_OF_KEYS = select(_KEYS.c.tenant, _KEYS.c.key, _NEWEST.label("newest"))
+
+
+class KeyWithFeedback(NamedTuple):
+    """A key of a tenant, None for who has none, and the id of its newest event."""
+
+    tenant: str
+    key: str | None
+    newest: int
+
+
+def keys_with_feedback(read: Callable[[Any], Sequence[Any]]) -> list[KeyWithFeedback]:
+    """All keys that have given feedback."""
+    return [KeyWithFeedback(*row) for row in read(_NEWEST_OF_KEYS) if row.newest is not None]
+
+
+def newest_of_key(of: KeyWithFeedback, wanted: ColumnElement[bool], count: int) -> Select[Any]:
+    """The newest events of a key that are wanted, so many at most, the newest first."""
+    same_key = feedback.c.key.is_(None) if of.key is None else feedback.c.key == of.key
+    part = (
+        select(feedback.c.id)
+        .where(feedback.c.tenant == of.tenant, same_key)
+        .order_by(*_BACKWARDS)
+        .limit(count * _STRETCH)
+        .subquery()
+    )
+    columns = (feedback.c[name] for name in _COLUMNS)
+    return (
+        select(*columns)
+        .join(part, part.c.id == feedback.c.id)
+        .order_by(feedback.c.id.desc())
+        .where(wanted)
+        .limit(count)
+    )
+
 
 #: Characters of a reply that are looked at.
 LONGEST = 2000
 
-# Where few events name a source, no more than so many times the events asked for are read.
-_STRETCH = 10
 
 # So many keys are looked at, of each tenant in turn that which spoke last.
 _MOST_KEYS = 100
@@ -87,12 +204,9 @@ class Drift(LedgerPart):
 
     def quarantined_share(self, count: int) -> float | None:
         """The part of the newest feedback that raters in quarantine gave, as voices share in it. None as above."""
-        quarantined, rows = self._raters_in_quarantine(), self._newest_of_voices(count, true())
-        return share_amiss((_suspect(row, rater_of(row) in quarantined) for row in rows), count)
-
-    def _raters_in_quarantine(self) -> set[Rater]:
         query = select(raters.c.tenant, raters.c.name).where(raters.c.state == RaterState.QUARANTINED)
-        return {(row.tenant, row.name) for row in self._read(query)}
+        quarantined, rows = {(row.tenant, row.name) for row in self._read(query)}, self._newest_of_voices(count, true())
+        return share_amiss((_suspect(row, rater_of(row) in quarantined) for row in rows), count)
 
     def _newest_of_voices(self, count: int, wanted: ColumnElement[bool]) -> Iterator[Any]:
         """The newest events of each key, `count` at least where it has them: whoever floods hides nobody."""

@@ -137,7 +137,7 @@ def test_rewards_are_reckoned_by_the_rule_of_the_ledger_and_differences_are_told
 ) -> None:
     said = [asked(), asked()]
     source.recording.record([*said, about(said[0], value=0.5), about(said[1], value=0.5)])
-    other = Ledger(ledger.transactions.engine, rule=ledger.settlement.rule.model_copy(update={"clip": (0.0, 0.25)}))
+    other = Ledger(ledger.transactions.engine, rule=ledger.rewards.rule.model_copy(update={"clip": (0.0, 0.25)}))
     assert moved(source, file, other) == ImportResult(2, 2, 2)
     assert [row["reward"] for row in everything(other)[0]] == [0.25, 0.25]
 

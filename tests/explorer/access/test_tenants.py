@@ -340,17 +340,15 @@ def test_an_administrator_of_a_tenant_gives_no_more_than_he_has(
         return http.post("/admin/keys", json={"name": "new", **but}, headers=admin)
 
     made = make().json()
-    assert {name: made["limits"][name] for name in ("requests_per_minute", "max_concurrent", "max_stored_bytes")} == {
+    assert {name: made["limits"][name] for name in ("requests_per_minute", "max_concurrent")} == {
         "requests_per_minute": 50,
         "max_concurrent": 4,
-        "max_stored_bytes": explorer.settings.explorer.max_stored_bytes_per_key,
     }
     assert 3500 < made["expires_at"] - made["created_at"] <= 3600
     less = make(limits={"requests_per_minute": 5, "tokens_per_minute": 9}, expires_in=60).json()
     assert (less["limits"]["requests_per_minute"], less["limits"]["tokens_per_minute"]) == (5, 9)
     for more in (
         {"limits": {"requests_per_minute": 51}},
-        {"limits": {"max_stored_bytes": 1 << 50}},
         {"expires_in": 7200},
     ):
         assert (make(**more).status_code, make(**more).json()["error"]["code"]) == (403, "operator_only"), more

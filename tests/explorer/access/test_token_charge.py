@@ -114,16 +114,6 @@ def test_a_text_to_be_read_costs_tokens(explorer: RunningExplorer, make_key: Mak
     assert code(explorer.http.post("/tokenize", json=text, headers=key)) == (429, "key_limit_tokens")
 
 
-def test_the_bytes_of_a_body_are_those_of_its_own_key(explorer: RunningExplorer, make_key: MakeKey) -> None:
-    """A body that comes with a request that needs no key, in one piece, before it."""
-    key = make_key(Scope.INFERENCE, limits=KeyLimits(bytes_per_minute=3))
-    with Wire(explorer.url) as wire:
-        asks = http_request(json.dumps(HELLO).encode(), f"x-api-key: {secret_of(key)}")
-        wire.send(http_request(b"", path="/health/live", method="GET") + asks)
-        assert [wire.response().status, wire.response().status] == [200, 200]
-    assert code(explorer.http.post(CHAT, json=HELLO, headers=key)) == (429, "key_limit_bytes")
-
-
 def test_so_many_choices_and_no_more(explorer: RunningExplorer) -> None:
     assert code(explorer.http.post(CHAT, json=HELLO | {"n": 1025})) == (400, "too_many_choices")
     prompts = {"model": HELLO["model"], "prompt": ["x"] * 513, "n": 2}

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import text
 
 import tests
-from tests.conftest import Place
+from tests.conftest import Place, tables_at
 from tests.doubles import postgres
 from tests.doubles.engine import CHAT, EngineDouble
 from tests.explorer.checkpoints import write_model
@@ -43,9 +43,7 @@ class Explorers:
     def settings(self, name: str) -> Path:
         folder = self._root / name
         folder.mkdir(exist_ok=True)
-        buffer: dict[str, Any] = {"path": self._place.url}
-        if self._place.schema is not None:
-            buffer["name"] = self._place.schema
+        buffer = {"path": self._place.url, "name": self._place.schema}
         return write_settings(
             folder,
             checkpoint_root_dir=str(self._root / "checkpoints"),
@@ -59,12 +57,11 @@ class Explorers:
 
     @contextmanager
     def running(self, name: str, *, ahead_s: float) -> Iterator[httpx.Client]:
-        """An explorer whose clock is wrong. With PostgreSQL it is on a machine of its own, which was started then."""
+        """An explorer whose clock is wrong, on a machine of its own."""
         with self._patch.context() as patch:
             patch.setenv("PYTHONPATH", str(Path(tests.__path__[0]) / "doubles" / "set_clock"), prepend=":")
             patch.setenv("TUNELOOP_TEST_CLOCK", str(ahead_s))
-            if self._place.schema is not None:
-                patch.setenv("TUNELOOP_TEST_BOOT", f"the machine of {name}")
+            patch.setenv("TUNELOOP_TEST_BOOT", f"the machine of {name}")
             with service(self.settings(name)) as (_process, http):
                 yield http
 
@@ -75,9 +72,14 @@ class Explorers:
 
 @pytest.fixture
 def explorers(
-    tmp_path: Path, migrated_place: Place, doubles: list[EngineDouble], monkeypatch: pytest.MonkeyPatch
-) -> Explorers:
-    return Explorers(tmp_path, migrated_place, dict(zip(("one", "other"), doubles, strict=True)), monkeypatch)
+    tmp_path: Path,
+    postgres_place: Place,
+    doubles: list[EngineDouble],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> Iterator[Explorers]:
+    with tables_at(postgres_place, request, "migrated"):
+        yield Explorers(tmp_path, postgres_place, dict(zip(("one", "other"), doubles, strict=True)), monkeypatch)
 
 
 def chat(http: httpx.Client) -> str:
@@ -102,9 +104,9 @@ def commit(http: httpx.Client) -> int:
     return int(answers[-1].json()["committed"])
 
 
+@pytest.mark.postgres
 def test_explorers_a_day_ahead_and_a_day_behind_share_one_ledger(explorers: Explorers) -> None:
     ledger = explorers.ledger()
-    ledger.transactions.keep_time()  # on this machine a process was there before, when its clock was right
     with explorers.running("one", ahead_s=DAY) as ahead, explorers.running("other", ahead_s=-DAY) as behind:
         replies, unrated = [chat(ahead), chat(behind)], [chat(ahead), chat(behind)]
         eventually(lambda: ledger.reports.counts()[State.RECORDED] == 4)

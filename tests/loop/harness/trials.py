@@ -18,7 +18,7 @@ from tuneloop.explorer.engines.version_routing import TrafficSplit
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.database import connect
-from tuneloop.shared.ledger.versions.events import VersionEvent
+from tuneloop.shared.ledger.versions.versions import VersionEvent
 
 
 @dataclass

@@ -34,7 +34,7 @@ class Held(Training):
     """The first version is registered only when `leases` batches were leased; what happens meanwhile is `before`."""
 
     def __init__(self, ledger, leases, before=lambda: None):
-        super().__init__(ledger.transactions, ledger.settlement)
+        super().__init__(ledger.transactions, ledger.rewards)
         self._left, self._before = leases, before
         self.enough, self._first = threading.Event(), True
 

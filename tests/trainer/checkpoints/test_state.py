@@ -236,7 +236,7 @@ def test_the_state_of_a_version_that_was_not_registered_is_not_that_of_its_names
     chosen, lost = settings(trainer={"total_steps": 2, "state_interval": 2}), []
     commit(ledger, [sample(i) for i in range(16)])
     ledger.versions.ensure_base(chosen.model.model_path)
-    ledger.training = Losing(ledger.transactions, ledger.settlement)
+    ledger.training = Losing(ledger.transactions, ledger.rewards)
     TrainingLoop(chosen, ledger, Event()).run()
     assert lost == [2]
     newest = ledger.versions.newest()

@@ -68,7 +68,7 @@ def test_while_the_database_is_away_the_engine_has_the_gpu(settings, ledger, eng
     commit(ledger, [sample(i) for i in range(12)])
     chosen = settings(trainer={"total_steps": 2, "save_interval": 2}, cluster=TURNS)
     ledger.versions.ensure_base(chosen.model.model_path)
-    ledger.training, stop = Away(ledger.transactions, ledger.settlement), Event()
+    ledger.training, stop = Away(ledger.transactions, ledger.rewards), Event()
     with ThreadPoolExecutor(1) as threads:
         trainer = threads.submit(TrainingLoop(chosen, ledger, stop).run)
         try:

@@ -7,7 +7,7 @@ import pytest
 
 from tests import factories
 from tuneloop.shared.experience import Kind, State
-from tuneloop.shared.ledger.browsing import reply_pages, reply_texts
+from tuneloop.shared.ledger.browsing import reply_pages
 from tuneloop.shared.ledger.browsing.reply_pages import ReplyCursor, ReplyFilter
 from tuneloop.shared.ledger.browsing.same_prompts import digest_of_prompt
 from tuneloop.shared.ledger.ledger import Ledger
@@ -196,7 +196,7 @@ def test_no_page_holds_more_requests_than_a_listing_of_completions(ledger: Ledge
 
 
 def test_the_reading_of_texts_ends_by_their_bytes_too(ledger: Ledger, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(reply_texts, "MAX_READ_BYTES", LARGE)
+    monkeypatch.setattr(reply_pages, "MAX_READ_BYTES", LARGE)
     old = recorded(ledger, 1, experiences=(factories.experience(text="A zebra."),))
     recorded(ledger, 9, request=long_request("What is it?"))
     page = ledger.reply_pages.page(TENANT, ReplyFilter(text="zebra"), after=None, limit=3)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionStoreMessage
 
-from tuneloop.shared.ledger.recording.completion_object import (
+from tuneloop.shared.ledger.recording.stored_completions import (
     StoredChoice,
     StoredExchange,
     completion,
@@ -106,10 +106,6 @@ def test_the_choices_are_those_of_openai() -> None:
     assert [bool(each.message.tool_calls) for each in parsed.choices] == [False, True, True, False]
     assert found["choices"][1]["message"]["tool_calls"] == [CALL]
     assert found["usage"] == {"prompt_tokens": 7, "completion_tokens": 12, "total_tokens": 19}
-
-
-def test_an_answer_that_was_cut_off_has_no_reason_to_end() -> None:
-    assert told(stored(spoken(finish_reason=None)))["choices"][0]["finish_reason"] is None
 
 
 def test_messages_have_ids_and_keep_all_that_was_said() -> None:

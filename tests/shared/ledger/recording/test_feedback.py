@@ -12,11 +12,11 @@ from tests.factories import committed, exchange, experience, feedback, ids, leas
 from tuneloop.shared.experience import Feedback, Kind, Outcome, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.recording.reward_rule import definition
-from tuneloop.shared.ledger.storage.ledger_clock import LedgerClock, Machine
+from tuneloop.shared.ledger.storage.ledger_clock import LedgerClock
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, reward_rules
 from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
 from tuneloop.shared.settings.feedback import RewardRule
-from tuneloop.shared.steady_time import Stamp
+from tuneloop.shared.steady_time import Stamp, boot
 
 LATE = 1e9
 
@@ -109,14 +109,6 @@ def test_feedback_on_a_trajectory_reaches_its_replies_whichever_came_first(
     heard = feedback(**run_of("1"), value=0.25)
     ledger.recording.record([heard, *said] if first else [*said, heard])
     assert rewards(engine) == [0.25, 0.25, None]
-
-
-def test_a_reply_added_to_a_rewarded_trajectory_takes_its_reward(ledger: Ledger, engine: Engine) -> None:
-    ledger.recording.record([exchange(task_id="task", run_id="1"), feedback(**run_of("1"))])
-    ledger.recording.record(
-        [exchange(task_id="task", run_id="1"), exchange(task_id="task", run_id="1", tenant="other")]
-    )
-    assert rewards(engine) == [1.0, 1.0, None]
 
 
 def test_of_feedback_on_a_reply_and_on_its_trajectory_that_on_the_reply_counts(ledger: Ledger, engine: Engine) -> None:
@@ -351,14 +343,14 @@ def test_each_choice_is_told_apart(ledger: Ledger) -> None:
 
 
 def test_each_choice_is_told_apart_where_what_the_event_made_is_dated_by_the_ledger(under: Any, engine: Engine) -> None:
-    machine = Machine(boot=lambda: "here", ticks=lambda: 5.0, database=lambda _connection: 1000.0)
-    ledger = under(compensate_late=True, clock=LedgerClock(engine, machine))
+    clock = LedgerClock(engine, ticks=lambda: 5.0, database=lambda _connection: 1000.0)
+    ledger = under(compensate_late=True, clock=clock)
     said = exchange(experiences=(experience(), experience(choice=1)), received_at=900.0)
     ledger.recording.record([said, feedback(msg_id=said.msg_id, choice=0, value=1.0)])
     ledger.recording.commit("acme")
     epoch = ledger.training.take_epoch("trainer")
     ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
-    late = feedback(msg_id=said.msg_id, value=-0.5, received_at=2000.0, stamp=Stamp("here", 5.0))
+    late = feedback(msg_id=said.msg_id, value=-0.5, received_at=2000.0, stamp=Stamp(boot(), 5.0))
     ledger.recording.record([late])
     assert [row.correction for row in rows(engine)] == [0, 0, 1]
     apart = {f"{said.msg_id}:0": Outcome.LATE, f"{said.msg_id}:1": Outcome.ACCEPTED}

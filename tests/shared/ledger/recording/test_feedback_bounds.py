@@ -9,7 +9,7 @@ from sqlalchemy import Engine, event, func, select
 from tests.factories import exchange, experience, feedback
 from tuneloop.shared.experience import Feedback, Kind, Outcome, State
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.recording.outcomes import MAX_CHOICES_SAID, MAX_SAID, MAX_SAID_BY_ONE
+from tuneloop.shared.ledger.recording.new_feedback import MAX_CHOICES_SAID, MAX_SAID, MAX_SAID_BY_ONE
 from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
 
 RUN = {"msg_id": None, "task_id": "task", "run_id": "run"}
@@ -111,8 +111,8 @@ def test_a_judge_has_room_for_what_it_says_of_each_of_many_choices(ledger: Ledge
 def test_a_reply_has_room_by_its_choices_up_to_a_bound_of_all(
     ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch, *, choices: int, times: int
 ) -> None:
-    monkeypatch.setattr("tuneloop.shared.ledger.recording.outcomes.MAX_SAID", 4)
-    monkeypatch.setattr("tuneloop.shared.ledger.recording.outcomes.MAX_SAID_BY_ONE", 2)
+    monkeypatch.setattr("tuneloop.shared.ledger.recording.new_feedback.MAX_SAID", 4)
+    monkeypatch.setattr("tuneloop.shared.ledger.recording.new_feedback.MAX_SAID_BY_ONE", 2)
     said = exchange(experiences=tuple(experience(choice=number) for number in range(choices)))
     ledger.recording.record([said])
     # Choices that there are not give no room.
@@ -165,7 +165,7 @@ def test_a_run_of_many_replies_with_many_events_is_settled_soon(ledger: Ledger) 
 def test_names_of_runs_that_do_not_exist_are_not_kept_without_end(
     ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tuneloop.shared.ledger.recording.outcomes.MAX_EARLY", 600)
+    monkeypatch.setattr("tuneloop.shared.ledger.recording.new_feedback.MAX_EARLY", 600)
     early = [feedback(msg_id=None, task_id="none", run_id=str(number)) for number in range(1000)]
     record(ledger, early)
     assert stored(engine) <= 600
@@ -184,7 +184,7 @@ def test_names_of_runs_that_do_not_exist_are_not_kept_without_end(
 def test_feedback_on_replies_that_are_not_stored_is_not_kept_without_end(
     ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tuneloop.shared.ledger.recording.outcomes.MAX_EARLY", 600)
+    monkeypatch.setattr("tuneloop.shared.ledger.recording.new_feedback.MAX_EARLY", 600)
     record(ledger, [feedback(msg_id=f"chatcmpl-none-{number}") for number in range(1000)])
     assert stored(engine) <= 600
     more = [feedback(msg_id=f"chatcmpl-more-{number}") for number in range(500)]
@@ -205,7 +205,7 @@ def test_feedback_on_replies_that_are_not_stored_is_not_kept_without_end(
 def test_of_a_group_beyond_the_bound_as_many_are_kept_as_fit_and_the_rest_has_no_room(
     ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tuneloop.shared.ledger.recording.outcomes.MAX_EARLY", 10)
+    monkeypatch.setattr("tuneloop.shared.ledger.recording.new_feedback.MAX_EARLY", 10)
     early = [feedback(msg_id=f"chatcmpl-none-{number}") for number in range(15)]
     ledger.recording.record(early[:8])
     said = exchange()
@@ -216,7 +216,7 @@ def test_of_a_group_beyond_the_bound_as_many_are_kept_as_fit_and_the_rest_has_no
 
 
 def test_what_was_there_already_takes_no_room(ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuneloop.shared.ledger.recording.outcomes.MAX_EARLY", 10)
+    monkeypatch.setattr("tuneloop.shared.ledger.recording.new_feedback.MAX_EARLY", 10)
     said = exchange()
     ledger.recording.record([said])
     for number in range(20):

@@ -1,11 +1,10 @@
 import traceback
-from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine, event, select
 
-from tests.factories import exchange, experience, feedback, ids, leased, rewarded
+from tests.factories import exchange, experience, feedback, leased, rewarded
 from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import MAX_NAME, Kind, State, pack_ids, pack_logprobs
 from tuneloop.shared.ledger.ledger import Ledger
@@ -55,28 +54,9 @@ def test_the_first_to_use_a_msg_id_keeps_it(ledger: Ledger, engine: Engine) -> N
     assert [row.text for row in rows(engine)] == ["first"]
 
 
-def test_nothing_to_record_is_fine(ledger: Ledger) -> None:
-    ledger.recording.record([])
-    ledger.recording.record([exchange(experiences=())])
-    assert ledger.reports.counts() == only()
-
-
-def test_feedback_that_comes_first_waits_for_its_reply(ledger: Ledger, engine: Engine) -> None:
-    ledger.recording.record([feedback(msg_id="chatcmpl-x", value=0.25)])
-    ledger.recording.record([exchange(msg_id="chatcmpl-x")])
-    assert rewards(engine) == [0.25]
-    assert ledger.reports.counts() == only(rewarded=1)
-
-
 def test_feedback_in_the_same_group_may_stand_before_its_reply(ledger: Ledger, engine: Engine) -> None:
     ledger.recording.record([feedback(msg_id="chatcmpl-x", value=0.25), exchange(msg_id="chatcmpl-x")])
     assert rewards(engine) == [0.25]
-
-
-def test_the_last_feedback_is_the_reward(ledger: Ledger, engine: Engine) -> None:
-    [said] = rewarded(ledger)
-    ledger.recording.record([feedback(msg_id=said.msg_id, value=0.1), feedback(msg_id=said.msg_id, value=0.2)])
-    assert rewards(engine) == [0.2]
 
 
 @pytest.mark.parametrize("step", [-86400.0, -2.0, 0.0, 86400.0])
@@ -92,13 +72,6 @@ def test_a_correction_counts_whatever_the_clocks_say(ledger: Ledger, engine: Eng
     assert rewards(engine) == [None]
 
 
-def test_of_two_received_at_once_the_one_recorded_later_counts(ledger: Ledger, engine: Engine) -> None:
-    said = exchange()
-    both = [feedback(msg_id=said.msg_id, value=reward, received_at=10.0) for reward in (0.1, 0.9)]
-    ledger.recording.record([said, *both])
-    assert rewards(engine) == [0.9]
-
-
 def test_feedback_for_one_choice_leaves_the_others_alone(ledger: Ledger, engine: Engine) -> None:
     said = exchange(experiences=tuple(experience(choice=choice) for choice in range(3)))
     ledger.recording.record([said, feedback(msg_id=said.msg_id, choice=1, value=0.5)])
@@ -110,13 +83,6 @@ def test_feedback_without_a_choice_is_for_all_and_a_later_one_for_one(ledger: Le
     ledger.recording.record([said, feedback(msg_id=said.msg_id, value=0.5)])
     ledger.recording.record([feedback(msg_id=said.msg_id, choice=2, value=-1.0)])
     assert rewards(engine) == [0.5, 0.5, -1.0]
-
-
-def test_feedback_for_all_overrules_an_earlier_one_for_one(ledger: Ledger, engine: Engine) -> None:
-    said = exchange(experiences=tuple(experience(choice=choice) for choice in range(2)))
-    ledger.recording.record([said, feedback(msg_id=said.msg_id, choice=1, value=-1.0)])
-    ledger.recording.record([feedback(msg_id=said.msg_id, value=0.5)])
-    assert rewards(engine) == [0.5, 0.5]
 
 
 def test_a_reward_may_be_corrected_until_the_lease(ledger: Ledger, engine: Engine) -> None:
@@ -135,13 +101,6 @@ def test_feedback_after_the_lease_is_kept_but_changes_no_reward(ledger: Ledger, 
     with engine.connect() as connection:
         kept = connection.execute(select(feedback_table.c.value).order_by(feedback_table.c.id)).scalars().all()
     assert kept == [1.0, -0.5]
-
-
-def test_feedback_after_training_changes_no_reward(ledger: Ledger, engine: Engine) -> None:
-    epoch, samples = leased(ledger)
-    ledger.training.register(epoch, ids(samples), step=1, publish=lambda _: (Path("/c"), "0" * 64))
-    ledger.recording.record([feedback(msg_id=rows(engine)[0].msg_id, value=-0.5)])
-    assert rewards(engine) == [1.0]
 
 
 def test_what_must_not_be_trained_on_is_dropped_with_its_reason_and_still_takes_a_reward(

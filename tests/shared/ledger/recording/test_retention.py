@@ -40,15 +40,6 @@ def test_what_is_older_than_its_bound_goes_with_all_that_belongs_to_it(
     assert ledger.reports.imbalance() == []
 
 
-@pytest.mark.parametrize("state", IN_STATE, ids=str)
-def test_without_a_bound_everything_stays(ledger: Ledger, engine: Engine, state: State) -> None:
-    IN_STATE[state](ledger, received_at=OLD)
-    before = everything(engine)
-    others = {each: bound for each, bound in EVERYTHING.items() if each != state}
-    assert sum(ledger.retention.purge(others).experiences.values()) == 0
-    assert everything(engine) == before
-
-
 def test_a_tenant_may_have_bounds_of_its_own(ledger: Ledger, engine: Engine) -> None:
     for tenant in ("acme", "globex", "other"):
         said = heard(tenant=tenant, msg_id=f"no reply of {tenant}", received_at=OLD)

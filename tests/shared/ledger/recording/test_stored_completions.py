@@ -16,13 +16,21 @@ from tests.shared.retaining import EVERYTHING, column, everything, in_work, trai
 from tuneloop.shared.experience import Exchange, Kind, State, pack_ids, pack_logprobs
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.recording import stored_completions
-from tuneloop.shared.ledger.recording.completion_object import StoredChoice, completion, tag_of_model, tag_of_pair
-from tuneloop.shared.ledger.recording.stored_completions import Deletion, Order, select_page, select_tagged
-from tuneloop.shared.ledger.recording.tags import PageCursor
-from tuneloop.shared.ledger.storage.ledger_clock import COMPARE_S, LedgerClock, Machine
+from tuneloop.shared.ledger.recording.stored_completions import (
+    Deletion,
+    Order,
+    PageCursor,
+    StoredChoice,
+    completion,
+    select_page,
+    select_tagged,
+    tag_of_model,
+    tag_of_pair,
+)
+from tuneloop.shared.ledger.storage.ledger_clock import COMPARE_S, LedgerClock
 from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, exchanges, experiences, feedback, tags
 from tuneloop.shared.settings.feedback import RewardRule
-from tuneloop.shared.steady_time import Stamp
+from tuneloop.shared.steady_time import Stamp, boot
 
 NOW = 1e9
 
@@ -121,11 +129,11 @@ def test_a_list_ends_where_there_is_no_more(ledger: Ledger, count: int, sizes: l
 
 def test_what_is_recorded_again_when_the_ledger_knows_the_time_better_is_listed_once(engine: Engine) -> None:
     ticks, ahead = Clock(0.0), Clock(0.0)
-    machine = Machine(boot=lambda: "here", ticks=ticks, database=lambda _connection: NOW + ticks.now + ahead.now)
-    ledger = Ledger(engine, clock=LedgerClock(engine, machine))
-    said = [asked(metadata={"k": "v"}, stamp=Stamp("here", float(second))) for second in range(3)]
+    clock = LedgerClock(engine, ticks=ticks, database=lambda _connection: NOW + ticks.now + ahead.now)
+    ledger = Ledger(engine, clock=clock)
+    said = [asked(metadata={"k": "v"}, stamp=Stamp(boot(), float(second))) for second in range(3)]
     ledger.recording.record(said)
-    ticks.now, ahead.now = COMPARE_S, COMPARE_S
+    ticks.now, ahead.now = COMPARE_S, 3.0
     ledger.recording.record(said)
     assert names(ledger) == [each.msg_id for each in said]
     one_by_one = islice(pages(ledger, pair("k", "v"), limit=1), 2 * len(said))

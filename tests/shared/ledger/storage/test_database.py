@@ -3,15 +3,14 @@ import time
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import text
 
 from tests.conftest import Place
 from tests.doubles.warm.process import WarmProcess
 from tests.factories import exchange, rewarded
-from tuneloop.shared.errors import EnvironmentRefused, LedgerForbidden, SettingsError
+from tuneloop.shared.errors import EnvironmentRefused, SettingsError
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
-from tuneloop.shared.ledger.storage.database_file import DatabaseFile
 from tuneloop.shared.ledger.storage.schema import metadata
 from tuneloop.shared.settings.database_url import parse_url
 
@@ -168,23 +167,3 @@ def test_sqlite_is_set_to_lose_nothing_and_to_keep_its_references(sqlite_place: 
         ]
     assert pragmas == ["wal", 2, 1]
     engine.dispose()
-
-
-def test_a_file_that_another_thread_makes_while_one_looks_is_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = DatabaseFile(create_engine(f"sqlite:///{tmp_path}/a.db"))
-    look = DatabaseFile._identity
-
-    def looks_before_it_is_made(path: Path) -> object:
-        monkeypatch.setattr(DatabaseFile, "_identity", staticmethod(look))
-        found = look(path)
-        path.touch()
-        file.check()
-        return found
-
-    monkeypatch.setattr(DatabaseFile, "_identity", staticmethod(looks_before_it_is_made))
-    file.check()
-    (tmp_path / "a.db").rename(tmp_path / "b.db")
-    with pytest.raises(LedgerForbidden):
-        file.check()

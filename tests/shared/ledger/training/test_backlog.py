@@ -12,7 +12,7 @@ from tests.factories import exchange, feedback, ids, published
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
-from tuneloop.shared.ledger.training.backlog import Backlog
+from tuneloop.shared.ledger.training.batches import Backlog
 
 Trim = Callable[..., Backlog]
 

@@ -11,7 +11,7 @@ from tests.shared.ledger.training.test_run_results import ON_POSTGRESQL, between
 from tuneloop.shared.experience import Feedback, Kind, Sample, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
-from tuneloop.shared.ledger.training.groups import _connected_sets, _preferences
+from tuneloop.shared.ledger.training.groups import _preferences
 
 Take = Callable[..., list[Sample]]
 
@@ -214,13 +214,6 @@ def test_a_retracted_reward_dissolves_the_group(ledger: Ledger, take: Take) -> N
     ledger.recording.record([feedback(msg_id=a)])
     ledger.recording.commit("acme")
     assert names(take()) == [a, b]
-
-
-def test_what_is_connected_is_found_however_it_is_told() -> None:
-    chain = [[number, number + 1] for number in range(0, 2000, 2)] + [[number, number + 3] for number in range(0, 1996)]
-    [one] = [each for each in _connected_sets(range(3000), chain) if len(each) > 1]
-    assert one == set(range(2000))
-    assert _connected_sets([1, 2], [[1], []]) == [{1}, {2}]
 
 
 def test_what_preferences_there_are_is_looked_up_in_indexes(engine: Engine) -> None:

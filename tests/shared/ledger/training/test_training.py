@@ -74,12 +74,6 @@ def test_a_sample_is_what_was_recorded(engine: Engine) -> None:
     assert (sample.reward, sample.rewarded_at, sample.committed_at) == (0.75, 40.0, 50.0)
 
 
-def test_the_oldest_are_leased_first(ledger: Ledger, engine: Engine) -> None:
-    committed(ledger, 5)
-    samples = ledger.training.lease(ledger.training.take_epoch("trainer"), 3, BatchPolicy())
-    assert ids(samples) == [row.id for row in rows(engine)][:3]
-
-
 def test_only_full_batches_are_leased(ledger: Ledger) -> None:
     committed(ledger, 3)
     epoch = ledger.training.take_epoch("trainer")
@@ -121,22 +115,6 @@ def test_a_new_epoch_ends_the_leases_of_older_ones(ledger: Ledger) -> None:
     assert ids(ledger.training.lease(new, 2, BatchPolicy())) == ids(samples)
 
 
-def test_what_is_too_old_expires_with_a_reason(ledger: Ledger, engine: Engine) -> None:
-    for _ in range(3):
-        trained(ledger)
-    old, new = (experience(version_min=version, version_max=3) for version in (1, 2))
-    for each in (old, new):
-        committed(ledger, 1, experiences=(each,))
-    ledger.recording.record([exchange(experiences=(old,))])
-    rewarded(ledger, 1, experiences=(old,))
-    samples = ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy(max_staleness=1))
-    assert [sample.version_min for sample in samples] == [2]
-    assert ledger.reports.counts() == only(trained=3, leased=1, expired=1, recorded=1, rewarded=1)
-    assert {row.reason for row in rows(engine) if row.state == State.EXPIRED} == {
-        "sampled more than 1 versions before 3"
-    }
-
-
 def test_what_is_too_old_expires_even_without_a_full_batch(ledger: Ledger) -> None:
     for _ in range(3):
         trained(ledger)
@@ -149,13 +127,6 @@ def test_a_rejected_version_makes_nothing_older(ledger: Ledger) -> None:
     ledger.versions.reject(trained(ledger), "worse")
     committed(ledger, 1)
     assert len(ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy(max_staleness=0))) == 1
-
-
-def test_without_a_bound_nothing_is_too_old(ledger: Ledger) -> None:
-    for _ in range(20):
-        trained(ledger)
-    committed(ledger, 1)
-    assert len(ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy(max_staleness=None))) == 1
 
 
 def test_feedback_for_what_is_expired_is_noted_but_brings_it_not_back(ledger: Ledger, engine: Engine) -> None:
@@ -205,11 +176,6 @@ def test_a_stale_trainer_can_do_nothing(ledger: Ledger) -> None:
     ledger.training.release(old)
     assert ledger.reports.counts() == only(committed=2)
     assert ledger.versions.all() == []
-
-
-def test_an_epoch_that_was_never_taken_can_do_nothing(ledger: Ledger) -> None:
-    with pytest.raises(StaleEpoch):
-        ledger.training.lease(7, 1, BatchPolicy())
 
 
 def test_a_stale_release_leaves_the_successors_lease_alone(ledger: Ledger) -> None:
@@ -312,10 +278,3 @@ def test_more_experiences_than_a_statement_takes_are_one_verb(ledger: Ledger, en
     ledger.training.drop(epoch, ids(samples)[:1_000], "bad")
     ledger.training.register(epoch, ids(samples)[1_000:], step=1, publish=published)
     assert ledger.reports.counts() == only(dropped=1_000, trained=count - 1_000)
-
-
-def test_a_sample_says_which_reply_it_is(ledger: Ledger) -> None:
-    said = committed(ledger, received_at=50.0, experiences=(experience(choice=1, finish_reason="length"),))[0]
-    (sample,) = ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy())
-    assert (sample.msg_id, sample.choice, sample.finish_reason) == (said.msg_id, 1, "length")
-    assert sample.sampled_at == 50.0

@@ -1,10 +1,15 @@
-"""Who is behind a source, and what several of them say together. Pure."""
+"""Who gave feedback: the raters behind sources, and those in quarantine."""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from sqlalchemy import Connection, select
 
 from tuneloop.shared.experience import KEY_SOURCE
+from tuneloop.shared.ledger.storage.schema import RaterState, raters
+from tuneloop.shared.ledger.storage.transactions import is_among, portions
 
 #: What a rater is known by: a tenant and a source, which is empty for feedback that names none.
 Rater = tuple[str, str]
@@ -55,3 +60,21 @@ def _weighted_median(values: Iterable[tuple[float, float]]) -> float:
         if below > half:
             return value
     raise ValueError("the median of nothing")
+
+
+#: Those in quarantine among the raters with these `names`, of any tenant.
+QUARANTINED = select(raters.c.tenant, raters.c.name).where(
+    raters.c.state == RaterState.QUARANTINED, is_among(raters.c.name, "names")
+)
+
+
+def rater_of(event: Any) -> Rater:
+    """Who gave a feedback event."""
+    return event.tenant, event.source or ""
+
+
+def without_quarantined(connection: Connection, events: Collection[Any]) -> list[Any]:
+    """The events but those of raters in quarantine."""
+    names = {name for _, name in map(rater_of, events)}
+    quarantined = {tuple(row) for some in portions(names) for row in connection.execute(QUARANTINED, {"names": some})}
+    return [event for event in events if rater_of(event) not in quarantined]

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from tuneloop.shared.ledger.raters.voice_shares import SILENT_S, SuspectEvent, share_amiss
+from tuneloop.shared.ledger.versions.drift import SILENT_S, SuspectEvent, share_amiss
 
 
 def said(parts: Mapping[tuple[str, str], tuple[int, int]], *, at: float = 0.0) -> Iterator[SuspectEvent]:

@@ -1,5 +1,7 @@
-"""What becomes of feedback about several choices at once, choice by choice, of what comes before any reply, and of what
-is offered again."""
+"""Which feedback is stored: not what repeats or is offered again, and no more than there is room for.
+
+Also what became of it for each choice of a reply.
+"""
 
 import math
 from collections import Counter
@@ -8,11 +10,11 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, and_, func, literal_column, or_, select, tuple_
 
-from tuneloop.shared.experience import Feedback, Outcome
-from tuneloop.shared.ledger.raters.voices import voice_of
-from tuneloop.shared.ledger.recording.rewards import TRAJECTORY, RewardRow, in_time_for, newest_corrections
+from tuneloop.shared.experience import Feedback, Kind, Outcome
+from tuneloop.shared.ledger.raters import voice_of
+from tuneloop.shared.ledger.recording.rewards import TRAJECTORY, RewardRow, event_order, in_time_for, newest_corrections
 from tuneloop.shared.ledger.storage.schema import experiences, feedback
-from tuneloop.shared.ledger.storage.transactions import portions
+from tuneloop.shared.ledger.storage.transactions import is_among, portions
 from tuneloop.shared.settings.feedback import RewardRule
 
 #: The choices of a reply or trajectory that are told apart.
@@ -36,6 +38,23 @@ EventName = tuple[str, str]
 Read = Callable[[Select[Any]], Iterable[Any]]
 
 
+#: What of an event tells whether a later one repeats it, but for its text, which may be long.
+_UNCOMPARED = {"text", "occurred_at", "key"}
+_COMPARED = [column for column in feedback.c if column.name not in _UNCOMPARED]
+
+_EARLIER = select(*_COMPARED, feedback.c.text.is_not(None).label("has_text"))
+_ABOUT_REPLIES = _EARLIER.where(
+    or_(
+        is_among(feedback.c.msg_id, "replies"),
+        and_(feedback.c.other_msg_id.is_not(None), is_among(feedback.c.other_msg_id, "replies")),
+    )
+)
+_RUN = tuple_(feedback.c.tenant, feedback.c.task_id, feedback.c.run_id)
+_ABOUT_RUNS = _EARLIER.where(feedback.c.msg_id.is_(None), is_among(_RUN, "runs"))
+
+_STORED_EVENTS = select(feedback.c.event_id).where(is_among(feedback.c.event_id, "names"))
+
+
 def rows_about(event: Feedback) -> Select[Any]:
     """The rows of an event that names no single choice, the first MAX_TOLD of them."""
     rows = select(*(experiences.c[name] for name in RewardRow._fields)).where(experiences.c.tenant == event.tenant)
@@ -50,16 +69,13 @@ def rows_about(event: Feedback) -> Select[Any]:
 
 def outcomes_apart(rule: RewardRule, event: Feedback, rows: Sequence[RewardRow]) -> dict[str, Outcome]:
     """What became of an event for each choice, as `msg_id:choice`; empty if it is the same for all."""
-    outcomes = dict(_of_choices(rule, event, rows))
-    return outcomes if len(set(outcomes.values())) > 1 else {}
-
-
-def _of_choices(rule: RewardRule, event: Feedback, rows: Sequence[RewardRow]) -> Iterator[tuple[str, Outcome]]:
     # What the event itself made of a row that it came too late for does not count.
     earlier = (row for row in rows if not (row.correction and row.rewarded_at == event.received_at))
-    for row in newest_corrections(earlier):
-        outcome = Outcome.ACCEPTED if in_time_for(rule, event, row) else Outcome.LATE
-        yield f"{row.msg_id}:{row.choice}", outcome
+    outcomes = {
+        f"{row.msg_id}:{row.choice}": Outcome.ACCEPTED if in_time_for(rule, event, row) else Outcome.LATE
+        for row in newest_corrections(earlier)
+    }
+    return outcomes if len(set(outcomes.values())) > 1 else {}
 
 
 def equal_texts(read: Read, texts: Collection[tuple[int, str | None]]) -> set[tuple[int, str | None]]:
@@ -106,7 +122,7 @@ class FeedbackQuota:
 
     def __init__(self, read: Read) -> None:
         self._read = read
-        self._choices: dict[str, int] = {}
+        self._choices: dict[object, int] = {}
         self._by_subject: Counter[object] = Counter()
         self._by_voice: Counter[object] = Counter()
 
@@ -118,17 +134,15 @@ class FeedbackQuota:
 
     def allows(self, event: Any) -> bool:
         """Whether there is room for an event."""
-        return all(self._has_room(thing, _voice(event)) for thing in _things(event))
-
-    def _has_room(self, thing: object, voice: str) -> bool:
-        full = max(self._by_subject[thing] // MAX_SAID, self._by_voice[thing, voice] // MAX_SAID_BY_ONE)
-        return not full or (isinstance(thing, str) and full < min(self._choices_of(thing), MAX_CHOICES_SAID))
-
-    def _choices_of(self, msg_id: str) -> int:
-        if msg_id not in self._choices:
-            first = and_(experiences.c.msg_id == msg_id, experiences.c.correction == 0)
-            [(self._choices[msg_id],)] = self._read(select(func.count()).select_from(experiences).where(first))
-        return self._choices[msg_id]
+        for thing in _things(event):
+            of_voice = self._by_voice[thing, _voice(event)]
+            full = max(self._by_subject[thing] // MAX_SAID, of_voice // MAX_SAID_BY_ONE)
+            if full and isinstance(thing, str) and thing not in self._choices:
+                first = and_(experiences.c.msg_id == thing, experiences.c.correction == 0)
+                [(self._choices[thing],)] = self._read(select(func.count()).select_from(experiences).where(first))
+            if full >= max(1, min(self._choices.get(thing, 0), MAX_CHOICES_SAID)):
+                return False
+        return True
 
 
 def _things(event: Any) -> Iterator[object]:
@@ -178,7 +192,12 @@ class EarlyFeedback:
         """How many there are, as of some seconds ago; what came since was counted as if all of it were early."""
         count, looked_at = self._counted.get(tenant, (0, -math.inf))
         if self._ticks() - looked_at > _EARLY_S or (exactly and self._since[tenant]):
-            count = int(connection.execute(_early(tenant)).scalar_one())
+            waiting = and_(literal_column("outcome = 'pending'"), feedback.c.tenant == tenant)
+            count = int(
+                connection.execute(
+                    select(func.count()).select_from(select(feedback.c.id).where(waiting).limit(MAX_EARLY).subquery())
+                ).scalar_one()
+            )
             self._counted[tenant] = count, self._ticks()
             self._since[tenant] = 0
         return count + self._since[tenant]
@@ -188,8 +207,11 @@ def targets_there(events: Collection[Feedback], read: Read) -> set[object]:
     """Which of the replies and runs that these events are about there are."""
     runs = {_run_of(event) for event in events if event.msg_id is None}
     replies = {event.msg_id for event in events if event.msg_id is not None}
-    there: set[object] = {tuple(row) for few in portions(runs, of=3) for row in read(_runs(few))}
-    return there | {row.msg_id for few in portions(replies) for row in read(_stored_replies(few))}
+    run, reply = [experiences.c[name] for name in TRAJECTORY], experiences.c.msg_id
+    of_runs, of_replies = select(*run).distinct().where(experiences.c.task_id.is_not(None)), select(reply).distinct()
+    named = (row for few in portions(runs, of=3) for row in read(of_runs.where(tuple_(*run).in_(few))))
+    there: set[object] = {tuple(row) for row in named}
+    return there | {row.msg_id for few in portions(replies) for row in read(of_replies.where(reply.in_(few)))}
 
 
 def target_of(event: Any) -> object:
@@ -201,34 +223,72 @@ def _run_of(event: Any) -> tuple[object, ...]:
     return event.tenant, event.task_id, event.run_id
 
 
-def _early(tenant: str) -> Select[Any]:
-    waiting = and_(literal_column("outcome = 'pending'"), feedback.c.tenant == tenant)
-    return select(func.count()).select_from(select(feedback.c.id).where(waiting).limit(MAX_EARLY).subquery())
+def stored_among(connection: Connection, among: Select[Any], names: Collection[str]) -> set[str]:
+    """Those of the names that are stored: a spool may be read twice."""
+    return {name for some in portions(names) for name in connection.execute(among, {"names": some}).scalars()}
 
 
-def _runs(names: Sequence[Any]) -> Select[Any]:
-    """Which of these runs have replies."""
-    run = [experiences.c[name] for name in TRAJECTORY]
-    return select(*run).distinct().where(experiences.c.task_id.is_not(None), tuple_(*run).in_(names))
+def without_repeats(
+    connection: Connection, events: Sequence[Feedback], slot_of: Mapping[EventName, object]
+) -> list[Feedback]:
+    """The events that are not stored, do not repeat the latest one of the same source on the same subject, and fit."""
+    last: dict[object, Any] = {}
+    quota = FeedbackQuota(connection.execute)
+    earlier = earlier_feedback(events, connection.execute)
+    again = offered_again(events, {name_of(row) for row in earlier}, slot_of)
+    # What a client sends again under its key is not the last word: others may have spoken since.
+    stored = stored_among(connection, _STORED_EVENTS, {event.event_id for event in events})
+    events = [event for event in events if name_of(event) not in again and event.event_id not in stored]
+    for row in sorted(earlier, key=event_order):
+        last[subject_of(row)] = row
+        quota.take(row)
+    alike = ((last[subject_of(event)], event) for event in events if subject_of(event) in last)
+    texts = [(row.id, event.text) for row, event in alike if content_of(row) == content_of(event) and row.has_text]
+    same = equal_texts(connection.execute, texts)
+    new = []
+    for event in events:
+        before = last.get(subject_of(event))
+        if event.event_id in stored or (before is not None and is_repeated(before, event, same)):
+            continue
+        # Who has said something may take it back, once, whatever others have said since.
+        takes_back = event.kind is Kind.RETRACTION and before is not None and before.kind != Kind.RETRACTION
+        if takes_back or quota.allows(event):
+            quota.take(event)
+            last[subject_of(event)] = event
+            stored.add(event.event_id)
+            new.append(event)
+    return new
 
 
-def _stored_replies(msg_ids: Sequence[Any]) -> Select[Any]:
-    """Which of these replies are there."""
-    return select(experiences.c.msg_id).distinct().where(experiences.c.msg_id.in_(msg_ids))
+def earlier_feedback(
+    events: Collection[Feedback], read: Callable[[Select[Any], Mapping[str, Any]], Iterable[Any]]
+) -> Collection[Any]:
+    """The feedback that there is about the replies and runs that these events are about."""
+    found: dict[int, Any] = {}
+    replies = {event.msg_id for event in events} | {event.other_msg_id for event in events}
+    for portion in portions(replies - {None}):
+        found |= {row.id: row for row in read(_ABOUT_REPLIES, {"replies": portion})}
+    runs = {(event.tenant, event.task_id, event.run_id) for event in events if event.msg_id is None}
+    for few in portions(runs, of=3):
+        found |= {row.id: row for row in read(_ABOUT_RUNS, {"runs": few})}
+    return found.values()
 
 
-def too_late_for(connection: Connection, msg_ids: Collection[str]) -> set[str]:
-    """Those of the replies about which feedback came too late."""
-    late = feedback.c.outcome == Outcome.LATE
-    found: set[str] = set()
-    for portion in portions(msg_ids):
-        about = or_(
-            feedback.c.msg_id == experiences.c.msg_id,
-            feedback.c.other_msg_id == experiences.c.msg_id,
-            and_(feedback.c.msg_id.is_(None), *(feedback.c[name] == experiences.c[name] for name in TRAJECTORY)),
-        )
-        corrected = select(experiences.c.msg_id).where(
-            experiences.c.msg_id.in_(portion), select(feedback.c.id).where(late, about).exists()
-        )
-        found |= set(connection.execute(corrected).scalars())
-    return found
+def is_repeated(before: Any, event: Feedback, same: Collection[tuple[int, str | None]]) -> bool:
+    """Whether an event says what the one before it said; `same` are stored events with a text that is theirs."""
+    if content_of(before) != content_of(event):
+        return False
+    if isinstance(before, Feedback):
+        return before.text == event.text
+    return (before.id, event.text) in same if before.has_text else event.text is None
+
+
+def subject_of(event: Any) -> object:
+    """What two events of one source must agree in for the later one to replace the other."""
+    whole_run = (event.task_id, event.run_id) if event.msg_id is None else None
+    return event.tenant, event.msg_id, event.choice, whole_run, event.metric, event.source
+
+
+def content_of(event: Any) -> object:
+    """What an event says, but for its text."""
+    return event.kind, event.value, event.other_msg_id, event.other_choice, event.task_id, event.run_id

@@ -1,1 +1,0 @@
-"""Who rates, and how far each can be relied on."""

@@ -17,8 +17,7 @@ from sqlalchemy import Connection, bindparam, or_, select, text, tuple_, update
 from tuneloop.shared.experience import KEY_SOURCE, State
 from tuneloop.shared.ledger.raters import Rater, rater_of, voice_of, without_quarantined
 from tuneloop.shared.ledger.recording.rewards import rules_of, weighted_rewards
-from tuneloop.shared.ledger.storage.schema import RaterState, experiences, feedback, raters
-from tuneloop.shared.ledger.storage.schema_types import RATED
+from tuneloop.shared.ledger.storage.schema import RATED, RaterState, experiences, feedback, raters
 from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 

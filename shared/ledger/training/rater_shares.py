@@ -53,10 +53,15 @@ def is_limited(connection: Connection, policy: BatchPolicy) -> bool:
     """Whether there are so many raters that each can be held to its share."""
     if policy.max_rater_share >= 1:
         return False
-    enough = math.ceil(1 / policy.max_rater_share)
+    enough = _enough(policy)
     # As many as may turn out to be no voters are read besides.
     some = connection.execute(_VOTERS.limit(enough + len(policy.trusted_raters.named) + 1)).all()
     return len([row for row in some if tuple(row) not in policy.trusted_raters]) >= enough
+
+
+def _enough(policy: BatchPolicy) -> int:
+    """So many raters can each have a share."""
+    return math.ceil(1 / policy.max_rater_share)
 
 
 def within_shares(
@@ -201,16 +206,18 @@ def _words(connection: Connection, ids: Collection[int], policy: BatchPolicy) ->
 def _weights(connection: Connection, policy: BatchPolicy) -> Callable[[Rater], float]:
     """How much each voice weighs, from 0 to 1: less, in proportion, the more or the less it says than most.
 
-    Most: the median, in the newest feedback of its tenant, of the voices that spoke more than once. So who rates every
-    reply counts like who rates as many as others, and names that are used once do not outvote those who stay.
+    Most: the median, in the newest feedback of its tenant, of the voices that spoke more than once, or where these are
+    few of all. So who rates every reply counts like who rates as many as others, and names that are used once do not
+    outvote those who stay.
     """
     counts: dict[str, Counter[Rater]] = defaultdict(Counter)
     for tenant, source in connection.execute(_NEWEST):
         if (tenant, source or "") not in policy.trusted_raters:
             counts[tenant][_voice((tenant, source or ""))] += 1
-    middles = {
-        tenant: median([count for count in counted.values() if count > 1] or [1]) for tenant, counted in counts.items()
-    }
+    middles = {}
+    for tenant, counted in counts.items():
+        staying = [count for count in counted.values() if count > 1]
+        middles[tenant] = median(staying if len(staying) >= _enough(policy) else counted.values())
 
     def weigh(voice: Rater) -> float:
         middle, count = middles.get(voice[0], 1), max(counts[voice[0]][voice], 1)

@@ -10,10 +10,10 @@ from typing import Annotated, NoReturn, assert_never
 
 import typer
 
-from tuneloop.cli import alarms, doctor, keys, raters, refused_records, rewards, versions
+from tuneloop.cli import alarms, backup, doctor, keys, raters, refused_records, rewards, versions
 from tuneloop.cli.both import supervise
 from tuneloop.cli.command_group import CommandGroup
-from tuneloop.cli.data import backup_commands, export_commands
+from tuneloop.cli.data import export_commands
 from tuneloop.cli.data.retention_commands import add_to as add_retention
 from tuneloop.cli.options import (
     ConfigOption,
@@ -31,8 +31,8 @@ from tuneloop.shared import VERSION
 from tuneloop.shared.errors import StartupError, TuneloopError
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.database import upgrade
+from tuneloop.shared.operations.backup import require_stopped
 from tuneloop.shared.operations.older_ledger import adopt
-from tuneloop.shared.operations.restore import require_stopped
 from tuneloop.shared.settings.loader import read_settings
 from tuneloop.shared.settings.settings import holds_secret
 from tuneloop.shared.settings.sources import OVERRIDES_VARIABLE
@@ -55,7 +55,8 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(versions.app, name="versions")
 app.add_typer(refused_records.app, name="spool")
 add_retention(app)
-backup_commands.add_to(app)
+app.command()(backup.backup)
+app.command()(backup.restore)
 app.command()(doctor.doctor)
 
 

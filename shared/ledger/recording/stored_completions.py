@@ -11,12 +11,12 @@ from sqlalchemy import Connection, LargeBinary, Select, and_, exists, func, or_,
 from tuneloop.shared.experience import Feedback, State
 from tuneloop.shared.ledger.recording.completion_object import StoredChoice, StoredExchange, as_json, tags_of
 from tuneloop.shared.ledger.recording.erasures import deleted_of, forget_feedback, mark_deleted, names_in
-from tuneloop.shared.ledger.recording.retention import PORTION, delete_by, delete_with_exchanges, regroup
+from tuneloop.shared.ledger.recording.retention import delete_by, delete_with_exchanges, regroup
 from tuneloop.shared.ledger.recording.settlement import Settlement
 from tuneloop.shared.ledger.recording.tags import ENDPOINT, ENDPOINT_IN_SQL, PageCursor, change
 from tuneloop.shared.ledger.storage import codec
 from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, exchanges, experiences, feedback, tags
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions, put
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions
 
 Order = Literal["asc", "desc"]
 
@@ -113,16 +113,6 @@ class StoredCompletions(LedgerPart):
             self._settlement.recompute(connection, _delete_named(connection, [msg_id], rows))
             mark_deleted(connection, [exchange], at=self._clock())
         return Deletion.DONE
-
-    def delete_again(self, marks: Sequence[Mapping[str, Any]]) -> None:
-        """Delete exchanges that a ledger had deleted before it was put back, of any endpoint: rows of `deletions`."""
-        for begin in range(0, len(marks), PORTION):
-            page = {row["msg_id"]: row for row in marks[begin : begin + PORTION]}
-            with self._write() as connection:
-                alone(connection, "record")
-                rows = connection.execute(_rows_of(page)).all()
-                self._settlement.recompute(connection, _delete_named(connection, page, rows))
-                put(connection, deletions, list(page.values()))
 
     def about_deleted(self, events: Sequence[Feedback]) -> list[str]:
         """The ids of those events that name a deleted completion, and so were not stored."""

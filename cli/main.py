@@ -33,9 +33,8 @@ from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.database import upgrade
 from tuneloop.shared.operations.backup import require_stopped
 from tuneloop.shared.operations.older_ledger import adopt
-from tuneloop.shared.settings.loader import read_settings
+from tuneloop.shared.settings.loader import OVERRIDES_VARIABLE, read_settings
 from tuneloop.shared.settings.settings import holds_secret
-from tuneloop.shared.settings.sources import OVERRIDES_VARIABLE
 
 app = typer.Typer(
     name="tuneloop",

@@ -53,7 +53,7 @@ def validate(config: ConfigOption, set_: SetOption = None, for_programs: JsonOpt
     settings = report.valid_settings()
     check_exposure(settings)
     lines = [*summary_of(settings), *(("note", note) for note in notes_on(settings))]
-    lines += [("not needed", ", ".join(report.not_needed)), ("Trinity's, unused", ", ".join(report.trinity_only))]
+    lines.append(("ignored", ", ".join(report.ignored)))
     echo(f"{config} is valid.")
     for name, value in lines:
         if value:
@@ -72,8 +72,7 @@ def _report_as_json(config: Path, report: SettingsReport) -> dict[str, object]:
         **found,
         **{name.replace(" ", "_"): value for name, value in summary_of(report.settings)},
         "notes": notes_on(report.settings),
-        "not_needed": report.not_needed,
-        "trinity_only": report.trinity_only,
+        "ignored": report.ignored,
     }
 
 

@@ -21,12 +21,12 @@ from tuneloop.shared.settings.feedback import (
     TenantSettings,
 )
 from tuneloop.shared.settings.serving import ClusterSettings, ExplorerSettings, ModelSettings
-from tuneloop.shared.settings.training import BufferSettings, SynchronizerSettings, TrainerSettings
+from tuneloop.shared.settings.training import BufferSettings, TrainerSettings
 from tuneloop.shared.settings.types import FolderName, Section, reveal
 from tuneloop.shared.settings.versions import GateSettings, MonitorSettings, RolloutSettings
 
 
-class Settings(Section, defer_build=True):  # the loader uses a class of its own, made from this one
+class Settings(Section):
     """All settings of one experiment."""
 
     mode: Literal["serve", "train", "both"] = "both"
@@ -55,7 +55,6 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
     train: false, retention: {trained: 86400}}}`. Each has `store`, `train` and `retention`; what is not written is as
     for all, and both are true."""
     privacy: PrivacySettings = PrivacySettings()
-    synchronizer: SynchronizerSettings = SynchronizerSettings()
     monitor: MonitorSettings = MonitorSettings()
     gate: GateSettings = GateSettings()
     rollout: RolloutSettings = RolloutSettings()

@@ -13,7 +13,7 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
 
 GB = 10**9
-EIGHT_BITS = {"optimizer": {"bits": 8}, "critic_optimizer": {"bits": 8}}
+EIGHT_BITS = {"optimizer": {"bits": 8}}
 
 
 def settings_of(folder: Path, **sections: Any) -> Settings:

@@ -128,7 +128,10 @@ def _exposure(insecure: bool) -> list[str]:
 def _start(config: Path, overrides: Sequence[str]) -> None:
     settings = read_settings(config, overrides).valid_settings()
     if any(holds_secret(override.partition("=")[0].strip()) for override in overrides):
-        _run_without_flags(config, overrides)
+        os.environ[OVERRIDES_VARIABLE] = json.dumps(overrides)
+        _replace_process(
+            [sys.executable, "-P", "-c", "from tuneloop.cli.main import main; main()", "run", "--config", str(config)]
+        )
     match settings.mode:
         case "serve":
             _replace_process(service("explorer", config, overrides))
@@ -144,14 +147,6 @@ def service(name: str, config: Path, overrides: Sequence[str]) -> list[str]:
     """The command that starts a service. `-P`: a folder of its name where we are started must not be imported."""
     flags = [part for override in overrides for part in ("--set", override)]
     return [sys.executable, "-P", "-m", f"tuneloop.{name}", "--config", str(config), *flags]
-
-
-def _run_without_flags(config: Path, overrides: Sequence[str]) -> NoReturn:
-    """Start over with the overrides in the environment: every user of the machine can read a command line."""
-    os.environ[OVERRIDES_VARIABLE] = json.dumps(overrides)
-    _replace_process(
-        [sys.executable, "-P", "-c", "from tuneloop.cli.main import main; main()", "run", "--config", str(config)]
-    )
 
 
 def _replace_process(command: list[str]) -> NoReturn:

@@ -65,17 +65,13 @@ def clear_left_drafts(path: Path) -> Iterator[str]:
     named = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]+\.partial").fullmatch
     for draft in sorted(each for each in path.parent.glob(".*.partial") if named(each.name) and not each.is_symlink()):
         try:
-            _delete_unlocked(draft)
+            descriptor = os.open(draft, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                draft.unlink(missing_ok=True)
+            except BlockingIOError:
+                pass  # an export, which begins anew when somebody was erased meanwhile
+            finally:
+                os.close(descriptor)
         except OSError as error:
             yield f"its draft {draft.name} cannot be deleted: {error.strerror or error}"
-
-
-def _delete_unlocked(draft: Path) -> None:
-    descriptor = os.open(draft, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        draft.unlink(missing_ok=True)
-    except BlockingIOError:
-        pass  # an export, which begins anew when somebody was erased meanwhile
-    finally:
-        os.close(descriptor)

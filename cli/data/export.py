@@ -90,7 +90,12 @@ def _rows(ledger: Ledger, request: ExportRequest) -> Iterator[Row | str]:
                 yield export_formats.kto(reply, everything=request.everything)
         case Format.DPO:
             yield from _preferred_pairs(ledger, request)
-            yield from _pairs_by_reward(ledger, request)
+            ranked_replies = list(ledger.exports.ranked_replies(request.selection, export_formats.digest))
+            for pairs in _in_pages(export_formats.best_and_worst(ranked_replies, margin=request.margin)):
+                replies = ledger.exports.replies_by_id({each for pair in pairs for each in pair})
+                for best, worst in pairs:
+                    if best in replies and worst in replies:
+                        yield _pair_by_reward(replies[best], replies[worst], request)
         case Format.EXPERIENCES:
             for page in ledger.exports.replies(request.selection, everything=True):
                 yield from (_experience(reply, request) for reply in page)
@@ -116,7 +121,9 @@ def _preferred_pairs(ledger: Ledger, request: ExportRequest) -> Iterator[Row | s
         for reply in page:
             if export_formats.latest_edit(reply) is not None:
                 yield export_formats.dpo_of_edit(reply)
-            for name in dict.fromkeys(_other_name(event) for event in export_formats.current_preferences(reply)):
+            for name in dict.fromkeys(
+                (event.other_msg_id, event.other_choice) for event in export_formats.current_preferences(reply)
+            ):
                 if (other := others.get(name)) is None:
                     yield "the other reply is not in the ledger"
                 elif _is_better(reply, other):
@@ -136,23 +143,9 @@ def _other_replies(
     return found
 
 
-def _other_name(event: object) -> tuple[str, int | None]:
-    return event.other_msg_id, event.other_choice  # type: ignore[attr-defined]
-
-
 def _is_better(reply: ExportedReply, other: ExportedReply) -> bool:
     last = export_formats.preference_between(reply, other)
     return last is not None and last.msg_id == reply.msg_id and last.choice in (None, reply.choice)
-
-
-def _pairs_by_reward(ledger: Ledger, request: ExportRequest) -> Iterator[Row | str]:
-    """Pairs of replies to one prompt: the best against the worst. 24 bytes a reply are kept in memory meanwhile."""
-    ranked_replies = list(ledger.exports.ranked_replies(request.selection, export_formats.digest))
-    for pairs in _in_pages(export_formats.best_and_worst(ranked_replies, margin=request.margin)):
-        replies = ledger.exports.replies_by_id({each for pair in pairs for each in pair})
-        for best, worst in pairs:
-            if best in replies and worst in replies:
-                yield _pair_by_reward(replies[best], replies[worst], request)
 
 
 def _pair_by_reward(best: ExportedReply, worst: ExportedReply, request: ExportRequest) -> Row | str:

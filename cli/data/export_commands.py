@@ -80,7 +80,12 @@ def _export(options: _ExportOptions) -> None:
     settings = options.settings()
     vocabulary = Vocabulary.load(settings.model.model_path)
     request = ExportRequest(options.format, selection, options.min_reward, options.margin, options.all, vocabulary)
-    _require_newest_schema(settings)
+    schema = settings.buffer.trainer_input.experience_buffer.name
+    present, newest = revisions.current(settings.database_url, schema=schema), revisions.newest()
+    if present is None:
+        raise EnvironmentRefused("the database is empty: nothing has been recorded with these settings")
+    if present != newest:
+        raise EnvironmentRefused(f"the database has schema {present}, not {newest}: run tuneloop db upgrade")
     ledger = Ledger.of(settings)
     try:
         result = export(ledger, request, options.to)
@@ -114,12 +119,3 @@ def _import(options: _ImportOptions) -> None:
         echo(f"  {result.changed_rewards} have another reward by this experiment's rule than in the file")
     if result.refused:
         echo(f"  {result.refused} are not taken: their people were erased, or they were deleted")
-
-
-def _require_newest_schema(settings: Settings) -> None:
-    schema = settings.buffer.trainer_input.experience_buffer.name
-    present, newest = revisions.current(settings.database_url, schema=schema), revisions.newest()
-    if present is None:
-        raise EnvironmentRefused("the database is empty: nothing has been recorded with these settings")
-    if present != newest:
-        raise EnvironmentRefused(f"the database has schema {present}, not {newest}: run tuneloop db upgrade")

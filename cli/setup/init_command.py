@@ -68,7 +68,13 @@ def init(
     if count and bytes_ is None:
         raise EnvironmentRefused("nvidia-smi does not say how much memory a GPU has; give --gpu-memory, such as 80")
     text = settings_text(shape, place.absolute(), gpus=count, gpu_bytes=bytes_ if count else None)
-    _write(file, text)
+    try:
+        with file.open("x") as opened:
+            opened.write(text)
+    except FileExistsError:
+        raise EnvironmentRefused(f"{file} is there already; name another file, or move that one away") from None
+    except OSError as error:
+        raise EnvironmentRefused(f"{file} cannot be written: {error.strerror}") from None
     if for_programs:
         echo_json({"file": str(file), "settings": yaml.safe_load(text)})
         return
@@ -80,16 +86,6 @@ def _ask(question: str, option: str, default: str | None = None) -> str:
         raise EnvironmentRefused(f"there is no terminal to ask on: give {option}")
     answer: str = typer.prompt(question, default=default, err=True)
     return answer
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        with file.open("x") as opened:
-            opened.write(text)
-    except FileExistsError:
-        raise EnvironmentRefused(f"{file} is there already; name another file, or move that one away") from None
-    except OSError as error:
-        raise EnvironmentRefused(f"{file} cannot be written: {error.strerror}") from None
 
 
 def settings_text(shape: ModelShape, where: Path, *, gpus: int, gpu_bytes: int | None) -> str:

@@ -105,13 +105,12 @@ def _sentence(at: Keys, error: ErrorDetails) -> str:
         return f"{value} is not expanded here: write the value, or set the environment variable {variable}"
     message = error["msg"] if error["type"] == "literal_error" else error["msg"].split(",")[0]
     must = _MUST.get(error["type"], message.replace("Input should be", "must be"))
-    given = "the value given" if _may_show_secret(key, value) else reprlib.repr(value)
+    given = (
+        "the value given"
+        if (holds_secret(key) and (key in SECRETS or not isinstance(value, int | float | None)))
+        else reprlib.repr(value)
+    )
     return f"{must}, not {given}{_cure(key, error['type'], value)}"
-
-
-def _may_show_secret(key: str, value: object) -> bool:
-    """Whether a value is a secret, or stands in the place of a section that has one."""
-    return holds_secret(key) and (key in SECRETS or not isinstance(value, int | float | None))
 
 
 def _cure(key: str, kind: str, value: object) -> str:

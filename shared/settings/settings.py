@@ -186,7 +186,12 @@ class Settings(Section):
     @property
     def trainer_workers(self) -> int:
         """Processes that train: `trainer.workers`, which on its own is one for each GPU that no engine takes."""
-        return _workers(self)
+        if self.trainer.workers is not None or not _trains_on_gpus(self):
+            return self.trainer.workers or 1
+        rollout = self.explorer.rollout_model
+        spares = rollout.spare_place or (self.explorer.on_reload == "restart" and rollout.spare_place is None)
+        spared = rollout.tensor_parallel_size if self.mode == "both" and spares else 0
+        return max(1, _gpus_beside_engines(self) - spared)
 
     @property
     def gpus_of_engines(self) -> int:
@@ -301,15 +306,6 @@ def _rows_shared_unevenly(settings: Settings) -> Iterator[str]:
             f"trainer.ulysses_sequence_parallel_size: {together} workers share each row of tokens, and trainer.workers"
             f" is {workers}; write 1, or raise trainer.workers to a multiple of {together}"
         )
-
-
-def _workers(settings: Settings) -> int:
-    if settings.trainer.workers is not None or not _trains_on_gpus(settings):
-        return settings.trainer.workers or 1
-    rollout = settings.explorer.rollout_model
-    spares = rollout.spare_place or (settings.explorer.on_reload == "restart" and rollout.spare_place is None)
-    spared = rollout.tensor_parallel_size if settings.mode == "both" and spares else 0
-    return max(1, _gpus_beside_engines(settings) - spared)
 
 
 def _trains_on_gpus(settings: Settings) -> bool:

@@ -14,7 +14,7 @@ from tuneloop.cli import alarms, backup, doctor, keys, raters, refused_records, 
 from tuneloop.cli.both import supervise
 from tuneloop.cli.command_group import CommandGroup
 from tuneloop.cli.data import export_commands
-from tuneloop.cli.data.retention_commands import add_to as add_retention
+from tuneloop.cli.data.retention_commands import erase_, purge
 from tuneloop.cli.options import (
     ConfigOption,
     JsonOption,
@@ -46,14 +46,16 @@ app = typer.Typer(
 db_app = typer.Typer(help="The database that holds the experiences.", no_args_is_help=True, cls=CommandGroup)
 app.add_typer(db_app, name="db")
 settings_commands.add_to(app)
-export_commands.add_to(app)
+app.command("export")(export_commands.export_)
+app.command("import")(export_commands.import_)
 app.add_typer(rewards.app, name="rewards")
 app.add_typer(alarms.app, name="alarms")
 app.add_typer(raters.app, name="raters")
 app.add_typer(keys.app, name="keys")
 app.add_typer(versions.app, name="versions")
 app.add_typer(refused_records.app, name="spool")
-add_retention(app)
+app.command("purge")(purge)
+app.command("erase")(erase_)
 app.command()(backup.backup)
 app.command()(backup.restore)
 app.command()(doctor.doctor)

@@ -25,12 +25,6 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Delete nothing, only report what would be deleted.")]
 
 
-def add_to(app: typer.Typer) -> None:
-    """Give the command line these two commands."""
-    app.command("purge")(_purge)
-    app.command("erase")(_erase)
-
-
 def seconds(duration: str) -> float:
     """The seconds of 30d, 12h, 45m, 90s, or of a plain number. Raises typer.BadParameter for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", duration)
@@ -39,7 +33,7 @@ def seconds(duration: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def _purge(
+def purge(
     config: ConfigOption,
     state: Annotated[State | None, typer.Option(help="Only experiences in this state.")] = None,
     older_than: Annotated[
@@ -86,7 +80,7 @@ def _purge_lines(result: PurgeResult, dry_run: bool) -> Iterator[str]:
         yield f"  {'feedback':<10} {result.parked} events for replies that were never recorded"
 
 
-def _erase(
+def erase_(
     config: ConfigOption,
     user: Annotated[str, typer.Option(help="The person, as requests name them in `user`, or feedback as its source.")],
     tenant: Annotated[str, typer.Option(help="Whose person.")] = "default",

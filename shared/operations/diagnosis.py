@@ -183,7 +183,7 @@ def _of_the_batch(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
             Code.NOT_COMMITTED,
             f"{number(rewarded, 'experience')} with a reward or an edited answer, but not committed: POST /commit",
         )
-    bounds = "trainer.max_staleness or trainer.max_age"
+    bounds = "trainer.max_staleness"
     if expired and not ledger.count(State.COMMITTED).rows + ledger.count(State.LEASED).rows:
         yield Reason(
             Code.ALL_EXPIRED,

@@ -10,11 +10,22 @@ from typing import Annotated, NoReturn, assert_never
 
 import typer
 
-from tuneloop.cli import alarms, backup, doctor, keys, raters, refused_records, rewards, versions
+from tuneloop.cli import (
+    alarms,
+    backup,
+    doctor,
+    exports,
+    imports,
+    keys,
+    raters,
+    refused_records,
+    rewards,
+    settings,
+    versions,
+)
 from tuneloop.cli.both import supervise
 from tuneloop.cli.command_group import CommandGroup
-from tuneloop.cli.data import export_commands
-from tuneloop.cli.data.retention_commands import erase_, purge
+from tuneloop.cli.erasure import erase_, purge
 from tuneloop.cli.options import (
     ConfigOption,
     JsonOption,
@@ -25,8 +36,7 @@ from tuneloop.cli.options import (
     open_to_group,
 )
 from tuneloop.cli.package_names import refuse_foreign_packages
-from tuneloop.cli.setup import settings_commands
-from tuneloop.cli.setup.log_options import LogJsonOption, LogLevelOption, hand_on_log_options
+from tuneloop.cli.settings import LogJsonOption, LogLevelOption, hand_on_log_options
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import StartupError, TuneloopError
 from tuneloop.shared.ledger.storage import revisions
@@ -45,9 +55,9 @@ app = typer.Typer(
 )
 db_app = typer.Typer(help="The database that holds the experiences.", no_args_is_help=True, cls=CommandGroup)
 app.add_typer(db_app, name="db")
-settings_commands.add_to(app)
-app.command("export")(export_commands.export_)
-app.command("import")(export_commands.import_)
+settings.add_to(app)
+app.command("export")(exports.export_)
+app.command("import")(imports.import_)
 app.add_typer(rewards.app, name="rewards")
 app.add_typer(alarms.app, name="alarms")
 app.add_typer(raters.app, name="raters")

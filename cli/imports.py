@@ -13,11 +13,13 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import orjson
+import typer
 
-from tuneloop.cli.data import files
-from tuneloop.cli.data.export_formats import NO_TOKEN_IDS
-from tuneloop.cli.data.files import RowLocation
-from tuneloop.cli.data.progress import with_progress
+from tuneloop.cli import files
+from tuneloop.cli.export_formats import NO_TOKEN_IDS
+from tuneloop.cli.files import RowLocation
+from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json, open_to_group
+from tuneloop.cli.progress import with_progress
 from tuneloop.shared.errors import FileRefused, TuneloopError
 from tuneloop.shared.experience import (
     MAX_NAME,
@@ -32,9 +34,12 @@ from tuneloop.shared.experience import (
     pack_ids,
     pack_logprobs,
 )
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.erasures import stored_name
+from tuneloop.shared.ledger.storage.database import upgrade
 from tuneloop.shared.privacy.redactor import Redactor
+from tuneloop.shared.settings.loader import read_settings
 
 #: Mistakes of a file that are listed; more would repeat them.
 _MAX_MISTAKES = 20
@@ -339,3 +344,34 @@ def _not_of_erased(ledger: Ledger, records: Sequence[Record]) -> list[Record]:
 def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
     """A message of Parquet has every field that any message has."""
     return {name: value for name, value in message.items() if value is not None or name == "content"}
+
+
+_Tenant = Annotated[str, typer.Option(help="Whose replies; of imported conversations, whose they become.")]
+
+
+def import_(
+    config: ConfigOption,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .jsonl or .parquet file.")],
+    tenant: _Tenant = "default",
+    set_: SetOption = None,
+    for_programs: JsonOption = False,
+) -> None:
+    """Take experiences of another database in, or conversations as examples for SFT."""
+    settings = read_settings(config, set_ or ()).valid_settings()
+    open_to_group(settings)
+    upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
+    ledger = Ledger.of(settings)
+    try:
+        ledger.own(settings.project, settings.name)
+        redactor = Redactor.open(settings, load_key(settings.job_dir / KEY))
+        result = import_file(ledger, file, tenant=tenant, redactor=redactor)
+    finally:
+        ledger.close()
+    if for_programs:
+        echo_json({"file": str(file), **result._asdict()})
+        return
+    echo(f"{file}: {result.rows} rows, {result.new} of them new")
+    if result.changed_rewards:
+        echo(f"  {result.changed_rewards} have another reward by this experiment's rule than in the file")
+    if result.refused:
+        echo(f"  {result.refused} are not taken: their people were erased, or they were deleted")

@@ -224,6 +224,8 @@ class AlgorithmSettings(Section):
     GRPO: seq-mean-token-sum-norm). _Train._"""
     kl_coef: NotNegativeReal = 0.001
     """Weight of the divergence from the base model in the actor's loss; 0 needs no reference model. _Train._"""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k2"
+    """How that divergence is estimated. _Train._"""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where that divergence counts: in the actor's loss, or taken from the reward of each token. _Train._"""
     entropy_coef: Real = 0.0
@@ -251,8 +253,6 @@ class AlgorithmSettings(Section):
     negative_scale: ClassVar[float] = 1.0
     #: What seq-mean-token-sum-norm divides by, in tokens: any constant does, for AdamW takes the scale out.
     loss_horizon: ClassVar[int] = 1024
-    #: How the divergence is estimated: k2 has the right gradient as a loss.
-    kl_estimator: ClassVar[Literal["k1", "k2", "k3"]] = "k2"
     #: ppo and reinforce++ give the advantages of a batch mean 0 and variance 1, as their papers do.
     whiten_advantages: ClassVar[bool] = True
     #: Steps at the start that train the critic only: it learns ten times as fast, and starts from the policy.

@@ -80,8 +80,6 @@ class DriftSettings(Section):
     """What an open [alarm](drift.md#alarms) does. `report`: it is shown. `hold`: no new version is served either, until
     it is cleared. `suspect`: so for the alarms that say that feedback cannot be trusted, or that the model is worse for
     it; the others are shown. _Train._"""
-    kl: PositiveReal | None = 0.5
-    """Alarm `kl`: the distance from the base model is larger, in nats a token. null: off. _Train._"""
 
     #: Regular expressions, upper and lower case alike; a reply refuses if one is in its first 2000 characters.
     refusal_patterns: ClassVar[tuple[str, ...]] = _REFUSALS
@@ -95,6 +93,8 @@ class DriftSettings(Section):
     reply_length: ClassVar[float] = 2.0
     #: So many times more or less entropy comes before a collapse, or before the policy samples at random.
     entropy: ClassVar[float] = 3.0
+    #: The distance from the base model, in nats a token, that a policy comes to which is learning something else.
+    kl: ClassVar[float | None] = 0.5
     #: Steps between two measurements where the method does not look at the base model, which has to be loaded for each.
     kl_every: ClassVar[int] = 20
     #: How far the share of replies that refuse may rise: more is one user in ten who gets no answer any more.

@@ -66,7 +66,7 @@ def read_settings(
     read = _Reading(path)
     values = read.file()
     if values is None:
-        return SettingsReport(settings=None, problems=tuple(read.told()))
+        return SettingsReport(settings=None, problems=tuple(read.lines()))
     values.setdefault("model", {})  # so that what is missing is model.model_path
     environment = os.environ if environment is None else environment
     for name, text in sorted(environment.items()):
@@ -95,7 +95,7 @@ def read_settings(
         root = Path.cwd() / settings.checkpoint_root_dir
         settings = settings.model_copy(update={"checkpoint_root_dir": root})
     return SettingsReport(
-        settings=None if read.problems else settings, problems=tuple(read.told()), ignored=tuple(sorted(ignored))
+        settings=None if read.problems else settings, problems=tuple(read.lines()), ignored=tuple(sorted(ignored))
     )
 
 
@@ -107,7 +107,7 @@ class _Reading:
         self._places: dict[Keys, _Place] = {(): self._place(None)}
         self.problems: list[tuple[_Place, str]] = []
 
-    def told(self) -> list[str]:
+    def lines(self) -> list[str]:
         """The problems in the order in which they stand in the file."""
         return [f"{place[2]}: {what}" for place, what in sorted(self.problems, key=lambda each: each[0])]
 

@@ -10,7 +10,6 @@ from pydantic import AfterValidator, model_validator
 from tuneloop.shared.settings.types import (
     AboveOne,
     Positive,
-    PositiveReal,
     Seconds,
     Section,
     Share,

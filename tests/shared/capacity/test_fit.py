@@ -167,7 +167,6 @@ PAIRS = {"buffer": {"group_by": "task", "group_size": 2}}
     "algorithm",
     [
         *({"algorithm_type": kind} for kind in ("ppo", "reinforce", "grpo", "sft", "raft", "dpo", "kto")),
-        {"algorithm_type": "dpo", "dpo": {"reference_free": True}},
         {"algorithm_type": "reinforce", "kl_coef": 0.0},
         {"algorithm_type": "distill", "distill": TEACHER},
         {"algorithm_type": "distill", "distill": TEACHER, "kl_coef": 0.0},

@@ -8,8 +8,8 @@ from typing import Annotated, Any, NamedTuple
 import typer
 import yaml
 
+from tuneloop.cli.capacity_plan import ExperimentPlan, GpuMemoryOption, make_plan
 from tuneloop.cli.options import JsonOption, echo, echo_json
-from tuneloop.cli.plan import ExperimentPlan, GpuMemoryOption, make_plan
 from tuneloop.shared.capacity.memory import disk_speed, gpu_memory, save_interval, step_seconds
 from tuneloop.shared.capacity.model_shape import ModelShape, read_shape
 from tuneloop.shared.errors import EnvironmentRefused

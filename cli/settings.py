@@ -9,10 +9,10 @@ from typing import Annotated, Any, get_args
 import typer
 import yaml
 
+from tuneloop.cli.capacity_plan import plan
 from tuneloop.cli.command_group import CommandGroup
 from tuneloop.cli.init import init
 from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json
-from tuneloop.cli.plan import plan
 from tuneloop.shared.errors import DatabaseAway, LedgerUnavailable, SettingsError
 from tuneloop.shared.ledger.facts import find_ignored_feedback
 from tuneloop.shared.ledger.ledger import Ledger

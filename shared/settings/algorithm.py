@@ -48,10 +48,11 @@ class OptimizerSettings(Section):
     bits: Literal[32, 8] = 32
     """Bits of AdamW's two moments: 8 keep 2 bytes a weight, not 8, [nearly as exact](training.md#memory). If changed,
     they begin anew. _Train._"""
-    weight_decay: NotNegativeReal = 0.0
-    """AdamW's weight decay. _Train._"""
     lr_warmup_steps: NotNegative = 0
     """Updates over which the learning rate rises in a line to `lr`. _Train._"""
+
+    #: Weights do not decay: what holds a policy near its base model is `kl_coef`.
+    weight_decay: ClassVar[float] = 0.0
 
 
 class CriticOptimizerSettings(Section):

@@ -52,7 +52,6 @@ _REMOVED: Mapping[str, str] = {
     "algorithm.critic_optimizer.bits": "removed: algorithm.optimizer.bits counts for the critic too. Delete the line",
     "algorithm.negative_scale": "removed: use algorithm.dual_clip, which bounds what late feedback does",
     "explorer.min_running_model_num": "removed: use rollout.mode: rolling, which keeps an engine answering",
-    "trainer.async_save": "removed: on a GPU versions are published behind the next steps. Delete the line",
     "trainer.max_age": "removed: use trainer.max_staleness, which counts versions",
     **dict.fromkeys(("judge.scale", "judge.weights"), "removed: use judge.rubric, a file with both"),
     "model.critic_model_path": "removed: the critic starts from model.model_path. Delete the line",

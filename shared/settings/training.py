@@ -14,6 +14,10 @@ class TrainerSettings(Section):
     save_interval: Positive = 1
     """Steps between two versions: every so many optimiser steps a version is published, and served from then on. 1:
     after each. _Train._"""
+    async_save: bool | None = None
+    """Publish a version [while the next steps are made](decisions/0073-published-behind-the-next-steps.md), from a copy
+    of its weights in main memory. One at a time: of steps that are faster than the disk, a version has more than
+    `save_interval`. Not where the trainer examines versions for the gate. null: on a GPU. _Train._"""
     max_checkpoints_to_keep: NotNegative = 5
     """Newest versions whose weights are kept; 0: all. The one that is served and the one to go on from are never
     deleted. Only the latter keeps [critic and optimiser](operations.md#disk-and-memory). _Train._"""
@@ -70,8 +74,6 @@ class TrainerSettings(Section):
     #: Versions between two whose critic and optimiser are written: of each, and where the disk is slower, of those that
     #: come when the last state is written. After a crash, training goes on with the nearest older state.
     state_interval: ClassVar[int] = 1
-    #: Whether versions are published behind the next steps, from a copy in main memory. None: on a GPU.
-    async_save: ClassVar[bool | None] = None
     #: Seconds after their sampling when committed replies expire: `max_staleness` bounds what matters, the versions.
     max_age: ClassVar[float | None] = None
 

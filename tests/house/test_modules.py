@@ -12,6 +12,7 @@ from sources import PACKAGES, SOURCES, classes
 MEANINGS = {
     "__main__": "the command that starts the service",
     "alarms": "the alarms of the training",
+    "backup": "a copy of all that an experiment keeps, and its way back",
     "attestation": "the periodic proof of the weights that an engine holds",
     "batches": "which rows become a step, and as which tensors",
     "checkpoints": "the folders of versions: written, published and read",
@@ -23,7 +24,6 @@ MEANINGS = {
     "errors": "exceptions of ours",
     "evaluation": "a candidate's figures on the gate's tasks",
     "events": "events as rows or records that are written once",
-    "export": "what is written into files for other programs",
     "feedback": "what users say of replies after them, on its way to rewards",
     "gate": "the rule that admits a candidate, and who applies it",
     "groups": "replies that are compared with each other: those of a task, a run or a preference",

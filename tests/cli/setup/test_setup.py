@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from tests.cli.test_main import tuneloop
+from tuneloop.cli.capacity_plan import make_plan
 from tuneloop.cli.init import FAMILIES, parsers_of, settings_text
-from tuneloop.cli.plan import make_plan
 from tuneloop.shared.capacity.memory import GIB, disk_speed, save_interval, trainer_memory, version_disk
 from tuneloop.shared.capacity.model_shape import ModelShape, read_shape
 from tuneloop.shared.errors import EnvironmentRefused

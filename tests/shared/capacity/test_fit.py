@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.cli.setup.test_setup import QWEN3_4B, model_folder
-from tuneloop.cli.plan import make_plan
+from tuneloop.cli.capacity_plan import make_plan
 from tuneloop.shared.capacity.fit import fit_trainer, reckon, room_for_trainer, shapes_of
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings

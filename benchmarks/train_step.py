@@ -223,7 +223,6 @@ def measure_method(
                 "algorithm_type": method,
                 "mini_batches": options.mini_batches,
                 "optimizer": {"bits": options.bits},
-                "critic_optimizer": {"bits": options.bits},
                 **METHODS[method],
             },
             "buffer": {"group_by": "task", "group_size": GROUP},

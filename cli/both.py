@@ -142,15 +142,12 @@ class _Supervisor:
             if service.process is not None and service.process.poll() is not None:
                 code = _exit_code(service.process.returncode, self.forwarded)
                 service.end(code, again=not self.forwarded)
-                self._note(service, code)
-
-    def _note(self, service: _Service, code: int) -> None:
-        if service.refused:
-            self.first_refusal = self.first_refusal or code
-        if code and service.over:
-            self.failed = self.failed or code
-            if not self.forwarded:
-                _say(f"the {service.name} has ended with code {code}, which starting again does not cure")
+                if service.refused:
+                    self.first_refusal = self.first_refusal or code
+                if code and service.over:
+                    self.failed = self.failed or code
+                    if not self.forwarded:
+                        _say(f"the {service.name} has ended with code {code}, which starting again does not cure")
 
 
 def _say(sentence: str) -> None:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +14,6 @@ from tuneloop.cli.options import (
     ConfigOption,
     JsonOption,
     SetOption,
-    command_of,
     echo,
     echo_json,
     existing_ledger,
@@ -54,41 +52,34 @@ _Limits = Annotated[
 _Last = Annotated[int, typer.Option("--last", min=1, max=100_000, help="How many.")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _NewKey:
-    """What `tuneloop keys create` is told."""
-
-    config: ConfigOption
-    name: _Name
-    scope: _Scopes = None
-    limit: _Limits = None
-    expires_in: _Expires = None
-    set_: SetOption = None
-    for_programs: JsonOption = False
-
-
-def _create(options: _NewKey) -> None:
+@app.command()
+def create(
+    config: ConfigOption,
+    name: _Name,
+    scope: _Scopes = None,
+    limit: _Limits = None,
+    expires_in: _Expires = None,
+    set_: SetOption = None,
+    for_programs: JsonOption = False,
+) -> None:
     """Make a key, and print it: it is told once. A database that is not there yet is made."""
-    tenant, slash, own_name = options.name.rpartition("/")
+    tenant, slash, own_name = name.rpartition("/")
     grant = KeyGrant(
         name=own_name,
-        scopes=tuple(options.scope or (Scope.INFERENCE, Scope.FEEDBACK)),
+        scopes=tuple(scope or (Scope.INFERENCE, Scope.FEEDBACK)),
         tenant=tenant if slash else DEFAULT_TENANT,
-        limits=parse_limits(options.limit or ()),
-        expires_in=None if options.expires_in is None else parse_duration(options.expires_in),
+        limits=parse_limits(limit or ()),
+        expires_in=None if expires_in is None else parse_duration(expires_in),
     )
-    _make_database(options.config, options.set_)
-    _settings, ledger = existing_ledger(options.config, options.set_)
+    _make_database(config, set_)
+    _settings, ledger = existing_ledger(config, set_)
     with closing(ledger):
         key, secret = ledger.keys.create(grant, actor=operator_name())
-    if options.for_programs:
+    if for_programs:
         echo_json(msgspec.to_builtins(key_report(key)) | {"key": secret})
         return
     echo(f"{key.key_id}: {key.name}, tenant {key.tenant}, {', '.join(key.scopes)}. It is not shown again:", err=True)
     echo(secret)
-
-
-app.command("create")(command_of(_NewKey, _create))
 
 
 @app.command("list")

@@ -10,11 +10,22 @@ from typing import Annotated, NoReturn, assert_never
 
 import typer
 
-from tuneloop.cli import alarms, doctor, keys, raters, refused_records, rewards, versions
+from tuneloop.cli import (
+    alarms,
+    backup,
+    doctor,
+    exports,
+    imports,
+    keys,
+    raters,
+    refused_records,
+    rewards,
+    settings,
+    versions,
+)
 from tuneloop.cli.both import supervise
 from tuneloop.cli.command_group import CommandGroup
-from tuneloop.cli.data import backup_commands, export_commands
-from tuneloop.cli.data.retention_commands import add_to as add_retention
+from tuneloop.cli.erasure import erase_, purge
 from tuneloop.cli.options import (
     ConfigOption,
     JsonOption,
@@ -25,17 +36,15 @@ from tuneloop.cli.options import (
     open_to_group,
 )
 from tuneloop.cli.package_names import refuse_foreign_packages
-from tuneloop.cli.setup import settings_commands
-from tuneloop.cli.setup.log_options import LogJsonOption, LogLevelOption, hand_on_log_options
+from tuneloop.cli.settings import LogJsonOption, LogLevelOption, hand_on_log_options
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import StartupError, TuneloopError
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.database import upgrade
+from tuneloop.shared.operations.backup import require_stopped
 from tuneloop.shared.operations.older_ledger import adopt
-from tuneloop.shared.operations.restore import require_stopped
-from tuneloop.shared.settings.loader import read_settings
+from tuneloop.shared.settings.loader import OVERRIDES_VARIABLE, read_settings
 from tuneloop.shared.settings.settings import holds_secret
-from tuneloop.shared.settings.sources import OVERRIDES_VARIABLE
 
 app = typer.Typer(
     name="tuneloop",
@@ -46,16 +55,19 @@ app = typer.Typer(
 )
 db_app = typer.Typer(help="The database that holds the experiences.", no_args_is_help=True, cls=CommandGroup)
 app.add_typer(db_app, name="db")
-settings_commands.add_to(app)
-export_commands.add_to(app)
+settings.add_to(app)
+app.command("export")(exports.export_)
+app.command("import")(imports.import_)
 app.add_typer(rewards.app, name="rewards")
 app.add_typer(alarms.app, name="alarms")
 app.add_typer(raters.app, name="raters")
 app.add_typer(keys.app, name="keys")
 app.add_typer(versions.app, name="versions")
 app.add_typer(refused_records.app, name="spool")
-add_retention(app)
-backup_commands.add_to(app)
+app.command("purge")(purge)
+app.command("erase")(erase_)
+app.command()(backup.backup)
+app.command()(backup.restore)
 app.command()(doctor.doctor)
 
 
@@ -128,7 +140,10 @@ def _exposure(insecure: bool) -> list[str]:
 def _start(config: Path, overrides: Sequence[str]) -> None:
     settings = read_settings(config, overrides).valid_settings()
     if any(holds_secret(override.partition("=")[0].strip()) for override in overrides):
-        _run_without_flags(config, overrides)
+        os.environ[OVERRIDES_VARIABLE] = json.dumps(overrides)
+        _replace_process(
+            [sys.executable, "-P", "-c", "from tuneloop.cli.main import main; main()", "run", "--config", str(config)]
+        )
     match settings.mode:
         case "serve":
             _replace_process(service("explorer", config, overrides))
@@ -144,14 +159,6 @@ def service(name: str, config: Path, overrides: Sequence[str]) -> list[str]:
     """The command that starts a service. `-P`: a folder of its name where we are started must not be imported."""
     flags = [part for override in overrides for part in ("--set", override)]
     return [sys.executable, "-P", "-m", f"tuneloop.{name}", "--config", str(config), *flags]
-
-
-def _run_without_flags(config: Path, overrides: Sequence[str]) -> NoReturn:
-    """Start over with the overrides in the environment: every user of the machine can read a command line."""
-    os.environ[OVERRIDES_VARIABLE] = json.dumps(overrides)
-    _replace_process(
-        [sys.executable, "-P", "-c", "from tuneloop.cli.main import main; main()", "run", "--config", str(config)]
-    )
 
 
 def _replace_process(command: list[str]) -> NoReturn:

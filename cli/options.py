@@ -1,13 +1,11 @@
 """What the commands share: the options that name the settings, the way to the ledger, and how text is printed."""
 
 import getpass
-import inspect
 import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated
 
 import typer
 
@@ -39,19 +37,6 @@ def existing_ledger(config: Path, overrides: Sequence[str] | None) -> tuple[Sett
             f" release works with {revisions.newest()}: start a service, or run tuneloop db upgrade"
         )
     return settings, Ledger.of(settings)
-
-
-def command_of(options: type[Any], run: Callable[[Any], None]) -> Callable[..., None]:
-    """A function whose parameters are the fields of a dataclass: they would be too many to write out."""
-
-    def command(**values: Any) -> None:
-        run(options(**values))
-
-    hints = get_type_hints(options, include_extras=True)
-    command.__doc__ = run.__doc__
-    command.__annotations__ = {each.name: hints[each.name] for each in fields(options)}
-    command.__signature__ = inspect.signature(options)  # type: ignore[attr-defined]
-    return command
 
 
 def echo_json(value: object) -> None:

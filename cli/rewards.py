@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from tuneloop.cli.command_group import CommandGroup
-from tuneloop.cli.data.progress import counting
 from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json, existing_ledger
+from tuneloop.cli.progress import counting
 from tuneloop.shared.ledger.recording.reward_rule import definition
 
 app = typer.Typer(help="The rewards that feedback makes.", no_args_is_help=True, cls=CommandGroup)

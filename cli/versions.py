@@ -1,8 +1,8 @@
 """This file is `tuneloop versions`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -13,13 +13,13 @@ from tuneloop.cli.options import (
     ConfigOption,
     JsonOption,
     SetOption,
-    command_of,
     echo,
     echo_json,
     existing_ledger,
     operator_name,
 )
 from tuneloop.shared.evaluation.scores import TASKS
+from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.logging import visible
 from tuneloop.shared.operations.diagnosis import ago, moment, number
 from tuneloop.shared.operations.version_comparison import MIN_SOURCES, Comparison, Mean, ScorePair, compare_versions
@@ -40,7 +40,6 @@ from tuneloop.shared.operations.version_report import (
     list_versions,
     report_version,
 )
-from tuneloop.shared.settings.settings import Settings
 
 app = typer.Typer(
     help="The versions: which one serves, which may, which must not.", no_args_is_help=True, cls=CommandGroup
@@ -91,100 +90,103 @@ def compare(
     echo(_as_json(comparison) if for_programs else "\n".join(_comparison_lines(comparison)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _DecisionOptions:
-    config: ConfigOption
-    set_: SetOption = None
-    by: _By = None
-    for_programs: JsonOption = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class _UnpinOptions(_DecisionOptions):
-    reason: _Reason = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _PromoteOptions(_UnpinOptions):
-    version: _Version
-    expect: _Expect = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RollbackOptions(_DecisionOptions):
-    reason: _Reason
-    version: Annotated[int | None, typer.Argument(metavar="[N]", min=0, max=MAX_VERSION, help="Its number.")] = None
-    expect: _Expect = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RejectOptions(_DecisionOptions):
-    version: _Version
-    reason: _Reason
-
-
-def _promote(options: _PromoteOptions) -> None:
+@app.command("promote")
+def promote_(
+    version: _Version,
+    config: ConfigOption,
+    expect: _Expect = None,
+    reason: _Reason = "",
+    by: _By = None,
+    set_: SetOption = None,
+    for_programs: JsonOption = False,
+) -> None:
     """Make a version the champion, an older one too."""
-    settings, ledger = existing_ledger(options.config, options.set_)
-    with closing(ledger):
-        result = promote(ledger, options.version, _decision_request(options.by, options.reason, options.expect))
-    _tell(options, result, f"version {result.version} is the champion; {_served_within(settings)}")
+    asked = _decision_request(by, reason, expect)
+    sentence = "version {version} is the champion; {served}"
+    _decide(config, set_, lambda ledger: promote(ledger, version, asked), sentence, for_programs=for_programs)
 
 
-def _roll_back(options: _RollbackOptions) -> None:
+@app.command("rollback")
+def roll_back_(
+    config: ConfigOption,
+    reason: _Reason,
+    version: Annotated[int | None, typer.Argument(metavar="[N]", min=0, max=MAX_VERSION, help="Its number.")] = None,
+    expect: _Expect = None,
+    by: _By = None,
+    set_: SetOption = None,
+    for_programs: JsonOption = False,
+) -> None:
     """Take a version out of service for good: the canary, or the champion if there is none, unless one is given."""
-    settings, ledger = existing_ledger(options.config, options.set_)
-    with closing(ledger):
-        result = roll_back(ledger, options.version, _decision_request(options.by, options.reason, options.expect))
-    champion = f"version {result.champion} is the champion"
-    _tell(options, result, f"version {result.version} is rolled back; {champion}; {_served_within(settings)}")
+    asked = _decision_request(by, reason, expect)
+    sentence = "version {version} is rolled back; version {champion} is the champion; {served}"
+    _decide(config, set_, lambda ledger: roll_back(ledger, version, asked), sentence, for_programs=for_programs)
 
 
-def _reject(options: _RejectOptions) -> None:
+@app.command("reject")
+def reject_(
+    version: _Version,
+    config: ConfigOption,
+    reason: _Reason,
+    by: _By = None,
+    set_: SetOption = None,
+    for_programs: JsonOption = False,
+) -> None:
     """Say of a candidate, or a retired version, that it must never be served."""
-    _settings, ledger = existing_ledger(options.config, options.set_)
-    with closing(ledger):
-        result = reject(ledger, options.version, _decision_request(options.by, options.reason))
-    _tell(options, result, f"version {result.version} is rejected; version {result.champion} is the champion")
+    asked = _decision_request(by, reason)
+    sentence = "version {version} is rejected; version {champion} is the champion"
+    _decide(config, set_, lambda ledger: reject(ledger, version, asked), sentence, for_programs=for_programs)
 
 
-def _pin(options: _PromoteOptions) -> None:
+@app.command("pin")
+def pin_(
+    version: _Version,
+    config: ConfigOption,
+    expect: _Expect = None,
+    reason: _Reason = "",
+    by: _By = None,
+    set_: SetOption = None,
+    for_programs: JsonOption = False,
+) -> None:
     """Serve a version, and no other until it is unpinned."""
-    settings, ledger = existing_ledger(options.config, options.set_)
-    with closing(ledger):
-        result = pin(ledger, options.version, _decision_request(options.by, options.reason, options.expect))
-    served = _served_within(settings)
-    _tell(options, result, f"version {result.version} is pinned, and the champion until it is unpinned; {served}")
+    asked = _decision_request(by, reason, expect)
+    sentence = "version {version} is pinned, and the champion until it is unpinned; {served}"
+    _decide(config, set_, lambda ledger: pin(ledger, version, asked), sentence, for_programs=for_programs)
 
 
-def _unpin(options: _UnpinOptions) -> None:
+@app.command("unpin")
+def unpin_(
+    config: ConfigOption,
+    reason: _Reason = "",
+    by: _By = None,
+    set_: SetOption = None,
+    for_programs: JsonOption = False,
+) -> None:
     """Let newer versions be served again."""
-    settings, ledger = existing_ledger(options.config, options.set_)
-    with closing(ledger):
-        result = unpin(ledger, _decision_request(options.by, options.reason))
-    _tell(options, result, f"version {result.version} is unpinned; {_served_within(settings)}")
-
-
-app.command("promote")(command_of(_PromoteOptions, _promote))
-app.command("rollback")(command_of(_RollbackOptions, _roll_back))
-app.command("reject")(command_of(_RejectOptions, _reject))
-app.command("pin")(command_of(_PromoteOptions, _pin))
-app.command("unpin")(command_of(_UnpinOptions, _unpin))
-
-
-def _tell(options: _DecisionOptions, result: DecisionResult, sentence: str) -> None:
-    if options.for_programs:
-        echo_json(result._asdict())
-    else:
-        echo(sentence)
+    asked = _decision_request(by, reason)
+    sentence = "version {version} is unpinned; {served}"
+    _decide(config, set_, lambda ledger: unpin(ledger, asked), sentence, for_programs=for_programs)
 
 
 def _decision_request(by: str | None, reason: str, expect: int | None = None) -> DecisionRequest:
     return DecisionRequest(by or operator_name(), reason.strip(), expect)
 
 
-def _served_within(settings: Settings) -> str:
-    return f"the explorer takes it up within {settings.explorer.service_status_check_interval:g} s"
+def _decide(
+    config: Path,
+    set_: list[str] | None,
+    decision: Callable[[Ledger], DecisionResult],
+    sentence: str,
+    *,
+    for_programs: bool,
+) -> None:
+    settings, ledger = existing_ledger(config, set_)
+    with closing(ledger):
+        result = decision(ledger)
+    if for_programs:
+        echo_json(result._asdict())
+        return
+    served = f"the explorer takes it up within {settings.explorer.service_status_check_interval:g} s"
+    echo(sentence.format(version=result.version, champion=result.champion, served=served))
 
 
 def _as_json(value: object) -> str:

@@ -2,7 +2,6 @@
 
 {job_dir}/registered.json    the newest version and the newest epoch that a ledger of this experiment has had
 {job_dir}/restoring.json     a restore is under way, or was interrupted: no service may start
-{job_dir}/restoring.rows     what was revoked or deleted since the backup, until the restore has ended
 {job_dir}/served.json        what the explorer served last: a copy, for the time while the database is away
 {job_dir}/announced.json     the newest decision about a version that was announced: by one explorer of several, once
 {job_dir}/traffic        touched while requests are being answered, for a trainer that yields to them

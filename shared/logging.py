@@ -187,15 +187,13 @@ def visible(text: str, *, keep: str = "") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(each if each in keep or not _is_hidden(each) else _escape(each) for each in text)
+    return "".join(
+        each if each in keep or not _is_hidden(each) else (each.encode("unicode_escape").decode()) for each in text
+    )
 
 
 def _is_hidden(character: str) -> bool:
     return unicodedata.category(character) in _HIDDEN
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode()
 
 
 def _tell_uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:

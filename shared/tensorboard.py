@@ -56,7 +56,16 @@ class Curves:
         if self._closed:
             return False
         try:
-            self._write(records)
+            if self._size and not self._path.exists():
+                self._size = 0
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("r+b" if self._size else "wb", buffering=0) as file:
+                file.truncate(self._size)  # Half a record of a write that failed; no reader gets past one.
+                file.seek(self._size)
+                data = records if self._size else self._head + records
+                if file.write(data) < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._size += len(data)
         except OSError as error:
             if not self._failing:
                 log.warning("curves_not_written", folder=str(self._path.parent), reason=str(error))
@@ -64,19 +73,6 @@ class Curves:
             return False
         self._failing = False
         return True
-
-    def _write(self, records: bytes) -> None:
-        """The file is opened for each write, so that none is held, and a folder that was deleted comes back."""
-        if self._size and not self._path.exists():
-            self._size = 0
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("r+b" if self._size else "wb", buffering=0) as file:
-            file.truncate(self._size)  # Half a record of a write that failed; no reader gets past one.
-            file.seek(self._size)
-            data = records if self._size else self._head + records
-            if file.write(data) < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._size += len(data)
 
 
 def _point(step: int, name: str, value: float) -> bytes:

@@ -67,7 +67,7 @@ class Learner:
         adam = partial(MasterAdamW, ranks=ranks, compiled=actor.is_compiled, offload=settings.trainer.optimizer_offload)
         self.optimizers = {"actor": adam(actor.network, settings.algorithm.optimizer)}
         if critic is not None:
-            self.optimizers["critic"] = adam(critic, settings.algorithm.critic_optimizer)
+            self.optimizers["critic"] = adam(critic, settings.algorithm.adamw_of_critic)
         self.teacher: Teacher | None = None
         self.baselines: Baselines = {}
         self.copying: list[torch.cuda.Event] = []

@@ -35,7 +35,7 @@ from tuneloop.shared.experience import DEFAULT_TENANT, Scope
 from tuneloop.shared.ledger.keys import KeyGrant, KeyLimits
 
 _PLACES, _REPLY_S, _CONNECTIONS, _WARM_S, _NICE = 16, 0.1, 64, 3.0, 19
-_AS_IN_PRODUCTION = {"service_status_check_interval": 60.0, "durability": "fsync"}
+_AS_IN_PRODUCTION = {"service_status_check_interval": 60.0}
 _CHAT = "/v1/chat/completions"
 _HELLO = asking("n0")
 _LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)

@@ -96,7 +96,6 @@ def tuneloop(kind: Kind, place: Place) -> Iterator[System]:
     explorer: dict[str, Any] = {
         "listen_address": "127.0.0.1",
         "proxy_port": place.port,
-        "durability": kind.options["durability"],
         "spool_max_bytes": 8 << 30,
         "rollout_model": {"engine_urls": [place.upstream], "dtype": "float32"},
     }

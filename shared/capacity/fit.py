@@ -29,12 +29,11 @@ def shapes_of(settings: Settings) -> Shapes:
 
     Raises EnvironmentRefused where there is no model.
     """
-    shape, own_critic = read_shape(settings.model.model_path), settings.model.critic_model_path
-    critic = read_shape(own_critic, setting="model.critic_model_path") if own_critic else shape
+    shape = read_shape(settings.model.model_path)
     folder = settings.algorithm.distill.teacher_path
     if settings.mode == "serve" or settings.algorithm.algorithm_type != "distill" or folder is None:
-        return shape, critic, None
-    return shape, critic, read_shape(folder, setting="algorithm.distill.teacher_path")
+        return shape, shape, None
+    return shape, shape, read_shape(folder, setting="algorithm.distill.teacher_path")
 
 
 def room_for_trainer(settings: Settings, gpu_bytes: int) -> int:

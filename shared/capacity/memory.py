@@ -147,7 +147,7 @@ def trainer_memory(
     frozen = _base_bytes(shape, settings, size) if lora else 0
     optimizer = int(trained * optimizer_bytes(algorithm.optimizer.bits, size))
     also = _critic_weights(critic, settings)
-    optimizer += int(also * optimizer_bytes(algorithm.critic_optimizer.bits, size))
+    optimizer += int(also * optimizer_bytes(algorithm.optimizer.bits, size))
     trained += also
     # With an adapter the reference is the model without it.
     reference = 0 if lora or not _needs_reference(settings) else shape.weights * size
@@ -179,7 +179,7 @@ def offloaded_memory(shape: ModelShape, critic: ModelShape, settings: Settings) 
     algorithm = settings.algorithm
     found = trained_weights(shape, settings) * (optimizer_bytes(algorithm.optimizer.bits, _SMALLER) + 4)
     also = _critic_weights(critic, settings)
-    found += also * (optimizer_bytes(algorithm.critic_optimizer.bits, _SMALLER) + 4)
+    found += also * (optimizer_bytes(algorithm.optimizer.bits, _SMALLER) + 4)
     return int(found)
 
 
@@ -241,7 +241,7 @@ def version_disk(shape: ModelShape, critic: ModelShape, settings: Settings) -> V
     algorithm, trained = settings.algorithm, trained_weights(shape, settings)
     newest = int(trained * (size + optimizer_bytes(algorithm.optimizer.bits, size)))
     also = _critic_weights(critic, settings)
-    newest += int(also * (size + optimizer_bytes(algorithm.critic_optimizer.bits, size)))
+    newest += int(also * (size + optimizer_bytes(algorithm.optimizer.bits, size)))
     older = trained * size
     kept = settings.trainer.max_checkpoints_to_keep
     return VersionDisk(newest, older, 2 * newest + kept * older)

@@ -70,19 +70,17 @@ def _state_files(path: Path, manifest: Manifest) -> tuple[File, ...]:
 
 def _read_and_check(path: Path, file: File) -> None:
     try:
-        _check(path, file)
+        place = path / file.path
+        status = place.lstat()
+        if not stat.S_ISREG(status.st_mode) or place.resolve() != path.resolve() / file.path:
+            raise CheckpointRejected(
+                f"{path.name}/{file.path}: not a file of this folder, but a link or something else"
+            )
+        if status.st_size != file.size:
+            raise CheckpointRejected(f"{path.name}/{file.path}: {status.st_size} bytes, the manifest says {file.size}")
+        if sha256_of(place) != file.sha256:
+            raise CheckpointRejected(f"{path.name}/{file.path}: its sha256 is not the manifest's")
     except FileNotFoundError as error:
         raise CheckpointRejected(f"{path.name}/{file.path}: {error.strerror}") from None
     except OSError as error:
         raise CheckpointUnreadable(f"{path.name}/{file.path}: {error.strerror}") from None
-
-
-def _check(path: Path, file: File) -> None:
-    place = path / file.path
-    status = place.lstat()
-    if not stat.S_ISREG(status.st_mode) or place.resolve() != path.resolve() / file.path:
-        raise CheckpointRejected(f"{path.name}/{file.path}: not a file of this folder, but a link or something else")
-    if status.st_size != file.size:
-        raise CheckpointRejected(f"{path.name}/{file.path}: {status.st_size} bytes, the manifest says {file.size}")
-    if sha256_of(place) != file.sha256:
-        raise CheckpointRejected(f"{path.name}/{file.path}: its sha256 is not the manifest's")

@@ -157,7 +157,7 @@ class CheckpointStore:
         A folder that is not one of these checkpoints is left alone.
         """
         ours = version_in(path.name) is not None and path.parent.resolve() == self._root.resolve()
-        if not ours or not path.exists() or _is_stripped(path):
+        if not ours or not path.exists() or (is_marked_weights_only(path) and not for_going_on(path)):
             return
         mark_weights_only(path).chmod(self._mode)
         sync_folder(path)  # Should it die in between: what is marked is not loaded, whether it is there or not.
@@ -229,7 +229,3 @@ class CheckpointStore:
         garbage = Path(tempfile.mkdtemp(prefix=GARBAGE, dir=self._root))
         path.rename(garbage / path.name)
         return garbage
-
-
-def _is_stripped(path: Path) -> bool:
-    return is_marked_weights_only(path) and not for_going_on(path)

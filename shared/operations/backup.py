@@ -1,216 +1,360 @@
-"""Takes a backup while the services run: one consistent cut through spool, ledger and checkpoints.
+"""Takes a backup into a plain folder while the services run, and puts one back into an empty job.
 
-A record goes from its spool, or from there by the quarantine, into the ledger; a checkpoint is in its place before the
-ledger names it. So what each comes from is copied before it: a record that moves on meanwhile is in both, and one that
-is in the ledger already is not stored again. Checkpoints are held as of the moment of the ledger, before the trainer
-can prune them.
+{folder}/spool/{slot}/                 what the spool held that the database need not have
+{folder}/secrets/msg_id.key            the key that the names of replies are signed with
+{folder}/ledger.db, ledger.pg_dump     the database, as of one moment
+{folder}/checkpoints/global_step_{n}/  the versions that this database names
+{folder}/manifest.json                 what it is of, and the size of each file
+
+A record goes from the spool into the database, and a checkpoint is in its place before the database names it. What each
+comes from is copied before it, so a record that moves on meanwhile is in both; the database takes it once.
 """
 
+import math
+import os
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from tuneloop.shared import VERSION
 from tuneloop.shared.checkpoints.file_checks import check_files, files_at
 from tuneloop.shared.checkpoints.manifest import read_manifest
+from tuneloop.shared.checkpoints.sealing import sync_folder
+from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.errors import CheckpointRejected, EnvironmentRefused, FileRefused
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.held_files import hold
-from tuneloop.shared.job_marks import KEY, require_restored
-from tuneloop.shared.ledger.storage import revisions
-from tuneloop.shared.ledger.storage.dump import Row, Snapshot, open_snapshot
-from tuneloop.shared.ledger.versions.versions import SERVABLE
-from tuneloop.shared.operations.backup_format import (
-    CHECKPOINTS,
-    FORMAT,
-    SPOOL,
-    BackupDraft,
-    BackupManifest,
-    OnBytes,
-    SavedVersion,
-    encode_rows,
-    on_no_bytes,
-    rows_path,
+from tuneloop.shared.job_marks import (
+    KEY,
+    SERVED,
+    Restoring,
+    begin_restoring,
+    end_restoring,
+    note_registered,
+    require_restored,
+    restoring_in,
 )
+from tuneloop.shared.ledger.facts import TRAINER_SEEN_S
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage import revisions
+from tuneloop.shared.ledger.storage.dump import Snapshot, dump_name, load, open_snapshot
+from tuneloop.shared.ledger.versions.versions import SERVABLE
+from tuneloop.shared.operations.older_ledger import MIN_SKIPPED, registered_here, round_up
 from tuneloop.shared.quarantine import keeping
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.spool_format import QUARANTINE, flushed_of, segment_path, segments, slots
+from tuneloop.shared.spool_format import QUARANTINE, flushed_of, is_taken, segment_path, segments, slots
 
-#: How often a cut is taken anew because the trainer published a version in that very moment.
+#: What this release writes, and reads.
+FORMAT = 2
+
+#: Why the version before the next one is none.
+LEFT_OUT = "restored from a backup: versions up to this number may have been published after it"
+
+#: How often a snapshot is taken anew because the trainer pruned a version that it names in that very moment.
 _TRIES = 5
 
+_MANIFEST, _SPOOL, _CHECKPOINTS = "manifest.json", "spool", "checkpoints"
 _SERVES = (VersionState.CANDIDATE, VersionState.CANARY, VersionState.CHAMPION)
 
 
-class _Moved(Exception):
-    """A version that the cut names was pruned while it was taken."""
+class BackupManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a backup says of itself.
+
+    `cut_at` (seconds since 1970): all that was acknowledged until then is in it. `revision` and `schema` are the
+    database's, `newest` is the newest registered version, `model` the sizes of the base model's files, not in it.
+    """
+
+    format: int
+    release: str
+    project: str
+    name: str
+    cut_at: float
+    revision: str
+    schema: str
+    model: dict[str, int]
+    newest: int
+    versions: tuple[int, ...]
+    files: dict[str, int]
 
 
-def back_up(
-    settings: Settings, target: Path, *, clock: Callable[[], float] = time.time, on_bytes: OnBytes = on_no_bytes
-) -> BackupManifest:
-    """Write a backup into `target`, which must be free or empty; nothing of the experiment is changed.
+class RestoreResult(NamedTuple):
+    """What was put back, and the number that the next version gets."""
+
+    backup: BackupManifest
+    next_version: int
+
+
+def back_up(settings: Settings, target: Path, *, clock: Callable[[], float] = time.time) -> BackupManifest:
+    """Write a backup into the new folder `target`; nothing of the experiment is changed.
 
     Raises FileRefused if the target cannot be written, EnvironmentRefused if the experiment cannot be backed up,
     LedgerUnavailable if its database is away. Nothing is left in `target` then.
     """
     require_restored(settings.job_dir)
-    draft = BackupDraft(target, on_bytes)
+    schema, draft = settings.buffer.trainer_input.experience_buffer.name, target.with_name(f"{target.name}.partial")
+    there = revisions.current(settings.database_url, schema=schema)
+    if there is None or not revisions.is_known(there):
+        raise EnvironmentRefused(
+            f"the database has the schema {there or 'of no release'}: there is nothing to back up yet, or another"
+            " release has to do it"
+        )
+    if target.exists():
+        raise FileRefused(f"{target} is there already: give each backup a folder of its own")
     try:
-        return _Backup(settings, draft, clock()).take()
+        draft.mkdir(parents=True, mode=0o700)
+    except FileExistsError:
+        raise FileRefused(f"{draft} is there: another backup writes it, or was killed; delete it then") from None
+    except OSError as error:
+        raise FileRefused(f"{draft}: cannot be written: {error.strerror}") from None
+    try:
+        cut_at = clock()
+        for slot in slots(settings.spool_dir):
+            _copy_slot(slot, draft / _SPOOL / slot.name)
+        if (key := settings.job_dir / KEY).exists():
+            _copy(key, draft / KEY)
+        for number in range(_TRIES):
+            with open_snapshot(settings.database_url, schema=schema) as snapshot:
+                newest, saved = _save(settings, snapshot, draft, last=number == _TRIES - 1)
+            if saved is not None:
+                break
+        manifest = BackupManifest(
+            format=FORMAT,
+            release=VERSION,
+            project=settings.project,
+            name=settings.name,
+            cut_at=cut_at,
+            revision=there,
+            schema=schema,
+            model=_model_sizes(settings.model.model_path),
+            newest=newest,
+            versions=tuple(saved or ()),
+            files={str(path.relative_to(draft)): path.stat().st_size for path in _files(draft)},
+        )
+        (draft / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2))
+        for path in sorted(draft.rglob("*"), reverse=True):
+            sync_folder(path)
+        sync_folder(draft)
+        draft.rename(target)
+        sync_folder(target.parent)
     except OSError as error:
         raise FileRefused(
             f"the backup to {target} failed: {error}; nothing of it is left there, and nothing here was changed"
         ) from error
     finally:
-        if not draft.published:
-            draft.take_back()
+        shutil.rmtree(draft, ignore_errors=True)
+    return manifest
 
 
-class _Cut(NamedTuple):
-    revision: str
-    newest: int
-    saved: list[SavedVersion]
+def _copy_slot(slot: Path, target: Path) -> None:
+    """Copy what the database may not have yet."""
+    done = flushed_of(slot)
+    waiting = [segment_path(slot, number).name for number in segments(slot) if number >= done.segment]
+    for name in ("flushed", *waiting, *(path.name for path in slot.glob("*.torn"))):
+        with suppress(FileNotFoundError):  # the database has all of it by now
+            _copy(slot / name, target / name)
+    if (slot / QUARANTINE).exists():  # after the segments: what they lose goes there
+        with keeping(slot), suppress(FileNotFoundError):
+            _copy(slot / QUARANTINE, target / QUARANTINE)
 
 
-class _Backup:
-    def __init__(self, settings: Settings, draft: BackupDraft, cut_at: float) -> None:
-        self._settings, self._draft, self._cut_at = settings, draft, cut_at
-        self._schema = settings.buffer.trainer_input.experience_buffer.name
-        self._rows: dict[str, int] = {}
+def _save(settings: Settings, snapshot: Snapshot, draft: Path, *, last: bool) -> tuple[int, list[int] | None]:
+    """Save the database and its versions as of one moment; the newest version, and those whose folders are saved.
 
-    def take(self) -> BackupManifest:
-        """All of it."""
-        self._require_ledger()
-        spool_bytes = sum(self._copy_slot(slot) for slot in slots(self._settings.spool_dir))
-        if (key := self._settings.job_dir / KEY).exists():
-            self._draft.copy(key, KEY)
-        for number in range(_TRIES):
+    The latter is None if a version was pruned before its files were held, and there may be another try.
+    """
+    rows = list(snapshot.rows("versions"))
+    wanted = {Path(row["path"]): row for row in rows if row["version"] and row["state"] in SERVABLE}
+    newest = max((row["version"] for row in wanted.values()), default=0)
+    with hold(settings.job_dir, list(wanted)) as holding:
+        held = {path: row for path, row in wanted.items() if _is_whole(holding / path.name, row)}
+        for path, row in wanted.items():
+            # The experiment cannot go on without it: it serves or may, or the trainer goes on from it.
+            needed = row["state"] in _SERVES or row["pinned"] or row["version"] == newest
+            if path not in held and needed:
+                if not last:
+                    return newest, None
+                raise EnvironmentRefused(_missing(row["version"]))
+        snapshot.save(draft / dump_name(settings.database_url))
+        for path, row in held.items():
+            copy = draft / _CHECKPOINTS / path.name
+            shutil.copytree(holding / path.name, copy, copy_function=shutil.copyfile)
             try:
-                cut = self._cut(last=number == _TRIES - 1)
-                break
-            except _Moved:
-                continue
-        manifest = BackupManifest(
-            format=FORMAT,
-            release=VERSION,
-            project=self._settings.project,
-            name=self._settings.name,
-            cut_at=self._cut_at,
-            revision=cut.revision,
-            model=model_sizes(self._settings.model.model_path),
-            newest=cut.newest,
-            rows=self._rows,
-            spool_bytes=spool_bytes,
-            versions=tuple(cut.saved),
-            files=tuple(self._draft.files),
-        )
-        self._draft.publish(manifest)
-        return manifest
-
-    def _require_ledger(self) -> None:
-        there = revisions.current(self._settings.database_url, schema=self._schema)
-        if there is None or not revisions.is_known(there):
-            raise EnvironmentRefused(
-                f"the database has the schema {there or 'of no release'}: there is nothing to back up yet, or another"
-                " release has to do it"
-            )
-
-    # The spool.
-
-    def _copy_slot(self, slot: Path) -> int:
-        """Copy what the database may not have yet; how many bytes."""
-        name, done = f"{SPOOL}/{slot.name}", flushed_of(slot)
-        with suppress(FileNotFoundError):
-            self._draft.copy(slot / "flushed", f"{name}/flushed")
-        size = 0
-        for number in segments(slot):
-            path = segment_path(slot, number)
-            if number >= done.segment:
-                with suppress(FileNotFoundError):  # the database has all of it by now
-                    size += self._draft.copy(path, f"{name}/{path.name}").size
-        for path in sorted(slot.glob("*.torn")):
-            with suppress(FileNotFoundError):
-                self._draft.copy(path, f"{name}/{path.name}")
-        if (slot / QUARANTINE).exists():  # after the segments: what they lose goes there
-            with keeping(slot), suppress(FileNotFoundError):
-                size += self._draft.copy(slot / QUARANTINE, f"{name}/{QUARANTINE}").size
-        return size
-
-    # The ledger and its checkpoints, as of one moment.
-
-    def _cut(self, *, last: bool) -> _Cut:
-        with open_snapshot(self._settings.database_url, schema=self._schema) as snapshot:
-            rows = [dict(row) for row in snapshot.rows("versions")]
-            wanted = {Path(row["path"]): row for row in rows if row["version"] and row["state"] in SERVABLE}
-            with hold(self._settings.job_dir, list(wanted)) as holding:
-                newest = max((row["version"] for row in wanted.values()), default=0)
-                held = dict(_whole(wanted, holding))
-                missing = [row["version"] for path, row in wanted.items() if path not in held and _must(row, newest)]
-                if not last and (missing or self._has_moved(rows)):
-                    raise _Moved
-                if missing:
-                    raise EnvironmentRefused(_sentence(missing[0]))
-                self._copy_rows(snapshot)
-                saved = [self._copy_version(path, row, holding) for path, row in held.items()]
-            return _Cut(snapshot.revision or "", max((row["version"] for row in rows), default=0), saved)
-
-    def _has_moved(self, rows: list[dict[str, Any]]) -> bool:
-        """Whether another version was registered while the checkpoints of these were held."""
-        with open_snapshot(self._settings.database_url, schema=self._schema) as snapshot:
-            return snapshot.count("versions") != len(rows)
-
-    def _copy_rows(self, snapshot: Snapshot) -> None:
-        for table in snapshot.tables:
-            self._draft.write(rows_path(table), encode_rows(self._count(table, snapshot.rows(table))))
-
-    def _count(self, table: str, rows: Iterator[Row]) -> Iterator[Row]:
-        self._rows[table] = 0
-        for row in rows:
-            self._rows[table] += 1
-            yield row
-
-    def _copy_version(self, path: Path, row: Mapping[str, Any], holding: Path) -> SavedVersion:
-        held = holding / path.name
-        for leaf in sorted(each for each in held.rglob("*") if each.is_file()):
-            self._draft.copy(leaf, f"{CHECKPOINTS}/{path.name}/{leaf.relative_to(held)}")
-        copy = self._draft.root / CHECKPOINTS / path.name
-        try:
-            check_files(copy, read_manifest(copy, sha256=row["manifest_sha256"]))
-        except CheckpointRejected as error:
-            raise EnvironmentRefused(
-                f"checkpoint_root_dir: {path.parent}/{error}: {_sentence(row['version'])}"
-            ) from None
-        return SavedVersion(row["version"], path.name)
+                check_files(copy, read_manifest(copy, sha256=row["manifest_sha256"]))
+            except CheckpointRejected as error:
+                raise EnvironmentRefused(
+                    f"checkpoint_root_dir: {path.parent}/{error}: {_missing(row['version'])}"
+                ) from None
+    return max((row["version"] for row in rows), default=0), [row["version"] for row in held.values()]
 
 
-def _whole(wanted: Mapping[Path, Mapping[str, Any]], holding: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """Those of which every file is held, by name and size."""
-    for path, row in wanted.items():
-        held = holding / path.name
-        try:
-            manifest = read_manifest(held, sha256=row["manifest_sha256"])
-        except CheckpointRejected:
-            continue
-        if all((held / each.path).is_file() for each in files_at(held, manifest)):
-            yield path, row
+def _is_whole(held: Path, row: Mapping[str, Any]) -> bool:
+    """Whether every file of a version is held, by its name."""
+    try:
+        manifest = read_manifest(held, sha256=row["manifest_sha256"])
+    except CheckpointRejected:
+        return False
+    return all((held / each.path).is_file() for each in files_at(held, manifest))
 
 
-def _must(row: Mapping[str, Any], newest: int) -> bool:
-    """Whether the experiment cannot go on without it: it serves or may, or the trainer goes on from it."""
-    return row["state"] in _SERVES or bool(row.get("pinned")) or row["version"] == newest
-
-
-def _sentence(version: int) -> str:
+def _missing(version: int) -> str:
     return (
         f"version {version} is needed and its files are missing or damaged: restore them, or reject the version"
         " (`tuneloop versions reject`), then back up again"
     )
 
 
-def model_sizes(folder: Path) -> dict[str, int]:
+def _model_sizes(folder: Path) -> dict[str, int]:
     """What tells a base model from another: the sizes in bytes of its configuration and weights."""
     files = [path for path in folder.glob("*") if path.suffix == ".safetensors" or path.name == "config.json"]
     return {path.name: path.stat().st_size for path in sorted(files)}
+
+
+def check_backup(settings: Settings, root: Path) -> BackupManifest:
+    """A backup's manifest. Raises FileRefused if it is not whole, EnvironmentRefused if it is of other settings."""
+    try:
+        found = msgspec.json.decode((root / _MANIFEST).read_bytes(), type=BackupManifest)
+    except OSError as error:
+        raise FileRefused(
+            f"{root} is not a backup, or was not finished: {_MANIFEST}: {error.strerror}; take another one"
+        ) from None
+    except msgspec.MsgspecError as error:
+        raise FileRefused(f"{root}: {_MANIFEST} is damaged ({error}): take another backup") from None
+    if found.format > FORMAT or not revisions.is_known(found.revision):
+        raise EnvironmentRefused(
+            f"{root} has the schema {found.revision} of tuneloop {found.release}: install that release, or a newer one"
+        )
+    if (found.project, found.name) != (settings.project, settings.name):
+        raise EnvironmentRefused(
+            f"{root} is a backup of {found.project}/{found.name}, the settings are those of "
+            f"{settings.project}/{settings.name}"
+        )
+    here = _model_sizes(settings.model.model_path)
+    if here and found.model and here != found.model:
+        raise EnvironmentRefused(
+            f"model.model_path: {settings.model.model_path} is not the model that the versions of the backup come from:"
+            f" {found.model} bytes then, {here} here"
+        )
+    dump, schema = dump_name(settings.database_url), settings.buffer.trainer_input.experience_buffer.name
+    if dump not in found.files:
+        raise EnvironmentRefused(f"{root} is of another kind of database: it has no {dump}; restore it to its own kind")
+    if dump != "ledger.db" and schema != found.schema:
+        raise EnvironmentRefused(f"{root} is of the schema {found.schema}: set {_SCHEMA_OPTION} to it, not {schema}")
+    for name, size in found.files.items():
+        path = root / name
+        if not path.is_file() or path.stat().st_size != size:
+            raise FileRefused(f"{root} is damaged: {name} has not its {size} bytes; take another backup")
+    return found
+
+
+_SCHEMA_OPTION = "buffer.trainer_input.experience_buffer.name"
+
+
+def restore(
+    settings: Settings,
+    root: Path,
+    *,
+    next_version: int | None = None,
+    clock: Callable[[], float] | None = None,
+) -> RestoreResult:
+    """Put a backup back where the settings say, where nothing is yet.
+
+    The next version gets the number `next_version`, or one that no version published since the backup can have had.
+    Raises FileRefused or EnvironmentRefused. Interrupted, it is given again: until it has ended no service starts.
+    """
+    manifest, job = check_backup(settings, root), settings.job_dir
+    require_stopped(settings, clock)
+    schema, interrupted = settings.buffer.trainer_input.experience_buffer.name, restoring_in(job)
+    if interrupted is None:
+        there = [str(path) for path in (*CheckpointStore(job).folders(), *slots(settings.spool_dir))]
+        there += ["tables in the database"] if revisions.current(settings.database_url, schema=schema) else []
+        if there:
+            raise EnvironmentRefused(
+                f"there is something here already: {', '.join(there)}; restore into another checkpoint_root_dir and"
+                " database, or move these away"
+            )
+    elif interrupted.backup != str(root.absolute()):
+        raise EnvironmentRefused(f"{job} is half restored from {interrupted.backup}: restore that again, or delete it")
+    newest = max(manifest.newest, registered_here(job).version)
+    if next_version is not None and next_version <= newest:
+        raise EnvironmentRefused(
+            f"--next-version: version {newest} was published already, so {next_version} cannot be next"
+        )
+    now = (clock or time.time)()
+    try:
+        job.mkdir(parents=True, exist_ok=True)
+        begin_restoring(job, Restoring(str(root.absolute()), now))
+        store = CheckpointStore(job, mode=int(settings.trainer.checkpoint_mode, 8))
+        for folder in sorted((root / _CHECKPOINTS).glob("*")):
+            store.put_back(folder)
+        for path in _files(root / _SPOOL):
+            _copy(path, settings.spool_dir / path.relative_to(root / _SPOOL))
+        if (root / KEY).exists():
+            _copy(root / KEY, job / KEY)
+        (job / SERVED).unlink(missing_ok=True)
+        load(
+            settings.database_url,
+            schema=schema,
+            source=root / dump_name(settings.database_url),
+            base=settings.model.model_path.absolute(),
+            folder=job,
+        )
+        # One number for each second since the backup at least: no trainer publishes faster for long.
+        skipped = max(MIN_SKIPPED, math.ceil(now - manifest.cut_at))
+        last = round_up(newest + skipped) if next_version is None else next_version - 1
+        epoch = registered_here(job).epoch + skipped
+        with closing(Ledger.of(settings)) as ledger:
+            numbers = ledger.restoration.begin_anew(version=last, epoch=epoch, reason=LEFT_OUT, path=store.path(last))
+        note_registered(job, numbers.version, numbers.epoch)
+        end_restoring(job)
+    except OSError as error:
+        raise FileRefused(
+            f"the restore failed: {error}; cure that and give it again: no service starts before"
+        ) from error
+    return RestoreResult(manifest, numbers.version + 1)
+
+
+def require_stopped(settings: Settings, clock: Callable[[], float] | None = None) -> None:
+    """Raise EnvironmentRefused if a service of this experiment runs, as far as can be seen from here.
+
+    By the ledger's time, unless there is a `clock`.
+    """
+    taken = [slot for slot in slots(settings.spool_dir) if is_taken(slot)]
+    if taken:
+        raise EnvironmentRefused(f"an explorer runs: it holds {taken[0]}; stop all services first")
+    schema = settings.buffer.trainer_input.experience_buffer.name
+    # What an interrupted restore has put there is no trainer's, and none has started since.
+    if restoring_in(settings.job_dir) or revisions.current(settings.database_url, schema=schema) is None:
+        return
+    with closing(Ledger.of(settings)) as ledger, open_snapshot(settings.database_url, schema=schema) as snapshot:
+        now = (clock or ledger.transactions.time)()
+        for row in snapshot.rows("epochs"):
+            silent_s = max(0.0, now - row["seen_at"])
+            if row["ended_at"] is None and silent_s <= TRAINER_SEEN_S:
+                raise EnvironmentRefused(
+                    f"trainer {row['trainer']} was seen {silent_s:.0f} s ago: stop all services first; one that was"
+                    f" killed is forgotten after {TRAINER_SEEN_S:.0f} s"
+                )
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Bring a copy to disk, to be read by us alone."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f".{target.name}.partial")
+    with source.open("rb") as origin, open(draft, "wb", opener=_for_us) as copy:
+        shutil.copyfileobj(origin, copy)
+    sync_folder(draft)
+    draft.replace(target)
+    sync_folder(target.parent)
+
+
+def _for_us(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -177,7 +177,31 @@ def _of_the_batch(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
         yield from _of_the_shares(ledger)
         return
     yield from _before_feedback(ledger, facts.rules.ignored_feedback)
-    yield from _before_the_trainer(facts, ledger)
+    rewarded, expired = ledger.count(State.REWARDED).rows, ledger.count(State.EXPIRED).lately
+    if rewarded:
+        yield Reason(
+            Code.NOT_COMMITTED,
+            f"{number(rewarded, 'experience')} with a reward or an edited answer, but not committed: POST /commit",
+        )
+    bounds = "trainer.max_staleness"
+    if expired and not ledger.count(State.COMMITTED).rows + ledger.count(State.LEASED).rows:
+        yield Reason(
+            Code.ALL_EXPIRED,
+            f"{number(expired, 'experience')} expired and none is left: commit sooner, or raise {bounds}",
+        )
+    if ledger.too_old:
+        yield Reason(
+            Code.TOO_STALE,
+            f"{number(ledger.too_old, 'committed experience')} too old for the next batch, which lets them expire:"
+            f" commit sooner, or raise {bounds}",
+        )
+    # Only a trainer finds out which of them are complete.
+    if ledger.ungrouped and _up(facts, ledger):
+        yield Reason(
+            Code.GROUPS_INCOMPLETE,
+            f"{_waits(ledger.ungrouped, 'committed experience')} until their {facts.rules.group_by} is complete:"
+            " give feedback on its other replies and commit them, or wait for buffer.group_timeout",
+        )
     if ready:
         missing = f"a step takes {size}, {ready} can be had now"
         yield Reason(
@@ -222,34 +246,6 @@ def _before_feedback(ledger: LedgerFacts, ignored_feedback: str | None) -> Itera
             Code.NO_FEEDBACK,
             f"{_waits(recorded, 'experience')} for a reward, none has one: POST /feedback on them{pending}"
             + (f"; {ignored_feedback}" if ignored_feedback else ""),
-        )
-
-
-def _before_the_trainer(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
-    rewarded, expired = ledger.count(State.REWARDED).rows, ledger.count(State.EXPIRED).lately
-    if rewarded:
-        yield Reason(
-            Code.NOT_COMMITTED,
-            f"{number(rewarded, 'experience')} with a reward or an edited answer, but not committed: POST /commit",
-        )
-    bounds = "trainer.max_staleness or trainer.max_age"
-    if expired and not ledger.count(State.COMMITTED).rows + ledger.count(State.LEASED).rows:
-        yield Reason(
-            Code.ALL_EXPIRED,
-            f"{number(expired, 'experience')} expired and none is left: commit sooner, or raise {bounds}",
-        )
-    if ledger.too_old:
-        yield Reason(
-            Code.TOO_STALE,
-            f"{number(ledger.too_old, 'committed experience')} too old for the next batch, which lets them expire:"
-            f" commit sooner, or raise {bounds}",
-        )
-    # Only a trainer finds out which of them are complete.
-    if ledger.ungrouped and _up(facts, ledger):
-        yield Reason(
-            Code.GROUPS_INCOMPLETE,
-            f"{_waits(ledger.ungrouped, 'committed experience')} until their {facts.rules.group_by} is complete:"
-            " give feedback on its other replies and commit them, or wait for buffer.group_timeout",
         )
 
 

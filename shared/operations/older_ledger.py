@@ -4,12 +4,8 @@ Numbers of versions and epochs only grow, and each is written down beside the ch
 taken from a spool stays there for a while. Where either knows more than the database, that is an older copy.
 """
 
-import heapq
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from itertools import islice
-from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +17,6 @@ from tuneloop.shared.errors import CheckpointRejected, RecordRefused
 from tuneloop.shared.experience import Exchange, Feedback, Record, decode
 from tuneloop.shared.job_marks import Registered, note_registered, registered_in
 from tuneloop.shared.ledger.ledger import Alarm, Ledger
-from tuneloop.shared.operations.diagnosis import number
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import flushed_of, keep_segment, payloads_before, slots
 
@@ -34,22 +29,13 @@ MIN_SKIPPED = 1000
 #: How many of the last replies that the database took from a slot are looked for in it.
 _LAST = 20
 
-#: Records that are offered to the database at once.
-_GROUP = 200
-
 _CURE = (
     "stop the services, and restore a whole backup (`tuneloop restore`) or go on with it as it is (`tuneloop db adopt`)"
 )
 
 
-class _SlotRecord(NamedTuple):
-    slot: Path
-    record: Record
-
-
 class Adoption(NamedTuple):
-    """What became of a ledger that was put back by itself: the records of the spool that were offered to it again, how
-    many of them it refused, and the number of the next version."""
+    """The records of the spool that were offered to a ledger again, those it refused, and the next version's number."""
 
     offered: int
     refused: int
@@ -61,8 +47,7 @@ def registered_here(job_dir: Path) -> Registered:
 
     The newest folder alone may be that of a version which was never registered, so it counts one less.
     """
-    seen = registered_in(job_dir)
-    version, epoch = seen.version, seen.epoch
+    version, epoch = (seen := registered_in(job_dir)).version, seen.epoch
     for folder in CheckpointStore(job_dir).folders():
         with suppress(CheckpointRejected):
             manifest = read_manifest(folder)
@@ -81,21 +66,15 @@ def find_lost_versions(job_dir: Path, ledger: Ledger) -> str | None:
     )
 
 
-def find_lost_records(spool_dir: Path, ledger: Ledger) -> str | None:
-    """Why the ledger is older than the spool, with what to do; None if it is not, or nothing tells."""
-    lost = sum(1 for _slot in _slots_that_know_more(spool_dir, ledger))
-    if not lost:
-        return None
-    return (
-        f"the database is older than {spool_dir}: the last replies that it took from {number(lost, 'slot')} are not in"
-        f" it, unless they were purged: {_CURE}"
-    )
-
-
 def find_older(settings: Settings, ledger: Ledger) -> list[str]:
-    """A sentence for each thing that knows more than the ledger."""
-    found = (find_lost_versions(settings.job_dir, ledger), find_lost_records(settings.spool_dir, ledger))
-    return [sentence for sentence in found if sentence is not None]
+    """A sentence for each thing that knows more than the ledger: the checkpoints, the spool."""
+    found = [lost] if (lost := find_lost_versions(settings.job_dir, ledger)) else []
+    if count := len(list(_slots_that_know_more(settings.spool_dir, ledger))):
+        found.append(
+            f"the database is older than {settings.spool_dir}: the last replies that it took from {count}"
+            f" slot{'s' * (count > 1)} are not in it, unless they were purged: {_CURE}"
+        )
+    return found
 
 
 def report_older(settings: Settings, ledger: Ledger) -> list[str]:
@@ -103,10 +82,9 @@ def report_older(settings: Settings, ledger: Ledger) -> list[str]:
 
     What a spool still has of it stays there. Raises LedgerUnavailable, OSError.
     """
-    found = find_older(settings, ledger)
-    for slot in _slots_that_know_more(settings.spool_dir, ledger) if found else ():
-        keep_segment(slot, flushed_of(slot).segment)
-    if found:
+    if found := find_older(settings, ledger):
+        for slot in _slots_that_know_more(settings.spool_dir, ledger):
+            keep_segment(slot, flushed_of(slot).segment)
         ledger.alarms.raise_alarm(Alarm(name=LEDGER_OLDER, reason="; ".join(found)))
     else:
         ledger.alarms.clear(LEDGER_OLDER)
@@ -118,7 +96,21 @@ def adopt(settings: Settings, ledger: Ledger) -> Adoption:
 
     No service may run. What the ledger has is not stored again.
     """
-    offered, refused = offer_again(settings.spool_dir, ledger)
+    records: list[tuple[tuple[bool, float], Record, Path]] = []
+    for slot in _slots_that_know_more(settings.spool_dir, ledger):
+        order = (False, 0.0)  # A correction may lie in another slot than what it corrects.
+        for record in _records_before(slot):
+            if isinstance(record, Feedback) and record.stamp is not None:
+                order = max(order, record.stamp.order)
+            records.append((order, record, slot))
+    refused = 0
+    for _, record, slot in sorted(records, key=lambda each: each[0]):
+        try:
+            ledger.recording.record([record], [slot])
+        except (RecordRefused, ValueError):
+            refused += 1
+    for path in settings.spool_dir.glob("*/*.kept"):
+        path.unlink()
     here, known = registered_here(settings.job_dir), ledger.restoration.numbers()
     last = round_up(max(here.version, known.version) + MIN_SKIPPED)
     reason = "the database was put back: versions up to this number may have been published since"
@@ -126,18 +118,7 @@ def adopt(settings: Settings, ledger: Ledger) -> Adoption:
     now = ledger.restoration.begin_anew(version=last, epoch=here.epoch + MIN_SKIPPED, reason=reason, path=path)
     note_registered(settings.job_dir, now.version, now.epoch)
     ledger.alarms.clear(LEDGER_OLDER)
-    return Adoption(offered, refused, now.version + 1)
-
-
-def offer_again(spool_dir: Path, ledger: Ledger) -> tuple[int, int]:
-    """Offer the ledger what it had taken, and has not; how many records that were, and how many it refused."""
-    offered = refused = 0
-    for group in _groups(_in_order(list(_slots_that_know_more(spool_dir, ledger)))):
-        offered, refused = offered + len(group), refused + _offer(ledger, group)
-    for slot in slots(spool_dir):
-        for path in slot.glob("*.kept"):
-            path.unlink()
-    return offered, refused
+    return Adoption(len(records), refused, now.version + 1)
 
 
 def round_up(version: int) -> int:
@@ -147,8 +128,7 @@ def round_up(version: int) -> int:
 
 def _slots_that_know_more(spool_dir: Path, ledger: Ledger) -> Iterator[Path]:
     for slot in slots(spool_dir):
-        msg_ids = (record.msg_id for record in _records_before(slot) if isinstance(record, Exchange))
-        last = deque(msg_ids, maxlen=_LAST)
+        last = [record.msg_id for record in _records_before(slot) if isinstance(record, Exchange)][-_LAST:]
         kept = any(slot.glob("*.kept"))  # An explorer that has served since has noticed it.
         if kept or (last and len(ledger.restoration.absent(last)) == len(set(last))):
             yield slot
@@ -158,33 +138,3 @@ def _records_before(slot: Path) -> Iterator[Record]:
     for payload in payloads_before(slot, flushed_of(slot)):
         with suppress(msgspec.MsgspecError):
             yield decode(payload)
-
-
-def _in_order(some_slots: Iterable[Path]) -> Iterator[_SlotRecord]:
-    """The records of the slots, each one's in their order, and feedback in that of its stamps: a correction may lie in
-    another slot than what it corrects."""
-    return (record for _, record in heapq.merge(*map(_with_order, some_slots), key=itemgetter(0)))
-
-
-def _with_order(slot: Path) -> Iterator[tuple[tuple[bool, float], _SlotRecord]]:
-    order = (False, 0.0)
-    for record in _records_before(slot):
-        if isinstance(record, Feedback) and record.stamp is not None:
-            order = max(order, record.stamp.order)
-        yield order, _SlotRecord(slot, record)
-
-
-def _groups(records: Iterator[_SlotRecord]) -> Iterator[list[_SlotRecord]]:
-    while group := list(islice(records, _GROUP)):
-        yield group
-
-
-def _offer(ledger: Ledger, group: list[_SlotRecord]) -> int:
-    """How many of the records the ledger refused."""
-    try:
-        ledger.recording.record([each.record for each in group], [each.slot for each in group])
-    except (RecordRefused, ValueError):
-        if len(group) == 1:
-            return 1
-        return sum(_offer(ledger, [record]) for record in group)
-    return 0

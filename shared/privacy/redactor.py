@@ -277,7 +277,10 @@ class _Work:
         if value not in self.values:
             self.values[value] = kind
             if len(value) >= _SHORTEST_VALUE:
-                self._spellings |= {each: self._spellings.get(each, kind) for each in _spellings_of(value)}
+                self._spellings |= {
+                    each: self._spellings.get(each, kind)
+                    for each in ({value, json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1]})
+                }
 
     def spans(self, text: str) -> Sequence[Span]:
         """What is to be replaced in a text: what was found in it, and what was found elsewhere in the record."""
@@ -341,11 +344,6 @@ def _apart_from_ours(request: Any) -> tuple[Any, dict[str, str]]:
     if not isinstance(name, str) or not _OUR_NAME.fullmatch(name):
         return request, {}
     return {field: value for field, value in request.items() if field != _CONTINUED}, {_CONTINUED: name}
-
-
-def _spellings_of(value: str) -> set[str]:
-    """A value as it stands in a text, and in JSON that stands in one, such as a tool's arguments."""
-    return {value, json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1]}
 
 
 def _places(part: str, text: str) -> Iterator[tuple[int, int]]:

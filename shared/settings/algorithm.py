@@ -38,8 +38,8 @@ OF_GROUPS = frozenset({"rloo", "grpo", "multi_step_grpo"})
 _OF_ANY_REPLY = frozenset({"dpo", "kto", "sft", "raft"})
 
 
-class _AdamWSettings(Section):
-    """What both optimisers have."""
+class OptimizerSettings(Section):
+    """AdamW and what surrounds it."""
 
     lr: PositiveReal = 1e-6
     """The learning rate. _Train._"""
@@ -48,22 +48,20 @@ class _AdamWSettings(Section):
     bits: Literal[32, 8] = 32
     """Bits of AdamW's two moments: 8 keep 2 bytes a weight, not 8, [nearly as exact](training.md#memory). If changed,
     they begin anew. _Train._"""
-
-
-class OptimizerSettings(_AdamWSettings):
-    """AdamW and what surrounds it."""
-
-    weight_decay: NotNegativeReal = 0.0
-    """AdamW's weight decay. _Train._"""
     lr_warmup_steps: NotNegative = 0
     """Updates over which the learning rate rises in a line to `lr`. _Train._"""
 
+    #: Weights do not decay: what holds a policy near its base model is `kl_coef`.
+    weight_decay: ClassVar[float] = 0.0
 
-class CriticOptimizerSettings(_AdamWSettings):
+
+class CriticOptimizerSettings(Section):
     """The same for the critic, which learns faster."""
 
     lr: PositiveReal = 1e-5
     """The critic's learning rate. _Train._"""
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
+    """AdamW's decay rates of the two moments. _Train._"""
 
     #: A critic that decays predicts less than there is.
     weight_decay: ClassVar[float] = 0.0
@@ -81,27 +79,18 @@ class OffPolicySettings(Section):
     """What is done with importance weights beyond the bounds: nothing and no weight at all, cut at `high`, or their
     tokens left out. With `proximal: sampled` the clipped ratio is the weight, and only `mask` changes anything.
     _Train._"""
-    level: Literal["token", "sequence", "geometric"] = "token"
-    """Whether a weight is of a token, of a whole sequence, or the sequence's geometric mean per token. This and the
-    bounds need `correction: mask` or `proximal: recomputed`. _Train._"""
-    low: BelowOne = 0.5
-    """The least importance weight that `mask` leaves in. _Train._"""
-    high: AboveOne = 2.0
-    """The largest importance weight. _Train._"""
+
+    #: A weight is of a token: that of a whole reply is far from 1 after a hundred tokens.
+    level: ClassVar[Literal["token", "sequence", "geometric"]] = "token"
+    #: The least importance weight that `mask` leaves in, the inverse of `high`.
+    low: ClassVar[float] = 0.5
+    #: The largest importance weight: a token that has become twice as likely.
+    high: ClassVar[float] = 2.0
 
     @property
     def bounded(self) -> bool:
         """Whether the bounds count: PPO's own ratio against what was sampled needs none."""
         return self.proximal == "recomputed" or self.correction == "mask"
-
-    def contradictions(self) -> Iterator[str]:
-        """What in here does not fit together, a sentence each."""
-        for name in ("level", "low", "high"):
-            if not self.bounded and getattr(self, name) != type(self).model_fields[name].default:
-                yield (
-                    f"algorithm.off_policy.{name}: nothing is bounded by it with proximal: {self.proximal} and"
-                    f" correction: {self.correction}; write correction: mask or proximal: recomputed, or leave it out"
-                )
 
 
 class GroupAdvantageSettings(Section):
@@ -110,21 +99,22 @@ class GroupAdvantageSettings(Section):
     scale: Literal["group", "batch", "none"] = "group"
     """What the advantage over the group's mean is divided by: the group's standard deviation (GRPO), the batch's, or
     nothing (Dr. GRPO). _Train._"""
-    step_norm: bool = False
-    """multi_step_grpo: divide a run's advantage by its number of calls. _Train._"""
+
+    #: Whether multi_step_grpo divides a run's advantage by its number of calls: the paper's own does not.
+    step_norm: ClassVar[bool] = False
 
 
 class OverlongSettings(Section):
     """Replies that came to the most tokens they were allowed (DAPO)."""
 
-    train: bool = True
-    """Train on replies that were cut at their token limit. _Train._"""
     buffer: NotNegative = 0
     """DAPO's soft punishment: over the last so many tokens before `model.max_response_tokens` the reward falls by 1;
     0: none. _Train._"""
 
     #: How much the reward of a reply that fills its limit falls: as in DAPO's paper, where rewards are 1 and -1.
     penalty: ClassVar[float] = 1.0
+    #: Whether replies that were cut at their limit are trained on: with `buffer` their reward falls instead.
+    train: ClassVar[bool] = True
 
     def contradictions(self, limit: int | None) -> Iterator[str]:
         """What does not fit the most tokens that a reply may have, a sentence each."""
@@ -143,12 +133,11 @@ class BaselineSettings(Section):
     kind: Literal["running", "task", "batch"] = "running"
     """reinforce: what a reward is compared with: the decaying mean of all rewards, that of its task's drawn to it, or
     the batch's mean. _Train._"""
-    scale: Literal["running", "batch", "none"] = "batch"
-    """reinforce: what the difference is divided by: the standard deviation of all rewards, the root mean square of the
-    batch's differences, or nothing. _Train._"""
 
     #: How much of the running mean stays after a batch: the last twenty batches count, for a policy that changes.
     decay: ClassVar[float] = 0.95
+    #: What the difference is divided by: the root mean square of the batch's, which needs no history.
+    scale: ClassVar[Literal["running", "batch", "none"]] = "batch"
 
 
 class DpoSettings(Section):
@@ -156,10 +145,11 @@ class DpoSettings(Section):
 
     beta: PositiveReal = 0.1
     """How strongly the base model holds the policy back. _Train._"""
-    label_smoothing: Fraction = 0.0
-    """The share of preferences that are expected to be wrong (conservative DPO), less than 0.5. _Train._"""
-    reference_free: bool = False
-    """Leave the base model out. _Train._"""
+
+    #: The share of preferences that are expected to be wrong (conservative DPO): as in DPO's paper.
+    label_smoothing: ClassVar[float] = 0.0
+    #: The base model is in the loss: without it nothing holds the policy back.
+    reference_free: ClassVar[bool] = False
 
 
 class KtoSettings(Section):
@@ -169,10 +159,11 @@ class KtoSettings(Section):
     """How strongly the base model holds the policy back. _Train._"""
     threshold: Real = 0.5
     """Replies with at least this reward are desirable, the others are not. _Train._"""
-    desirable_weight: NotNegativeReal = 1.0
-    """Weight of desirable replies in the loss. _Train._"""
-    undesirable_weight: NotNegativeReal = 1.0
-    """Weight of the other replies in the loss. _Train._"""
+
+    #: Weight of desirable replies in the loss: as in KTO's paper for balanced data.
+    desirable_weight: ClassVar[float] = 1.0
+    #: Weight of the other replies in the loss, likewise.
+    undesirable_weight: ClassVar[float] = 1.0
 
 
 class SftSettings(Section):
@@ -227,15 +218,11 @@ class AlgorithmSettings(Section):
     dual_clip: AboveOne | None = 3.0
     """Bound on the loss of a token with a negative advantage, in advantages; null: none, which wants
     [another](training.md#replies-that-other-weights-sampled). _Train._"""
-    negative_scale: NotNegativeReal = 1.0
-    """Factor on negative advantages; below 1 makes late or noisy feedback safer. _Train._"""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         "token-mean"
     )
     """How the losses of tokens become one: over all tokens (DAPO), or over sequences (GRPO: seq-mean-token-mean; Dr.
     GRPO: seq-mean-token-sum-norm). _Train._"""
-    loss_horizon: Positive | None = None
-    """The constant that seq-mean-token-sum-norm divides by, in tokens. _Train._"""
     kl_coef: NotNegativeReal = 0.001
     """Weight of the divergence from the base model in the actor's loss; 0 needs no reference model. _Train._"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"
@@ -244,16 +231,10 @@ class AlgorithmSettings(Section):
     """Where that divergence counts: in the actor's loss, or taken from the reward of each token. _Train._"""
     entropy_coef: Real = 0.0
     """Weight of the entropy bonus in the actor's loss. _Train._"""
-    whiten_advantages: bool = True
-    """ppo, reinforce++: give the advantages of a batch mean 0 and variance 1. _Train._"""
     epochs: Positive = 1
     """How often a batch is gone through in a step. _Train._"""
     mini_batches: Positive = 1
     """Into how many updates a batch is cut. _Train._"""
-    max_grad_norm: PositiveReal = 1.0
-    """Gradients with a larger norm are scaled down to it. _Train._"""
-    critic_warmup_steps: NotNegative = 0
-    """Steps at the start that train the critic only. _Train._"""
     off_policy: OffPolicySettings = OffPolicySettings()
     group: GroupAdvantageSettings = GroupAdvantageSettings()
     overlong: OverlongSettings = OverlongSettings()
@@ -269,6 +250,22 @@ class AlgorithmSettings(Section):
     value_clip_range: ClassVar[float] = 0.5
     #: So many steps in a row that were not finite stop the trainer: one is bad data, three are a policy that is lost.
     max_skipped_steps: ClassVar[int] = 3
+    #: Factor on negative advantages: `dual_clip` bounds what they do.
+    negative_scale: ClassVar[float] = 1.0
+    #: What seq-mean-token-sum-norm divides by, in tokens: any constant does, for AdamW takes the scale out.
+    loss_horizon: ClassVar[int] = 1024
+    #: ppo and reinforce++ give the advantages of a batch mean 0 and variance 1, as their papers do.
+    whiten_advantages: ClassVar[bool] = True
+    #: Steps at the start that train the critic only: it learns ten times as fast, and starts from the policy.
+    critic_warmup_steps: ClassVar[int] = 0
+    #: Gradients with a larger norm are scaled down to it: what the papers of these methods use.
+    max_grad_norm: ClassVar[float] = 1.0
+
+    @property
+    def adamw_of_critic(self) -> OptimizerSettings:
+        """The critic's optimiser: its moments have as many bits as the policy's."""
+        own = self.critic_optimizer
+        return OptimizerSettings(lr=own.lr, betas=own.betas, bits=self.optimizer.bits)
 
     @property
     def of_any_reply(self) -> bool:
@@ -298,28 +295,11 @@ class AlgorithmSettings(Section):
 
     def contradictions(self) -> Iterator[str]:
         """What in here does not fit together, a sentence each."""
-        if self.loss_agg_mode == "seq-mean-token-sum-norm" and self.loss_horizon is None:
-            yield (
-                "algorithm.loss_agg_mode: seq-mean-token-sum-norm divides by algorithm.loss_horizon; write the most"
-                " tokens that a reply may have"
-            )
-        yield from self.off_policy.contradictions()
-        if self.dpo.label_smoothing >= 0.5:
-            yield (
-                f"algorithm.dpo.label_smoothing: {self.dpo.label_smoothing:g} of the preferences would be wrong,"
-                " and nothing to be learnt from them; write less than 0.5"
-            )
-        if self.kto.desirable_weight == self.kto.undesirable_weight == 0:
-            yield "algorithm.kto: desirable_weight and undesirable_weight are both 0: nothing would be learnt"
-        if self.algorithm_type == "distill":
-            yield from self._teachers_missing()
-
-    def _teachers_missing(self) -> Iterator[str]:
         teacher = self.distill
-        if (teacher.teacher_path is None) == (teacher.teacher_url is None):
+        if self.algorithm_type == "distill" and (teacher.teacher_path is None) == (teacher.teacher_url is None):
             yield (
                 "algorithm.distill: needs one teacher: write either teacher_path, a local model, or teacher_url, an"
                 " OpenAI endpoint"
             )
-        if teacher.teacher_url is not None and teacher.teacher_model is None:
+        if self.algorithm_type == "distill" and teacher.teacher_url is not None and teacher.teacher_model is None:
             yield "algorithm.distill.teacher_url: needs algorithm.distill.teacher_model, the model's name there"

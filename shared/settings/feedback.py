@@ -14,8 +14,6 @@ from tuneloop.shared.experience import DEFAULT_TENANT, is_tenant_name, names_nob
 from tuneloop.shared.settings.types import (
     Address,
     NotNegativeReal,
-    Positive,
-    PositiveReal,
     Real,
     Seconds,
     Secret,
@@ -56,17 +54,9 @@ class JudgeSettings(Section):
     key: Secret | None = None
     """The key for `url`. Better set by `TUNELOOP__JUDGE__KEY`."""
     rubric: Path | None = None
-    """A file written by `runner.Rubric.save`, instead of `criteria`, `weights` and `scale`."""
+    """A file written by `runner.Rubric.save`, with weights and a scale, instead of `criteria`."""
     criteria: Criteria = Field(default_factory=lambda: dict(_CRITERIA))
     """What is scored: names of 1 to 64 of `A-Z a-z 0-9 _ -`, and for each the question that the judge reads."""
-    weights: dict[str, PositiveReal] = Field(default_factory=dict)
-    """How much a criterion counts in the total; 1 where it is not named."""
-    scale: tuple[int, int] = (1, 5)
-    """The least and the greatest score."""
-    samples: Positive = 1
-    """How often a reply is judged; the scores are averaged. With more than one, set a `temperature` above 0."""
-    temperature: NotNegativeReal | None = 0.0
-    """The judge's temperature; null: not sent."""
     which: Literal["all", "unrewarded"] = "all"
     """Which replies are judged: all that could be trained on, or only those that have no reward by then. _Serve._"""
     share: Share = 1.0
@@ -75,6 +65,8 @@ class JudgeSettings(Section):
     """Seconds after the request from which on a reply is judged: with `which: unrewarded`, how long people have to say
     something first. _Serve._"""
 
+    #: All criteria count alike: those of a rubric have weights of their own.
+    weights: ClassVar[dict[str, float]] = {}
     #: Replies that were asked for more than so many seconds ago are not judged any more: a judge that was away for a
     #: weekend need not catch up.
     max_age: ClassVar[float] = 86400.0
@@ -84,6 +76,12 @@ class JudgeSettings(Section):
     timeout: ClassVar[float] = 60.0
     #: How often a question is asked again that found the judge busy or away, before all replies wait for it.
     retries: ClassVar[int] = 2
+    #: The least and the greatest score: five are told apart by people and models; a rubric has its own.
+    scale: ClassVar[tuple[int, int]] = (1, 5)
+    #: How often a reply is judged: at temperature 0 once says all.
+    samples: ClassVar[int] = 1
+    #: The judge's temperature: the same reply gets the same score.
+    temperature: ClassVar[float | None] = 0.0
 
     @property
     def source(self) -> str:
@@ -101,11 +99,6 @@ class JudgeSettings(Section):
             yield "judge.model: needed with judge.url: the name of the model there"
         if self.model and len(self.source) > 256:
             yield "judge.model: is too long; a source has at most 256 characters"
-        if self.scale[0] >= self.scale[1]:
-            yield f"judge.scale: {list(self.scale)} is not a range; write the smaller number first"
-        odd = sorted(self.weights.keys() - self.criteria.keys())
-        if odd and self.rubric is None:
-            yield f"judge.weights: {', '.join(odd)} is not a criterion; judge.criteria has {', '.join(self.criteria)}"
         if self.after >= self.max_age:
             yield f"judge.after: {self.after:g} s leave nothing: replies older than {self.max_age:g} s are not judged"
 
@@ -186,13 +179,13 @@ class FeedbackSettings(Section):
     compensate_late: bool = False
     """When feedback changes the reward of a reply that has been trained on: let the reply be trained on once more, with
     the reward that it has now."""
-    max_rater_share: Share = 0.1
-    """The part of a batch that one rater's word may make up, as soon as there are so many raters that each can have it
-    ([more](feedback.md#many-raters)); 1: all of it. _Train._"""
     trusted_raters: tuple[str, ...] = ()
     """Sources whose word is [your own](feedback.md#many-raters), as that of feedback without a source and of the
     [judge](judges.md): it settles a metric, and no share holds it back. `tenant/source`; without a tenant, of
     `default`."""
+
+    #: The part of a batch that one rater's word may make up, as soon as so many raters are there that each can have it.
+    max_rater_share: ClassVar[float] = 0.1
 
     def all_trusted(self, judge: JudgeSettings) -> TrustedRaters:
         """The raters that are no voters, the judge among them."""

@@ -1,80 +1,53 @@
 """Reads the settings: a YAML file, then environment variables, then `--set` flags.
 
-Every problem is reported at once, a line each, with its location and the nearest right name. Nothing is written or
+Every problem is reported at once, a line each, with its place and the nearest right name. Nothing is written or
 connected.
 """
 
 import json
 import logging
 import os
-from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
-from typing import cast
+from typing import Any
 
+import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from yaml.composer import ComposerError
 
 from tuneloop.shared.errors import SettingsError
-from tuneloop.shared.settings.problems import problems_of, sort_unknown
-from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.settings.sources import OVERRIDES_VARIABLE, LocatedSource, OverridesSource, YamlSource, dotted_name
+from tuneloop.shared.settings.problems import ENV_PREFIX, Keys, dotted_name, sentences_of, sort_unknown
+from tuneloop.shared.settings.settings import Settings, may_be_secret
 
-_NOT_NEEDED = (
-    "explorer.rollout_model.enable_history",
-    "explorer.rollout_model.enable_openai_api",
-    "synchronizer.sync_interval",
-    "synchronizer.sync_method",
-    "trainer.save_hf_checkpoint",
-    "trainer.trainer_config",
-)
+#: The variable in which `tuneloop run` hands flags on that must not stand on a command line, as a list in JSON.
+OVERRIDES_VARIABLE = "TUNELOOP_OVERRIDES"
+
+#: A line and column of a file, or a variable or flag, which sort last; and how it is written.
+_Place = tuple[int, int, str]
+_AFTER_THE_FILE = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsReport:
-    """What the sources say: the settings, or every problem in them."""
+    """What the sources say: the settings, or every problem in them; and the keys of Trinity's that do nothing here."""
 
     settings: Settings | None
     problems: tuple[str, ...]
-    not_needed: tuple[str, ...] = ()
-    trinity_only: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     @property
     def warning(self) -> str | None:
         """One line that names the keys without effect, or None."""
-        parts = []
-        if self.not_needed:
-            parts.append(f"accepted but not needed: {', '.join(self.not_needed)}")
-        if self.trinity_only:
-            parts.append(f"known to Trinity, not used here: {', '.join(self.trinity_only)}")
-        return "settings " + "; ".join(parts) if parts else None
+        return f"settings ignored: {', '.join(self.ignored)}" if self.ignored else None
 
     def valid_settings(self) -> Settings:
         """The settings. Raises SettingsError with every problem, one a line."""
         if self.settings is None:
             raise SettingsError("\n".join(self.problems))
         return self.settings
-
-
-class _SourcedSettings(BaseSettings, Settings):
-    """The settings out of `sources`, of which earlier ones win."""
-
-    model_config = SettingsConfigDict(validate_default=False)
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The sources that were passed, in place of pydantic's own, which do not locate what they read."""
-        return cast("tuple[LocatedSource, ...]", cast("InitSettingsSource", init_settings).init_kwargs["sources"])
 
 
 def load_settings(path: Path, overrides: Sequence[str] = ()) -> Settings:
@@ -90,67 +63,153 @@ def read_settings(
     path: Path, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> SettingsReport:
     """Read `path`, the environment's TUNELOOP__SECTION__KEY variables and `key=value` overrides, later ones winning."""
-    file = YamlSource(_SourcedSettings, path)
-    if file.problems and not file.values:
-        return SettingsReport(settings=None, problems=tuple(map(str, file.problems)))
-    file.values.setdefault("model", {})  # so that what is missing is model.model_path
+    read = _Reading(path)
+    values = read.file()
+    if values is None:
+        return SettingsReport(settings=None, problems=tuple(read.lines()))
+    values.setdefault("model", {})  # so that what is missing is model.model_path
     environment = os.environ if environment is None else environment
-    flags = [*json.loads(environment.get(OVERRIDES_VARIABLE, "[]")), *overrides]
-    sources = (
-        OverridesSource.of_flags(_SourcedSettings, flags),
-        OverridesSource.of_environment(_SourcedSettings, environment),
-        file,
-    )
-    for above, below in combinations(sources, 2):
-        for keys in above.overridden:
-            below.remove(keys)
-    return _report(sources)
-
-
-def _report(sources: Sequence[LocatedSource]) -> SettingsReport:
-    problems = [problem for source in sources for problem in source.problems]
-    locations = dict(ChainMap(*(source.locations for source in reversed(sources))))
-    trinity_only: list[str] = []
-    settings, errors = _validate(sources)
+    for name, text in sorted(environment.items()):
+        if name.startswith(ENV_PREFIX):
+            keys = name.removeprefix(ENV_PREFIX).lower().split("__")
+            read.override(values, keys, text, (_AFTER_THE_FILE, 0, name))
+    for flag in [*json.loads(environment.get(OVERRIDES_VARIABLE, "[]")), *overrides]:
+        key, equals, text = flag.partition("=")
+        name = key if equals else re.sub(r"[^\w.].*", "", key)  # what follows may be a secret
+        place = (_AFTER_THE_FILE, 1, f"--set {name}")
+        if equals and key.strip():
+            read.override(values, key.strip().split("."), text, place)
+        else:
+            read.problems.append((place, "write it as --set key=value"))
+    ignored: list[str] = []
+    settings, errors = _validate(values)
     if errors:
         unknown = [each for each in errors if each["type"] == "extra_forbidden"]
         wrong = [each for each in errors if each not in unknown]
-        settings, contradictions = _validate_rest(sources, errors, wrong)
-        for each in unknown:
-            problems += sort_unknown(locations, each["loc"], each["input"], trinity_only)
-        for each in [*wrong, *contradictions]:
-            problems += problems_of(locations, each)
+        settings, contradictions = _validate_rest(values, errors, wrong)
+        found = [pair for each in unknown for pair in sort_unknown(each["loc"], each["input"], ignored)]
+        found += [pair for each in [*wrong, *contradictions] for pair in sentences_of(each)]
+        for keys_of_it, what in found:
+            read.report(keys_of_it, what)
     if settings is not None:
         root = Path.cwd() / settings.checkpoint_root_dir
         settings = settings.model_copy(update={"checkpoint_root_dir": root})
-    written = [dotted_name(keys) for keys in locations]
-    not_needed = {key for key in written if any(key == each or key.startswith(f"{each}.") for each in _NOT_NEEDED)}
     return SettingsReport(
-        settings=None if problems else settings,
-        problems=tuple(str(each) for each in sorted(problems, key=lambda each: each.location)),
-        not_needed=tuple(sorted(key for key in not_needed if not any(o.startswith(f"{key}.") for o in not_needed))),
-        trinity_only=tuple(sorted(trinity_only)),
+        settings=None if read.problems else settings, problems=tuple(read.lines()), ignored=tuple(sorted(ignored))
     )
 
 
-def _validate(sources: Sequence[LocatedSource]) -> tuple[Settings | None, list[ErrorDetails]]:
-    build: Callable[..., Settings] = _SourcedSettings
+class _Reading:
+    """What was read so far: where each key was written, and what is wrong."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._places: dict[Keys, _Place] = {(): self._place(None)}
+        self.problems: list[tuple[_Place, str]] = []
+
+    def lines(self) -> list[str]:
+        """The problems in the order in which they stand in the file."""
+        return [f"{place[2]}: {what}" for place, what in sorted(self.problems, key=lambda each: each[0])]
+
+    def report(self, keys: Keys, what: str) -> None:
+        """A problem at `keys`, or at the nearest section around it that was written."""
+        around = (keys[:length] for length in range(len(keys), -1, -1))
+        place = next(self._places[each] for each in around if each in self._places)
+        self.problems.append((place, f"{dotted_name(keys)}: {what}" if keys else what))
+
+    def file(self) -> dict[str, Any] | None:
+        """The values of the file; None if it cannot be understood."""
+        mark: yaml.Mark | None = None
+        try:
+            loader = yaml.SafeLoader(self._path.read_bytes())
+            root = loader.get_single_node()
+            if root is None:
+                what = "the file is empty; at least model.model_path is needed"
+            elif not isinstance(root, yaml.MappingNode):
+                mark, what = root.start_mark, "the file must be a mapping: `key: value` lines"
+            else:
+                self._locate(root, ())
+                return dict(loader.construct_document(root))
+        except OSError as error:
+            self.problems.append(((0, 0, str(self._path)), f"cannot be read: {error.strerror}"))
+            return None
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark
+            reason = ", ".join(part for part in (error.context, error.problem) if part)
+            # It quotes what stands behind `*`, which may be a secret that lacks its quotes.
+            is_composed = isinstance(error, ComposerError)
+            what = "not YAML: " + (reason.partition("'")[0].rstrip() if is_composed else reason)
+        except yaml.YAMLError as error:
+            what = f"not YAML: {getattr(error, 'reason', 'unreadable')}"
+        except ValueError:
+            what = "a value is no date or number, though it looks like one: write it in quotes"
+        except RecursionError:
+            what = "nested too deeply"
+        self.problems.append((self._place(mark), what))
+        return None
+
+    def _locate(self, node: yaml.Node, at: Keys) -> None:
+        """Note where each key and item stands; a key that is written twice is a problem."""
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                keys = (*at, key.value) if key.tag == "tag:yaml.org,2002:str" else at
+                if keys in self._places and keys != at:
+                    what = f"{dotted_name(keys)}: written twice, first in line {self._places[keys][0]}"
+                    self.problems.append((self._place(key.start_mark), what))
+                elif keys != at:
+                    self._places[keys] = self._place(key.start_mark)
+                elif key.tag != "tag:yaml.org,2002:merge":
+                    self.problems.append((self._place(key.start_mark), "a key must be text; write it in quotes"))
+                self._locate(value, keys)
+        elif isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                self._places[(*at, index)] = self._place(item.start_mark)
+                self._locate(item, (*at, index))
+
+    def _place(self, mark: yaml.Mark | None) -> _Place:
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        return line, column, f"{self._path}:{line}:{column}"
+
+    def override(self, values: dict[str, Any], keys: Sequence[str], text: str, place: _Place) -> None:
+        """Put a value in the place of the file's. Lists and null are as in YAML; everything else stays text."""
+        section = values
+        for depth, key in enumerate(keys[:-1], start=1):
+            inner = section.get(key)
+            if not isinstance(inner, dict):
+                self._places[tuple(keys[:depth])] = place
+            section[key] = section = dict(inner) if isinstance(inner, dict) else {}
+        wanted = tuple(keys)
+        self._places = {each: at for each, at in self._places.items() if each[: len(wanted)] != wanted}
+        self._places[wanted] = place
+        try:
+            is_yaml = text.strip() in {"null", "~"} or text.strip()[:1] in {"[", "{"}
+            section[keys[-1]] = yaml.safe_load(text) if is_yaml else text
+        except yaml.YAMLError:
+            self.report(wanted, f"not a value: {'the value given' if may_be_secret('.'.join(keys)) else text}")
+
+
+def _validate(values: Mapping[str, Any]) -> tuple[Settings | None, list[ErrorDetails]]:
     try:
-        return build(sources=sources), []
+        return Settings.model_validate(values), []
     except ValidationError as error:
-        return None, error.errors(include_url=False)
+        found = error.errors(include_url=False)
+        return None, [each for each in found if each["type"] != "invalid_key"]  # told with their place
 
 
 def _validate_rest(
-    sources: Sequence[LocatedSource], errors: Sequence[ErrorDetails], wrong: Sequence[ErrorDetails]
+    values: dict[str, Any], errors: Sequence[ErrorDetails], wrong: Sequence[ErrorDetails]
 ) -> tuple[Settings | None, list[ErrorDetails]]:
     """The settings without what was refused, and what is still wrong between options that are right by themselves."""
     for each in errors:
-        for source in sources:
-            source.remove(each["loc"])
-    file = sources[-1].values
-    file["model"] = {"model_path": "."} | (file.get("model") or {})
-    settings, left = _validate(sources)
+        section: Any = values
+        for key in each["loc"]:
+            inner = section.get(key)
+            if key == each["loc"][-1] or not isinstance(inner, dict):
+                section.pop(key, None)
+                break
+            section[key] = section = dict(inner)
+    values["model"] = {"model_path": "."} | (values.get("model") or {})
+    settings, left = _validate(values)
     doubted = {str(each["loc"][-1]) for each in wrong if each["loc"]}
     reported = {each["msg"] for each in wrong}
     found = [each for each in left if not each["loc"] and each["msg"] not in reported]

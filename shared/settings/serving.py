@@ -72,8 +72,6 @@ class ModelSettings(Section):
     model_path: Path
     """Folder of the base model in Hugging Face's format. It is version 0. Unless `served_model_name` says otherwise,
     clients send this as `model`."""
-    critic_model_path: Path | None = None
-    """Folder of the model that the critic starts from; null: `model_path`. _Train._"""
     served_model_name: str | None = None
     """The name that clients send as `model`; null: `model_path` as written. _Serve._"""
     max_model_len: Positive | None = None
@@ -118,10 +116,6 @@ class RolloutModelSettings(Section):
     """API servers of each engine that the explorer starts: processes that read requests and write replies in front of
     one vLLM core. On its own, on GPUs, half of the machine's cores over its engines, at most 4; 1 on a CPU, with
     `single_process`, and with adapters, which bear no more. [Why](decisions/0055-several-api-servers.md). _Serve._"""
-    enable_openai_api: bool = True
-    """Accepted, not needed: the OpenAI API is always on. _Serve._"""
-    enable_history: bool = True
-    """Accepted, not needed: every exchange is kept unless the client sends `store: false`. _Serve._"""
     enable_auto_tool_choice: bool = False
     """Let the model decide to call tools (vLLM's `--enable-auto-tool-choice`; needs `tool_call_parser`). _Serve._"""
     tool_call_parser: str | None = None
@@ -254,13 +248,7 @@ class ExplorerSettings(Section):
     `restart`: no engine takes new weights; a [fresh one](proof.md#fresh-engines) is started with them, and the old one
     ends when its replies have. Where a trial at the start shows that engines do not reload a model exactly, `restart`
     holds whatever is written here. Not with `engine_urls`. _Serve._"""
-    min_running_model_num: NotNegative | None = None
-    """Engines that must go on answering while another one takes new weights; what cannot be had, as with one engine, is
-    not waited for. null: 1 with `rollout.mode: rolling`, otherwise 0. _Serve._"""
     capture: CaptureSettings = CaptureSettings()
-    durability: Literal["fsync", "write"] = "fsync"
-    """When a reply counts as kept. `fsync`: on disk, which survives a power cut. `write`: with the operating system,
-    which survives a crash of the service only. _Serve._"""
     spool_dir: Path | None = None
     """Folder of the explorer's spool; null: `spool` in the job folder. Best a local disk that outlives the service.
     _Serve._"""
@@ -301,6 +289,12 @@ class ExplorerSettings(Section):
     prefix_affinity: ClassVar[bool] = True
     #: Seconds that a record may wait in the spool for the database: a day, in which somebody sees the alarms.
     spool_max_age: ClassVar[float] = 86400.0
+    #: A reply counts as kept when it is on disk, which survives a power cut.
+    durability: ClassVar[Literal["fsync", "write"]] = "fsync"
+    #: What the experiences of a key may take in the database, in bytes.
+    max_stored_bytes_per_key: ClassVar[int | None] = 64 << 30
+    #: Engines that go on answering while another one takes new weights. None: 1 with `rollout.mode: rolling`, else 0.
+    min_running_model_num: ClassVar[int | None] = None
 
     @property
     def rebuilds_grammars(self) -> bool:

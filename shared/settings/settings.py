@@ -21,12 +21,12 @@ from tuneloop.shared.settings.feedback import (
     TenantSettings,
 )
 from tuneloop.shared.settings.serving import ClusterSettings, ExplorerSettings, ModelSettings
-from tuneloop.shared.settings.training import BufferSettings, SynchronizerSettings, TrainerSettings
+from tuneloop.shared.settings.training import BufferSettings, TrainerSettings
 from tuneloop.shared.settings.types import FolderName, Section, reveal
 from tuneloop.shared.settings.versions import GateSettings, MonitorSettings, RolloutSettings
 
 
-class Settings(Section, defer_build=True):  # the loader uses a class of its own, made from this one
+class Settings(Section):
     """All settings of one experiment."""
 
     mode: Literal["serve", "train", "both"] = "both"
@@ -55,7 +55,6 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
     train: false, retention: {trained: 86400}}}`. Each has `store`, `train` and `retention`; what is not written is as
     for all, and both are true."""
     privacy: PrivacySettings = PrivacySettings()
-    synchronizer: SynchronizerSettings = SynchronizerSettings()
     monitor: MonitorSettings = MonitorSettings()
     gate: GateSettings = GateSettings()
     rollout: RolloutSettings = RolloutSettings()
@@ -187,7 +186,12 @@ class Settings(Section, defer_build=True):  # the loader uses a class of its own
     @property
     def trainer_workers(self) -> int:
         """Processes that train: `trainer.workers`, which on its own is one for each GPU that no engine takes."""
-        return _workers(self)
+        if self.trainer.workers is not None or not _trains_on_gpus(self):
+            return self.trainer.workers or 1
+        rollout = self.explorer.rollout_model
+        spares = rollout.spare_place or (self.explorer.on_reload == "restart" and rollout.spare_place is None)
+        spared = rollout.tensor_parallel_size if self.mode == "both" and spares else 0
+        return max(1, _gpus_beside_engines(self) - spared)
 
     @property
     def gpus_of_engines(self) -> int:
@@ -302,15 +306,6 @@ def _rows_shared_unevenly(settings: Settings) -> Iterator[str]:
             f"trainer.ulysses_sequence_parallel_size: {together} workers share each row of tokens, and trainer.workers"
             f" is {workers}; write 1, or raise trainer.workers to a multiple of {together}"
         )
-
-
-def _workers(settings: Settings) -> int:
-    if settings.trainer.workers is not None or not _trains_on_gpus(settings):
-        return settings.trainer.workers or 1
-    rollout = settings.explorer.rollout_model
-    spares = rollout.spare_place or (settings.explorer.on_reload == "restart" and rollout.spare_place is None)
-    spared = rollout.tensor_parallel_size if settings.mode == "both" and spares else 0
-    return max(1, _gpus_beside_engines(settings) - spared)
 
 
 def _trains_on_gpus(settings: Settings) -> bool:

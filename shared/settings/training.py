@@ -1,8 +1,6 @@
 """Settings of what learns: the trainer, what it takes from the ledger, and how versions are published."""
 
-from typing import Any, ClassVar, Literal
-
-from pydantic import Field
+from typing import ClassVar, Literal
 
 from tuneloop.shared.settings.database_url import DatabaseUrl
 from tuneloop.shared.settings.types import AtLeastTwo, FileMode, FolderName, NotNegative, Positive, Seconds, Section
@@ -31,13 +29,9 @@ class TrainerSettings(Section):
     are, and to nobody else. `0600`: the trainer's user alone. An explorer of another user needs `0640`, a second
     trainer of another user `0660`, in one group (a job folder with the setgid bit hands the group on), and the right to
     enter the folders above. _Train._"""
-    save_hf_checkpoint: Literal["always", "never", "last"] = "always"
-    """Accepted, not needed: every version is a Hugging Face folder. _Train._"""
     ulysses_sequence_parallel_size: Positive = 1
     """Workers that [read each row together](decisions/0062-optimiser-state-in-shards.md), a part of its tokens each,
     for sequences too long for one GPU. It must divide `workers`, and with the model's heads go evenly. _Train._"""
-    trainer_config: dict[str, Any] = Field(default_factory=dict)
-    """Accepted, not needed: settings of Trinity's trainer. Anything may stand in it. _Train._"""
     workers: Positive | None = None
     """Processes that [share each step](training.md#several-gpus), a GPU each; memory for all weights is needed on each,
     AdamW's is shared out. null: one for each GPU that no engine takes, and at least one. _Train._"""
@@ -74,14 +68,14 @@ class TrainerSettings(Section):
     max_staleness: NotNegative | None = None
     """Committed replies that were sampled more than so many versions ago are not trained on but expire; `null` trains
     on feedback however late it comes. _Train._"""
-    max_age: Seconds | None = None
-    """Committed replies that were sampled more than so many seconds ago expire likewise; null: no bound. _Train._"""
     total_steps: Positive | None = None
     """Stop after so many steps; null: go on until stopped. _Train._"""
 
     #: Versions between two whose critic and optimiser are written: of each, and where the disk is slower, of those that
     #: come when the last state is written. After a crash, training goes on with the nearest older state.
     state_interval: ClassVar[int] = 1
+    #: Seconds after their sampling when committed replies expire: `max_staleness` bounds what matters, the versions.
+    max_age: ClassVar[float | None] = None
 
     @property
     def tokens_at_once(self) -> int:
@@ -95,8 +89,6 @@ class ExperienceBufferSettings(Section):
     name: FolderName = "exp_buffer"
     """Name of the store: the file `buffer/{name}.db` in the job folder, or the schema on PostgreSQL. Explorer and
     trainer need the same."""
-    storage_type: Literal["sql"] = "sql"
-    """Experiences are kept in a database."""
     path: DatabaseUrl | None = None
     """URL of the database: `postgresql://user:password@host/database` or `sqlite:////folder/file.db`; null: an SQLite
     file in the job folder. Explorer and trainer need the same; on several machines, PostgreSQL."""
@@ -133,12 +125,3 @@ class BufferSettings(Section):
     oldest first, imported replies too; null: everything waits, however long, as for data that is imported to be trained
     on whole. _Train._"""
     trainer_input: TrainerInputSettings = TrainerInputSettings()
-
-
-class SynchronizerSettings(Section):
-    """How weights reach the engines: by checkpoint on the shared file system."""
-
-    sync_method: Literal["checkpoint"] = "checkpoint"
-    """Accepted, not needed: weights reach the engines as checkpoints."""
-    sync_interval: Positive = 1
-    """Accepted, not needed: `trainer.save_interval` says when there is a version."""

@@ -9,21 +9,11 @@ from pydantic import AfterValidator, model_validator
 
 from tuneloop.shared.settings.types import (
     AboveOne,
-    Fraction,
     Positive,
-    PositiveReal,
     Seconds,
     Section,
     Share,
 )
-
-
-def _a_pattern(value: str) -> str:
-    try:
-        re.compile(value)
-    except re.error as error:
-        raise ValueError(f"must be a regular expression of Python's ({error})") from None
-    return value
 
 
 def _a_function(value: str) -> str:
@@ -39,7 +29,6 @@ def _a_receiver(value: str) -> str:
 
 
 FunctionName = Annotated[str, AfterValidator(_a_function)]
-Pattern = Annotated[str, AfterValidator(_a_pattern)]
 
 _REFUSALS = (
     "I.?m sorry",
@@ -74,8 +63,9 @@ class EvaluationSettings(Section):
     function: FunctionName | None = None
     """A function of your own, as `package.module:name`, that is called with the question, the answer and the reply, and
     says a number from 0 to 1."""
-    most_tokens: Positive = 256
-    """Tokens of a reply at most."""
+
+    #: Tokens of an answer at most: tasks with known answers have short ones.
+    most_tokens: ClassVar[int] = 256
 
 
 #: The alarms that say that the feedback cannot be trusted, or that the model is worse for it.
@@ -89,17 +79,9 @@ class DriftSettings(Section):
     """What an open [alarm](drift.md#alarms) does. `report`: it is shown. `hold`: no new version is served either, until
     it is cleared. `suspect`: so for the alarms that say that feedback cannot be trusted, or that the model is worse for
     it; the others are shown. _Train._"""
-    baseline: Positive = 20
-    """The first so many steps are what later ones are compared with. 1: the base model's own replies, if the first
-    batch holds no others. _Train._"""
-    window: Positive = 20
-    """Steps over which a monitor takes the mean. _Train._"""
-    kl: PositiveReal | None = 0.5
-    """Alarm `kl`: the distance from the base model is larger, in nats a token. null: off. _Train._"""
-    refusal_patterns: tuple[Pattern, ...] = _REFUSALS
-    """Regular expressions, upper and lower case alike; a reply refuses if one is found in its first 2000 characters.
-    _Train._"""
 
+    #: Regular expressions, upper and lower case alike; a reply refuses if one is in its first 2000 characters.
+    refusal_patterns: ClassVar[tuple[str, ...]] = _REFUSALS
     #: The rise of the reward that the alarm `reward_hack` needs, in the reward's own units: less is noise of a window.
     reward_rise: ClassVar[float] = 0.05
     #: The fall of the evaluation's score that `reward_hack` needs: less is chance on some hundred tasks.
@@ -110,6 +92,8 @@ class DriftSettings(Section):
     reply_length: ClassVar[float] = 2.0
     #: So many times more or less entropy comes before a collapse, or before the policy samples at random.
     entropy: ClassVar[float] = 3.0
+    #: The distance from the base model, in nats a token, that a policy comes to which is learning something else.
+    kl: ClassVar[float | None] = 0.5
     #: Steps between two measurements where the method does not look at the base model, which has to be loaded for each.
     kl_every: ClassVar[int] = 20
     #: How far the share of replies that refuse may rise: more is one user in ten who gets no answer any more.
@@ -130,6 +114,10 @@ class DriftSettings(Section):
     rater_outliers: ClassVar[float] = 0.2
     #: How far below the best one that is remembered an evaluation is worse beyond doubt, whatever the reward did.
     degraded: ClassVar[float] = 0.2
+    #: The first so many steps are what later ones are compared with: enough for a mean without noise.
+    baseline: ClassVar[int] = 20
+    #: Steps over which a monitor takes the mean, for the same reason.
+    window: ClassVar[int] = 20
 
     def holds(self, alarm: str) -> bool:
         """Whether the alarm of this name keeps new versions from being served."""
@@ -176,8 +164,6 @@ class GateSettings(Section):
     mode: Literal["off", "report", "block"] = "off"
     """What is done with a candidate that does worse than the champion on the tasks of `monitor.evaluation.path`:
     nothing is tried (`off`), it is written down (`report`), or the candidate is rejected (`block`)."""
-    margin: Fraction = 0.02
-    """How far its score may lie below the champion's."""
     #: How far its score on a slice of the tasks may lie below the champion's: a slice has fewer tasks, and more chance.
     slice_margin: ClassVar[float] = 0.05
     #: How many times as long as the champion's, or as short, its answers may be: as the monitor `reply_length` has it.
@@ -186,6 +172,8 @@ class GateSettings(Section):
     refusals: ClassVar[float] = 0.1
     #: How far the share of its answers without the form that their task demands may lie above the champion's.
     format: ClassVar[float] = 0.1
+    #: How far its score may lie below the champion's: less is chance on some hundred tasks.
+    margin: ClassVar[float] = 0.02
 
     def contradictions(self, *, tasks: bool) -> Iterator[str]:
         """What does not fit together, a sentence each; `tasks`: whether there are any."""
@@ -220,8 +208,6 @@ class RolloutSettings(Section):
     `ab`. _Serve._"""
     window: Seconds = 3600.0
     """Seconds after which a version that is tried is decided about. _Serve._"""
-    rewards: Positive = 50
-    """Rewarded replies that both versions need before their rewards are compared. _Serve._"""
     latency: AboveOne | None = 1.5
     """How many times as long as the champion's its replies may take per token; null: not looked at. _Serve._"""
 
@@ -235,6 +221,8 @@ class RolloutSettings(Section):
     reply_length: ClassVar[float] = 2.0
     #: How far the share of its replies that refuse may lie above the champion's: as in the gate.
     refusals: ClassVar[float] = 0.1
+    #: Rewarded replies that both versions need before their rewards are compared: fewer show nothing.
+    rewards: ClassVar[int] = 50
 
     @property
     def tries(self) -> bool:

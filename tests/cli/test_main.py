@@ -87,8 +87,8 @@ def test_validate_says_what_it_understood_of_an_explorer(tmp_path):
         "engines": "2 x 2 GPU of 4",
         "GPUs": "GPU 0: engine 0, GPU 1: engine 0, GPU 2: engine 1, GPU 3: engine 1",
         "new versions": "looked for every 10 s",
-        "not needed": "explorer.rollout_model.enable_history, explorer.rollout_model.enable_openai_api, "
-        "synchronizer.sync_interval, synchronizer.sync_method",
+        "ignored": "buffer.trainer_input.experience_buffer.storage_type, explorer.rollout_model.enable_history, "
+        "explorer.rollout_model.enable_openai_api, synchronizer",
     }
 
 
@@ -97,7 +97,7 @@ def test_validate_says_what_it_understood_of_a_trainer(tmp_path):
     _, out, _ = tuneloop("validate", file, "--set", "buffer.train_batch_size=7")
     lines = {line[2:20].strip(): line[21:] for line in out.splitlines()[1:]}
     assert (lines["step"], lines["publishes"]) == ("7 experiences, ppo", "a version every 4 step(s), keeps 5")
-    assert lines["Trinity's, unused"] == "group"
+    assert lines["ignored"] == "group"
     assert "engines" not in lines
 
 

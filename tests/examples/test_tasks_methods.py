@@ -56,10 +56,10 @@ def test_the_engine_goes_where_the_options_say(tmp_path: Path) -> None:
 
 def test_a_change_leaves_its_neighbours_alone(tmp_path: Path) -> None:
     plain = settings_of(tmp_path, "sums", "ppo").algorithm
-    changed = settings_of(tmp_path, "sums", "ppo", "optimizer.lr=1e-5", "whiten_advantages=false").algorithm
+    changed = settings_of(tmp_path, "sums", "ppo", "optimizer.lr=1e-5", "kl_in=reward").algorithm
     assert changed.optimizer.lr == 1e-5
     assert changed.optimizer.betas == plain.optimizer.betas
-    assert not changed.whiten_advantages
+    assert changed.kl_in == "reward"
 
 
 def test_changes_are_read_as_yaml() -> None:

@@ -127,7 +127,7 @@ class Bed:
 @contextmanager
 def bed_with(folder: Path, engine_urls: Sequence[str], **explorer: Any) -> Iterator[Bed]:
     """A service with these settings of `explorer`, ready; it must stop by itself in the end."""
-    quick = {"service_status_check_interval": 0.2, "durability": "write"}
+    quick = {"service_status_check_interval": 0.2}
     but = {f"explorer__{name}": value for name, value in (quick | explorer).items()}
     settings = write_settings(
         folder,

@@ -12,6 +12,7 @@ from sources import PACKAGES, SOURCES, classes
 MEANINGS = {
     "__main__": "the command that starts the service",
     "alarms": "the alarms of the training",
+    "backup": "a copy of all that an experiment keeps, and its way back",
     "attestation": "the periodic proof of the weights that an engine holds",
     "batches": "which rows become a step, and as which tensors",
     "checkpoints": "the folders of versions: written, published and read",

@@ -95,12 +95,12 @@ def work_until_alarmed(agent: Agent, ledger: Ledger) -> Alarm:
 @pytest.mark.soak
 @pytest.mark.usefixtures("as_it_was")
 def test_a_planted_reward_hack_raises_an_alarm_and_holds_promotion(tmp_path: Path, bare_engine: httpx.Client) -> None:
-    evaluation = {"path": str(held_out(tmp_path)), "judge": "exact", "every": 2, "most_tokens": 16}
-    monitor = {"evaluation": evaluation, "drift": {"action": "hold", "baseline": 4, "window": 3}}
+    evaluation = {"path": str(held_out(tmp_path)), "judge": "exact", "every": 2}
+    monitor = {"evaluation": evaluation, "drift": {"action": "hold"}}
     # Only what is rewarded is learnt: with batches of 16, learning what not to say makes room for anything.
     # Slowly at first, so that the other answer is still given when the app begins to count it.
     optimizer = {"lr": 1e-3, "lr_warmup_steps": 20}
-    algorithm = {"algorithm_type": "reinforce", "kl_coef": 0.0, "optimizer": optimizer, "negative_scale": 0.0}
+    algorithm = {"algorithm_type": "raft", "optimizer": optimizer}
     model = two_answers(tmp_path / "model")
     config = write_settings(tmp_path, model, monitor=monitor, algorithm=algorithm)
     values = yaml.safe_load(config.read_text())
@@ -113,8 +113,8 @@ def test_a_planted_reward_hack_raises_an_alarm_and_holds_promotion(tmp_path: Pat
         both.wait_until_ready()
         ledger = ledger_of(both.settings)
         agent = Agent(both.url, both.settings.served_model_name, judge=honest)
-        agent.work(64)
-        wait_for(lambda: ledger.versions.champion().step >= 3)
+        agent.work(400)
+        wait_for(lambda: ledger.versions.champion().step >= 20)
         assert ledger.alarms.all() == []
 
         agent.judge = hacked

@@ -104,8 +104,7 @@ def resume(settings: Settings, folder: Path | None, state: Path | None, ranks: R
     page = ALGORITHMS[settings.algorithm.algorithm_type]
     reference = critic = None
     if page.critic_loss is not None:
-        start = state / CRITIC if state and _has_critic(state) else settings.model.critic_model_path or base
-        critic = Critic.load(settings, start)
+        critic = Critic.load(settings, state / CRITIC if state and _has_critic(state) else base)
     actor = actor_in(settings, folder / ACTOR if folder else base)
     if page.asks(settings.algorithm).reference:
         reference = actor.reference(settings)

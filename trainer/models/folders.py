@@ -19,7 +19,7 @@ def require_folders(settings: Settings) -> None:
 def named_folders(settings: Settings) -> dict[str, Path]:
     """The models that the settings name, by the setting."""
     model, algorithm = settings.model, settings.algorithm
-    named = {"model.model_path": model.model_path, "model.critic_model_path": model.critic_model_path}
-    if algorithm.algorithm_type == "distill":
+    named = {"model.model_path": model.model_path}
+    if algorithm.algorithm_type == "distill" and algorithm.distill.teacher_path is not None:
         named["algorithm.distill.teacher_path"] = algorithm.distill.teacher_path
-    return {setting: folder for setting, folder in named.items() if folder is not None}
+    return named

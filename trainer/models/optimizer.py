@@ -52,7 +52,7 @@ class MasterAdamW:
     def __init__(
         self,
         module: nn.Module,
-        settings: algorithm.OptimizerSettings | algorithm.CriticOptimizerSettings,
+        settings: algorithm.OptimizerSettings,
         ranks: Ranks = ALONE,
         *,
         offload: bool = False,
@@ -274,7 +274,7 @@ def _shape_like(moment: Tensor, parameter: Tensor) -> Tensor:
 
 def _adamw(
     masters: Mapping[Shard, nn.Parameter],
-    settings: algorithm.OptimizerSettings | algorithm.CriticOptimizerSettings,
+    settings: algorithm.OptimizerSettings,
     *,
     compiled: bool,
 ) -> torch.optim.AdamW | EightBitAdamW:

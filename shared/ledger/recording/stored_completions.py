@@ -32,7 +32,6 @@ from sqlalchemy import (
 
 from tuneloop.shared.experience import Exchange, Feedback, State
 from tuneloop.shared.ledger.recording.retention import (
-    PORTION,
     delete_by,
     delete_with_exchanges,
     deleted_of,
@@ -398,16 +397,6 @@ class StoredCompletions(LedgerPart):
             self._rewards.recompute(connection, _delete_named(connection, [msg_id], rows))
             mark_deleted(connection, [exchange], at=self._clock())
         return Deletion.DONE
-
-    def delete_again(self, marks: Sequence[Mapping[str, Any]]) -> None:
-        """Delete exchanges that a ledger had deleted before it was put back, of any endpoint: rows of `deletions`."""
-        for begin in range(0, len(marks), PORTION):
-            page = {row["msg_id"]: row for row in marks[begin : begin + PORTION]}
-            with self._write() as connection:
-                alone(connection, "record")
-                rows = connection.execute(_rows_of(page)).all()
-                self._rewards.recompute(connection, _delete_named(connection, page, rows))
-                put(connection, deletions, list(page.values()))
 
     def about_deleted(self, events: Sequence[Feedback]) -> list[str]:
         """The ids of those events that name a deleted completion, and so were not stored."""

@@ -1,53 +1,57 @@
-"""All rows of a database as plain values: out as of one moment, in again into either kind of database.
+"""A database as one file: SQLite's own copy, or pg_dump's custom format; as of one moment, while services write."""
 
-The tables are those that the database has, not those of this release: rows of an older schema come out as they are, go
-into tables of that schema, and are migrated there.
-"""
-
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+import os
+import shutil
+import sqlite3
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, cast
 
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import Column, Connection, MetaData, Table, func, insert, inspect, select, text
+from sqlalchemy import Connection, inspect, select, table, text, update
+from sqlalchemy.schema import CreateSchema
 
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.database import connect, upgrade
-from tuneloop.shared.ledger.storage.transactions import Transactions, translating_errors
+from tuneloop.shared.ledger.storage.schema import versions
+from tuneloop.shared.ledger.storage.transactions import translating_errors
+from tuneloop.shared.settings.database_url import parse_url
 
-#: Rows that are in memory at once.
-PAGE = 500
 
-_ALEMBIC = "alembic_version"
-
-#: A row, its values by the names of their columns: numbers, text, bytes, truth values, None.
-Row = Mapping[str, Any]
+def dump_name(url: str) -> str:
+    """The name of the file that a database is saved as, which tells its kind."""
+    return "ledger.db" if parse_url(url).get_backend_name() == "sqlite" else "ledger.pg_dump"
 
 
 class Snapshot:
-    """The rows of a database as of one moment, for as long as its transaction lasts; services go on meanwhile."""
+    """A database as of one moment, for as long as its transaction lasts."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._tables = {table.name: table for table in _tables(connection)}
+    def __init__(self, url: str, schema: str, connection: Connection) -> None:
+        self._url, self._schema, self._connection = url, schema, connection
         #: The schema's revision; None: the database is of no release.
         self.revision = MigrationContext.configure(connection).get_current_revision()
 
-    @property
-    def tables(self) -> Sequence[str]:
-        """The names of the tables; what is referred to comes before what refers to it."""
-        return list(self._tables)
+    def rows(self, name: str) -> Iterator[Mapping[str, Any]]:
+        """The rows of a table, by the names of their columns."""
+        yield from map(dict, self._connection.execute(select(text("*")).select_from(table(name))).mappings())
 
-    def count(self, table: str) -> int:
-        """The number of its rows."""
-        return self._connection.scalar(select(func.count()).select_from(self._tables[table])) or 0
-
-    def rows(self, table: str) -> Iterator[Row]:
-        """The rows of a table."""
-        query = select(self._tables[table]).execution_options(stream_results=True, yield_per=PAGE)
-        with self._connection.execute(query) as result:
-            columns = [str(column.name) for column in self._tables[table].c]
-            for row in result:
-                yield dict(zip(columns, row, strict=True))
+    def save(self, target: Path) -> None:
+        """Write the database to a file. Raises OSError, or EnvironmentRefused without pg_dump or if it fails."""
+        if self._connection.dialect.name == "sqlite":
+            try:
+                with closing(sqlite3.connect(target)) as copy:
+                    cast(sqlite3.Connection, self._connection.connection.driver_connection).backup(copy)
+            except sqlite3.Error as error:
+                raise OSError(f"{target}: {error}") from None
+            return
+        moment = self._connection.scalar(text("SELECT pg_export_snapshot()"))
+        quoted = self._schema.replace('"', '""')
+        _call(
+            self._url, "pg_dump", "--format=custom", f"--snapshot={moment}", f'--schema="{quoted}"', f"--file={target}"
+        )
 
 
 @contextmanager
@@ -60,67 +64,62 @@ def open_snapshot(url: str, *, schema: str) -> Iterator[Snapshot]:
         with translating_errors(), isolated.connect() as connection:
             if is_postgres:  # It holds no lock that others wait for: a slow disk must not end it.
                 connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
-            yield Snapshot(connection)
+            yield Snapshot(url, schema, connection)
     finally:
         engine.dispose()
 
 
-def count_rows(url: str, *, schema: str) -> dict[str, int]:
-    """The rows of each table that has any."""
-    with open_snapshot(url, schema=schema) as snapshot:
-        counts = {name: snapshot.count(name) for name in snapshot.tables}
-    return {name: count for name, count in counts.items() if count}
+def load(url: str, *, schema: str, source: Path, base: Path, folder: Path) -> None:
+    """Fill an empty database from such a file, and bring it to the newest schema; one that is filled is left alone.
 
-
-def drop_tables(url: str, *, schema: str) -> None:
-    """Drop every table, ours and Alembic's, so that the database is as new."""
-    with _writing(url, schema) as connection:
-        for table in reversed(_tables(connection)):
-            connection.exec_driver_sql(f'DROP TABLE "{table.name}"')
-        connection.exec_driver_sql(f'DROP TABLE IF EXISTS "{_ALEMBIC}"')
-
-
-def load_rows(url: str, *, schema: str, revision: str, rows: Callable[[str], Iterable[Row]]) -> None:
-    """Fill an empty database with the rows of each table, which are of that revision, then bring it to the newest."""
-    upgrade(url, schema=schema, to=revision)
-    with _writing(url, schema) as connection:
-        for table in _tables(connection):
-            _fill(connection, table, rows(table.name))
+    Its versions lie in `folder` then, the base model at `base`. Raises EnvironmentRefused without pg_restore.
+    """
+    if revisions.current(url, schema=schema) is None:
+        if parse_url(url).get_backend_name() == "sqlite":
+            target = Path(str(parse_url(url).database))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            draft = target.with_name(f".{target.name}.partial")
+            shutil.copyfile(source, draft)
+            with draft.open("rb") as file:
+                os.fsync(file.fileno())
+            draft.replace(target)
+        else:
+            with _transaction(url, schema) as connection:
+                if not inspect(connection).has_schema(schema):
+                    connection.execute(CreateSchema(schema))
+            _call(url, "pg_restore", "--single-transaction", "--no-owner", f"--schema={schema}", str(source))
     upgrade(url, schema=schema)
+    with _transaction(url, schema) as connection:
+        for version, path in connection.execute(select(versions.c.version, versions.c.path)).all():
+            here = str(folder / Path(path).name if version else base)
+            connection.execute(update(versions).where(versions.c.version == version).values(path=here))
 
 
 @contextmanager
-def _writing(url: str, schema: str) -> Iterator[Connection]:
-    transactions = Transactions(connect(url, schema=schema))
+def _transaction(url: str, schema: str) -> Iterator[Connection]:
+    """One transaction of an engine of its own."""
+    engine = connect(url, schema=schema)
     try:
-        with transactions.write() as connection:
+        with translating_errors(), engine.begin() as connection:
             yield connection
     finally:
-        transactions.close()
+        engine.dispose()
 
 
-def _fill(connection: Connection, table: Table, rows: Iterable[Row]) -> None:
-    page: list[Row] = []
-    for row in rows:
-        page.append(row)
-        if len(page) == PAGE:
-            connection.execute(insert(table), page)
-            page = []
-    if page:
-        connection.execute(insert(table), page)
-    if connection.dialect.name == "postgresql" and "id" in table.c:
-        # Let the table number new rows after the newest of these.
-        sequence = func.pg_get_serial_sequence(f'"{table.name}"', "id")
-        newest = select(func.max(table.c.id)).scalar_subquery()
-        connection.execute(select(func.setval(sequence, newest)).where(sequence.is_not(None), newest.is_not(None)))
-
-
-def _tables(connection: Connection) -> list[Table]:
-    """The tables with their columns alone, what is referred to first."""
-    inspector, metadata = inspect(connection), MetaData()
-    names = [name for name, _ in inspector.get_sorted_table_and_fkc_names() if name not in {None, _ALEMBIC}]
-    return [
-        Table(name, metadata, *(Column(each["name"], each["type"]) for each in inspector.get_columns(name)))
-        for name in names
-        if name is not None
-    ]
+def _call(url: str, program: str, *arguments: str) -> None:
+    """Run a client program of PostgreSQL; every user of the machine can read its arguments, so not the password."""
+    parsed = parse_url(url)
+    secret = parsed.password or parsed.query.get("password")
+    there = parsed.set(drivername="postgresql", password=None).difference_update_query(["password"])
+    variables = os.environ | ({"PGPASSWORD": str(secret)} if secret else {})
+    place = f"--dbname={there.render_as_string(hide_password=False)}"
+    try:
+        done = subprocess.run(
+            [program, place, *arguments], env=variables, stderr=subprocess.PIPE, text=True, check=False
+        )
+    except FileNotFoundError:
+        raise EnvironmentRefused(
+            f"{program} is not on the PATH: install PostgreSQL's client programs, of the server's release or newer"
+        ) from None
+    if done.returncode:
+        raise EnvironmentRefused(f"{program} failed: {(done.stderr.strip().splitlines() or ['without a word'])[0]}")

@@ -1,30 +1,16 @@
-"""The verbs after a database was put back to an earlier moment: numbers given since are not given again.
+"""The verbs after a database was put back to an earlier moment: numbers given since are not given again."""
 
-And what was revoked or deleted since is revoked and deleted again.
-"""
-
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sqlalchemy import func, insert, select, update
 
-from tuneloop.shared.experience import KeyAction, VersionAction, VersionState
+from tuneloop.shared.experience import VersionAction, VersionState
 from tuneloop.shared.ledger.recording.retention import Retention
 from tuneloop.shared.ledger.recording.rewards import Rewards
-from tuneloop.shared.ledger.recording.stored_completions import StoredCompletions
-from tuneloop.shared.ledger.storage.schema import (
-    deletions,
-    epochs,
-    erasures,
-    exchanges,
-    experiences,
-    exports,
-    key_events,
-    keys,
-    versions,
-)
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions, put
+from tuneloop.shared.ledger.storage.schema import epochs, exchanges, experiences, versions
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions
 from tuneloop.shared.ledger.training.run_results import give_all_back
 from tuneloop.shared.ledger.versions.versions import Decision, note
 
@@ -33,15 +19,6 @@ RESTORE = "tuneloop restore"
 
 #: The largest number that the database has room for.
 _LARGEST = (1 << 31) - 1
-
-#: Of what a backup must not undo, by tables, what is needed to do it again.
-LASTING: Mapping[str, Sequence[str]] = {
-    keys.name: ("key_id", "revoked_at"),
-    key_events.name: ("key_id", "at", "action", "actor"),
-    erasures.name: ("tenant", "user_id", "erased_at"),
-    deletions.name: ("msg_id", "tenant", "received_at", "deleted_at"),
-    exports.name: ("path", "format", "rows", "created_at"),
-}
 
 _NO_MANIFEST = "0" * 64
 
@@ -60,34 +37,6 @@ class Restoration(LedgerPart):
         super().__init__(transactions)
         self._rewards = rewards
         self._retention = Retention(transactions, rewards)
-        self._stored = StoredCompletions(transactions, rewards)
-
-    def redo(self, tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-        """Revoke and delete again what was before the ledger was put back, by its LASTING rows of then.
-
-        Files that were exported are listed again. To do it twice changes nothing.
-        """
-        self._revoke(tables.get(keys.name, ()), tables.get(key_events.name, ()))
-        with self._write() as connection:
-            put(connection, exports, tables.get(exports.name, ()))
-        known = self._retention.erasures()
-        for each in tables.get(erasures.name, ()):
-            tenant, user, at = each["tenant"], each["user_id"], each["erased_at"]
-            if at > known.get((tenant, user), float("-inf")):
-                self._retention.erase(tenant, user, at=at)
-        gone = tables.get(deletions.name, ())
-        done = self._retention.deleted_among([each["msg_id"] for each in gone])
-        self._stored.delete_again([each for each in gone if each["msg_id"] not in done])
-        self._retention.empty_log()
-
-    def _revoke(self, rows: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> None:
-        revoked = {each["key_id"]: each["revoked_at"] for each in rows if each["revoked_at"] is not None}
-        with self._write() as connection:
-            for key_id, at in revoked.items():
-                live = (keys.c.key_id == key_id, keys.c.revoked_at.is_(None))
-                if connection.execute(update(keys).where(*live).values(revoked_at=at)).rowcount:
-                    noted = [e for e in events if (e["key_id"], e["action"]) == (key_id, KeyAction.REVOKED)]
-                    put(connection, key_events, noted)
 
     def begin_anew(self, *, version: int, epoch: int, reason: str, path: Path) -> Numbers:
         """Give back all leases, and let versions and epochs count on after these; returns where they are then.

@@ -9,9 +9,9 @@ from threading import Event
 from typing import Any
 
 from tests.factories import exchange, experience, feedback
-from tuneloop.cli.data.export import ExportRequest, export
-from tuneloop.cli.data.export_erasure import FileErasure, Person, erase_rows
-from tuneloop.cli.data.export_formats import Format
+from tuneloop.cli.erasure import FileErasure, Person, erase_rows
+from tuneloop.cli.export_formats import Format
+from tuneloop.cli.exports import ExportRequest, export
 from tuneloop.shared.experience import Exchange, Feedback, Kind
 from tuneloop.shared.ledger.export import Selection
 from tuneloop.shared.ledger.ledger import Ledger

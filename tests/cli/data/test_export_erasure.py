@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.cli.data.exporting import erased_during
-from tuneloop.cli.data.drafts import DraftFile
-from tuneloop.cli.data.export_erasure import FileErasure, Person, erase_rows
+from tuneloop.cli.erasure import FileErasure, Person, erase_rows
+from tuneloop.cli.files import DraftFile
 
 ANN = Person("acme", ("ann",), frozenset({"m1"}))
 

@@ -70,19 +70,6 @@ def test_an_export_an_import_and_a_purge_count_on_a_terminal(file: Path, tmp_pat
     assert "deleting" in shown
 
 
-def test_a_backup_a_check_and_a_restore_count_bytes_on_a_terminal(file: Path, tmp_path: Path) -> None:
-    backup = tmp_path / "backup"
-    output, shown = on_terminal("backup", "-c", file, backup, "--json")
-    told = json.loads(output)
-    assert told["rows"]["exchanges"] == ROWS
-    written = f"{told['bytes'] / 1e6:.1f} MB"
-    assert re.search(rf"writing the backup, {written}", shown)
-    assert re.search(rf"checking the backup, {written}", on_terminal("backup", "-c", file, backup, "--check")[1])
-    shown = on_terminal("restore", "-c", file, backup, "--replace")[1]
-    assert re.search(rf"checking the backup, {written}", shown)
-    assert re.search(r"restoring the rows, .*\d MB", shown)
-
-
 @pytest.mark.parametrize(("name", "counted"), [("rows.jsonl", r"\b400\b"), ("rows.parquet", "1/1")])
 def test_an_erasure_counts_in_the_ledger_and_in_exported_files(
     file: Path, tmp_path: Path, name: str, counted: str

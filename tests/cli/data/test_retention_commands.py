@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from tests.databases import put_file
 from tests.factories import committed, exchange, experience, feedback, ids, published, rewarded
-from tuneloop.cli.data.retention_commands import seconds
+from tuneloop.cli.erasure import seconds
 from tuneloop.cli.main import app
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import State

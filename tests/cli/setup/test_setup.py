@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from tests.cli.test_main import tuneloop
-from tuneloop.cli.setup.init_command import settings_text
-from tuneloop.cli.setup.model_families import FAMILIES, parsers_of
-from tuneloop.cli.setup.plan_command import make_plan
+from tuneloop.cli.capacity_plan import make_plan
+from tuneloop.cli.init import FAMILIES, parsers_of, settings_text
 from tuneloop.shared.capacity.memory import GIB, disk_speed, save_interval, trainer_memory, version_disk
 from tuneloop.shared.capacity.model_shape import ModelShape, read_shape
 from tuneloop.shared.errors import EnvironmentRefused

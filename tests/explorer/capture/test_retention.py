@@ -11,7 +11,7 @@ from tests.doubles.clock import Clock
 from tests.doubles.engine import EngineDouble
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, open_ledger, settings_for
 from tests.factories import exchange, feedback
-from tuneloop.cli.data.erasure import erase
+from tuneloop.cli.erasure import erase
 from tuneloop.explorer.capture import spool
 from tuneloop.explorer.capture.flusher import Flusher
 from tuneloop.explorer.capture.retention import PURGE_S, SEGMENT_S, SpoolRetention

@@ -493,8 +493,6 @@ def test_verdicts_that_would_come_too_late_are_refused() -> None:
     ("wrong", "told"),
     [
         ({"url": "http://localhost/v1"}, "judge.model: needed"),
-        ({"scale": (5, 1)}, "judge.scale"),
-        ({"weights": {"beauty": 1.0}}, "judge.weights: beauty"),
         ({"after": 86400.0}, "judge.after"),
         ({"model": "x" * 300}, "judge.model: is too long"),
         ({"criteria": {}}, "1 to 20"),

@@ -55,17 +55,15 @@ class Crowd:
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def databases(request: pytest.FixtureRequest) -> Iterator[list[dict[str, str]]]:
-    """Where the ledger is, and where it is restored to: settings of the buffer."""
+def buffer(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+    """Where the ledger is: settings of the buffer."""
     if request.param == "sqlite":
-        yield [{}, {"name": "restored"}]
+        yield {}
         return
-    url, schemas = request.getfixturevalue("postgres_url"), request.getfixturevalue("schemas")
-    names = [f"under_load_{os.getpid()}_{number}" for number in range(2)]
-    yield [{"path": url, "name": name} for name in names]
-    assert isinstance(schemas, Schemas)
-    for name in names:
-        schemas.drop(name)
+    schemas: Schemas = request.getfixturevalue("schemas")
+    found = {"path": request.getfixturevalue("postgres_url"), "name": f"under_load_{os.getpid()}"}
+    yield found
+    schemas.drop(found["name"])
 
 
 def settings_file(folder: Path, double: EngineDouble, buffer: dict[str, str]) -> Path:
@@ -104,27 +102,28 @@ def rewards(settings: Path) -> list[tuple[str, float | None]]:
 
 
 def test_a_service_goes_on_from_a_backup_that_was_taken_under_load(
-    tmp_path: Path, double: EngineDouble, databases: list[dict[str, str]]
+    tmp_path: Path, double: EngineDouble, buffer: dict[str, str], request: pytest.FixtureRequest
 ) -> None:
-    first = settings_file(tmp_path, double, databases[0])
-    with service(first) as (running, http):
-        assert publish(first) == 1
+    settings = settings_file(tmp_path, double, buffer)
+    with service(settings) as (running, http):
+        assert publish(settings) == 1
         eventually(lambda: version(http) == 1)
         with Crowd(str(http.base_url)) as crowd:
             eventually(lambda: len(crowd.rated) > 40)
             before = set(crowd.replies), set(crowd.rated)
-            tuneloop("backup", tmp_path / "backup", "-c", first)
+            tuneloop("backup", tmp_path / "backup", "-c", settings)
             until = len(crowd.rated) + 40
             eventually(lambda: len(crowd.rated) > until)
         running.send_signal(signal.SIGKILL)
         running.wait()
     job(tmp_path).rename(tmp_path / "lost")
-    second = settings_file(tmp_path, double, databases[1])
-    assert "the next version is 2001" in tuneloop("restore", tmp_path / "backup", "-c", second)
-    with service(second) as (_, http):
+    if buffer:
+        request.getfixturevalue("schemas").drop(buffer["name"])
+    assert "the next version is 2001" in tuneloop("restore", tmp_path / "backup", "-c", settings)
+    with service(settings) as (_, http):
         eventually(lambda: http.post("/commit").status_code == 200)
         assert version(http) == 1
-        there = rewards(second)
+        there = rewards(settings)
         assert len(dict(there)) == len(there)
         assert before[0] <= dict(there).keys()
         assert all(dict(there)[each] == 0.5 for each in before[1])
@@ -136,8 +135,8 @@ def test_a_service_goes_on_from_a_backup_that_was_taken_under_load(
         late = http.post(CHAT, json=HELLO).json()["id"]
         assert http.post("/feedback", json={"msg_ids": [late], "reward": 1}).json()["outcomes"] == {late: "accepted"}
         assert http.post("/commit").json()["committed"] >= 1
-        assert publish(second) == 2001
+        assert publish(settings) == 2001
         eventually(lambda: version(http) == 2001)
-    with closing(Ledger.of(load_settings(second))) as ledger:
+    with closing(Ledger.of(load_settings(settings))) as ledger:
         assert ledger.reports.audit() == []
         assert ledger.reports.counts()[State.TRAINED] == 2

@@ -35,7 +35,6 @@ def stage(tmp_path: Path, doubles: list[EngineDouble]) -> Iterator[Stage]:
         buffer__trainer_input__experience_buffer__path=server.url,
         rollout__mode="canary",
         rollout__share=0.4,
-        rollout__rewards=20,
         rollout__latency=None,
     )
     service = Service(config, "explorer")

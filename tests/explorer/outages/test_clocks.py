@@ -27,7 +27,6 @@ HOUR, DAY = 3600.0, 86400.0
 _BOUNDS: dict[str, Any] = {
     "reward": {"attribution_window": HOUR, "default": -1.0},
     "retention": {"recorded": 6 * HOUR, "rewarded": 6 * HOUR, "trained": 6 * HOUR},
-    "trainer__max_age": 6 * HOUR,
 }
 
 

@@ -170,9 +170,9 @@ def stage(
         algorithm={"algorithm_type": "reinforce", "optimizer": {"lr": 3e-4}},
         buffer={"train_batch_size": 16, "trainer_input": {"experience_buffer": {"path": server.url}}},
         gate={"mode": "block"},
-        monitor={"evaluation": {"path": str(tasks), "judge": "exact", "most_tokens": 8}},
+        monitor={"evaluation": {"path": str(tasks), "judge": "exact"}},
         # How fast they are says nothing on a machine that is busy with other tests.
-        rollout={"mode": "canary", "share": SHARE, "rewards": 20, "latency": None},
+        rollout={"mode": "canary", "share": SHARE, "latency": None},
     )
     values = yaml.safe_load(config.read_text())
     values["model"]["served_model_name"] = MODEL

@@ -11,8 +11,8 @@ from tests.doubles.engine import MODEL
 from tests.explorer.running import RunningExplorer
 from tests.install.wheels import ROOT
 from tests.runner.collection.conftest import KEY
-from tuneloop.cli.data.export import ExportRequest, export
-from tuneloop.cli.data.export_formats import Format
+from tuneloop.cli.export_formats import Format
+from tuneloop.cli.exports import ExportRequest, export
 from tuneloop.runner.collection.prefer_command import _parser
 from tuneloop.shared.ledger.export import Selection
 

@@ -12,8 +12,8 @@ from tests.cli.data.exporting import about, asked
 from tests.doubles.judge import judge_place
 from tests.explorer.running import RunningExplorer
 from tests.install.wheels import ROOT
-from tuneloop.cli.data.export import ExportRequest, export
-from tuneloop.cli.data.export_formats import Format
+from tuneloop.cli.export_formats import Format
+from tuneloop.cli.exports import ExportRequest, export
 from tuneloop.runner import DataCollector, RunRecord, reward_function
 from tuneloop.runner.collection.ledger_records import records_of_export, records_of_service
 from tuneloop.runner.collection.run_record import read_records, write_records

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from tests.cli.setup.test_setup import QWEN3_4B, model_folder
-from tuneloop.cli.setup.plan_command import make_plan
+from tuneloop.cli.capacity_plan import make_plan
 from tuneloop.shared.capacity.fit import fit_trainer, reckon, room_for_trainer, shapes_of
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
 
 GB = 10**9
-EIGHT_BITS = {"optimizer": {"bits": 8}, "critic_optimizer": {"bits": 8}}
+EIGHT_BITS = {"optimizer": {"bits": 8}}
 
 
 def settings_of(folder: Path, **sections: Any) -> Settings:
@@ -167,7 +167,6 @@ PAIRS = {"buffer": {"group_by": "task", "group_size": 2}}
     "algorithm",
     [
         *({"algorithm_type": kind} for kind in ("ppo", "reinforce", "grpo", "sft", "raft", "dpo", "kto")),
-        {"algorithm_type": "dpo", "dpo": {"reference_free": True}},
         {"algorithm_type": "reinforce", "kl_coef": 0.0},
         {"algorithm_type": "distill", "distill": TEACHER},
         {"algorithm_type": "distill", "distill": TEACHER, "kl_coef": 0.0},

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.constants import section_of
 from tuneloop.shared.evaluation.gate import evaluator_of, gate_verdict, same_tasks
 from tuneloop.shared.evaluation.scores import LENGTH, MALFORMED, REFUSALS, SCORE, TASKS, Figure
 from tuneloop.shared.experience import Evaluator
@@ -47,7 +48,7 @@ def test_each_margin_and_guard_at_its_edge(
     gate: dict[str, float], candidate: dict[str, float], complaint: str | None
 ) -> None:
     found = figures(**{"score__sums": 0.8, "score__words": 1.0} | candidate)
-    verdict = gate_verdict(GateSettings.model_validate(gate), found, CHAMPION)
+    verdict = gate_verdict(section_of(GateSettings, gate), found, CHAMPION)
     assert verdict.passed == (complaint is None)
     assert len(verdict.reasons) == (complaint is not None)
     assert (complaint or "") in "".join(verdict.reasons)

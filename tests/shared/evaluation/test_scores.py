@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.constants import section_of
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
 from tuneloop.shared.evaluation.scores import Figure, TaskReply, figures_of
 from tuneloop.shared.evaluation.tasks import Judge, Task, fingerprint, judge_of
@@ -117,7 +118,7 @@ def test_other_tasks_or_another_judge_have_another_fingerprint() -> None:
         ([SUM], EvaluationSettings()),
         ([TASK], EvaluationSettings(judge="exact")),
         ([TASK], EvaluationSettings(judge="model")),
-        ([TASK], EvaluationSettings(most_tokens=5)),
+        ([TASK], section_of(EvaluationSettings, {"most_tokens": 5})),
     ]
     assert all(fingerprint(*each, judge) != alike for each in others)
 
@@ -135,13 +136,13 @@ def test_a_model_that_judges_otherwise_has_another_fingerprint(tmp_path: Path) -
         {"temperature": 0.5},
         {"rubric": rubric},
     ]
-    found = [fingerprint([TASK], options, JudgeSettings(**{"model": "critic"} | each)) for each in judges]
+    found = [fingerprint([TASK], options, section_of(JudgeSettings, {"model": "critic"} | each)) for each in judges]
     rubric.write_text('{"scale": [1, 3]}')
     by_rubric = fingerprint([TASK], options, JudgeSettings(model="critic", rubric=rubric))
     assert len({*found, by_rubric}) == len(judges) + 1
     elsewhere = JudgeSettings(model="critic", url="http://elsewhere/v1", key="k")
     assert fingerprint([TASK], options, elsewhere) == found[0]
-    inline = JudgeSettings(model="critic", rubric=rubric, scale=(1, 10))
+    inline = section_of(JudgeSettings, {"model": "critic", "rubric": rubric, "scale": (1, 10)})
     assert fingerprint([TASK], options, inline) == by_rubric
     rubric.unlink()
     with pytest.raises(EnvironmentRefused, match=r"^judge\.rubric: .*rubric\.json cannot be read"):

@@ -7,7 +7,7 @@ import pytest
 
 from tests.explorer.checkpoints import register
 from tests.factories import exchange, feedback
-from tests.shared.operations.test_backup import BOTH, Experiment, bench, source
+from tests.shared.operations.test_backup import BOTH, Bench, Experiment, bench, source
 from tuneloop.explorer.capture.spool_slots import FlushedMark
 from tuneloop.shared import steady_time
 from tuneloop.shared.experience import encode
@@ -15,25 +15,26 @@ from tuneloop.shared.job_marks import note_registered
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import dump
 from tuneloop.shared.operations.backup import back_up
-from tuneloop.shared.operations.backup_format import decode_rows, rows_path
 from tuneloop.shared.operations.older_ledger import LEDGER_OLDER, adopt, find_older, report_older
+from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import Position, segment_path
 
 __all__ = ["bench", "source"]
 
 
-def put_back(experiment: Experiment, backup: Path) -> None:
+def put_back(bench: Bench, settings: Settings, backup: Path) -> None:
     """Put back the database alone, as pg_restore does or who copies a file."""
-    url, schema = experiment.settings.database_url, experiment.settings.buffer.trainer_input.experience_buffer.name
-    with dump.open_snapshot(url, schema=schema) as snapshot:
-        revision = snapshot.revision
-    assert revision is not None
-    dump.drop_tables(url, schema=schema)
-    dump.load_rows(url, schema=schema, revision=revision, rows=lambda table: decode_rows(backup / rows_path(table)))
+    bench.drop(settings)
+    schema, source = (
+        settings.buffer.trainer_input.experience_buffer.name,
+        backup / dump.dump_name(settings.database_url),
+    )
+    base = settings.model.model_path.absolute()
+    dump.load(settings.database_url, schema=schema, source=source, base=base, folder=settings.job_dir)
 
 
 @pytest.mark.parametrize("bench", BOTH, indirect=True)
-def test_versions_and_replies_that_the_database_lost_are_told(source: Experiment, tmp_path: Path) -> None:
+def test_versions_and_replies_that_the_database_lost_are_told(source: Experiment, bench: Bench, tmp_path: Path) -> None:
     settings, ledger = source.settings, source.ledger
     back_up(settings, tmp_path / "backup")
     said = exchange(msg_id="chatcmpl-lost")
@@ -48,7 +49,7 @@ def test_versions_and_replies_that_the_database_lost_are_told(source: Experiment
     assert find_older(settings, ledger) == []
     assert report_older(settings, ledger) == []
     ledger.close()
-    put_back(source, tmp_path / "backup")
+    put_back(bench, settings, tmp_path / "backup")
     with closing(Ledger.of(settings)) as older:
         versions, replies = report_older(settings, older)
         assert "knows versions up to 2 and trainers up to epoch" in versions
@@ -81,7 +82,7 @@ def test_a_database_that_deleted_the_last_replies_is_no_older_one(source: Experi
 
 
 def test_what_several_workers_heard_is_offered_again_in_the_order_in_which_it_was_said(
-    source: Experiment, tmp_path: Path
+    source: Experiment, bench: Bench, tmp_path: Path
 ) -> None:
     settings, ledger = source.settings, source.ledger
     back_up(settings, tmp_path / "backup")
@@ -94,7 +95,7 @@ def test_what_several_workers_heard_is_offered_again_in_the_order_in_which_it_wa
             mark.move(Position(1, segment_path(settings.spool_dir / slot, 1).stat().st_size))
     ledger.recording.record([said, others, rated, corrected])
     ledger.close()
-    put_back(source, tmp_path / "backup")
+    put_back(bench, settings, tmp_path / "backup")
     with closing(Ledger.of(settings)) as older:
         assert adopt(settings, older)[:2] == (4, 0)
         (history,) = [view.replies[0] for view in [older.exchange_views.get(said.tenant, said.msg_id)] if view]

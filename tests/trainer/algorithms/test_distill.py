@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.constants import section_of
 from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
 from tuneloop.shared.ledger.ledger import BatchPolicy
@@ -23,7 +24,7 @@ SAMPLED, TEACHER = -NORMAL[0].abs() - 0.1, -NORMAL[1].abs() - 0.1
 
 def _algorithm(**but):
     section = {"algorithm_type": "distill", "distill": {"teacher_path": "/t"}, "kl_coef": 0.0} | but
-    return AlgorithmSettings.model_validate(section)
+    return section_of(AlgorithmSettings, section)
 
 
 def _loss(algorithm, logprobs_BR, *, teacher_BR=TEACHER, mask_BR=MASK, totals=None):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.constants import section_of
 from tests.trainer.factories import sample
 from tests.trainer.golden.fixtures import cases
 from tests.trainer.pairwise import agrees_with_others, is_the_sum_of_its_micro_batches, loss_of
@@ -21,7 +22,7 @@ _loss = loss_of(dpo)
 
 
 def _algorithm(**options):
-    return AlgorithmSettings.model_validate({"algorithm_type": "dpo", "dpo": options})
+    return section_of(AlgorithmSettings, {"algorithm_type": "dpo", "dpo": options})
 
 
 def _targets(inputs):

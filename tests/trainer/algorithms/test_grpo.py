@@ -3,14 +3,15 @@
 import pytest
 import torch
 
+from tests.constants import section_of
 from tests.trainer.calls import calls, targets
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import grpo
 
 
 def _advantages(of, given=None, **group):
-    algorithm = AlgorithmSettings.model_validate(
-        {"algorithm_type": "grpo", "group": group, "kl_coef": 0.5, "kl_in": "reward"}
+    algorithm = section_of(
+        AlgorithmSettings, {"algorithm_type": "grpo", "group": group, "kl_coef": 0.5, "kl_in": "reward"}
     )
     prepared, baselines = grpo.prepare(algorithm, given or targets(of), of, {"other": (1.0, 1.0, 1.0)})
     assert baselines == {"other": (1.0, 1.0, 1.0)}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.constants import section_of
 from tests.trainer.calls import calls, targets
 from tests.trainer.factories import sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
@@ -13,7 +14,7 @@ OF_BR = torch.tensor([[0, 0, -1, 1], [2, -1, -1, -1]])
 
 
 def _advantages(of, **group):
-    algorithm = AlgorithmSettings.model_validate({"algorithm_type": "multi_step_grpo", "group": group})
+    algorithm = section_of(AlgorithmSettings, {"algorithm_type": "multi_step_grpo", "group": group})
     return multi_step_grpo.prepare(algorithm, targets(of), of, {})[0].advantages_BR
 
 
@@ -46,7 +47,7 @@ def test_groups_are_constant_by_what_their_runs_are_judged_by(kind, credit):
         for number, (run, each) in enumerate(runs.items(), start=2 * group)
         for call, reward in enumerate(each)
     ]
-    algorithm = AlgorithmSettings.model_validate({"algorithm_type": kind, "credit": credit})
+    algorithm = section_of(AlgorithmSettings, {"algorithm_type": kind, "credit": credit})
     kept, refused = sort_out(samples, algorithm, vocabulary=300, group_by="task")
     assert {each.task_id for each in kept} == {"t"}
     assert [each.task_id for left in refused.values() for each in left] == ["u"] * 4

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import pad
 
+from tests.constants import section_of
 from tests.trainer.calls import calls
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import ALGORITHMS
@@ -20,7 +21,8 @@ KINDS = ["ppo", "reinforce", "reinforce++", "rloo", "grpo", "multi_step_grpo"]
 MODES = get_args(AlgorithmSettings.model_fields["loss_agg_mode"].annotation)
 
 algorithms = st.builds(
-    lambda kind, mode, kl_in, proximal, correction, level, scale, baseline: AlgorithmSettings.model_validate(
+    lambda kind, mode, kl_in, proximal, correction, level, scale, baseline: section_of(
+        AlgorithmSettings,
         {
             "algorithm_type": kind,
             "loss_agg_mode": mode,
@@ -34,7 +36,7 @@ algorithms = st.builds(
             "off_policy": {"proximal": proximal, "correction": correction, "level": level},
             "group": {"scale": scale, "step_norm": True},
             "baseline": baseline,
-        }
+        },
     ),
     st.sampled_from(KINDS),
     st.sampled_from(MODES),
@@ -157,7 +159,7 @@ def test_it_does_not_matter_how_a_batch_is_cut_into_micro_batches(algorithm, mad
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mean_of_the_micro_batches_means_would_be_found(kind, mode):
     """The usual mistake fails the test above, in every mode: the cut is into 1 and 4 sequences."""
-    algorithm = AlgorithmSettings.model_validate({"algorithm_type": kind, "loss_agg_mode": mode, "loss_horizon": 16})
+    algorithm = section_of(AlgorithmSettings, {"algorithm_type": kind, "loss_agg_mode": mode, "loss_horizon": 16})
     made = next(made for made in map(Made, range(1000)) if len(made.calls.of_BR) == 5 and made.loss(algorithm)[1].any())
     _, gradient = made.loss(algorithm)
     _, naive = _shares(algorithm, made, [torch.tensor([0]), torch.arange(1, 5)], naive=True)
@@ -204,7 +206,7 @@ def test_a_constant_group_has_no_advantage_whatever_rounding_does_to_its_mean(ki
 def test_a_run_that_is_alone_in_its_group_has_no_advantage(kind, scale):
     """Its reward is 5; in other trainers, where its mean is 0 and its deviation 1, that would be its advantage."""
     of = calls([5.0, 0.0, 1.0], groups=[0, 1, 1])
-    algorithm = AlgorithmSettings.model_validate({"algorithm_type": kind, "group": {"scale": scale}})
+    algorithm = section_of(AlgorithmSettings, {"algorithm_type": kind, "group": {"scale": scale}})
     targets = Targets(mask_BR=of.of_BR >= 0, sampled_BR=torch.zeros(3, 1))
     prepared, _ = ALGORITHMS[kind].prepare(algorithm, targets, of, {})
     assert prepared.advantages_BR[0].item() == 0
@@ -216,7 +218,9 @@ def test_negative_advantages_are_damped(kind):
     of = calls([0.0, 1.0], groups=[0, 0])
     targets = Targets(mask_BR=of.of_BR >= 0, sampled_BR=torch.zeros(2, 1))
     plain, damped = (
-        ALGORITHMS[kind].prepare(AlgorithmSettings(negative_scale=factor), targets, of, {})[0].advantages_BR
+        ALGORITHMS[kind]
+        .prepare(section_of(AlgorithmSettings, dict(negative_scale=factor)), targets, of, {})[0]
+        .advantages_BR
         for factor in (1.0, 0.25)
     )
     assert plain[0].item() < 0 < plain[1].item()

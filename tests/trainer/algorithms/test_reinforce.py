@@ -124,7 +124,5 @@ def test_a_call_pays_for_the_divergence_of_its_tokens():
 
 def test_every_token_of_a_call_has_its_advantage_also_in_a_merged_sequence():
     of = calls([0.0, 4.0], of_BR=torch.tensor([[0, 0, -1, 1]]))
-    prepared, _ = reinforce.prepare(
-        AlgorithmSettings.model_validate({"baseline": {"scale": "none"}}), targets(of), of, {}
-    )
+    prepared, _ = reinforce.prepare(section_of(AlgorithmSettings, {"baseline": {"scale": "none"}}), targets(of), of, {})
     assert prepared.advantages_BR.tolist() == [[-2, -2, 0, 2]]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.constants import section_of
 from tests.trainer.calls import calls, targets
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import reinforce_pp
@@ -12,7 +13,7 @@ OF_BR = torch.tensor([[0, 0, -1, 1], [2, -1, -1, -1]])
 
 
 def _prepared(of, given=None, **but):
-    algorithm = AlgorithmSettings.model_validate({"algorithm_type": "reinforce++", "whiten_advantages": False} | but)
+    algorithm = section_of(AlgorithmSettings, {"algorithm_type": "reinforce++", "whiten_advantages": False} | but)
     return reinforce_pp.prepare(algorithm, given or targets(of), of, {})[0]
 
 

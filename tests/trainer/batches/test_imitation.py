@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from examples.sums.model import build, save
+from tests.constants import section_of
 from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
@@ -22,7 +23,7 @@ END = 256
 
 
 def _algorithm(kind="sft", **options):
-    return AlgorithmSettings.model_validate({"algorithm_type": kind, "sft": options})
+    return section_of(AlgorithmSettings, {"algorithm_type": kind, "sft": options})
 
 
 def _left(refused):

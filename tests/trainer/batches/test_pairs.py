@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.constants import section_of
 from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
@@ -79,7 +80,7 @@ def test_every_reply_is_in_one_pair_or_left_over_once(drawn):
 
 
 def test_selection_makes_pairs_for_dpo_of_what_can_be_trained_on():
-    dpo = AlgorithmSettings.model_validate({"algorithm_type": "dpo"})
+    dpo = section_of(AlgorithmSettings, {"algorithm_type": "dpo"})
     broken = _reply(2, 0.0, group=2, completion_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32))
     samples = [_reply(0, 0.0), _reply(1, 1.0), broken, _reply(3, 1.0, group=2)]
     kept, refused = sort_out(samples, dpo, vocabulary=VOCABULARY, group_by="preference")

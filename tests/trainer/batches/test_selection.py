@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.constants import section_of
 from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
@@ -73,7 +74,7 @@ def test_imitation_needs_no_sampling():
 def test_replies_cut_at_their_limit_are_trained_on_unless_the_settings_say_no():
     cut = sample(1, finish_reason="length")
     assert untrainable(cut, PPO, vocabulary=VOCABULARY) is None
-    reason = untrainable(cut, AlgorithmSettings(overlong={"train": False}), vocabulary=VOCABULARY)
+    reason = untrainable(cut, section_of(AlgorithmSettings, dict(overlong={"train": False})), vocabulary=VOCABULARY)
     assert reason is not None
     assert "limit" in reason
 

@@ -118,13 +118,12 @@ def test_the_reference_is_always_the_base_model(settings, base, tmp_path):
 def test_a_folder_that_is_no_model_is_named_with_its_setting(settings, base, tmp_path):
     with pytest.raises(EnvironmentRefused, match=r"model\.model_path: .*/nowhere is not there"):
         require_folders(settings(model={"model_path": tmp_path / "nowhere"}))
-    with pytest.raises(EnvironmentRefused, match=r"model\.critic_model_path: .* is not a model folder"):
-        require_folders(settings(model={"critic_model_path": tmp_path}))
+    with pytest.raises(EnvironmentRefused, match=r"model\.model_path: .* is not a model folder"):
+        require_folders(settings(model={"model_path": tmp_path}))
     teacher = {"algorithm_type": "distill", "distill": {"teacher_path": tmp_path / "nobody"}}
     with pytest.raises(EnvironmentRefused, match=r"algorithm\.distill\.teacher_path: .*/nobody is not there"):
         require_folders(settings(algorithm=teacher))
     require_folders(settings(algorithm=teacher | {"algorithm_type": "ppo"}))
-    require_folders(settings(model={"critic_model_path": base}))
 
 
 def test_weights_that_are_damaged_are_one_sentence(settings, base, tmp_path):

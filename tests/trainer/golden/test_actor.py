@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.constants import section_of
 from tests.trainer.golden.fixtures import cases
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms.terms.off_policy import importance_weights, needs_start
@@ -24,7 +25,7 @@ def _algorithm(case, **off_policy):
     """`off_policy` as it is by default, but for what the case says."""
     settings = {name: value for name, value in case.settings.items() if name not in {*OFF_POLICY, "loss_type"}}
     off_policy |= {name: case.settings[name] for name in OFF_POLICY if name in case.settings}
-    return AlgorithmSettings.model_validate({"kl_coef": 0.0, "off_policy": off_policy} | settings)
+    return section_of(AlgorithmSettings, {"kl_coef": 0.0, "off_policy": off_policy} | settings)
 
 
 def _targets(case, algorithm):

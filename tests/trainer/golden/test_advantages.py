@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.constants import section_of
 from tests.trainer.calls import alone, calls, targets
 from tests.trainer.golden.fixtures import cases
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
@@ -27,7 +28,7 @@ def test_reinforce_plus_plus_is_verls_with_the_divergence_in_the_reward_or_witho
     of = alone(x["mask"], x["scores"])
     reference = x["reference"] if case.settings["kl_coef"] else None
     given = targets(of, sampled_BR=x["sampled"], reference_BR=reference)
-    algorithm = AlgorithmSettings.model_validate({"algorithm_type": "reinforce++"} | case.settings)
+    algorithm = section_of(AlgorithmSettings, {"algorithm_type": "reinforce++"} | case.settings)
     prepared, _ = reinforce_pp.prepare(algorithm, given, of, {})
     case.agrees(prepared.advantages_BR, "advantages")
     case.agrees(prepared.returns_BR, "returns")
@@ -38,7 +39,7 @@ def _prepared(case, of):
     scale = case.settings.get("scale", "none")
     options = {"group": {"scale": scale, "step_norm": case.settings.get("step_norm", False)}}
     options |= {"baseline": {"kind": "batch", "scale": "none"}}
-    algorithm = AlgorithmSettings.model_validate({"algorithm_type": kind, "kl_coef": 0.0} | options)
+    algorithm = section_of(AlgorithmSettings, {"algorithm_type": kind, "kl_coef": 0.0} | options)
     prepared, _ = ALGORITHMS[kind].prepare(algorithm, targets(of), of, {})
     return prepared.advantages_BR[:, 0]
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.constants import section_of
 from tests.trainer.golden.fixtures import cases
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import distill
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.contract
 
 def _algorithm(**settings):
     given = {"algorithm_type": "distill", "distill": {"teacher_path": "/t"}, "kl_coef": 0.0}
-    return AlgorithmSettings.model_validate(given | settings)
+    return section_of(AlgorithmSettings, given | settings)
 
 
 def _loss(algorithm, targets, logprobs_BR):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.constants import section_of
 from tests.trainer.factories import gradients_of, sample
 from tests.trainer.golden.fixtures import cases
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
@@ -22,7 +23,7 @@ BATCH = [sample(i) for i in range(9)]
 
 def _loss(case, logprobs_BR, mask_BR, totals):
     targets = Targets(mask_BR=mask_BR, sampled_BR=torch.zeros_like(logprobs_BR))
-    algorithm = AlgorithmSettings.model_validate({"algorithm_type": "sft"} | case.settings)
+    algorithm = section_of(AlgorithmSettings, {"algorithm_type": "sft"} | case.settings)
     return sft.actor_loss(algorithm, targets, logprobs_BR, torch.zeros_like(logprobs_BR), totals).value
 
 
@@ -81,6 +82,6 @@ def test_rafts_are_those_of_the_best_reply_of_each_group(settings):
     """RAFT's algorithm 1: of the replies to each prompt, the one with the largest reward."""
     samples = [sample(i, group_id=f"g{i // 3}", reward=float((7 * i) % 9), temperature=1.0) for i in range(9)]
     options = {"algorithm_type": "raft", "sft": {"least_reward": 0.0}}
-    chosen, _ = imitable(samples, AlgorithmSettings.model_validate(options))
+    chosen, _ = imitable(samples, section_of(AlgorithmSettings, options))
     best = [max(samples[start : start + 3], key=lambda each: each.reward) for start in (0, 3, 6)]
     _agree(settings, chosen, best, "raft")

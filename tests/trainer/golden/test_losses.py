@@ -23,7 +23,7 @@ def _algorithm(case):
     settings = {name: value for name, value in case.settings.items() if name not in ELSEWHERE}
     weights = {name: case.settings[name] for name in OFF_POLICY if name in case.settings}
     off_policy = {"correction": "none"} | weights | {"proximal": "recomputed"}
-    return AlgorithmSettings.model_validate({"kl_coef": 0.0, "off_policy": off_policy} | settings)
+    return section_of(AlgorithmSettings, {"kl_coef": 0.0, "off_policy": off_policy} | settings)
 
 
 def _targets(case, algorithm):

@@ -12,7 +12,7 @@ from tuneloop.shared.settings.algorithm import OptimizerSettings
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.models.optimizer import MasterAdamW
 
-BITS = {"optimizer": {"lr": 1e-3, "bits": 8}, "critic_optimizer": {"lr": 1e-3, "bits": 8}}
+BITS = {"optimizer": {"lr": 1e-3, "bits": 8}, "critic_optimizer": {"lr": 1e-3}}
 
 
 def _optimizer(weights, **but):

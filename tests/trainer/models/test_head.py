@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.constants import section_of
 from tests.trainer.golden.fixtures import cases
 from tests.trainer.golden.test_actor import _algorithm
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
@@ -126,7 +127,7 @@ def test_a_head_that_is_not_trained_has_no_gradient_made_for_it():
 
 
 def _loss(coefficient, entropy_BR):
-    algorithm = AlgorithmSettings.model_validate({"kl_coef": 0.0, "entropy_coef": coefficient})
+    algorithm = section_of(AlgorithmSettings, {"kl_coef": 0.0, "entropy_coef": coefficient})
     logprobs_BR, mask_BR = -torch.ones(2, 3, requires_grad=True), torch.ones(2, 3) > 0
     targets = Targets(mask_BR=mask_BR, sampled_BR=-torch.ones(2, 3), advantages_BR=torch.ones(2, 3))
     return surrogate(algorithm, targets, logprobs_BR, entropy_BR, targets.totals)

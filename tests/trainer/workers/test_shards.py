@@ -11,7 +11,7 @@ from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.ranks.ranks import ALONE
 from tuneloop.trainer.ranks.shards import BLOCK, cut
 
-BITS = {"algorithm_type": "ppo", "optimizer": {"lr": 1e-3, "bits": 8}, "critic_optimizer": {"lr": 1e-3, "bits": 8}}
+BITS = {"algorithm_type": "ppo", "optimizer": {"lr": 1e-3, "bits": 8}, "critic_optimizer": {"lr": 1e-3}}
 #: Every sequence is a micro-batch of its own, so that 16 bits round the same on however many ranks.
 ALONE_EACH = {"dtype": "bfloat16", "micro_batch_tokens": 1}
 FEW = 4

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tests.constants import section_of
 from tuneloop.shared.settings.algorithm import AlgorithmSettings, OffPolicySettings
 from tuneloop.trainer.algorithms.terms.off_policy import importance_weights, needs_start
 from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
@@ -26,20 +27,24 @@ START = SAMPLED + torch.tensor([[math.log(4.0), math.log(0.25), 5.0], [math.log(
     ],
 )
 def test_weights_of_a_recomputed_start(correction, level, expected):
-    options = OffPolicySettings(proximal="recomputed", correction=correction, level=level, low=0.5, high=2.0)
+    options = section_of(
+        OffPolicySettings, dict(proximal="recomputed", correction=correction, level=level, low=0.5, high=2.0)
+    )
     weights, _ = importance_weights(options, START, SAMPLED, MASK)
     torch.testing.assert_close(weights, torch.tensor(expected))
 
 
 def test_a_geometric_weight_is_of_the_mean_log_ratio():
     start = SAMPLED + torch.tensor([[math.log(4.0), 0.0, 0.0], [0.0, 0.0, 0.0]])
-    options = OffPolicySettings(proximal="recomputed", level="geometric", high=10.0)
+    options = section_of(OffPolicySettings, dict(proximal="recomputed", level="geometric", high=10.0))
     weights, _ = importance_weights(options, start, SAMPLED, MASK)
     torch.testing.assert_close(weights[0], torch.tensor([2.0, 2.0, 0.0]))
 
 
 def test_with_the_ratio_against_what_was_sampled_a_mask_counts_no_weight_twice():
-    weights, told = importance_weights(OffPolicySettings(correction="mask", low=0.5, high=2.0), START, SAMPLED, MASK)
+    weights, told = importance_weights(
+        section_of(OffPolicySettings, dict(correction="mask", low=0.5, high=2.0)), START, SAMPLED, MASK
+    )
     assert weights.tolist() == [[0, 0, 0], [1, 0, 0]]
     assert told["off_policy/outside"] == pytest.approx(2 / 3)
 
@@ -72,7 +77,7 @@ def test_an_absurd_ratio_is_a_finite_weight():
     [({}, False), ({"correction": "mask"}, True), ({"proximal": "recomputed"}, True), ({"correction": "none"}, False)],
 )
 def test_the_start_is_asked_for_only_where_it_counts(options, needed):
-    assert needs_start(OffPolicySettings(**options)) is needed
+    assert needs_start(section_of(OffPolicySettings, dict(**options))) is needed
 
 
 def _learnt(*, correction, proximal="recomputed", clip_range_high=0.2):
@@ -84,7 +89,7 @@ def _learnt(*, correction, proximal="recomputed", clip_range_high=0.2):
     torch.manual_seed(0)
     behaviour = torch.tensor([0.04, 0.9, 0.03, 0.03])
     rewards = torch.tensor([1.0, 0.6, 0.0, 0.0])
-    options = OffPolicySettings(correction=correction, proximal=proximal, low=0.0, high=50.0)
+    options = section_of(OffPolicySettings, dict(correction=correction, proximal=proximal, low=0.0, high=50.0))
     algorithm = AlgorithmSettings(off_policy=options, kl_coef=0.0, dual_clip=None, clip_range_high=clip_range_high)
     logits = torch.zeros(4, requires_grad=True)
     optimizer = torch.optim.SGD([logits], lr=0.2)

@@ -116,7 +116,9 @@ def make_plan(
         engines=settings.explorer.rollout_model.engine_num if serves and not urls else 0,
         engine=engine,
         trainer=trainer,
-        offloaded=offloaded_memory(shape, critic, settings) if trains and _offloads(settings) else 0,
+        offloaded=offloaded_memory(shape, critic, settings)
+        if trains and (settings.trainer.optimizer_offload and trainer_on_gpu(settings))
+        else 0,
         moved=moved_memory(engine, trainer) if _moves(settings) else 0,
         micro_batch=(settings.trainer.tokens_at_once, bool(settings.trainer.activation_checkpointing)),
         on_gpus=users_of_gpus(settings),
@@ -181,11 +183,6 @@ def _main_memory_problems(made: ExperimentPlan, settings: Settings, free: int) -
             f"model.model_path: main memory is too small without GPUs: {taken}, {gigabytes(free)} are free; choose a"
             " smaller model, train an adapter (model.lora.rank: 16), or give it GPUs (cluster.gpu_per_node)"
         )
-
-
-def _offloads(settings: Settings) -> bool:
-    """Whether anything of the trainer's is in main memory while its models are on GPUs."""
-    return settings.trainer.optimizer_offload and trainer_on_gpu(settings)
 
 
 def _moves(settings: Settings) -> bool:

@@ -1,19 +1,23 @@
 """This file is the commands that read a settings file and start nothing."""
 
+import os
 import re
+from contextlib import closing
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 import yaml
 
+from tuneloop.cli.capacity_plan import plan
 from tuneloop.cli.command_group import CommandGroup
+from tuneloop.cli.init import init
 from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json
-from tuneloop.cli.setup.exposure import check_exposure
-from tuneloop.cli.setup.init_command import init
-from tuneloop.cli.setup.plan_command import plan
-from tuneloop.shared.errors import SettingsError
+from tuneloop.shared.errors import DatabaseAway, LedgerUnavailable, SettingsError
 from tuneloop.shared.ledger.facts import find_ignored_feedback
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage import revisions
+from tuneloop.shared.logging import JSON_VARIABLE, LEVEL_VARIABLE, LogLevel
 from tuneloop.shared.settings.database_url import without_password
 from tuneloop.shared.settings.hardware import idle_sentence, placement_sentence
 from tuneloop.shared.settings.loader import SettingsReport, read_settings
@@ -53,7 +57,7 @@ def validate(config: ConfigOption, set_: SetOption = None, for_programs: JsonOpt
     settings = report.valid_settings()
     check_exposure(settings)
     lines = [*summary_of(settings), *(("note", note) for note in notes_on(settings))]
-    lines += [("not needed", ", ".join(report.not_needed)), ("Trinity's, unused", ", ".join(report.trinity_only))]
+    lines.append(("ignored", ", ".join(report.ignored)))
     echo(f"{config} is valid.")
     for name, value in lines:
         if value:
@@ -72,8 +76,7 @@ def _report_as_json(config: Path, report: SettingsReport) -> dict[str, object]:
         **found,
         **{name.replace(" ", "_"): value for name, value in summary_of(report.settings)},
         "notes": notes_on(report.settings),
-        "not_needed": report.not_needed,
-        "trinity_only": report.trinity_only,
+        "ignored": report.ignored,
     }
 
 
@@ -156,3 +159,34 @@ def _for_editors(node: Any) -> Any:
             text = re.sub(of_page, of_editors, text)
         described["description"] = " ".join(text.split())
     return described
+
+
+def check_exposure(settings: Settings) -> None:
+    """Raise SettingsError where strangers could come in; a database that is away may have keys."""
+    if settings.mode == "train" or settings.explorer.why_exposed(has_keys=False) is None:
+        return
+    schema = settings.buffer.trainer_input.experience_buffer.name
+    try:
+        there = revisions.current(settings.database_url, schema=schema) == revisions.newest()
+        has_keys = there and _has_keys(settings)
+    except (DatabaseAway, LedgerUnavailable):
+        return
+    if (problem := settings.explorer.why_exposed(has_keys=has_keys)) is not None:
+        raise SettingsError(problem)
+
+
+def _has_keys(settings: Settings) -> bool:
+    with closing(Ledger.of(settings)) as ledger:
+        return bool(ledger.keys.table().keys)
+
+
+LogLevelOption = Annotated[LogLevel | None, typer.Option("--log-level", help="The least level that is logged.")]
+LogJsonOption = Annotated[bool, typer.Option("--log-json", help="Log one JSON object a line.")]
+
+
+def hand_on_log_options(level: LogLevel | None, *, log_json: bool) -> None:
+    """Have the processes that are started from here log so; without an option, as the environment says."""
+    if level is not None:
+        os.environ[LEVEL_VARIABLE] = level.value
+    if log_json:
+        os.environ[JSON_VARIABLE] = "1"

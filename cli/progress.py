@@ -1,14 +1,11 @@
 """Shows how far long work is, on a terminal's error stream and nowhere else: what is piped stays as it is."""
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import typer
-
-from tuneloop.shared.disk_space import gigabytes
 
 _T = TypeVar("_T")
 
@@ -35,22 +32,5 @@ def counting(label: str) -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
-@contextmanager
-def counting_bytes(label: str) -> Iterator[Callable[[str, int], object]]:
-    """What is to be called with what is being done, and the bytes of it that are done, whenever some are."""
-    if not sys.stderr.isatty():
-        yield lambda stage, count: None
-        return
-    done: Counter[str] = Counter()
-    with _bar(iter(int, 1), label, show_pos=False) as bar:
-
-        def tell(stage: str, count: int) -> None:
-            done[stage] += count
-            bar.label = f"{stage}, {gigabytes(done[stage])}"
-            bar.update(1)
-
-        yield tell
-
-
 def _bar(rows: Iterable[_T], label: str, **how: Any) -> Any:
-    return typer.progressbar(rows, label=label, file=sys.stderr, show_eta=False, **{"show_pos": True, **how})
+    return typer.progressbar(rows, label=label, file=sys.stderr, show_eta=False, show_pos=True, **how)

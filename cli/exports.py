@@ -1,19 +1,25 @@
-"""Writes what the ledger holds to a file, in the formats that TRL and Hugging Face datasets read."""
+"""This file is `tuneloop export`: rows of the ledger, in the formats that TRL and Hugging Face datasets read."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple, assert_never
+from typing import Annotated, NamedTuple, assert_never
 
-from tuneloop.cli.data import export_formats
-from tuneloop.cli.data.drafts import in_turn
-from tuneloop.cli.data.export_formats import Format, Row
-from tuneloop.cli.data.files import Draft
-from tuneloop.cli.data.progress import with_progress
-from tuneloop.shared.experience import Kind
+import typer
+
+from tuneloop.cli import export_formats
+from tuneloop.cli.export_formats import Format, Row
+from tuneloop.cli.files import Draft, in_turn
+from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json
+from tuneloop.cli.progress import with_progress
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.experience import Kind, State
 from tuneloop.shared.ledger.export import PAGE, ExportedReply, Selection
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.privacy.vocabulary import Vocabulary
+from tuneloop.shared.settings.loader import read_settings
 
 
 class ExportRequest(NamedTuple):
@@ -90,7 +96,12 @@ def _rows(ledger: Ledger, request: ExportRequest) -> Iterator[Row | str]:
                 yield export_formats.kto(reply, everything=request.everything)
         case Format.DPO:
             yield from _preferred_pairs(ledger, request)
-            yield from _pairs_by_reward(ledger, request)
+            ranked_replies = list(ledger.exports.ranked_replies(request.selection, export_formats.digest))
+            for pairs in _in_pages(export_formats.best_and_worst(ranked_replies, margin=request.margin)):
+                replies = ledger.exports.replies_by_id({each for pair in pairs for each in pair})
+                for best, worst in pairs:
+                    if best in replies and worst in replies:
+                        yield _pair_by_reward(replies[best], replies[worst], request)
         case Format.EXPERIENCES:
             for page in ledger.exports.replies(request.selection, everything=True):
                 yield from (_experience(reply, request) for reply in page)
@@ -116,7 +127,9 @@ def _preferred_pairs(ledger: Ledger, request: ExportRequest) -> Iterator[Row | s
         for reply in page:
             if export_formats.latest_edit(reply) is not None:
                 yield export_formats.dpo_of_edit(reply)
-            for name in dict.fromkeys(_other_name(event) for event in export_formats.current_preferences(reply)):
+            for name in dict.fromkeys(
+                (event.other_msg_id, event.other_choice) for event in export_formats.current_preferences(reply)
+            ):
                 if (other := others.get(name)) is None:
                     yield "the other reply is not in the ledger"
                 elif _is_better(reply, other):
@@ -136,23 +149,9 @@ def _other_replies(
     return found
 
 
-def _other_name(event: object) -> tuple[str, int | None]:
-    return event.other_msg_id, event.other_choice  # type: ignore[attr-defined]
-
-
 def _is_better(reply: ExportedReply, other: ExportedReply) -> bool:
     last = export_formats.preference_between(reply, other)
     return last is not None and last.msg_id == reply.msg_id and last.choice in (None, reply.choice)
-
-
-def _pairs_by_reward(ledger: Ledger, request: ExportRequest) -> Iterator[Row | str]:
-    """Pairs of replies to one prompt: the best against the worst. 24 bytes a reply are kept in memory meanwhile."""
-    ranked_replies = list(ledger.exports.ranked_replies(request.selection, export_formats.digest))
-    for pairs in _in_pages(export_formats.best_and_worst(ranked_replies, margin=request.margin)):
-        replies = ledger.exports.replies_by_id({each for pair in pairs for each in pair})
-        for best, worst in pairs:
-            if best in replies and worst in replies:
-                yield _pair_by_reward(replies[best], replies[worst], request)
 
 
 def _pair_by_reward(best: ExportedReply, worst: ExportedReply, request: ExportRequest) -> Row | str:
@@ -172,3 +171,62 @@ def _in_pages(pairs: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]
             page = []
     if page:
         yield page
+
+
+def _timestamp(text: str) -> float:
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a time; write 2026-01-31 or 2026-01-31T12:00:00+01:00") from None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+_Moment = float | None
+
+
+_Tenant = Annotated[str, typer.Option(help="Whose replies; of imported conversations, whose they become.")]
+
+
+def export_(
+    config: ConfigOption,
+    format: Annotated[Format, typer.Option(help="What the file is for.")],
+    to: Annotated[Path, typer.Option(metavar="FILE", help="A .jsonl or .parquet file; an existing one is replaced.")],
+    state: Annotated[list[State] | None, typer.Option(help="Only rows in this state; may be repeated.")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="Only rewards as high; an edited answer needs none.")] = None,
+    margin: Annotated[float, typer.Option(help="dpo: the least difference of the rewards of two replies.")] = 0.0,
+    since: Annotated[
+        float | None, typer.Option(parser=_timestamp, metavar="ISO", help="Sampled then or later.")
+    ] = None,
+    until: Annotated[
+        float | None, typer.Option(parser=_timestamp, metavar="ISO", help="Sampled then or before.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="Only this task_id.")] = None,
+    all: Annotated[bool, typer.Option("--all", help="sft, kto: also replies cut off; sft: without a reward.")] = False,
+    tenant: _Tenant = "default",
+    set_: SetOption = None,
+    for_programs: JsonOption = False,
+) -> None:
+    """Write replies to a file, for SFT, DPO, KTO, or with everything that the ledger holds about them."""
+    if format is Format.KTO and min_reward is not None:
+        raise typer.BadParameter("kto goes by thumbs, not by rewards", param_hint="--min-reward")
+    selection = Selection(tenant, tuple(state or ()), task, since, until)
+    settings = read_settings(config, set_ or ()).valid_settings()
+    vocabulary = Vocabulary.load(settings.model.model_path)
+    request = ExportRequest(format, selection, min_reward, margin, all, vocabulary)
+    schema = settings.buffer.trainer_input.experience_buffer.name
+    present, newest = revisions.current(settings.database_url, schema=schema), revisions.newest()
+    if present is None:
+        raise EnvironmentRefused("the database is empty: nothing has been recorded with these settings")
+    if present != newest:
+        raise EnvironmentRefused(f"the database has schema {present}, not {newest}: run tuneloop db upgrade")
+    ledger = Ledger.of(settings)
+    try:
+        result = export(ledger, request, to)
+    finally:
+        ledger.close()
+    if for_programs:
+        echo_json({"file": str(to), "rows": result.rows, "left_out": dict(sorted(result.left_out.items()))})
+        return
+    echo(f"{to}: {result.rows} rows")
+    for reason, count in sorted(result.left_out.items()):
+        echo(f"  left out {count}: {reason}")

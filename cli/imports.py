@@ -13,11 +13,13 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import orjson
+import typer
 
-from tuneloop.cli.data import files
-from tuneloop.cli.data.export_formats import NO_TOKEN_IDS
-from tuneloop.cli.data.files import RowLocation
-from tuneloop.cli.data.progress import with_progress
+from tuneloop.cli import files
+from tuneloop.cli.export_formats import NO_TOKEN_IDS
+from tuneloop.cli.files import RowLocation
+from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json, open_to_group
+from tuneloop.cli.progress import with_progress
 from tuneloop.shared.errors import FileRefused, TuneloopError
 from tuneloop.shared.experience import (
     MAX_NAME,
@@ -32,9 +34,12 @@ from tuneloop.shared.experience import (
     pack_ids,
     pack_logprobs,
 )
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.retention import stored_name
+from tuneloop.shared.ledger.storage.database import upgrade
 from tuneloop.shared.privacy.redactor import Redactor
+from tuneloop.shared.settings.loader import read_settings
 
 #: Mistakes of a file that are listed; more would repeat them.
 _MAX_MISTAKES = 20
@@ -237,7 +242,19 @@ def import_file(
     result = ImportResult(0, 0, 0)
     while page := list(islice(rows, _PAGE)):
         try:
-            result = _record_page(ledger, page, result, redactor)
+            msg_ids = {row.msg_id for row in page}
+            before = ledger.exports.rewards_of(msg_ids)
+            records = [record for row in page for record in row.records]
+            ledger.recording.record(_not_of_erased(ledger, redactor.records(records) if redactor else records))
+            after = ledger.exports.rewards_of(msg_ids)
+            new = {(row.msg_id, row.choice): row.reward for row in page if (row.msg_id, row.choice) not in before}
+            changed = sum(1 for name, reward in new.items() if name in after and after[name] != reward)
+            result = ImportResult(
+                result.rows + len(page),
+                result.new + len(new.keys() & after.keys()),
+                result.changed_rewards + changed,
+                result.refused + sum((row.msg_id, row.choice) not in after for row in page),
+            )
         except TuneloopError as error:
             raise FileRefused(
                 f"{path}: {error}\nThe first {result.rows} rows are in; import it again to go on: what is there stays"
@@ -255,7 +272,39 @@ def parse_row(location: RowLocation, *, tenant: str, now: float) -> ParsedRow:
         exported = msgspec.convert(row, ExperienceRow)
         return ParsedRow(exported.msg_id, exported.choice, exported.reward, list(exported.records()))
     if "messages" in row:
-        return _parse_conversation(row, msgspec.convert(row, Conversation), tenant=tenant, now=now)
+        conversation = msgspec.convert(row, Conversation)
+        *prompt, answer = [_without_nulls(message) for message in row["messages"]]
+        tools = orjson.loads(conversation.tools) if isinstance(conversation.tools, str) else conversation.tools
+        request = {"messages": prompt} | ({"tools": tools} if tools else {})
+        whole = orjson.dumps([request, answer, tenant], option=orjson.OPT_SORT_KEYS)
+        msg_id = conversation.msg_id or f"imported-{hashlib.sha256(whole).hexdigest()[:40]}"
+        calls = answer.get("tool_calls")
+        sampled = Experience(
+            choice=0,
+            prompt_ids=b"",
+            completion_ids=b"",
+            logprobs=b"",
+            version_min=0,
+            version_max=0,
+            temperature=1.0,
+            finish_reason="stop",
+            text=answer.get("content") or "",
+            tool_calls=orjson.dumps(calls) if calls else None,
+            drop_reason=NO_TOKEN_IDS,
+        )
+        exchange = Exchange(
+            msg_id=msg_id,
+            tenant=tenant,
+            endpoint=_UNDATED,
+            request=orjson.dumps(request),
+            received_at=now,
+            latency_s=0.0,
+            experiences=(sampled,),
+            task_id=conversation.task_id,
+            run_id=conversation.run_id,
+            user=conversation.user,
+        )
+        return ParsedRow(msg_id, 0, None, [exchange])
     raise ValueError("neither an exported experience (completion_ids) nor a conversation (messages)")
 
 
@@ -277,24 +326,6 @@ def _read_json(name: str, text: str) -> Any:
     return found
 
 
-def _record_page(
-    ledger: Ledger, page: Sequence[ParsedRow], result: ImportResult, redactor: Redactor | None
-) -> ImportResult:
-    msg_ids = {row.msg_id for row in page}
-    before = ledger.exports.rewards_of(msg_ids)
-    records = [record for row in page for record in row.records]
-    ledger.recording.record(_not_of_erased(ledger, redactor.records(records) if redactor else records))
-    after = ledger.exports.rewards_of(msg_ids)
-    new = {(row.msg_id, row.choice): row.reward for row in page if (row.msg_id, row.choice) not in before}
-    changed = sum(1 for name, reward in new.items() if name in after and after[name] != reward)
-    return ImportResult(
-        result.rows + len(page),
-        result.new + len(new.keys() & after.keys()),
-        result.changed_rewards + changed,
-        result.refused + sum((row.msg_id, row.choice) not in after for row in page),
-    )
-
-
 def _not_of_erased(ledger: Ledger, records: Sequence[Record]) -> list[Record]:
     """The records but the conversations of people who were erased: of others the ledger knows by the time itself."""
     erased = ledger.retention.erasures()
@@ -310,41 +341,37 @@ def _not_of_erased(ledger: Ledger, records: Sequence[Record]) -> list[Record]:
     ]
 
 
-def _parse_conversation(row: dict[str, Any], conversation: Conversation, *, tenant: str, now: float) -> ParsedRow:
-    *prompt, answer = [_without_nulls(message) for message in row["messages"]]
-    tools = orjson.loads(conversation.tools) if isinstance(conversation.tools, str) else conversation.tools
-    request = {"messages": prompt} | ({"tools": tools} if tools else {})
-    whole = orjson.dumps([request, answer, tenant], option=orjson.OPT_SORT_KEYS)
-    msg_id = conversation.msg_id or f"imported-{hashlib.sha256(whole).hexdigest()[:40]}"
-    calls = answer.get("tool_calls")
-    sampled = Experience(
-        choice=0,
-        prompt_ids=b"",
-        completion_ids=b"",
-        logprobs=b"",
-        version_min=0,
-        version_max=0,
-        temperature=1.0,
-        finish_reason="stop",
-        text=answer.get("content") or "",
-        tool_calls=orjson.dumps(calls) if calls else None,
-        drop_reason=NO_TOKEN_IDS,
-    )
-    exchange = Exchange(
-        msg_id=msg_id,
-        tenant=tenant,
-        endpoint=_UNDATED,
-        request=orjson.dumps(request),
-        received_at=now,
-        latency_s=0.0,
-        experiences=(sampled,),
-        task_id=conversation.task_id,
-        run_id=conversation.run_id,
-        user=conversation.user,
-    )
-    return ParsedRow(msg_id, 0, None, [exchange])
-
-
 def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
     """A message of Parquet has every field that any message has."""
     return {name: value for name, value in message.items() if value is not None or name == "content"}
+
+
+_Tenant = Annotated[str, typer.Option(help="Whose replies; of imported conversations, whose they become.")]
+
+
+def import_(
+    config: ConfigOption,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .jsonl or .parquet file.")],
+    tenant: _Tenant = "default",
+    set_: SetOption = None,
+    for_programs: JsonOption = False,
+) -> None:
+    """Take experiences of another database in, or conversations as examples for SFT."""
+    settings = read_settings(config, set_ or ()).valid_settings()
+    open_to_group(settings)
+    upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
+    ledger = Ledger.of(settings)
+    try:
+        ledger.own(settings.project, settings.name)
+        redactor = Redactor.open(settings, load_key(settings.job_dir / KEY))
+        result = import_file(ledger, file, tenant=tenant, redactor=redactor)
+    finally:
+        ledger.close()
+    if for_programs:
+        echo_json({"file": str(file), **result._asdict()})
+        return
+    echo(f"{file}: {result.rows} rows, {result.new} of them new")
+    if result.changed_rewards:
+        echo(f"  {result.changed_rewards} have another reward by this experiment's rule than in the file")
+    if result.refused:
+        echo(f"  {result.refused} are not taken: their people were erased, or they were deleted")

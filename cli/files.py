@@ -3,8 +3,12 @@
 pyarrow is imported only where a Parquet file is touched: it is an extra, and JSON lines do without it.
 """
 
+import fcntl
+import os
+import re
+import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
@@ -12,9 +16,9 @@ from typing import Any, BinaryIO, NamedTuple, Self
 import numpy as np
 import orjson
 
-from tuneloop.cli.data.drafts import DraftFile
-from tuneloop.cli.data.export_formats import Format, Row
+from tuneloop.cli.export_formats import Format, Row
 from tuneloop.shared.errors import EnvironmentRefused, FileRefused
+from tuneloop.shared.held_files import new_unlinked
 
 #: Rows that become one row group of a Parquet file, and are in memory at once.
 _GROUP = 1000
@@ -258,3 +262,66 @@ def _plain(value: object) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
     raise TypeError(type(value).__name__)
+
+
+class DraftFile:
+    """A file to write into, which `publish` gives the name that it is for."""
+
+    def __init__(self, path: Path) -> None:
+        """Also deletes what is left of earlier ones. Raises OSError."""
+        list(clear_left_drafts(path))
+        self._path, self._draft = path, path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+        self.file = new_unlinked(self._draft)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def publish(self) -> None:
+        """Bring it to disk and to its place. Raises OSError."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self._draft.replace(self._path)
+
+    def discard(self) -> None:
+        """Close it, and delete it if it was not published."""
+        try:
+            self.file.close()
+        finally:
+            self._draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def in_turn(path: Path) -> Iterator[None]:
+    """Until its end nobody else who is `in_turn` puts another file in the place of this one.
+
+    It is the file itself that is locked. Where there is none, or the file system has no locks, nobody waits.
+    """
+    with ExitStack() as held:
+        with suppress(OSError):
+            while not _lock_file(path, held):
+                held.close()
+        yield
+
+
+def _lock_file(path: Path, held: ExitStack) -> bool:
+    """Whether the file that is locked now is still the one at its path: who had it before may have replaced it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    held.callback(os.close, descriptor)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return os.path.samestat(os.fstat(descriptor), path.stat())
+
+
+def clear_left_drafts(path: Path) -> Iterator[str]:
+    """Delete the drafts for this path that nobody writes any more; what could not be deleted, and why."""
+    named = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]+\.partial").fullmatch
+    for draft in sorted(each for each in path.parent.glob(".*.partial") if named(each.name) and not each.is_symlink()):
+        try:
+            descriptor = os.open(draft, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                draft.unlink(missing_ok=True)
+            except BlockingIOError:
+                pass  # an export, which begins anew when somebody was erased meanwhile
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            yield f"its draft {draft.name} cannot be deleted: {error.strerror or error}"

@@ -1,0 +1,347 @@
+"""This file is `tuneloop purge` and `tuneloop erase`: in the ledger, and in the exported files."""
+
+import json
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, NamedTuple
+
+import orjson
+import typer
+
+from tuneloop.cli.files import DraftFile, clear_left_drafts, in_turn
+from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, existing_ledger
+from tuneloop.cli.progress import counting, with_progress
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.experience import State, person_behind, person_name
+from tuneloop.shared.job_marks import KEY, load_key
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.recording.retention import (
+    NOTHING_ERASED,
+    PurgeResult,
+    bounds_of,
+    bounds_of_tenants,
+    stored_name,
+)
+from tuneloop.shared.privacy.detection import Detector
+from tuneloop.shared.privacy.redactor import Redactor
+from tuneloop.shared.settings.settings import Settings
+
+_NAMES = ("user", "other_user")
+_REPLIES = ("msg_id", "other_msg_id")
+#: Exports of older versions have the second in place of the first.
+_SOURCES = ("feedback_sources", "said_by")
+_COLUMNS = (*_NAMES, *_REPLIES, "tenant", *_SOURCES, "feedback")
+
+
+class Person(NamedTuple):
+    """Whose rows to erase: found by their replies, or by their names where the ledger no longer has those."""
+
+    tenant: str
+    users: tuple[str, ...]
+    msg_ids: frozenset[str]
+
+    def owns(self, row: Mapping[str, Any]) -> bool:
+        """Whether the row holds their reply, or their feedback on one."""
+        feedback = [each for each in row.get("feedback") or () if isinstance(each, dict)]
+        if any(each.get(name) in self.msg_ids for each in (row, *feedback) for name in _REPLIES):
+            return True
+        if row.get("tenant") not in (None, self.tenant):
+            return False
+        names = [
+            *(row.get(name) for name in _NAMES),
+            *(person_behind(source) for name in _SOURCES for source in row.get(name) or ()),
+            *(person_behind(each["source"]) for each in feedback if each.get("source")),
+        ]
+        return any(stored_name(user) in names for user in self.users)
+
+
+class FileErasure(NamedTuple):
+    """The result for a file: the rows removed and those left, and what could not be done."""
+
+    path: str
+    removed: int = 0
+    left: int = 0
+    problem: str | None = None
+
+
+def erase_rows(path: str, person: Person, *, dry_run: bool = False) -> FileErasure:
+    """Remove the person's rows from the file, and drafts of it that were left; with `dry_run`, only count them.
+
+    Of a link, the file that it names is changed: by its own name it would keep the rows.
+    """
+    found = Path(os.path.realpath(path))
+    done = _erase(found, person, dry_run, is_parquet=path.endswith(".parquet"))
+    left = [] if dry_run else [why for each in dict.fromkeys([Path(path), found]) for why in clear_left_drafts(each)]
+    problems = [*([done.problem] if done.problem else []), *left]
+    return done._replace(path=path, problem="; ".join(problems) or None)
+
+
+def _erase(path: Path, person: Person, dry_run: bool, *, is_parquet: bool) -> FileErasure:
+    try:
+        with in_turn(path):  # else what is read here would undo what another erasure, or an export, writes meanwhile
+            return _erase_parquet(path, person, dry_run) if is_parquet else _erase_lines(path, person, dry_run)
+    except ImportError:
+        problem = 'Parquet files need pyarrow: in a clone, pip install ./runner ".[parquet]"'
+    except OSError as error:
+        problem = error.strerror or str(error)
+    except ValueError as error:  # pyarrow's: it is no Parquet file
+        problem = f"cannot be read: {str(error).splitlines()[0]}"
+    return FileErasure(str(path), problem=problem)
+
+
+def _erase_lines(path: Path, person: Person, dry_run: bool) -> FileErasure:
+    removed = left = unreadable = 0
+    for _, row in with_progress(_lines(path), f"looking through {path.name}"):
+        is_theirs = row is not None and person.owns(row)
+        removed, left, unreadable = removed + is_theirs, left + (not is_theirs), unreadable + (row is None)
+    if removed and not dry_run:
+        with _replacing(path) as file:
+            rows = with_progress(_lines(path), f"writing {path.name}")
+            file.writelines(line for line, row in rows if row is None or not person.owns(row))
+    problem = f"{unreadable} lines are not exported rows and were left unchanged" if unreadable else None
+    return FileErasure(str(path), removed, left, problem)
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, Mapping[str, Any] | None]]:
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                row = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                row = None
+            yield line, row if isinstance(row, dict) else None
+
+
+def _erase_parquet(path: Path, person: Person, dry_run: bool) -> FileErasure:
+    import pyarrow
+    import pyarrow.parquet
+
+    with path.open("rb") as source, pyarrow.parquet.ParquetFile(source) as file:
+        columns = [name for name in file.schema_arrow.names if name in _COLUMNS]
+        numbers = with_progress(range(file.num_row_groups), f"looking through {path.name}", step=1)
+        groups = (file.read_row_group(number, columns=columns) for number in numbers)
+        keep = [[not person.owns(row) for row in group.to_pylist()] for group in groups]
+        removed = sum(row is False for group in keep for row in group)
+        if removed and not dry_run:
+            with _replacing(path) as draft:
+                written = with_progress(keep, f"writing {path.name}", step=1)
+                _write_parquet(file, draft, written, filter_of=lambda rows: pyarrow.array(rows, pyarrow.bool_()))
+    return FileErasure(str(path), removed, sum(map(len, keep)) - removed)
+
+
+def _write_parquet(
+    file: Any, draft: BinaryIO, keep: Iterable[Sequence[bool]], *, filter_of: Callable[[Sequence[bool]], Any]
+) -> None:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetWriter(draft, file.schema_arrow, compression="zstd") as writer:
+        for number, rows in enumerate(keep):
+            writer.write_table(file.read_row_group(number).filter(filter_of(rows)))
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file beside it, which takes its place when all went well."""
+    draft = DraftFile(path)
+    try:
+        yield draft.file
+        os.fchmod(draft.file.fileno(), stat.S_IMODE(path.stat().st_mode))
+        draft.publish()
+    finally:
+        draft.discard()
+
+
+_LOG_NOT_EMPTIED = (
+    "the database's write-ahead log still holds what was deleted, because a long read is in progress: run it again"
+    " later"
+)
+
+
+class TrainedOn(NamedTuple):
+    """A version that was trained on the person's experiences."""
+
+    version: int
+    state: str
+    experiences: int
+
+
+class Erasure(NamedTuple):
+    """What was deleted, or would be; `problems` lists what could not be deleted."""
+
+    tenant: str
+    user: str
+    dry_run: bool
+    exchanges: int
+    experiences: int
+    feedback: int
+    versions: tuple[TrainedOn, ...]
+    files: tuple[FileErasure, ...]
+    problems: tuple[str, ...]
+
+
+def erase(
+    ledger: Ledger, tenant: str, user: str, *, redactor: Redactor | None = None, dry_run: bool = False
+) -> Erasure:
+    """Delete the person from the ledger and from the exported files. The spools follow at the explorers' next look.
+
+    With a `redactor`, by the name that it writes in the place of theirs too.
+    """
+    user = person_name(user)
+    names = (user,) if redactor is None else (user, redactor.hidden_name(user))
+    deleted = []
+    with counting("looking through the ledger") as count:
+        for name in _stored_names(ledger, tenant, names, redactor):
+            deleted.append(ledger.retention.erase(tenant, name, dry_run=dry_run))
+            count(len(deleted[-1].msg_ids))
+    person = Person(tenant, names, frozenset().union(*(each.msg_ids for each in deleted)))
+    files = tuple(erase_rows(export.path, person, dry_run=dry_run) for export in ledger.retention.exported_files())
+    problems = [f"{file.path}: {file.problem}" for file in files if file.problem]
+    if not dry_run:
+        for file in files:
+            if file.removed:
+                ledger.retention.exported_rows(file.path, file.left)
+        problems += [] if ledger.retention.empty_log() else [_LOG_NOT_EMPTIED]
+    trained: Counter[int] = sum((Counter(each.trained) for each in deleted), Counter())
+    states = {each.version: each.state.value for each in ledger.versions.all()}
+    return Erasure(
+        tenant,
+        user,
+        dry_run,
+        exchanges=len(person.msg_ids),
+        experiences=sum(each.experiences for each in deleted),
+        feedback=sum(each.feedback for each in deleted),
+        versions=tuple(TrainedOn(each, states[each], count) for each, count in sorted(trained.items())),
+        files=tuple(file for file in files if file.removed or file.problem),
+        problems=tuple(problems),
+    )
+
+
+def _stored_names(ledger: Ledger, tenant: str, names: tuple[str, ...], redactor: Redactor | None) -> tuple[str, ...]:
+    """What a person is called in the ledger: by the pseudonym, and by the name if that was once written.
+
+    By the pseudonym whatever is redacted now: other kinds may have been when they were recorded.
+    """
+    user, *hidden = names
+    if redactor is None or redactor.name(user) == user:
+        return names
+    if ledger.retention.erase(tenant, user, dry_run=True) != NOTHING_ERASED:
+        return names
+    return tuple(hidden)  # the name would stand among those that were erased
+
+
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Delete nothing, only report what would be deleted.")]
+
+
+def seconds(duration: str) -> float:
+    """The seconds of 30d, 12h, 45m, 90s, or of a plain number. Raises typer.BadParameter for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", duration)
+    if match is None:
+        raise typer.BadParameter(f"{duration!r} is not a duration; write 30d, 12h, 45m or 90s")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def purge(
+    config: ConfigOption,
+    state: Annotated[State | None, typer.Option(help="Only experiences in this state.")] = None,
+    older_than: Annotated[
+        float | None, typer.Option(parser=seconds, metavar="30d", help="Only what was sampled longer ago.")
+    ] = None,
+    dry_run: DryRun = False,
+    as_json: JsonOption = False,
+    set_: SetOption = None,
+) -> None:
+    """Delete what is older than the settings' retention allows, or than --older-than. Services may run."""
+    if (state is None) != (older_than is None):
+        raise typer.BadParameter("--state and --older-than go together; without both, the settings' retention holds")
+    settings, ledger = existing_ledger(config, set_)
+    bounds, of_tenants = _bounds(settings, state, older_than)
+    with closing(ledger):
+        try:
+            with counting("deleting") as count:
+                result = ledger.retention.purge(bounds, of_tenants=of_tenants, dry_run=dry_run, deleted=count)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--state") from None
+    if as_json:
+        echo(json.dumps({"dry_run": dry_run, "experiences": result.experiences, "parked_feedback": result.parked}))
+    else:
+        echo("\n".join(_purge_lines(result, dry_run)))
+
+
+def _bounds(
+    settings: Settings, state: State | None, older_than: float | None
+) -> tuple[dict[State, float], dict[str, dict[State, float]]]:
+    """What holds for all, and what for some tenants instead."""
+    if state is not None and older_than is not None:
+        return {state: older_than}, {}
+    return bounds_of(settings.retention), bounds_of_tenants(settings)
+
+
+def _purge_lines(result: PurgeResult, dry_run: bool) -> Iterator[str]:
+    if not result.experiences:
+        yield "nothing is deleted: the settings' retention keeps everything; or give --state and --older-than"
+        return
+    yield "would delete" if dry_run else "deleted"
+    for state, count in result.experiences.items():
+        yield f"  {state:<10} {count} experiences"
+    if State.RECORDED in result.experiences:
+        yield f"  {'feedback':<10} {result.parked} events for replies that were never recorded"
+
+
+def erase_(
+    config: ConfigOption,
+    user: Annotated[str, typer.Option(help="The person, as requests name them in `user`, or feedback as its source.")],
+    tenant: Annotated[str, typer.Option(help="Whose person.")] = "default",
+    dry_run: DryRun = False,
+    as_json: JsonOption = False,
+    set_: SetOption = None,
+) -> None:
+    """Delete a person everywhere, and list the versions that were trained on them. Services may run.
+
+    Ends with 1 if something could not be reached.
+    """
+    settings, ledger = existing_ledger(config, set_)
+    with closing(ledger):
+        redactor = Redactor(Detector(settings.privacy), key=_existing_key(settings.job_dir / KEY))
+        result = erase(ledger, tenant, user, redactor=redactor, dry_run=dry_run)
+    echo(json.dumps(_erasure_as_json(result)) if as_json else "\n".join(_erasure_lines(result)))
+    if result.problems:
+        raise typer.Exit(1)
+
+
+def _existing_key(path: Path) -> bytes:
+    """The experiment's key. Raises EnvironmentRefused if there is none: a new one gives nobody's pseudonym."""
+    if not path.exists():
+        raise EnvironmentRefused(
+            f"checkpoint_root_dir: {path} is missing, and with it people's pseudonyms: restore it from a copy; if it is"
+            " lost, an explorer makes a new one when it starts, and who was redacted before is not found any more"
+        )
+    return load_key(path)
+
+
+def _erasure_as_json(result: Erasure) -> dict[str, object]:
+    lists = {name: [each._asdict() for each in getattr(result, name)] for name in ("versions", "files")}
+    return result._asdict() | lists
+
+
+def _erasure_lines(result: Erasure) -> Iterator[str]:
+    yield f"{'would delete' if result.dry_run else 'deleted'} of {result.user!r} (tenant {result.tenant})"
+    for name in ("exchanges", "experiences", "feedback"):
+        yield f"  {name:<12} {getattr(result, name)}"
+    if result.versions:
+        yield "trained on them"
+        for trained in result.versions:
+            yield f"  version {trained.version} ({trained.state}): {trained.experiences} experiences"
+        yield "  These weights and those of all later versions stay as they are: docs/privacy.md says what can be done."
+    if result.files:
+        yield "exported files"
+        for file in result.files:
+            yield f"  {file.path}: {file.removed} rows{'' if result.dry_run else ' taken out'}"
+    for problem in result.problems:
+        yield f"not reached: {problem}"

@@ -1,1 +1,0 @@
-"""Settings files: written, checked, reckoned."""

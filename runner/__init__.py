@@ -33,19 +33,19 @@ from tuneloop.runner.judging.rubric import Example, Rubric
 from tuneloop.runner.models.bound_model import CallDefaults, ModelEndpoint, make_model
 from tuneloop.runner.models.run import Run
 from tuneloop.runner.models.run_calls import ModelCall, RunCalls
-from tuneloop.runner.production.call_context import TrainingContext
-from tuneloop.runner.production.shadow_runs import ShadowResult, ShadowRun
-from tuneloop.runner.production.shadow_tools import ShadowTools
-from tuneloop.runner.production.strategies import (
+from tuneloop.runner.rewards.composite import Component, Composite, Score
+from tuneloop.runner.rewards.reply import Reply, ToolCall, ToolResult
+from tuneloop.runner.rewards.reward_function import reward_function
+from tuneloop.runner.shadow.executor import ShadowResult, ShadowRun
+from tuneloop.runner.shadow.production_calls import (
     EveryCall,
     ExplicitMarkingStrategy,
     ProductionCall,
     SamplingRateStrategy,
+    TrainingContext,
 )
-from tuneloop.runner.production.training_runner import TrainingRunner
-from tuneloop.runner.rewards.composite import Component, Composite, Score
-from tuneloop.runner.rewards.reply import Reply, ToolCall, ToolResult
-from tuneloop.runner.rewards.reward_function import reward_function
+from tuneloop.runner.shadow.tools import ShadowTools
+from tuneloop.runner.shadow.training_runner import TrainingRunner
 from tuneloop.runner.tasks.dataset import DatasetConfig
 from tuneloop.runner.tuning.config import (
     AlgorithmConfig,

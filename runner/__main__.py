@@ -8,6 +8,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "debug": "tuneloop.runner.tuning.debugging.debug_command",
     "prefer": "tuneloop.runner.collection.prefer_command",
+    "shadow": "tuneloop.runner.shadow.shadow_command",
     "tasks": "tuneloop.runner.tasks.tasks_command",
 }
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -11,34 +11,30 @@ import pytest
 
 from tests.explorer.running import eventually
 from tests.runner.feedback.service import FeedbackService
-from tests.runner.production import sent
-from tests.runner.production.recording import runner_of
+from tests.runner.shadow.recording import runner_of
 from tuneloop.runner import ShadowTools, TrainingRunner
 
 
-@pytest.fixture
-async def client() -> AsyncIterator[None]:
-    async with httpx.AsyncClient() as found:
-        sent.CLIENTS.append(found)
-        yield
-    sent.CLIENTS.remove(found)
+async def test_connections_that_production_shares_with_shadow_runs_serve_both(service: FeedbackService) -> None:
+    tools = ShadowTools()
+    async with httpx.AsyncClient() as client:
 
+        @tools.tool(read_only=True)
+        async def look(url: str) -> int:
+            return (await client.get(url)).status_code
 
-@pytest.mark.usefixtures("client")
-@pytest.mark.parametrize("agent", [sent.fetching, sent.fetching_without_a_loop])
-@pytest.mark.parametrize("run_in", ["process", "thread"])
-async def test_connections_that_production_shares_with_shadow_runs_serve_both(
-    service: FeedbackService, run_in: str, agent: Any
-) -> None:
-    settings = {"agent": agent, "reward_calculator": sent.is_found, "tools": sent.TOOLS, "run_in": run_in}
-    with runner_of(service.url, **settings) as (runner, _):
-        ask = runner.wrap(lambda url: sent.fetch(url))
-        for number in range(1, 6):
-            assert await ask(service.url) == 200
-            await asyncio.to_thread(eventually, lambda number=number: _ended(runner) == number)
-        assert await asyncio.to_thread(runner.stop, 30)
-    assert runner.counters() | {"completed": 5, "shadow_failed": 0} == runner.counters()
-    assert {entry["value"] for entry in service.entries} == {True}
+        async def fetch(url: str) -> int:
+            await look(url)
+            return await look(f"{url}/other")
+
+        again: dict[str, Any] = {"agent": lambda run: lambda url: look(f"{url}/again"), "tools": tools}
+        with runner_of(service.url, **again) as (runner, results):
+            ask = runner.wrap(fetch)
+            for number in range(1, 6):
+                assert await ask(service.url) == 501
+                await asyncio.to_thread(eventually, lambda number=number: _ended(runner) == number)
+            assert await asyncio.to_thread(runner.stop, 30)
+    assert [(each.result, each.tool_calls[0].outcome) for each in results] == [(501, "ran")] * 5
 
 
 def _ended(runner: TrainingRunner) -> int:

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from tests.doubles.engine import MODEL
 from tests.explorer.running import RunningExplorer
-from tests.runner.production.recording import runner_of
-from tuneloop.runner import ShadowResult, ShadowRun, TrainingContext
+from tests.runner.shadow.recording import runner_of
+from tuneloop.runner import SamplingRateStrategy, ShadowResult, ShadowRun, TrainingContext, TrainingRunner
 
 pytestmark = pytest.mark.contract
 
@@ -53,6 +54,21 @@ def test_shadow_runs_are_rewarded_and_committed_in_their_groups(explorer: Runnin
     assert all(len([row for row in rows if row[0] == task]) == 6 for task in tasks)
     marks = explorer.rows("SELECT metric, text, source, msg_id FROM feedback WHERE kind = 'label'")
     assert [tuple(row) for row in marks] == [("mark:hard", "hard", None, None)] * 3
+
+
+def test_lambdas_in_a_thread_of_the_app_are_enough(explorer: RunningExplorer) -> None:
+    runner = TrainingRunner(
+        service=explorer.url,
+        model=MODEL,
+        agent=lambda run: lambda text: agent(run)(text)[:1],
+        selection_strategy=SamplingRateStrategy.of(1.0),
+        reward_calculator=lambda result: 0.25,
+        commit_interval_seconds=300,
+    )
+    runner.start()
+    assert runner.wrap(lambda text: f"GPT-4 says {text}")("hello") == "GPT-4 says hello"
+    assert runner.stop()
+    assert [tuple(row) for row in explorer.rows("SELECT reward, state FROM experiences")] == [(0.25, "committed")] * 2
 
 
 async def test_in_an_asyncio_app_with_a_model_of_ours(explorer: RunningExplorer) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.explorer.running import eventually
 from tests.runner.feedback.service import FeedbackService, taken
-from tests.runner.production.recording import runner_of
+from tests.runner.shadow.recording import runner_of
 from tuneloop.runner import Composite, ProductionCall, Reply, SamplingRateStrategy, ShadowRun, TrainingRunner
 
 pytestmark = pytest.mark.contract
@@ -296,7 +296,8 @@ ODD: list[dict[str, Any]] = [
     {"concurrency": 0},
     {"queue_size": 0},
     {"timeout_seconds": 0},
-    {"capture_milliseconds": 0},
+    {"agent": None},
+    {"queue": "calls"},
     {"service": "localhost:8010"},
     {"api_key": "secret\n"},
 ]
@@ -358,7 +359,7 @@ import os, sys
 from tuneloop.runner import EveryCall, TrainingRunner
 runner = TrainingRunner(
     service=sys.argv[1], model="t", agent=lambda run: str.upper, reward_calculator=lambda result: 1.0,
-    selection_strategy=EveryCall(), commit_interval_seconds=0, run_in="thread",
+    selection_strategy=EveryCall(), commit_interval_seconds=0,
 )
 runner.start()
 ask = runner.wrap(str.upper)
@@ -406,7 +407,7 @@ import sys, time
 from tuneloop.runner import EveryCall, TrainingRunner
 runner = TrainingRunner(
     service=sys.argv[1], model="t", agent=lambda run: lambda text: time.sleep(600), reward_calculator=str,
-    selection_strategy=EveryCall(), run_in="thread",
+    selection_strategy=EveryCall(),
 )
 runner.start()
 runner.wrap(str.upper)("a")

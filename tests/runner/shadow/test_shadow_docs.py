@@ -9,7 +9,7 @@ from tests.doubles.engine import MODEL
 from tests.explorer.running import RunningExplorer, eventually
 from tests.runner.test_docs import DOCS, blocks
 from tuneloop.runner import TrainingRunner
-from tuneloop.runner.production.shadow_counts import KINDS
+from tuneloop.runner.shadow.executor import KINDS
 
 
 def test_the_runner_does_what_the_page_says(explorer: RunningExplorer) -> None:

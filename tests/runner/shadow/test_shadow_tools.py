@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.runner.feedback.service import FeedbackService
-from tests.runner.production.recording import runner_of
+from tests.runner.shadow.recording import runner_of
 from tuneloop.runner import ShadowResult, ShadowTools, TrainingRunner
 
 

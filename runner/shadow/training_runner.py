@@ -1,30 +1,40 @@
 """Lets production tune an agent: calls of the production agent are run again, out of sight, by one with our model."""
 
+import copy
 import functools
 import inspect
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeVar, cast, get_args, overload
+from pathlib import Path
+from typing import Any, Self, TypeVar, cast, overload
 
 from tuneloop.runner.feedback.feedback_client import Feedback
-from tuneloop.runner.production.bounded_copy import CopyTooLong, bounded_copy, copy_or_same
-from tuneloop.runner.production.call_context import (
+from tuneloop.runner.shadow.call_queue import CallQueue, NotJson, call_as_json
+from tuneloop.runner.shadow.executor import (
+    AgentFactory,
+    RewardCalculator,
+    ShadowCounts,
+    ShadowExecutor,
+    ShadowJob,
+    ShadowWorker,
+    in_thread,
+)
+from tuneloop.runner.shadow.production_calls import (
     CallTrace,
+    ProductionCall,
+    SamplingRateStrategy,
+    Strategy,
+    copy_or_same,
     current,
     current_trace,
     in_context,
-    marks_of_block,
     take_marks,
 )
-from tuneloop.runner.production.shadow_counts import ShadowCounts
-from tuneloop.runner.production.shadow_runs import AgentFactory, RewardCalculator, ShadowJob
-from tuneloop.runner.production.shadow_tools import Replay, ShadowTools, is_shadow_process, running_loop
-from tuneloop.runner.production.shadow_worker import RunIn, ShadowPlan, ShadowWorker
-from tuneloop.runner.production.strategies import ProductionCall, SamplingRateStrategy, Strategy
-from tuneloop.runner.production.thread_context import carry_into_threads
+from tuneloop.runner.shadow.tools import Replay, ShadowTools, is_shadow_process, running_loop
 
 Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
 
@@ -37,7 +47,7 @@ class _Observed:
     """A production call under way; `call` is None if it will not be run again."""
 
     trace: CallTrace
-    agent: AgentFactory
+    agent: AgentFactory | None
     call: ProductionCall | None = None
     select: Callable[[ProductionCall], bool] | None = None
 
@@ -56,15 +66,15 @@ class TrainingRunner:
     `commit_interval_seconds` (0: only at the end) what was rewarded is released to the trainer. `outbox` is the folder
     where rewards wait for a service that is away; without one they are lost if the process ends before it is back.
 
-    Inputs are copied in the app's thread for at most `capture_milliseconds`, or by `capture`; a tool's call whose
-    arguments take longer than that is not recorded. Shadow runs compute in a
-    process of their own where `agent`, `reward_calculator` and inputs can be sent there, unless `run_in` is "thread".
+    Inputs are copied in the app's thread, or by `capture`. Shadow runs go on in a thread of the app's process. With
+    `queue`, a folder, this process runs none: it leaves the selected calls there, as JSON, for a process that
+    `python -m tuneloop.runner shadow` starts, which is told the other settings.
     """
 
-    service: str
-    model: str
-    agent: AgentFactory
-    reward_calculator: RewardCalculator
+    service: str = ""
+    model: str = ""
+    agent: AgentFactory | None = None
+    reward_calculator: RewardCalculator | None = None
     selection_strategy: Strategy = field(default_factory=lambda: SamplingRateStrategy.of(0.1))
     commit_interval_seconds: float = 300.0
     repeat_time: int = 1
@@ -74,54 +84,90 @@ class TrainingRunner:
     outbox: str | os.PathLike[str] | None = None
     api_key: str | None = field(default=None, repr=False)
     capture: Capture | None = None
-    capture_milliseconds: float = 1.0
     tools: ShadowTools = field(default_factory=ShadowTools)
-    run_in: RunIn = "auto"
+    queue: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for what makes no sense."""
         if min(self.repeat_time, self.concurrency, self.queue_size) < 1:
             raise ValueError("repeat_time, concurrency and queue_size must be at least 1")
-        if not min(self.timeout_seconds, self.capture_milliseconds) > 0:
-            raise ValueError("timeout_seconds and capture_milliseconds must be above 0")
-        if self.run_in not in get_args(RunIn):
-            raise ValueError(f"run_in: {self.run_in!r} is none of {', '.join(get_args(RunIn))}")
-        Feedback(self.service, api_key=self.api_key).close()  # which says what is wrong with a URL, or a key
+        if not self.timeout_seconds > 0:
+            raise ValueError("timeout_seconds must be above 0")
+        given = (self.service, self.model, self.agent, self.reward_calculator)
+        if self.queue is None:
+            if not all(given):
+                raise ValueError("give service, model, agent and reward_calculator, or queue")
+            Feedback(self.service, api_key=self.api_key).close()  # which says what is wrong with a URL, or a key
+        elif any(given):
+            raise ValueError("queue: give service, model, agent and reward_calculator to `tuneloop.runner shadow`")
         self._counts = ShadowCounts()
         self._worker: ShadowWorker | None = None
         self._parents: ShadowWorker | None = None
+        self._executor: ShadowExecutor | None = None
         self._pid = os.getpid()
-        self._feedback: Feedback | None = None
         self._temporary: str | None = None
-        self._copy_limit_s = self.capture_milliseconds / 1000
         strategy: Any = self.selection_strategy
         self._select = cast(Callable[[ProductionCall], bool], getattr(strategy, "should_select", strategy))
         self._asked_after = bool(getattr(strategy, "after_call", False))
 
     def start(self) -> Self:
-        """Begin, in a forked child anew. Before, wrapped functions do as they would without this.
-
-        Raises CannotSend if `run_in` is "process", and the agent or the reward calculator cannot be sent to one."""
+        """Begin, in a forked child anew. Before, wrapped functions do as they would without this."""
         self._leave_to_parent()
         if self._worker is not None or is_shadow_process():
             return self
-        outbox = self.outbox
-        if outbox is None:
-            outbox = self._temporary = tempfile.mkdtemp(prefix="tuneloop-outbox-")
-        self._feedback = Feedback(self.service, outbox=outbox, api_key=self.api_key)
-        carry_into_threads(lambda what: isinstance(what, Replay))
-        self._worker, self._pid = ShadowWorker(_plan_of(self), self._counts, self._feedback), os.getpid()
+        if self.queue is not None:
+            handle = self._leave_in(CallQueue(Path(self.queue), self._counts))
+            self._worker = ShadowWorker(handle, self._counts, concurrency=1, queue_size=self.queue_size)
+        else:
+            outbox = self.outbox
+            if outbox is None:
+                outbox = self._temporary = tempfile.mkdtemp(prefix="tuneloop-outbox-")
+            assert self.reward_calculator is not None
+            self._executor = executor = ShadowExecutor(
+                service=self.service.rstrip("/").removesuffix("/v1"),
+                model=self.model,
+                api_key=self.api_key or "none",
+                reward_calculator=self.reward_calculator,
+                repeat_time=self.repeat_time,
+                timeout_s=self.timeout_seconds,
+                tools=self.tools,
+                counts=self._counts,
+                feedback=Feedback(self.service, outbox=outbox, api_key=self.api_key),
+            )
+            self._worker = ShadowWorker(
+                executor.run,
+                self._counts,
+                concurrency=self.concurrency,
+                queue_size=self.queue_size,
+                commit=executor.commit,
+                commit_interval_s=self.commit_interval_seconds,
+            )
+        self._pid = os.getpid()
         return self
+
+    def _leave_in(self, queue: CallQueue) -> Callable[[ShadowJob], Coroutine[Any, Any, None]]:
+        async def leave(job: ShadowJob) -> None:
+            if len(await in_thread(queue.waiting)) >= self.queue_size:
+                self._counts.add("dropped_queue_full")
+                return
+            try:
+                text = call_as_json(job)
+            except NotJson as error:
+                self._counts.fail("dropped_not_json", error)
+            else:
+                await in_thread(lambda: queue.write(text))
+
+        return leave
 
     def _leave_to_parent(self) -> None:
         """In a child that was forked after a start: what was begun, its process and its folder are the parent's."""
         if self._worker is None or self._pid == os.getpid():
             return
-        if self._feedback is not None:
-            self._feedback.close(0)  # which since the fork has only what is said in the child
-        # Kept: the end of a pipe that nobody refers to is flushed, into the parent's.
+        if self._executor is not None:
+            self._executor.feedback.close(0)  # which since the fork has only what is said in the child
+        # Kept: its event loop is the parent's too, and would be closed when nobody refers to it.
         self._parents, self._worker = self._worker, None
-        self._feedback = self._temporary = None
+        self._executor = self._temporary = None
         self._counts = ShadowCounts()  # the lock of the old ones may be held, by a thread that is not here
 
     def stop(self, timeout: float = 60.0) -> bool:
@@ -130,7 +176,10 @@ class TrainingRunner:
         worker, self._worker = self._worker, None
         if worker is None:
             return True
+        deadline = time.monotonic() + timeout
         done = worker.stop(timeout)
+        if self._executor is not None:
+            done = self._executor.settle(deadline - time.monotonic()) and done
         if done and self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
         return done
@@ -144,8 +193,9 @@ class TrainingRunner:
     def counters(self) -> dict[str, int]:
         """What became of calls and runs, by kind, and of the feedback on them."""
         found = self._counts.snapshot()
-        if (feedback := self._feedback) is not None:
-            found |= {f"feedback_{name}": getattr(feedback, name) for name in ("pending", "sent", "refused")}
+        if (executor := self._executor) is not None:
+            names = ("pending", "sent", "refused")
+            found |= {f"feedback_{name}": getattr(executor.feedback, name) for name in names}
         return found
 
     @overload
@@ -161,8 +211,11 @@ class TrainingRunner:
     def wrap(self, call: Wrapped, *, agent: AgentFactory | None = None) -> Wrapped:
         """The same callable, sync or async, of whose calls some are run again by `agent`, or else the runner's.
 
-        Raises TypeError for a generator, whose answer could not be compared.
+        Raises TypeError for a generator, whose answer could not be compared, and ValueError for an agent of its own
+        where the process that reads the queue has the agent.
         """
+        if agent is not None and self.queue is not None:
+            raise ValueError("wrap: with queue= the agent is that of `tuneloop.runner shadow`")
         inner = call if inspect.isroutine(call) else getattr(call, "__call__", call)  # noqa: B004
         if inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
             raise TypeError("wrap: a function that yields; wrap one that returns its answer")
@@ -200,16 +253,18 @@ class TrainingRunner:
         self._end(observed, result)
         return result
 
-    def _begin(self, name: str, agent: AgentFactory, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Observed | None:
+    def _begin(
+        self, name: str, agent: AgentFactory | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Observed | None:
         """Before a call: whether it may be run again, and then what it was asked. None: it is no production call."""
         worker = self._worker
         if current_trace() is not None or isinstance(current(), Replay):
             return None
-        marks = (*marks_of_block(), *take_marks())  # of this call, whether or not anybody asks for them
+        marks = take_marks()  # of this call, whether or not anybody asks for them
         if worker is None or not worker.running:
             return None
         self._counts.add("calls")
-        observed = _Observed(CallTrace(recorded=False, copy_limit_s=self._copy_limit_s), agent)
+        observed = _Observed(CallTrace(recorded=False), agent)
         call = ProductionCall(name=name, args=args, kwargs=kwargs, marks=marks)
         if self._asked_after:
             observed.select = self._select
@@ -220,9 +275,9 @@ class TrainingRunner:
             if not selected:
                 return observed
             self._counts.add("selected")
-        with self._counts.harmless("dropped_not_copied", {CopyTooLong: "dropped_too_large"}):
-            copied_args, copied_kwargs = _copies_of(args, kwargs, self.capture, self._copy_limit_s)
-            observed.call = replace(call, args=copied_args, kwargs=copied_kwargs)
+        with self._counts.harmless("dropped_not_copied"):
+            copied = copy.deepcopy((args, kwargs)) if self.capture is None else self.capture(args, kwargs)
+            observed.call = replace(call, args=copied[0], kwargs=copied[1])
             observed.trace.recorded = True
         return observed
 
@@ -233,7 +288,7 @@ class TrainingRunner:
         if call is None or worker is None:
             return
         with self._counts.harmless("runner_failed"):
-            call = replace(call, marks=(*call.marks, *trace.marks), result=copy_or_same(result, self._copy_limit_s))
+            call = replace(call, marks=(*call.marks, *trace.marks), result=copy_or_same(result))
             worker.offer(
                 ShadowJob(
                     call=call,
@@ -243,30 +298,3 @@ class TrainingRunner:
                     loop=running_loop(),
                 )
             )
-
-
-def _plan_of(runner: TrainingRunner) -> ShadowPlan:
-    return ShadowPlan(
-        service=runner.service.rstrip("/").removesuffix("/v1"),
-        model=runner.model,
-        api_key=runner.api_key or "none",
-        agent=runner.agent,
-        reward_calculator=runner.reward_calculator,
-        repeat_time=runner.repeat_time,
-        commit_interval_s=runner.commit_interval_seconds,
-        concurrency=runner.concurrency,
-        queue_size=runner.queue_size,
-        timeout_s=runner.timeout_seconds,
-        tools=runner.tools,
-        run_in=runner.run_in,
-    )
-
-
-def _copies_of(
-    args: tuple[Any, ...], kwargs: dict[str, Any], capture: Capture | None, limit_s: float
-) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Inputs of which nothing is shared. Raises what says why there are none."""
-    if capture is not None:
-        return capture(args, kwargs)
-    copied: tuple[tuple[Any, ...], Mapping[str, Any]] = bounded_copy((args, kwargs), limit_s)
-    return copied

@@ -7,7 +7,7 @@ import pytest
 
 from tests.doubles.serving import serving
 from tests.runner.faulty_service import FAILURES, Failure, FaultyService, ask
-from tests.runner.production.recording import runner_of
+from tests.runner.shadow.recording import runner_of
 from tuneloop.runner import ShadowResult, ShadowRun
 
 
@@ -33,13 +33,11 @@ async def production(question: str, stream: bool) -> str:
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize(
-    ("failure", "run_in"), [*((each, "thread") for each in FAILURES), (503, "process"), ("cut stream", "process")]
-)
-async def test_it_is_counted_and_not_rewarded(failure: Failure, run_in: str) -> None:
+@pytest.mark.parametrize("failure", FAILURES)
+async def test_it_is_counted_and_not_rewarded(failure: Failure) -> None:
     double = FaultyService(fails=lambda question, before: failure if question == "3+1" else None)
     with serving(double) as url:
-        made = {"agent": catching, "reward_calculator": worth, "run_in": run_in}
+        made = {"agent": catching, "reward_calculator": worth}
         with runner_of(url, **made) as (runner, _):
             ask_production = runner.wrap(production)
             for question in ("2+1", "3+1"):

@@ -1,4 +1,4 @@
-"""Tools in threads, executors and by name: whichever way a shadow run calls them, nothing is written."""
+"""Tools that are bound to a shadow run: in whatever thread it calls them, nothing is written."""
 
 import asyncio
 import json
@@ -6,16 +6,14 @@ import queue
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from tests.runner.feedback.service import FeedbackService
-from tests.runner.production.recording import runner_of
+from tests.runner.shadow.recording import runner_of
 from tuneloop.runner import ShadowResult, ShadowRun, TrainingRunner
-
-Act = Callable[[Callable[[str], str]], Any]
 
 
 class Post:
@@ -28,80 +26,6 @@ class Post:
     def _send(self, what: str) -> str:
         self.sent.append(what)
         return f"sent {what}"
-
-
-async def in_the_loops_executor(send: Callable[[str], str]) -> str:
-    return await asyncio.get_running_loop().run_in_executor(None, send, "mail")
-
-
-def in_a_pool(send: Callable[[str], str]) -> str:
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(send, "mail").result()
-
-
-def in_a_pools_map(send: Callable[[str], str]) -> str:
-    with ThreadPoolExecutor(1) as pool:
-        return next(pool.map(send, ["mail"]))
-
-
-def in_a_thread(send: Callable[[str], str]) -> str:
-    said: list[str] = []
-    thread = threading.Thread(target=lambda: said.append(send("mail")))
-    thread.start()
-    thread.join()
-    return said[0]
-
-
-def in_a_thread_of_a_thread(send: Callable[[str], str]) -> str:
-    return in_a_pool(lambda what: in_a_thread(send))
-
-
-def in_a_kind_of_thread(send: Callable[[str], str]) -> str:
-    class Sending(threading.Thread):
-        said = ""
-
-        def run(self) -> None:
-            self.said = send("mail")
-
-    thread = Sending()
-    thread.start()
-    thread.join()
-    return thread.said
-
-
-@pytest.mark.parametrize(
-    "act",
-    [
-        in_the_loops_executor,
-        in_a_pool,
-        in_a_pools_map,
-        in_a_thread,
-        in_a_thread_of_a_thread,
-        in_a_kind_of_thread,
-    ],
-)
-def test_threads_and_executors_of_a_shadow_run_write_nothing(service: FeedbackService, act: Act) -> None:
-    with runner_of(service.url) as (runner, results):
-        post = Post(runner)
-        runner.wrap(lambda: 1, agent=lambda run: lambda: act(post.send))()
-        runner.stop(30)
-        assert post.sent == []
-        assert "was not run" in json.loads(results[0].result)["error"]
-        assert [each.outcome for each in results[0].tool_calls] == ["refused"]
-        answered = act(post.send)
-        assert (asyncio.run(answered) if asyncio.iscoroutine(answered) else answered) == "sent mail"
-        assert post.sent == ["mail"]
-
-
-def test_a_pool_that_production_shares_with_a_shadow_run_still_works_for_production(service: FeedbackService) -> None:
-    """The thread that the pool starts for the shadow run goes on to work for production."""
-    with ThreadPoolExecutor(1) as pool, runner_of(service.url) as (runner, results):
-        post = Post(runner)
-        runner.wrap(lambda: 1, agent=lambda run: lambda: pool.submit(post.send, "shadow").result())()
-        runner.stop(30)
-        assert [each.outcome for each in results[0].tool_calls] == ["refused"]
-        assert pool.submit(post.send, "production").result() == "sent production"
-    assert post.sent == ["production"]
 
 
 @pytest.fixture

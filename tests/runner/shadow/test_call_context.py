@@ -8,7 +8,7 @@ from threading import Thread
 import pytest
 
 from tests.runner.feedback.service import FeedbackService
-from tests.runner.production.recording import Seen, runner_of
+from tests.runner.shadow.recording import Seen, runner_of
 from tuneloop.runner import ExplicitMarkingStrategy, TrainingContext, TrainingRunner
 
 

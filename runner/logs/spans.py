@@ -1,9 +1,8 @@
-"""Exchanges of OpenTelemetry's spans of generative AI: its own conventions, new and old, and others'.
+"""Exchanges of OpenTelemetry's spans of generative AI: its own conventions, new and old, and AgentScope's.
 
 A chat span tells its messages in `gen_ai.input.messages` and `gen_ai.output.messages` (attributes, or those of the
 event `gen_ai.client.inference.operation.details`), in events of the names `gen_ai.user.message`, `gen_ai.choice` and so
-on (before 1.37), in `gen_ai.prompt.0.content` and so on (OpenLLMetry), in `llm.input_messages.0.message.content` and so
-on (OpenInference), or, AgentScope's, in `agentscope.function.input`.
+on (before 1.37), or, AgentScope's, in `agentscope.function.input`.
 """
 
 import json
@@ -13,18 +12,15 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from tuneloop.runner.logs import openinference
-from tuneloop.runner.logs.exchange import LoggedExchange, labels_in, may_train, objects, optional_text
+from tuneloop.runner.logs.exchange import LoggedExchange, json_value, may_train, objects, optional_text
 from tuneloop.runner.rewards.chat_messages import ChatMessage, chat_messages, tool_call
 from tuneloop.runner.rewards.reply import text_of
 
 _CHATS = frozenset({"chat", "chat_model", "generate_content"})
 _MEDIA = frozenset({"uri", "blob", "file", "image", "audio", "video"})
-_OF_CHATS = ("gen_ai.", "llm.")
 _DROPPED = "of its attributes or events were left out when it was written"
 _DETAILS = "gen_ai.client.inference.operation.details"
 _EVENT = re.compile(r"gen_ai\.(system|user|assistant|tool)\.message").fullmatch
-_NUMBERED = re.compile(r"gen_ai\.(prompt|completion)\.(\d+)\.(.+)").fullmatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +42,7 @@ class GenAiSpan:
     @property
     def may_train(self) -> bool:
         """Whether nobody said no, on the span or on what wrote it."""
-        return may_train(self.attributes, {"metadata": self.metadata}, self.resource)
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """What OpenInference keeps as JSON text."""
-        try:
-            return _object(self.attributes.get("metadata"))
-        except (ValueError, RecursionError):
-            return {}
+        return may_train(self.attributes, {"metadata": json_value(self.attributes.get("metadata"))}, self.resource)
 
 
 def exchange_of_span(span: GenAiSpan, *, source: str, place: str) -> LoggedExchange | None:
@@ -62,9 +50,9 @@ def exchange_of_span(span: GenAiSpan, *, source: str, place: str) -> LoggedExcha
 
     Raises one of UNREADABLE for a chat of which what is told cannot be read, or is not whole.
     """
-    kind = span.attributes.get("gen_ai.operation.name", span.attributes.get("llm.request.type"))
-    if kind not in _CHATS and not openinference.is_chat(span.attributes):
-        if span.dropped and kind is None and any(name.startswith(_OF_CHATS) for name in span.attributes):
+    kind = span.attributes.get("gen_ai.operation.name")
+    if kind not in _CHATS:
+        if span.dropped and kind is None and any(name.startswith("gen_ai.") for name in span.attributes):
             raise ValueError(f"{span.dropped} {_DROPPED}: its kind is not known")
         return None
     if span.dropped:
@@ -76,9 +64,8 @@ def exchange_of_span(span: GenAiSpan, *, source: str, place: str) -> LoggedExcha
     question, reply = _messages(attributes, span.events)
     if not any(each["role"] == "user" for each in question):
         return None
-    named = ("gen_ai.conversation.id", "session.id")
-    run = next((found for name in named if (found := optional_text(attributes.get(name)))), span.trace_id)
-    models = ("gen_ai.request.model", "gen_ai.response.model", "llm.model_name")
+    run = optional_text(attributes.get("gen_ai.conversation.id")) or span.trace_id
+    models = ("gen_ai.request.model", "gen_ai.response.model")
     return LoggedExchange(
         source=source,
         place=place,
@@ -92,27 +79,21 @@ def exchange_of_span(span: GenAiSpan, *, source: str, place: str) -> LoggedExcha
         at=span.start,
         user=optional_text(attributes.get("user.id") or attributes.get("enduser.id")),
         train=span.may_train and may_train(details),
-        labels={"run_id": run} | labels_in(span.metadata),
+        labels={"run_id": run},
     )
 
 
 def _messages(
     attributes: Mapping[str, Any], events: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> tuple[list[ChatMessage], list[ChatMessage]]:
-    """What was asked and what was answered, from whichever of the five ways was used."""
+    """What was asked and what was answered, from whichever of the three ways was used."""
     question, reply = _of_parts(attributes, "input"), _of_parts(attributes, "output")
     if question:
         return question, reply
     given = attributes.get("agentscope.function.input")
     if given is not None:
         return _of_call(given), reply
-    by_event = _of_events(events)
-    if by_event[0]:
-        return by_event
-    flat = _of_numbered(attributes)
-    if flat[0]:
-        return flat
-    return openinference.messages_of(attributes, "input"), openinference.messages_of(attributes, "output")
+    return _of_events(events)
 
 
 def _of_parts(attributes: Mapping[str, Any], side: str) -> list[ChatMessage]:
@@ -206,42 +187,13 @@ def _event_message(fields: Mapping[str, Any], role: str) -> ChatMessage:
     return message
 
 
-def _of_numbered(attributes: Mapping[str, Any]) -> tuple[list[ChatMessage], list[ChatMessage]]:
-    found: dict[str, dict[int, dict[str, Any]]] = {"prompt": {}, "completion": {}}
-    for key, value in attributes.items():
-        if name := _NUMBERED(key):
-            found[name[1]].setdefault(int(name[2]), {})[name[3]] = value
-    sides = []
-    for side, numbers in found.items():
-        if set(numbers) != set(range(len(numbers))):
-            raise ValueError(f"gen_ai.{side} is not whole: it has {', '.join(map(str, sorted(numbers)[:5]))} only")
-    for side, role in (("prompt", "user"), ("completion", "assistant")):
-        ordered = [found[side][number] for number in sorted(found[side])]
-        sides.append([message for each in ordered for message in chat_messages(_numbered_message(each, role))])
-    return sides[0], sides[1]
-
-
-def _numbered_message(fields: Mapping[str, Any], role: str) -> ChatMessage:
-    message: ChatMessage = {"role": str(fields.get("role") or role), "content": fields.get("content") or ""}
-    numbers = sorted({int(key.split(".")[1]) for key in fields if re.fullmatch(r"tool_calls\.\d+\..+", key)})
-    if numbers:
-        message["tool_calls"] = [
-            tool_call(*(fields.get(f"tool_calls.{number}.{name}") for name in ("name", "arguments", "id")))
-            for number in numbers
-        ]
-    return message
-
-
 def _tools(attributes: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """The tools that were offered, as OpenAI has them: the conventions have them flat."""
-    listed = objects(attributes.get("gen_ai.tool.definitions"))
-    if not listed:
-        return openinference.tools_of(attributes)
     return tuple(
         each
         if "function" in each
         else {"type": "function", "function": {key: value for key, value in each.items() if key != "type"}}
-        for each in listed
+        for each in objects(attributes.get("gen_ai.tool.definitions"))
     )
 
 

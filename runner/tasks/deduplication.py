@@ -1,13 +1,13 @@
-"""Finds tasks that say the same: exactly, but for case and white space, or nearly, by MinHash of their shingles. Pure.
+"""Finds tasks that say the same: exactly, but for case and white space, or nearly, by the shingles that they share. Pure.
 
 Texts with different numbers in them are different tasks, however alike they are: 3+4 is not 3+5.
 """
 
-import hashlib
+import math
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tuneloop.runner.rewards.reply import text_of
@@ -15,10 +15,6 @@ from tuneloop.runner.tasks.task_set import ImportedTask
 
 #: Characters of a shingle; of characters and not of words, for not every language writes spaces.
 _SHINGLE = 5
-
-#: Places of a signature, and how many of them make a band. Of texts whose shingles are four fifths the same, 999 of
-#: 1000 pairs share a band.
-_PLACES, _IN_A_BAND = 64, 4
 
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
@@ -42,19 +38,29 @@ def deduplicate(
     """
     if near is not None and not 0 < near <= 1:
         raise ValueError(f"near: {near} must be above 0 and at most 1, or None")
-    index = _Index(near)
-    for each in against:
-        index.add(each)
+    earlier, later = [_Text(each) for each in against], [_Text(each) for each in tasks]
+    frequency = Counter(shingle for each in [*earlier, *later] for shingle in each.question)
+    whole: dict[str, str] = {}
+    by_shingle: dict[object, list[_Text]] = defaultdict(list)
     kept: list[ImportedTask] = []
     exact: dict[str, str] = {}
     close: dict[str, str] = {}
-    for each in tasks:
-        original, same = index.find(each)
-        if original is None:
-            index.add(each)
-            kept.append(each)
-        else:
-            (exact if same else close)[each.task_id] = original
+    for place, each in enumerate([*earlier, *later]):
+        rare = [] if near is None else each.rarest(near, frequency)
+        if place >= len(earlier):
+            if original := whole.get(each.whole):
+                exact[each.task.task_id] = original
+                continue
+            alike = Counter(other for shingle in rare for other in by_shingle.get(shingle, ()))
+            # A long prompt of the system would make all questions below it alike.
+            found = (other for other, _ in alike.most_common() if each.is_near(other, near or 1))
+            if (other := next(found, None)) is not None:
+                close[each.task.task_id] = other.task.task_id
+                continue
+            kept.append(each.task)
+        whole.setdefault(each.whole, each.task.task_id)
+        for shingle in rare:
+            by_shingle[shingle].append(each)
     return Deduplicated(tuple(kept), exact, close)
 
 
@@ -78,68 +84,25 @@ class _Text:
 
     def __init__(self, task: ImportedTask) -> None:
         turns = [f"{each['role']}: {normalise(text_of(each.get('content')))}" for each in task.messages]
-        self.task_id = task.task_id
+        self.task = task
         self.whole = "\n".join(turns)
         self.question = _shingles(normalise(task.question))
         self.context = _shingles("\n".join(turns[:-1]))
-        self._numbers = tuple(sorted(_NUMBER.findall(self.whole)))
+        self.numbers = tuple(sorted(_NUMBER.findall(self.whole)))
 
-    def bands(self) -> list[tuple[object, ...]]:
-        signature = _signature(self.question)
-        # Texts with other numbers shall not even be looked at: there may be thousands from one template.
-        return [(at, self._numbers, *signature[at : at + _IN_A_BAND]) for at in range(0, _PLACES, _IN_A_BAND)]
+    def rarest(self, near: float, frequency: Counter[str]) -> list[object]:
+        """So many of its rarest shingles that a question which shares none of them cannot be near (prefix filtering).
 
+        Texts with other numbers shall not even be looked at: there may be thousands from one template.
+        """
+        ordered = sorted(self.question, key=lambda each: (frequency[each], each))
+        return [(self.numbers, each) for each in ordered[: len(ordered) - math.ceil(near * len(ordered)) + 1]]
 
-class _Index:
-    """What was seen: whole texts by themselves, and by the bands of their questions' signatures."""
-
-    def __init__(self, near: float | None) -> None:
-        self._near = near
-        self._exact: dict[str, str] = {}
-        self._bands: dict[tuple[object, ...], list[_Text]] = defaultdict(list)
-
-    def find(self, task: ImportedTask) -> tuple[str | None, bool]:
-        """The id of a task that says the same, and whether exactly."""
-        text = _Text(task)
-        if text.whole in self._exact:
-            return self._exact[text.whole], True
-        if self._near is None:
-            return None, False
-        alike = Counter(each for band in text.bands() for each in self._bands.get(band, ()))
-        for other, _ in alike.most_common():
-            # A long prompt of the system would make all questions below it alike.
-            if self._close(text.question, other.question) and self._close(text.context, other.context):
-                return other.task_id, False
-        return None, False
-
-    def add(self, task: ImportedTask) -> None:
-        text = _Text(task)
-        self._exact.setdefault(text.whole, task.task_id)
-        if self._near is not None:
-            for band in text.bands():
-                self._bands[band].append(text)
-
-    def _close(self, one: set[str], other: set[str]) -> bool:
-        return self._near is not None and len(one & other) >= self._near * len(one | other)
+    def is_near(self, other: "_Text", near: float) -> bool:
+        """Whether both say nearly the same after nearly the same."""
+        pairs = ((self.question, other.question), (self.context, other.context))
+        return all(len(one & two) >= near * len(one | two) for one, two in pairs)
 
 
 def _shingles(text: str) -> set[str]:
     return {text[at : at + _SHINGLE] for at in range(max(1, len(text) - _SHINGLE + 1))}
-
-
-def _signature(shingles: Iterable[str]) -> Sequence[int]:
-    """MinHash with one hash of each shingle, which chooses its place too; an empty place borrows from the next.
-
-    Li, Owen and Zhang, One Permutation Hashing, NIPS 2012; Shrivastava and Li, ICML 2014, for the empty places.
-    """
-    least: list[int | None] = [None] * _PLACES
-    for each in shingles:
-        number = int.from_bytes(hashlib.blake2b(each.encode(errors="replace"), digest_size=8).digest())
-        place, value = number % _PLACES, number // _PLACES
-        before = least[place]
-        least[place] = value if before is None else min(before, value)
-    signature = []
-    for place in range(_PLACES):
-        away = next(step for step in range(_PLACES) if least[(place + step) % _PLACES] is not None)
-        signature.append(hash((least[(place + away) % _PLACES], away)))
-    return signature

@@ -124,23 +124,6 @@ def test_events_that_are_log_records_are_read_in_their_order(tmp_path: Path) -> 
         assert (first.reply, second.messages, second.reply) == ((ANSWER,), READ, (ANSWER,))
 
 
-def test_numbered_attributes_are_read(tmp_path: Path) -> None:
-    numbered = {
-        "llm.request.type": "chat",
-        "gen_ai.prompt.0.role": "user",
-        "gen_ai.prompt.0.content": "Where is my parcel?",
-        "gen_ai.prompt.1.role": "assistant",
-        "gen_ai.prompt.1.tool_calls.0.name": "track",
-        "gen_ai.prompt.1.tool_calls.0.id": "c1",
-        "gen_ai.prompt.1.tool_calls.0.arguments": '{"number": 7}',
-        "gen_ai.completion.0.content": "On its way.",
-    }
-    [read] = of_otlp(tmp_path, {"id": "s1", "attributes": numbered})
-    assert read.messages[0] == USER
-    assert read.messages[1]["tool_calls"] == [CALL]
-    assert read.reply == (ANSWER,)
-
-
 def test_what_is_no_chat_or_kept_no_messages_is_left_out(tmp_path: Path) -> None:
     tool = {"id": "s1", "attributes": {"gen_ai.operation.name": "execute_tool"}}
     assert of_otlp(tmp_path, tool, {"id": "s2", "attributes": CHAT}) == []

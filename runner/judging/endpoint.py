@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import httpx
 
 from tuneloop.runner.errors import JudgeAway, JudgeFailed
+from tuneloop.runner.http_client import header_of_key
 from tuneloop.runner.judging.prompts import Prompt
-from tuneloop.runner.key_header import header_of_key
 
 #: The longest that we wait by ourselves before asking again. Who is told to wait longer raises JudgeAway.
 MAX_WAIT_S = 30.0

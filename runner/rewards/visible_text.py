@@ -16,11 +16,9 @@ def visible(text: str, encoding: str | None = "utf-8") -> str:
     ('fine\\x1b[2J\nnext\tone\\u202e', '\\xbfqu\\xe9?')
     """
     shown = "".join(
-        each if each in "\n\t" + _JOINERS or unicodedata.category(each) not in _HIDDEN else _escape(each)
+        each
+        if each in "\n\t" + _JOINERS or unicodedata.category(each) not in _HIDDEN
+        else each.encode("unicode_escape").decode()
         for each in text.replace("\r\n", "\n")
     )
     return shown.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode()

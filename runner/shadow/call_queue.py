@@ -6,7 +6,6 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from tuneloop.runner.private_files import make_private_folder, write_private_text
 from tuneloop.runner.shadow.executor import ShadowCounts, ShadowJob, log
@@ -54,7 +53,24 @@ class CallQueue:
             stem, _, attempts = path.stem.rpartition("-")
             if int(attempts) >= MOST_ATTEMPTS:
                 raise ValueError(f"it was begun {attempts} times and never ended")
-            job = _job_of(json.loads(path.read_text(encoding="utf-8")))
+            read = json.loads(path.read_text(encoding="utf-8"))
+            recorded: Iterator[RecordedToolCall] = (
+                RecordedToolCall(
+                    each["name"],
+                    each["arguments"],
+                    each["result"],
+                    None if each["error"] is None else ToolFailed(each["error"]),
+                )
+                for each in read["tool_calls"]
+            )
+            call = ProductionCall(
+                name=read["name"],
+                args=tuple(read["args"]),
+                kwargs=dict(read["kwargs"]),
+                marks=tuple(read["marks"]),
+                result=read["result"],
+            )
+            job = ShadowJob(call=call, recorded=tuple(recorded))
             begun = path.with_name(f"{stem}-{int(attempts) + 1}.json")
             path.rename(begun)
         except (ValueError, TypeError, LookupError) as error:
@@ -80,37 +96,13 @@ def call_as_json(job: ShadowJob) -> str:
     call = job.call
     parts = {"args": list(call.args), "kwargs": dict(call.kwargs), "result": call.result, "tool_calls": tools}
     for name, part in parts.items():
-        _require_json(name, part)
+        # What is read back must be what was written: a tuple would be a list, and a number as a key a text.
+        try:
+            same = json.loads(json.dumps(part, allow_nan=False)) == part
+        except (TypeError, ValueError, RecursionError) as error:
+            raise NotJson(
+                f"the call's {name} are no JSON: {error}; wrap a function of plain data, or give capture="
+            ) from None
+        if not same:
+            raise NotJson(f"the call's {name}: JSON changes tuples, and keys that are no texts: {str(part)[:200]}")
     return json.dumps({"name": call.name, "marks": call.marks, **parts})
-
-
-def _require_json(name: str, part: Any) -> None:
-    """What is read back must be what was written: a tuple would be a list, and a number as a key a text."""
-    try:
-        same = json.loads(json.dumps(part, allow_nan=False)) == part
-    except (TypeError, ValueError, RecursionError) as error:
-        raise NotJson(
-            f"the call's {name} are no JSON: {error}; wrap a function of plain data, or give capture="
-        ) from None
-    if not same:
-        raise NotJson(f"the call's {name}: JSON changes tuples, and keys that are no texts: {str(part)[:200]}")
-
-
-def _job_of(read: dict[str, Any]) -> ShadowJob:
-    recorded: Iterator[RecordedToolCall] = (
-        RecordedToolCall(
-            each["name"],
-            each["arguments"],
-            each["result"],
-            None if each["error"] is None else ToolFailed(each["error"]),
-        )
-        for each in read["tool_calls"]
-    )
-    call = ProductionCall(
-        name=read["name"],
-        args=tuple(read["args"]),
-        kwargs=dict(read["kwargs"]),
-        marks=tuple(read["marks"]),
-        result=read["result"],
-    )
-    return ShadowJob(call=call, recorded=tuple(recorded))

@@ -163,7 +163,22 @@ class _Tool:
             if is_shadow_process() and not isinstance(replay, Replay):
                 replay = Replay(())  # of a thread that no run has begun
             if isinstance(replay, Replay):
-                return self._call_in_shadow(replay, args, kwargs)
+                # Answer from the record, run it, or refuse it. Raises what the recorded call raised.
+                arguments = self._arguments(args, kwargs)
+                if (found := replay.next_recorded(self._name, arguments)) is not None:
+                    replay.calls.append(ShadowToolCall(self._name, arguments, "recorded"))
+                    if found.error is not None:
+                        raise _copy_of(found.error)
+                    return copy_or_same(found.result)
+                may_run = self._read_only and (
+                    not self._is_async or self._home(replay) is not None or is_shadow_process()
+                )
+                replay.calls.append(ShadowToolCall(self._name, arguments, "ran" if may_run else "refused"))
+                if not may_run:
+                    return self._refusal(self._name, arguments)
+                with in_context(replay):
+                    result = self.function(*args, **kwargs)
+                return self._await_at_home(result, replay) if inspect.iscoroutine(result) else result
             self._loop = running_loop() or self._loop
             trace = current_trace()
             if trace is None or not trace.recorded:
@@ -206,22 +221,6 @@ class _Tool:
             return record_later(result)
         record(result)
         return result
-
-    def _call_in_shadow(self, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer from the record, run it, or refuse it. Raises what the recorded call raised."""
-        arguments = self._arguments(args, kwargs)
-        if (found := replay.next_recorded(self._name, arguments)) is not None:
-            replay.calls.append(ShadowToolCall(self._name, arguments, "recorded"))
-            if found.error is not None:
-                raise _copy_of(found.error)
-            return copy_or_same(found.result)
-        may_run = self._read_only and (not self._is_async or self._home(replay) is not None or is_shadow_process())
-        replay.calls.append(ShadowToolCall(self._name, arguments, "ran" if may_run else "refused"))
-        if not may_run:
-            return self._refusal(self._name, arguments)
-        with in_context(replay):
-            result = self.function(*args, **kwargs)
-        return self._await_at_home(result, replay) if inspect.iscoroutine(result) else result
 
     def _home(self, replay: Replay) -> asyncio.AbstractEventLoop | None:
         """The event loop that production calls it in, if that still runs."""

@@ -116,7 +116,20 @@ class TrainingRunner:
         if self._worker is not None or is_shadow_process():
             return self
         if self.queue is not None:
-            handle = self._leave_in(CallQueue(Path(self.queue), self._counts))
+            queue = CallQueue(Path(self.queue), self._counts)
+
+            async def leave(job: ShadowJob) -> None:
+                if len(await in_thread(queue.waiting)) >= self.queue_size:
+                    self._counts.add("dropped_queue_full")
+                    return
+                try:
+                    text = call_as_json(job)
+                except NotJson as error:
+                    self._counts.fail("dropped_not_json", error)
+                else:
+                    await in_thread(lambda: queue.write(text))
+
+            handle = leave
             self._worker = ShadowWorker(handle, self._counts, concurrency=1, queue_size=self.queue_size)
         else:
             outbox = self.outbox
@@ -144,20 +157,6 @@ class TrainingRunner:
             )
         self._pid = os.getpid()
         return self
-
-    def _leave_in(self, queue: CallQueue) -> Callable[[ShadowJob], Coroutine[Any, Any, None]]:
-        async def leave(job: ShadowJob) -> None:
-            if len(await in_thread(queue.waiting)) >= self.queue_size:
-                self._counts.add("dropped_queue_full")
-                return
-            try:
-                text = call_as_json(job)
-            except NotJson as error:
-                self._counts.fail("dropped_not_json", error)
-            else:
-                await in_thread(lambda: queue.write(text))
-
-        return leave
 
     def _leave_to_parent(self) -> None:
         """In a child that was forked after a start: what was begun, its process and its folder are the parent's."""

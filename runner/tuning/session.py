@@ -12,31 +12,33 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from tuneloop.runner.collection.thread_loops import loop_runs
+from tuneloop.runner.collection.run_records import loop_runs
 from tuneloop.runner.errors import TuneRefused
+from tuneloop.runner.tuning.attempts import Attempts, Binding, FailureLog, Limits
 from tuneloop.runner.tuning.config import (
     AlgorithmConfig,
     JudgeType,
+    ServicePlace,
     TunerModelConfig,
     WorkflowType,
     require_monitor,
     require_number,
     require_type,
     require_whole,
+    service_settings,
 )
-from tuneloop.runner.tuning.experiment import ExperimentFolder
-from tuneloop.runner.tuning.journal import Journal, JournalState
-from tuneloop.runner.tuning.plan import TaskPlan, require_tasks
-from tuneloop.runner.tuning.rollouts.attempts import Attempts, Binding, Limits
-from tuneloop.runner.tuning.rollouts.failures import FailureLog
-from tuneloop.runner.tuning.rollouts.model_factory import ModelFactory, call_defaults
-from tuneloop.runner.tuning.service_settings import ServicePlace, service_settings
-from tuneloop.runner.tuning.services.absorption import StepPatience
-from tuneloop.runner.tuning.services.service_process import find_command
-from tuneloop.runner.tuning.services.service_set import MAIN, ServiceOpener, ServiceOptions
+from tuneloop.runner.tuning.experiment import ExperimentFolder, Journal, JournalState, TaskPlan, require_tasks
+from tuneloop.runner.tuning.services import (
+    MAIN,
+    ModelFactory,
+    ServiceOpener,
+    ServiceOptions,
+    StepTimeouts,
+    call_defaults,
+    find_command,
+)
 from tuneloop.runner.tuning.steps import Pace, StepLoop, evaluation_report, step_report
-from tuneloop.runner.tuning.summary import TuneResult
-from tuneloop.runner.tuning.views.view import View, open_view
+from tuneloop.runner.tuning.views import TuneResult, View, open_view
 
 #: Runs at once, and seconds that a run may take, where nobody says otherwise.
 CONCURRENCY, RUN_TIMEOUT_S = 64, 600.0
@@ -212,19 +214,27 @@ class Session:
             evaluation_interval=interval,
             evaluate_before=call.evaluate_before,
             evaluate_after=call.evaluate_after,
-            patience=StepPatience(step_s=call.step_timeout, trainer_s=call.service_timeout),
+            patience=StepTimeouts(step_s=call.step_timeout, trainer_s=call.service_timeout),
         )
         training = StepLoop(plan, pace, attempts=attempts, services=binding.trained, journal=journal, view=view)
         try:
             await training.run()
         except BaseExceptionGroup as group:
-            raise _first_of(group) from None
+            error: BaseException = group
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from None
         except asyncio.CancelledError:
             view.say(f"interrupted: the same call with resume=True goes on in {folder.path}")
             raise
         await journal.append({"event": "end"})
         result = _result_of(journal.state, folder, failures, started=not call.service)
-        _say_result(result, view)
+        view.say(f"reward before {result.before or 'unknown'}; after {result.after or 'unknown'}")
+        if result.failures:
+            view.say("failed: " + ", ".join(f"{count} x {kind}" for kind, count in result.failures.items()))
+        view.say(f"curves: tensorboard --logdir {result.tensorboard}")
+        if result.checkpoints:
+            view.say(f"checkpoints: {result.checkpoints}/global_step_*")
         return result
 
     def _configs(self) -> dict[str, TunerModelConfig]:
@@ -302,22 +312,6 @@ def _result_of(state: JournalState, folder: ExperimentFolder, failures: FailureL
         history=steps,
         failures=dict(failures.counts),
     )
-
-
-def _say_result(result: TuneResult, view: View) -> None:
-    view.say(f"reward before {result.before or 'unknown'}; after {result.after or 'unknown'}")
-    if result.failures:
-        view.say("failed: " + ", ".join(f"{count} x {kind}" for kind, count in result.failures.items()))
-    view.say(f"curves: tensorboard --logdir {result.tensorboard}")
-    if result.checkpoints:
-        view.say(f"checkpoints: {result.checkpoints}/global_step_*")
-
-
-def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def run_to_end(main: Callable[[], Awaitable[TuneResult]]) -> TuneResult:

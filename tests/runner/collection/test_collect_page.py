@@ -13,7 +13,7 @@ from tests.install.wheels import ROOT
 from tests.runner.collection.conftest import KEY
 from tuneloop.cli.data.export import ExportRequest, export
 from tuneloop.cli.data.export_formats import Format
-from tuneloop.runner.collection.prefer_command import _parser
+from tuneloop.runner.collection.preferences import _parser
 from tuneloop.shared.ledger.export import Selection
 
 PAGE = (ROOT / "docs" / "collect.md").read_text()

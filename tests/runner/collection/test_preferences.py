@@ -18,9 +18,14 @@ from tests.doubles.engine import MODEL, EngineDouble
 from tests.explorer.running import RunningExplorer
 from tests.runner.logs.writing import write_lines
 from tuneloop.runner import HumanPreferenceCollector, LogRefused, ServiceRefused
-from tuneloop.runner.collection.blind_pairs import HumanPreference, arrange
-from tuneloop.runner.collection.prefer_command import main
-from tuneloop.runner.collection.preference_files import append_line, read_pairs, read_preferences
+from tuneloop.runner.collection.preferences import (
+    HumanPreference,
+    append_line,
+    arrange,
+    main,
+    read_pairs,
+    read_preferences,
+)
 
 ASKED = [{"role": "user", "content": "3+4="}]
 NEW = "Seven, of course."
@@ -255,7 +260,7 @@ def test_answers_cannot_command_the_terminal(
 INTERRUPTIBLE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever starts the tests in the background ignores it
-from tuneloop.runner.collection.prefer_command import main
+from tuneloop.runner.collection.preferences import main
 sys.exit(main(sys.argv[1:]))
 """
 

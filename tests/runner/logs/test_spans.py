@@ -14,7 +14,7 @@ from tests.install.wheels import ROOT
 from tests.runner.logs.writing import ANSWER, CALL, TOOLS, USER, any_value, key_values, otlp, write_lines
 from tuneloop.runner.errors import LogRefused
 from tuneloop.runner.logs.exchange import LoggedExchange
-from tuneloop.runner.logs.span_files import read_otlp, read_studio
+from tuneloop.runner.logs.span_logs import read_otlp, read_studio
 
 CHAT = {"gen_ai.operation.name": "chat", "gen_ai.request.model": "m", "gen_ai.conversation.id": "c"}
 ASKED = [

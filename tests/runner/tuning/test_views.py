@@ -14,9 +14,8 @@ from tests.doubles.serving import serving
 from tests.runner.tuning.interrupting.resumed import guess
 from tests.runner.tuning.service_double import ServiceDouble
 from tuneloop.runner import AlgorithmConfig, tune
-from tuneloop.runner.tuning.journal import RunResult
-from tuneloop.runner.tuning.summary import EvaluationReport, StepReport, interval_of
-from tuneloop.runner.tuning.views.live_view import LiveView
+from tuneloop.runner.tuning.experiment import RunResult
+from tuneloop.runner.tuning.views import EvaluationReport, LiveView, StepReport, interval_of
 
 DOCS = Path(__file__).parents[3] / "docs" / "tune.md"
 TASKS = [{"question": f"{n}+1"} for n in range(4)]

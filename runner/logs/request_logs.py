@@ -1,5 +1,6 @@
-"""Exchanges of a tuneloop's ledger: from a file that `tuneloop export` wrote, or from its stored completions."""
+"""Exchanges in files of requests and replies: OpenAI's formats, and a ledger's exports and stored completions."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,9 +10,10 @@ from urllib.parse import quote
 import httpx
 
 from tuneloop.runner.errors import ServiceRefused
-from tuneloop.runner.key_header import header_of_key
-from tuneloop.runner.logs.broken import UNREADABLE, BrokenEntries
+from tuneloop.runner.http_client import header_of_key
 from tuneloop.runner.logs.exchange import (
+    UNREADABLE,
+    BrokenEntries,
     LoggedExchange,
     conversation_of,
     json_lines,
@@ -22,7 +24,80 @@ from tuneloop.runner.logs.exchange import (
     optional_number,
     optional_text,
 )
-from tuneloop.runner.rewards.chat_messages import chat_messages
+from tuneloop.runner.rewards.reply import ChatMessage, chat_messages, plain_object
+
+_REQUESTS = ("request", "body", "input")
+_RESPONSES = ("response", "completion", "output")
+
+
+def read_openai_jsonl(path: Path, broken: BrokenEntries | None = None) -> Iterator[LoggedExchange]:
+    """The exchanges of a file. A line that is none is put to `broken`; without that it raises LogRefused.
+
+    A line is an example to fine-tune with, {"messages": [..., the assistant's]}; a logged call, {"request": ...,
+    "response": ...}, where a response may stand as {"body": ...}, as in the files of OpenAI's batches; or the request's
+    and the response's fields in one object, {"messages": [...], "choices": [...]}.
+    """
+    unread = broken if broken is not None else BrokenEntries(strict=True)
+    for number, row in json_lines(path, unread):
+        try:
+            exchange = _exchange(row, str(path))
+        except UNREADABLE as error:
+            unread.add("no exchange", f"{path}:{number}", error)
+        else:
+            yield exchange
+
+
+def _exchange(row: Mapping[str, Any], place: str) -> LoggedExchange:
+    request = _part(row, _REQUESTS) or row
+    response = _part(row, _RESPONSES) or (row if "choices" in row else {})
+    if not isinstance(request.get("messages"), list):
+        raise ValueError("it has no messages, and no request that has some")
+    messages = tuple(chat_messages(request["messages"]))
+    reply = tuple(chat_messages(response)) if response.get("choices") else ()
+    example = not reply and bool(messages) and messages[-1]["role"] == "assistant"
+    if example:
+        messages, reply = messages[:-1], messages[-1:]
+    if not messages:
+        raise ValueError("it asks nothing")
+    labels = labels_in(row.get("metadata")) | labels_in(request.get("metadata")) | labels_in(row)
+    exchange_id = _name(row, response, messages + reply)
+    return LoggedExchange(
+        source="openai",
+        place=place,
+        exchange_id=exchange_id,
+        conversation=conversation_of(labels, exchange_id),
+        messages=messages,
+        reply=reply,
+        tools=objects(request.get("tools")),
+        model=optional_text(response.get("model") or request.get("model")),
+        at=optional_number(response.get("created")),
+        user=optional_text(request.get("user") or row.get("user")),
+        reward=optional_number(row.get("reward")),
+        train=may_train(row, request),
+        target=example and "msg_id" not in row,
+        labels=labels,
+    )
+
+
+def _part(row: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any] | None:
+    """The request or the response of a row, which may be JSON text, or stand in an envelope with a body."""
+    for name in names:
+        value = row.get(name)
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            value = json.loads(value)
+        if isinstance(value, Mapping):
+            inner = value.get("body")
+            return plain_object(inner if isinstance(inner, Mapping) else value)
+    return None
+
+
+def _name(row: Mapping[str, Any], response: Mapping[str, Any], transcript: tuple[ChatMessage, ...]) -> str:
+    for where, name in ((row, "msg_id"), (response, "id"), (row, "id"), (row, "custom_id")):
+        if named := optional_text(where.get(name)):
+            return named
+    # Its own words name it, so that a file that has grown names what it had before as before.
+    return hashlib.sha256(json.dumps(transcript, sort_keys=True).encode()).hexdigest()[:16]
+
 
 #: Why nothing is trained on a row: its client forbade it, or it is kept for comparing versions.
 _KEPT_OUT = frozenset({"opt_out", "held_out"})
@@ -135,7 +210,25 @@ def read_stored_completions(
         filters = {f"metadata[{key}]": value for key, value in (metadata or {}).items()}
         for stored in _pages(own, base, headers, filters):
             messages = list(_pages(own, f"{base}/{quote(str(stored['id']), safe='')}/messages", headers, {}))
-            yield from _of_stored(stored, messages, url)
+            labels = labels_in(stored.get("metadata"))
+            turns = [{**each, "content": each.get("content_parts") or each.get("content")} for each in messages]
+            choices = stored.get("choices") or []
+            for choice in choices:
+                many = f":{choice['index']}" if len(choices) > 1 and choice["index"] else ""
+                yield LoggedExchange(
+                    source="tuneloop",
+                    place=url,
+                    exchange_id=f"{stored['id']}{many}",
+                    conversation=conversation_of(labels, str(stored["id"])),
+                    messages=tuple(chat_messages(turns)),
+                    reply=tuple(chat_messages(choice["message"]) if choice.get("finish_reason") else []),
+                    tools=objects(stored.get("tools")),
+                    model=optional_text(stored.get("model")),
+                    at=optional_number(stored.get("created")),
+                    user=optional_text(stored.get("input_user")),
+                    train=may_train(stored),
+                    labels=labels,
+                )
     finally:
         if client is None:
             own.close()
@@ -163,25 +256,3 @@ def get_json(client: httpx.Client, url: str, headers: Mapping[str, str], query: 
     if not isinstance(read, dict) or not isinstance(read.get("data"), list):
         raise ServiceRefused(f"{url} answered {answer.status_code}: {answer.text[:200]}")
     return read
-
-
-def _of_stored(stored: Mapping[str, Any], messages: list[dict[str, Any]], url: str) -> Iterator[LoggedExchange]:
-    labels = labels_in(stored.get("metadata"))
-    turns = [{**each, "content": each.get("content_parts") or each.get("content")} for each in messages]
-    choices = stored.get("choices") or []
-    for choice in choices:
-        many = f":{choice['index']}" if len(choices) > 1 and choice["index"] else ""
-        yield LoggedExchange(
-            source="tuneloop",
-            place=url,
-            exchange_id=f"{stored['id']}{many}",
-            conversation=conversation_of(labels, str(stored["id"])),
-            messages=tuple(chat_messages(turns)),
-            reply=tuple(chat_messages(choice["message"]) if choice.get("finish_reason") else []),
-            tools=objects(stored.get("tools")),
-            model=optional_text(stored.get("model")),
-            at=optional_number(stored.get("created")),
-            user=optional_text(stored.get("input_user")),
-            train=may_train(stored),
-            labels=labels,
-        )

@@ -1,4 +1,9 @@
-"""The header that says by an API key who asks. A key is quoted nowhere: not in a log, nor in an error."""
+"""What every client of ours has: the header of its key, and the certificates."""
+
+import ssl
+from functools import cache
+
+import httpx
 
 
 def header_of_key(key: str | None, name: str = "api_key") -> dict[str, str]:
@@ -8,3 +13,9 @@ def header_of_key(key: str | None, name: str = "api_key") -> dict[str, str]:
     if not isinstance(key, str) or not (key.isascii() and key.isprintable()) or key != key.strip():
         raise ValueError(f"{name} must be a text of visible ASCII characters")
     return {"authorization": f"Bearer {key}"}
+
+
+@cache
+def tls_context() -> ssl.SSLContext:
+    """By the certificates of the machine, or those that SSL_CERT_FILE or SSL_CERT_DIR names."""
+    return httpx.create_ssl_context()

@@ -148,7 +148,25 @@ def _of_row(row: Mapping[str, Any], place: str) -> LoggedExchange | None:
         "labels": labels,
     }
     if "prompt_ids" in row:
-        return _of_experience(row, common)
+        if not row.get("messages"):
+            return None
+        request = json.loads(row["request"]) if isinstance(row.get("request"), str) else {}
+        reason = row.get("reason")
+        demonstration = _demonstration(row)
+        message = {"role": "assistant", "content": row.get("text"), "tool_calls": list(objects(row.get("tool_calls")))}
+        reply = chat_messages([] if reason in _NO_REPLY else {key: value for key, value in message.items() if value})
+        many = f":{row['choice']}" if row.get("choice") else ""
+        return LoggedExchange(
+            messages=tuple(chat_messages(row["messages"])),
+            reply=tuple(demonstration or reply),
+            tools=objects(request.get("tools")),
+            model=optional_text(request.get("model")),
+            at=optional_number(row.get("sampled_at")),
+            train=reason not in _KEPT_OUT and may_train(request),
+            target=bool(demonstration),
+            feedback=objects(row.get("feedback")),
+            **common | {"exchange_id": common["exchange_id"] + many},
+        )
     if "prompt" in row:
         chosen = row["chosen"] if "chosen" in row else row["completion"]
         good = "chosen" in row or bool(row["label"])
@@ -158,28 +176,6 @@ def _of_row(row: Mapping[str, Any], place: str) -> LoggedExchange | None:
         prompt, reply = messages[:-1], messages[-1:]
     tools = objects(row.get("tools"))
     return LoggedExchange(messages=tuple(prompt), reply=tuple(reply), tools=tools, train=may_train(row), **common)
-
-
-def _of_experience(row: Mapping[str, Any], common: dict[str, Any]) -> LoggedExchange | None:
-    if not row.get("messages"):
-        return None
-    request = json.loads(row["request"]) if isinstance(row.get("request"), str) else {}
-    reason = row.get("reason")
-    demonstration = _demonstration(row)
-    message = {"role": "assistant", "content": row.get("text"), "tool_calls": list(objects(row.get("tool_calls")))}
-    reply = chat_messages([] if reason in _NO_REPLY else {key: value for key, value in message.items() if value})
-    many = f":{row['choice']}" if row.get("choice") else ""
-    return LoggedExchange(
-        messages=tuple(chat_messages(row["messages"])),
-        reply=tuple(demonstration or reply),
-        tools=objects(request.get("tools")),
-        model=optional_text(request.get("model")),
-        at=optional_number(row.get("sampled_at")),
-        train=reason not in _KEPT_OUT and may_train(request),
-        target=bool(demonstration),
-        feedback=objects(row.get("feedback")),
-        **common | {"exchange_id": common["exchange_id"] + many},
-    )
 
 
 def _demonstration(row: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -101,7 +101,16 @@ def _messages(
     given = attributes.get("agentscope.function.input")
     if given is not None:
         return _of_call(given), reply
-    return _of_events(events)
+    question, reply = [], []
+    for name, fields in events:
+        if found := _EVENT(name):
+            question += chat_messages(_event_message(fields, found[1]))
+        elif name == "gen_ai.choice":
+            value = fields.get("message")
+            read = json.loads(value) if isinstance(value, str) else value
+            message = dict(read) if isinstance(read, Mapping) else {}
+            reply += chat_messages(_event_message({**fields, **message}, "assistant"))
+    return question, reply
 
 
 def _of_parts(attributes: Mapping[str, Any], side: str) -> list[ChatMessage]:
@@ -169,20 +178,6 @@ def _of_call(given: object) -> list[ChatMessage]:
     messages = named.get("messages") if isinstance(named, Mapping) else None
     found = messages or next((each for each in listed if isinstance(each, list)), [])
     return chat_messages([each for each in found if isinstance(each, Mapping)])
-
-
-def _of_events(events: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[ChatMessage], list[ChatMessage]]:
-    question: list[ChatMessage] = []
-    reply: list[ChatMessage] = []
-    for name, fields in events:
-        if found := _EVENT(name):
-            question += chat_messages(_event_message(fields, found[1]))
-        elif name == "gen_ai.choice":
-            value = fields.get("message")
-            read = json.loads(value) if isinstance(value, str) else value
-            message = dict(read) if isinstance(read, Mapping) else {}
-            reply += chat_messages(_event_message({**fields, **message}, "assistant"))
-    return question, reply
 
 
 def _event_message(fields: Mapping[str, Any], role: str) -> ChatMessage:

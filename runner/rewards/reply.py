@@ -218,7 +218,12 @@ def _own_part(message: ChatMessage, role: str, content: object) -> ChatMessage:
             if each.get("type") in _CALLS
         ),
     ]
-    thought = _reasoning(message, blocks)
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    thoughts = [str(reasoning)] if isinstance(reasoning, str) else []
+    for each in blocks:
+        if each.get("type") in _THOUGHTS:
+            thoughts.append(str(each.get("thinking") or each.get("content") or each.get("reasoning") or ""))
+    thought = "\n".join(filter(None, thoughts))
     spoken = [each for each in blocks if each.get("type") not in _CALLS | _THOUGHTS]
     plain = all(each.get("type") == "text" for each in spoken)
     body: object = (text_of(spoken) if plain else spoken) if isinstance(content, list) else content
@@ -246,15 +251,6 @@ def _listed_calls(message: ChatMessage) -> Iterator[ChatMessage]:
         else:
             named = plain_object(function)
             yield tool_call(named.get("name"), named.get("arguments"), call.get("id"))
-
-
-def _reasoning(message: ChatMessage, blocks: Sequence[ChatMessage]) -> str:
-    reasoning = message.get("reasoning_content") or message.get("reasoning")
-    thoughts = [str(reasoning)] if isinstance(reasoning, str) else []
-    for each in blocks:
-        if each.get("type") in _THOUGHTS:
-            thoughts.append(str(each.get("thinking") or each.get("content") or each.get("reasoning") or ""))
-    return "\n".join(filter(None, thoughts))
 
 
 def _tool_message(block: ChatMessage) -> ChatMessage:

@@ -178,34 +178,6 @@ class DatasetConfig:
             return self._rows_of_folder(path if self.name is None else _child(path, self.name))
         if path.is_absolute() or self.path.startswith((".", "~")) or path.suffix in {*READERS, *_BUILDERS}:
             raise DatasetRefused(f"{self.path}: there is no such file or folder")
-        return self._rows_of_hub()
-
-    def _rows_of_folder(self, folder: Path) -> Iterator[Task]:
-        if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-            return self._rows_saved(folder)
-        found = splits_of(folder)
-        if not found:
-            kinds = ", ".join(sorted({*READERS, *_BUILDERS}))
-            raise DatasetRefused(f"{folder}: there is no file of tasks in it ({kinds})")
-        wanted = self._slice()
-        if wanted is None:
-            return _read_files([file for files in found.values() for file in files])
-        if wanted.name not in found:
-            raise DatasetRefused(f"{folder}: there is no split {wanted.name!r}; there are: {', '.join(sorted(found))}")
-        return _take_slice(_read_files(found[wanted.name]), wanted)
-
-    def _rows_saved(self, folder: Path) -> Iterator[Task]:
-        """Of a folder that `save_to_disk` wrote."""
-        loaded = _datasets(f"{folder} was written by save_to_disk").load_from_disk(str(folder))
-        wanted = self._slice()
-        if hasattr(loaded, "column_names") and isinstance(loaded.column_names, dict):
-            names = sorted(loaded)
-            if wanted is None or wanted.name not in names:
-                raise DatasetRefused(f"{folder}: there is no split {self.split!r}; there are: {', '.join(names)}")
-            loaded = loaded[wanted.name]
-        return _take_slice(map(dict, loaded), wanted)
-
-    def _rows_of_hub(self) -> Iterator[Task]:
         datasets = _datasets(f"{self.path} is not a file or folder here, so it is a name on the Hub")
         wanted = self._slice()
         try:
@@ -216,6 +188,28 @@ class DatasetConfig:
         if isinstance(loaded, Mapping):
             raise DatasetRefused(f"{self.path} has several splits: split= one of {', '.join(sorted(loaded))}")
         return _take_slice(map(dict, loaded), wanted)
+
+    def _rows_of_folder(self, folder: Path) -> Iterator[Task]:
+        if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+            # Of a folder that `save_to_disk` wrote.
+            loaded = _datasets(f"{folder} was written by save_to_disk").load_from_disk(str(folder))
+            wanted = self._slice()
+            if hasattr(loaded, "column_names") and isinstance(loaded.column_names, dict):
+                names = sorted(loaded)
+                if wanted is None or wanted.name not in names:
+                    raise DatasetRefused(f"{folder}: there is no split {self.split!r}; there are: {', '.join(names)}")
+                loaded = loaded[wanted.name]
+            return _take_slice(map(dict, loaded), wanted)
+        found = splits_of(folder)
+        if not found:
+            kinds = ", ".join(sorted({*READERS, *_BUILDERS}))
+            raise DatasetRefused(f"{folder}: there is no file of tasks in it ({kinds})")
+        wanted = self._slice()
+        if wanted is None:
+            return _read_files([file for files in found.values() for file in files])
+        if wanted.name not in found:
+            raise DatasetRefused(f"{folder}: there is no split {wanted.name!r}; there are: {', '.join(sorted(found))}")
+        return _take_slice(_read_files(found[wanted.name]), wanted)
 
     def _slice(self) -> "_Slice | None":
         match = _SPLIT.match(self.split) if self.split is not None else None

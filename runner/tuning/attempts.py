@@ -259,7 +259,16 @@ class Attempts:
         if not by_name:
             raise RunFailed(FailureKind.NO_REWARD, "the reward is an empty mapping")
         rewards = {name: _number(value) for name, value in by_name.items()}
-        return rewards, _finite(metrics), await self._completion_tokens(runs)
+        # The metrics that are numbers a service takes.
+        found = {}
+        for name, value in metrics.items():
+            try:
+                number = float(value)
+            except (TypeError, ValueError):
+                continue
+            if math.isfinite(number) and abs(number) <= MAX_REWARD:
+                found[(str(name)).encode(errors="replace").decode().replace("\0", "?")] = number
+        return rewards, found, await self._completion_tokens(runs)
 
     async def _completion_tokens(self, runs: Mapping[str, Run]) -> int:
         """Tokens of all replies; raises RunFailed if no model that is trained was called, by whatever client."""
@@ -349,19 +358,6 @@ def _number(value: object) -> float:
     if not abs(number) <= MAX_REWARD:
         raise RunFailed(FailureKind.BAD_REWARD, f"the reward is {number}, not within ±{MAX_REWARD:g}")
     return number
-
-
-def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that are numbers a service takes."""
-    found = {}
-    for name, value in metrics.items():
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            continue
-        if math.isfinite(number) and abs(number) <= MAX_REWARD:
-            found[(str(name)).encode(errors="replace").decode().replace("\0", "?")] = number
-    return found
 
 
 def _is_other_model(error: BaseException) -> bool:

@@ -185,7 +185,26 @@ class Session:
             if await _begin(journal, plan):
                 view.say("all steps of it are made")
                 return _result_of(journal.state, folder, FailureLog(view.say), started=not call.service)
-            binding = await self._bind(folder, stack, view)
+            # Start or join the services, and make what binds the workflow's models to its runs.
+            call, configs = self.call, self._configs()
+            options = ServiceOptions(
+                api_key=call.api_key,
+                timeout_s=call.service_timeout,
+                start_timeout_s=call.start_timeout,
+                join_timeout_s=call.join_timeout,
+                over=call.settings or {},
+                monitor_type=call.monitor_type,
+            )
+            opener = ServiceOpener(folder, options, stack, say=view.say)
+            services = await opener.open_trained(configs, self._urls(), call.algorithm)
+            others = await opener.open_auxiliary(call.auxiliary_models or {}, call.workflow_func)
+            defaults = {
+                name: call_defaults(await client.model_name(), configs.get(name), timeout_s=self._run_timeout_s)
+                for name, client in services.items()
+            }
+            models = ModelFactory(call.workflow_func, defaults, eval_temperature=call.eval_temperature)
+            await stack.enter_async_context(models)
+            binding = Binding(trained=services, model_for=models.model_for, others=others)
             return await self._train(plan, folder, journal, binding, view)
 
     async def _train(
@@ -244,28 +263,6 @@ class Session:
         service = self.call.service
         names = list(self.call.models or [MAIN])
         return {names[0]: service} if isinstance(service, str) else dict(service or {})
-
-    async def _bind(self, folder: ExperimentFolder, stack: AsyncExitStack, view: View) -> Binding:
-        """Start or join the services, and make what binds the workflow's models to its runs."""
-        call, configs = self.call, self._configs()
-        options = ServiceOptions(
-            api_key=call.api_key,
-            timeout_s=call.service_timeout,
-            start_timeout_s=call.start_timeout,
-            join_timeout_s=call.join_timeout,
-            over=call.settings or {},
-            monitor_type=call.monitor_type,
-        )
-        opener = ServiceOpener(folder, options, stack, say=view.say)
-        services = await opener.open_trained(configs, self._urls(), call.algorithm)
-        others = await opener.open_auxiliary(call.auxiliary_models or {}, call.workflow_func)
-        defaults = {
-            name: call_defaults(await client.model_name(), configs.get(name), timeout_s=self._run_timeout_s)
-            for name, client in services.items()
-        }
-        models = ModelFactory(call.workflow_func, defaults, eval_temperature=call.eval_temperature)
-        await stack.enter_async_context(models)
-        return Binding(trained=services, model_for=models.model_for, others=others)
 
 
 async def _begin(journal: Journal, plan: TaskPlan) -> bool:

@@ -55,22 +55,7 @@ class StepLoop:
     async def run(self) -> None:
         """Make all steps. Raises TuneFailed."""
         total, first = self._plan.total_steps, self._first_step()
-        await self._take_up(first)
-        if first == 0 and self._pace.evaluate_before:
-            await self._evaluate(0)
-        steps: list[asyncio.Task[None]] = []
-        async with asyncio.TaskGroup() as group:
-            for step in range(first, total):
-                await self._until_trained(step - self._pace.max_staleness)
-                if step and step % self._pace.evaluation_interval == 0:
-                    await self._until_trained(step)
-                    await self._evaluate(step)
-                steps.append(group.create_task(self._step(step, after=steps[-1] if steps else None)))
-        if self._pace.evaluate_after:
-            await self._evaluate(total)
-
-    async def _take_up(self, first: int) -> None:
-        """Go on where the journal ends: with rewards that may not have been given, and a step that may not be made."""
+        # Go on where the journal ends: with rewards that may not have been given, and a step that may not be made.
         state = self._journal.state
         await self._outbox.send_again(list(state.unacknowledged.values()))
         unended = sorted(state.committed.keys() - state.steps.keys())
@@ -85,6 +70,18 @@ class StepLoop:
             await self._end_step(step, began=time.monotonic(), published=published)
         if first:
             self._view.say(f"going on after step {first} of {self._plan.total_steps}")
+        if first == 0 and self._pace.evaluate_before:
+            await self._evaluate(0)
+        steps: list[asyncio.Task[None]] = []
+        async with asyncio.TaskGroup() as group:
+            for step in range(first, total):
+                await self._until_trained(step - self._pace.max_staleness)
+                if step and step % self._pace.evaluation_interval == 0:
+                    await self._until_trained(step)
+                    await self._evaluate(step)
+                steps.append(group.create_task(self._step(step, after=steps[-1] if steps else None)))
+        if self._pace.evaluate_after:
+            await self._evaluate(total)
 
     @property
     def _version(self) -> int:
@@ -186,7 +183,11 @@ class StepLoop:
 
         results = await self._evaluate_all(members, step)
         rewards = [result.reward for result in results if result.reward is not None]
-        metrics = _means([result.metrics for result in results])
+        sums: dict[str, list[float]] = {}
+        for each in [result.metrics for result in results]:
+            for name, value in each.items():
+                sums.setdefault(name, []).append(value)
+        metrics = {name: sum(values) / len(values) for name, values in sums.items()}
         failed = len(results) - len(rewards)
         if not rewards:
             raise TuneFailed(f"all {len(results)} runs of the evaluation failed")
@@ -258,11 +259,3 @@ def evaluation_report(line: Mapping[str, Any]) -> EvaluationReport:
         failed=line["failed"],
         metrics=line["metrics"],
     )
-
-
-def _means(metrics: list[Mapping[str, float]]) -> dict[str, float]:
-    sums: dict[str, list[float]] = {}
-    for each in metrics:
-        for name, value in each.items():
-            sums.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in sums.items()}

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 #: Which module has each command's `main(argv) -> exit code`.
 COMMANDS = {
     "debug": "tuneloop.runner.tuning.debugging",
-    "prefer": "tuneloop.runner.collection.preferences",
     "shadow": "tuneloop.runner.shadow.shadow_command",
     "tasks": "tuneloop.runner.tasks.tasks_command",
 }

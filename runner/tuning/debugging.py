@@ -1,5 +1,6 @@
 """A workflow and its judge run once, before anything is trained: what the command tuneloop debug does."""
 
+import unicodedata
 import argparse
 import asyncio
 import importlib.util
@@ -15,18 +16,37 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
-
 import httpx
-
 from tuneloop.runner.errors import ExtraMissing, TuneRefused
 from tuneloop.runner.http_client import header_of_key
 from tuneloop.runner.models.bound_model import CallDefaults, CallsEndpoint, ModelEndpoint, make_model, wanted_client
 from tuneloop.runner.models.run import Run, RunCalls, StoredCalls
 from tuneloop.runner.models.transport import close_connections
-from tuneloop.runner.rewards.visible_text import visible
 from tuneloop.runner.tasks.dataset import DatasetConfig
 from tuneloop.runner.tuning.config import check_judge_function, check_workflow_function
 from tuneloop.runner.tuning.services import MAIN
+
+#: Controls, marks that change the direction of text, lone surrogates, and separators that begin a line.
+_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+
+#: They join or part letters, in emoji too, and do nothing else.
+_JOINERS = "\u200c\u200d"
+
+
+def visible(text: str, encoding: str | None = "utf-8") -> str:
+    r"""The text with what commands a terminal, and what the encoding does not have, written as escapes.
+
+    >>> visible("fine\x1b[2J\r\nnext\tone\u202e"), visible("¿qué?", "ascii")
+    ('fine\\x1b[2J\nnext\tone\\u202e', '\\xbfqu\\xe9?')
+    """
+    shown = "".join(
+        each
+        if each in "\n\t" + _JOINERS or unicodedata.category(each) not in _HIDDEN
+        else each.encode("unicode_escape").decode()
+        for each in text.replace("\r\n", "\n")
+    )
+    return shown.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
+
 
 _log = logging.getLogger("tuneloop.debug")
 

@@ -177,7 +177,7 @@ class Session:
         async with AsyncExitStack() as stack:
             journal = Journal(folder.journal)
             stack.callback(journal.close)
-            view = stack.enter_context(open_view(call.view, folder.tensorboard, steps=plan.total_steps))
+            view = stack.enter_context(open_view(call.view, folder.tensorboard))
             tasks_of_step = len(plan.positions(0))
             view.say(f"{folder.path}: {plan.total_steps} steps of {tasks_of_step} tasks x {plan.group_size} runs")
             if call.warning:

@@ -1,17 +1,16 @@
-"""What tune() shows: means with intervals, lines, a live view, curves, and its result."""
+"""What tune() shows: means with intervals, lines, curves, and its result."""
 
 import importlib.util
 import math
 import sys
 import time
-from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
-from typing import Any, Protocol, Self, TextIO
+from typing import Protocol, Self, TextIO
 
 from tuneloop.runner.collection.figures import mean_of, share_of
 from tuneloop.runner.tuning.experiment import RunResult
@@ -81,84 +80,6 @@ class TuneResult:
     evaluations: list[EvaluationReport] = field(default_factory=list)
     history: list[StepReport] = field(default_factory=list)
     failures: dict[str, int] = field(default_factory=dict)
-
-
-#: So many of the last steps are shown.
-_ROWS = 8
-
-
-class LiveView:
-    """Draws with `rich`; sentences are printed above what is drawn."""
-
-    def __init__(self, steps: int, *, console: Any = None) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        self._steps, self._console = steps, console or Console()
-        self._rows: deque[tuple[str, ...]] = deque(maxlen=_ROWS)
-        self._rewards: list[float] = []
-        self._failed: Counter[str] = Counter()
-        self._step = self._tokens = self._runs = 0
-        self._since = time.monotonic()
-        self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._draw)
-
-    def __enter__(self) -> Self:
-        self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()
-
-    def say(self, sentence: str) -> None:
-        """Print a sentence above the table."""
-        self._console.print(f"[{time.strftime('%H:%M:%S')}] {sentence}", markup=False, highlight=False)
-
-    def run_ended(self, result: RunResult) -> None:
-        """Count a run into the present step."""
-        self._runs += 1
-        self._tokens += result.tokens
-        if result.reward is not None:
-            self._rewards.append(result.reward)
-        elif result.failure is not None:
-            self._failed[result.failure] += 1
-
-    def step(self, report: StepReport) -> None:
-        """Make the present step one of the last ones."""
-        speed = f"{report.tokens / max(report.seconds, 1e-9):.0f}"
-        self._rows.append(
-            (f"{report.step}", _cell(report.reward), f"v{report.version}", f"{report.runs}", f"{report.failed}", speed)
-        )
-        self._step, self._rewards = report.step, []
-        self._runs = self._tokens = 0
-        self._since = time.monotonic()
-
-    def evaluation(self, report: EvaluationReport, *, seconds: float) -> None:
-        """Add an evaluation between the steps."""
-        row = (f"eval {report.step}", _cell(report.reward), f"v{report.version}", "", f"{report.failed}", "")
-        self._rows.append(row)
-        self._since = time.monotonic()
-
-    def _draw(self) -> Any:
-        from rich.table import Table
-
-        table = Table(
-            title=f"step {self._step} of {self._steps}",
-            caption=", ".join(f"{count} x {kind}" for kind, count in self._failed.most_common()),
-        )
-        for name in ("step", "reward [95 %]", "version", "runs", "failed", "tokens/s"):
-            table.add_column(name, justify="right")
-        for row in self._rows:
-            table.add_row(*row)
-        now = interval_of(self._rewards) if self._rewards else None
-        speed = self._tokens / max(time.monotonic() - self._since, 1e-9)
-        table.add_row("now", _cell(now), "", f"{self._runs}", f"{self._runs - len(self._rewards)}", f"{speed:.0f}")
-        return table
-
-
-def _cell(reward: Interval | None) -> str:
-    return "" if reward is None else f"{reward.mean:.3f} [{reward.low:.3f}, {reward.high:.3f}]"
 
 
 class RunnerCurves:
@@ -287,15 +208,10 @@ class ManyViews:
 
 
 @contextmanager
-def open_view(chosen: View | None, tensorboard: Path, *, steps: int) -> Iterator[View]:
-    """The chosen view, else a live one on a terminal, else lines; and curves, if there is a package to write them."""
-    from tuneloop.runner.tuning.views import LiveView, RunnerCurves
-
+def open_view(chosen: View | None, tensorboard: Path) -> Iterator[View]:
+    """The chosen view, else lines; and curves, if there is a package to write them."""
     with ExitStack() as stack:
-        view = chosen
-        if view is None and sys.stdout.isatty() and importlib.util.find_spec("rich"):
-            view = stack.enter_context(LiveView(steps))
-        views = [PlainView() if view is None else view]
+        views = [chosen or PlainView()]
         if importlib.util.find_spec("tensorboardX"):
             views.append(stack.enter_context(RunnerCurves(tensorboard / "runner")))
         else:

@@ -42,7 +42,6 @@ TRIED = {
     "pip install ": "tests/house/documents/test_extras.py",
     "python -m tuneloop.runner tasks ": "tests/runner/tasks/test_tasks_page.py",
     "python -m tuneloop.runner shadow ": "tests/runner/shadow/test_shadow_process.py",
-    "python -m tuneloop.runner prefer ": "tests/runner/collection/test_collect_page.py",
     "python -m examples.math_agent.main": "tests/examples/agents/test_examples_page.py",
     "python -m examples.math_agent.pretrain": "tests/examples/agents/test_examples_page.py",
     "python -m examples.email_search.main": "tests/examples/agents/test_examples_page.py",

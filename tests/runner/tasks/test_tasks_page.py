@@ -51,5 +51,5 @@ def test_the_commands_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert run_command(["tasks", "select", str(tmp_path / "t.jsonl"), *files]) == 0
     assert "1 tasks, 1 run before" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
-        run_command(["prefer", "--help"])
+        run_command(["shadow", "--help"])
     assert ended.value.code == 0

@@ -58,15 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """What understands the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tuneloop.runner tasks", description=__doc__)
-    commands = parser.add_subparsers(required=True)
-    _add_import(commands.add_parser("import", help="exchanges that were logged into a data set of tasks"))
-    _add_augment(commands.add_parser("augment", help="variations of tasks, written by a model"))
-    _add_select(commands.add_parser("select", help="tasks in the order in which they teach most"))
-    return parser
-
-
-def _add_import(parser: argparse.ArgumentParser) -> None:
+    whole = argparse.ArgumentParser(prog="python -m tuneloop.runner tasks", description=__doc__)
+    commands = whole.add_subparsers(required=True)
+    parser = commands.add_parser("import", help="exchanges that were logged into a data set of tasks")
     kinds = ", ".join([*_READERS, "service"])
     help_ = f"KIND:PATH; the kinds are {kinds} (service:URL); may be repeated"
     parser.add_argument("--from", dest="sources", action="append", required=True, metavar="KIND:PATH", help=help_)
@@ -89,9 +83,7 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--least", type=float, default=0.5, help="the least verdict that is kept, from 0 to 1")
     _add_model(parser)
     parser.set_defaults(run=_import)
-
-
-def _add_augment(parser: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser("augment", help="variations of tasks, written by a model")
     parser.add_argument("tasks", type=Path, help="a file of tasks")
     parser.add_argument("--to", type=Path, required=True, help="tasks and variations, JSON lines")
     parser.add_argument("--each", type=int, default=3, help="variations of each task")
@@ -99,9 +91,7 @@ def _add_augment(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.8)
     _add_model(parser)
     parser.set_defaults(run=_augment)
-
-
-def _add_select(parser: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser("select", help="tasks in the order in which they teach most")
     parser.add_argument("tasks", type=Path, help="a file of tasks")
     parser.add_argument("--runs", type=Path, required=True, help="records of runs, or exported experiences, JSON lines")
     parser.add_argument("--to", type=Path, required=True)
@@ -110,6 +100,7 @@ def _add_select(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--unseen", type=float, default=0.2, help="the share of tasks that were never run")
     parser.add_argument("--seed", type=int, default=0)
     parser.set_defaults(run=_select)
+    return whole
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,5 @@
 """A workflow and its judge run once, before anything is trained: what the command tuneloop debug does."""
 
-import unicodedata
 import argparse
 import asyncio
 import importlib.util
@@ -10,13 +9,16 @@ import logging
 import os
 import sys
 import traceback
+import unicodedata
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
 import httpx
+
 from tuneloop.runner.errors import ExtraMissing, TuneRefused
 from tuneloop.runner.http_client import header_of_key
 from tuneloop.runner.models.bound_model import CallDefaults, CallsEndpoint, ModelEndpoint, make_model, wanted_client

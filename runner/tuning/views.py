@@ -211,7 +211,7 @@ class ManyViews:
 def open_view(chosen: View | None, tensorboard: Path) -> Iterator[View]:
     """The chosen view, else lines; and curves, if there is a package to write them."""
     with ExitStack() as stack:
-        views = [chosen or PlainView()]
+        views = [PlainView() if chosen is None else chosen]
         if importlib.util.find_spec("tensorboardX"):
             views.append(stack.enter_context(RunnerCurves(tensorboard / "runner")))
         else:

@@ -101,7 +101,12 @@ class HumanPreferenceCollector:
     def pair_of(self, a: str, b: str) -> BlindPair:
         """The pair of two replies that the service has stored, by their ids. They must answer one question."""
         stored = [self._ask("GET", _path_of(each)) for each in (a, b)]
-        turns = [self._messages(each) for each in (a, b)]
+        turns = [
+            chat_messages(
+                [{**said, "content": said.get("content_parts") or said.get("content")} for said in self._pages(each)]
+            )
+            for each in (a, b)
+        ]
         if turns[0] != turns[1]:
             raise ServiceRefused(f"{a} and {b} do not answer the same question")
         answers = [_answer(each, str(each.get("model"))) for each in stored]
@@ -128,12 +133,6 @@ class HumanPreferenceCollector:
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
-
-    def _messages(self, reply_id: str) -> list[ChatMessage]:
-        listed = [
-            {**each, "content": each.get("content_parts") or each.get("content")} for each in self._pages(reply_id)
-        ]
-        return chat_messages(listed)
 
     def _pages(self, reply_id: str) -> Iterator[dict[str, Any]]:
         after: dict[str, str] = {}

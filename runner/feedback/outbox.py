@@ -5,11 +5,10 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tuneloop.runner.errors import OutboxFull
 from tuneloop.runner.feedback.segments import SUFFIX, Segment, sync_folder
@@ -125,7 +124,11 @@ class Outbox:
         """What was set aside, by whichever process, oldest first."""
         path = self.folder / _REFUSED
         lines = path.read_bytes().splitlines() if path.exists() else []
-        found = {_digest(each["entry"]): each for each in _objects(lines)}
+        found = {}
+        for line in lines:
+            with suppress(ValueError):  # being written by another process, or cut off by a crash: it is set aside again
+                each = json.loads(line)
+                found[_digest(each["entry"])] = each
         return [RefusedEntry(entry=each["entry"], reason=each["reason"]) for each in found.values()]
 
     def adopt(self) -> None:
@@ -137,19 +140,16 @@ class Outbox:
                 if path in ours:
                     continue
                 try:
-                    self._adopt(path)
+                    if (segment := Segment.adopt(path)) is not None:
+                        self._older.append(segment)
+                        continue
+                    with suppress(FileNotFoundError):  # its process has sent it
+                        self._others_bytes += path.stat().st_size
                 except OSError as error:
                     if path not in self._unreadable:
                         self._unreadable.add(path)
                         log.error("feedback that waits in %s cannot be sent: %s", path, error)
             self._older.sort(key=lambda each: each.path)
-
-    def _adopt(self, path: Path) -> None:
-        if (segment := Segment.adopt(path)) is not None:
-            self._older.append(segment)
-            return
-        with suppress(FileNotFoundError):  # its process has sent it
-            self._others_bytes += path.stat().st_size
 
     def close(self) -> None:
         """Leave what waits to whoever opens the folder next."""
@@ -176,9 +176,3 @@ class Outbox:
 def _digest(entry: Entry) -> bytes:
     """The same for an entry that is set aside again; the parts of a score share one idempotency key."""
     return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).digest()
-
-
-def _objects(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        with suppress(ValueError):  # being written by another process, or cut off by a crash: it is set aside again
-            yield json.loads(line)

@@ -209,7 +209,8 @@ class Sender:
                     log.warning("feedback waits on disk: %s", error, exc_info=not isinstance(error, FeedbackAway))
                 self.trouble = str(error)
                 retry_after_s = error.retry_after_s if isinstance(error, FeedbackAway) else None
-                self._rest(_pause(failures) if retry_after_s is None else min(retry_after_s, _LONGEST_WAIT_S))
+                pause_s = random.uniform(0.5, 1.0) * min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures, 10))
+                self._rest(pause_s if retry_after_s is None else min(retry_after_s, _LONGEST_WAIT_S))
                 failures += 1
                 continue
             if not sent:
@@ -259,11 +260,6 @@ class Sender:
                     half = len(now) // 2
                     waiting += [now[half:], now[:half]]
         return refused
-
-
-def _pause(failures: int) -> float:
-    longest: float = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures, 10))
-    return longest * random.uniform(0.5, 1.0)
 
 
 def _posts(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:

@@ -83,7 +83,14 @@ def variation_prompt(question: str, answer: str | None, count: int) -> Prompt:
 
 def conversation(messages: Sequence[Message]) -> str:
     """Chat messages as the judge reads them, each under its role."""
-    return "\n\n".join(f"[{each.get('role', 'unknown')}]\n{_words(each)}" for each in messages)
+    shown = []
+    for each in messages:
+        calls: Any = each.get("tool_calls")
+        whole = [call for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
+        called = [f"[calls] {json.dumps(call.get('function'), ensure_ascii=False)}" for call in whole]
+        words = "\n".join([text_of(each.get("content")), *called]).strip()
+        shown.append(f"[{each.get('role', 'unknown')}]\n{words}")
+    return "\n\n".join(shown)
 
 
 def reply_text(reply: Reply) -> str:
@@ -95,13 +102,6 @@ def reply_text(reply: Reply) -> str:
 def format_expected(value: object) -> str:
     """A reference answer as the judge reads it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _words(message: Message) -> str:
-    calls: Any = message.get("tool_calls")
-    whole = [each for each in calls if isinstance(each, Mapping)] if isinstance(calls, list) else []
-    called = [f"[calls] {json.dumps(each.get('function'), ensure_ascii=False)}" for each in whole]
-    return "\n".join([text_of(message.get("content")), *called]).strip()
 
 
 def _about_reference(data: Mapping[str, str]) -> str:

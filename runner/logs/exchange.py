@@ -97,18 +97,14 @@ def json_lines(path: Path, broken: BrokenEntries | None = None) -> Iterator[tupl
     unread = broken if broken is not None else BrokenEntries(strict=True)
     try:
         # Bytes that are no text are kept as surrogates, so that they spoil their line only.
-        with path.open(encoding=_encoding(path), errors="surrogateescape") as file:
+        with path.open("rb") as file:  # Windows' shells redirect what a program writes as UTF-16
+            encoding = "utf-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+        with path.open(encoding=encoding, errors="surrogateescape") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip() and (read := _object(line, f"{path}:{number}", unread)) is not None:
                     yield number, read
     except (OSError, UnicodeError) as error:
         raise LogRefused(f"{path}: {error}") from None
-
-
-def _encoding(path: Path) -> str:
-    """Windows' shells redirect what a program writes as UTF-16."""
-    with path.open("rb") as file:
-        return "utf-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
 
 
 def _object(line: str, where: str, broken: BrokenEntries) -> dict[str, Any] | None:

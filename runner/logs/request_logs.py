@@ -119,7 +119,9 @@ def read_export(path: Path, broken: BrokenEntries | None = None) -> Iterator[Log
     waiting: LoggedExchange | None = None
     for number, row in json_lines(path, unread):
         try:
-            read, key = _of_row(row, str(path)), _key(row, number)
+            # The corrections of one choice follow each other. Other formats have one row of each.
+            key = (str(row["msg_id"]), int(row["choice"])) if "prompt_ids" in row else ("", number)
+            read = _of_row(row, str(path))
         except UNREADABLE as error:
             unread.add("no row of an export", f"{path}:{number}", f"not a row of an export: {error!r}")
             continue
@@ -128,11 +130,6 @@ def read_export(path: Path, broken: BrokenEntries | None = None) -> Iterator[Log
         waiting, last = read, key
     if waiting is not None:
         yield waiting
-
-
-def _key(row: Mapping[str, Any], number: int) -> tuple[str, int]:
-    """What two rows of one choice have in common: its corrections follow each other. Other formats have one of each."""
-    return ("", number) if "prompt_ids" not in row else (str(row["msg_id"]), int(row["choice"]))
 
 
 def _of_row(row: Mapping[str, Any], place: str) -> LoggedExchange | None:

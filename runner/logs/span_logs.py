@@ -327,21 +327,19 @@ def _items(listed: object, where: str, broken: BrokenEntries) -> Iterator[Mappin
 
 
 def _otlp_span(raw: Mapping[str, Any], resource: Mapping[str, Any], logged: _EventsBySpan) -> GenAiSpan:
+    listed = raw.get("events")
+    events = listed if isinstance(listed, list) else []
+    told = [(str(each["name"]), _attributes(each.get("attributes"))) for each in events]
     return GenAiSpan(
         span_id=str(raw["spanId"]),
         trace_id=str(raw["traceId"]),
         attributes=_attributes(raw.get("attributes")),
-        events=_events(raw.get("events")) + logged.get((str(raw["traceId"]), str(raw["spanId"])), []),
+        events=told + logged.get((str(raw["traceId"]), str(raw["spanId"])), []),
         start=_seconds(raw.get("startTimeUnixNano")),
         failed=(raw.get("status") or {}).get("code") in {_ERROR, "STATUS_CODE_ERROR"},
         resource=resource,
         dropped=sum(int(raw.get(f"dropped{each}Count") or 0) for each in ("Attributes", "Events")),
     )
-
-
-def _events(listed: object) -> list[tuple[str, dict[str, Any]]]:
-    events = listed if isinstance(listed, list) else []
-    return [(str(each["name"]), _attributes(each.get("attributes"))) for each in events]
 
 
 def _attributes(listed: object) -> dict[str, Any]:
@@ -388,7 +386,8 @@ def _studio_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             database.row_factory = sqlite3.Row
-            database.text_factory = _text
+            # A damaged text spoils its row only: what is no UTF-8 in it makes no JSON, or a broken character.
+            database.text_factory = lambda stored: stored.decode(errors="replace")
             columns = {row["name"] for row in database.execute(f"PRAGMA table_info({_STUDIO_TABLE})")}
             if not columns >= _STUDIO_NEEDS:
                 raise LogRefused(f"{path}: no table {_STUDIO_TABLE} with {', '.join(sorted(_STUDIO_NEEDS))}")
@@ -397,11 +396,6 @@ def _studio_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield from ((f"{path}: {_STUDIO_TABLE} row {row['place_']}", dict(row)) for row in rows)
     except sqlite3.DatabaseError as error:
         raise LogRefused(f"{path}: {error}") from None
-
-
-def _text(stored: bytes) -> str:
-    """A damaged text spoils its row only: what is no UTF-8 in it makes no JSON, or a broken character."""
-    return stored.decode(errors="replace")
 
 
 def _studio_span(row: Mapping[str, Any]) -> GenAiSpan:

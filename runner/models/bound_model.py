@@ -101,7 +101,8 @@ def make_model(bound: CallsEndpoint, defaults: CallDefaults, *, client: ClientKi
         return models.OpenAIChatModel(
             defaults.model_name, api_key=bound.api_key, stream=False, client_kwargs=arguments, generate_kwargs=generate
         )
-    return _openai(bound, defaults) if client == "openai" else _async_openai(bound, defaults)
+    made = _openai_classes(defaults)[0 if client == "openai" else 1]
+    return made(api_key=bound.api_key, **_client_arguments(bound, defaults, sync=client == "openai"))
 
 
 def wanted_client(workflow: Callable[..., Any]) -> tuple[ClientKind, bool]:
@@ -137,16 +138,6 @@ def _with_defaults(options: Any, defaults: CallDefaults) -> Any:
         options.json_data = merged
         options.extra_json = {**defaults.extra_body(), **(options.extra_json or {})} or None
     return options
-
-
-def _openai(bound: CallsEndpoint, defaults: CallDefaults) -> Any:
-    made = _openai_classes(defaults)[0]
-    return made(api_key=bound.api_key, **_client_arguments(bound, defaults, sync=True))
-
-
-def _async_openai(bound: CallsEndpoint, defaults: CallDefaults) -> Any:
-    made = _openai_classes(defaults)[1]
-    return made(api_key=bound.api_key, **_client_arguments(bound, defaults, sync=False))
 
 
 @lru_cache(maxsize=64)

@@ -60,22 +60,10 @@ def _is(value: object, kind: str) -> bool:
     return isinstance(value, _KINDS[kind])
 
 
-def _properties(value: object, wanted: Any, _: Mapping[str, Any]) -> bool:
-    return not isinstance(value, dict) or all(fits(value[name], wanted[name]) for name in value.keys() & wanted.keys())
-
-
-def _required(value: object, wanted: Any, _: Mapping[str, Any]) -> bool:
-    return not isinstance(value, dict) or all(name in value for name in wanted)
-
-
 def _additional(value: object, wanted: Any, schema: Mapping[str, Any]) -> bool:
     if not isinstance(wanted, bool):
         raise ValueError("schema: additionalProperties must be true or false")
     return wanted or not isinstance(value, dict) or value.keys() <= schema.get("properties", {}).keys()
-
-
-def _items(value: object, wanted: Any, _: Mapping[str, Any]) -> bool:
-    return not isinstance(value, list) or all(fits(each, wanted) for each in value)
 
 
 def _equal(value: object, other: object) -> bool:
@@ -96,10 +84,12 @@ _CHECKS: Mapping[str, Callable[[object, Any, Mapping[str, Any]], bool]] = {
     "type": _type,
     "enum": lambda value, wanted, _: any(_equal(value, each) for each in wanted),
     "const": lambda value, wanted, _: _equal(value, wanted),
-    "properties": _properties,
-    "required": _required,
+    "properties": lambda value, wanted, _: (
+        not isinstance(value, dict) or all(fits(value[name], wanted[name]) for name in value.keys() & wanted.keys())
+    ),
+    "required": lambda value, wanted, _: not isinstance(value, dict) or all(name in value for name in wanted),
     "additionalProperties": _additional,
-    "items": _items,
+    "items": lambda value, wanted, _: not isinstance(value, list) or all(fits(each, wanted) for each in value),
     "minItems": _size(list, lambda size, bound: size >= bound),
     "maxItems": _size(list, lambda size, bound: size <= bound),
     "minLength": _size(str, lambda size, bound: size >= bound),
@@ -226,7 +216,13 @@ def tool_arguments() -> Component:
             call = next((each for each in left if each.name == wanted.name), None)
             if call is not None:
                 left.remove(call)
-            shares.append(0.0 if call is None else _share(call.arguments, wanted.arguments or {}))
+            given, right = None if call is None else call.arguments, wanted.arguments or {}
+            if given is None:
+                shares.append(0.0)
+                continue
+            names = given.keys() | right.keys()
+            equal = sum(name in given and name in right and same_json(given[name], right[name]) for name in names)
+            shares.append(equal / len(names) if names else 1.0)
         return sum(shares) / len(shares)
 
     return component
@@ -344,14 +340,6 @@ def same_json(a: object, b: object) -> bool:
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(same_json, a, b))
     return a == b
-
-
-def _share(given: Mapping[str, Any] | None, right: Mapping[str, Any]) -> float:
-    if given is None:
-        return 0.0
-    names = given.keys() | right.keys()
-    equal = sum(name in given and name in right and same_json(given[name], right[name]) for name in names)
-    return equal / len(names) if names else 1.0
 
 
 def _expected_value(reply: Reply, who: str) -> object:

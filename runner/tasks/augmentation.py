@@ -148,18 +148,16 @@ def screen_tasks(tasks: Iterable[ImportedTask], judge: Judge, *, least: float = 
     """
     found: tuple[list[ImportedTask], list[ImportedTask], list[ImportedTask]] = ([], [], [])
     for each in tasks:
+        # A task as a reply to the wish for one: so the judge's marks stand around it.
+        turns = [f"[{turn['role']}] {turn.get('content')}" for turn in each.messages[:-1]]
+        shown = "\n\n".join([*turns, f"[user] {each.question}"]) if turns else each.question
         try:
-            verdict = judge.score(_show(each))
+            verdict = judge.score(
+                Reply(text=shown, messages=({"role": "user", "content": _WANTED},), expected=each.answer)
+            )
         except JudgeFailed:
             found[2].append(each)
             continue
         judged = with_scores(each, {**verdict.shares, "judge": verdict.normalised})
         found[0 if verdict.normalised >= least else 1].append(judged)
     return Screened(*map(tuple, found))
-
-
-def _show(task: ImportedTask) -> Reply:
-    """A task as a reply to the wish for one: so the judge's marks stand around it."""
-    before = "\n\n".join(f"[{each['role']}] {each.get('content')}" for each in task.messages[:-1])
-    shown = f"{before}\n\n[user] {task.question}" if before else task.question
-    return Reply(text=shown, messages=({"role": "user", "content": _WANTED},), expected=task.answer)

@@ -175,7 +175,11 @@ class DatasetConfig:
                 raise DatasetRefused(f"{path}: there is no split {wanted.name!r}: a file is one, 'train' or {named!r}")
             return _take_slice(_read_files([path]), wanted)
         if path.is_dir():
-            return self._rows_of_folder(path if self.name is None else _child(path, self.name))
+            folder = path if self.name is None else path / self.name
+            if not folder.is_dir():
+                there = ", ".join(sorted(each.name for each in path.iterdir() if each.is_dir())) or "no folder at all"
+                raise DatasetRefused(f"{path}: there is no {self.name!r} in it; there is: {there}")
+            return self._rows_of_folder(folder)
         if path.is_absolute() or self.path.startswith((".", "~")) or path.suffix in {*READERS, *_BUILDERS}:
             raise DatasetRefused(f"{self.path}: there is no such file or folder")
         datasets = _datasets(f"{self.path} is not a file or folder here, so it is a name on the Hub")
@@ -262,13 +266,6 @@ def _suffix(file: Path) -> str | None:
     return suffix if suffix in READERS or suffix in _BUILDERS else None
 
 
-def _child(folder: Path, name: str) -> Path:
-    if (found := folder / name).is_dir():
-        return found
-    there = ", ".join(sorted(each.name for each in folder.iterdir() if each.is_dir())) or "no folder at all"
-    raise DatasetRefused(f"{folder}: there is no {name!r} in it; there is: {there}")
-
-
 def _read_files(files: Sequence[Path]) -> Iterator[Task]:
     for file in files:
         suffix = _suffix(file)
@@ -287,14 +284,11 @@ def _take_slice(rows: Iterator[Task], wanted: _Slice | None) -> Iterator[Task]:
     if wanted is None or (wanted.start is None and wanted.stop is None):
         return rows
     every = list(rows)
-    bound: Callable[[str | None], int | None] = lambda written: _bound(written, len(every))  # noqa: E731
-    return iter(every[bound(wanted.start) : bound(wanted.stop)])
-
-
-def _bound(written: str | None, count: int) -> int | None:
-    if written is None:
-        return None
-    return round(count * int(written[:-1]) / 100) if written.endswith("%") else int(written)
+    bounds = [
+        each if each is None else round(len(every) * int(each[:-1]) / 100) if each.endswith("%") else int(each)
+        for each in (wanted.start, wanted.stop)
+    ]
+    return iter(every[slice(*bounds)])
 
 
 def _datasets(why: str) -> Any:

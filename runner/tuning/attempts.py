@@ -287,7 +287,14 @@ class Attempts:
         except TimeoutError as error:
             raise RunFailed(FailureKind.WORKFLOW_HUNG, str(error), again=True) from error
         except Exception as error:
-            kind = FailureKind.OTHER_MODEL if _is_other_model(error) else FailureKind.WORKFLOW_RAISED
+            text, code, status = (
+                sentence_of(error)[:2000],
+                getattr(error, "code", None),
+                getattr(error, "status_code", None),
+            )
+            is_other = code == "model_not_found" or "model_not_found" in text
+            is_other |= status == 404 and _NO_SUCH_MODEL.search(text) is not None  # an engine's words
+            kind = FailureKind.OTHER_MODEL if is_other else FailureKind.WORKFLOW_RAISED
             again = kind is FailureKind.WORKFLOW_RAISED
             raise RunFailed(kind, sentence_of(error), again=again) from error
         _require_answers(offered["runs"])
@@ -358,13 +365,6 @@ def _number(value: object) -> float:
     if not abs(number) <= MAX_REWARD:
         raise RunFailed(FailureKind.BAD_REWARD, f"the reward is {number}, not within ±{MAX_REWARD:g}")
     return number
-
-
-def _is_other_model(error: BaseException) -> bool:
-    text = sentence_of(error)[:2000]
-    if getattr(error, "code", None) == "model_not_found" or "model_not_found" in text:
-        return True
-    return getattr(error, "status_code", None) == 404 and _NO_SUCH_MODEL.search(text) is not None  # an engine's words
 
 
 def _result(member: Member, run_id: str, **how: Any) -> RunResult:
@@ -472,14 +472,11 @@ class RewardOutbox:
 
 
 def _about(result: RunResult) -> dict[str, Any]:
-    return {"task_id": result.task_id, "run_id": result.run_id, "idempotency_key": _key(result)}
+    name = name_of(result)
+    key = name if len(name) <= _MAX_NAME else hashlib.sha256(name.encode()).hexdigest()
+    return {"task_id": result.task_id, "run_id": result.run_id, "idempotency_key": key}
 
 
 def _metrics(result: RunResult) -> list[dict[str, Any]]:
     named = islice(result.metrics.items(), _MOST_METRICS)
     return [_about(result) | {"metric": f"{METRIC_PREFIX}{name}"[:_MAX_NAME], "value": value} for name, value in named]
-
-
-def _key(result: RunResult) -> str:
-    name = name_of(result)
-    return name if len(name) <= _MAX_NAME else hashlib.sha256(name.encode()).hexdigest()

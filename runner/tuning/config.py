@@ -4,6 +4,7 @@ import inspect
 import os
 import subprocess
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import chain
@@ -236,7 +237,9 @@ def _check(function: Callable[..., Any], kind: str, needed: _Needed, offered: tu
     problems = _problems(function, needed, offered)
     if problems:
         name = getattr(function, "__qualname__", None) or type(function).__name__
-        written = _signature_text(function)
+        written = ""
+        with suppress(TypeError, ValueError):
+            written = str(inspect.signature(function))
         raise TuneRefused(
             f"the {kind} {name}{written} {'; '.join(problems)}. It is called by name, and should be\n"
             f"    {_SHOWN[kind]}\nwhere all that has a default, and async, may be left out"
@@ -259,13 +262,6 @@ def _problems(function: Callable[..., Any], needed: _Needed, offered: tuple[str,
         if name not in {*chain(*needed), *offered, *wild, *by_place} and each.default is each.empty
     ]
     return problems + [f"wants {name}, which it will not get" for name in others]
-
-
-def _signature_text(function: Callable[..., Any]) -> str:
-    try:
-        return str(inspect.signature(function))
-    except (TypeError, ValueError):
-        return ""
 
 
 Settings = dict[str, Any]

@@ -143,7 +143,9 @@ class _FileReader:
             else self._dataset_of(found, "buffer.explorer_input.taskset", total_epochs=epochs or 1, total_steps=steps)
         )
         evaluation = self._evaluation()
-        self._drop("buffer.explorer_input")
+        rest = self._take("buffer.explorer_input")
+        if isinstance(rest, dict):
+            self._ignored += [f"buffer.explorer_input.{each}" for each in rest]
         monitor = self._take("monitor.monitor_type")
         if monitor is not None and monitor not in MONITORS:
             self._ignored.append(f"monitor.monitor_type: {monitor} (curves go to {', '.join(MONITORS)})")
@@ -201,7 +203,11 @@ class _FileReader:
         parser = self._take(f"{rollout}tool_call_parser")
         tinker = self._take("model.tinker")
         known = {name: value for name, value in given.items() if value is not None}
-        return TunerModelConfig(str(path), tool_call_parser=parser, tinker_config=_tinker(tinker), **known)
+        adapter = None
+        if isinstance(tinker, dict) and tinker.get("enable") is not False:
+            names = TinkerConfig.__dataclass_fields__
+            adapter = TinkerConfig(**{name: value for name, value in tinker.items() if name in names})
+        return TunerModelConfig(str(path), tool_call_parser=parser, tinker_config=adapter, **known)
 
     def _algorithm(self) -> AlgorithmConfig | None:
         given = {
@@ -259,11 +265,6 @@ class _FileReader:
             **how,
         )
 
-    def _drop(self, name: str) -> None:
-        rest = self._take(name)
-        if isinstance(rest, dict):
-            self._ignored += [f"{name}.{each}" for each in rest]
-
     def _take_first(self, *names: str) -> Any:
         found = [self._take(name) for name in names]
         return next((each for each in found if each is not None), None)
@@ -275,13 +276,6 @@ class _FileReader:
         for each in sections:
             place = place.get(each) if isinstance(place, dict) else None
         return place.pop(last, None) if isinstance(place, dict) else None
-
-
-def _tinker(found: Any) -> TinkerConfig | None:
-    if not isinstance(found, dict) or found.get("enable") is False:
-        return None
-    names = TinkerConfig.__dataclass_fields__
-    return TinkerConfig(**{name: value for name, value in found.items() if name in names})
 
 
 def _without_empty(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,8 +39,11 @@ class ExperimentFolder:
             if not _NAME.fullmatch(name):
                 raise TuneRefused(f"{what} is {name!r}: letters, digits, '.', '_' and '-' make a folder's name")
         parent = root.absolute() / project
-        if resume and (found := cls._newest(parent, experiment)):
-            return cls(found)
+        if resume:
+            named = [each for each in parent.glob(f"{experiment}-*") if _STAMP.search(each.name)]
+            found = [each for each in named if _STAMP.sub("", each.name) == experiment and journal_in(each).exists()]
+            if found:
+                return cls(max(found, key=lambda each: each.name))
         for moment in range(60):
             path = parent / f"{experiment}-{time.strftime('%Y%m%d%H%M%S', time.localtime(time.time() + moment))}"
             try:
@@ -51,12 +54,6 @@ class ExperimentFolder:
             except OSError as error:
                 raise TuneRefused(f"checkpoint_root_dir: {path} cannot be made: {error.strerror}") from None
         raise TuneRefused(f"{parent} has a folder of that name for each second of the next minute")
-
-    @staticmethod
-    def _newest(parent: Path, experiment: str) -> Path | None:
-        names = [each for each in parent.glob(f"{experiment}-*") if _STAMP.search(each.name)]
-        journals = [each for each in names if _STAMP.sub("", each.name) == experiment and journal_in(each).exists()]
-        return max(journals, key=lambda each: each.name, default=None)
 
     @property
     def name(self) -> str:
@@ -250,7 +247,8 @@ class Journal:
         try:
             if not lock(self._file.fileno()):
                 raise TuneRefused(f"{path} is in use: another call of tune() goes on with this experiment")
-            _cut_off_unfinished(path)
+            with path.open("rb+") as file:  # a line that was cut off has not been written
+                file.truncate(file.read().rfind(b"\n") + 1)
             for line in _lines(path):
                 self.state.apply(line)
         except BaseException:
@@ -296,14 +294,6 @@ def result_line(result: RunResult) -> dict[str, Any]:
 def acknowledged_line(results: Iterable[RunResult]) -> dict[str, Any]:
     """The line that says that the services have these rewards."""
     return {"event": "acknowledged", "runs": [name_of(result) for result in results]}
-
-
-def _cut_off_unfinished(path: Path) -> None:
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -370,8 +370,9 @@ class ServiceProcess:
 
 def find_command() -> list[str]:
     """The command `tuneloop`: of this Python's environment, else in PATH. Raises TuneRefused."""
-    if _is_installed("tuneloop.cli.main"):
-        return [sys.executable, "-P", "-c", "from tuneloop.cli.main import main; main()"]
+    with suppress(ModuleNotFoundError):
+        if find_spec("tuneloop.cli.main") is not None:
+            return [sys.executable, "-P", "-c", "from tuneloop.cli.main import main; main()"]
     if found := shutil.which("tuneloop"):
         return [found]
     raise TuneRefused(_MISSING)
@@ -383,13 +384,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _be_ended_with(parent: int) -> None:

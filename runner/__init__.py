@@ -1,7 +1,7 @@
 """What users import, if they like: rewards made of components, an LLM as a judge, and tune(), which trains an agent."""
 
 from tuneloop.runner.collection.figures import ABTest, ToolUseEvaluator
-from tuneloop.runner.collection.preferences import HumanPreferenceCollector
+from tuneloop.runner.collection.preference_pairs import HumanPreferenceCollector
 from tuneloop.runner.collection.run_records import DataCollector, RunRecord
 from tuneloop.runner.collection.service_versions import VersionsClient
 from tuneloop.runner.errors import (

@@ -8,7 +8,7 @@ import pytest
 from tests.doubles.engine import MODEL, EngineDouble
 from tests.explorer.running import RunningExplorer
 from tuneloop.runner import HumanPreferenceCollector, ServiceRefused
-from tuneloop.runner.collection.preferences import arrange
+from tuneloop.runner.collection.preference_pairs import arrange
 
 ASKED = [{"role": "user", "content": "3+4="}]
 NEW = "Seven, of course."

@@ -1,11 +1,9 @@
 """What users import, if they like: rewards made of components, an LLM as a judge, and tune(), which trains an agent."""
 
-from tuneloop.runner.collection.ab_test import ABTest
-from tuneloop.runner.collection.blind_pairs import HumanPreferenceCollector
-from tuneloop.runner.collection.collector import DataCollector
-from tuneloop.runner.collection.run_record import RunRecord
+from tuneloop.runner.collection.figures import ABTest, ToolUseEvaluator
+from tuneloop.runner.collection.preference_pairs import HumanPreferenceCollector
+from tuneloop.runner.collection.run_records import DataCollector, RunRecord
 from tuneloop.runner.collection.service_versions import VersionsClient
-from tuneloop.runner.collection.tool_use import ToolUseEvaluator
 from tuneloop.runner.errors import (
     DatasetRefused,
     ExtraMissing,
@@ -25,27 +23,25 @@ from tuneloop.runner.errors import (
 )
 from tuneloop.runner.feedback.feedback_client import AsyncFeedback, Feedback, FeedbackBatch, Receipt
 from tuneloop.runner.feedback.outbox import RefusedEntry
-from tuneloop.runner.feedback.reply_names import WholeRun, reply_id
+from tuneloop.runner.feedback.verbs import WholeRun, reply_id
 from tuneloop.runner.judging.endpoint import Endpoint
-from tuneloop.runner.judging.judge import Judge, Preference, Verdict
-from tuneloop.runner.judging.llm_judge import LLMJudge
+from tuneloop.runner.judging.judge import Judge, LLMJudge, Preference, Verdict
 from tuneloop.runner.judging.rubric import Example, Rubric
 from tuneloop.runner.models.bound_model import CallDefaults, ModelEndpoint, make_model
-from tuneloop.runner.models.run import Run
-from tuneloop.runner.models.run_calls import ModelCall, RunCalls
-from tuneloop.runner.production.call_context import TrainingContext
-from tuneloop.runner.production.shadow_runs import ShadowResult, ShadowRun
-from tuneloop.runner.production.shadow_tools import ShadowTools
-from tuneloop.runner.production.strategies import (
+from tuneloop.runner.models.run import ModelCall, Run, RunCalls
+from tuneloop.runner.rewards.composite import Component, Composite, Score
+from tuneloop.runner.rewards.reply import Reply, ToolCall, ToolResult
+from tuneloop.runner.rewards.reward_function import reward_function
+from tuneloop.runner.shadow.executor import ShadowResult, ShadowRun
+from tuneloop.runner.shadow.production_calls import (
     EveryCall,
     ExplicitMarkingStrategy,
     ProductionCall,
     SamplingRateStrategy,
+    TrainingContext,
 )
-from tuneloop.runner.production.training_runner import TrainingRunner
-from tuneloop.runner.rewards.composite import Component, Composite, Score
-from tuneloop.runner.rewards.reply import Reply, ToolCall, ToolResult
-from tuneloop.runner.rewards.reward_function import reward_function
+from tuneloop.runner.shadow.tools import ShadowTools
+from tuneloop.runner.shadow.training_runner import TrainingRunner
 from tuneloop.runner.tasks.dataset import DatasetConfig
 from tuneloop.runner.tuning.config import (
     AlgorithmConfig,
@@ -55,11 +51,11 @@ from tuneloop.runner.tuning.config import (
     TunerModelConfig,
     WorkflowOutput,
     WorkflowType,
+    check_judge_function,
+    check_workflow_function,
 )
-from tuneloop.runner.tuning.debugging.backbone import main
-from tuneloop.runner.tuning.signatures import check_judge_function, check_workflow_function
-from tuneloop.runner.tuning.summary import TuneResult
-from tuneloop.runner.tuning.tune import tune
+from tuneloop.runner.tuning.tune import main, tune
+from tuneloop.runner.tuning.views import TuneResult
 
 __all__ = [
     "ABTest",

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 #: Which module has each command's `main(argv) -> exit code`.
 COMMANDS = {
-    "debug": "tuneloop.runner.tuning.debugging.debug_command",
-    "prefer": "tuneloop.runner.collection.prefer_command",
+    "debug": "tuneloop.runner.tuning.debugging",
+    "shadow": "tuneloop.runner.shadow.shadow_command",
     "tasks": "tuneloop.runner.tasks.tasks_command",
 }
 

@@ -3,8 +3,9 @@
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 
 def private_opener(path: str, flags: int) -> int:
@@ -30,10 +31,13 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """
     lines = b"".join(json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n" for row in rows)
     with open(path, "ab+", buffering=0, opener=private_opener) as file:
-        _lock(file)
-        if file.seek(0, os.SEEK_END) and not _ends_a_line(file):
-            file.seek(0)
-            whole, last = split_last_line(file.read())
+        with suppress(ImportError):  # Windows
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+        file.seek(0)
+        whole, last = split_last_line(file.read())
+        if last:
             if is_row(last):  # an editor left it so
                 lines = b"\n" + lines
             else:
@@ -60,17 +64,3 @@ def is_row(line: bytes) -> bool:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def _ends_a_line(file: IO[bytes]) -> bool:
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) == b"\n"
-
-
-def _lock(file: IO[bytes]) -> None:
-    """Wait until nobody else appends. It is ours until the file is closed."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return
-    fcntl.flock(file, fcntl.LOCK_EX)

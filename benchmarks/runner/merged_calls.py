@@ -27,7 +27,7 @@ from benchmarks.runner.lookups import HOPS, LookUps
 from examples.sums.model import save
 from examples.worlds import model as models
 from examples.worlds.warmup import learn, lessons
-from tuneloop.runner.models.run_calls import StoredCalls
+from tuneloop.runner.models.run import StoredCalls
 
 MODEL, PORT = "walker", 21_620
 ROOT = Path(__file__).parent.parent.parent

@@ -22,7 +22,7 @@ from openai import AsyncOpenAI
 
 from tests.runner.tuning.service_double import MODEL
 from tuneloop.runner import AlgorithmConfig, WorkflowOutput, tune
-from tuneloop.runner.tuning.services.service_process import free_port
+from tuneloop.runner.tuning.services import free_port
 
 AT_ONCE, GROUP, BATCH = 16, 8, 32
 MESSAGES: Any = [{"role": "user", "content": "1+1"}]

@@ -1,12 +1,12 @@
 """What a TrainingRunner costs the calls that it wraps: how long they take with and without it.
 
 .venv/bin/python -m benchmarks.runner.shadow_latency [--calls 4000] [--rate 0.1] [--every-s 0.01]
-                                                     [--waits-ms 5] [--busy-ms 20] [--run-in process]
+                                                     [--waits-ms 5] [--busy-ms 20]
 
 Production answers at once, so that nothing hides what is added. Bare and wrapped calls come in turn, so that what else
 the machine does meets both alike. Meanwhile the shadow runs ask a server in a process of its own, and their rewards are
 written to disk, sent and committed. `alone` are bare calls before the runner is started: what shadow runs compute
-(`--busy-ms`, in Python) with `--run-in thread` keeps all threads of the process waiting, those of bare calls too.
+(`--busy-ms`, in Python) keeps all threads of the process waiting, those of bare calls too.
 """
 
 import argparse
@@ -98,7 +98,6 @@ async def measure(options: argparse.Namespace, engine: str, feedback: str) -> di
         reward_calculator=worth,
         selection_strategy=SamplingRateStrategy.of(options.rate),
         commit_interval_seconds=1,
-        run_in=options.run_in,
     )
     taken: dict[str, list[tuple[float, float]]] = {"alone": [], "bare": [], "wrapped": []}
     for _ in range(options.calls // 2):
@@ -129,7 +128,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.runner.shadow_latency", description=__doc__)
     parser.add_argument("--calls", type=int, default=4000)
     parser.add_argument("--rate", type=float, default=0.1, help="share of the calls that are run again")
-    parser.add_argument("--run-in", choices=("process", "thread"), default="process", help="where shadow runs are made")
     parser.add_argument("--busy-ms", type=float, default=0.0, help="that a shadow run computes")
     parser.add_argument("--waits-ms", type=float, default=0.0, help="that production waits in a call")
     parser.add_argument("--every-s", type=float, default=0.01, help="seconds between two calls")

@@ -15,11 +15,9 @@ import httpx
 from openai import AsyncOpenAI
 
 from tuneloop.runner import AlgorithmConfig, Endpoint, JudgeOutput, Run, WorkflowOutput, tune
-from tuneloop.runner.logs.ledger_logs import read_stored_completions
+from tuneloop.runner.logs.request_logs import read_stored_completions
 from tuneloop.runner.tasks.augmentation import augment_tasks
-from tuneloop.runner.tasks.deduplication import deduplicate
-from tuneloop.runner.tasks.difficulty import DifficultySelector
-from tuneloop.runner.tasks.task_set import ImportedTask, tasks_of, write_tasks
+from tuneloop.runner.tasks.task_set import DifficultySelector, ImportedTask, deduplicate, tasks_of, write_tasks
 
 FEW = ["1+2", "2+3", "4+1", "3+3", "2+2", "5+1", "6+2", "1+7"]  # what the makers of the agent thought of
 HELD_OUT = [f"{a}+{b}" for a in (13, 28, 41) for b in (5, 17, 36)]  # what users really ask

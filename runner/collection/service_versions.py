@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from tuneloop.runner.errors import ServiceRefused
-from tuneloop.runner.key_header import header_of_key
+from tuneloop.runner.http_client import header_of_key
 
 _TIMEOUT_S = 30.0
 

@@ -15,13 +15,11 @@ from typing import Any, Self
 import httpx
 
 from tuneloop.runner.errors import FeedbackAway, FeedbackRefused
-from tuneloop.runner.feedback.answers import NeverTaken, NotNow, names_of, understand
-from tuneloop.runner.feedback.courier import Courier
 from tuneloop.runner.feedback.outbox import Outbox, RefusedEntry
+from tuneloop.runner.feedback.sender import NotNow, Rejected, Sender, names_of, understand
 from tuneloop.runner.feedback.verbs import Entry, FeedbackVerbs
+from tuneloop.runner.http_client import header_of_key, tls_context
 from tuneloop.runner.judging.endpoint import retry_after_s
-from tuneloop.runner.key_header import header_of_key
-from tuneloop.runner.tls_context import tls_context
 
 #: Seconds that a process which ends gives what waits to be sent. The rest waits on disk.
 _AT_EXIT_S = 2.0
@@ -54,18 +52,25 @@ class _Line:
 
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
         _import_ahead()
-        self.url = _service_url(url)
+        service = url.rstrip("/").removesuffix("/v1")
+        try:
+            absolute = httpx.URL(service).is_absolute_url and service.startswith(("http://", "https://"))
+        except httpx.InvalidURL:
+            absolute = False
+        if not absolute:
+            raise ValueError(f"url: {url!r} must be an absolute URL, such as http://localhost:8010")
+        self.url = service
         self.headers = header_of_key(api_key)
         self.timeout = timeout
-        self.courier: Courier | None = None
+        self.sender: Sender | None = None
         self.sent = 0
         self._client: httpx.Client | None = None
 
     def open_outbox(self, folder: Path, max_bytes: int) -> None:
         """Send through a folder, which has a folder for each service."""
         name = re.sub(r"[^A-Za-z0-9.]+", "-", self.url).strip("-")
-        self.courier = Courier(Outbox(folder / name, max_bytes), self.post, self.hang_up)
-        self.courier.start()
+        self.sender = Sender(Outbox(folder / name, max_bytes), self.post, self.hang_up)
+        self.sender.start()
         _lines.add(self)
 
     def post(self, entries: Sequence[Entry]) -> httpx.Response | httpx.HTTPError:
@@ -86,7 +91,7 @@ class _Line:
         outcome = understand(entries, response)
         if isinstance(outcome, NotNow):
             raise FeedbackAway(outcome.reason, retry_after_s=outcome.wait_s)
-        if isinstance(outcome, NeverTaken):
+        if isinstance(outcome, Rejected):
             raise FeedbackRefused(outcome.reason, outcome.answer)
         self.sent += len(entries) - len(outcome.refused)
         if outcome.refused:
@@ -96,12 +101,12 @@ class _Line:
         return Receipt(_keys(entries), outcome.answer)
 
     def flush(self, timeout: float) -> bool:
-        return self.courier.flush(timeout) if self.courier else True
+        return self.sender.flush(timeout) if self.sender else True
 
     def close(self, timeout: float) -> bool:
         _lines.discard(self)
-        if self.courier:
-            return self.courier.close(timeout)
+        if self.sender:
+            return self.sender.close(timeout)
         self.hang_up()
         return True
 
@@ -114,8 +119,8 @@ class _Line:
     def after_fork(self) -> None:
         """Connections are the parent's."""
         self._client = None
-        if self.courier:
-            self.courier.after_fork()
+        if self.sender:
+            self.sender.after_fork()
 
 
 class _Counted:
@@ -126,26 +131,26 @@ class _Counted:
     @property
     def pending(self) -> int:
         """Entries that wait to be sent, those that ended processes left there too."""
-        return self._line.courier.outbox.pending if self._line.courier else 0
+        return self._line.sender.outbox.pending if self._line.sender else 0
 
     @property
     def sent(self) -> int:
         """Entries that the service took from this client."""
-        return self._line.courier.outbox.sent if self._line.courier else self._line.sent
+        return self._line.sender.outbox.sent if self._line.sender else self._line.sent
 
     @property
     def refused(self) -> int:
         """Entries that were set aside since the service will never take them; `refusals` has them."""
-        return self._line.courier.outbox.refused if self._line.courier else 0
+        return self._line.sender.outbox.refused if self._line.sender else 0
 
     @property
     def trouble(self) -> str | None:
         """Why nothing can be sent at the moment."""
-        return self._line.courier.trouble if self._line.courier else None
+        return self._line.sender.trouble if self._line.sender else None
 
     def refusals(self) -> list[RefusedEntry]:
         """What was set aside in the outbox, by any process, oldest first."""
-        return self._line.courier.outbox.refusals() if self._line.courier else []
+        return self._line.sender.outbox.refusals() if self._line.sender else []
 
 
 class FeedbackClient(FeedbackVerbs[Receipt], _Counted):
@@ -203,8 +208,8 @@ class FeedbackClient(FeedbackVerbs[Receipt], _Counted):
         self.close()
 
     def _take(self, entries: Sequence[Entry]) -> Receipt:
-        if self._line.courier is not None:
-            self._line.courier.put(entries)
+        if self._line.sender is not None:
+            self._line.sender.put(entries)
             return Receipt(_keys(entries))
         return self._line.receipt(entries, self._line.post(entries))
 
@@ -263,8 +268,8 @@ class AsyncFeedback(FeedbackVerbs[Awaitable[Receipt]], _Counted):
         await self.close()
 
     async def _take(self, entries: Sequence[Entry]) -> Receipt:
-        if (courier := self._line.courier) is not None:
-            await asyncio.to_thread(courier.put, entries)
+        if (sender := self._line.sender) is not None:
+            await asyncio.to_thread(sender.put, entries)
             return Receipt(_keys(entries))
         return self._line.receipt(entries, await self._request("feedback", {"feedback": list(entries)}))
 
@@ -286,17 +291,6 @@ def _import_ahead() -> None:
     """
     "".encode("idna")
     httpx.Client(verify=tls_context()).close()
-
-
-def _service_url(url: str) -> str:
-    service = url.rstrip("/").removesuffix("/v1")
-    try:
-        absolute = httpx.URL(service).is_absolute_url and service.startswith(("http://", "https://"))
-    except httpx.InvalidURL:
-        absolute = False
-    if not absolute:
-        raise ValueError(f"url: {url!r} must be an absolute URL, such as http://localhost:8010")
-    return service
 
 
 def _keys(entries: Sequence[Entry]) -> tuple[str, ...]:

@@ -5,11 +5,10 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tuneloop.runner.errors import OutboxFull
 from tuneloop.runner.feedback.segments import SUFFIX, Segment, sync_folder
@@ -73,7 +72,13 @@ class Outbox:
                 waiting = self._others_bytes + sum(each.unsent_bytes for each in self._segments())
                 if waiting >= self._max_bytes:
                     raise OutboxFull(f"{waiting} bytes of feedback wait to be sent, max_bytes is {self._max_bytes}")
-                segment = self._own_segment()
+                if self._own is not None and self._own.end >= _SEGMENT_BYTES:
+                    self._older.append(self._own)
+                    self._own = None
+                if self._own is None:
+                    self._own = Segment.create(self.folder)
+                    sync_folder(self.folder.parent)
+                segment = self._own
                 written = segment.write(entries)
             segment.sync(written)
         except OSError as error:
@@ -86,7 +91,13 @@ class Outbox:
         with self._lock:
             for segment in self._segments():
                 if segment.waiting:
-                    return _first_lines(segment)
+                    entries: list[Entry] = []
+                    first = end = segment.sent
+                    for line, end in segment.read(first):
+                        entries += line
+                        if len(entries) >= _BATCH_ENTRIES or end - first >= _BATCH_BYTES:
+                            break
+                    return Waiting(segment, entries, end)
                 if segment is not self._own and segment.is_done:
                     self._older.remove(segment)
                     segment.close(remove=True)
@@ -113,7 +124,11 @@ class Outbox:
         """What was set aside, by whichever process, oldest first."""
         path = self.folder / _REFUSED
         lines = path.read_bytes().splitlines() if path.exists() else []
-        found = {_digest(each["entry"]): each for each in _objects(lines)}
+        found = {}
+        for line in lines:
+            with suppress(ValueError):  # being written by another process, or cut off by a crash: it is set aside again
+                each = json.loads(line)
+                found[_digest(each["entry"])] = each
         return [RefusedEntry(entry=each["entry"], reason=each["reason"]) for each in found.values()]
 
     def adopt(self) -> None:
@@ -125,22 +140,16 @@ class Outbox:
                 if path in ours:
                     continue
                 try:
-                    self._adopt(path)
+                    if (segment := Segment.adopt(path)) is not None:
+                        self._older.append(segment)
+                        continue
+                    with suppress(FileNotFoundError):  # its process has sent it
+                        self._others_bytes += path.stat().st_size
                 except OSError as error:
-                    self._note_unreadable(path, error)
+                    if path not in self._unreadable:
+                        self._unreadable.add(path)
+                        log.error("feedback that waits in %s cannot be sent: %s", path, error)
             self._older.sort(key=lambda each: each.path)
-
-    def _adopt(self, path: Path) -> None:
-        if (segment := Segment.adopt(path)) is not None:
-            self._older.append(segment)
-            return
-        with suppress(FileNotFoundError):  # its process has sent it
-            self._others_bytes += path.stat().st_size
-
-    def _note_unreadable(self, path: Path, error: OSError) -> None:
-        if path not in self._unreadable:
-            self._unreadable.add(path)
-            log.error("feedback that waits in %s cannot be sent: %s", path, error)
 
     def close(self) -> None:
         """Leave what waits to whoever opens the folder next."""
@@ -163,32 +172,7 @@ class Outbox:
     def _segments(self) -> list[Segment]:
         return [*self._older, *([self._own] if self._own else [])]
 
-    def _own_segment(self) -> Segment:
-        if self._own is not None and self._own.end >= _SEGMENT_BYTES:
-            self._older.append(self._own)
-            self._own = None
-        if self._own is None:
-            self._own = Segment.create(self.folder)
-            sync_folder(self.folder.parent)
-        return self._own
-
 
 def _digest(entry: Entry) -> bytes:
     """The same for an entry that is set aside again; the parts of a score share one idempotency key."""
     return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).digest()
-
-
-def _first_lines(segment: Segment) -> Waiting:
-    entries: list[Entry] = []
-    first = end = segment.sent
-    for line, end in segment.read(first):
-        entries += line
-        if len(entries) >= _BATCH_ENTRIES or end - first >= _BATCH_BYTES:
-            break
-    return Waiting(segment, entries, end)
-
-
-def _objects(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        with suppress(ValueError):  # being written by another process, or cut off by a crash: it is set aside again
-            yield json.loads(line)

@@ -1,15 +1,106 @@
-"""Everything that can be said of a reply, as entries of a body of `POST /feedback`. Pure, but for keys and the time."""
+"""What can be said of a reply, and how a reply is named."""
 
 import json
 import math
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
-from tuneloop.runner.feedback.reply_names import reply_id, subject_of
 from tuneloop.runner.rewards.composite import Score
+
+#: What LangChain calls messages whose own id it lost.
+_LANGCHAIN_RUNS = ("run-", "lc_run-")
+
+_NO_ID = (
+    "it has no id of a reply: give a reply object of openai, Anthropic, LangChain or AgentScope, its JSON, or its id"
+)
+
+_LOST_ID = (
+    "LangChain gives this message an id of its own: make the model with ChatOpenAI(include_response_headers=True), "
+    "or give feedback on the run"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeRun:
+    """Every reply of one attempt `run_id` at the task `task_id`, those too that are still to come."""
+
+    task_id: str | int
+    run_id: str | int
+
+
+def reply_id(reply: object, choice: int | None = None) -> str:
+    """The id of a reply, or of one of its choices: what feedback names it by.
+
+    Raises ValueError where there is none.
+
+    >>> reply_id({"id": "chatcmpl-1", "choices": []}, choice=1)
+    'chatcmpl-1:1'
+    """
+    found = _id_in(reply)
+    if choice is None:
+        return found
+    if isinstance(choice, bool) or not isinstance(choice, int) or choice < 0:
+        raise ValueError(f"choice: {choice!r} is no index of a choice")
+    if ":" in found:
+        raise ValueError(f"choice: {found} names a choice already")
+    return f"{found}:{choice}"
+
+
+def subject_of(reply: object, choice: int | None = None) -> dict[str, Any]:
+    """The part of a feedback entry that says what it is about: `msg_ids`, or `task_id` and `run_id`."""
+    if isinstance(reply, Sequence) and not isinstance(reply, str):
+        if not reply:
+            raise ValueError("an empty list names no reply")
+        return {"msg_ids": [reply_id(each, choice) for each in reply]}
+    if (run := _run_in(reply)) is None:
+        return {"msg_ids": [reply_id(reply, choice)]}
+    if choice is not None:
+        raise ValueError("choice: a whole run has no choices")
+    return run
+
+
+def _run_in(reply: object) -> dict[str, Any] | None:
+    if isinstance(reply, Mapping):
+        names = reply.get("task_id"), reply.get("run_id")
+        named = None in names or "id" in reply
+    else:
+        names = getattr(reply, "task_id", None), getattr(reply, "run_id", None)
+        named = not all(isinstance(each, str | int) for each in names)
+    return None if named else {"task_id": str(names[0]), "run_id": str(names[1])}
+
+
+def _id_in(reply: object) -> str:
+    if isinstance(reply, str):
+        found: object = reply
+    elif (metadata := _get(reply, "response_metadata")) is not None:
+        headers = _get(metadata, "headers")
+        found = (_get(metadata, "id") or (_get(headers, "x-request-id") if headers is not None else None)) or _get(
+            reply, "id"
+        )
+        if isinstance(found, str) and found.startswith(_LANGCHAIN_RUNS):
+            raise ValueError(_LOST_ID)
+    elif (found := _get(reply, "id")) is None:
+        # The events that begin Anthropic's streams and those of responses, and LangChain's generations.
+        inner = next((each for each in (_get(reply, "message"), _get(reply, "response")) if each is not None), None)
+        if inner is None or inner is reply:
+            raise ValueError(f"{_kind(reply)}: {_NO_ID}")
+        return _id_in(inner)
+    if not isinstance(found, str) or not found.strip():
+        raise ValueError(f"{_kind(reply)}: {_NO_ID}")
+    return found
+
+
+def _get(thing: object, name: str) -> Any:
+    return thing.get(name) if isinstance(thing, Mapping) else getattr(thing, name, None)
+
+
+def _kind(thing: object) -> str:
+    return type(thing).__name__
+
 
 #: An entry of the list under `feedback` of a body.
 Entry = dict[str, Any]
@@ -102,7 +193,19 @@ class FeedbackVerbs(Generic[Given]):
         about = subject_of(reply, options.get("choice")) | dict(_beside(options, self._source))
         entries = [about | dict(each) for each in parts]
         for each in entries:
-            _must_fit(each)
+            # Raise ValueError for what the service would refuse for ever.
+            for field in _NAMES:
+                if field in each:
+                    _name(each[field], field)
+            for field in ("reward", "value"):
+                if isinstance(number := each.get(field), float) and abs(number) > MAX_REWARD:
+                    raise ValueError(f"{number:g}: at most {MAX_REWARD:g} in size")
+            try:
+                size = len(json.dumps(each, allow_nan=False, ensure_ascii=False).encode())
+            except (TypeError, RecursionError) as error:
+                raise ValueError(f"it cannot be written as JSON: {error}") from None
+            if size > MAX_ENTRY_BYTES:
+                raise ValueError(f"{size} bytes: at most {MAX_ENTRY_BYTES} are sent at once")
         return entries
 
 
@@ -143,19 +246,3 @@ def _name(text: object, field: str) -> str:
     if len(name) > MAX_NAME or "\0" in name:
         raise ValueError(f"{field}: at most {MAX_NAME} characters, and no NUL")
     return name
-
-
-def _must_fit(entry: Entry) -> None:
-    """Raise ValueError for what the service would refuse for ever."""
-    for field in _NAMES:
-        if field in entry:
-            _name(entry[field], field)
-    for field in ("reward", "value"):
-        if isinstance(number := entry.get(field), float) and abs(number) > MAX_REWARD:
-            raise ValueError(f"{number:g}: at most {MAX_REWARD:g} in size")
-    try:
-        size = len(json.dumps(entry, allow_nan=False, ensure_ascii=False).encode())
-    except (TypeError, RecursionError) as error:
-        raise ValueError(f"it cannot be written as JSON: {error}") from None
-    if size > MAX_ENTRY_BYTES:
-        raise ValueError(f"{size} bytes: at most {MAX_ENTRY_BYTES} are sent at once")

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import httpx
 
 from tuneloop.runner.errors import JudgeAway, JudgeFailed
+from tuneloop.runner.http_client import header_of_key
 from tuneloop.runner.judging.prompts import Prompt
-from tuneloop.runner.key_header import header_of_key
 
 #: The longest that we wait by ourselves before asking again. Who is told to wait longer raises JudgeAway.
 MAX_WAIT_S = 30.0
@@ -173,7 +173,17 @@ class Endpoint:
 
     def _conversation(self, prompt: Prompt, schema: Mapping[str, Any]) -> Generator[_Step, _Response, Answer]:
         """What to do next, until there is an answer."""
-        body, left = self._body(prompt, schema), self.retries
+        shape = {"name": "answer", "strict": True, "schema": schema}
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": prompt,
+            "store": False,
+            "response_format": {"type": "json_schema", "json_schema": shape},
+        }
+        if self.temperature is not None:
+            body["temperature"] = self.temperature
+        body = {key: value for key, value in body.items() if key not in self._refused}
+        left = self.retries
         dropped: set[str] = set()
         while True:
             response = yield _Post(body)
@@ -187,23 +197,13 @@ class Endpoint:
             away = _away(response)
             if away is None:
                 raise JudgeFailed(*_refusal(response))
-            wait = away.retry_after_s if away.retry_after_s is not None else _pause(self.retries - left)
+            wait = away.retry_after_s
+            if wait is None:  # half a second, and twice as long each time; not everybody's at once
+                wait = min(MAX_WAIT_S, 0.5 * 2 ** (self.retries - left)) * random.uniform(0.5, 1.0)
             if left <= 0 or wait > MAX_WAIT_S or _not_let_in(response):
                 raise away
             left -= 1
             yield _Wait(wait)
-
-    def _body(self, prompt: Prompt, schema: Mapping[str, Any]) -> dict[str, Any]:
-        shape = {"name": "answer", "strict": True, "schema": schema}
-        body: dict[str, Any] = {
-            "model": self.model,
-            "messages": prompt,
-            "store": False,
-            "response_format": {"type": "json_schema", "json_schema": shape},
-        }
-        if self.temperature is not None:
-            body["temperature"] = self.temperature
-        return {key: value for key, value in body.items() if key not in self._refused}
 
 
 def _unknown_field(response: httpx.Response, body: Mapping[str, Any]) -> str | None:
@@ -240,12 +240,6 @@ def retry_after_s(response: httpx.Response) -> float | None:
         return max(0.0, email.utils.parsedate_to_datetime(said).timestamp() - time.time())
     except (ValueError, OverflowError):
         return None
-
-
-def _pause(tries: int) -> float:
-    """Half a second, and twice as long each time; not everybody's at once."""
-    longest: float = min(MAX_WAIT_S, 0.5 * 2**tries)
-    return longest * random.uniform(0.5, 1.0)
 
 
 def _refusal(response: _Response) -> tuple[str, str]:

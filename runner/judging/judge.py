@@ -1,6 +1,7 @@
-"""LLM as a judge: scores by criteria, and which of two replies is better. No verdict is ever made up."""
+"""Judges: a model that scores and compares replies by criteria."""
 
 import asyncio
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,9 +9,8 @@ from typing import Any, Literal
 
 from tuneloop.runner.errors import JudgeError, JudgeFailed
 from tuneloop.runner.judging.endpoint import Answer, Endpoint
-from tuneloop.runner.judging.prompts import Prompt, comparing_prompt, scoring_prompt
+from tuneloop.runner.judging.prompts import Prompt, comparing_prompt, object_in, scores_in, scoring_prompt, words_in
 from tuneloop.runner.judging.rubric import DEFAULT_CRITERIA, Rubric
-from tuneloop.runner.judging.verdicts import object_in, scores_in, words_in
 from tuneloop.runner.rewards.reply import Reply
 
 #: More whole numbers than these are no list of choices any more.
@@ -119,26 +119,25 @@ class Judge:
 
     def _question(self, reply: Reply) -> tuple[Prompt, dict[str, Any]]:
         try:
-            return scoring_prompt(reply, self.rubric.criteria, self.rubric.scale), self._schema()
+            low, high = self.rubric.scale
+            choices = {"enum": list(range(low, high + 1))} if high - low < _MOST_CHOICES else {}
+            names = list(self.rubric.criteria)
+            scores = {
+                "type": "object",
+                "properties": {name: {"type": "integer", **choices} for name in names},
+                "required": names,
+                "additionalProperties": False,
+            }
+            return scoring_prompt(reply, self.rubric.criteria, self.rubric.scale), (
+                {
+                    "type": "object",
+                    "properties": {"reason": {"type": "string"}, "scores": scores},
+                    "required": ["reason", "scores"],
+                    "additionalProperties": False,
+                }
+            )
         except RecursionError:
             raise JudgeFailed("the reply, or what it answers, is nested too deeply to be shown") from None
-
-    def _schema(self) -> dict[str, Any]:
-        low, high = self.rubric.scale
-        choices = {"enum": list(range(low, high + 1))} if high - low < _MOST_CHOICES else {}
-        names = list(self.rubric.criteria)
-        scores = {
-            "type": "object",
-            "properties": {name: {"type": "integer", **choices} for name in names},
-            "required": names,
-            "additionalProperties": False,
-        }
-        return {
-            "type": "object",
-            "properties": {"reason": {"type": "string"}, "scores": scores},
-            "required": ["reason", "scores"],
-            "additionalProperties": False,
-        }
 
     def _verdict(self, answers: Sequence[Answer]) -> Verdict:
         rubric = self.rubric
@@ -181,3 +180,59 @@ def _preference(answers: Sequence[Answer]) -> Preference:
         prompt_tokens=sum(each.prompt_tokens for each in answers),
         completion_tokens=sum(each.completion_tokens for each in answers),
     )
+
+
+_TOTAL = "total"
+
+
+class LLMJudge:
+    """A model that scores a response by criteria. `rules` are further arguments of a Judge, such as `samples`.
+
+    Without `base_url` and `api_key` it is asked where OPENAI_BASE_URL and OPENAI_API_KEY say.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        criteria: Mapping[str, str] | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        **rules: Any,
+    ) -> None:
+        """Raises ValueError for what makes no sense, and where nothing says whom conversations are sent to."""
+        url = base_url or os.environ.get("OPENAI_BASE_URL")
+        if not url:
+            raise ValueError("base_url: name the endpoint that judges, here or in OPENAI_BASE_URL")
+        named = dict(criteria or DEFAULT_CRITERIA)
+        if _TOTAL in named:
+            raise ValueError("no criterion may be called total: that is the mean of all")
+        key = api_key or os.environ.get("OPENAI_API_KEY")
+        self.judge = Judge(base_url=url, model=model, api_key=key, criteria=named, **rules)
+
+    def evaluate(self, user_input: str, agent_response: str) -> dict[str, float]:
+        """The score of each criterion, and their weighted mean as `total`; 1 to 5 unless the scale is another.
+
+        Raises JudgeFailed if there is no usable verdict, JudgeAway if the judge is not there.
+        """
+        return _by_name(self.judge.score(_reply(user_input, agent_response)))
+
+    async def evaluate_async(self, user_input: str, agent_response: str) -> dict[str, float]:
+        """The same without blocking. Use it in one event loop only."""
+        return _by_name(await self.judge.score_async(_reply(user_input, agent_response)))
+
+    def close(self) -> None:
+        """Close the connections that blocking questions were asked over."""
+        self.judge.close()
+
+    async def close_async(self) -> None:
+        """Close all connections."""
+        await self.judge.close_async()
+
+
+def _reply(user_input: str, agent_response: str) -> Reply:
+    return Reply(text=agent_response, messages=({"role": "user", "content": user_input},))
+
+
+def _by_name(verdict: Verdict) -> dict[str, float]:
+    return {**verdict.scores, _TOTAL: verdict.total}

@@ -11,8 +11,7 @@ from typing import Any
 
 from tuneloop.runner.errors import JudgeFailed
 from tuneloop.runner.judging.endpoint import Endpoint
-from tuneloop.runner.judging.prompts import rubric_prompt
-from tuneloop.runner.judging.verdicts import object_in
+from tuneloop.runner.judging.prompts import object_in, rubric_prompt
 
 DEFAULT_CRITERIA: Mapping[str, str] = MappingProxyType(
     {

@@ -1,16 +1,58 @@
-"""A logged exchange, wherever it was read, and what the readers of files share."""
+"""A logged exchange, wherever it was read, which of them continue each other, and what cannot be read."""
 
 import codecs
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tuneloop.runner.errors import LogRefused
-from tuneloop.runner.logs.broken import BrokenEntries
-from tuneloop.runner.rewards.chat_messages import ChatMessage
+from tuneloop.runner.rewards.reply import ChatMessage, calls_of, text_of
+
+#: What reading an entry raises that is not as it should be.
+UNREADABLE = (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError)
+
+_NAMED = 3  # of each kind
+
+
+class BrokenEntries:
+    """What could not be read of one or several logs, and was left out; `strict` ends the reading at the first one.
+
+    >>> broken = BrokenEntries()
+    >>> broken.add("not JSON", "log.jsonl:17", "Expecting value")
+    >>> broken.total, list(broken.report())
+    (1, ['1 not JSON: log.jsonl:17: Expecting value'])
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+        self._first: defaultdict[str, list[str]] = defaultdict(list)
+        #: How many, by kind.
+        self.counts: Counter[str] = Counter()
+
+    def add(self, kind: str, where: str, why: object) -> None:
+        """Count one. Raises LogRefused if it is strict."""
+        said = f"{where}: {' '.join(str(why).split())[:200]}"
+        if self._strict:
+            raise LogRefused(said) from None
+        self.counts[kind] += 1
+        if len(self._first[kind]) < _NAMED:
+            self._first[kind].append(said)
+
+    @property
+    def total(self) -> int:
+        """How many there are."""
+        return self.counts.total()
+
+    def report(self) -> Iterator[str]:
+        """A line for each kind, the most frequent first, with where the first ones stand."""
+        for kind, count in self.counts.most_common():
+            more = "; ..." if count > _NAMED else ""
+            yield f"{count} {kind}: {'; '.join(self._first[kind])}{more}"
+
 
 _PREFIX = "tuneloop_"
 
@@ -55,18 +97,14 @@ def json_lines(path: Path, broken: BrokenEntries | None = None) -> Iterator[tupl
     unread = broken if broken is not None else BrokenEntries(strict=True)
     try:
         # Bytes that are no text are kept as surrogates, so that they spoil their line only.
-        with path.open(encoding=_encoding(path), errors="surrogateescape") as file:
+        with path.open("rb") as file:  # Windows' shells redirect what a program writes as UTF-16
+            encoding = "utf-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+        with path.open(encoding=encoding, errors="surrogateescape") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip() and (read := _object(line, f"{path}:{number}", unread)) is not None:
                     yield number, read
     except (OSError, UnicodeError) as error:
         raise LogRefused(f"{path}: {error}") from None
-
-
-def _encoding(path: Path) -> str:
-    """Windows' shells redirect what a program writes as UTF-16."""
-    with path.open("rb") as file:
-        return "utf-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
 
 
 def _object(line: str, where: str, broken: BrokenEntries) -> dict[str, Any] | None:
@@ -153,3 +191,28 @@ def optional_number(value: object) -> float | None:
 
 def _says_no(value: object) -> bool:
     return value is False or (isinstance(value, str) and value.strip().lower() in {"false", "0", "no", "off"})
+
+
+def essence_of(messages: Sequence[ChatMessage]) -> list[str]:
+    """Each message without what differs though it is the same: ids of calls, and how a client writes its parts."""
+    return [
+        json.dumps(
+            [each["role"], text_of(each.get("content")), [[call.name, call.arguments] for call in calls_of(each)]],
+            sort_keys=True,
+            default=str,
+        )
+        for each in messages
+    ]
+
+
+def merge_calls(exchanges: Iterable[LoggedExchange]) -> list[tuple[ChatMessage, ...]]:
+    """The conversations in the calls of a run, the longest first: one that another begins with is part of that.
+
+    Calls that continue nothing, such as another agent's, are conversations of their own.
+    """
+    found: list[tuple[list[str], tuple[ChatMessage, ...]]] = []
+    for transcript in sorted((each.transcript for each in exchanges), key=len, reverse=True):
+        essence = essence_of(transcript)
+        if not any(longer[: len(essence)] == essence for longer, _ in found):
+            found.append((essence, transcript))
+    return [transcript for _, transcript in found]

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 from tuneloop.runner.errors import ExtraMissing
-from tuneloop.runner.models.run_calls import RunCalls
+from tuneloop.runner.models.run import RunCalls
 from tuneloop.runner.models.transport import client_arguments
 
 #: Which kind of model a workflow gets: `auto` is AgentScope's if it is installed, else an `openai` client, synchronous
@@ -76,8 +76,33 @@ def make_model(bound: CallsEndpoint, defaults: CallDefaults, *, client: ClientKi
     if client == "auto":
         client = "agentscope" if importlib.util.find_spec("agentscope") else "openai" if sync else "async_openai"
     if client == "agentscope":
-        return _agentscope(bound, defaults)
-    return _openai(bound, defaults) if client == "openai" else _async_openai(bound, defaults)
+        try:
+            from agentscope import model as models
+        except ImportError as error:
+            raise ExtraMissing("agentscope", "the workflow wants an AgentScope chat model") from error
+        arguments = _client_arguments(bound, defaults, sync=False)
+        if importlib.util.find_spec("agentscope.credential"):
+            from agentscope.credential import OpenAICredential
+
+            arguments.pop("base_url")
+            found = models.OpenAIChatModel(
+                credential=OpenAICredential(api_key=bound.api_key, base_url=bound.base_url),
+                model=defaults.model_name,
+                parameters=models.OpenAIChatModel.Parameters(**defaults.sampling()),
+                stream=False,
+                client_kwargs=arguments,
+                extra_body=defaults.extra_body() or None,
+            )
+            found.model_name = defaults.model_name  # as 1.x and the clients of openai have it
+            return found
+        generate: dict[str, Any] = defaults.sampling()
+        if extra := defaults.extra_body():
+            generate["extra_body"] = extra
+        return models.OpenAIChatModel(
+            defaults.model_name, api_key=bound.api_key, stream=False, client_kwargs=arguments, generate_kwargs=generate
+        )
+    made = _openai_classes(defaults)[0 if client == "openai" else 1]
+    return made(api_key=bound.api_key, **_client_arguments(bound, defaults, sync=client == "openai"))
 
 
 def wanted_client(workflow: Callable[..., Any]) -> tuple[ClientKind, bool]:
@@ -115,16 +140,6 @@ def _with_defaults(options: Any, defaults: CallDefaults) -> Any:
     return options
 
 
-def _openai(bound: CallsEndpoint, defaults: CallDefaults) -> Any:
-    made = _openai_classes(defaults)[0]
-    return made(api_key=bound.api_key, **_client_arguments(bound, defaults, sync=True))
-
-
-def _async_openai(bound: CallsEndpoint, defaults: CallDefaults) -> Any:
-    made = _openai_classes(defaults)[1]
-    return made(api_key=bound.api_key, **_client_arguments(bound, defaults, sync=False))
-
-
 @lru_cache(maxsize=64)
 def _openai_classes(defaults: CallDefaults) -> tuple[Any, Any]:
     """Clients with these defaults: classes, so that copies of a client (`with_options`) have them too."""
@@ -146,35 +161,3 @@ def _openai_classes(defaults: CallDefaults) -> tuple[Any, Any]:
             return _with_defaults(await super()._prepare_options(options), defaults)
 
     return BoundOpenAI, BoundAsyncOpenAI
-
-
-def _agentscope(bound: CallsEndpoint, defaults: CallDefaults) -> Any:
-    try:
-        from agentscope import model as models
-    except ImportError as error:
-        raise ExtraMissing("agentscope", "the workflow wants an AgentScope chat model") from error
-    arguments = _client_arguments(bound, defaults, sync=False)
-    if importlib.util.find_spec("agentscope.credential"):
-        return _agentscope2(models, bound, defaults, arguments)
-    generate: dict[str, Any] = defaults.sampling()
-    if extra := defaults.extra_body():
-        generate["extra_body"] = extra
-    return models.OpenAIChatModel(
-        defaults.model_name, api_key=bound.api_key, stream=False, client_kwargs=arguments, generate_kwargs=generate
-    )
-
-
-def _agentscope2(models: Any, bound: CallsEndpoint, defaults: CallDefaults, arguments: dict[str, Any]) -> Any:
-    from agentscope.credential import OpenAICredential
-
-    arguments.pop("base_url")
-    found = models.OpenAIChatModel(
-        credential=OpenAICredential(api_key=bound.api_key, base_url=bound.base_url),
-        model=defaults.model_name,
-        parameters=models.OpenAIChatModel.Parameters(**defaults.sampling()),
-        stream=False,
-        client_kwargs=arguments,
-        extra_body=defaults.extra_body() or None,
-    )
-    found.model_name = defaults.model_name  # as 1.x and the clients of openai have it
-    return found

@@ -1,10 +1,113 @@
-"""One attempt at a task, and the URL that binds every call to it, whatever client makes the call."""
+"""One attempt at a task, the URL that binds every call to it, and the calls that it made."""
 
 import base64
 import json
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
-from tuneloop.runner.models.run_calls import RunCalls
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCall:
+    """One request for a reply, and what came of it.
+
+    `msg_id` is the reply's id, under which feedback names it. `status` is HTTP's, 0 where no answer came. The counts of
+    tokens are None where the reply did not say them, as of a stream that was not asked to. `lost`: the service
+    could not answer, or broke its reply off. `request` is the same for the same request.
+    """
+
+    path: str
+    status: int
+    msg_id: str | None = None
+    model_version: int | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    duration_s: float = 0.0
+    lost: bool = False
+    request: int = field(default=0, repr=False)
+    sent_s: float = field(default=0.0, repr=False)
+
+    @property
+    def answered(self) -> bool:
+        """Whether a reply came."""
+        return 200 <= self.status < 300
+
+
+@dataclass(slots=True)
+class RunCalls:
+    """The calls of a run, in the order in which they ended. Any thread may add to it.
+
+    It holds what our own model objects asked in this process; what other clients of the run asked is known to the
+    service.
+    """
+
+    made: list[ModelCall] = field(default_factory=list)
+
+    def add(self, call: ModelCall) -> None:
+        """Take down a call."""
+        self.made.append(call)  # atomic, as far as threads go
+
+    def __iter__(self) -> Iterator[ModelCall]:
+        return iter(list(self.made))
+
+    def __len__(self) -> int:
+        """How many were answered."""
+        return sum(each.answered for each in self)
+
+    def __bool__(self) -> bool:
+        return len(self) > 0
+
+    @property
+    def msg_ids(self) -> list[str]:
+        """The ids of the replies."""
+        return [each.msg_id for each in self if each.answered and each.msg_id is not None]
+
+    @property
+    def model_versions(self) -> list[int]:
+        """The versions that answered, each once, ascending."""
+        return sorted({each.model_version for each in self if each.model_version is not None})
+
+    @property
+    def outage(self) -> str | None:
+        """What the service failed to answer, in a sentence; None where it has answered the same request since."""
+        made = list(self)
+        well = [each for each in made if each.answered and not each.lost]
+        for call in made:
+            ended_s = call.sent_s + call.duration_s
+            if call.lost and not any(each.request == call.request and each.sent_s >= ended_s for each in well):
+                how = f"status {call.status}" if call.status else "no connection, or no answer in time"
+                return f"{call.path.rpartition('/v1')[2]} got no whole reply: {how}"
+        return None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, each as long as it was sent."""
+        return sum(each.prompt_tokens or 0 for each in self)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of all replies."""
+        return sum(each.completion_tokens or 0 for each in self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredCalls:
+    """The replies that a run got, as its service stored them, whatever client asked for them.
+
+    Calls that continue one another are one sequence in training: `tokens` are prompts and replies call by call,
+    `merged_tokens` those of the sequences.
+    """
+
+    calls: int
+    tokens: int
+    completion_tokens: int
+    sequences: int
+    merged_tokens: int
+
+    @classmethod
+    def of(cls, counts: Mapping[str, Any]) -> Self:
+        """As the service says it. Raises LookupError or ValueError if it says something else."""
+        return cls(**{each.name: int(counts[each.name]) for each in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from tuneloop.runner.models.run_calls import ModelCall, RunCalls
-from tuneloop.runner.tls_context import tls_context
+from tuneloop.runner.http_client import tls_context
+from tuneloop.runner.models.run import ModelCall, RunCalls
 
 #: The ends of the paths of requests for replies.
 _SAMPLING = ("/chat/completions", "/completions", "/responses", "/messages")
@@ -102,7 +102,19 @@ class _AsyncTransport:
         """Send a request; take it down when its response has been read, or left."""
         observed = _Observed(request, self._calls)
         try:
-            pool = await _async_pool(self._library, request.url)
+            loop = asyncio.get_running_loop()
+            pools = _async_pools.get(loop)
+            if pools is None:
+                for ended in [each for each in list(_async_pools) if each.is_closed()]:
+                    _async_pools.pop(ended, None)
+                pools = _async_pools[loop] = _LoopPools(loop)
+                await anext(pools.closing)
+            key = self._library.__name__, _proxy_of(request.url)
+            if key not in pools:
+                pools[key] = self._library.AsyncHTTPTransport(
+                    verify=tls_context(), limits=self._library.Limits(**_LIMITS), proxy=key[1]
+                )
+            pool = pools[key]
             response = await pool.handle_async_request(request)
         except self._library.TransportError:
             observed.end(lost=True)
@@ -138,20 +150,6 @@ async def close_connections() -> None:
     pools = _async_pools.pop(asyncio.get_running_loop(), None)
     if pools is not None:
         await pools.closing.aclose()
-
-
-async def _async_pool(library: Any, url: Any) -> Any:
-    loop = asyncio.get_running_loop()
-    pools = _async_pools.get(loop)
-    if pools is None:
-        for ended in [each for each in list(_async_pools) if each.is_closed()]:
-            _async_pools.pop(ended, None)
-        pools = _async_pools[loop] = _LoopPools(loop)
-        await anext(pools.closing)
-    key = library.__name__, _proxy_of(url)
-    if key not in pools:
-        pools[key] = library.AsyncHTTPTransport(verify=tls_context(), limits=library.Limits(**_LIMITS), proxy=key[1])
-    return pools[key]
 
 
 def _pool(library: Any, url: Any) -> Any:

@@ -1,14 +1,103 @@
-"""Ready-made components of a reward. Each function makes one; shares are between 0 and 1. Pure."""
+"""Components of rewards, ready-made: each a function of a reply."""
 
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tuneloop.runner.rewards.composite import Component, Composite
-from tuneloop.runner.rewards.json_shape import fits
 from tuneloop.runner.rewards.reply import Reply, ToolCall
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "object": (dict,),
+    "array": (list,),
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+}
+
+_SILENT = frozenset({"title", "description", "default", "examples", "$schema"})
+
+
+def fits(value: object, schema: Mapping[str, Any]) -> bool:
+    """Whether the value fits. Raises ValueError for a keyword that is not known here: it would be left unchecked.
+
+    Known: type, enum, const, properties, required, additionalProperties (true or false), items, minItems, maxItems,
+    minLength, maxLength, minimum, maximum, and those that only describe.
+
+    >>> fits({"x": 1}, {"type": "object", "properties": {"x": {"type": "integer", "minimum": 2}}})
+    False
+    """
+    properties = schema.get("properties", {})
+    if not isinstance(properties, Mapping):
+        raise ValueError("schema: properties must be an object")
+    for name, nested in [*properties.items(), *([("items", schema["items"])] if "items" in schema else [])]:
+        if not isinstance(nested, Mapping):
+            raise ValueError(f"schema: {name} must be an object")
+        fits(None, nested)  # for its keywords, whatever the value has
+    unknown = sorted(schema.keys() - _CHECKS.keys() - _SILENT)
+    if unknown:
+        raise ValueError(f"schema: keywords that are not known: {', '.join(unknown)}")
+    # All of them, so that a keyword that makes no sense is refused whatever the value.
+    return all([_CHECKS[name](value, wanted, schema) for name, wanted in schema.items() if name in _CHECKS])
+
+
+def _type(value: object, wanted: Any, _: Mapping[str, Any]) -> bool:
+    kinds = [wanted] if isinstance(wanted, str) else wanted
+    if not isinstance(kinds, Sequence) or any(each not in _KINDS for each in kinds):
+        raise ValueError(f"schema: type: {wanted!r}")
+    return any(_is(value, each) for each in kinds)
+
+
+def _is(value: object, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    if kind == "integer" and isinstance(value, float):
+        return value.is_integer()
+    return isinstance(value, _KINDS[kind])
+
+
+def _additional(value: object, wanted: Any, schema: Mapping[str, Any]) -> bool:
+    if not isinstance(wanted, bool):
+        raise ValueError("schema: additionalProperties must be true or false")
+    return wanted or not isinstance(value, dict) or value.keys() <= schema.get("properties", {}).keys()
+
+
+def _equal(value: object, other: object) -> bool:
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def _size(kind: type, holds: Callable[[int, int], bool]) -> Callable[[object, Any, Mapping[str, Any]], bool]:
+    return lambda value, wanted, _: not isinstance(value, kind) or holds(len(value), wanted)  # type: ignore[arg-type]
+
+
+def _bound_check(holds: Callable[[float, float], bool]) -> Callable[[object, Any, Mapping[str, Any]], bool]:
+    return lambda value, wanted, _: (
+        isinstance(value, bool) or not isinstance(value, int | float) or holds(value, wanted)
+    )
+
+
+_CHECKS: Mapping[str, Callable[[object, Any, Mapping[str, Any]], bool]] = {
+    "type": _type,
+    "enum": lambda value, wanted, _: any(_equal(value, each) for each in wanted),
+    "const": lambda value, wanted, _: _equal(value, wanted),
+    "properties": lambda value, wanted, _: (
+        not isinstance(value, dict) or all(fits(value[name], wanted[name]) for name in value.keys() & wanted.keys())
+    ),
+    "required": lambda value, wanted, _: not isinstance(value, dict) or all(name in value for name in wanted),
+    "additionalProperties": _additional,
+    "items": lambda value, wanted, _: not isinstance(value, list) or all(fits(each, wanted) for each in value),
+    "minItems": _size(list, lambda size, bound: size >= bound),
+    "maxItems": _size(list, lambda size, bound: size <= bound),
+    "minLength": _size(str, lambda size, bound: size >= bound),
+    "maxLength": _size(str, lambda size, bound: size <= bound),
+    "minimum": _bound_check(lambda number, bound: number >= bound),
+    "maximum": _bound_check(lambda number, bound: number <= bound),
+}
+
 
 _NUMBER = re.compile(r"(?<![\w.])[-+\u2212]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w)")
 
@@ -78,7 +167,7 @@ def numbers_in(text: str) -> list[float]:
 
 
 def json_format(schema: Mapping[str, Any] | None = None) -> Component:
-    """1 if the whole text is JSON, and fits the schema (`tuneloop.runner.rewards.json_shape` says which keywords).
+    """1 if the whole text is JSON, and fits the schema (`tuneloop.runner.rewards.components` says which keywords).
 
     >>> json_format({"type": "object", "required": ["answer"]})(Reply(text='{"answer": 5}'))
     1.0
@@ -127,7 +216,13 @@ def tool_arguments() -> Component:
             call = next((each for each in left if each.name == wanted.name), None)
             if call is not None:
                 left.remove(call)
-            shares.append(0.0 if call is None else _share(call.arguments, wanted.arguments or {}))
+            given, right = None if call is None else call.arguments, wanted.arguments or {}
+            if given is None:
+                shares.append(0.0)
+                continue
+            names = given.keys() | right.keys()
+            equal = sum(name in given and name in right and same_json(given[name], right[name]) for name in names)
+            shares.append(equal / len(names) if names else 1.0)
         return sum(shares) / len(shares)
 
     return component
@@ -245,14 +340,6 @@ def same_json(a: object, b: object) -> bool:
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(same_json, a, b))
     return a == b
-
-
-def _share(given: Mapping[str, Any] | None, right: Mapping[str, Any]) -> float:
-    if given is None:
-        return 0.0
-    names = given.keys() | right.keys()
-    equal = sum(name in given and name in right and same_json(given[name], right[name]) for name in names)
-    return equal / len(names) if names else 1.0
 
 
 def _expected_value(reply: Reply, who: str) -> object:

@@ -1,4 +1,4 @@
-"""More tasks of few: a model writes variations, each with its parent recorded; what is no task is counted."""
+"""What a model does with tasks: it writes variations, and chooses by a rubric."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,10 +7,11 @@ from typing import Any
 
 from tuneloop.runner.errors import JudgeFailed
 from tuneloop.runner.judging.endpoint import Endpoint
-from tuneloop.runner.judging.prompts import variation_prompt
-from tuneloop.runner.judging.verdicts import object_in
-from tuneloop.runner.tasks.deduplication import deduplicate
-from tuneloop.runner.tasks.task_set import ImportedTask
+from tuneloop.runner.judging.judge import Judge
+from tuneloop.runner.judging.prompts import object_in, variation_prompt
+from tuneloop.runner.judging.rubric import Example, Rubric
+from tuneloop.runner.rewards.reply import Reply
+from tuneloop.runner.tasks.task_set import ImportedTask, deduplicate, with_scores
 
 #: The longest question of a variation, in characters, beside that of its parent.
 _LONGEST = 4
@@ -114,3 +115,49 @@ def _variation(parent: ImportedTask, row: object, model: str, *, answers: bool) 
 def parents_of(tasks: Iterable[ImportedTask]) -> dict[str, str]:
     """Of each task that a model made of another one the parent, by their ids."""
     return {each.task_id: str(each.provenance["parent"]) for each in tasks if "parent" in each.provenance}
+
+
+_WANTED = "Show a request of a user that an assistant should be trained on."
+
+
+@dataclass(frozen=True, slots=True)
+class Screened:
+    """What the judge kept, with its scores, what it did not, and how many it gave no usable verdict on."""
+
+    kept: tuple[ImportedTask, ...]
+    rejected: tuple[ImportedTask, ...]
+    unjudged: tuple[ImportedTask, ...]
+
+
+def learn_task_rubric(good: Sequence[str], bad: Sequence[str], endpoint: Endpoint, *, criteria: int = 4) -> Rubric:
+    """Criteria that a model has written from a few tasks worth training on and a few that are not.
+
+    Read them before you use them. Raises JudgeError, and ValueError where there is none of either.
+    """
+    if not good or not bad:
+        raise ValueError("a rubric needs good tasks and bad ones")
+    count = max(len(good), len(bad))
+    pairs = [Example(prompt=_WANTED, good=good[at % len(good)], bad=bad[at % len(bad)]) for at in range(count)]
+    return Rubric.generate(pairs, endpoint, criteria=criteria)
+
+
+def screen_tasks(tasks: Iterable[ImportedTask], judge: Judge, *, least: float = 0.5) -> Screened:
+    """The tasks that a judge gives `least` or more, of 0 to 1, by its criteria; each criterion's score is kept.
+
+    One without a usable verdict is not kept. Raises JudgeAway where the judge is not there.
+    """
+    found: tuple[list[ImportedTask], list[ImportedTask], list[ImportedTask]] = ([], [], [])
+    for each in tasks:
+        # A task as a reply to the wish for one: so the judge's marks stand around it.
+        turns = [f"[{turn['role']}] {turn.get('content')}" for turn in each.messages[:-1]]
+        shown = "\n\n".join([*turns, f"[user] {each.question}"]) if turns else each.question
+        try:
+            verdict = judge.score(
+                Reply(text=shown, messages=({"role": "user", "content": _WANTED},), expected=each.answer)
+            )
+        except JudgeFailed:
+            found[2].append(each)
+            continue
+        judged = with_scores(each, {**verdict.shares, "judge": verdict.normalised})
+        found[0 if verdict.normalised >= least else 1].append(judged)
+    return Screened(*map(tuple, found))

@@ -1,9 +1,6 @@
-"""A dataset of tasks: JSON lines, JSON and CSV read here, everything else by Hugging Face `datasets`.
+"""A dataset of tasks: JSON lines, JSON and CSV read here, everything else by Hugging Face `datasets`."""
 
-A task is a row, as a dictionary. `path` is a file, a folder that has a file or a folder of them for each split, or a
-name on the Hub.
-"""
-
+import csv
 import hashlib
 import json
 import random
@@ -15,7 +12,84 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.runner.errors import DatasetRefused, ExtraMissing
-from tuneloop.runner.tasks.row_files import READERS, written_rows
+
+
+def written_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file, each a dictionary. Raises DatasetRefused as `FILE:LINE: what is wrong`."""
+    try:
+        yield from READERS[file.suffix.lower()](file)
+    except UnicodeDecodeError as error:
+        line = file.read_bytes()[: error.start].count(b"\n") + 1
+        raise DatasetRefused(f"{file}:{line}: this is not UTF-8: {error.reason}") from None
+    except OSError as error:
+        raise DatasetRefused(f"{file}: {error.strerror}") from None
+
+
+def _json_lines(file: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(_text(file).split("\n"), start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DatasetRefused(f"{file}:{number}: this is not JSON: {error}") from None
+            yield _object(row, f"{file}:{number}")
+
+
+def _json(file: Path) -> Iterator[dict[str, Any]]:
+    """A list of objects; an object that holds one list of them; or JSON lines under that name."""
+    text = _text(file)
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
+            yield from _json_lines(file)
+            return
+        raise DatasetRefused(f"{file}:{error.lineno}: this is not JSON: {error.msg}") from None
+    if isinstance(found, dict):
+        lists = [value for value in found.values() if isinstance(value, list)]
+        if len(lists) != 1:
+            yield found  # a single row
+            return
+        [found] = lists
+    if not isinstance(found, list):
+        raise DatasetRefused(f"{file}: this is {type(found).__name__}, not a list of objects")
+    for number, row in enumerate(found, start=1):
+        yield _object(row, f"{file}: entry {number}")
+
+
+def _csv(file: Path) -> Iterator[dict[str, Any]]:
+    """Values are strings: `007` stays what it is."""
+    with file.open(encoding="utf-8-sig", newline="") as text:
+        reader = csv.reader(text, delimiter="\t" if file.suffix.lower() == ".tsv" else ",")
+        header = next(reader, None)
+        if header is None:
+            return
+        for row in reader:
+            if len(row) != len(header) and row:
+                raise DatasetRefused(f"{file}:{reader.line_num}: {len(row)} columns; the header has {len(header)}")
+            if row:
+                yield dict(zip(header, row, strict=True))
+
+
+def _text(file: Path) -> str:
+    data = file.read_bytes()
+    return data.decode("utf-8-sig" if data.startswith(b"\xef\xbb\xbf") else "utf-8")
+
+
+def _object(row: Any, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise DatasetRefused(f"{where}: a task must be an object, not {type(row).__name__}")
+    return row
+
+
+READERS: dict[str, Callable[[Path], Iterator[dict[str, Any]]]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".json": _json,
+    ".csv": _csv,
+    ".tsv": _csv,
+}
+
 
 Task = dict[str, Any]
 
@@ -95,46 +169,19 @@ class DatasetConfig:
     def _rows(self) -> Iterator[Task]:
         path = Path(self.path).expanduser()
         if path.is_file():
-            return self._rows_of_file(path)
+            # A file is the split `train`, as in `datasets`, and that by which it is named.
+            wanted, named = self._slice(), _stem(path)
+            if wanted is not None and wanted.name not in {"train", named}:
+                raise DatasetRefused(f"{path}: there is no split {wanted.name!r}: a file is one, 'train' or {named!r}")
+            return _take_slice(_read_files([path]), wanted)
         if path.is_dir():
-            return self._rows_of_folder(path if self.name is None else _child(path, self.name))
+            folder = path if self.name is None else path / self.name
+            if not folder.is_dir():
+                there = ", ".join(sorted(each.name for each in path.iterdir() if each.is_dir())) or "no folder at all"
+                raise DatasetRefused(f"{path}: there is no {self.name!r} in it; there is: {there}")
+            return self._rows_of_folder(folder)
         if path.is_absolute() or self.path.startswith((".", "~")) or path.suffix in {*READERS, *_BUILDERS}:
             raise DatasetRefused(f"{self.path}: there is no such file or folder")
-        return self._rows_of_hub()
-
-    def _rows_of_file(self, path: Path) -> Iterator[Task]:
-        """A file is the split `train`, as in `datasets`, and that by which it is named."""
-        wanted, named = self._slice(), _stem(path)
-        if wanted is not None and wanted.name not in {"train", named}:
-            raise DatasetRefused(f"{path}: there is no split {wanted.name!r}: a file is one, 'train' or {named!r}")
-        return _take_slice(_read_files([path]), wanted)
-
-    def _rows_of_folder(self, folder: Path) -> Iterator[Task]:
-        if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-            return self._rows_saved(folder)
-        found = splits_of(folder)
-        if not found:
-            kinds = ", ".join(sorted({*READERS, *_BUILDERS}))
-            raise DatasetRefused(f"{folder}: there is no file of tasks in it ({kinds})")
-        wanted = self._slice()
-        if wanted is None:
-            return _read_files([file for files in found.values() for file in files])
-        if wanted.name not in found:
-            raise DatasetRefused(f"{folder}: there is no split {wanted.name!r}; there are: {', '.join(sorted(found))}")
-        return _take_slice(_read_files(found[wanted.name]), wanted)
-
-    def _rows_saved(self, folder: Path) -> Iterator[Task]:
-        """Of a folder that `save_to_disk` wrote."""
-        loaded = _datasets(f"{folder} was written by save_to_disk").load_from_disk(str(folder))
-        wanted = self._slice()
-        if hasattr(loaded, "column_names") and isinstance(loaded.column_names, dict):
-            names = sorted(loaded)
-            if wanted is None or wanted.name not in names:
-                raise DatasetRefused(f"{folder}: there is no split {self.split!r}; there are: {', '.join(names)}")
-            loaded = loaded[wanted.name]
-        return _take_slice(map(dict, loaded), wanted)
-
-    def _rows_of_hub(self) -> Iterator[Task]:
         datasets = _datasets(f"{self.path} is not a file or folder here, so it is a name on the Hub")
         wanted = self._slice()
         try:
@@ -145,6 +192,28 @@ class DatasetConfig:
         if isinstance(loaded, Mapping):
             raise DatasetRefused(f"{self.path} has several splits: split= one of {', '.join(sorted(loaded))}")
         return _take_slice(map(dict, loaded), wanted)
+
+    def _rows_of_folder(self, folder: Path) -> Iterator[Task]:
+        if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+            # Of a folder that `save_to_disk` wrote.
+            loaded = _datasets(f"{folder} was written by save_to_disk").load_from_disk(str(folder))
+            wanted = self._slice()
+            if hasattr(loaded, "column_names") and isinstance(loaded.column_names, dict):
+                names = sorted(loaded)
+                if wanted is None or wanted.name not in names:
+                    raise DatasetRefused(f"{folder}: there is no split {self.split!r}; there are: {', '.join(names)}")
+                loaded = loaded[wanted.name]
+            return _take_slice(map(dict, loaded), wanted)
+        found = splits_of(folder)
+        if not found:
+            kinds = ", ".join(sorted({*READERS, *_BUILDERS}))
+            raise DatasetRefused(f"{folder}: there is no file of tasks in it ({kinds})")
+        wanted = self._slice()
+        if wanted is None:
+            return _read_files([file for files in found.values() for file in files])
+        if wanted.name not in found:
+            raise DatasetRefused(f"{folder}: there is no split {wanted.name!r}; there are: {', '.join(sorted(found))}")
+        return _take_slice(_read_files(found[wanted.name]), wanted)
 
     def _slice(self) -> "_Slice | None":
         match = _SPLIT.match(self.split) if self.split is not None else None
@@ -170,7 +239,11 @@ def splits_of(folder: Path) -> dict[str, list[Path]]:
     Files below `data/` count as those beside it. One file, or several that no split's name begins, are `train`.
     """
     files = [
-        each for each in sorted(folder.rglob("*")) if each.is_file() and _suffix(each) and _is_visible(each, folder)
+        each
+        for each in sorted(folder.rglob("*"))
+        if each.is_file()
+        and _suffix(each)
+        and (not any(part.startswith((".", "_")) for part in each.relative_to(folder).parts))
     ]
     found: dict[str, list[Path]] = {}
     for file in files:
@@ -182,10 +255,6 @@ def splits_of(folder: Path) -> dict[str, list[Path]]:
     return found
 
 
-def _is_visible(file: Path, folder: Path) -> bool:
-    return not any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
-
-
 def _stem(file: Path) -> str:
     """The split that a file's name begins with: `train` of train-00000-of-00002.parquet."""
     stem = file.name.partition(".")[0]
@@ -195,13 +264,6 @@ def _stem(file: Path) -> str:
 def _suffix(file: Path) -> str | None:
     suffix = file.suffix.lower()
     return suffix if suffix in READERS or suffix in _BUILDERS else None
-
-
-def _child(folder: Path, name: str) -> Path:
-    if (found := folder / name).is_dir():
-        return found
-    there = ", ".join(sorted(each.name for each in folder.iterdir() if each.is_dir())) or "no folder at all"
-    raise DatasetRefused(f"{folder}: there is no {name!r} in it; there is: {there}")
 
 
 def _read_files(files: Sequence[Path]) -> Iterator[Task]:
@@ -222,14 +284,11 @@ def _take_slice(rows: Iterator[Task], wanted: _Slice | None) -> Iterator[Task]:
     if wanted is None or (wanted.start is None and wanted.stop is None):
         return rows
     every = list(rows)
-    bound: Callable[[str | None], int | None] = lambda written: _bound(written, len(every))  # noqa: E731
-    return iter(every[bound(wanted.start) : bound(wanted.stop)])
-
-
-def _bound(written: str | None, count: int) -> int | None:
-    if written is None:
-        return None
-    return round(count * int(written[:-1]) / 100) if written.endswith("%") else int(written)
+    bounds = [
+        each if each is None else round(len(every) * int(each[:-1]) / 100) if each.endswith("%") else int(each)
+        for each in (wanted.start, wanted.stop)
+    ]
+    return iter(every[slice(*bounds)])
 
 
 def _datasets(why: str) -> Any:

@@ -1,21 +1,91 @@
-"""A data set of tasks made of logged exchanges, and its file: JSON lines, each task with where it comes from."""
+"""A data set of tasks made of logged exchanges: filtered, without duplicates, ordered, and its file."""
 
 import hashlib
 import json
+import math
 import os
+import random
+import re
+import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tuneloop.runner.errors import LogRefused
-from tuneloop.runner.logs.exchange import LoggedExchange, json_lines
-from tuneloop.runner.logs.timelines import essence_of
+from tuneloop.runner.logs.exchange import LoggedExchange, essence_of, json_lines
 from tuneloop.runner.private_files import private_opener
-from tuneloop.runner.rewards.chat_messages import ChatMessage
-from tuneloop.runner.rewards.reply import ToolCall, calls_of, text_of
-from tuneloop.runner.tasks.filters import ExchangeFilter
+from tuneloop.runner.rewards.reply import ChatMessage, calls_of, text_of
+
+#: Whether an exchange is kept.
+ExchangeFilter = Callable[[LoggedExchange], bool]
+
+
+def all_of(*filters: ExchangeFilter) -> ExchangeFilter:
+    """Those that every filter keeps."""
+    return lambda exchange: all(each(exchange) for each in filters)
+
+
+def any_of(*filters: ExchangeFilter) -> ExchangeFilter:
+    """Those that some filter keeps."""
+    return lambda exchange: any(each(exchange) for each in filters)
+
+
+def none_of(*filters: ExchangeFilter) -> ExchangeFilter:
+    """Those that no filter keeps."""
+    return lambda exchange: not any(each(exchange) for each in filters)
+
+
+def with_reward(least: float = float("-inf"), most: float = float("inf")) -> ExchangeFilter:
+    """Those with a reward, from `least` to `most`."""
+    return lambda exchange: exchange.reward is not None and least <= exchange.reward <= most
+
+
+def between(since: float = float("-inf"), until: float = float("inf")) -> ExchangeFilter:
+    """Those of that time, in seconds since 1970; `until` is no part of it. One without a time is of none."""
+    return lambda exchange: exchange.at is not None and since <= exchange.at < until
+
+
+def by_model(*names: str) -> ExchangeFilter:
+    """Those that asked one of these models, of whatever version: `tiny` is also `tiny@3`."""
+    return lambda exchange: exchange.model is not None and exchange.model.partition("@")[0] in names
+
+
+def by_user(*names: str) -> ExchangeFilter:
+    """Those of one of these users."""
+    return lambda exchange: exchange.user in names
+
+
+def asks(pattern: str) -> ExchangeFilter:
+    """Those in whose last question the regular expression is found."""
+    compiled = re.compile(pattern, re.IGNORECASE)
+    return lambda exchange: compiled.search(_question(exchange)) is not None
+
+
+def question_length(least: int = 1, most: int = 100_000) -> ExchangeFilter:
+    """Those whose last question has so many characters."""
+    return lambda exchange: least <= len(_question(exchange)) <= most
+
+
+def turns(most: int) -> ExchangeFilter:
+    """Those in which a user has said something so many times at most: 1 is how a conversation begins."""
+    return lambda exchange: sum(each["role"] == "user" for each in exchange.messages) <= most
+
+
+def offers_tools(*names: str) -> ExchangeFilter:
+    """Those that were offered tools, or these tools."""
+
+    def keeps(exchange: LoggedExchange) -> bool:
+        offered = {str((each.get("function") or each).get("name")) for each in exchange.tools}
+        return bool(offered) and offered.issuperset(names)
+
+    return keeps
+
+
+def _question(exchange: LoggedExchange) -> str:
+    questions = [text_of(each["content"]) for each in exchange.messages if each["role"] == "user"]
+    return questions[-1].strip() if questions else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +150,7 @@ def tasks_of(
 
     Calls that an agent made on the way from one question to its answer are one task. A conversation of which anything
     must not be trained on is left out as a whole, unless `include_opted_out`. `keep` is a filter
-    (tuneloop.runner.tasks.filters). A reply becomes the `answer` if it is an edited or a wanted one, or if its reward
+    (tuneloop.runner.tasks.task_set). A reply becomes the `answer` if it is an edited or a wanted one, or if its reward
     is `trust` or more.
     """
     found = list(exchanges)
@@ -120,20 +190,6 @@ def _task(group: Sequence[LoggedExchange], trust: float | None) -> ImportedTask:
     rewards = [each.reward for each in group if each.reward is not None]
     reward = rewards[-1] if rewards else None
     right = bool(reply) and (longest.target or (trust is not None and reward is not None and reward >= trust))
-    return ImportedTask(
-        task_id=f"{longest.source}-{_digest([longest.conversation, essence_of(turns)])}",
-        question=text_of(turns[-1]["content"]),
-        messages=turns,
-        answer=reply if right else None,
-        expected_calls=tuple(_call_row(call) for call in calls) if right else (),
-        reply=reply or None,
-        reward=reward,
-        tools=longest.tools,
-        provenance=_provenance(group, longest),
-    )
-
-
-def _provenance(group: Sequence[LoggedExchange], longest: LoggedExchange) -> dict[str, Any]:
     known: dict[str, Any] = {
         "source": longest.source,
         "place": longest.place,
@@ -143,11 +199,22 @@ def _provenance(group: Sequence[LoggedExchange], longest: LoggedExchange) -> dic
         "at": min((each.at for each in group if each.at is not None), default=None),
         "model": longest.model,
     }
-    return {name: value for name, value in known.items() if value not in (None, [])} | dict(longest.labels)
-
-
-def _call_row(call: ToolCall) -> dict[str, Any]:
-    return {"name": call.name, "arguments": dict(call.arguments) if call.arguments is not None else None}
+    return ImportedTask(
+        task_id=f"{longest.source}-{_digest([longest.conversation, essence_of(turns)])}",
+        question=text_of(turns[-1]["content"]),
+        messages=turns,
+        answer=reply if right else None,
+        expected_calls=tuple(
+            ({"name": call.name, "arguments": dict(call.arguments) if call.arguments is not None else None})
+            for call in calls
+        )
+        if right
+        else (),
+        reply=reply or None,
+        reward=reward,
+        tools=longest.tools,
+        provenance=({name: value for name, value in known.items() if value not in (None, [])} | dict(longest.labels)),
+    )
 
 
 def _digest(thing: object) -> str:
@@ -186,3 +253,188 @@ def read_tasks(path: Path) -> Iterator[ImportedTask]:
 def with_scores(task: ImportedTask, scores: Mapping[str, float]) -> ImportedTask:
     """The task with a judge's scores."""
     return replace(task, scores={**task.scores, **scores})
+
+
+#: Characters of a shingle; of characters and not of words, for not every language writes spaces.
+_SHINGLE = 5
+
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+
+
+@dataclass(frozen=True, slots=True)
+class Deduplicated:
+    """Those that are left, the first of each kind, and of which task each other one is a duplicate, by their ids."""
+
+    kept: tuple[ImportedTask, ...]
+    exact: dict[str, str]
+    near: dict[str, str]
+
+
+def deduplicate(
+    tasks: Iterable[ImportedTask], *, near: float | None = 0.8, against: Iterable[ImportedTask] = ()
+) -> Deduplicated:
+    """The tasks without those that repeat an earlier one, or one of `against`.
+
+    `near` is the share of common shingles (Jaccard's index) from which on two texts are one, None for never: of the
+    questions, and of what stood before them.
+    """
+    if near is not None and not 0 < near <= 1:
+        raise ValueError(f"near: {near} must be above 0 and at most 1, or None")
+    earlier, later = [_Text(each) for each in against], [_Text(each) for each in tasks]
+    frequency = Counter(shingle for each in [*earlier, *later] for shingle in each.question)
+    whole: dict[str, str] = {}
+    by_shingle: dict[object, list[_Text]] = defaultdict(list)
+    kept: list[ImportedTask] = []
+    exact: dict[str, str] = {}
+    close: dict[str, str] = {}
+    for place, each in enumerate([*earlier, *later]):
+        rare = [] if near is None else each.rarest(near, frequency)
+        if place >= len(earlier):
+            if original := whole.get(each.whole):
+                exact[each.task.task_id] = original
+                continue
+            alike = Counter(other for shingle in rare for other in by_shingle.get(shingle, ()))
+            # A long prompt of the system would make all questions below it alike.
+            found = (other for other, _ in alike.most_common() if each.is_near(other, near or 1))
+            if (other := next(found, None)) is not None:
+                close[each.task.task_id] = other.task.task_id
+                continue
+            kept.append(each.task)
+        whole.setdefault(each.whole, each.task.task_id)
+        for shingle in rare:
+            by_shingle[shingle].append(each)
+    return Deduplicated(tuple(kept), exact, close)
+
+
+def normalise(text: str) -> str:
+    """A text without what makes no difference: case, white space, and how characters are written.
+
+    >>> normalise("Where  is\\nmy PARCEL?")
+    'where is my parcel?'
+    """
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def likeness(one: str, other: str) -> float:
+    """The share of the shingles of two texts that both have."""
+    a, b = _shingles(normalise(one)), _shingles(normalise(other))
+    return len(a & b) / len(a | b)
+
+
+class _Text:
+    """A task as it is compared: its question, and what stood before it."""
+
+    def __init__(self, task: ImportedTask) -> None:
+        turns = [f"{each['role']}: {normalise(text_of(each.get('content')))}" for each in task.messages]
+        self.task = task
+        self.whole = "\n".join(turns)
+        self.question = _shingles(normalise(task.question))
+        self.context = _shingles("\n".join(turns[:-1]))
+        self.numbers = tuple(sorted(_NUMBER.findall(self.whole)))
+
+    def rarest(self, near: float, frequency: Counter[str]) -> list[object]:
+        """So many of its rarest shingles that a question which shares none of them cannot be near (prefix filtering).
+
+        Texts with other numbers shall not even be looked at: there may be thousands from one template.
+        """
+        ordered = sorted(self.question, key=lambda each: (frequency[each], each))
+        return [(self.numbers, each) for each in ordered[: len(ordered) - math.ceil(near * len(ordered)) + 1]]
+
+    def is_near(self, other: "_Text", near: float) -> bool:
+        """Whether both say nearly the same after nearly the same."""
+        pairs = ((self.question, other.question), (self.context, other.context))
+        return all(len(one & two) >= near * len(one | two) for one, two in pairs)
+
+
+def _shingles(text: str) -> set[str]:
+    return {text[at : at + _SHINGLE] for at in range(max(1, len(text) - _SHINGLE + 1))}
+
+
+T = TypeVar("T", ImportedTask, Mapping[str, Any], str)
+
+#: A task by its id, and the outcomes of its runs, the oldest first: True, or 1, where the task was solved.
+Outcomes = Mapping[str, Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskDifficulty:
+    """What is known of a task: `solved` of `runs`, and by these the mean of p and of p(1-p)."""
+
+    task_id: str
+    runs: int
+    solved: float
+    solve_rate: float
+    variance: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DifficultySelector:
+    """Orders tasks by what they teach. The outcomes are those of a model that changes, so only the `newest` count.
+
+    p has a Beta distribution with `prior` (solved and not solved, as if seen before). Of any 1 / `unseen` tasks in
+    the order one has never been run, while there are such. What is equal comes in an order by `seed`.
+    """
+
+    prior: tuple[float, float] = (1.0, 1.0)
+    unseen: float = 0.2
+    newest: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what makes no sense."""
+        if min(self.prior) <= 0 or not 0 <= self.unseen <= 1 or self.newest < 1:
+            raise ValueError("prior must be above 0, unseen from 0 to 1, newest at least 1")
+
+    def order(self, tasks: Sequence[T], outcomes: Outcomes, *, count: int | None = None) -> list[T]:
+        """The tasks, or the first `count`, those that teach most first. A task is its id, or has a `task_id`."""
+        shuffled = list(tasks)
+        random.Random(self.seed).shuffle(shuffled)
+        known = [each for each in shuffled if outcomes.get(_id(each))]
+        fresh = [each for each in shuffled if not outcomes.get(_id(each))]
+        known.sort(key=lambda each: -self.measure(_id(each), outcomes).variance)
+        return list(self._interleave(known, fresh))[:count]
+
+    def measure(self, task_id: str, outcomes: Outcomes) -> TaskDifficulty:
+        """What is known of a task. Raises ValueError for an outcome that is not from 0 to 1."""
+        runs = list(outcomes.get(task_id, ()))[-self.newest :]
+        if wrong := [each for each in runs if not 0 <= each <= 1]:
+            raise ValueError(f"{task_id}: an outcome is from 0 (not solved) to 1, not {wrong[0]}")
+        solved = float(sum(runs))
+        a, b = self.prior[0] + solved, self.prior[1] + len(runs) - solved
+        variance = a * b / ((a + b) * (a + b + 1))
+        return TaskDifficulty(task_id=task_id, runs=len(runs), solved=solved, solve_rate=a / (a + b), variance=variance)
+
+    def _interleave(self, known: list[T], fresh: list[T]) -> Iterable[T]:
+        due = 0.0
+        known, fresh = known[::-1], fresh[::-1]
+        while known or fresh:
+            due += self.unseen
+            if fresh and (due >= 1 or not known):
+                due = max(0.0, due - 1)
+                yield fresh.pop()
+            else:
+                yield known.pop()
+
+
+def outcomes_of(rows: Iterable[Mapping[str, Any]], *, success: float = 0.5) -> dict[str, list[float]]:
+    """The outcomes by task in rows with a `task_id` and a `total_reward` or `reward`: solved from `success` on.
+
+    Rows are records of runs, or `tuneloop export --format experiences`, where of each run's replies the last counts.
+    Rows without a task or a reward say nothing.
+
+    >>> outcomes_of([{"task_id": "t", "run_id": "0", "reward": 1.0}, {"task_id": "t", "run_id": "1", "reward": 0.2}])
+    {'t': [1.0, 0.0]}
+    """
+    runs: dict[str, dict[object, float]] = defaultdict(dict)
+    for number, row in enumerate(rows):
+        reward, task_id = row.get("total_reward", row.get("reward")), row.get("task_id")
+        if task_id is not None and isinstance(reward, int | float) and not isinstance(reward, bool):
+            run_id = row.get("run_id")
+            runs[str(task_id)][number if run_id is None else str(run_id)] = float(reward >= success)
+    return {task_id: list(solved.values()) for task_id, solved in runs.items()}
+
+
+def _id(task: ImportedTask | Mapping[str, Any] | str) -> str:
+    if isinstance(task, str):
+        return task
+    return task.task_id if isinstance(task, ImportedTask) else str(task["task_id"])

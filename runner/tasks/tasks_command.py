@@ -12,26 +12,27 @@ from tuneloop.runner.errors import JudgeError, LogRefused, ServiceRefused
 from tuneloop.runner.judging.endpoint import Endpoint
 from tuneloop.runner.judging.judge import Judge
 from tuneloop.runner.judging.rubric import Rubric
-from tuneloop.runner.logs.broken import BrokenEntries
-from tuneloop.runner.logs.exchange import LoggedExchange, json_lines
-from tuneloop.runner.logs.ledger_logs import read_export, read_stored_completions
-from tuneloop.runner.logs.openai_logs import read_openai_jsonl
-from tuneloop.runner.logs.span_files import read_otlp, read_studio
-from tuneloop.runner.tasks.augmentation import augment_tasks
-from tuneloop.runner.tasks.deduplication import deduplicate
-from tuneloop.runner.tasks.difficulty import DifficultySelector, outcomes_of
-from tuneloop.runner.tasks.filters import (
+from tuneloop.runner.logs.exchange import BrokenEntries, LoggedExchange, json_lines
+from tuneloop.runner.logs.request_logs import read_export, read_openai_jsonl, read_stored_completions
+from tuneloop.runner.logs.span_logs import read_otlp, read_studio
+from tuneloop.runner.tasks.augmentation import augment_tasks, learn_task_rubric, screen_tasks
+from tuneloop.runner.tasks.task_set import (
+    DifficultySelector,
     ExchangeFilter,
+    ImportedTask,
     all_of,
     asks,
     between,
     by_model,
+    deduplicate,
     offers_tools,
+    outcomes_of,
+    read_tasks,
+    tasks_of,
     turns,
     with_reward,
+    write_tasks,
 )
-from tuneloop.runner.tasks.rubric_screen import learn_task_rubric, screen_tasks
-from tuneloop.runner.tasks.task_set import ImportedTask, read_tasks, tasks_of, write_tasks
 
 _KEY = "OPENAI_API_KEY"
 
@@ -45,7 +46,7 @@ _READERS: dict[str, Callable[[Path, BrokenEntries], Iterator[LoggedExchange]]] =
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code: 0, 1 for what is refused or away, 2 for a wrong command line."""
-    options = _parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     run: Callable[[argparse.Namespace], None] = options.run
     try:
         run(options)
@@ -55,16 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tuneloop.runner tasks", description=__doc__)
-    commands = parser.add_subparsers(required=True)
-    _add_import(commands.add_parser("import", help="exchanges that were logged into a data set of tasks"))
-    _add_augment(commands.add_parser("augment", help="variations of tasks, written by a model"))
-    _add_select(commands.add_parser("select", help="tasks in the order in which they teach most"))
-    return parser
-
-
-def _add_import(parser: argparse.ArgumentParser) -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """What understands the command line."""
+    whole = argparse.ArgumentParser(prog="python -m tuneloop.runner tasks", description=__doc__)
+    commands = whole.add_subparsers(required=True)
+    parser = commands.add_parser("import", help="exchanges that were logged into a data set of tasks")
     kinds = ", ".join([*_READERS, "service"])
     help_ = f"KIND:PATH; the kinds are {kinds} (service:URL); may be repeated"
     parser.add_argument("--from", dest="sources", action="append", required=True, metavar="KIND:PATH", help=help_)
@@ -87,9 +83,7 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--least", type=float, default=0.5, help="the least verdict that is kept, from 0 to 1")
     _add_model(parser)
     parser.set_defaults(run=_import)
-
-
-def _add_augment(parser: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser("augment", help="variations of tasks, written by a model")
     parser.add_argument("tasks", type=Path, help="a file of tasks")
     parser.add_argument("--to", type=Path, required=True, help="tasks and variations, JSON lines")
     parser.add_argument("--each", type=int, default=3, help="variations of each task")
@@ -97,9 +91,7 @@ def _add_augment(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.8)
     _add_model(parser)
     parser.set_defaults(run=_augment)
-
-
-def _add_select(parser: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser("select", help="tasks in the order in which they teach most")
     parser.add_argument("tasks", type=Path, help="a file of tasks")
     parser.add_argument("--runs", type=Path, required=True, help="records of runs, or exported experiences, JSON lines")
     parser.add_argument("--to", type=Path, required=True)
@@ -108,6 +100,7 @@ def _add_select(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--unseen", type=float, default=0.2, help="the share of tasks that were never run")
     parser.add_argument("--seed", type=int, default=0)
     parser.set_defaults(run=_select)
+    return whole
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -117,9 +110,24 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _import(options: argparse.Namespace) -> None:
     broken = {source: BrokenEntries(strict=options.strict) for source in options.sources}
+    ends = {"least": options.min_reward, "most": options.max_reward}
+    span = {"since": options.since, "until": options.until}
+    chosen: list[ExchangeFilter] = []
+    if given := {name: value for name, value in ends.items() if value is not None}:
+        chosen.append(with_reward(**given))
+    if given := {name: value for name, value in span.items() if value is not None}:
+        chosen.append(between(**given))
+    if options.model:
+        chosen.append(by_model(*options.model))
+    if options.asks:
+        chosen.append(asks(options.asks))
+    if options.tools:
+        chosen.append(offers_tools())
+    if options.first:
+        chosen.append(turns(1))
     tasks, counts = tasks_of(
         chain.from_iterable(_read(source, broken[source]) for source in options.sources),
-        keep=_filter(options),
+        keep=all_of(*chosen),
         trust=options.trust,
         include_opted_out=options.include_opted_out,
     )
@@ -156,25 +164,6 @@ def _read(source: str, broken: BrokenEntries) -> Iterator[LoggedExchange]:
         yield exchange
     if nothing and broken.total:
         raise LogRefused(f"--from {source}: nothing of it can be read: {next(broken.report())}")
-
-
-def _filter(options: argparse.Namespace) -> ExchangeFilter:
-    ends = {"least": options.min_reward, "most": options.max_reward}
-    span = {"since": options.since, "until": options.until}
-    chosen: list[ExchangeFilter] = []
-    if given := {name: value for name, value in ends.items() if value is not None}:
-        chosen.append(with_reward(**given))
-    if given := {name: value for name, value in span.items() if value is not None}:
-        chosen.append(between(**given))
-    if options.model:
-        chosen.append(by_model(*options.model))
-    if options.asks:
-        chosen.append(asks(options.asks))
-    if options.tools:
-        chosen.append(offers_tools())
-    if options.first:
-        chosen.append(turns(1))
-    return all_of(*chosen)
 
 
 def _judge(options: argparse.Namespace, endpoint: Endpoint) -> Judge:

@@ -1,11 +1,14 @@
-"""What `tune()` is told: the model to train, the algorithm, and what workflows and judges give back.
+"""What tune() is told, checked: models, the algorithm, workflows and judges, and the settings of a service."""
 
-The names and defaults are those of AgentScope's tuner (1.0.21): a file written for it needs another import only.
-"""
-
+import inspect
+import os
+import subprocess
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from tuneloop.runner.errors import TuneRefused
@@ -199,3 +202,193 @@ def require_number(config: Any, name: str, least: float, most: float) -> None:
 
 def _owner(config: Any) -> str:
     return f"{type(config).__name__}: " if type(config).__name__.endswith("Config") else ""
+
+
+_Needed = tuple[tuple[str, ...], ...]
+
+#: What each is called with by name: what it must take (one of each group), and what it gets if it asks for it.
+_WORKFLOW = (("task",), ("model", "run", "runs")), ("auxiliary_models", "logger")
+_JUDGE = (("task",), ("response",)), ("auxiliary_models", "logger", "run", "runs")
+
+_SHOWN = {
+    "workflow": "async def workflow(task, model, auxiliary_models=None, logger=None, run=None) -> WorkflowOutput",
+    "judge": "async def judge(task, response, auxiliary_models=None, logger=None, run=None) -> JudgeOutput",
+}
+
+
+def check_workflow_function(function: Callable[..., Any]) -> None:
+    """Raise TuneRefused unless the function takes what a workflow is called with.
+
+    One that binds clients of its own to `run` or `runs` needs no `model`.
+    """
+    _check(function, "workflow", *_WORKFLOW)
+
+
+def check_judge_function(function: Callable[..., Any]) -> None:
+    """Raise TuneRefused unless the function takes what a judge is called with."""
+    _check(function, "judge", *_JUDGE)
+
+
+def _check(function: Callable[..., Any], kind: str, needed: _Needed, offered: tuple[str, ...]) -> None:
+    if not callable(function):
+        raise TuneRefused(f"the {kind} is {function!r}, not a function; it should be\n    {_SHOWN[kind]}")
+    if inspect.isclass(function):
+        raise TuneRefused(f"the {kind} is the class {function.__name__}; give an instance of it, or a function")
+    problems = _problems(function, needed, offered)
+    if problems:
+        name = getattr(function, "__qualname__", None) or type(function).__name__
+        written = ""
+        with suppress(TypeError, ValueError):
+            written = str(inspect.signature(function))
+        raise TuneRefused(
+            f"the {kind} {name}{written} {'; '.join(problems)}. It is called by name, and should be\n"
+            f"    {_SHOWN[kind]}\nwhere all that has a default, and async, may be left out"
+        )
+
+
+def _problems(function: Callable[..., Any], needed: _Needed, offered: tuple[str, ...]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return ["has a signature that cannot be read"]
+    wild = [name for name, each in parameters.items() if each.kind in {each.VAR_POSITIONAL, each.VAR_KEYWORD}]
+    by_place = [name for name, each in parameters.items() if each.kind is each.POSITIONAL_ONLY]
+    problems = [f"has no parameter {' or '.join(names)}" for names in needed if not {*names} & {*parameters}]
+    problems += [f"takes {name} by its place only" for name in by_place]
+    problems += [f"takes *{name}, which nothing is passed in" for name in wild]
+    others = [
+        name
+        for name, each in parameters.items()
+        if name not in {*chain(*needed), *offered, *wild, *by_place} and each.default is each.empty
+    ]
+    return problems + [f"wants {name}, which it will not get" for name in others]
+
+
+Settings = dict[str, Any]
+
+_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+_MLP = ["gate_proj", "up_proj", "down_proj"]
+
+#: What an engine takes of the one GPU that the trainer is on too.
+_SHARED_GPU = 0.4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServicePlace:
+    """Where a service keeps what it has, `checkpoint_root_dir`/`project`/`name`, and the port that it listens on."""
+
+    project: str = "AgentScope"
+    name: str = "Experiment"
+    checkpoint_root_dir: str | Path = "checkpoints"
+    port: int = 8010
+
+
+def service_settings(
+    model: TunerModelConfig,
+    algorithm: AlgorithmConfig,
+    place: ServicePlace,
+    *,
+    monitor_type: str | None = None,
+    gpus: int | None = None,
+    over: Mapping[str, Any] | None = None,
+) -> Settings:
+    """Settings of both services for one model. `over` are settings of ours that win; `gpus` None: as many as are here.
+
+    A version is published after each step, as on-policy training wants it. Raises TuneRefused.
+    """
+    require_monitor(monitor_type)
+    if model.temperature == 0:
+        raise TuneRefused(
+            "TunerModelConfig: temperature 0 gives the same reply every time, so that there is nothing to compare: "
+            "train at 1.0"
+        )
+    gpus = count_gpus() if gpus is None else gpus
+    # The runs of a task are trained on together where the method compares them, the calls of a run anywhere else.
+    compared = algorithm.algorithm_type in OF_GROUPS
+    found: Settings = {
+        "group_by": "task" if compared else "run",
+        "train_batch_size": algorithm.batch_size * algorithm.group_size,
+    }
+    made: Settings = {
+        "mode": "both",
+        "project": place.project,
+        "name": place.name,
+        "checkpoint_root_dir": str(place.checkpoint_root_dir),
+        "model": _model(model),
+        "cluster": {"gpu_per_node": gpus},
+        "algorithm": {
+            "algorithm_type": algorithm.algorithm_type,
+            "optimizer": {"lr": algorithm.learning_rate},
+        },
+        "explorer": {
+            "listen_address": "127.0.0.1",
+            "proxy_port": place.port,
+            "rollout_model": _rollout_model(model, gpus),
+        },
+        "trainer": {"save_interval": 1},
+        "buffer": (found | ({"group_size": algorithm.group_size} if compared else {})),
+        # The judge is the caller's own function: what it returns is what was meant.
+        "reward": {"clip": None},
+    }
+    if monitor_type is not None:
+        made["monitor"] = {"monitor_type": monitor_type}
+    return merge_settings(made, over or {})
+
+
+def merge_settings(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> Settings:
+    """The settings with the changes, section by section."""
+    both = {
+        name: merge_settings(settings[name], each)
+        for name, each in changes.items()
+        if isinstance(settings.get(name), Mapping) and isinstance(each, Mapping)
+    }
+    return {**settings, **changes, **both}
+
+
+def count_gpus() -> int:
+    """How many GPUs this process may use; 0 if there is no NVIDIA driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([each for each in visible.split(",") if each.strip() and each.strip() != "-1"])
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+def _model(model: TunerModelConfig) -> Settings:
+    short = model.max_model_len is None or model.max_tokens < model.max_model_len
+    found: Settings = {
+        "model_path": model.model_path,
+        "max_model_len": model.max_model_len,
+        "max_response_tokens": model.max_tokens if short else None,
+        "temperature": model.temperature,
+    }
+    if model.tinker_config is not None:
+        targets = (_ATTENTION if model.tinker_config.train_attn else []) + (
+            _MLP if model.tinker_config.train_mlp else []
+        )
+        found["lora"] = {"rank": model.tinker_config.rank, "targets": targets}
+    return found
+
+
+def _rollout_model(model: TunerModelConfig, gpus: int) -> Settings:
+    found: Settings = {
+        "engine_num": model.inference_engine_num,
+        "tensor_parallel_size": model.tensor_parallel_size,
+        "enable_auto_tool_choice": model.tool_call_parser is not None,
+        "tool_call_parser": model.tool_call_parser,
+        "reasoning_parser": model.reasoning_parser,
+    }
+    wanted = model.inference_engine_num * model.tensor_parallel_size
+    if gpus and wanted > gpus:
+        raise TuneRefused(
+            f"TunerModelConfig: inference_engine_num {model.inference_engine_num} x tensor_parallel_size "
+            f"{model.tensor_parallel_size} is more than the {gpus} GPUs that there are"
+        )
+    if gpus and wanted == gpus:
+        found["gpu_memory_utilization"] = _SHARED_GPU
+    if not gpus:
+        found["dtype"] = "float32"
+    return found

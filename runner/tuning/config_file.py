@@ -71,14 +71,6 @@ class TuneFile:
 def read_tune_file(path: str | Path) -> TuneFile:
     """Read a file. Raises TuneRefused, ExtraMissing."""
     path = Path(path).expanduser()
-    reader = _FileReader(path, _parse(path))
-    try:
-        return reader.read()
-    except TuneRefused as error:
-        raise TuneRefused(f"{path}: {error}") from None
-
-
-def _parse(path: Path) -> dict[str, Any]:
     try:
         import yaml
     except ImportError as error:
@@ -93,7 +85,11 @@ def _parse(path: Path) -> dict[str, Any]:
         raise TuneRefused(f"{path}: {error.args[0]}") from None
     if not isinstance(found, dict):
         raise TuneRefused(f"{path}: this is not a mapping of options")
-    return found
+    reader = _FileReader(path, found)
+    try:
+        return reader.read()
+    except TuneRefused as error:
+        raise TuneRefused(f"{path}: {error}") from None
 
 
 def _loader(yaml: Any) -> Any:
@@ -139,25 +135,45 @@ class _FileReader:
         for name in _WITHOUT_EFFECT:
             if self._take(name) is not None and name != "mode":
                 self._ignored.append(name)
-        train = self._dataset("buffer.explorer_input.taskset")
+        found = self._take("buffer.explorer_input.taskset")
+        epochs, steps = self._take("buffer.total_epochs"), self._take_first("buffer.total_steps", "trainer.total_steps")
+        train = (
+            None
+            if found is None
+            else self._dataset_of(found, "buffer.explorer_input.taskset", total_epochs=epochs or 1, total_steps=steps)
+        )
         evaluation = self._evaluation()
-        self._drop("buffer.explorer_input")
+        rest = self._take("buffer.explorer_input")
+        if isinstance(rest, dict):
+            self._ignored += [f"buffer.explorer_input.{each}" for each in rest]
         monitor = self._take("monitor.monitor_type")
         if monitor is not None and monitor not in MONITORS:
             self._ignored.append(f"monitor.monitor_type: {monitor} (curves go to {', '.join(MONITORS)})")
             monitor = None
+        runners = self._take("explorer.runner_per_model")
+        models = {}
+        for number, each in enumerate(self._take("explorer.auxiliary_models") or []):
+            named = each.get("name") or f"auxiliary_{number}"
+            models[named] = TunerModelConfig(
+                str(each["model_path"]),
+                max_model_len=each.get("max_model_len"),
+                tensor_parallel_size=each.get("tensor_parallel_size", 1),
+                inference_engine_num=each.get("engine_num", 1),
+                tool_call_parser=each.get("tool_call_parser"),
+                reasoning_parser=each.get("reasoning_parser"),
+            )
         made = TuneFile(
             path=self._path,
             model=self._model(),
             algorithm=self._algorithm(),
             train_dataset=train,
             eval_dataset=evaluation,
-            auxiliary_models=self._auxiliary(),
+            auxiliary_models=models,
             project_name=self._take("project"),
             experiment_name=self._take("name"),
             checkpoint_root_dir=self._take("checkpoint_root_dir"),
             monitor_type=monitor,
-            concurrency=self._concurrency(),
+            concurrency=(None if runners is None else int(runners)),
             run_timeout=self._take("explorer.max_timeout"),
             eval_temperature=self._eval_temperature,
             settings=_without_empty(self._left),
@@ -187,7 +203,11 @@ class _FileReader:
         parser = self._take(f"{rollout}tool_call_parser")
         tinker = self._take("model.tinker")
         known = {name: value for name, value in given.items() if value is not None}
-        return TunerModelConfig(str(path), tool_call_parser=parser, tinker_config=_tinker(tinker), **known)
+        adapter = None
+        if isinstance(tinker, dict) and tinker.get("enable") is not False:
+            names = TinkerConfig.__dataclass_fields__
+            adapter = TinkerConfig(**{name: value for name, value in tinker.items() if name in names})
+        return TunerModelConfig(str(path), tool_call_parser=parser, tinker_config=adapter, **known)
 
     def _algorithm(self) -> AlgorithmConfig | None:
         given = {
@@ -211,14 +231,14 @@ class _FileReader:
             self._ignored.append("buffer.train_batch_size (a step is batch_size tasks x group_size runs)")
         warmup = self._take("algorithm.optimizer.lr_warmup_steps")
         if warmup is not None and warmup > 0:
-            self._put("algorithm.optimizer.lr_warmup_steps", warmup)
-        self._drop_refused("buffer.group_by")
+            *sections, last = ["algorithm", "optimizer", "lr_warmup_steps"]
+            place = self._left
+            for each in sections:
+                place = place.setdefault(each, {})
+            place[last] = warmup
+        if self._take("buffer.group_by") is not None:
+            self._ignored.append(f"{'buffer.group_by'} (the algorithm says it)")
         return AlgorithmConfig(**known)
-
-    def _dataset(self, name: str) -> DatasetConfig | None:
-        found = self._take(name)
-        epochs, steps = self._take("buffer.total_epochs"), self._take_first("buffer.total_steps", "trainer.total_steps")
-        return None if found is None else self._dataset_of(found, name, total_epochs=epochs or 1, total_steps=steps)
 
     def _evaluation(self) -> DatasetConfig | None:
         found = self._take("buffer.explorer_input.eval_tasksets")
@@ -245,33 +265,6 @@ class _FileReader:
             **how,
         )
 
-    def _auxiliary(self) -> dict[str, TunerModelConfig]:
-        models = {}
-        for number, each in enumerate(self._take("explorer.auxiliary_models") or []):
-            named = each.get("name") or f"auxiliary_{number}"
-            models[named] = TunerModelConfig(
-                str(each["model_path"]),
-                max_model_len=each.get("max_model_len"),
-                tensor_parallel_size=each.get("tensor_parallel_size", 1),
-                inference_engine_num=each.get("engine_num", 1),
-                tool_call_parser=each.get("tool_call_parser"),
-                reasoning_parser=each.get("reasoning_parser"),
-            )
-        return models
-
-    def _concurrency(self) -> int | None:
-        runners = self._take("explorer.runner_per_model")
-        return None if runners is None else int(runners)
-
-    def _drop_refused(self, name: str) -> None:
-        if self._take(name) is not None:
-            self._ignored.append(f"{name} (the algorithm says it)")
-
-    def _drop(self, name: str) -> None:
-        rest = self._take(name)
-        if isinstance(rest, dict):
-            self._ignored += [f"{name}.{each}" for each in rest]
-
     def _take_first(self, *names: str) -> Any:
         found = [self._take(name) for name in names]
         return next((each for each in found if each is not None), None)
@@ -283,20 +276,6 @@ class _FileReader:
         for each in sections:
             place = place.get(each) if isinstance(place, dict) else None
         return place.pop(last, None) if isinstance(place, dict) else None
-
-    def _put(self, name: str, value: Any) -> None:
-        *sections, last = name.split(".")
-        place = self._left
-        for each in sections:
-            place = place.setdefault(each, {})
-        place[last] = value
-
-
-def _tinker(found: Any) -> TinkerConfig | None:
-    if not isinstance(found, dict) or found.get("enable") is False:
-        return None
-    names = TinkerConfig.__dataclass_fields__
-    return TinkerConfig(**{name: value for name, value in found.items() if name in names})
 
 
 def _without_empty(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,23 @@
-"""An experiment's folder: `{root}/{project}/{name}-{YYYYmmddHHMMSS}`, found again by name to go on with."""
+"""An experiment: its folder, which tasks a step has, and the journal by which another process can go on."""
 
+import asyncio
+import hashlib
+import json
+import math
+import os
+import random
 import re
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from io import FileIO
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from tuneloop.runner.errors import TuneRefused
-from tuneloop.runner.private_files import make_private_folder
+from tuneloop.runner.errors import TuneFailed, TuneRefused
+from tuneloop.runner.feedback.segments import lock
+from tuneloop.runner.private_files import make_private_folder, private_opener
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,80}")
 _STAMP = re.compile(r"-\d{14}$")
@@ -29,8 +39,11 @@ class ExperimentFolder:
             if not _NAME.fullmatch(name):
                 raise TuneRefused(f"{what} is {name!r}: letters, digits, '.', '_' and '-' make a folder's name")
         parent = root.absolute() / project
-        if resume and (found := cls._newest(parent, experiment)):
-            return cls(found)
+        if resume:
+            named = [each for each in parent.glob(f"{experiment}-*") if _STAMP.search(each.name)]
+            found = [each for each in named if _STAMP.sub("", each.name) == experiment and journal_in(each).exists()]
+            if found:
+                return cls(max(found, key=lambda each: each.name))
         for moment in range(60):
             path = parent / f"{experiment}-{time.strftime('%Y%m%d%H%M%S', time.localtime(time.time() + moment))}"
             try:
@@ -41,12 +54,6 @@ class ExperimentFolder:
             except OSError as error:
                 raise TuneRefused(f"checkpoint_root_dir: {path} cannot be made: {error.strerror}") from None
         raise TuneRefused(f"{parent} has a folder of that name for each second of the next minute")
-
-    @staticmethod
-    def _newest(parent: Path, experiment: str) -> Path | None:
-        names = [each for each in parent.glob(f"{experiment}-*") if _STAMP.search(each.name)]
-        journals = [each for each in names if _STAMP.sub("", each.name) == experiment and journal_in(each).exists()]
-        return max(journals, key=lambda each: each.name, default=None)
 
     @property
     def name(self) -> str:
@@ -75,3 +82,225 @@ class ExperimentFolder:
 def journal_in(path: Path) -> Path:
     """The journal in an experiment's folder."""
     return path / "tune" / "journal.jsonl"
+
+
+Task = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskPlan:
+    """`batch_size` tasks make a step, each run `group_size` times; the tasks are gone through `epochs` times.
+
+    `steps` None: as many as the epochs have; the last step may be smaller, so that no task is left out.
+    """
+
+    name: str
+    tasks: Sequence[Task]
+    evaluation: Sequence[Task] = ()
+    batch_size: int = 32
+    group_size: int = 8
+    epochs: int = 1
+    steps: int | None = None
+    shuffle: bool = False
+    seed: int = 0
+
+    @property
+    def total_steps(self) -> int:
+        """How many steps there are."""
+        whole = math.ceil(len(self.tasks) * self.epochs / self.batch_size)
+        return whole if self.steps is None else self.steps
+
+    def positions(self, step: int) -> range:
+        """The positions of a step's tasks; steps count from 0."""
+        first = step * self.batch_size
+        end = first + self.batch_size
+        return range(first, end if self.steps is not None else min(end, len(self.tasks) * self.epochs))
+
+    def task(self, position: int) -> Task:
+        """The task at a position."""
+        epoch, place = divmod(position, len(self.tasks))
+        return self.tasks[_order(len(self.tasks), self.seed, epoch)[place] if self.shuffle else place]
+
+    def task_id(self, position: int) -> str:
+        """The name under which the services know this visit to the task."""
+        return f"{self.name}:{position}"
+
+    def fingerprint(self) -> str:
+        """A digest of all that a resumed experiment must have in common with what it goes on with."""
+        what = [self.batch_size, self.group_size, self.shuffle, self.seed, [dict(task) for task in self.tasks]]
+        return hashlib.sha256(json.dumps(what, default=_stable_words, sort_keys=True).encode()).hexdigest()
+
+
+def _stable_words(value: object) -> str:
+    """What stands for an object that JSON does not have: the same in every process, unlike addresses."""
+    if isinstance(value, set | frozenset):
+        return repr(sorted(map(_stable_words, value)))
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+
+
+def require_tasks(tasks: Sequence[Task], what: str) -> None:
+    """Raise TuneRefused if there are none, or one is not a mapping."""
+    if not tasks:
+        raise TuneRefused(f"{what} is empty: there is nothing to run")
+    for number, task in enumerate(tasks):
+        if not isinstance(task, Mapping):
+            raise TuneRefused(f"{what}: task {number} is {type(task).__name__}, not a mapping of fields")
+
+
+@lru_cache(maxsize=2)
+def _order(count: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(count))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """How a run ended. `rewards` are by model; without any it failed, as `failure` says, and is not trained on.
+
+    `position` counts the tasks of all steps from 0, `member` the runs of a task. `tokens` are those of its replies, as
+    far as its models counted them.
+    """
+
+    step: int
+    position: int
+    member: int
+    task_id: str
+    run_id: str
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    failure: str | None = None
+    tokens: int = 0
+
+    @property
+    def reward(self) -> float | None:
+        """The mean over the models; None if it failed."""
+        return sum(self.rewards.values()) / len(self.rewards) if self.rewards else None
+
+
+@dataclass(slots=True)
+class JournalState:
+    """What a journal says: the runs by position and member, and what became of them.
+
+    `committed` has how many tasks a step had, if the line says so; `committing`, by model, the versions before that.
+    """
+
+    header: dict[str, Any] | None = None
+    lives: int = 0
+    results: dict[tuple[int, int], RunResult] = field(default_factory=dict)
+    unacknowledged: dict[str, RunResult] = field(default_factory=dict)
+    committing: dict[int, dict[str, dict[str, int]]] = field(default_factory=dict)
+    committed: dict[int, int | None] = field(default_factory=dict)
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    ended: bool = False
+
+    def apply(self, line: Mapping[str, Any]) -> None:
+        """Take a line into account."""
+        match line["event"]:
+            case "begin":
+                self.header, self.lives, self.ended = dict(line), self.lives + 1, False
+            case "result":
+                result = RunResult(**{name: value for name, value in line.items() if name != "event"})
+                self.results[result.position, result.member] = result
+                if result.rewards:
+                    self.unacknowledged[name_of(result)] = result
+            case "acknowledged":
+                for name in line["runs"]:
+                    self.unacknowledged.pop(name, None)
+            case "committing" | "committed" | "step":
+                step = line["step"]
+                match line["event"]:
+                    case "committing":
+                        self.committing[step] = line["before"]
+                        self.steps.pop(step, None)
+                    case "committed":
+                        self.committed[step] = line.get("tasks")
+                    case "step":
+                        self.steps[step] = dict(line)
+                        self.committing.pop(step, None)
+            case "evaluated":
+                self.evaluations.append(dict(line))
+            case "end":
+                self.ended = True
+
+    def is_committed(self, step: int, tasks: int) -> bool:
+        """Whether all of a step is, which has so many tasks: the last one of fewer epochs may have had fewer."""
+        if step not in self.committed:
+            return False
+        known = self.committed[step]
+        return known is None or known >= tasks
+
+    def results_of(self, step: int) -> list[RunResult]:
+        """The runs of a step that have ended, however they did."""
+        return [result for result in self.results.values() if result.step == step]
+
+
+class Journal:
+    """The open journal: appends lines, each on disk when `append` returns."""
+
+    def __init__(self, path: Path) -> None:
+        make_private_folder(path.parent, exist_ok=True)
+        self.path = path
+        self.state = JournalState()
+        self._file = FileIO(path, "ab", opener=private_opener)
+        try:
+            if not lock(self._file.fileno()):
+                raise TuneRefused(f"{path} is in use: another call of tune() goes on with this experiment")
+            with path.open("rb+") as file:  # a line that was cut off has not been written
+                file.truncate(file.read().rfind(b"\n") + 1)
+            for line in _lines(path):
+                self.state.apply(line)
+        except BaseException:
+            self._file.close()
+            raise
+        self._turn = asyncio.Lock()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    async def append(self, *lines: Mapping[str, Any]) -> None:
+        """Bring lines to disk, in one write, and into `history`."""
+        written = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)
+        async with self._turn:
+            await asyncio.to_thread(self._write, written.encode())
+        for line in lines:
+            self.state.apply(line)
+
+    def _write(self, written: bytes) -> None:
+        """Raises TuneFailed; then nothing of it is in the file."""
+        descriptor = self._file.fileno()
+        end = os.fstat(descriptor).st_size
+        try:
+            if (count := self._file.write(written) or 0) < len(written):
+                raise OSError(f"only {count} of {len(written)} bytes could be written")
+            os.fsync(descriptor)
+        except OSError as error:
+            os.ftruncate(descriptor, end)
+            raise TuneFailed(f"{self.path} cannot be written: {error}") from error
+
+
+def name_of(result: RunResult) -> str:
+    """The run, as the service and the journal name it."""
+    return f"{result.task_id}/{result.run_id}"
+
+
+def result_line(result: RunResult) -> dict[str, Any]:
+    """The line that says how a run ended."""
+    return {"event": "result", **asdict(result)}
+
+
+def acknowledged_line(results: Iterable[RunResult]) -> dict[str, Any]:
+    """The line that says that the services have these rewards."""
+    return {"event": "acknowledged", "runs": [name_of(result) for result in results]}
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    for number, line in enumerate(path.read_text("utf-8").split("\n")[:-1], start=1):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            raise TuneRefused(f"{path}, line {number} is damaged: this experiment cannot be resumed") from None

@@ -12,31 +12,33 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from tuneloop.runner.collection.thread_loops import loop_runs
+from tuneloop.runner.collection.run_records import loop_runs
 from tuneloop.runner.errors import TuneRefused
+from tuneloop.runner.tuning.attempts import Attempts, Binding, FailureLog, Limits
 from tuneloop.runner.tuning.config import (
     AlgorithmConfig,
     JudgeType,
+    ServicePlace,
     TunerModelConfig,
     WorkflowType,
     require_monitor,
     require_number,
     require_type,
     require_whole,
+    service_settings,
 )
-from tuneloop.runner.tuning.experiment import ExperimentFolder
-from tuneloop.runner.tuning.journal import Journal, JournalState
-from tuneloop.runner.tuning.plan import TaskPlan, require_tasks
-from tuneloop.runner.tuning.rollouts.attempts import Attempts, Binding, Limits
-from tuneloop.runner.tuning.rollouts.failures import FailureLog
-from tuneloop.runner.tuning.rollouts.model_factory import ModelFactory, call_defaults
-from tuneloop.runner.tuning.service_settings import ServicePlace, service_settings
-from tuneloop.runner.tuning.services.absorption import StepPatience
-from tuneloop.runner.tuning.services.service_process import find_command
-from tuneloop.runner.tuning.services.service_set import MAIN, ServiceOpener, ServiceOptions
+from tuneloop.runner.tuning.experiment import ExperimentFolder, Journal, JournalState, TaskPlan, require_tasks
+from tuneloop.runner.tuning.services import (
+    MAIN,
+    ModelFactory,
+    ServiceOpener,
+    ServiceOptions,
+    StepTimeouts,
+    call_defaults,
+    find_command,
+)
 from tuneloop.runner.tuning.steps import Pace, StepLoop, evaluation_report, step_report
-from tuneloop.runner.tuning.summary import TuneResult
-from tuneloop.runner.tuning.views.view import View, open_view
+from tuneloop.runner.tuning.views import TuneResult, View, open_view
 
 #: Runs at once, and seconds that a run may take, where nobody says otherwise.
 CONCURRENCY, RUN_TIMEOUT_S = 64, 600.0
@@ -175,7 +177,7 @@ class Session:
         async with AsyncExitStack() as stack:
             journal = Journal(folder.journal)
             stack.callback(journal.close)
-            view = stack.enter_context(open_view(call.view, folder.tensorboard, steps=plan.total_steps))
+            view = stack.enter_context(open_view(call.view, folder.tensorboard))
             tasks_of_step = len(plan.positions(0))
             view.say(f"{folder.path}: {plan.total_steps} steps of {tasks_of_step} tasks x {plan.group_size} runs")
             if call.warning:
@@ -183,7 +185,26 @@ class Session:
             if await _begin(journal, plan):
                 view.say("all steps of it are made")
                 return _result_of(journal.state, folder, FailureLog(view.say), started=not call.service)
-            binding = await self._bind(folder, stack, view)
+            # Start or join the services, and make what binds the workflow's models to its runs.
+            call, configs = self.call, self._configs()
+            options = ServiceOptions(
+                api_key=call.api_key,
+                timeout_s=call.service_timeout,
+                start_timeout_s=call.start_timeout,
+                join_timeout_s=call.join_timeout,
+                over=call.settings or {},
+                monitor_type=call.monitor_type,
+            )
+            opener = ServiceOpener(folder, options, stack, say=view.say)
+            services = await opener.open_trained(configs, self._urls(), call.algorithm)
+            others = await opener.open_auxiliary(call.auxiliary_models or {}, call.workflow_func)
+            defaults = {
+                name: call_defaults(await client.model_name(), configs.get(name), timeout_s=self._run_timeout_s)
+                for name, client in services.items()
+            }
+            models = ModelFactory(call.workflow_func, defaults, eval_temperature=call.eval_temperature)
+            await stack.enter_async_context(models)
+            binding = Binding(trained=services, model_for=models.model_for, others=others)
             return await self._train(plan, folder, journal, binding, view)
 
     async def _train(
@@ -212,19 +233,27 @@ class Session:
             evaluation_interval=interval,
             evaluate_before=call.evaluate_before,
             evaluate_after=call.evaluate_after,
-            patience=StepPatience(step_s=call.step_timeout, trainer_s=call.service_timeout),
+            patience=StepTimeouts(step_s=call.step_timeout, trainer_s=call.service_timeout),
         )
         training = StepLoop(plan, pace, attempts=attempts, services=binding.trained, journal=journal, view=view)
         try:
             await training.run()
         except BaseExceptionGroup as group:
-            raise _first_of(group) from None
+            error: BaseException = group
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from None
         except asyncio.CancelledError:
             view.say(f"interrupted: the same call with resume=True goes on in {folder.path}")
             raise
         await journal.append({"event": "end"})
         result = _result_of(journal.state, folder, failures, started=not call.service)
-        _say_result(result, view)
+        view.say(f"reward before {result.before or 'unknown'}; after {result.after or 'unknown'}")
+        if result.failures:
+            view.say("failed: " + ", ".join(f"{count} x {kind}" for kind, count in result.failures.items()))
+        view.say(f"curves: tensorboard --logdir {result.tensorboard}")
+        if result.checkpoints:
+            view.say(f"checkpoints: {result.checkpoints}/global_step_*")
         return result
 
     def _configs(self) -> dict[str, TunerModelConfig]:
@@ -234,28 +263,6 @@ class Session:
         service = self.call.service
         names = list(self.call.models or [MAIN])
         return {names[0]: service} if isinstance(service, str) else dict(service or {})
-
-    async def _bind(self, folder: ExperimentFolder, stack: AsyncExitStack, view: View) -> Binding:
-        """Start or join the services, and make what binds the workflow's models to its runs."""
-        call, configs = self.call, self._configs()
-        options = ServiceOptions(
-            api_key=call.api_key,
-            timeout_s=call.service_timeout,
-            start_timeout_s=call.start_timeout,
-            join_timeout_s=call.join_timeout,
-            over=call.settings or {},
-            monitor_type=call.monitor_type,
-        )
-        opener = ServiceOpener(folder, options, stack, say=view.say)
-        services = await opener.open_trained(configs, self._urls(), call.algorithm)
-        others = await opener.open_auxiliary(call.auxiliary_models or {}, call.workflow_func)
-        defaults = {
-            name: call_defaults(await client.model_name(), configs.get(name), timeout_s=self._run_timeout_s)
-            for name, client in services.items()
-        }
-        models = ModelFactory(call.workflow_func, defaults, eval_temperature=call.eval_temperature)
-        await stack.enter_async_context(models)
-        return Binding(trained=services, model_for=models.model_for, others=others)
 
 
 async def _begin(journal: Journal, plan: TaskPlan) -> bool:
@@ -302,22 +309,6 @@ def _result_of(state: JournalState, folder: ExperimentFolder, failures: FailureL
         history=steps,
         failures=dict(failures.counts),
     )
-
-
-def _say_result(result: TuneResult, view: View) -> None:
-    view.say(f"reward before {result.before or 'unknown'}; after {result.after or 'unknown'}")
-    if result.failures:
-        view.say("failed: " + ", ".join(f"{count} x {kind}" for kind, count in result.failures.items()))
-    view.say(f"curves: tensorboard --logdir {result.tensorboard}")
-    if result.checkpoints:
-        view.say(f"checkpoints: {result.checkpoints}/global_step_*")
-
-
-def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def run_to_end(main: Callable[[], Awaitable[TuneResult]]) -> TuneResult:

@@ -2,19 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tuneloop.runner.errors import TuneFailed
-from tuneloop.runner.tuning.journal import Journal, JournalState, RunResult
-from tuneloop.runner.tuning.plan import TaskPlan
-from tuneloop.runner.tuning.rollouts.attempts import Attempts, Member
-from tuneloop.runner.tuning.rollouts.reward_outbox import RewardOutbox
-from tuneloop.runner.tuning.services.absorption import Absorption, StepPatience
-from tuneloop.runner.tuning.services.service_client import ServiceClient
-from tuneloop.runner.tuning.summary import EvaluationReport, StepReport, interval_of
-from tuneloop.runner.tuning.views.view import View
+from tuneloop.runner.tuning.attempts import Attempts, Member, RewardOutbox
+from tuneloop.runner.tuning.experiment import Journal, JournalState, RunResult, TaskPlan
+from tuneloop.runner.tuning.services import ServiceClient, StepTimeouts, TrainingWait
+from tuneloop.runner.tuning.views import EvaluationReport, StepReport, View, interval_of
 
 #: Seconds of an evaluation between two lines that say how far it is.
 SAY_EVERY_S = 15.0
@@ -33,7 +29,7 @@ class Pace:
     evaluation_interval: int = 100
     evaluate_before: bool = True
     evaluate_after: bool = True
-    patience: StepPatience = field(default_factory=StepPatience)
+    patience: StepTimeouts = field(default_factory=StepTimeouts)
 
 
 class StepLoop:
@@ -52,80 +48,58 @@ class StepLoop:
         self._plan, self._pace, self._attempts = plan, pace, attempts
         self._services, self._journal, self._view = services, journal, view
         self._outbox = RewardOutbox(journal, services, view.say)
-        self._absorbed = self._first_step()
+        self._trained = self._first_step()
         self._moved = asyncio.Condition()
-        self._absorptions = {name: Absorption(each, pace.patience, view.say) for name, each in services.items()}
+        self._waits = {name: TrainingWait(each, pace.patience, view.say) for name, each in services.items()}
 
     async def run(self) -> None:
         """Make all steps. Raises TuneFailed."""
         total, first = self._plan.total_steps, self._first_step()
-        await self._take_up(first)
-        if first == 0 and self._pace.evaluate_before:
-            await self._evaluate(0)
-        steps: list[asyncio.Task[None]] = []
-        async with asyncio.TaskGroup() as group:
-            for step in range(first, total):
-                await self._until_absorbed(step - self._pace.max_staleness)
-                if step and step % self._pace.evaluation_interval == 0:
-                    await self._until_absorbed(step)
-                    await self._evaluate(step)
-                steps.append(group.create_task(self._step(step, after=steps[-1] if steps else None)))
-        if self._pace.evaluate_after:
-            await self._evaluate(total)
-
-    async def _take_up(self, first: int) -> None:
-        """Go on where the journal ends: with rewards that may not have been given, and a step that may not be made."""
+        # Go on where the journal ends: with rewards that may not have been given, and a step that may not be made.
         state = self._journal.state
         await self._outbox.send_again(list(state.unacknowledged.values()))
         unended = sorted(state.committed.keys() - state.steps.keys())
         for name, service in self._services.items():
             status = await service.status()
             if unended:
-                await self._absorptions[name].until_served(status, settled=True)
-            self._absorptions[name].served = max(self._absorptions[name].served, status.served)
+                await self._waits[name].until_served(status, settled=True)
+            self._waits[name].served = max(self._waits[name].served, status.served)
         for step in unended:
             before = state.committing.get(step, {})
-            published = any(each.served > before.get(name, {}).get("served", -1) for name, each in self._absorbing())
+            published = any(each.served > before.get(name, {}).get("served", -1) for name, each in self._waits.items())
             await self._end_step(step, began=time.monotonic(), published=published)
         if first:
             self._view.say(f"going on after step {first} of {self._plan.total_steps}")
-
-    def _absorbing(self) -> Iterable[tuple[str, Absorption]]:
-        return self._absorptions.items()
+        if first == 0 and self._pace.evaluate_before:
+            await self._evaluate(0)
+        steps: list[asyncio.Task[None]] = []
+        async with asyncio.TaskGroup() as group:
+            for step in range(first, total):
+                await self._until_trained(step - self._pace.max_staleness)
+                if step and step % self._pace.evaluation_interval == 0:
+                    await self._until_trained(step)
+                    await self._evaluate(step)
+                steps.append(group.create_task(self._step(step, after=steps[-1] if steps else None)))
+        if self._pace.evaluate_after:
+            await self._evaluate(total)
 
     @property
     def _version(self) -> int:
-        return max(each.served for each in self._absorptions.values())
+        return max(each.served for each in self._waits.values())
 
     def _first_step(self) -> int:
         is_committed, plan = self._journal.state.is_committed, self._plan
         steps = range(plan.total_steps)
         return next((step for step in steps if not is_committed(step, len(plan.positions(step)))), plan.total_steps)
 
-    async def _until_absorbed(self, steps: int) -> None:
+    async def _until_trained(self, steps: int) -> None:
         async with self._moved:
-            await self._moved.wait_for(lambda: self._absorbed >= steps)
+            await self._moved.wait_for(lambda: self._trained >= steps)
 
     # One step.
 
     async def _step(self, step: int, *, after: "asyncio.Task[None] | None") -> None:
         began = time.monotonic()
-        await self._roll_out(step)
-        if after is not None:
-            await asyncio.wait({after})
-        published = await self._train_on(step)
-        await self._end_step(step, began=began, published=published)
-        async with self._moved:
-            self._absorbed = step + 1
-            self._moved.notify_all()
-
-    async def _end_step(self, step: int, *, began: float, published: bool) -> None:
-        line = {"step": step, "version": self._version, "seconds": time.monotonic() - began, "published": published}
-        await self._journal.append({"event": "step", **line})
-        self._view.step(step_report(self._journal.state, step))
-
-    async def _roll_out(self, step: int) -> None:
-        # What failed is made again: where it was too much, resuming would otherwise end at once.
         done = {(each.position, each.member): each for each in self._journal.state.results_of(step) if each.rewards}
         members = [
             Member(
@@ -150,6 +124,18 @@ class StepLoop:
             for member in members:
                 if (member.position, member.member) not in done:
                     group.create_task(make(member))
+        if after is not None:
+            await asyncio.wait({after})
+        published = await self._train_on(step)
+        await self._end_step(step, began=began, published=published)
+        async with self._moved:
+            self._trained = step + 1
+            self._moved.notify_all()
+
+    async def _end_step(self, step: int, *, began: float, published: bool) -> None:
+        line = {"step": step, "version": self._version, "seconds": time.monotonic() - began, "published": published}
+        await self._journal.append({"event": "step", **line})
+        self._view.step(step_report(self._journal.state, step))
 
     async def _train_on(self, step: int) -> bool:
         """Commit the step and wait until the services have made of it what they make; whether that is a version.
@@ -167,7 +153,7 @@ class StepLoop:
         line = {"event": "committed", "step": step, "tasks": len(tasks), "experiences": sum(committed)}
         await self._journal.append(line)
         published = [
-            await self._absorptions[name].until_served(
+            await self._waits[name].until_served(
                 replace(status, newest=known[name]["newest"], served=known[name]["served"])
             )
             for name, status in before.items()
@@ -197,7 +183,11 @@ class StepLoop:
 
         results = await self._evaluate_all(members, step)
         rewards = [result.reward for result in results if result.reward is not None]
-        metrics = _means([result.metrics for result in results])
+        sums: dict[str, list[float]] = {}
+        for each in [result.metrics for result in results]:
+            for name, value in each.items():
+                sums.setdefault(name, []).append(value)
+        metrics = {name: sum(values) / len(values) for name, values in sums.items()}
         failed = len(results) - len(rewards)
         if not rewards:
             raise TuneFailed(f"all {len(results)} runs of the evaluation failed")
@@ -269,11 +259,3 @@ def evaluation_report(line: Mapping[str, Any]) -> EvaluationReport:
         failed=line["failed"],
         metrics=line["metrics"],
     )
-
-
-def _means(metrics: list[Mapping[str, float]]) -> dict[str, float]:
-    sums: dict[str, list[float]] = {}
-    for each in metrics:
-        for name, value in each.items():
-            sums.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in sums.items()}

@@ -1,20 +1,28 @@
-"""tune(): from a workflow, a judge and tasks to a trained model."""
+"""tune(), from a workflow, a judge and tasks to a trained model; and main(), which debugs or trains by a switch."""
 
+import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from tuneloop.runner.errors import TuneRefused
+from tuneloop.runner.errors import ExtraMissing, TuneRefused
 from tuneloop.runner.tasks.dataset import DatasetConfig
-from tuneloop.runner.tuning.config import AlgorithmConfig, JudgeType, TunerModelConfig, WorkflowType
+from tuneloop.runner.tuning.config import (
+    AlgorithmConfig,
+    JudgeType,
+    TunerModelConfig,
+    WorkflowType,
+    check_judge_function,
+    check_workflow_function,
+    merge_settings,
+)
 from tuneloop.runner.tuning.config_file import read_tune_file
-from tuneloop.runner.tuning.service_settings import merge_settings
+from tuneloop.runner.tuning.debugging import add_model_options, debug, task_at
 from tuneloop.runner.tuning.session import Call, Session, run_to_end
-from tuneloop.runner.tuning.signatures import check_judge_function, check_workflow_function
-from tuneloop.runner.tuning.summary import TuneResult
-from tuneloop.runner.tuning.views.view import View
+from tuneloop.runner.tuning.views import TuneResult, View
 
 
 def tune(
@@ -57,15 +65,8 @@ def tune(
     Raises TuneRefused before anything is started if something of this makes no sense, TuneFailed if it was stopped.
     docs/tune_options.md says what each option is.
     """
-    call = Call(**_with_file(dict(locals())))
-    check_workflow_function(workflow_func)
-    if judge_func is not None:
-        check_judge_function(judge_func)
-    return run_to_end(Session(call).run)
-
-
-def _with_file(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, with what the file says for those that were not given. Raises TuneRefused."""
+    # The arguments, with what the file says for those that were not given. Raises TuneRefused.
+    given = dict(locals())
     path = given.pop("config_path")
     warning = None
     if path is not None:
@@ -77,4 +78,51 @@ def _with_file(given: dict[str, Any]) -> dict[str, Any]:
             given[name] = configured[name] if given[name] is None else given[name]
         given["settings"] = merge_settings(file.settings, given["settings"] or {})
         warning = file.warning
-    return given | {"warning": warning}
+    call = Call(**(given | {"warning": warning}))
+    check_workflow_function(workflow_func)
+    if judge_func is not None:
+        check_judge_function(judge_func)
+    return run_to_end(Session(call).run)
+
+
+def main(argv: Sequence[str] | None = None, **tuning: Any) -> Any:
+    """What a file that tunes ends with: `main(workflow_func=…, …)`, with the arguments of tune().
+
+    `python FILE --backbone=tuneloop`, the default, is `tune(…)`, and returns its result; `--resume` and `--service URL`
+    are added to its arguments. `--backbone=debug` runs the workflow once, on a task of `train_dataset`, and exits as
+    `tuneloop debug` does.
+    """
+    parser = argparse.ArgumentParser(description="Tune an agent, or debug it first.")
+    parser.add_argument(
+        "--backbone", choices=["tuneloop", "debug"], default="tuneloop", help="train, or run the workflow once"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on with the experiment that was interrupted")
+    parser.add_argument("--index", type=int, default=0, help="which task of train_dataset is debugged, from 0")
+    add_model_options(parser)
+    options = parser.parse_args(argv)
+    if options.backbone == "debug":
+        sys.exit(_debug(options, tuning))
+    if options.resume:
+        tuning["resume"] = True
+    if options.service is not None:
+        tuning["service"] = options.service
+    return tune(**tuning)
+
+
+def _debug(options: argparse.Namespace, tuning: dict[str, Any]) -> int:
+    try:
+        dataset = tuning.get("train_dataset")
+        if dataset is None:
+            raise TuneRefused("train_dataset is missing: there is no task to debug with")
+        task = task_at(dataset, options.index) if hasattr(dataset, "tasks") else list(dataset)[options.index]
+        # The options, with what `model` and `auxiliary_models` say of calls where the command line says nothing.
+        model = tuning.get("model")
+        for name in ("temperature", "top_p", "enable_thinking"):
+            if getattr(options, name) is None and model is not None:
+                setattr(options, name, getattr(model, name))
+        named = {each.partition("=")[0] for each in options.auxiliary}
+        options.auxiliary += [name for name in tuning.get("auxiliary_models") or {} if name not in named]
+        return debug(tuning["workflow_func"], dict(task), options, judge=tuning.get("judge_func"))
+    except (TuneRefused, ExtraMissing) as error:
+        print(error, file=sys.stderr)  # noqa: T201 - a command's
+        return 2

@@ -18,6 +18,7 @@ from tuneloop.runner.rewards.components import (
     efficiency,
     exact_match,
     fact,
+    fits,
     game_reward,
     invalid_tools,
     json_format,
@@ -34,7 +35,6 @@ from tuneloop.runner.rewards.components import (
     tool_reward,
     tool_success,
 )
-from tuneloop.runner.rewards.json_shape import fits
 from tuneloop.shared.experience import Kind
 from tuneloop.shared.ledger.recording.reward_rule import Event, reward_of
 from tuneloop.shared.settings.feedback import RewardRule

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tuneloop.runner import AsyncFeedback, Feedback, HumanPreferenceCollector, Judge, VersionsClient
-from tuneloop.runner.logs.ledger_logs import read_stored_completions
+from tuneloop.runner.logs.request_logs import read_stored_completions
 
 URL = "http://127.0.0.1:9"
 

@@ -21,7 +21,7 @@ from examples.tasks.dialogue import Task
 from examples.werewolf.world import Wolves
 from examples.worlds.start import start_model
 from tuneloop.runner.models.run import Run
-from tuneloop.runner.tuning.signatures import check_judge_function, check_workflow_function
+from tuneloop.runner.tuning.config import check_judge_function, check_workflow_function
 
 EXAMPLES = [(math_agent, Problems()), (email_search, Mailbox()), (werewolf, Wolves())]
 

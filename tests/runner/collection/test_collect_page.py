@@ -1,7 +1,6 @@
 """The examples of docs/collect.md run as they stand."""
 
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,9 @@ from tests.install.wheels import ROOT
 from tests.runner.collection.conftest import KEY
 from tuneloop.cli.export_formats import Format
 from tuneloop.cli.exports import ExportRequest, export
-from tuneloop.runner.collection.prefer_command import _parser
 from tuneloop.shared.ledger.export import Selection
 
 PAGE = (ROOT / "docs" / "collect.md").read_text()
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def test_its_python_runs(trying: RunningExplorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,15 +23,8 @@ def test_its_python_runs(trying: RunningExplorer, tmp_path: Path, monkeypatch: p
     trying.until_flushed()
     export(trying.ledger, ExportRequest(Format("experiences"), Selection("default")), Path("rows.jsonl"))
     names: dict[str, Any] = {}
-    for block in blocks("python"):
+    for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
         mine = block.replace("http://localhost:8010", trying.url).replace('"KEY"', repr(KEY))
         exec(mine.replace('model="tiny"', f'model="{MODEL}"'), names)  # noqa: S102 - our own page
     assert names["preference"].sent
     assert names["report"].keys["a"] + names["report"].keys["b"] == 4
-
-
-def test_its_commands_are_understood() -> None:
-    commands = [line for block in blocks("sh") for line in block.splitlines()]
-    assert len(commands) == 1
-    for each in commands:
-        _parser().parse_args(shlex.split(each)[4:])

@@ -15,8 +15,7 @@ from tests.install.wheels import ROOT
 from tuneloop.cli.export_formats import Format
 from tuneloop.cli.exports import ExportRequest, export
 from tuneloop.runner import DataCollector, RunRecord, reward_function
-from tuneloop.runner.collection.ledger_records import records_of_export, records_of_service
-from tuneloop.runner.collection.run_record import read_records, write_records
+from tuneloop.runner.collection.run_records import read_records, records_of_export, records_of_service, write_records
 from tuneloop.runner.errors import LogRefused
 from tuneloop.shared.experience import Kind
 from tuneloop.shared.ledger.export import Selection

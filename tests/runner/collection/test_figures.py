@@ -9,8 +9,7 @@ from scipy.special import stdtrit
 from scipy.stats import ttest_ind
 
 from tuneloop.runner import ABTest, RunRecord, ToolCall, ToolUseEvaluator
-from tuneloop.runner.collection.intervals import difference_of, mean_of, share_of, student_quantile
-from tuneloop.runner.collection.tool_use import ToolUseCase
+from tuneloop.runner.collection.figures import ToolUseCase, difference_of, mean_of, share_of, student_quantile
 
 
 @pytest.mark.parametrize("freedom", [1, 1.7, 3, 12, 250.5])

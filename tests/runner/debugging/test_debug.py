@@ -13,8 +13,8 @@ from tests.clients.packages import ROOT
 from tests.doubles.engine import MODEL
 from tests.explorer.running import RunningExplorer
 from tuneloop.runner.errors import TuneRefused
-from tuneloop.runner.tuning.debugging import backbone
-from tuneloop.runner.tuning.debugging.one_run import load_function
+from tuneloop.runner.tuning import tune as tuning
+from tuneloop.runner.tuning.debugging import load_function
 
 AGENT = '''
 """An agent, its judge, and ways to get it wrong."""
@@ -69,7 +69,7 @@ def wrong(question, model): ...
 
 
 if __name__ == "__main__":
-    from tuneloop.runner.tuning.debugging.backbone import main
+    from tuneloop.runner.tuning.tune import main
 
     main(workflow_func=workflow, judge_func=judge, train_dataset=[{"question": "3+4="}, {"question": "5+6="}])
 '''.replace("MODEL", MODEL)
@@ -175,7 +175,7 @@ def test_what_goes_wrong_is_said(explorer: RunningExplorer, agent: Path, name: s
 def test_wrong_arguments_are_refused_before_anything_runs(
     agent: Path, arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tuneloop.runner.tuning.debugging.debug_command import main
+    from tuneloop.runner.tuning.debugging import main
 
     given = [each.replace("{file}", str(agent)) for each in arguments]
     try:
@@ -193,10 +193,10 @@ def test_a_file_debugs_or_trains_by_a_switch(
     assert (done.returncode, "reward: 0.5" in done.stdout) == (0, True), done.stderr
     assert json.loads(explorer.exchanges()[0].request)["messages"][0]["content"] == "5+6="
     tuned: list[dict[str, Any]] = []
-    monkeypatch.setattr(backbone, "tune", lambda **how: tuned.append(how) or "result")
+    monkeypatch.setattr(tuning, "tune", lambda **how: tuned.append(how) or "result")
     workflow = load_function(f"{agent}:workflow")
-    assert backbone.main(["--resume", "--service", "http://there"], workflow_func=workflow) == "result"
-    assert backbone.main([], workflow_func=workflow, service="http://here") == "result"
+    assert tuning.main(["--resume", "--service", "http://there"], workflow_func=workflow) == "result"
+    assert tuning.main([], workflow_func=workflow, service="http://here") == "result"
     assert tuned == [
         {"workflow_func": workflow, "resume": True, "service": "http://there"},
         {"workflow_func": workflow, "service": "http://here"},

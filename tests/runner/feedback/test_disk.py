@@ -99,7 +99,7 @@ def test_all_parts_of_a_score_that_is_refused_are_set_aside(
         assert feedback.flush(30)
         if again:  # as after a kill between the file and the note that it was sent
             for each in feedback.refusals():
-                feedback._line.courier.outbox.set_aside(each.entry, each.reason)  # type: ignore[union-attr]
+                feedback._line.sender.outbox.set_aside(each.entry, each.reason)  # type: ignore[union-attr]
         aside = feedback.refusals()
         assert feedback.refused == 4
         service.answer = taken
@@ -194,7 +194,7 @@ def test_a_disk_that_is_full_when_it_is_synced_says_so_to_all_who_wait(
             errors.append(error)
 
     def segment() -> Segment:
-        found = feedback._line.courier.outbox._own  # type: ignore[union-attr]
+        found = feedback._line.sender.outbox._own  # type: ignore[union-attr]
         assert found is not None
         return found
 

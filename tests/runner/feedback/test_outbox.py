@@ -13,14 +13,14 @@ import pytest
 from tests.explorer.running import eventually
 from tests.runner.feedback.service import Answer, FeedbackService, Json, feedback_service, taken
 from tuneloop.runner import Feedback, FeedbackError, OutboxFull
-from tuneloop.runner.feedback import courier, outbox, segments
+from tuneloop.runner.feedback import outbox, segments, sender
 from tuneloop.runner.feedback.segments import Segment
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    monkeypatch.setattr(courier, "_LOOK_S", 0.1)
-    monkeypatch.setattr(courier, "_FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(sender, "_LOOK_S", 0.1)
+    monkeypatch.setattr(sender, "_FIRST_PAUSE_S", 0.02)
     with caplog.at_level(logging.CRITICAL):
         yield
 
@@ -32,7 +32,7 @@ def rewards(service: FeedbackService) -> list[float]:
 def stop(feedback: Feedback) -> None:
     """End it while something waits, as the end of its process does."""
     feedback.close(0)
-    thread = feedback._line.courier._thread  # type: ignore[union-attr]
+    thread = feedback._line.sender._thread  # type: ignore[union-attr]
     eventually(lambda: thread is None or not thread.is_alive())
 
 
@@ -165,7 +165,7 @@ def test_the_bound_is_of_all_processes_together(service: FeedbackService, tmp_pa
     service.answer = away
     with Feedback(service.url, outbox=tmp_path) as one, Feedback(service.url, outbox=tmp_path, max_bytes=300) as two:
         one.comment("a", "x" * 1000)
-        eventually(lambda: two._line.courier.outbox._others_bytes > 1000)  # type: ignore[union-attr]
+        eventually(lambda: two._line.sender.outbox._others_bytes > 1000)  # type: ignore[union-attr]
         with pytest.raises(OutboxFull):
             two.reward("a", 1)
         stop(one)
@@ -176,7 +176,7 @@ def test_a_full_disk_says_so(service: FeedbackService, tmp_path: Path, monkeypat
     with Feedback(service.url, outbox=tmp_path) as feedback:
         feedback.reward("a", 1)
         assert feedback.flush(30)
-        segment = feedback._line.courier.outbox._own  # type: ignore[union-attr]
+        segment = feedback._line.sender.outbox._own  # type: ignore[union-attr]
         assert segment is not None
         real = os.dup(segment._descriptor)
         full = os.open("/dev/full", os.O_WRONLY)
@@ -292,7 +292,7 @@ def test_whatever_goes_wrong_sending_goes_on(
         monkeypatch.undo()
         raise RuntimeError
 
-    monkeypatch.setattr(courier, "understand", broken)
+    monkeypatch.setattr(sender, "understand", broken)
     with Feedback(service.url, outbox=tmp_path) as feedback:
         feedback.reward("a", 1)
         eventually(lambda: feedback.sent == 1)
@@ -302,7 +302,7 @@ def test_a_file_that_cannot_be_taken_over_stops_nothing(
     service: FeedbackService, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR), Feedback(service.url, outbox=tmp_path) as feedback:
-        folder = feedback._line.courier.outbox.folder  # type: ignore[union-attr]
+        folder = feedback._line.sender.outbox.folder  # type: ignore[union-attr]
         (folder / "1-1-a.outbox").mkdir()
         eventually(lambda: "1-1-a.outbox cannot be sent" in caplog.text)
         feedback.reward("a", 1)

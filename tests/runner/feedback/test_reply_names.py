@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tuneloop.runner import WholeRun, reply_id
-from tuneloop.runner.feedback.reply_names import subject_of
+from tuneloop.runner.feedback.verbs import subject_of
 from tuneloop.runner.models.run import Run
 
 ID = "chatcmpl-06gvpfojv39qtg7p5hf4v7lb077k9f1ug8tl37d8"

@@ -10,11 +10,9 @@ import pytest
 from tests.runner.logs.test_spans import CHAT, MESSAGES, NEW, studio
 from tests.runner.logs.writing import ANSWER, USER, otlp, write_lines
 from tuneloop.runner.errors import LogRefused
-from tuneloop.runner.logs.broken import BrokenEntries
-from tuneloop.runner.logs.exchange import LoggedExchange, optional_number
-from tuneloop.runner.logs.ledger_logs import read_export
-from tuneloop.runner.logs.openai_logs import read_openai_jsonl
-from tuneloop.runner.logs.span_files import read_otlp, read_studio
+from tuneloop.runner.logs.exchange import BrokenEntries, LoggedExchange, optional_number
+from tuneloop.runner.logs.request_logs import read_export, read_openai_jsonl
+from tuneloop.runner.logs.span_logs import read_otlp, read_studio
 
 GOOD = json.dumps({"messages": [USER, ANSWER]}).encode()
 CALLED = {"id": "s1", "attributes": CHAT | MESSAGES}

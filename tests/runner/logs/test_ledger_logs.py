@@ -14,7 +14,7 @@ from tuneloop.cli.export_formats import Format
 from tuneloop.cli.exports import ExportRequest, export
 from tuneloop.runner.errors import LogRefused, ServiceRefused
 from tuneloop.runner.logs.exchange import LoggedExchange
-from tuneloop.runner.logs.ledger_logs import read_export, read_stored_completions
+from tuneloop.runner.logs.request_logs import read_export, read_stored_completions
 from tuneloop.shared.experience import Kind
 from tuneloop.shared.ledger.export import Selection
 from tuneloop.shared.ledger.ledger import Ledger
@@ -96,7 +96,7 @@ def test_stored_completions_are_listed_from_a_running_service(explorer: RunningE
 
 
 def test_pages_are_read_to_the_end(explorer: RunningExplorer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuneloop.runner.logs.ledger_logs._PAGE", 2)
+    monkeypatch.setattr("tuneloop.runner.logs.request_logs._PAGE", 2)
     ids = [explorer.chat().json()["id"] for _ in range(5)]
     explorer.until_flushed()
     assert [each.exchange_id for each in read_stored_completions(explorer.url)] == ids

@@ -9,7 +9,7 @@ import pytest
 from tests.runner.logs.writing import ANSWER, CALL, TOOLS, USER, write_lines
 from tuneloop.runner.errors import LogRefused
 from tuneloop.runner.logs.exchange import LoggedExchange
-from tuneloop.runner.logs.openai_logs import read_openai_jsonl
+from tuneloop.runner.logs.request_logs import read_openai_jsonl
 
 COMPLETION = {"id": "chatcmpl-1", "model": "m", "created": 5, "choices": [{"message": ANSWER}]}
 REQUEST = {"model": "m", "messages": [USER], "tools": TOOLS, "user": "ann"}

@@ -14,7 +14,7 @@ from tests.install.wheels import ROOT
 from tests.runner.logs.writing import ANSWER, CALL, TOOLS, USER, any_value, key_values, otlp, write_lines
 from tuneloop.runner.errors import LogRefused
 from tuneloop.runner.logs.exchange import LoggedExchange
-from tuneloop.runner.logs.span_files import read_otlp, read_studio
+from tuneloop.runner.logs.span_logs import read_otlp, read_studio
 
 CHAT = {"gen_ai.operation.name": "chat", "gen_ai.request.model": "m", "gen_ai.conversation.id": "c"}
 ASKED = [
@@ -122,23 +122,6 @@ def test_events_that_are_log_records_are_read_in_their_order(tmp_path: Path) -> 
         assert [each["role"] for each in first.messages] == ["user", "assistant", "tool"]
         assert first.messages[1]["tool_calls"] == [CALL]
         assert (first.reply, second.messages, second.reply) == ((ANSWER,), READ, (ANSWER,))
-
-
-def test_numbered_attributes_are_read(tmp_path: Path) -> None:
-    numbered = {
-        "llm.request.type": "chat",
-        "gen_ai.prompt.0.role": "user",
-        "gen_ai.prompt.0.content": "Where is my parcel?",
-        "gen_ai.prompt.1.role": "assistant",
-        "gen_ai.prompt.1.tool_calls.0.name": "track",
-        "gen_ai.prompt.1.tool_calls.0.id": "c1",
-        "gen_ai.prompt.1.tool_calls.0.arguments": '{"number": 7}',
-        "gen_ai.completion.0.content": "On its way.",
-    }
-    [read] = of_otlp(tmp_path, {"id": "s1", "attributes": numbered})
-    assert read.messages[0] == USER
-    assert read.messages[1]["tool_calls"] == [CALL]
-    assert read.reply == (ANSWER,)
 
 
 def test_what_is_no_chat_or_kept_no_messages_is_left_out(tmp_path: Path) -> None:

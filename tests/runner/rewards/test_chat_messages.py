@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.install.wheels import ROOT
-from tuneloop.runner.rewards.chat_messages import chat_messages
+from tuneloop.runner.rewards.reply import chat_messages
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"q": "invoice"}'}}
 RUN = [
@@ -38,7 +38,7 @@ def msg(name, content, role):
 text = lambda words: [TextBlock(type="text", text=words)]
 user, end = msg("user", text("Find it."), "user"), msg("agent", text("Here it is."), "assistant")
 run = [user, msg("agent", said, "assistant"), *back, end]
-from tuneloop.runner.rewards.chat_messages import chat_messages
+from tuneloop.runner.rewards.reply import chat_messages
 print(json.dumps(chat_messages(run)))
 """
 
@@ -48,7 +48,7 @@ from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 call = {"id": "c1", "name": "search", "args": {"q": "invoice"}}
 told = AIMessage("I search.", tool_calls=[call], additional_kwargs={})
 back = ToolMessage("1 mail", tool_call_id="c1", name="search")
-from tuneloop.runner.rewards.chat_messages import chat_messages
+from tuneloop.runner.rewards.reply import chat_messages
 print(json.dumps(chat_messages([HumanMessage("Find it."), told, back, AIMessage("Here it is.")])))
 """
 
@@ -61,7 +61,7 @@ def completion(message):
     return ChatCompletion(id="x", choices=[choice], created=1, model="m", object="chat.completion")
 told = completion({"content": "I search.", "tool_calls": [call], "reasoning_content": "Hm."})
 back = {"role": "tool", "content": "1 mail", "tool_call_id": "c1", "name": "search"}
-from tuneloop.runner.rewards.chat_messages import chat_messages
+from tuneloop.runner.rewards.reply import chat_messages
 user = {"role": "user", "content": "Find it."}
 print(json.dumps(chat_messages([user, told, back, completion({"content": "Here it is."})])))
 """

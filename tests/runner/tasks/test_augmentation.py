@@ -7,8 +7,7 @@ import pytest
 
 from tests.doubles.judge import JudgeDouble, judge_place, shown, verdict
 from tuneloop.runner import Endpoint, Judge, JudgeAway
-from tuneloop.runner.tasks.augmentation import augment_tasks, parents_of
-from tuneloop.runner.tasks.rubric_screen import learn_task_rubric, screen_tasks
+from tuneloop.runner.tasks.augmentation import augment_tasks, learn_task_rubric, parents_of, screen_tasks
 from tuneloop.runner.tasks.task_set import ImportedTask
 
 BEFORE = {"role": "system", "content": "Be brief."}

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from tuneloop.runner.tasks.deduplication import deduplicate, likeness
-from tuneloop.runner.tasks.task_set import ImportedTask
+from tuneloop.runner.tasks.task_set import ImportedTask, deduplicate, likeness
 
 WORDS = ["parcel", "invoice", "refund", "order", "monday", "address", "street", "late", "broken", "window", "email"]
 

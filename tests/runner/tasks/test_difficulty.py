@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuneloop.runner.tasks.difficulty import DifficultySelector, outcomes_of
+from tuneloop.runner.tasks.task_set import DifficultySelector, outcomes_of
 
 OUTCOMES = {"always": [1.0] * 8, "never": [0.0] * 8, "half": [1.0, 0.0] * 4, "mostly": [1.0] * 7 + [0.0]}
 

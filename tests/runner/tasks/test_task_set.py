@@ -9,7 +9,8 @@ import pytest
 from tests.runner.logs.writing import ANSWER, CALL, USER, write_lines
 from tuneloop.runner.errors import LogRefused
 from tuneloop.runner.logs.exchange import LoggedExchange
-from tuneloop.runner.tasks.filters import (
+from tuneloop.runner.tasks.task_set import (
+    ImportedTask,
     all_of,
     any_of,
     asks,
@@ -19,10 +20,12 @@ from tuneloop.runner.tasks.filters import (
     none_of,
     offers_tools,
     question_length,
+    read_tasks,
+    tasks_of,
     turns,
     with_reward,
+    write_tasks,
 )
-from tuneloop.runner.tasks.task_set import ImportedTask, read_tasks, tasks_of, write_tasks
 
 CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 BACK = {"role": "tool", "content": "Berlin", "tool_call_id": "c1"}

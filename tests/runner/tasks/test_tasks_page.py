@@ -11,7 +11,7 @@ from tests.doubles.judge import judge_place
 from tests.install.wheels import ROOT
 from tests.runner.logs.writing import ANSWER, USER, write_lines
 from tuneloop.runner.__main__ import main as run_command
-from tuneloop.runner.tasks.tasks_command import _parser
+from tuneloop.runner.tasks.tasks_command import make_parser
 
 PAGE = (ROOT / "docs" / "tasks.md").read_text()
 
@@ -41,7 +41,7 @@ def test_its_commands_are_understood() -> None:
     ]
     assert len(commands) == 4
     for command in commands:
-        _parser().parse_args(command[4:])
+        make_parser().parse_args(command[4:])
 
 
 def test_the_commands_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,5 +51,5 @@ def test_the_commands_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert run_command(["tasks", "select", str(tmp_path / "t.jsonl"), *files]) == 0
     assert "1 tasks, 1 run before" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
-        run_command(["prefer", "--help"])
+        run_command(["shadow", "--help"])
     assert ended.value.code == 0

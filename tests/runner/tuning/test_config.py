@@ -9,9 +9,18 @@ import yaml
 from tests.explorer.checkpoints import write_model
 from tuneloop.runner.errors import TuneRefused
 from tuneloop.runner.models.bound_model import CallDefaults
-from tuneloop.runner.tuning.config import ALGORITHMS, MONITORS, AlgorithmConfig, TinkerConfig, TunerModelConfig
+from tuneloop.runner.tuning.config import (
+    ALGORITHMS,
+    MONITORS,
+    AlgorithmConfig,
+    ServicePlace,
+    TinkerConfig,
+    TunerModelConfig,
+    count_gpus,
+    merge_settings,
+    service_settings,
+)
 from tuneloop.runner.tuning.config_file import read_tune_file
-from tuneloop.runner.tuning.service_settings import ServicePlace, count_gpus, merge_settings, service_settings
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tuneloop.runner.tuning.journal import Journal, RunResult
-from tuneloop.runner.tuning.rollouts.reward_outbox import RewardOutbox
-from tuneloop.runner.tuning.services.service_client import ServiceClient
+from tuneloop.runner.tuning.attempts import RewardOutbox
+from tuneloop.runner.tuning.experiment import Journal, RunResult
+from tuneloop.runner.tuning.services import ServiceClient
 
 
 class Taking(ServiceClient):
@@ -27,7 +27,7 @@ class Taking(ServiceClient):
 async def test_results_that_come_soon_after_one_another_are_sent_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tuneloop.runner.tuning.rollouts.reward_outbox._GATHER_S", 1.0)
+    monkeypatch.setattr("tuneloop.runner.tuning.attempts._GATHER_S", 1.0)
     journal, service = Journal(tmp_path / "journal.jsonl"), Taking()
     outbox = RewardOutbox(journal, {"model": service}, say=print)
     sent = []

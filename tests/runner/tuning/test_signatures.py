@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tuneloop.runner.errors import TuneRefused
-from tuneloop.runner.tuning.signatures import check_judge_function, check_workflow_function
+from tuneloop.runner.tuning.config import check_judge_function, check_workflow_function
 
 
 async def as_in_the_seed(task, model, auxiliary_models=None): ...

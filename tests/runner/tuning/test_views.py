@@ -1,22 +1,18 @@
-"""What is shown: curves for TensorBoard, a live view on a terminal; and the examples of docs/tune.md."""
+"""What is shown: curves for TensorBoard, and the examples of docs/tune.md."""
 
-import io
 import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.doubles.serving import serving
 from tests.runner.tuning.interrupting.resumed import guess
 from tests.runner.tuning.service_double import ServiceDouble
 from tuneloop.runner import AlgorithmConfig, tune
-from tuneloop.runner.tuning.journal import RunResult
-from tuneloop.runner.tuning.summary import EvaluationReport, StepReport, interval_of
-from tuneloop.runner.tuning.views.live_view import LiveView
+from tuneloop.runner.tuning.views import interval_of
 
 DOCS = Path(__file__).parents[3] / "docs" / "tune.md"
 TASKS = [{"question": f"{n}+1"} for n in range(4)]
@@ -45,32 +41,6 @@ def test_curves_are_written_where_tensorboard_finds_them_and_the_page_names_them
     assert [point.step for point in curves.Scalars("rollout/reward_mean")] == [1, 2]
     assert [point.step for point in curves.Scalars("evaluation/reward_mean")] == [0, 2]
     assert result.history[0].tokens == 4 * 2 * 2, "four runs of two calls of two tokens"
-
-
-def test_the_live_view_shows_steps_and_failures() -> None:
-    written = io.StringIO()
-    console = Console(file=written, force_terminal=True, width=100)
-    run = RunResult(step=0, position=0, member=0, task_id="t", run_id="0", rewards={"model": 1.0}, tokens=5)
-    with LiveView(3, console=console) as view:
-        view.run_ended(run)
-        view.run_ended(RunResult(step=0, position=0, member=1, task_id="t", run_id="1", failure="no reward"))
-        view.evaluation(EvaluationReport(step=0, version=0, reward=interval_of([0.0, 1.0])), seconds=1.0)
-        view.step(
-            StepReport(
-                step=1,
-                reward=interval_of([1.0, 0.5]),
-                runs=3,
-                failed=1,
-                seconds=2.0,
-                version=1,
-                published=True,
-                tokens=80,
-            )
-        )
-        view.say("half [way] there")
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.getvalue())
-    for part in ("step 1 of 3", "0.750 [", "eval 0", "1 x no reward", "half [way] there", "40"):
-        assert part in shown
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,8 @@ from tests.doubles.serving import serving
 from tests.runner.tuning.service_double import MODEL, ServiceDouble
 from tuneloop.runner import AlgorithmConfig, DatasetConfig, ServiceAway, TuneFailed, TuneRefused, TuneResult, tune
 from tuneloop.runner.tuning.config import TunerModelConfig
-from tuneloop.runner.tuning.experiment import ExperimentFolder
-from tuneloop.runner.tuning.journal import Journal
-from tuneloop.runner.tuning.services.service_process import ServiceProcess
-from tuneloop.runner.tuning.services.service_set import ServiceOpener, ServiceOptions
+from tuneloop.runner.tuning.experiment import ExperimentFolder, Journal
+from tuneloop.runner.tuning.services import ServiceOpener, ServiceOptions, ServiceProcess
 from tuneloop.runner.tuning.session import run_to_end
 
 pytestmark = pytest.mark.contract
@@ -212,7 +210,7 @@ def test_the_files_of_an_experiment_are_their_owners_alone(tmp_path: Path) -> No
 async def test_settings_of_a_started_service_are_their_owners_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tuneloop.runner.tuning.services.service_process.find_command", lambda: ["true"])
+    monkeypatch.setattr("tuneloop.runner.tuning.services.find_command", lambda: ["true"])
     folder = ExperimentFolder.open(tmp_path, "project", "name", resume=False)
     Journal(folder.journal).close()
     before = os.umask(0o022)

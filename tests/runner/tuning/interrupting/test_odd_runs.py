@@ -118,7 +118,7 @@ def test_a_workflow_that_catches_whatever_cancels_it_does_not_keep_the_end_waiti
 
 
 FINGERPRINT = """
-from tuneloop.runner.tuning.plan import TaskPlan
+from tuneloop.runner.tuning.experiment import TaskPlan
 
 class Image:
     pass

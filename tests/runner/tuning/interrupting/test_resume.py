@@ -16,7 +16,7 @@ from tests.doubles.serving import serving
 from tests.runner.tuning.interrupting.resumed import TASKS
 from tests.runner.tuning.service_double import ServiceDouble
 from tuneloop.runner import AlgorithmConfig, TuneRefused, tune
-from tuneloop.runner.tuning.journal import Journal
+from tuneloop.runner.tuning.experiment import Journal
 
 pytestmark = pytest.mark.contract
 

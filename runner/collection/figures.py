@@ -1,0 +1,395 @@
+"""Figures with intervals: of two versions, and of how well an agent uses tools."""
+
+import hashlib
+import logging
+import math
+import re
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import NormalDist, fmean, variance
+from typing import Any, Literal, NamedTuple
+
+from tuneloop.runner.collection.run_records import AgentLike, DataCollector, RunRecord, run_in_thread_loop
+from tuneloop.runner.rewards.components import same_json
+from tuneloop.runner.rewards.reply import Reply, ToolCall
+
+_LEVEL = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Estimated:
+    """A figure of `count` units, and its interval; None where there are too few to tell."""
+
+    value: float
+    low: float | None
+    high: float | None
+    count: int
+
+    @property
+    def distinct(self) -> bool:
+        """Whether 0 lies outside the interval."""
+        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
+
+
+def share_of(hits: int, count: int) -> Estimated | None:
+    """A share, with Wilson's interval; None of nothing.
+
+    >>> share_of(8, 10)
+    Estimated(value=0.8, low=0.49016, high=0.94332, count=10)
+    """
+    if count == 0:
+        return None
+    z = NormalDist().inv_cdf((1 + _LEVEL) / 2)
+    share = hits / count
+    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count)) / (1 + z * z / count)
+    return Estimated(share, round(max(0.0, centre - half), 5), round(min(1.0, centre + half), 5), count)
+
+
+def mean_of(values: Sequence[float]) -> Estimated | None:
+    """A mean, with Student's interval; None of nothing."""
+    if not values:
+        return None
+    if len(values) < 2:
+        return Estimated(values[0], None, None, 1)
+    half = student_quantile(len(values) - 1) * math.sqrt(variance(values) / len(values))
+    return Estimated(fmean(values), fmean(values) - half, fmean(values) + half, len(values))
+
+
+def difference_of(a: Sequence[float], b: Sequence[float]) -> Estimated | None:
+    """The mean of `b` less that of `a`, with Welch's interval; None if either is empty. `count` is the fewer."""
+    if not a or not b:
+        return None
+    difference, count = fmean(b) - fmean(a), min(len(a), len(b))
+    if count < 2:
+        return Estimated(difference, None, None, count)
+    first, second = variance(a) / len(a), variance(b) / len(b)
+    if first + second == 0:
+        return Estimated(difference, difference, difference, count)
+    freedom = (first + second) ** 2 / (first**2 / (len(a) - 1) + second**2 / (len(b) - 1))
+    half = student_quantile(freedom) * math.sqrt(first + second)
+    return Estimated(difference, difference - half, difference + half, count)
+
+
+def student_quantile(freedom: float) -> float:
+    """Student's t that 2.5 % lie above, by bisection of its distribution.
+
+    >>> round(student_quantile(10), 3), round(student_quantile(1000), 3)
+    (2.228, 1.962)
+    """
+    low, high = 0.0, 1e4
+    for _ in range(80):
+        middle = (low + high) / 2
+        # The probability beyond +-t is the regularised incomplete beta function at df / (df + t^2).
+        beyond = _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + middle * middle))
+        low, high = (middle, high) if beyond > 1 - _LEVEL else (low, middle)
+    return (low + high) / 2
+
+
+def _incomplete_beta(a: float, b: float, x: float) -> float:
+    """I_x(a, b), by Lentz's continued fraction on the side on which it converges fast."""
+    if x <= 0 or x >= 1:
+        return float(x >= 1)
+    if x > (a + 1) / (a + b + 2):
+        return 1 - _incomplete_beta(b, a, 1 - x)
+    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
+    tiny = 1e-300
+    c, d = 1.0, 1 / max(1 - (a + b) * x / (a + 1), tiny)
+    fraction = d
+    for m in range(1, 300):
+        for term in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            d = 1 / (1 + term * d or tiny)
+            c = 1 + term / c or tiny
+            fraction *= c * d
+        if abs(c * d - 1) < 1e-13:
+            break
+    return front * fraction / a
+
+
+AB = Literal["a", "b"]
+
+_REWARD, _LATENCY = "reward", "latency_s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ABFigure:
+    """A metric of both versions; `difference` is b's mean less a's, and tells something where it is `distinct`."""
+
+    a: Estimated | None
+    b: Estimated | None
+    difference: Estimated | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ABReport:
+    """What came of it. `figures` are by metric, `reward` and `latency_s` among them; `failures` by version.
+
+    All that was measured of one key, such as a user, is one unit.
+    """
+
+    figures: Mapping[str, ABFigure]
+    keys: Mapping[AB, int]
+    failures: Mapping[AB, int]
+
+    def better(self, metric: str = _REWARD) -> AB | None:
+        """The version with more of it; None where that is not shown, or nothing is known of it."""
+        figure = self.figures.get(metric)
+        if figure is None or figure.difference is None or not figure.difference.distinct:
+            return None
+        return "b" if figure.difference.value > 0 else "a"
+
+
+@dataclass(kw_only=True)
+class ABTest:
+    """Sends `share_b` of the keys to version `b`, the others to `a`, always the same key to the same one.
+
+    `model` is the name of the served model. The service must allow pins (`explorer.version_pins`), and serve both
+    versions. Raises ValueError for a share that is none, and for one version twice.
+
+    >>> test = ABTest(model="tiny", a=3, b=4, share_b=0.2)
+    >>> test.model_for("ann") in ("tiny@3", "tiny@4")
+    True
+    """
+
+    model: str
+    a: int
+    b: int
+    share_b: float = 0.5
+    seed: int = 0
+    _seen: dict[AB, dict[str, dict[str, list[float]]]] = field(init=False, repr=False)
+    _failures: dict[AB, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share_b < 1:
+            raise ValueError(f"share_b: {self.share_b} must be between 0 and 1")
+        if self.a == self.b:
+            raise ValueError("a and b are one version")
+        self._seen = {"a": {}, "b": {}}
+        self._failures = {"a": 0, "b": 0}
+        self._lock = threading.Lock()
+
+    def side_of(self, key: str) -> AB:
+        """Which version a key gets. Another seed shares the keys out anew."""
+        digest = hashlib.blake2b(f"{self.seed}/{self.a}/{self.b}/{key}".encode(), digest_size=8).digest()
+        return "b" if int.from_bytes(digest) < self.share_b * 2**64 else "a"
+
+    def model_for(self, key: str) -> str:
+        """What a client names as its `model` for this key."""
+        return f"{self.model}@{self.a if self.side_of(key) == 'a' else self.b}"
+
+    def record(self, key: str, **metrics: float) -> None:
+        """What was measured of a key, such as reward=1.0; again, the mean counts. Raises ValueError for NaN."""
+        if wrong := [name for name, value in metrics.items() if value != value]:
+            raise ValueError(f"{wrong[0]} is not a number")
+        with self._lock:
+            of_key = self._seen[self.side_of(key)].setdefault(key, defaultdict(list))
+            for name, value in metrics.items():
+                of_key[name].append(float(value))
+
+    @contextmanager
+    def time_call(self, key: str) -> Iterator[str]:
+        """The model for a key; how long the block takes is its `latency_s`. One that raises is a failure."""
+        began = time.perf_counter()
+        try:
+            yield self.model_for(key)
+        except BaseException:
+            with self._lock:
+                self._failures[self.side_of(key)] += 1
+            raise
+        self.record(key, **{_LATENCY: time.perf_counter() - began})
+
+    def run(
+        self, tasks: Mapping[str, Any], measure: Callable[[str, Any], float | Mapping[str, float]], *, at_once: int = 4
+    ) -> ABReport:
+        """Measure each task, by its key, with its version: `measure(model, task)` is its reward, or its metrics.
+
+        A task that raises an Exception is counted as a failure of its version, and has no reward.
+        """
+
+        def run_one(item: tuple[str, Any]) -> None:
+            key, task = item
+            try:
+                with self.time_call(key) as model:
+                    figures = measure(model, task)
+            except Exception:  # noqa: BLE001 - counted; what measure raises is the user's own
+                return
+            self.record(key, **(figures if isinstance(figures, Mapping) else {_REWARD: figures}))
+
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(run_one, tasks.items()))
+        return self.report()
+
+    def report(self) -> ABReport:
+        """What came of it until now."""
+        with self._lock:
+            names = list(
+                dict.fromkeys(
+                    [
+                        _REWARD,
+                        _LATENCY,
+                        *(each for side in self._seen.values() for of_key in side.values() for each in of_key),
+                    ]
+                )
+            )
+            figures = {}
+            for name in names:
+                a, b = (
+                    [fmean(of_key[name]) for of_key in self._seen[side].values() if of_key.get(name)]
+                    for side in ("a", "b")
+                )
+                figures[name] = ABFigure(a=mean_of(a), b=mean_of(b), difference=difference_of(a, b))
+            keys: dict[AB, int] = {"a": len(self._seen["a"]), "b": len(self._seen["b"])}
+            return ABReport(figures=figures, keys=keys, failures=dict(self._failures))
+
+
+log = logging.getLogger("tuneloop.runner.collection")
+
+_FORMAT = r"(?i)\banswer\b\s*[:=]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUseCase:
+    """A run, and the calls that would have been right; `relevant` are what should be found, `found` reads a run's."""
+
+    record: RunRecord
+    expected_calls: Sequence[ToolCall]
+    relevant: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUseReport:
+    """The figures; None where nothing was there to be measured.
+
+    `tool_accuracy`: of the expected calls, those whose tool was called. `arg_accuracy`: of these, those with just the
+    expected arguments. `invalid_rate`: of all calls, those of no offered tool, or whose arguments were no JSON object.
+    `recall`: of what should be found, how many a run found, in the mean. `mean_steps`: the assistant's turns of a run.
+    `format_rate`: the runs whose last words have the form.
+
+    `failures`: the cases whose run raised, by the exception's name. They are no `runs`, and in no figure.
+    """
+
+    runs: int
+    tool_accuracy: Estimated | None
+    arg_accuracy: Estimated | None
+    invalid_rate: Estimated | None
+    recall: Estimated | None
+    mean_steps: Estimated | None
+    format_rate: Estimated | None
+    failures: Mapping[str, int] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> float:
+        """A figure by its name, of shares in per cent. Raises KeyError where there is none."""
+        found = getattr(self, name, None)
+        if not isinstance(found, Estimated):
+            raise KeyError(name)
+        return found.value * 100 if name.endswith(("_accuracy", "_rate")) else found.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUseEvaluator:
+    """Measures tool use. `form` is the regular expression of the right form; `found` reads what a run has found.
+
+    Without `found` it is what of the relevant stands in the results of the tools, as words.
+    """
+
+    form: str = _FORMAT
+    found: Callable[[RunRecord], Iterable[str]] | None = field(default=None)
+
+    def evaluate(self, agent: AgentLike, test_cases: Iterable[Mapping[str, Any]]) -> ToolUseReport:
+        """Run an agent on test cases, one after another, and measure.
+
+        A case is {"input", "expected_calls": [{"name", "arguments"}], "relevant": [...]}; the latter may be missing.
+        A run that raises is counted, and the next one is made; the first of each kind is logged with its traceback.
+        Raises ValueError for a case that is none, before any is run. In an event loop use `evaluate_async`.
+        """
+        return run_in_thread_loop(self.evaluate_async(agent, test_cases))
+
+    async def evaluate_async(self, agent: AgentLike, test_cases: Iterable[Mapping[str, Any]]) -> ToolUseReport:
+        """The same in an event loop; an agent that is no coroutine function blocks it."""
+        collector, failures = DataCollector(), Counter[str]()
+        cases = []
+        for number, case in enumerate([_read_case(at, each) for at, each in enumerate(test_cases, start=1)], start=1):
+            try:
+                record = await collector.collect_async(agent, case.input)
+            except Exception as error:
+                kind = type(error).__name__
+                if kind not in failures:
+                    log.warning("test case %d: %r; further ones are counted, not logged", number, error, exc_info=error)
+                failures[kind] += 1
+            else:
+                cases.append(ToolUseCase(record=record, expected_calls=case.expected_calls, relevant=case.relevant))
+        return replace(self.measure(cases), failures=dict(failures))
+
+    def measure(self, cases: Sequence[ToolUseCase]) -> ToolUseReport:
+        """The figures of runs. Each call, and each run, is a unit of its own."""
+        replies = [each.record.as_reply() for each in cases]
+        matched = [_match(reply, case.expected_calls) for reply, case in zip(replies, cases, strict=True)]
+        calls = [(reply, call) for reply in replies for call in reply.tool_calls]
+        wrong = sum(
+            call.arguments is None or (reply.tools != () and call.name not in reply.tools) for reply, call in calls
+        )
+        expected = sum(len(case.expected_calls) for case in cases)
+        named, right = sum(each[0] for each in matched), sum(each[1] for each in matched)
+        form = re.compile(self.form, re.MULTILINE)
+        return ToolUseReport(
+            runs=len(cases),
+            tool_accuracy=share_of(named, expected),
+            arg_accuracy=share_of(right, named),
+            invalid_rate=share_of(wrong, len(calls)),
+            recall=mean_of([self._recall(each) for each in cases if each.relevant]),
+            mean_steps=mean_of([float(reply.turns) for reply in replies]),
+            format_rate=share_of(sum(form.search(reply.text) is not None for reply in replies), len(replies)),
+        )
+
+    def _recall(self, case: ToolUseCase) -> float:
+        if self.found is not None:
+            return len(case.relevant & set(self.found(case.record))) / len(case.relevant)
+        results = "\n".join(str(each["result"] or "") for each in case.record.tool_calls)
+        seen = [name for name in case.relevant if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", results)]
+        return len(seen) / len(case.relevant)
+
+
+class _Case(NamedTuple):
+    input: Any
+    expected_calls: tuple[ToolCall, ...]
+    relevant: frozenset[str]
+
+
+def _read_case(number: int, case: Mapping[str, Any]) -> _Case:
+    """Raises ValueError for what is no case."""
+    try:
+        calls = tuple(ToolCall(call["name"], call.get("arguments")) for call in case.get("expected_calls") or ())
+        return _Case(case["input"], calls, frozenset(case.get("relevant") or ()))
+    except KeyError as error:
+        raise ValueError(f"test case {number}: there is no {error}") from None
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"test case {number}: {error}") from None
+
+
+def _match(reply: Reply, expected: Sequence[ToolCall]) -> tuple[int, int]:
+    """How many of the expected calls were made to the right tool, and how many with just the right arguments too."""
+    names = Counter(call.name for call in reply.tool_calls)
+    named = sum((Counter(call.name for call in expected) & names).values())
+    left = list(reply.tool_calls)
+    right = 0
+    for wanted in expected:
+        call = next(
+            (
+                each
+                for each in left
+                if (each.name == wanted.name and same_json(each.arguments, dict(wanted.arguments or {})))
+            ),
+            None,
+        )
+        if call is not None:
+            left.remove(call)
+            right += 1
+    return named, right

@@ -1,0 +1,448 @@
+"""Runs as records: taken down while an agent runs, or read back from the ledger."""
+
+import asyncio
+import atexit
+import inspect
+import math
+import os
+import sys
+import threading
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeVar
+
+from tuneloop.runner.errors import LogRefused
+from tuneloop.runner.logs.exchange import LoggedExchange, json_lines, merge_calls
+from tuneloop.runner.logs.request_logs import read_export, read_stored_completions
+from tuneloop.runner.private_files import append_rows
+from tuneloop.runner.rewards.reply import ChatMessage, Reply, calls_of, chat_messages, plain_object, text_of
+
+_OPENS, _CLOSES = "<think>", "</think>"
+
+#: What a record may leave out.
+RECORD_FIELDS = ("messages", "thoughts", "tool_calls", "rewards", "user_feedback")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """A run. `messages` are those of its longest conversation, `side_conversations` others that it had.
+
+    `thoughts` are {step, content}: what stands in a turn of the assistant, counted from 1, beside its calls or as its
+    reasoning. `tool_calls` are {tool, args, result}; args are None if they were no JSON object, result is None if there
+    was none. `reply_ids` are those of the service's replies, for feedback. `tools` names the tools that were offered.
+    """
+
+    conversation_id: str
+    messages: tuple[ChatMessage, ...] = ()
+    thoughts: tuple[Mapping[str, Any], ...] = ()
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    total_reward: float | None = None
+    user_feedback: Mapping[str, Any] = field(default_factory=dict)
+    task_id: str | None = None
+    run_id: str | None = None
+    reply_ids: tuple[str, ...] = ()
+    tools: tuple[str, ...] = ()
+    side_conversations: tuple[tuple[ChatMessage, ...], ...] = ()
+
+    @classmethod
+    def of_messages(cls, conversation_id: str, messages: Sequence[object], **known: Any) -> "RunRecord":
+        """The record of chat messages, of whichever client (see `chat_messages`); `known` are further fields.
+
+        Without a `total_reward` it is the sum of the rewards. Raises ValueError for what is no message, and for a
+        reward that is no finite number.
+
+        >>> record = RunRecord.of_messages("c", [{"role": "user", "content": "Hello"}], rewards={"a": 0.8, "b": 0.5})
+        >>> record.total_reward
+        1.3
+        """
+        turns = tuple(chat_messages(list(messages)))
+        rewards = known.get("rewards") or {}
+        if wrong := [name for name, value in rewards.items() if not math.isfinite(value)]:
+            raise ValueError(f"reward {wrong[0]}: {rewards[wrong[0]]} is not a reward")
+        if rewards and known.get("total_reward") is None:
+            known["total_reward"] = math.fsum(rewards.values())
+        fields: dict[str, Any] = {"thoughts": tuple(_thoughts(turns)), "tool_calls": tuple(_tool_calls(turns))} | known
+        return cls(conversation_id=conversation_id, messages=turns, **fields)
+
+    def as_reply(self, **known: Any) -> Reply:
+        """The run as reward components and judges see it; `known` are further fields, such as `expected`."""
+        return Reply.of_trajectory(self.messages, **{"tools": self.tools} | known)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON object. What only some records have is left out where this one has none."""
+        named = ("conversation_id", *RECORD_FIELDS, "total_reward")
+        more = ("task_id", "run_id", "reply_ids", "tools", "side_conversations")
+        row = {name: _json(getattr(self, name)) for name in named}
+        return row | {name: _json(getattr(self, name)) for name in more if getattr(self, name)}
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> "RunRecord":
+        """What `to_dict` made. Raises ValueError for anything else."""
+        if not isinstance(row.get("conversation_id"), str):
+            raise ValueError("a record needs a conversation_id")
+        if unknown := sorted(row.keys() - set(cls.__slots__)):
+            raise ValueError(f"a record has no field {unknown[0]}")
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in row.items()
+        }
+        return cls(**fields)
+
+
+def write_records(path: Path, records: Iterable[RunRecord]) -> int:
+    """Append them to a file of JSON lines, its owner's alone; how many there were. They are on disk then."""
+    rows = [each.to_dict() for each in records]
+    append_rows(path, rows)
+    return len(rows)
+
+
+def read_records(path: Path) -> Iterator[RunRecord]:
+    """The records of such a file. Raises LogRefused for a line that is none, with its number."""
+    for number, row in json_lines(path):
+        try:
+            yield RunRecord.from_dict(row)
+        except (ValueError, TypeError) as error:
+            raise LogRefused(f"{path}:{number}: {error}") from None
+
+
+def _thoughts(messages: Sequence[ChatMessage]) -> Iterator[dict[str, Any]]:
+    turns = [each for each in messages if each["role"] == "assistant"]
+    for step, turn in enumerate(turns, start=1):
+        reasoning, text = str(turn.get("reasoning_content") or ""), text_of(turn.get("content"))
+        before, closes, after = text.partition(_CLOSES)
+        if closes:
+            reasoning, text = "\n".join(filter(None, (reasoning, before.replace(_OPENS, "").strip()))), after
+        if turn.get("tool_calls") and text.strip():
+            reasoning = "\n".join(filter(None, (reasoning, text.strip())))
+        if reasoning:
+            yield {"step": step, "content": reasoning}
+
+
+def _tool_calls(messages: Sequence[ChatMessage]) -> Iterator[dict[str, Any]]:
+    """The calls with their results: by the call's id, or where there is none by their order."""
+    for at, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        answers = []
+        for later in messages[at + 1 :]:
+            if later["role"] == "assistant":
+                break
+            if later["role"] == "tool":
+                answers.append(later)
+        listed = message.get("tool_calls") or []
+        for call, written in zip(calls_of(message), listed, strict=True):
+            answer = _answer_to(str(written.get("id") or ""), answers)
+            result = None if answer is None else text_of(answer.get("content"))
+            yield {
+                "tool": call.name,
+                "args": None if call.arguments is None else dict(call.arguments),
+                "result": result,
+            }
+
+
+def _answer_to(call_id: str, answers: list[ChatMessage]) -> ChatMessage | None:
+    by_id = [each for each in answers if call_id and each.get("tool_call_id") == call_id]
+    left = by_id or [each for each in answers if not call_id or not each.get("tool_call_id")]
+    if not left:
+        return None
+    answers.remove(left[0])
+    return left[0]
+
+
+def _json(value: object) -> Any:
+    if isinstance(value, tuple):
+        return [_json(each) for each in value]
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+_Result = TypeVar("_Result")
+
+_runners: dict[threading.Thread, asyncio.Runner] = {}
+_lock = threading.Lock()
+
+
+def run_in_thread_loop(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+    """The coroutine's result, in this thread's loop. Raises RuntimeError where an event loop runs already."""
+    if loop_runs():
+        coroutine.close()
+        raise RuntimeError("an event loop runs in this thread: await the method that ends in _async")
+    thread = threading.current_thread()
+    ended = []
+    with _lock:
+        if thread not in _runners:
+            ended = [_runners.pop(each) for each in list(_runners) if not each.is_alive()]
+            # A runner that is told how to make its loop leaves the one alone that a program has set for the thread.
+            _runners[thread] = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        runner = _runners[thread]
+    for each in ended:
+        each.close()
+    return runner.run(coroutine)
+
+
+def loop_runs() -> bool:
+    """Whether an event loop runs in this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+@atexit.register
+def _close_all() -> None:
+    while _runners:
+        _, runner = _runners.popitem()
+        if not runner.get_loop().is_running():  # in a daemon thread
+            # From Python 3.12 on no thread begins now, such as the one that would wait for those of `to_thread`: they
+            # have ended, and the loop is closed all the same.
+            with suppress(RuntimeError):
+                runner.close()
+
+
+def _forget_all() -> None:
+    """In a forked child: closed here, or freed, a loop would take its descriptors from the parent's selector."""
+    global _lock
+    _lock = threading.Lock()
+    if _runners:
+        import ctypes
+
+        for runner in _runners.values():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(runner.get_loop()))
+        _runners.clear()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+    os.register_at_fork(after_in_child=_forget_all)
+
+
+#: An agent: takes what the user said, and returns a text, a message, a completion, or all messages of the run.
+AgentLike = Callable[[Any], Any]
+
+
+class RunCollection:
+    """A run that is being collected."""
+
+    def __init__(self, conversation_id: str, **labels: str | None) -> None:
+        self.conversation_id = conversation_id
+        self._labels = labels
+        self._messages: list[ChatMessage] = []
+        self._rewards: dict[str, float] = {}
+        self._feedback: dict[str, Any] = {}
+        self._reply_ids: list[str] = []
+
+    def add(self, *messages: object) -> None:
+        """Messages or completions of any client, in their order. Of a completion the id is kept, for feedback."""
+        for each in messages:
+            self._messages += chat_messages(each)
+            if not isinstance(each, str | list | tuple):
+                plain = plain_object(each)
+                if plain.get("choices") and plain.get("id"):
+                    self._reply_ids.append(str(plain["id"]))
+
+    def reward(self, name: str, value: float) -> None:
+        """What it earned, under a name; a later value takes the place of an earlier one."""
+        self._rewards[name] = float(value)
+
+    def feedback(self, **labels: Any) -> None:
+        """What a user said of it, such as rating=4, comment="right"."""
+        self._feedback |= labels
+
+    def record(self) -> RunRecord:
+        """The record of what was collected until now."""
+        return RunRecord.of_messages(
+            self.conversation_id,
+            self._messages,
+            rewards=dict(self._rewards),
+            user_feedback=dict(self._feedback),
+            reply_ids=tuple(self._reply_ids),
+            **self._labels,
+        )
+
+
+class DataCollector:
+    """Collects the runs of an agent. `collect_fields` says which parts are kept: all that it does not name are.
+
+    >>> collector = DataCollector()
+    >>> with collector.run("conv_001") as run:
+    ...     run.add({"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"})
+    ...     run.reward("task_completion", 0.8)
+    >>> collector.records[0].total_reward
+    0.8
+    """
+
+    def __init__(self, collect_fields: Mapping[str, bool] | None = None) -> None:
+        """Raises ValueError for a field that records do not have."""
+        wanted = dict(collect_fields or {})
+        if unknown := sorted(wanted.keys() - set(RECORD_FIELDS)):
+            raise ValueError(f"collect_fields: {unknown[0]} is none of {', '.join(RECORD_FIELDS)}")
+        self._left_out: dict[str, Any] = {
+            name: () if name in RECORD_FIELDS[:3] else {} for name, keep in wanted.items() if not keep
+        }
+        self.records: list[RunRecord] = []
+
+    @contextmanager
+    def run(
+        self, conversation_id: str | None = None, *, task_id: str | None = None, run_id: str | None = None
+    ) -> Iterator[RunCollection]:
+        """A run to be filled within the block. It is recorded in the end, also if the block raises."""
+        collection = RunCollection(conversation_id or f"conv_{uuid.uuid4().hex}", task_id=task_id, run_id=run_id)
+        try:
+            yield collection
+        finally:
+            self.records.append(replace(collection.record(), **self._left_out))
+
+    def collect(
+        self,
+        agent: AgentLike,
+        user_input: str,
+        user_feedback: Mapping[str, Any] | None = None,
+        rewards: Mapping[str, float] | None = None,
+    ) -> RunRecord:
+        """Run an agent on what a user said, and record it. Raises what the agent raises, and then records nothing.
+
+        An agent is a function of the text, or one of AgentScope, whose messages are read from its memory. Calls in one
+        thread share an event loop, so that it may keep its connections. Where one runs already, use `collect_async`.
+        """
+        return run_in_thread_loop(self.collect_async(agent, user_input, user_feedback, rewards))
+
+    async def collect_async(
+        self,
+        agent: AgentLike,
+        user_input: str,
+        user_feedback: Mapping[str, Any] | None = None,
+        rewards: Mapping[str, float] | None = None,
+    ) -> RunRecord:
+        """The same in an event loop; an agent that is no coroutine function blocks it."""
+        turns = await _run_agent(agent, user_input)
+        with self.run() as run:
+            run.add(*turns)
+            run.feedback(**(user_feedback or {}))
+            for name, value in (rewards or {}).items():
+                run.reward(name, value)
+        return self.records[-1]
+
+    def save(self, path: Path) -> int:
+        """Append the records to a file of JSON lines, and forget them; how many there were."""
+        count = write_records(path, self.records)
+        self.records.clear()
+        return count
+
+
+async def _run_agent(agent: Any, user_input: str) -> list[object]:
+    """All that was said in the run, what the user said first."""
+    remember = _memory_of(agent)
+    before = len(await remember()) if remember else 0
+    question = _agentscope_message(user_input) if remember else user_input
+    answer = agent(question)
+    if inspect.isawaitable(answer):
+        answer = await answer
+    if remember and len(remembered := await remember()) > before:
+        return list(remembered[before:])
+    turns = list(answer) if isinstance(answer, Sequence) and not isinstance(answer, str) else [answer]
+    first = chat_messages(turns)[:1]
+    begins = bool(first) and first[0]["role"] in {"user", "system"}
+    return turns if begins else [{"role": "user", "content": user_input}, *turns]
+
+
+def _memory_of(agent: Any) -> Callable[[], Any] | None:
+    """What reads the messages that an agent of AgentScope, 1.x or 2.x, remembers; None for other agents."""
+    memory = getattr(getattr(agent, "memory", None), "get_memory", None)
+    state = getattr(agent, "state", None)
+    if callable(memory):
+
+        async def read_memory() -> list[object]:
+            found = memory()
+            return list(await found if inspect.isawaitable(found) else found)
+
+        return read_memory
+    if isinstance(getattr(state, "context", None), list):
+
+        async def read_state() -> list[object]:
+            return list(agent.state.context)
+
+        return read_state
+    return None
+
+
+def _agentscope_message(text: str) -> object:
+    """A user's message as agents of AgentScope take it; the text, where an agent that remembers is not one of those."""
+    module = sys.modules.get("agentscope.message")
+    if module is None:
+        return text
+    return module.Msg(name="user", content=[module.TextBlock(type="text", text=text)], role="user")
+
+
+_WORDS = frozenset({"comment", "demonstration", "label"})
+
+
+def records_of_export(path: Path) -> Iterator[RunRecord]:
+    """The runs in a file of `tuneloop export --format experiences` (JSON lines), in their order.
+
+    Replies without a run are a record each. `rewards` are the numbers that were said of the run or its replies by
+    metric, each source's last, the mean over sources; where anybody rated the run, of that alone. `total_reward` is the
+    ledger's of the last reply that has one; thumbs, labels, comments and edited answers are `user_feedback`. Raises
+    LogRefused.
+    """
+    return _records(read_export(path))
+
+
+def records_of_service(
+    url: str, *, task_id: str | None = None, run_id: str | None = None, api_key: str | None = None
+) -> Iterator[RunRecord]:
+    """The runs in the stored completions of a service, by the metadata of their requests. Without rewards.
+
+    `task_id` and `run_id` keep those of just that task and run. Raises ServiceRefused.
+    """
+    labels = {"task_id": task_id, "run_id": run_id}
+    metadata = {name: value for name, value in labels.items() if value is not None}
+    return _records(read_stored_completions(url, api_key=api_key, metadata=metadata))
+
+
+def _records(exchanges: Iterable[LoggedExchange]) -> Iterator[RunRecord]:
+    runs: dict[str, list[LoggedExchange]] = defaultdict(list)
+    for each in exchanges:
+        runs[each.conversation].append(each)
+    for conversation, calls in runs.items():
+        longest, *others = merge_calls(calls)
+        events = {str(event["event_id"]): event for call in calls for event in call.feedback if "event_id" in event}
+        rewards, feedback = _feedback(events.values())
+        totals = [each.reward for each in calls if each.reward is not None]
+        offered = [(each.get("function") or each).get("name") for call in calls for each in call.tools]
+        yield (
+            RunRecord.of_messages(
+                conversation,
+                longest,
+                side_conversations=tuple(others),
+                rewards=rewards,
+                total_reward=totals[-1] if totals else None,
+                user_feedback=feedback,
+                task_id=calls[0].labels.get("task_id"),
+                run_id=calls[0].labels.get("run_id"),
+                reply_ids=tuple(each.exchange_id for each in calls),
+                tools=tuple(dict.fromkeys(str(name) for name in offered if name)),
+            )
+        )
+
+
+def _feedback(events: Iterable[Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
+    """The numbers by metric, and what else was said, each source's last word."""
+    numbers: dict[tuple[str, bool], dict[object, float]] = defaultdict(dict)
+    words: dict[str, Any] = {}
+    for event in sorted(events, key=lambda each: float(each.get("received_at") or 0.0)):
+        kind, metric, value = event.get("kind"), str(event.get("metric")), event.get("value")
+        said = numbers[metric, event.get("msg_id") is None]
+        if kind == "number" and isinstance(value, int | float):
+            said[event.get("source")] = float(value)
+        elif kind == "boolean":
+            words["thumb" if metric == "reward" else metric] = bool(value)
+        elif kind in _WORDS:
+            words[metric if metric != "reward" else str(kind)] = event.get("text")
+        elif kind == "retraction":
+            said.pop(event.get("source"), None)
+    ordered = sorted(numbers.items(), key=lambda each: each[0][1])  # the run's own last
+    return {metric: fmean(values.values()) for (metric, _), values in ordered if values}, words

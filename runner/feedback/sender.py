@@ -1,0 +1,275 @@
+"""Sends what lies in an outbox, in its order, in a thread of its own, and understands the answers."""
+
+import logging
+import random
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import httpx
+
+from tuneloop.runner.errors import FeedbackAway, FeedbackError
+from tuneloop.runner.feedback.outbox import Outbox
+from tuneloop.runner.feedback.verbs import MAX_ENTRY_BYTES, Entry
+from tuneloop.runner.judging.endpoint import retry_after_s
+
+_PLACE = re.compile(r"feedback\[(\d+)\]")
+
+#: The outcomes of what is not kept, and will not be if it is said again.
+_REFUSALS = {
+    "unknown": "404: no id of a reply of this service",
+    "full": "200: as much has been said of this reply as is kept",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """It was taken, but for the entries whose places are in `refused`, each with the reason why it never will be.
+
+    At `unclear` is said what became of any of several entries about one name: each alone is answered for itself.
+    """
+
+    answer: Mapping[str, Any]
+    refused: Mapping[int, str] = field(default_factory=dict)
+    unclear: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Nothing was, and nothing ever will be while the entry at `place` is among them; None: it is not said which."""
+
+    reason: str
+    place: int | None = None
+    answer: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class NotNow:
+    """Nothing was taken, through no fault of the entries. `wait_s` is how long we are asked to wait."""
+
+    reason: str
+    wait_s: float | None = None
+
+
+ServiceAnswer = Taken | Rejected | NotNow
+
+
+def understand(entries: Sequence[Entry], response: httpx.Response | httpx.HTTPError) -> ServiceAnswer:
+    """What became of entries that were sent.
+
+    An error in words that are not the service's, such as a 404 of a server that stands before it, says nothing of them.
+    """
+    if not isinstance(response, httpx.Response):
+        return NotNow(f"the service does not answer: {response!r}")
+    answer = _object(response)
+    if response.is_success and "outcomes" in answer:
+        refused = _refusals(entries, answer)
+        # The refused that share a name with another entry: of several outcomes the service says the weakest.
+        entries_about = Counter(name for entry in entries for name in set(names_of(entry)))
+        return Taken(
+            answer,
+            refused,
+            frozenset(place for place in refused if any(entries_about[name] > 1 for name in names_of(entries[place]))),
+        )
+    if response.status_code == 404 and "outcomes" in answer:
+        return Taken(answer, dict.fromkeys(range(len(entries)), _REFUSALS["unknown"]))
+    error = answer.get("error")
+    if response.status_code in {400, 413} and isinstance(error, dict) and isinstance(error.get("message"), str):
+        place = _PLACE.match(str(error.get("param")))
+        within = place and int(place[1]) < len(entries)
+        return Rejected(
+            f"{response.status_code}: {error['message']}", int(place[1]) if place and within else None, answer
+        )
+    if response.status_code == 413:
+        return Rejected("413: too large")
+    return NotNow(f"the service answered {response.status_code}: {response.text[:200]}", retry_after_s(response))
+
+
+def names_of(entry: Entry) -> Sequence[str]:
+    """What the service calls that which an entry is about: replies, or else a run."""
+    return entry.get("msg_ids") or [f"{entry.get('task_id')}/{entry.get('run_id')}"]
+
+
+def _object(response: httpx.Response) -> dict[str, Any]:
+    try:
+        found = response.json()
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _refusals(entries: Sequence[Entry], answer: Mapping[str, Any]) -> dict[int, str]:
+    outcomes = answer["outcomes"] if isinstance(answer["outcomes"], dict) else {}
+    refused = {}
+    for place, entry in enumerate(entries):
+        met = {outcomes.get(name) for name in names_of(entry)}
+        if reason := next((_REFUSALS[outcome] for outcome in _REFUSALS if outcome in met), None):
+            refused[place] = reason
+    return refused
+
+
+#: Seconds: between two looks for files of processes that ended; the first and the longest pause after a failure; and
+#: the longest that we wait because the service asks us to.
+_LOOK_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LONGEST_WAIT_S = 5.0, 0.2, 30.0, 300.0
+
+_MOST_ENTRIES = 1000
+
+Post = Callable[[Sequence[Entry]], httpx.Response | httpx.HTTPError]
+
+log = logging.getLogger(__name__)
+
+
+class Sender:
+    """Posts entries until the service has taken them or will never take them. The latter are set aside."""
+
+    def __init__(self, outbox: Outbox, post: Post, hang_up: Callable[[], None]) -> None:
+        self.outbox, self._post, self._hang_up = outbox, post, hang_up
+        self.trouble: str | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = self._hurry = self._has_looked = False
+        self._reset()
+
+    def put(self, entries: Sequence[Entry]) -> None:
+        """Take entries: they are on disk when this returns. Raises FeedbackError or OSError."""
+        if self._closing:
+            raise FeedbackError("it is closed")
+        self.outbox.put(entries)
+        self.start()
+        with self._changed:
+            self._changed.notify_all()
+
+    def start(self) -> None:
+        """Begin to send, if that was not done yet."""
+        with self._starting:
+            if self._thread is None and not self._closing:
+                self._thread = threading.Thread(target=self._run, name="tuneloop-feedback", daemon=True)
+                self._thread.start()
+
+    def flush(self, timeout: float) -> bool:
+        """Try at once to send what waits, for so many seconds; whether nothing waits any more.
+
+        What processes that have ended left in the folder waits, too: it has been looked for when this returns.
+        """
+        with self._changed:
+            self._hurry = True
+            self._changed.notify_all()
+            return self._changed.wait_for(
+                lambda: not self.outbox.pending and (self._has_looked or self._thread is None), timeout
+            )
+
+    def close(self, timeout: float) -> bool:
+        """Flush, and stop. What is not sent waits on disk for the next process that opens the outbox."""
+        if self._closing:
+            return not self.outbox.pending
+        done = self.flush(timeout) if self._thread else not self.outbox.pending
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout)  # it may be waiting for an answer, and ends then
+        else:
+            self._end()
+        return done
+
+    def after_fork(self) -> None:
+        """In the child there is no thread, and the files are the parent's."""
+        running = self._thread is not None
+        self.outbox.forget_parents_files()
+        self._reset()
+        if running:
+            self.start()
+
+    def _reset(self) -> None:
+        self._starting = threading.Lock()
+        self._changed = threading.Condition()
+        self._thread, self._closing, self._hurry, self._has_looked = None, False, False, False
+
+    def _run(self) -> None:
+        failures, looked = 0, 0.0
+        while not self._closing:
+            try:
+                if time.monotonic() - looked >= _LOOK_S or not looked:
+                    looked = time.monotonic()
+                    # Take over what processes that have ended left.
+                    try:
+                        self.outbox.adopt()
+                    finally:
+                        with self._changed:
+                            self._has_looked = True
+                            self._changed.notify_all()
+                sent = self._send_next()
+                failures, self.trouble = 0, None
+            except Exception as error:
+                if self.trouble is None:
+                    log.warning("feedback waits on disk: %s", error, exc_info=not isinstance(error, FeedbackAway))
+                self.trouble = str(error)
+                retry_after_s = error.retry_after_s if isinstance(error, FeedbackAway) else None
+                pause_s = random.uniform(0.5, 1.0) * min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures, 10))
+                self._rest(pause_s if retry_after_s is None else min(retry_after_s, _LONGEST_WAIT_S))
+                failures += 1
+                continue
+            if not sent:
+                self._rest(_LOOK_S, until_put=True)
+        self._end()
+
+    def _end(self) -> None:
+        self.outbox.close()
+        self._hang_up()
+
+    def _rest(self, seconds: float, *, until_put: bool = False) -> None:
+        """Wait, until somebody is in a hurry or, where nothing waits, until something does."""
+        with self._changed:
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: self._closing or self._hurry or (until_put and self.outbox.pending > 0), seconds
+            )
+            self._hurry = False
+
+    def _send_next(self) -> bool:
+        """Send a batch; whether there was one. Raises FeedbackAway if it must be sent again."""
+        batch = self.outbox.next_batch()
+        if batch is None:
+            return False
+        refused = sum(self._deliver(entries) for entries in _posts(batch.entries))
+        self.outbox.note_sent(batch, refused)
+        return True
+
+    def _deliver(self, entries: Sequence[Entry]) -> int:
+        """Send entries, in their order; return how many of them will never be taken."""
+        refused, waiting = 0, [list(entries)] if entries else []
+        while waiting:
+            now = waiting.pop()
+            match understand(now, self._post(now)):
+                case Taken(_, never, unclear):
+                    for place in sorted(never.keys() - unclear):
+                        self.outbox.set_aside(now[place], never[place])
+                    refused += len(never) - len(unclear)
+                    waiting += [[now[place]] for place in sorted(unclear, reverse=True)]
+                case NotNow(reason, wait_s):
+                    raise FeedbackAway(reason, retry_after_s=wait_s)
+                case Rejected(reason, place) if len(now) == 1 or place is not None:
+                    self.outbox.set_aside(now.pop(place or 0), reason)
+                    refused += 1
+                    waiting += [now] if now else []
+                case Rejected():
+                    half = len(now) // 2
+                    waiting += [now[half:], now[:half]]
+        return refused
+
+
+def _posts(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
+    """The entries in the calls that they are sent by: each has room for any one of them."""
+    cuts, size = [0], 0
+    for place, entry in enumerate(entries):
+        length = sum(len(str(each)) for each in entry.values()) * 6  # as JSON of characters that are not ASCII
+        if place > cuts[-1] and (size + length > MAX_ENTRY_BYTES or place - cuts[-1] >= _MOST_ENTRIES):
+            cuts.append(place)
+            size = 0
+        size += length
+    for start, end in pairwise([*cuts, len(entries)]):
+        yield entries[start:end]

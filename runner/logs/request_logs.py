@@ -1,0 +1,251 @@
+"""Exchanges in files of requests and replies: OpenAI's formats, and a ledger's exports and stored completions."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from tuneloop.runner.errors import ServiceRefused
+from tuneloop.runner.http_client import header_of_key
+from tuneloop.runner.logs.exchange import (
+    UNREADABLE,
+    BrokenEntries,
+    LoggedExchange,
+    conversation_of,
+    json_lines,
+    json_value,
+    labels_in,
+    may_train,
+    objects,
+    optional_number,
+    optional_text,
+)
+from tuneloop.runner.rewards.reply import ChatMessage, chat_messages, plain_object
+
+_REQUESTS = ("request", "body", "input")
+_RESPONSES = ("response", "completion", "output")
+
+
+def read_openai_jsonl(path: Path, broken: BrokenEntries | None = None) -> Iterator[LoggedExchange]:
+    """The exchanges of a file. A line that is none is put to `broken`; without that it raises LogRefused.
+
+    A line is an example to fine-tune with, {"messages": [..., the assistant's]}; a logged call, {"request": ...,
+    "response": ...}, where a response may stand as {"body": ...}, as in the files of OpenAI's batches; or the request's
+    and the response's fields in one object, {"messages": [...], "choices": [...]}.
+    """
+    unread = broken if broken is not None else BrokenEntries(strict=True)
+    for number, row in json_lines(path, unread):
+        try:
+            exchange = _exchange(row, str(path))
+        except UNREADABLE as error:
+            unread.add("no exchange", f"{path}:{number}", error)
+        else:
+            yield exchange
+
+
+def _exchange(row: Mapping[str, Any], place: str) -> LoggedExchange:
+    request = _part(row, _REQUESTS) or row
+    response = _part(row, _RESPONSES) or (row if "choices" in row else {})
+    if not isinstance(request.get("messages"), list):
+        raise ValueError("it has no messages, and no request that has some")
+    messages = tuple(chat_messages(request["messages"]))
+    reply = tuple(chat_messages(response)) if response.get("choices") else ()
+    example = not reply and bool(messages) and messages[-1]["role"] == "assistant"
+    if example:
+        messages, reply = messages[:-1], messages[-1:]
+    if not messages:
+        raise ValueError("it asks nothing")
+    labels = labels_in(row.get("metadata")) | labels_in(request.get("metadata")) | labels_in(row)
+    exchange_id = _name(row, response, messages + reply)
+    return LoggedExchange(
+        source="openai",
+        place=place,
+        exchange_id=exchange_id,
+        conversation=conversation_of(labels, exchange_id),
+        messages=messages,
+        reply=reply,
+        tools=objects(request.get("tools")),
+        model=optional_text(response.get("model") or request.get("model")),
+        at=optional_number(response.get("created")),
+        user=optional_text(request.get("user") or row.get("user")),
+        reward=optional_number(row.get("reward")),
+        train=may_train(row, request),
+        target=example and "msg_id" not in row,
+        labels=labels,
+    )
+
+
+def _part(row: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any] | None:
+    """The request or the response of a row, which may be JSON text, or stand in an envelope with a body."""
+    for name in names:
+        value = row.get(name)
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            value = json.loads(value)
+        if isinstance(value, Mapping):
+            inner = value.get("body")
+            return plain_object(inner if isinstance(inner, Mapping) else value)
+    return None
+
+
+def _name(row: Mapping[str, Any], response: Mapping[str, Any], transcript: tuple[ChatMessage, ...]) -> str:
+    for where, name in ((row, "msg_id"), (response, "id"), (row, "id"), (row, "custom_id")):
+        if named := optional_text(where.get(name)):
+            return named
+    # Its own words name it, so that a file that has grown names what it had before as before.
+    return hashlib.sha256(json.dumps(transcript, sort_keys=True).encode()).hexdigest()[:16]
+
+
+#: Why nothing is trained on a row: its client forbade it, or it is kept for comparing versions.
+_KEPT_OUT = frozenset({"opt_out", "held_out"})
+#: Why a row's text is no answer.
+_NO_REPLY = frozenset({"cut_off", "empty"})
+
+_PAGE = 100
+_TIMEOUT_S = 30.0
+
+
+def read_export(path: Path, broken: BrokenEntries | None = None) -> Iterator[LoggedExchange]:
+    """The exchanges of an exported file of JSON lines: `experiences`, `sft`, `dpo` or `kto`, told by their fields.
+
+    Of `experiences` the newest correction of each choice counts, and rows without messages are left out. A line that
+    is no row of these is put to `broken`; without that it raises LogRefused.
+    """
+    unread = broken if broken is not None else BrokenEntries(strict=True)
+    last: tuple[str, int] | None = None
+    waiting: LoggedExchange | None = None
+    for number, row in json_lines(path, unread):
+        try:
+            # The corrections of one choice follow each other. Other formats have one row of each.
+            key = (str(row["msg_id"]), int(row["choice"])) if "prompt_ids" in row else ("", number)
+            read = _of_row(row, str(path))
+        except UNREADABLE as error:
+            unread.add("no row of an export", f"{path}:{number}", f"not a row of an export: {error!r}")
+            continue
+        if waiting is not None and key != last:
+            yield waiting
+        waiting, last = read, key
+    if waiting is not None:
+        yield waiting
+
+
+def _of_row(row: Mapping[str, Any], place: str) -> LoggedExchange | None:
+    labels = labels_in(row)
+    msg_id = str(row["msg_id"])
+    common: dict[str, Any] = {
+        "source": "tuneloop",
+        "place": place,
+        "exchange_id": msg_id,
+        "conversation": conversation_of(labels, msg_id),
+        "user": optional_text(row.get("user")),
+        "reward": optional_number(row.get("reward")),
+        "labels": labels,
+    }
+    if "prompt_ids" in row:
+        if not row.get("messages"):
+            return None
+        request = json.loads(row["request"]) if isinstance(row.get("request"), str) else {}
+        reason = row.get("reason")
+        demonstration = _demonstration(row)
+        message = {"role": "assistant", "content": row.get("text"), "tool_calls": list(objects(row.get("tool_calls")))}
+        reply = chat_messages([] if reason in _NO_REPLY else {key: value for key, value in message.items() if value})
+        many = f":{row['choice']}" if row.get("choice") else ""
+        return LoggedExchange(
+            messages=tuple(chat_messages(row["messages"])),
+            reply=tuple(demonstration or reply),
+            tools=objects(request.get("tools")),
+            model=optional_text(request.get("model")),
+            at=optional_number(row.get("sampled_at")),
+            train=reason not in _KEPT_OUT and may_train(request),
+            target=bool(demonstration),
+            feedback=objects(row.get("feedback")),
+            **common | {"exchange_id": common["exchange_id"] + many},
+        )
+    if "prompt" in row:
+        chosen = row["chosen"] if "chosen" in row else row["completion"]
+        good = "chosen" in row or bool(row["label"])
+        prompt, reply = chat_messages(row["prompt"]), chat_messages(chosen) if good else []
+    else:
+        messages = chat_messages(row["messages"])
+        prompt, reply = messages[:-1], messages[-1:]
+    tools = objects(row.get("tools"))
+    return LoggedExchange(messages=tuple(prompt), reply=tuple(reply), tools=tools, train=may_train(row), **common)
+
+
+def _demonstration(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The answer as somebody edited it, the last one."""
+    edits = [each["text"] for each in row.get("feedback") or () if each.get("kind") == "demonstration"]
+    if not edits or not isinstance(edits[-1], str):
+        return []
+    read = json_value(edits[-1])
+    return chat_messages(read if isinstance(read, dict) and "role" in read else edits[-1])
+
+
+def read_stored_completions(
+    url: str,
+    *,
+    api_key: str | None = None,
+    metadata: Mapping[str, str] | None = None,
+    client: httpx.Client | None = None,
+) -> Iterator[LoggedExchange]:
+    """The stored completions of a service, the oldest first; `url` is the service's, without /v1.
+
+    `metadata` keeps those with just these pairs. What the service was told beside metadata, such as rewards, an export
+    has and this does not. Raises ServiceRefused where the service does not answer with a list.
+    """
+    headers = header_of_key(api_key)
+    base = f"{url.rstrip('/')}/v1/chat/completions"
+    own = client or httpx.Client(timeout=_TIMEOUT_S)
+    try:
+        filters = {f"metadata[{key}]": value for key, value in (metadata or {}).items()}
+        for stored in _pages(own, base, headers, filters):
+            messages = list(_pages(own, f"{base}/{quote(str(stored['id']), safe='')}/messages", headers, {}))
+            labels = labels_in(stored.get("metadata"))
+            turns = [{**each, "content": each.get("content_parts") or each.get("content")} for each in messages]
+            choices = stored.get("choices") or []
+            for choice in choices:
+                many = f":{choice['index']}" if len(choices) > 1 and choice["index"] else ""
+                yield LoggedExchange(
+                    source="tuneloop",
+                    place=url,
+                    exchange_id=f"{stored['id']}{many}",
+                    conversation=conversation_of(labels, str(stored["id"])),
+                    messages=tuple(chat_messages(turns)),
+                    reply=tuple(chat_messages(choice["message"]) if choice.get("finish_reason") else []),
+                    tools=objects(stored.get("tools")),
+                    model=optional_text(stored.get("model")),
+                    at=optional_number(stored.get("created")),
+                    user=optional_text(stored.get("input_user")),
+                    train=may_train(stored),
+                    labels=labels,
+                )
+    finally:
+        if client is None:
+            own.close()
+
+
+def _pages(
+    client: httpx.Client, url: str, headers: Mapping[str, str], query: Mapping[str, str]
+) -> Iterator[dict[str, Any]]:
+    after: dict[str, str] = {}
+    while True:
+        page = get_json(client, url, headers, {**query, **after, "limit": str(_PAGE), "order": "asc"})
+        yield from page["data"]
+        if not page.get("has_more") or not page["data"]:
+            return
+        after = {"after": str(page["data"][-1]["id"])}
+
+
+def get_json(client: httpx.Client, url: str, headers: Mapping[str, str], query: Mapping[str, str]) -> dict[str, Any]:
+    """The list that a service answers with. Raises ServiceRefused."""
+    try:
+        answer = client.get(url, params=query, headers=headers)
+        read = answer.json() if answer.is_success else None
+    except (httpx.HTTPError, ValueError) as error:
+        raise ServiceRefused(f"{url} does not answer: {error!r}") from None
+    if not isinstance(read, dict) or not isinstance(read.get("data"), list):
+        raise ServiceRefused(f"{url} answered {answer.status_code}: {answer.text[:200]}")
+    return read

@@ -1,1 +1,0 @@
-"""The process that shadow runs are made in, away from the app's interpreter lock."""

@@ -1,0 +1,291 @@
+"""Tools that are safe in shadow runs: they answer from production's record, run if they only read, or refuse."""
+
+import asyncio
+import copy
+import functools
+import inspect
+import json
+import threading
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, overload
+
+from tuneloop.runner.shadow.production_calls import (
+    CallTrace,
+    RecordedToolCall,
+    copy_or_same,
+    current,
+    current_trace,
+    in_context,
+)
+
+Tool = TypeVar("Tool", bound=Callable[..., Any])
+Refusal = Callable[[str, str], Any]
+
+#: Set in a process of shadow runs: nothing that is called there is production's.
+_in_shadow_process = threading.Event()
+enter_shadow_process, is_shadow_process = _in_shadow_process.set, _in_shadow_process.is_set
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowToolCall:
+    """A tool's call in a shadow run, and where its result came from."""
+
+    name: str
+    arguments: str
+    outcome: Literal["recorded", "ran", "refused"]
+
+
+class Replay:
+    """What tools do in one shadow run. Equal calls get the recorded results in their order; the last one repeats.
+
+    `loop` is where production made the call that is run again.
+    """
+
+    def __init__(self, recorded: Sequence[RecordedToolCall], loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self.calls: list[ShadowToolCall] = []
+        self.loop = loop
+        self._lock = threading.Lock()
+        self._waiting: dict[tuple[str, str], list[RecordedToolCall]] = defaultdict(list)
+        for each in recorded:
+            self._waiting[each.name, each.arguments].append(each)
+
+    def next_recorded(self, name: str, arguments: str) -> RecordedToolCall | None:
+        """The recorded call that answers this one, if one does."""
+        with self._lock:
+            equal = self._waiting.get((name, arguments))
+            if not equal:
+                return None
+            return equal.pop(0) if len(equal) > 1 else equal[0]
+
+
+def refuse_as_json(name: str, arguments: str) -> Any:
+    """A tool's result that says that it was not run: what a model can read."""
+    why = (
+        f"{name} was not run: this is a rehearsal, in which nothing may be changed, and there is no record of this call"
+    )
+    return json.dumps({"error": why, "tool": name, "arguments": json.loads(arguments)})
+
+
+class ShadowTools:
+    """Wraps an app's tools. In production calls they do as ever; in shadow runs nothing that writes is run.
+
+    `refusal(name, arguments)` makes the result of a call that is refused, for frameworks whose tools return other
+    things than text.
+    """
+
+    def __init__(self, refusal: Refusal = refuse_as_json) -> None:
+        self._refusal = refusal
+        #: By name; None where several functions were given the same.
+        self._tools: dict[str, _Tool | None] = {}
+
+    def bound_to(self, replay: Replay) -> "RunTools":
+        """The tools of one shadow run."""
+        return RunTools(self._tools, replay, self._refusal)
+
+    @overload
+    def tool(self, function: Tool) -> Tool: ...
+
+    @overload
+    def tool(self, *, read_only: bool = False, name: str | None = None) -> Callable[[Tool], Tool]: ...
+
+    def tool(
+        self, function: Callable[..., Any] | None = None, *, read_only: bool = False, name: str | None = None
+    ) -> Any:
+        """Wrap a function, sync or async; also a decorator. `read_only` declares that it may run in shadow runs.
+
+        Raises TypeError for a generator, whose result cannot be recorded.
+        """
+
+        def wrap(function: Callable[..., Any]) -> Any:
+            named = name or str(getattr(function, "__name__", type(function).__name__))
+            if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+                raise TypeError(f"{named}: a tool that yields cannot be recorded; let it return its result")
+            tool = _Tool(function, named, read_only, self._refusal)
+            known = self._tools.setdefault(named, tool)
+            if known is not tool and (known is None or known.function != function):
+                self._tools[named] = None
+            return tool.within(None)
+
+        return wrap if function is None else wrap(function)
+
+
+class RunTools(Mapping[str, Callable[..., Any]]):
+    """The tools of one shadow run by name, bound to it in whatever thread they are called.
+
+    A name that no tool has, or several have, is answered too: by a function that refuses.
+    """
+
+    def __init__(self, tools: Mapping[str, "_Tool | None"], replay: Replay, refusal: Refusal = refuse_as_json) -> None:
+        self._tools, self._replay, self._refusal = tools, replay, refusal
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        if (tool := self._tools.get(name)) is not None:
+            return tool.within(self._replay)
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            arguments = json.dumps({**kwargs, **({"args": args} if args else {})}, sort_keys=True, default=repr)
+            self._replay.calls.append(ShadowToolCall(name, arguments, "refused"))
+            return self._refusal(name, arguments)
+
+        return refuse
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, tool in list(self._tools.items()) if tool is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        return name in list(self)
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """What a model's call gives; of an async tool, what is to be awaited."""
+        return self[name](**arguments)
+
+
+class _Tool:
+    def __init__(self, function: Callable[..., Any], name: str, read_only: bool, refusal: Refusal) -> None:
+        self.function, self._name = function, name
+        self._read_only, self._refusal = read_only, refusal
+        self._signature = inspect.signature(function)
+        self._is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+        #: Where production called it last.
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def within(self, bound: Replay | None) -> Callable[..., Any]:
+        """The tool in one shadow run; with None, wherever it is called."""
+
+        @functools.wraps(self.function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            replay = bound or current()
+            if is_shadow_process() and not isinstance(replay, Replay):
+                replay = Replay(())  # of a thread that no run has begun
+            if isinstance(replay, Replay):
+                # Answer from the record, run it, or refuse it. Raises what the recorded call raised.
+                arguments = self._arguments(args, kwargs)
+                if (found := replay.next_recorded(self._name, arguments)) is not None:
+                    replay.calls.append(ShadowToolCall(self._name, arguments, "recorded"))
+                    if found.error is not None:
+                        raise _copy_of(found.error)
+                    return copy_or_same(found.result)
+                may_run = self._read_only and (
+                    not self._is_async or self._home(replay) is not None or is_shadow_process()
+                )
+                replay.calls.append(ShadowToolCall(self._name, arguments, "ran" if may_run else "refused"))
+                if not may_run:
+                    return self._refusal(self._name, arguments)
+                with in_context(replay):
+                    result = self.function(*args, **kwargs)
+                return self._await_at_home(result, replay) if inspect.iscoroutine(result) else result
+            self._loop = running_loop() or self._loop
+            trace = current_trace()
+            if trace is None or not trace.recorded:
+                return self.function(*args, **kwargs)
+            return self._call_recorded(trace, args, kwargs)
+
+        @functools.wraps(self.function)
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            return await result if inspect.isawaitable(result) else result
+
+        return call_async if self._is_async else call
+
+    def _call_recorded(self, trace: CallTrace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do as ever in production, and record what comes of it."""
+        try:
+            arguments = self._arguments(args, kwargs)
+        except TypeError:
+            return self.function(*args, **kwargs)  # which raises it too
+
+        def record(result: Any, error: Exception | None = None) -> None:
+            copied = None if error is None else _copy_of(error)
+            trace.tool_calls.append(RecordedToolCall(self._name, arguments, copy_or_same(result), copied))
+
+        async def record_later(answering: Coroutine[Any, Any, Any]) -> Any:
+            try:
+                result = await answering
+            except Exception as error:
+                record(None, error)
+                raise
+            record(result)
+            return result
+
+        try:
+            result = self.function(*args, **kwargs)
+        except Exception as error:
+            record(None, error)
+            raise
+        if inspect.iscoroutine(result):
+            return record_later(result)
+        record(result)
+        return result
+
+    def _home(self, replay: Replay) -> asyncio.AbstractEventLoop | None:
+        """The event loop that production calls it in, if that still runs."""
+        return next((each for each in (self._loop, replay.loop) if each is not None and each.is_running()), None)
+
+    async def _await_at_home(self, work: Coroutine[Any, Any, Any], replay: Replay) -> Any:
+        """What a shadow run's call gives, awaited in production's event loop.
+
+        Connections and locks that the tool shares with production belong to that loop: one that another loop left
+        behind would fail production.
+        """
+        home = running_loop() if is_shadow_process() else self._home(replay)
+        if home is None:
+            work.close()
+            raise RuntimeError(f"{self._name} was not run: production has no event loop that it could run in")
+        if home is running_loop():
+            with in_context(replay):
+                return await work
+        result, error = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_come_to_end(work, replay), home))
+        if error is not None:
+            raise error
+        return result
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """The arguments as JSON, each under its name. Raises TypeError where they do not fit the function."""
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        named = {name: value for name, value in bound.arguments.items() if name not in {"self", "cls"}}
+        try:
+            return json.dumps(named, sort_keys=True, default=_repr_or_kind)
+        except Exception:  # noqa: BLE001 - keys that are no texts, circles, and what classes of the app's raise
+            return json.dumps({"arguments": _repr_or_kind(named)})
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop of asyncio's that runs in this thread, if one does."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+async def _come_to_end(work: Awaitable[Any], replay: Replay) -> tuple[Any, Exception | None]:
+    """The result or the error of what a shadow run does in production's event loop, which must not feel it."""
+    try:
+        with in_context(replay):
+            return await work, None
+    except Exception as error:  # noqa: BLE001 - the shadow run's to hear of
+        return None, error
+    except (SystemExit, asyncio.CancelledError) as error:  # the one would end the loop, the other the runner's task
+        return None, RuntimeError(repr(error))
+
+
+def _copy_of(error: Exception) -> Exception:
+    """The same error, but another object: production's keeps its traceback to itself."""
+    try:
+        copied = copy.copy(error)
+    except Exception:  # noqa: BLE001 - any class may refuse to be copied in its own way
+        copied = None
+    return copied if type(copied) is type(error) else RuntimeError(_repr_or_kind(error))
+
+
+def _repr_or_kind(thing: object) -> str:
+    """What `repr` says, or the name of its class where that raises."""
+    try:
+        return repr(thing)
+    except Exception:  # noqa: BLE001 - any class may raise what it likes
+        return f"<{type(thing).__qualname__}>"

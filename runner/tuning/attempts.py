@@ -1,0 +1,482 @@
+"""Runs of the workflow: attempts, their failures, and their rewards on their way to the services."""
+
+import asyncio
+import contextvars
+import hashlib
+import inspect
+import logging
+import math
+import re
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import islice
+from numbers import Real
+from typing import Any
+
+from tuneloop.runner.models.run import Run
+from tuneloop.runner.tuning.config import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
+from tuneloop.runner.tuning.experiment import Journal, RunResult, acknowledged_line, name_of, result_line
+from tuneloop.runner.tuning.services import ServiceClient
+
+
+class FailureKind(StrEnum):
+    """Why a run gave nothing to learn from."""
+
+    WORKFLOW_RAISED = "workflow raised"
+    WORKFLOW_HUNG = "workflow hung"
+    NO_REWARD = "no reward"
+    BAD_REWARD = "reward is not a number"
+    NO_CALL = "called no model"
+    OTHER_MODEL = "called another model"
+    JUDGE_RAISED = "judge raised"
+    JUDGE_HUNG = "judge hung"
+    SERVICE_AWAY = "service away"
+
+
+class RunFailed(Exception):
+    """A run failed: of which kind, and in a sentence how. `again`: another attempt may go better."""
+
+    def __init__(self, kind: FailureKind, sentence: str, *, again: bool = False) -> None:
+        super().__init__(sentence)
+        self.kind, self.again = kind, again
+
+
+def sentence_of(error: BaseException) -> str:
+    """The error's type and what it says, whatever its `__str__` does."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - users' classes raise anything
+        return f"{type(error).__name__}, whose text cannot be had"
+
+
+class FailureLog:
+    """Counts failures by kind, and says the first of each kind whole."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self.counts: Counter[str] = Counter()
+
+    def add(self, error: RunFailed, *, where: str) -> None:
+        """Count a failure; the first of its kind is said, with the traceback of what caused it."""
+        self.counts[error.kind.value] += 1
+        if self.counts[error.kind.value] > 1:
+            return
+        cause = error.__cause__
+        trace = "".join(traceback.format_exception(cause)) if cause is not None else ""
+        self._say(f"{error.kind.value}, {where}: {error} (said once; further ones are counted)\n{trace}".rstrip())
+
+    def sentence(self) -> str:
+        """All counts, as a person reads them; empty if nothing failed."""
+        return ", ".join(f"{count} x {kind}" for kind, count in self.counts.most_common())
+
+
+#: Seconds that a cancelled function gets for its `finally`.
+_GRACE_S = 5.0
+
+
+async def call_within(timeout_s: float, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """What the function returns. Raises TimeoutError: it is cancelled then, or, in a thread, left to itself."""
+    working = asyncio.ensure_future(_call(function, arguments))
+    try:
+        done, _ = await asyncio.wait({working}, timeout=timeout_s)
+        if not done:
+            raise TimeoutError(f"not done after {timeout_s:g} s")
+        if working.cancelled():  # not by us: as it is, it would look like the end of the whole call
+            raise RuntimeError("it was cancelled from within: it raised CancelledError")
+        return working.result()
+    finally:
+        if not working.done():
+            working.cancel()
+            await asyncio.wait({working}, timeout=_GRACE_S)
+            if not working.done():
+                # It catches what cancels it: the event loop's end would wait for it for ever.
+                asyncio._unregister_task(working)
+
+
+async def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    try:
+        called = getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__ is async
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called):
+            return await function(**arguments)
+        returned = await in_daemon_thread(lambda: function(**arguments))
+        return await returned if inspect.isawaitable(returned) else returned
+    except (Exception, asyncio.CancelledError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # such as SystemExit, which would end the event loop, and all other runs with it
+        raise RuntimeError(f"it ended with {error!r}") from error
+
+
+def in_daemon_thread(work: Callable[[], Any]) -> Awaitable[Any]:
+    """What the work returns, done in a thread of its own: one that hangs keeps neither others nor our end waiting."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = context.run(work)
+        except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the result
+            failure = RuntimeError("StopIteration") if isinstance(error, StopIteration) else error
+        with suppress(RuntimeError):  # The loop was closed: nobody waits any more.
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, daemon=True, name="tuneloop-run").start()
+    return future
+
+
+_log = logging.getLogger("tuneloop.tune")
+
+#: The largest reward that a service takes, either way.
+MAX_REWARD = 1e6
+
+#: What fails so may have failed because a service was away.
+_MAYBE_AWAY = {FailureKind.WORKFLOW_RAISED, FailureKind.WORKFLOW_HUNG, FailureKind.SERVICE_AWAY}
+
+_NO_SUCH_MODEL = re.compile(r"model \S+ does not exist")
+
+#: Seconds between two looks whether a service is back that a run found away.
+_AWAY_PAUSE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A run that is to be made: the `member`-th of the task at `position`."""
+
+    step: int
+    position: int
+    member: int
+    task: Mapping[str, Any]
+    task_id: str
+    train: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """What makes a run's calls its own: `model_for(name, run)` is what the workflow gets for the model `name`.
+
+    `trained` are the services by the names of their models, the main one first; `others` are passed on as they are.
+    """
+
+    trained: Mapping[str, ServiceClient]
+    model_for: Callable[[str, Run], Any]
+    others: Mapping[str, Any] = field(default_factory=dict)
+
+    def runs(self, member: Member, run_id: str) -> dict[str, Run]:
+        """The run at each service."""
+        return {
+            name: Run(
+                service=client.url, task_id=member.task_id, run_id=run_id, train=member.train, api_key=client.api_key
+            )
+            for name, client in self.trained.items()
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """`timeout_s` for a workflow or a judge; `retries` after a failure that another attempt may cure.
+
+    At most `concurrency` workflows are under way, and as many judges.
+    """
+
+    timeout_s: float = 600.0
+    retries: int = 1
+    concurrency: int = 64
+
+
+class Attempts:
+    """Makes runs."""
+
+    def __init__(
+        self,
+        binding: Binding,
+        workflow: WorkflowType,
+        judge: JudgeType | None,
+        *,
+        limits: Limits,
+        failures: FailureLog,
+        life: int,
+    ) -> None:
+        self._binding, self._workflow, self._judge = binding, workflow, judge
+        self._limits, self._failures, self._life = limits, failures, life
+        self._working, self._judging = (asyncio.Semaphore(limits.concurrency) for _ in range(2))
+        self._workflow_takes = parameters_of(workflow)
+        self._judge_takes = frozenset() if judge is None else parameters_of(judge)
+
+    async def run(self, member: Member) -> RunResult:
+        """Run a task until it is rewarded or has failed for good. Raises ServiceAway."""
+        attempt = spent = 0
+        while True:
+            # Never that of an earlier attempt: its calls are in the ledger, and must not be mixed with these.
+            first = attempt == 0 and self._life == 1
+            run_id = str(member.member) if first else f"{member.member}.{self._life}.{attempt}"
+            try:
+                rewards, metrics, tokens = await self._attempt(member, run_id)
+                return _result(member, run_id, rewards=rewards, metrics=metrics, tokens=tokens)
+            except RunFailed as error:
+                attempt += 1
+                if error.kind in _MAYBE_AWAY and await self._was_away():
+                    continue
+                spent += 1
+                if error.again and spent <= self._limits.retries:
+                    continue
+                self._failures.add(error, where=f"task {member.position}, run {run_id}")
+                return _result(member, run_id, failure=error.kind.value)
+
+    async def _attempt(self, member: Member, run_id: str) -> tuple[dict[str, float], dict[str, float], int]:
+        runs = self._binding.runs(member, run_id)
+        names = list(runs)
+        async with self._working:  # and no longer: what a judge thinks about must not keep the engine waiting
+            models = {name: self._binding.model_for(name, run) for name, run in runs.items()}
+            auxiliary = {**(models if len(models) > 1 else {}), **self._binding.others}
+            offered: dict[str, Any] = {"task": dict(member.task), "auxiliary_models": auxiliary, "logger": _log}
+            offered |= {"run": runs[names[0]], "runs": runs}
+            output = await self._call_workflow(offered | {"model": models[names[0]]})
+        reward, metrics = output.reward, dict(output.metrics or {})
+        if self._judge is not None:
+            async with self._judging:
+                verdict = await self._call_judge(offered | {"response": output.response})
+            reward, metrics = verdict.reward, metrics | dict(verdict.metrics or {})
+        # The reward of each trained model. Raises RunFailed.
+        if reward is None:
+            raise RunFailed(FailureKind.NO_REWARD, "there is no judge, and the workflow returned no reward")
+        by_name = dict(reward) if isinstance(reward, Mapping) else dict.fromkeys(names, reward)
+        if unknown := by_name.keys() - set(names):
+            raise RunFailed(FailureKind.NO_REWARD, f"{sorted(unknown)} is rewarded; the trained models are {names}")
+        if not by_name:
+            raise RunFailed(FailureKind.NO_REWARD, "the reward is an empty mapping")
+        rewards = {name: _number(value) for name, value in by_name.items()}
+        # The metrics that are numbers a service takes.
+        found = {}
+        for name, value in metrics.items():
+            try:
+                number = float(value)
+            except (TypeError, ValueError):
+                continue
+            if math.isfinite(number) and abs(number) <= MAX_REWARD:
+                found[(str(name)).encode(errors="replace").decode().replace("\0", "?")] = number
+        return rewards, found, await self._completion_tokens(runs)
+
+    async def _completion_tokens(self, runs: Mapping[str, Run]) -> int:
+        """Tokens of all replies; raises RunFailed if no model that is trained was called, by whatever client."""
+        if any(run.calls for run in runs.values()):
+            return sum(run.calls.completion_tokens for run in runs.values())
+        services = self._binding.trained
+        stored = await asyncio.gather(*(services[name].calls(run.task_id, run.run_id) for name, run in runs.items()))
+        if not any(each.calls for each in stored):
+            sentence = "no reply was asked for below run.base_url: use `model`, or a client with base_url=run.base_url"
+            raise RunFailed(FailureKind.NO_CALL, sentence)
+        return sum(each.completion_tokens for each in stored)
+
+    async def _call_workflow(self, offered: Mapping[str, Any]) -> WorkflowOutput:
+        try:
+            output = await call_within(self._limits.timeout_s, self._workflow, matching(self._workflow_takes, offered))
+        except TimeoutError as error:
+            raise RunFailed(FailureKind.WORKFLOW_HUNG, str(error), again=True) from error
+        except Exception as error:
+            text, code, status = (
+                sentence_of(error)[:2000],
+                getattr(error, "code", None),
+                getattr(error, "status_code", None),
+            )
+            is_other = code == "model_not_found" or "model_not_found" in text
+            is_other |= status == 404 and _NO_SUCH_MODEL.search(text) is not None  # an engine's words
+            kind = FailureKind.OTHER_MODEL if is_other else FailureKind.WORKFLOW_RAISED
+            again = kind is FailureKind.WORKFLOW_RAISED
+            raise RunFailed(kind, sentence_of(error), again=again) from error
+        _require_answers(offered["runs"])
+        if isinstance(output, WorkflowOutput):
+            return output
+        if isinstance(output, Real):  # also one of numpy's
+            return WorkflowOutput(reward=float(output))
+        sentence = f"the workflow returned {type(output).__name__}, not WorkflowOutput(reward=…, response=…)"
+        raise RunFailed(FailureKind.NO_REWARD, sentence)
+
+    async def _call_judge(self, offered: Mapping[str, Any]) -> JudgeOutput:
+        assert self._judge is not None
+        spent = 0
+        while True:
+            try:
+                verdict = await call_within(self._limits.timeout_s, self._judge, matching(self._judge_takes, offered))
+                break
+            except Exception as error:
+                if await self._was_away():
+                    continue
+                spent += 1
+                if spent > self._limits.retries:
+                    kind = FailureKind.JUDGE_HUNG if isinstance(error, TimeoutError) else FailureKind.JUDGE_RAISED
+                    raise RunFailed(kind, sentence_of(error)) from error
+        _require_answers(offered["runs"])
+        if isinstance(verdict, Real):
+            return JudgeOutput(reward=float(verdict))
+        if not isinstance(verdict, JudgeOutput):
+            sentence = f"the judge returned {type(verdict).__name__}, not JudgeOutput(reward=…)"
+            raise RunFailed(FailureKind.NO_REWARD, sentence)
+        return verdict
+
+    async def _was_away(self) -> bool:
+        """Whether something failed because a service was away; if so, it is back now. Raises ServiceAway."""
+        clients = self._binding.trained.values()
+        ready = await asyncio.gather(*(client.is_ready() for client in clients))
+        if all(ready):
+            return False
+        self._failures.counts[FailureKind.SERVICE_AWAY.value] += 1
+        await asyncio.sleep(_AWAY_PAUSE_S)
+        for client in clients:
+            await client.until_ready()
+        return True
+
+
+def parameters_of(function: Callable[..., Any]) -> frozenset[str]:
+    """The names of a function's parameters."""
+    return frozenset(inspect.signature(function).parameters)
+
+
+def matching(names: frozenset[str], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what is offered, that which a function with these parameters takes."""
+    return {name: value for name, value in offered.items() if name in names}
+
+
+def _require_answers(runs: Mapping[str, Run]) -> None:
+    """Raise RunFailed where a service failed to answer a run, whatever was made of that."""
+    for run in runs.values():
+        if sentence := run.calls.outage:
+            raise RunFailed(FailureKind.SERVICE_AWAY, sentence, again=True)
+
+
+def _number(value: object) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise RunFailed(FailureKind.BAD_REWARD, f"the reward is {value!r}") from None
+    if not abs(number) <= MAX_REWARD:
+        raise RunFailed(FailureKind.BAD_REWARD, f"the reward is {number}, not within ±{MAX_REWARD:g}")
+    return number
+
+
+def _result(member: Member, run_id: str, **how: Any) -> RunResult:
+    return RunResult(
+        step=member.step,
+        position=member.position,
+        member=member.member,
+        task_id=member.task_id,
+        run_id=run_id,
+        **how,
+    )
+
+
+#: A metric of a workflow or judge is stored under this and its name, so that none is taken for the reward.
+METRIC_PREFIX = "metrics/"
+
+_MAX_NAME = 256
+_MOST_AT_ONCE = 256
+
+#: A service takes 100 events of a run in one call, and keeps 250 of one source; other feedback may come later.
+_MOST_OF_A_RUN, _MOST_METRICS = 100, 200
+
+#: Seconds in which results gather before they are sent. Runs are not kept waiting: their places are free by then.
+_GATHER_S = 0.02
+
+#: Entries in a call, so that it stays well below the largest body that a service takes.
+_MOST_OF_A_CALL = 5000
+
+#: What became of feedback that a service does not keep.
+_FULL = "full"
+
+
+class RewardOutbox:
+    """Takes results; each is on disk, and its reward at its services, when `send` returns."""
+
+    def __init__(self, journal: Journal, services: Mapping[str, ServiceClient], say: Callable[[str], None]) -> None:
+        self._journal, self._services, self._say = journal, services, say
+        self._reported_cut = False
+        self._waiting: list[tuple[RunResult, asyncio.Future[None]]] = []
+        self._sending: asyncio.Task[None] | None = None
+
+    async def send(self, result: RunResult) -> None:
+        """Keep the result, and give its reward. Results that come while others are sent go together."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((result, future))
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._drain())
+        await future
+
+    async def send_again(self, results: Sequence[RunResult]) -> None:
+        """Give the rewards that an earlier process kept, and may have given: the services take each once."""
+        for start in range(0, len(results), _MOST_AT_ONCE):
+            await self._give(results[start : start + _MOST_AT_ONCE])
+
+    async def _drain(self) -> None:
+        try:
+            while self._waiting:
+                await asyncio.sleep(_GATHER_S)
+                batch, self._waiting = self._waiting[:_MOST_AT_ONCE], self._waiting[_MOST_AT_ONCE:]
+                await self._send(batch)
+        finally:
+            self._sending = None
+
+    async def _send(self, batch: Sequence[tuple[RunResult, asyncio.Future[None]]]) -> None:
+        try:
+            results = [result for result, _ in batch]
+            await self._journal.append(*map(result_line, results))
+            await self._give([result for result in results if result.rewards])
+        except BaseException as error:
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            for _, future in batch:
+                if not future.done():
+                    future.set_result(None)
+
+    async def _give(self, results: Sequence[RunResult]) -> None:
+        """Rewards first, in a call of their own: what is said of a run's reward must not be hidden by its metrics."""
+        if not results:
+            return
+        await asyncio.gather(*(self._give_to(name, results) for name in self._services))
+        await self._journal.append(acknowledged_line(results))
+
+    async def _give_to(self, name: str, results: Sequence[RunResult]) -> None:
+        service = self._services[name]
+        rewarded = [result for result in results if name in result.rewards]
+        rewards = [_about(result) | {"reward": result.rewards[name]} for result in rewarded]
+        outcomes = await service.feedback(rewards) if rewards else {}
+        if full := [run for run, outcome in outcomes.items() if outcome == _FULL]:
+            self._say(
+                f"the reward of {len(full)} runs was not taken, the first of them {full[0]}: the service keeps no more "
+                "feedback on them"
+            )
+        for first in range(0, _MOST_METRICS, _MOST_OF_A_RUN):
+            metrics = [entry for result in rewarded for entry in _metrics(result)[first : first + _MOST_OF_A_RUN]]
+            for start in range(0, len(metrics), _MOST_OF_A_CALL):
+                await service.feedback(metrics[start : start + _MOST_OF_A_CALL])
+        most = max((len(result.metrics) for result in rewarded), default=0)
+        if most > _MOST_METRICS and not self._reported_cut:
+            self._reported_cut = True
+            self._say(f"a run has {most} metrics: the service gets the first {_MOST_METRICS} of each (said once)")
+
+
+def _about(result: RunResult) -> dict[str, Any]:
+    name = name_of(result)
+    key = name if len(name) <= _MAX_NAME else hashlib.sha256(name.encode()).hexdigest()
+    return {"task_id": result.task_id, "run_id": result.run_id, "idempotency_key": key}
+
+
+def _metrics(result: RunResult) -> list[dict[str, Any]]:
+    named = islice(result.metrics.items(), _MOST_METRICS)
+    return [_about(result) | {"metric": f"{METRIC_PREFIX}{name}"[:_MAX_NAME], "value": value} for name, value in named]

@@ -1,0 +1,376 @@
+"""A workflow and its judge run once, before anything is trained: what the command tuneloop debug does."""
+
+import argparse
+import asyncio
+import importlib.util
+import inspect
+import json
+import logging
+import os
+import sys
+import traceback
+import unicodedata
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tuneloop.runner.errors import ExtraMissing, TuneRefused
+from tuneloop.runner.http_client import header_of_key
+from tuneloop.runner.models.bound_model import CallDefaults, CallsEndpoint, ModelEndpoint, make_model, wanted_client
+from tuneloop.runner.models.run import Run, RunCalls, StoredCalls
+from tuneloop.runner.models.transport import close_connections
+from tuneloop.runner.tasks.dataset import DatasetConfig
+from tuneloop.runner.tuning.config import check_judge_function, check_workflow_function
+from tuneloop.runner.tuning.services import MAIN
+
+#: Controls, marks that change the direction of text, lone surrogates, and separators that begin a line.
+_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+
+#: They join or part letters, in emoji too, and do nothing else.
+_JOINERS = "\u200c\u200d"
+
+
+def visible(text: str, encoding: str | None = "utf-8") -> str:
+    r"""The text with what commands a terminal, and what the encoding does not have, written as escapes.
+
+    >>> visible("fine\x1b[2J\r\nnext\tone\u202e"), visible("¿qué?", "ascii")
+    ('fine\\x1b[2J\nnext\tone\\u202e', '\\xbfqu\\xe9?')
+    """
+    shown = "".join(
+        each
+        if each in "\n\t" + _JOINERS or unicodedata.category(each) not in _HIDDEN
+        else each.encode("unicode_escape").decode()
+        for each in text.replace("\r\n", "\n")
+    )
+    return shown.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
+
+
+_log = logging.getLogger("tuneloop.debug")
+
+#: The service waits itself, until what was answered is stored.
+_COUNT_S = 30.0
+
+
+@dataclass(slots=True, kw_only=True)
+class DebugReport:
+    """What came of one run. `metrics` are the workflow's and the judge's.
+
+    `calls` are those that `model` made, `stored` what the service knows of all; None where there is no service of ours,
+    or it does not say. `own_clients`: whether the workflow can have had calls that only a service would know of.
+    """
+
+    response: Any = None
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    calls: RunCalls = field(default_factory=RunCalls)
+    stored: StoredCalls | None = None
+    own_clients: bool = False
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing would be learnt from such a run, if so."""
+        if not self.calls and not (self.own_clients if self.stored is None else self.stored.calls):
+            return "it called no model: every run must, through `model`, or through run.base_url and run.api_key"
+        if self.reward is None:
+            return "it has no reward: return WorkflowOutput(reward=…), or give a judge"
+        if not abs(self.reward) <= 1e6:
+            return f"its reward is {self.reward}, not a number within ±1e6"
+        return None
+
+    def lines(self) -> list[str]:
+        """The report, as a person reads it."""
+        metrics = " ".join(f"{name}={value:g}" for name, value in self.metrics.items()) or "none"
+        calls = [
+            f"  {number}. {each.path.rpartition('/v1/')[2] or each.path}: status {each.status}, "
+            f"{_count(each.prompt_tokens)} + {_count(each.completion_tokens)} tokens, {each.duration_s:.2f} s"
+            f"{'' if each.model_version is None else f', version {each.model_version}'}, {each.msg_id or 'no id'}"
+            for number, each in enumerate(self.calls, start=1)
+        ]
+        total = f"{self.calls.prompt_tokens} + {self.calls.completion_tokens} tokens (prompt + reply)"
+        return [
+            f"response: {_text_of(self.response)}",
+            f"reward: {'none' if self.reward is None else f'{self.reward:g}'}",
+            f"metrics: {metrics}",
+            f"calls: {len(self.calls)}, {total}",
+            *calls,
+            *self._stored_lines(),
+        ]
+
+    def _stored_lines(self) -> Iterator[str]:
+        if self.stored is None:
+            if self.own_clients and not self.calls:
+                yield "calls by clients of the workflow's own are not known here: only a service of ours knows them"
+            return
+        if others := self.stored.calls - len(self.calls):
+            yield f"calls by clients of the workflow's own: {others}"
+        sequences = "1 sequence" if self.stored.sequences == 1 else f"{self.stored.sequences} sequences"
+        yield f"in training: {self.stored.merged_tokens} tokens in {sequences}, of {self.stored.tokens} call by call"
+
+
+def debug_run(
+    workflow: Callable[..., Any],
+    task: Mapping[str, Any],
+    bound: CallsEndpoint,
+    defaults: CallDefaults,
+    *,
+    judge: Callable[..., Any] | None = None,
+    auxiliary: Mapping[str, CallDefaults] | None = None,
+) -> DebugReport:
+    """Run them once; an exception of theirs is raised as it is. Raises TuneRefused for wrong signatures.
+
+    Auxiliary models are asked where the model itself is, and their calls are not in the report.
+    """
+    check_workflow_function(workflow)
+    if judge is not None:
+        check_judge_function(judge)
+    kind, sync = wanted_client(workflow)
+    elsewhere = ModelEndpoint(base_url=bound.base_url, api_key=bound.api_key)
+    others = {name: make_model(elsewhere, each, client=kind, sync=sync) for name, each in (auxiliary or {}).items()}
+    offered = {
+        "task": dict(task),
+        "model": make_model(bound, defaults, client=kind, sync=sync),
+        "auxiliary_models": others,
+        "logger": _log,
+        "run": bound,
+        "runs": {MAIN: bound},
+    }
+    report = DebugReport(calls=bound.calls)
+    asyncio.run(_run(workflow, judge, offered, report))
+    report.own_clients = not {"run", "runs"}.isdisjoint(inspect.signature(workflow).parameters)
+    report.stored = _stored_calls(bound) if isinstance(bound, Run) else None
+    return report
+
+
+def _stored_calls(run: Run) -> StoredCalls | None:
+    """What the service knows of the run's calls."""
+    query = {"task_id": run.task_id, "run_id": run.run_id, "tokens": "true"}
+    url = f"{run.service.rstrip('/')}/training/calls"
+    try:
+        answer = httpx.get(url, params=query, headers=header_of_key(run.api_key), timeout=_COUNT_S)
+        return StoredCalls.of(answer.raise_for_status().json())
+    except (httpx.HTTPError, ValueError, LookupError) as error:
+        _log.warning("the service does not say how many calls there were: %s", error)
+        return None
+
+
+async def _run(
+    workflow: Callable[..., Any], judge: Callable[..., Any] | None, offered: dict[str, Any], report: DebugReport
+) -> None:
+    try:
+        output = await _call(workflow, offered)
+        plain = isinstance(output, int | float)
+        report.response = None if plain else getattr(output, "response", output)
+        reward = output if plain else getattr(output, "reward", None)
+        report.metrics.update(getattr(output, "metrics", None) or {})
+        if judge is not None:
+            verdict = await _call(judge, {**offered, "response": report.response})
+            reward = verdict if isinstance(verdict, int | float) else verdict.reward
+            report.metrics.update(getattr(verdict, "metrics", None) or {})
+        report.reward = None if reward is None else float(reward)
+    finally:
+        await close_connections()
+
+
+async def _call(function: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
+    taken = inspect.signature(function).parameters
+    arguments = {name: value for name, value in offered.items() if name in taken}
+    called = getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__ is async
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called):
+        return await function(**arguments)
+    returned = await asyncio.to_thread(function, **arguments)
+    return await returned if inspect.isawaitable(returned) else returned
+
+
+def load_function(place: str, beside: str | None = None) -> Callable[..., Any]:
+    """The function at FILE:FUNCTION; `beside` is the file where the file is left out. Raises TuneRefused."""
+    file, colon, name = place.rpartition(":")
+    file = file or (beside or "")
+    if not file or not name or (not colon and beside is None):
+        raise TuneRefused(f"{place!r} is not FILE:FUNCTION")
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise TuneRefused(f"{file}: there is no such file")
+    module = _load(path)
+    found = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        functions = ", ".join(sorted(key for key, each in vars(module).items() if inspect.isfunction(each)))
+        raise TuneRefused(f"{file}: there is no {name!r} in it; there are the functions {functions or '(none)'}")
+    function: Callable[..., Any] = found
+    return function
+
+
+def _load(path: Path) -> Any:
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise TuneRefused(f"{path}: this is not a Python file")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _text_of(response: Any) -> str:
+    if isinstance(response, str):
+        return response
+    read_text = getattr(response, "get_text_content", None)  # of AgentScope's messages
+    if callable(read_text):
+        return str(read_text())
+    try:
+        return json.dumps(response, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return repr(response)
+
+
+def _count(tokens: int | None) -> str:
+    return "?" if tokens is None else str(tokens)
+
+
+_PROG = "tuneloop debug"
+
+#: How long a service may take to say which model it serves.
+_MODELS_TIMEOUT_S = 30.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code: 0, 1 if the workflow failed or nothing could be learnt, 2 for wrong arguments."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        workflow = load_function(options.workflow)
+        judge = None if options.judge is None else load_function(options.judge, options.workflow.rpartition(":")[0])
+        return debug(workflow, _tasks(options, parser)[0], options, judge=judge)
+    except (TuneRefused, ExtraMissing) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def debug(
+    workflow: Callable[..., Any],
+    task: dict[str, Any],
+    options: argparse.Namespace,
+    *,
+    judge: Callable[..., Any] | None = None,
+) -> int:
+    """Run a workflow on a task with the model that the options name, and print the report; the exit code."""
+    bound, name = _model(options)
+    defaults = CallDefaults(
+        model_name=name,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        max_tokens=options.max_tokens,
+        enable_thinking=options.enable_thinking,
+        timeout_s=options.timeout,
+    )
+    auxiliary = dict(each.partition("=")[::2] for each in options.auxiliary)
+    others = {name: CallDefaults(model_name=served or defaults.model_name) for name, served in auxiliary.items()}
+    try:
+        report = debug_run(workflow, task, bound, defaults, judge=judge, auxiliary=others)
+    except (TuneRefused, ExtraMissing):
+        raise
+    except Exception:  # noqa: BLE001 - it is the workflow's own, and shown whole
+        traceback.print_exc()
+        _print(DebugReport(calls=bound.calls))
+        return 1
+    _print(report)
+    if report.problem is not None:
+        print(f"nothing would be learnt from this run: {report.problem}", file=sys.stderr)
+    return 0 if report.problem is None else 1
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The options that say which model the workflow calls."""
+    group = parser.add_argument_group("the model", "an OpenAI-compatible one, or that of a service of ours")
+    group.add_argument("--base-url", default=os.environ.get("OPENAI_BASE_URL"), help="with its /v1 ($OPENAI_BASE_URL)")
+    group.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY", "none"), help="($OPENAI_API_KEY)")
+    group.add_argument("--model", help="its name; default: the only one, or the first, that is served there")
+    group.add_argument(
+        "--service", metavar="URL", help="the URL of a service of ours: the run is kept there, and not trained on"
+    )
+    group.add_argument(
+        "--auxiliary", action="append", default=[], metavar="NAME=MODEL", help="an auxiliary model that is served there"
+    )
+    group.add_argument("--temperature", type=float)
+    group.add_argument("--top-p", type=float)
+    group.add_argument("--max-tokens", type=int)
+    group.add_argument("--enable-thinking", action=argparse.BooleanOptionalAction)
+    group.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of one call")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=_PROG, description=__doc__)
+    parser.add_argument("workflow", metavar="FILE:FUNCTION")
+    parser.add_argument("--judge", metavar="FUNCTION", help="of the same file, or FILE:FUNCTION")
+    parser.add_argument("--task", metavar="JSON", help="an object; @FILE reads it from a file")
+    parser.add_argument("--dataset", metavar="PATH", help="instead of --task: the task comes from there")
+    parser.add_argument("--split", default="train")
+    parser.add_argument("--index", type=int, default=0, help="which task of the dataset, from 0")
+    add_model_options(parser)
+    return parser
+
+
+def _tasks(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
+    if (options.task is None) == (options.dataset is None):
+        parser.error("give a task with --task, or a dataset with --dataset")
+    if options.dataset is not None:
+        return [task_at(DatasetConfig(options.dataset, split=options.split), options.index)]
+    text = options.task
+    if text.startswith("@"):
+        with open(text[1:], encoding="utf-8") as file:
+            text = file.read()
+    try:
+        task = json.loads(text)
+    except ValueError as error:
+        raise TuneRefused(f"--task is not JSON: {error}") from None
+    if not isinstance(task, dict):
+        raise TuneRefused("--task must be a JSON object")
+    return [task]
+
+
+def task_at(dataset: DatasetConfig, index: int) -> dict[str, Any]:
+    """A task of a dataset. Raises TuneRefused."""
+    if index < 0:
+        raise TuneRefused(f"--index must be 0 or more, not {index}")
+    tasks = dataset.tasks()
+    found = next(islice(tasks, index, None), None)
+    if found is None:
+        raise TuneRefused(f"{dataset.path}: there are {len(tasks)} tasks, and none has index {index}")
+    return found
+
+
+def _model(options: argparse.Namespace) -> tuple[CallsEndpoint, str]:
+    """What the calls are bound to, and the model's name there."""
+    if options.service is not None:
+        run_id = uuid.uuid4().hex
+        run = Run(service=options.service, task_id="debug", run_id=run_id, train=False, api_key=options.api_key)
+        return run, options.model or _name_of_served(run)
+    if options.base_url is None:
+        raise TuneRefused("which model? Give --service URL, or --base-url URL and --model NAME")
+    bound = ModelEndpoint(base_url=options.base_url, api_key=options.api_key)
+    return bound, options.model or _name_of_served(bound)
+
+
+def _name_of_served(bound: CallsEndpoint) -> str:
+    """The first model that is served. Raises TuneRefused."""
+    url = f"{bound.base_url.rstrip('/')}/models"
+    try:
+        answer = httpx.get(url, headers=header_of_key(bound.api_key), timeout=_MODELS_TIMEOUT_S)
+        answer.raise_for_status()
+        return str(answer.json()["data"][0]["id"])
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise TuneRefused(f"{url} does not say which models there are ({error}): name one with --model") from None
+
+
+def _print(report: DebugReport) -> None:
+    print(visible("\n".join(report.lines()), sys.stdout.encoding))

@@ -1,1 +1,0 @@
-"""Runs of the workflow: one attempt, its failures, and the rewards on their way to the services."""

@@ -1,0 +1,554 @@
+"""The services of a call of tune(): joined or started, asked, and waited for until a step is trained."""
+
+import asyncio
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path, PurePath
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from tuneloop.runner.errors import ServiceAway, TuneFailed, TuneRefused
+from tuneloop.runner.http_client import header_of_key
+from tuneloop.runner.models.bound_model import CallDefaults, ModelEndpoint, make_model, wanted_client
+from tuneloop.runner.models.run import Run, StoredCalls
+from tuneloop.runner.models.transport import close_connections
+from tuneloop.runner.private_files import make_private_folder, private_opener, write_private_text
+from tuneloop.runner.tuning.config import (
+    OF_GROUPS,
+    AlgorithmConfig,
+    ServicePlace,
+    TunerModelConfig,
+    WorkflowType,
+    merge_settings,
+    service_settings,
+)
+from tuneloop.runner.tuning.experiment import ExperimentFolder
+
+#: Seconds before an answer that did not come is asked for again: so many at first, twice as many each time, at most.
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+
+_REFUSED_FOR_NOW = {429, 500, 502, 503, 504}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStatus:
+    """What a service is doing. `settled`: it makes no further step of what it has, and serves its newest version.
+
+    `served` is the version that answers, `newest` the last one made, `step` the trainer's. `sentences` say why no step
+    is happening, `held` why the newest version is not served.
+    """
+
+    served: int
+    newest: int
+    step: int
+    settled: bool
+    states: Mapping[str, int]
+    sentences: tuple[str, ...] = ()
+    trainer_up: bool = True
+    held: str | None = None
+
+
+class ServiceClient:
+    """A service at a URL, without `/v1`. Waits for up to `timeout_s` seconds while it is away.
+
+    `check` is called while it waits, and raises if waiting is in vain.
+    """
+
+    def __init__(
+        self, url: str, *, api_key: str = "none", timeout_s: float = 300.0, check: Callable[[], None] = lambda: None
+    ) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.api_key = api_key
+        self._timeout_s, self._check = timeout_s, check
+        headers = header_of_key(api_key)
+        self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=httpx.Timeout(60.0, connect=5.0))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+
+    async def until_reached(self, timeout_s: float) -> None:
+        """Return when anything answers at its URL, whatever it says."""
+        since = time.monotonic()
+        while True:
+            try:
+                await self._http.get("/health/ready", timeout=10.0)
+                return
+            except (httpx.TransportError, httpx.InvalidURL) as error:
+                why = f"{type(error).__name__} {error}".strip()
+            if time.monotonic() - since > timeout_s:
+                raise ServiceAway(f"nothing answers at {self.url} for {timeout_s:g} s: {why}; is that its URL?")
+            await asyncio.sleep(_LONGEST_PAUSE_S / 10)
+
+    async def until_ready(self, timeout_s: float | None = None) -> None:
+        """Return when it can answer requests."""
+        await self._patiently(lambda: self._http.get("/health/ready", timeout=10.0), timeout_s)
+
+    async def until_answers(self, timeout_s: float) -> None:
+        """Return when it lists its models: any OpenAI-compatible service does."""
+        await self._patiently(lambda: self._http.get("/v1/models", timeout=10.0), timeout_s)
+
+    async def is_ready(self) -> bool:
+        """Whether it can answer requests now."""
+        try:
+            return (await self._http.get("/health/ready", timeout=10.0)).is_success
+        except httpx.TransportError:
+            return False
+
+    async def model_name(self) -> str:
+        """The name under which it serves the model."""
+        answer = await self._patiently(lambda: self._http.get("/v1/models"))
+        return str(answer.json()["data"][0]["id"])
+
+    async def options(self) -> dict[str, Any]:
+        """How it trains, as far as it says so."""
+        answer = await self._patiently(lambda: self._http.get("/training"))
+        return dict(answer.json().get("configured") or {})
+
+    async def feedback(self, entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        """Bring the entries to its disk, and return what became of each run: `task_id/run_id` → outcome."""
+        answer = await self._patiently(lambda: self._http.post("/feedback", json={"feedback": list(entries)}))
+        return dict(answer.json().get("outcomes", {}))
+
+    async def commit(self, task_ids: Sequence[str]) -> int:
+        """Release what is rewarded of these tasks to the trainer, at once; how many experiences that was."""
+        answer = await self._patiently(lambda: self._http.post("/commit", json={"task_ids": list(task_ids)}))
+        return int(answer.json()["committed"])
+
+    async def calls(self, task_id: str, run_id: str) -> StoredCalls:
+        """The replies that a run got."""
+        query = {"task_id": task_id, "run_id": run_id, "tokens": "true"}
+        answer = await self._patiently(lambda: self._http.get("/training/calls", params=query))
+        return StoredCalls.of(answer.json())
+
+    async def status(self) -> TrainingStatus:
+        """What it is doing now."""
+        found = (await self._patiently(lambda: self._http.get("/training"))).json()
+        return TrainingStatus(
+            served=found["served"],
+            newest=found["newest"],
+            step=found["step"],
+            settled=found["settled"],
+            states=found["experiences"],
+            sentences=tuple(reason["sentence"] for reason in found["reasons"]),
+            trainer_up=found["trainer_up"],
+            held=next((each["sentence"] for each in found["reasons"] if each.get("code") == "promotion_held"), None),
+        )
+
+    async def _patiently(
+        self, ask: Callable[[], Awaitable[httpx.Response]], timeout_s: float | None = None
+    ) -> httpx.Response:
+        """Ask until there is an answer. Raises TuneFailed if it refuses for good, ServiceAway if none comes."""
+        allowed_s = self._timeout_s if timeout_s is None else timeout_s
+        since, pause_s = time.monotonic(), _PAUSE_S
+        while True:
+            self._check()
+            try:
+                answer = await ask()
+                if answer.is_success:
+                    return answer
+                why = f"{answer.status_code} {_sentence(answer)}"
+                if answer.status_code not in _REFUSED_FOR_NOW:
+                    raise TuneFailed(f"the service at {self.url} refuses {answer.request.url.path}: {why}")
+            except httpx.TransportError as error:
+                why = f"{type(error).__name__} {error}".strip()
+            if time.monotonic() - since > allowed_s:
+                raise ServiceAway(f"the service at {self.url} did not answer for {allowed_s:g} s: {why}")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _sentence(answer: httpx.Response) -> str:
+    try:
+        body = answer.json()
+        return str((body.get("error") or {}).get("message") or body.get("reason") or body)[:300]
+    except (ValueError, AttributeError):
+        return answer.text[:300]
+
+
+#: Seconds between two looks at what the service is doing.
+_LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimeouts:
+    """Seconds that a step may make no progress, and that a service may be without a trainer meanwhile."""
+
+    step_s: float = 3600.0
+    trainer_s: float = 300.0
+
+
+class TrainingWait:
+    """What became of one service's commits."""
+
+    def __init__(self, service: ServiceClient, patience: StepTimeouts, say: Callable[[str], None]) -> None:
+        self._service, self._patience, self._say = service, patience, say
+        self._expected = 0
+        self.served = 0
+        self._held: str | None = None
+
+    async def until_served(self, before: TrainingStatus, *, settled: bool = False) -> bool:
+        """Wait for the version of what was committed last, `before` which it was such; False if none came of it.
+
+        `settled`: for all there is. Raises TuneFailed.
+        """
+        expected = self._expected = max(self._expected, before.newest) + 1
+        since, last = time.monotonic(), before
+        alone = _TrainersAbsence(self._service.url, self._patience.trainer_s, self._say)
+        while True:
+            status = await self._service.status()
+            if (status.served >= expected and not settled) or status.settled:
+                self._expected = max(status.served, before.newest)
+                self.served = max(self.served, status.served)
+                return status.served > before.served
+            alone.note(is_up=status.trainer_up)
+            if status.held and status.held != self._held:
+                self._held = status.held
+                self._say(f"the next step waits, for the service at {self._service.url} holds a version: {status.held}")
+            if (status.newest, status.served, status.states) != (last.newest, last.served, last.states):
+                since, last = time.monotonic(), status
+            if time.monotonic() - since > self._patience.step_s:
+                why = "; ".join(status.sentences)
+                raise TuneFailed(
+                    f"the service at {self._service.url} has made nothing for {self._patience.step_s:g} s of what was "
+                    f"committed: {why}"
+                )
+            await asyncio.sleep(_LOOK_S)
+
+
+class _TrainersAbsence:
+    """Says when there is no trainer, and when there is one again; raises ServiceAway if there is none for too long."""
+
+    def __init__(self, url: str, patience_s: float, say: Callable[[str], None]) -> None:
+        self._url, self._patience_s, self._say = url, patience_s, say
+        self._since: float | None = None
+
+    def note(self, *, is_up: bool) -> None:
+        """Take a look into account."""
+        if is_up:
+            if self._since is not None:
+                self._say(f"the service at {self._url} has a trainer again")
+            self._since = None
+            return
+        if self._since is None:
+            self._since = time.monotonic()
+            self._say(
+                f"the service at {self._url} has no trainer, and what is committed waits: see its log, or "
+                f"`tuneloop run` with mode train; stopping after {self._patience_s:g} s without one"
+            )
+        if time.monotonic() - self._since > self._patience_s:
+            raise ServiceAway(f"the service at {self._url} had no trainer for {self._patience_s:g} s")
+
+
+#: What a service says of itself, by our names; nothing from one that is older than that.
+Configured = Mapping[str, Any]
+
+
+def compare_options(
+    url: str, configured: Configured, algorithm: AlgorithmConfig | None, model: TunerModelConfig | None
+) -> list[str]:
+    """A sentence for each option that has no effect there. Raises TuneRefused if something else would be trained."""
+    if not configured:
+        return []
+    refused = []
+    here = configured["algorithm_type"]
+    if algorithm is not None and here != algorithm.algorithm_type:
+        refused.append(
+            f"trains by {here}, not by {algorithm.algorithm_type}: say AlgorithmConfig(algorithm_type={here!r}), or "
+            f"start it with algorithm.algorithm_type: {algorithm.algorithm_type}"
+        )
+    rank = model.tinker_config.rank if model and model.tinker_config else None
+    if model is not None and rank != (served := configured["lora_rank"]):
+        refused.append(
+            f"trains {_weights(served)}, not {_weights(rank)}: say so in tinker_config, or start it with "
+            f"model.lora.rank: {rank or 0}"
+        )
+    if refused:
+        raise TuneRefused(f"the service at {url} {'; and it '.join(refused)}")
+    return [f"the service at {url} {each}" for each in _differences(configured, algorithm, model)]
+
+
+def _weights(rank: int | None) -> str:
+    return f"an adapter of rank {rank}" if rank else "all weights"
+
+
+def _differences(
+    configured: Configured, algorithm: AlgorithmConfig | None, model: TunerModelConfig | None
+) -> Iterator[str]:
+    if algorithm is not None:
+        rate, runs = algorithm.learning_rate, algorithm.batch_size * algorithm.group_size
+        rows = configured["train_batch_size"]
+        if configured["learning_rate"] != rate:
+            yield f"has the learning rate {configured['learning_rate']:g}: learning_rate {rate:g} has no effect"
+        if algorithm.algorithm_type in OF_GROUPS and configured["group_size"] != algorithm.group_size:
+            yield (
+                f"compares {configured['group_size'] or 'no'} runs of a task (buffer.group_size), and group_size is "
+                f"{algorithm.group_size}: groups are cut, or wait for buffer.group_timeout"
+            )
+        if configured["batch_timeout"] is None and rows > runs:
+            yield (
+                f"waits for {rows} experiences (buffer.train_batch_size), and a step has {runs} runs: it may make one "
+                "version of several steps; set buffer.batch_timeout"
+            )
+        if rows < runs:
+            yield f"makes several versions of a step of {runs} runs: its buffer.train_batch_size is {rows}"
+        if configured["save_interval"] > 1:
+            yield f"publishes every {configured['save_interval']}th of its steps (trainer.save_interval)"
+    if model is not None:
+        if configured["model"] != (folder := PurePath(model.model_path).name):
+            yield f"trains {configured['model']}: model_path {folder} has no effect"
+        here = configured["max_model_len"]
+        if here is not None and model.max_model_len is not None and here < model.max_model_len:
+            yield f"takes {here} tokens: max_model_len {model.max_model_len} has no effect"
+
+
+_PR_SET_PDEATHSIG = 1
+_PRCTL = ctypes.CDLL(None, use_errno=True).prctl if sys.platform.startswith("linux") else None
+_STOP_S = 120.0
+_TAIL = 20
+
+_MISSING = (
+    "tune() starts a service, and the command `tuneloop` is not installed here: install tuneloop beside the app "
+    "(`make install` in its repository), or start `tuneloop run --config …` elsewhere and pass service='http://HOST:8010'"
+)
+
+
+class ServiceProcess:
+    """A `tuneloop run --config …` in a session of its own, which writes into `log`."""
+
+    def __init__(self, config: Path, log: Path, *, command: list[str] | None = None) -> None:
+        self._log = log
+        make_private_folder(log.parent, exist_ok=True)
+        with open(log, "ab", opener=private_opener) as output:
+            self._process = subprocess.Popen(
+                [*(command or find_command()), "run", "--config", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=(partial(_be_ended_with, (os.getpid())) if _PRCTL is not None else None),
+            )
+
+    def check(self) -> None:
+        """Raise ServiceAway if it has ended."""
+        if (code := self._process.poll()) is not None:
+            raise ServiceAway(f"the service ended with exit code {code}; {self.last_words()}")
+
+    def last_words(self) -> str:
+        """The end of its log, and where the rest is."""
+        lines = self._log.read_text(errors="replace").splitlines()[-_TAIL:]
+        return "\n".join([f"its log is {self._log} and ends with:", *(f"    {line}" for line in lines)])
+
+    def stop(self) -> None:
+        """Let it end in peace; kill it if that takes too long."""
+        if self._process.poll() is None:
+            self._process.terminate()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def find_command() -> list[str]:
+    """The command `tuneloop`: of this Python's environment, else in PATH. Raises TuneRefused."""
+    with suppress(ModuleNotFoundError):
+        if find_spec("tuneloop.cli.main") is not None:
+            return [sys.executable, "-P", "-c", "from tuneloop.cli.main import main; main()"]
+    if found := shutil.which("tuneloop"):
+        return [found]
+    raise TuneRefused(_MISSING)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _be_ended_with(parent: int) -> None:
+    assert _PRCTL is not None
+    _PRCTL(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+class ModelFactory:
+    """Makes models for one workflow. `defaults` are by model; `eval_temperature`, if given, holds in evaluations."""
+
+    def __init__(
+        self, workflow: WorkflowType, defaults: Mapping[str, CallDefaults], *, eval_temperature: float | None = None
+    ) -> None:
+        self._client, self._sync = wanted_client(workflow)
+        self._training = dict(defaults)
+        self._evaluation = self._training
+        if eval_temperature is not None:
+            self._evaluation = {name: replace(each, temperature=eval_temperature) for name, each in defaults.items()}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await close_connections()
+
+    def model_for(self, name: str, run: Run) -> Any:
+        """The model that the workflow gets for the trained model `name`."""
+        defaults = (self._training if run.train else self._evaluation)[name]
+        return make_model(run, defaults, client=self._client, sync=self._sync)
+
+
+def call_defaults(served_as: str, config: TunerModelConfig | None, *, timeout_s: float) -> CallDefaults:
+    """What a model's calls say by default; without settings of the model, the service's own defaults hold."""
+    if config is None:
+        return CallDefaults(model_name=served_as, timeout_s=timeout_s)
+    return replace(config.call_defaults(served_as), timeout_s=timeout_s)
+
+
+#: The name of the model that is trained if there is one only.
+MAIN = "model"
+
+#: Rows of a run, at most, that a step of a started service makes room for: what is beyond makes a step of its own.
+_CALLS = 256
+
+#: Seconds that a reply of an auxiliary model may take.
+_AUXILIARY_S = 600.0
+
+#: Seconds after a step's commit when its groups, and then the step, are taken with what there is.
+_GROUP_S, _BATCH_S = 0.1, 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOptions:
+    """How services are started and asked. `over` are settings that win over those that are generated."""
+
+    api_key: str = "none"
+    timeout_s: float = 300.0
+    start_timeout_s: float = 1800.0
+    join_timeout_s: float = 60.0
+    over: Mapping[str, Any] = field(default_factory=dict)
+    monitor_type: str | None = None
+
+
+class ServiceOpener:
+    """Joins and starts services, which end with `stack`."""
+
+    def __init__(
+        self, folder: ExperimentFolder, options: ServiceOptions, stack: AsyncExitStack, *, say: Callable[[str], None]
+    ) -> None:
+        self._folder, self._options, self._stack, self._say = folder, options, stack, say
+
+    async def open_trained(
+        self, configs: Mapping[str, TunerModelConfig], urls: Mapping[str, str], algorithm: AlgorithmConfig | None
+    ) -> dict[str, ServiceClient]:
+        """The services that train the models: those that have a URL are joined, the others started.
+
+        Raises TuneRefused if one that is joined trains something else than what was asked for.
+        """
+        joined = {name: await self._join(url) for name, url in urls.items()}
+        for name, client in joined.items():
+            await client.until_ready(self._options.start_timeout_s)
+            for said in compare_options(client.url, await client.options(), algorithm, configs.get(name)):
+                self._say(said)
+        wanted = algorithm or AlgorithmConfig()
+        found = {
+            name: joined.get(name) or await self._start(name, configs[name], wanted, step_settings(wanted))
+            for name in dict.fromkeys([*configs, *urls])
+        }
+        for client in found.values():
+            await client.until_ready(self._options.start_timeout_s)
+        return found
+
+    async def open_auxiliary(self, models: Mapping[str, Any], workflow: WorkflowType) -> dict[str, Any]:
+        """The models that are not trained: of a TunerModelConfig a service is started, a URL is joined.
+
+        Any other object is the model itself.
+        """
+        client, sync = wanted_client(workflow)
+        found = dict(models)
+        for name, model in models.items():
+            if not isinstance(model, str | TunerModelConfig):
+                continue
+            config = model if isinstance(model, TunerModelConfig) else None
+            service = (
+                await self._join(model)
+                if isinstance(model, str)
+                else await self._start(name, model, AlgorithmConfig(), {"mode": "serve"})
+            )
+            await service.until_answers(self._options.start_timeout_s)
+            endpoint = ModelEndpoint(base_url=f"{service.url}/v1", api_key=self._options.api_key)
+            defaults = call_defaults(await service.model_name(), config, timeout_s=_AUXILIARY_S)
+            found[name] = make_model(endpoint, defaults, client=client, sync=sync)
+        return found
+
+    async def _join(self, url: str) -> ServiceClient:
+        """Raises ServiceAway unless somebody answers there soon, if only that it is not ready yet."""
+        options = self._options
+        client = ServiceClient(url, api_key=options.api_key, timeout_s=options.timeout_s)
+        await self._stack.enter_async_context(client)
+        self._say(f"joining the service at {client.url}")
+        await client.until_reached(options.join_timeout_s)
+        return client
+
+    async def _start(
+        self, name: str, model: TunerModelConfig, algorithm: AlgorithmConfig, changes: Mapping[str, Any]
+    ) -> ServiceClient:
+        port, path, log = free_port(), self._folder.settings(name), self._folder.log(name)
+        place = ServicePlace(
+            project=self._folder.path.parent.name,
+            name=self._folder.name if name == MAIN else f"{self._folder.name}-{name}",
+            checkpoint_root_dir=self._folder.path.parent.parent,
+            port=port,
+        )
+        settings = service_settings(
+            model,
+            algorithm,
+            place,
+            monitor_type=self._options.monitor_type,
+            over=merge_settings(changes, self._options.over),
+        )
+        write_private_text(path, json.dumps(settings, indent=2))
+        process = ServiceProcess(path, log)
+        self._stack.callback(process.stop)
+        self._say(f"starting the service of {name}: its log is {log}")
+        client = ServiceClient(
+            f"http://127.0.0.1:{port}",
+            api_key=self._options.api_key,
+            timeout_s=self._options.timeout_s,
+            check=process.check,
+        )
+        return await self._stack.enter_async_context(client)
+
+
+def step_settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """Settings with which a step is what one commit released, whatever runs failed, however many calls they made."""
+    return {
+        "explorer": {"service_status_check_interval": 0.25},
+        "trainer": {"keep_interval": algorithm.save_interval_steps, "poll_interval": 0.1},
+        "buffer": {
+            "group_timeout": _GROUP_S,
+            "batch_timeout": _BATCH_S,
+            "train_batch_size": algorithm.batch_size * algorithm.group_size * _CALLS,
+        },
+    }

@@ -1,1 +1,0 @@
-"""The services that train the models: joined by URL or started, and asked over HTTP."""

@@ -1,0 +1,219 @@
+"""What tune() shows: means with intervals, lines, curves, and its result."""
+
+import importlib.util
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from types import TracebackType
+from typing import Protocol, Self, TextIO
+
+from tuneloop.runner.collection.figures import mean_of, share_of
+from tuneloop.runner.tuning.experiment import RunResult
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The mean of `count` rewards, and a 95 % confidence interval of it; one of a single reward is unbounded."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}], n = {self.count}"
+
+
+def interval_of(rewards: Sequence[float]) -> Interval:
+    """Student's interval; Wilson's where all rewards are 0 or 1. Raises ValueError for no rewards."""
+    if not rewards:
+        raise ValueError("there is no reward to average")
+    count, mean = len(rewards), fmean(rewards)
+    is_share = all(reward in (0.0, 1.0) for reward in rewards)
+    found = share_of(rewards.count(1.0), count) if is_share else mean_of(rewards)
+    if found is None or found.low is None or found.high is None:
+        return Interval(mean, -math.inf, math.inf, count)
+    return Interval(mean, found.low, found.high, count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """A step: its rollouts' reward, how many runs failed, how long it took, and the version after it."""
+
+    step: int
+    reward: Interval | None
+    runs: int
+    failed: int
+    seconds: float
+    version: int
+    published: bool
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationReport:
+    """How a version did on the evaluation's tasks; `step` 0 is before training."""
+
+    step: int
+    version: int
+    reward: Interval | None
+    failed: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class TuneResult:
+    """What came of `tune()`. `before` and `after` are of the evaluation; without one, of the first and last step."""
+
+    folder: Path
+    tensorboard: Path
+    checkpoints: Path | None
+    steps: int = 0
+    version: int = 0
+    before: Interval | None = None
+    after: Interval | None = None
+    evaluations: list[EvaluationReport] = field(default_factory=list)
+    history: list[StepReport] = field(default_factory=list)
+    failures: dict[str, int] = field(default_factory=dict)
+
+
+class RunnerCurves:
+    """Writes `rollout/…` and `evaluation/…` curves; the step is that of tune()."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(logdir=str(folder))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writer.close()
+
+    def say(self, sentence: str) -> None:
+        """Sentences are no curves."""
+
+    def run_ended(self, result: RunResult) -> None:
+        """A run alone is no point of a curve."""
+
+    def step(self, report: StepReport) -> None:
+        """Add a step's points."""
+        self._add_reward("rollout", report.reward, report.step)
+        self._add("rollout/failed", report.failed / max(report.runs, 1), report.step)
+        self._add("rollout/seconds", report.seconds, report.step)
+        self._add("rollout/version", report.version, report.step)
+        self._add("rollout/tokens_per_second", report.tokens / max(report.seconds, 1e-9), report.step)
+        self._writer.flush()
+
+    def evaluation(self, report: EvaluationReport, *, seconds: float) -> None:
+        """Add an evaluation's points."""
+        self._add_reward("evaluation", report.reward, report.step)
+        self._add("evaluation/failed", report.failed, report.step)
+        for name, value in report.metrics.items():
+            self._add(f"evaluation/metrics/{name}", value, report.step)
+        self._writer.flush()
+
+    def _add_reward(self, of: str, reward: Interval | None, step: int) -> None:
+        if reward is None:
+            return
+        for name, value in (("mean", reward.mean), ("low", reward.low), ("high", reward.high)):
+            if math.isfinite(value):
+                self._add(f"{of}/reward_{name}", value, step)
+
+    def _add(self, name: str, value: float, step: int) -> None:
+        self._writer.add_scalar(name, value, step)
+
+
+class View(Protocol):
+    """What the loop tells."""
+
+    def say(self, sentence: str) -> None:
+        """Show a sentence."""
+
+    def run_ended(self, result: RunResult) -> None:
+        """A run has ended."""
+
+    def step(self, report: StepReport) -> None:
+        """A step is over."""
+
+    def evaluation(self, report: EvaluationReport, *, seconds: float) -> None:
+        """An evaluation is over."""
+
+
+class PlainView:
+    """One line for each thing that happened."""
+
+    def __init__(self, output: TextIO | None = None) -> None:
+        self._output = output
+
+    def say(self, sentence: str) -> None:
+        """Print a sentence."""
+        print(f"[{time.strftime('%H:%M:%S')}] {sentence}", file=self._output or sys.stdout, flush=True)
+
+    def run_ended(self, result: RunResult) -> None:
+        """Say nothing: a step is one line."""
+
+    def step(self, report: StepReport) -> None:
+        """Print a step's line."""
+        failed = f", {report.failed} failed" if report.failed else ""
+        speed = report.tokens / max(report.seconds, 1e-9)
+        self.say(
+            f"step {report.step}: reward {report.reward or 'unknown'}; {report.runs} runs{failed}, "
+            f"{report.seconds:.1f} s, {speed:.0f} tokens/s, version {report.version}"
+        )
+
+    def evaluation(self, report: EvaluationReport, *, seconds: float) -> None:
+        """Print an evaluation's line."""
+        failed = f", {report.failed} failed" if report.failed else ""
+        metrics = "".join(f", {name} {value:.3f}" for name, value in report.metrics.items())
+        self.say(
+            f"evaluation at step {report.step}, version {report.version}: reward {report.reward or 'unknown'}"
+            f"{metrics}{failed}, {seconds:.1f} s"
+        )
+
+
+class ManyViews:
+    """Tells several views the same."""
+
+    def __init__(self, views: Sequence[View]) -> None:
+        self._views = views
+
+    def say(self, sentence: str) -> None:
+        """Pass it on."""
+        for view in self._views:
+            view.say(sentence)
+
+    def run_ended(self, result: RunResult) -> None:
+        """Pass it on."""
+        for view in self._views:
+            view.run_ended(result)
+
+    def step(self, report: StepReport) -> None:
+        """Pass it on."""
+        for view in self._views:
+            view.step(report)
+
+    def evaluation(self, report: EvaluationReport, *, seconds: float) -> None:
+        """Pass it on."""
+        for view in self._views:
+            view.evaluation(report, seconds=seconds)
+
+
+@contextmanager
+def open_view(chosen: View | None, tensorboard: Path) -> Iterator[View]:
+    """The chosen view, else lines; and curves, if there is a package to write them."""
+    with ExitStack() as stack:
+        views = [PlainView() if chosen is None else chosen]
+        if importlib.util.find_spec("tensorboardX"):
+            views.append(stack.enter_context(RunnerCurves(tensorboard / "runner")))
+        else:
+            views[0].say('no curves are written: pip install "./runner[tune]" has what writes them')
+        yield ManyViews(views)

@@ -1,1 +1,0 @@
-"""What tune() shows: lines, a live view, and curves."""

@@ -1,0 +1,113 @@
+"""Marks: which call they are of, in threads, in tasks and in blocks."""
+
+import asyncio
+from collections.abc import Callable
+from contextvars import copy_context
+from threading import Thread
+
+import pytest
+
+from tests.runner.feedback.service import FeedbackService
+from tests.runner.shadow.recording import Seen, runner_of
+from tuneloop.runner import ExplicitMarkingStrategy, TrainingContext, TrainingRunner
+
+
+@pytest.fixture
+def seen(service: FeedbackService) -> Seen:
+    return Seen(service.url, ExplicitMarkingStrategy.create())
+
+
+def test_a_mark_is_of_the_next_call_alone(seen: Seen) -> None:
+    with seen:
+        seen.ask("a")
+        TrainingContext.mark("high-quality", "user-feedback")
+        seen.ask("b")
+        seen.ask("c")
+    assert seen.marks() == {"b": ("high-quality", "user-feedback")}
+
+
+def test_a_block_marks_all_of_its_calls(seen: Seen) -> None:
+    with seen:
+        with TrainingContext.mark("outer"):
+            seen.ask("a")
+            with TrainingContext.mark("inner"):
+                seen.ask("b")
+            seen.ask("c")
+        seen.ask("d")
+    assert seen.marks() == {"a": ("outer",), "b": ("outer", "inner"), "c": ("outer",)}
+    assert TrainingContext.marks() == ()
+
+
+async def test_tasks_do_not_see_each_others_marks(seen: Seen) -> None:
+    async def one(number: int) -> None:
+        if number % 2:
+            TrainingContext.mark(f"m{number}")
+        await asyncio.sleep(0.01)
+        await seen.ask_async(str(number))
+
+    with seen:
+        await asyncio.gather(*(one(number) for number in range(10)))
+    assert seen.marks() == {str(number): (f"m{number}",) for number in range(1, 10, 2)}
+
+
+def test_threads_do_not_see_each_others_marks(seen: Seen) -> None:
+    def one(number: int) -> None:
+        TrainingContext.mark(f"m{number}")
+        seen.ask(str(number))
+
+    with seen:
+        threads = [Thread(target=one, args=(number,)) for number in range(5)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        seen.ask("main")
+    assert seen.marks() == {str(number): (f"m{number}",) for number in range(5)}
+
+
+async def test_the_next_call_may_be_one_of_a_task_that_was_begun_for_it(seen: Seen) -> None:
+    with seen:
+        TrainingContext.mark("m")
+        await asyncio.create_task(seen.ask_async("a"))
+        await seen.ask_async("b")
+    assert seen.marks() == {"a": ("m",)}
+
+
+IN_A_CALL: list[Callable[[], object]] = [
+    lambda: TrainingContext.mark("late"),
+    lambda: copy_context().run(TrainingContext.mark, "late"),
+]
+
+
+@pytest.mark.parametrize("mark", IN_A_CALL)
+def test_what_is_marked_while_a_call_runs_is_of_this_call(service: FeedbackService, mark: Callable[[], object]) -> None:
+    with runner_of(service.url, ExplicitMarkingStrategy.create(during_call=True)) as (runner, results):
+        marking = runner.wrap(lambda text: mark() and text if text == "a" else text)
+        for text in "ab":
+            assert marking(text) == text
+    assert [(each.call.args, each.call.marks) for each in results] == [(("a",), ("late",))]
+
+
+def test_marks_that_are_none_are_refused() -> None:
+    for labels in ((), ("",), (5,)):
+        with pytest.raises(ValueError, match="label"):
+            TrainingContext.mark(*labels)  # type: ignore[arg-type]
+
+
+def test_marks_of_a_call_are_gone_after_it_though_nothing_is_run_again(service: FeedbackService) -> None:
+    runner = TrainingRunner(service=service.url, model="t", agent=lambda run: len, reward_calculator=lambda result: 1.0)
+    ask = runner.wrap(len)
+    TrainingContext.mark("before")
+    assert ask("a") == 1
+    assert TrainingContext.marks() == ()
+
+
+def test_marks_that_no_call_takes_do_not_pile_up() -> None:
+    def mark() -> tuple[str, ...]:
+        for _ in range(1000):
+            TrainingContext.mark("hard")
+        with TrainingContext.mark("hard", "paid"):
+            pass
+        return TrainingContext.marks()
+
+    assert copy_context().run(mark) == ("hard",)

@@ -23,7 +23,6 @@ MEANINGS = {
     "engines": "the engines that answer requests",
     "errors": "exceptions of ours",
     "evaluation": "a candidate's figures on the gate's tasks",
-    "export": "what is written into files for other programs",
     "feedback": "what users say of replies after them, on its way to rewards",
     "gate": "the rule that admits a candidate, and who applies it",
     "groups": "replies that are compared with each other: those of a task, a run or a preference",

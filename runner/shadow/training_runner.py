@@ -315,12 +315,12 @@ class TrainingRunnerBuilder:
     def __init__(self) -> None:
         self._settings: dict[str, Any] = {}
 
-    def __getattr__(self, name: str) -> Callable[[Any], Self]:
+    def __getattr__(self, name: str) -> Callable[[Any], "TrainingRunnerBuilder"]:
         setting = self._NAMES.get(name, name)
         if setting not in TrainingRunner.__dataclass_fields__:
             raise AttributeError(f"TrainingRunner has no setting {name!r}")
 
-        def give(value: Any) -> Self:
+        def give(value: Any) -> "TrainingRunnerBuilder":
             self._settings[setting] = value
             return self
 

@@ -14,10 +14,10 @@ import typer
 import uvloop
 
 from tuneloop.explorer.engines import vllm
-from tuneloop.explorer.http.connections import raise_descriptor_limit
-from tuneloop.explorer.http.server import check_uvicorn
 from tuneloop.explorer.http.sockets import listen
+from tuneloop.explorer.limits import raise_descriptor_limit
 from tuneloop.explorer.processes.control import control
+from tuneloop.explorer.protocol import check_uvicorn
 from tuneloop.shared.errors import EnvironmentRefused, StartupError, TuneloopError
 from tuneloop.shared.job_marks import KEY, load_key, require_restored
 from tuneloop.shared.logging import clean_error, configure_logging

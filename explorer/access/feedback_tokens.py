@@ -15,7 +15,7 @@ from collections import Counter
 
 import msgspec
 
-from tuneloop.explorer.http.caller import FeedbackBinding
+from tuneloop.explorer.caller import FeedbackBinding
 
 PREFIX = "fb-"
 

@@ -1,33 +1,28 @@
-"""Keeps the workers' keys fresh, and what the database holds of them: the control process looks twice a second.
+"""Keeps the workers' keys fresh: the control process looks twice a second.
 
 {job_dir}/keys.json    the hashes of the keys, for a start while the database is away; never the truth
 """
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
 import structlog
 
-from tuneloop.explorer.access.rate_limits import KeyUsage
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable
 from tuneloop.shared.held_files import read_unlinked
 from tuneloop.shared.job_marks import KEYS
 from tuneloop.shared.ledger.keys import Keys, KeyTable
-from tuneloop.shared.ledger.stored_bytes import NO_KEY
 from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
 
 #: A key that is revoked is refused so much later, at most, while the database answers.
 _LOOK_S = 0.5
-
-#: Workers hear of what a key has stored by steps of this part of what it may.
-_STEP = 1024
 
 Publish = Callable[[KeyTable], Awaitable[None]]
 
@@ -38,14 +33,13 @@ class KeyWatch:
     def __init__(self, settings: Settings, keys: Keys) -> None:
         self._keys = keys
         self._path = settings.job_dir / KEYS
-        self._max_stored_bytes = settings.explorer.max_stored_bytes_per_key
         self._publish: list[Publish] = []
         self.table = KeyTable()
 
     def open(self) -> None:
         """Read the keys; while the database is away, those that were known last."""
         try:
-            self.table = self._with_bound(self._keys.table())
+            self.table = self._keys.table()
         except LedgerUnavailable:
             self.table = _recall(self._path)
         else:
@@ -60,66 +54,12 @@ class KeyWatch:
         await every(_LOOK_S, self._turn, task="keys", metrics=metrics)
 
     async def _turn(self) -> None:
-        same = await asyncio.to_thread(self._keys.revision) == self.table.revision
-        if same and not await self._is_stored_news():
+        if await asyncio.to_thread(self._keys.revision) == self.table.revision:
             return
-        self.table = table = self._with_bound(await asyncio.to_thread(self._keys.table))
+        self.table = table = await asyncio.to_thread(self._keys.table)
         for publish in self._publish:
             await publish(table)
-        if not same:
-            await asyncio.to_thread(_remember, self._path, table)
-
-    async def _is_stored_news(self) -> bool:
-        """Whether a key, or who needs none, has so much more or less in the database that the workers must know."""
-        of_no_key = None if self.table.in_force else self._max_stored_bytes
-        known = [(each.key_id, each.stored_bytes, each.limits.max_stored_bytes) for each in self.table.keys]
-        known.append((NO_KEY, self.table.stored_without_key, of_no_key))
-        bound = [(name, before, most) for name, before, most in known if most is not None]
-        if not bound:
-            return False
-        stored = await asyncio.to_thread(self._keys.stored_bytes)
-        return any(_is_news(stored.get(name, 0), before, most) for name, before, most in bound)
-
-    def _with_bound(self, table: KeyTable) -> KeyTable:
-        """The keys with the bound of the settings, where they have none of their own."""
-        if (most := self._max_stored_bytes) is None:
-            return table
-        bounded = [
-            msgspec.structs.replace(each, limits=msgspec.structs.replace(each.limits, max_stored_bytes=most))
-            if each.limits.max_stored_bytes is None
-            else each
-            for each in table.keys
-        ]
-        return msgspec.structs.replace(table, keys=tuple(bounded))
-
-
-def _is_news(stored: int, before: int, most: int) -> bool:
-    return (stored >= most) != (before >= most) or abs(stored - before) > most // _STEP
-
-
-class SharedUsage:
-    """What each worker's keys have taken, so that several workers hold a key to one limit."""
-
-    def __init__(self) -> None:
-        self._by_worker: dict[int, Mapping[str, KeyUsage]] = {}
-
-    def exchange(self, worker: int, usage: Mapping[str, KeyUsage]) -> dict[str, KeyUsage]:
-        """Note what a worker's keys have taken; the answer is what they have taken of all others."""
-        self._by_worker[worker] = usage
-        others: dict[str, KeyUsage] = {}
-        for number, each in self._by_worker.items():
-            if number != worker:
-                for key_id, taken in each.items():
-                    others[key_id] = _sum(others.get(key_id, KeyUsage()), taken)
-        return others
-
-    def retire(self, worker: int) -> None:
-        """A worker is no more."""
-        self._by_worker.pop(worker, None)
-
-
-def _sum(one: KeyUsage, other: KeyUsage) -> KeyUsage:
-    return KeyUsage(*(getattr(one, name) + getattr(other, name) for name in KeyUsage.__struct_fields__))
+        await asyncio.to_thread(_remember, self._path, table)
 
 
 def require_keys(settings: Settings, table: KeyTable) -> None:

@@ -13,12 +13,12 @@ from typing import Any, cast
 import msgspec
 import structlog
 
-from tuneloop.explorer.access.rate_limits import KeyUsage
+from tuneloop.explorer.caller import FeedbackBinding
 from tuneloop.explorer.capture.control_client import EVERYTHING, FlushTarget, ShadowReply
 from tuneloop.explorer.engines.adapter_names import ModelRenaming
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.explorer.engines.version_routing import TrafficSplit
-from tuneloop.explorer.http.caller import FeedbackBinding
+from tuneloop.explorer.limits import KeyUsage
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.shared.errors import ChannelLost
 from tuneloop.shared.ledger.keys import KeyTable

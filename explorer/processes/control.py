@@ -18,12 +18,11 @@ from typing import Any
 
 import structlog
 
-from tuneloop.explorer.access.key_watch import SharedUsage
 from tuneloop.explorer.background_tasks import run_task
-from tuneloop.explorer.bulk_work import CONTROL_TURN_S, take_short_turns
 from tuneloop.explorer.capture.spool_slots import RemoteSlot, Slots
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.version_routing import TrafficSplit
+from tuneloop.explorer.limits import SharedUsage
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.explorer.processes.channel import (
     AnnounceSlot,
@@ -309,7 +308,6 @@ class Workers:
 
 async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
     """Serve until SIGTERM or SIGINT. Raises TuneloopError if it cannot."""
-    take_short_turns(CONTROL_TURN_S)
     failures: list[TuneloopError] = []
     loop, ending = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -15,7 +15,7 @@ from prometheus_client import generate_latest
 from tuneloop.explorer.access.feedback_tokens import TokenUses
 from tuneloop.explorer.access.key_watch import KeyWatch, require_keys
 from tuneloop.explorer.background_tasks import OnFailure, Task
-from tuneloop.explorer.bulk_work import BulkWork
+from tuneloop.explorer.caller import FeedbackBinding
 from tuneloop.explorer.capture.control_client import EVERYTHING, Flushed, FlushTarget, ShadowReply
 from tuneloop.explorer.capture.flusher import Flusher
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
@@ -29,7 +29,6 @@ from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, FleetRep
 from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.engines.vllm_adapters import control_of
 from tuneloop.explorer.feedback.judge import JudgeLoop
-from tuneloop.explorer.http.caller import FeedbackBinding
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
 from tuneloop.explorer.processes.supervision.attachment import Attachment, Champions
@@ -186,14 +185,13 @@ def _own_spool(settings: Settings, slots: Slots, stack: AsyncExitStack) -> Spool
 
 
 def _judging(services: ControlServices, ledger: Ledger, spool: Spool, stack: AsyncExitStack) -> JudgeLoop:
-    signer, reading = ReplyIdSigner(load_key(services.settings.job_dir / KEY)), BulkWork(threads=1)
-    stack.callback(reading.close)
+    signer = ReplyIdSigner(load_key(services.settings.job_dir / KEY))
     return JudgeLoop(
         services.settings.judge,
         ledger,
         spool,
         metrics=services.metrics,
-        conversation=Conversations(signer, reading, control_client=services, reports=ledger.reports).read,
+        conversation=Conversations(signer, control_client=services, reports=ledger.reports).read,
         wait_until_flushed=services.wait_until_flushed,
     )
 

@@ -22,12 +22,10 @@ import uvicorn
 import uvloop
 
 from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
-from tuneloop.explorer.access.gatekeeper import Gatekeeper
 from tuneloop.explorer.app import Services, create_app, open_spool
+from tuneloop.explorer.auth import Gatekeeper
 from tuneloop.explorer.background_tasks import Task
-from tuneloop.explorer.bulk_work import take_short_turns
 from tuneloop.explorer.capture.spool import Spool
-from tuneloop.explorer.http.server import FastProtocol
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.processes.channel import (
     Channel,
@@ -39,6 +37,7 @@ from tuneloop.explorer.processes.channel import (
 from tuneloop.explorer.processes.garbage import keep_what_is_here
 from tuneloop.explorer.processes.patient_ledger import PatientLedger
 from tuneloop.explorer.processes.worker_link import WorkerLink
+from tuneloop.explorer.protocol import Http11
 from tuneloop.shared.errors import TuneloopError
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.logging import configure_logging
@@ -121,7 +120,7 @@ class Worker:
         app = create_app(settings, ledger, gate=gate, opening=opening, on_failure=self._fail)
         config = uvicorn.Config(
             app,
-            http=FastProtocol,
+            http=Http11,
             lifespan="on",
             access_log=False,
             log_level="warning",
@@ -172,9 +171,7 @@ class Worker:
             server.servers.remove(minded)
         elif yours and number not in self._minded and not server.should_exit:
             config = server.config
-            door = partial(
-                FastProtocol, config=config, server_state=server.server_state, app_state=server.lifespan.state
-            )
+            door = partial(Http11, config=config, server_state=server.server_state, app_state=server.lifespan.state)
             # A copy: a server closes its socket.
             copy = self._sockets[number].dup()
             minded = await asyncio.get_running_loop().create_server(door, sock=copy, backlog=config.backlog)
@@ -186,7 +183,6 @@ def main() -> None:
     """Serve until told to stop, or the control process dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     configure_logging()
-    take_short_turns()
     keep_what_is_here()
     channel, number, *sockets = map(int, sys.argv[1:])
     worker = Worker(number, [socket.socket(fileno=each) for each in sockets])

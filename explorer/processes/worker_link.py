@@ -5,15 +5,15 @@ from typing import Any
 
 import structlog
 
-from tuneloop.explorer.access.gatekeeper import Gatekeeper
-from tuneloop.explorer.access.rate_limits import KeyUsage
 from tuneloop.explorer.app import Services, open_services
+from tuneloop.explorer.auth import Gatekeeper
 from tuneloop.explorer.background_tasks import Task, every
+from tuneloop.explorer.caller import FeedbackBinding
 from tuneloop.explorer.capture.control_client import EVERYTHING, Flushed, FlushTarget, ShadowReply
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, Fleet
-from tuneloop.explorer.http.caller import FeedbackBinding
+from tuneloop.explorer.limits import KeyUsage
 from tuneloop.explorer.metrics import Metrics, process_samples
 from tuneloop.explorer.processes.channel import (
     AnnounceSlot,

@@ -3,8 +3,8 @@
 import time
 
 from tuneloop.explorer.capture.sampling import Sampling
+from tuneloop.explorer.edge import Headers
 from tuneloop.explorer.engines.fleet import Engine
-from tuneloop.explorer.http.raw_request import Headers
 from tuneloop.explorer.proxy.request import Request
 from tuneloop.shared.experience import Exchange
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
+from tuneloop.explorer.auth import RunBinding
 from tuneloop.explorer.http.bodies import finite_number, id_of, wrong_type
 from tuneloop.explorer.http.coercion import coerce_bool
-from tuneloop.explorer.http.run_prefix import RunBinding
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import person_name
 

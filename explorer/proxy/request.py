@@ -7,24 +7,23 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from tuneloop.explorer.bulk_work import BodyParser
+from tuneloop.explorer.caller import Caller
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.sampling import Sampling, sampling_of
 from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter
+from tuneloop.explorer.edge import ClientRequest, Headers
 from tuneloop.explorer.engines import affinity, vllm
 from tuneloop.explorer.engines.packing import wire
 from tuneloop.explorer.engines.version_routing import PinParser, VersionPin
-from tuneloop.explorer.http.bodies import as_utf8, optional_bool
-from tuneloop.explorer.http.caller import Caller
+from tuneloop.explorer.http.bodies import as_utf8, optional_bool, parse_body
 from tuneloop.explorer.http.chat_template import check_template
 from tuneloop.explorer.http.coercion import flag_of
-from tuneloop.explorer.http.raw_request import Headers, RawRequest
+from tuneloop.explorer.limits import RequestMeter
 from tuneloop.explorer.proxy.capture_choice import CaptureChoice
 from tuneloop.explorer.proxy.labels import Labels, labels_of, refuse_misplaced
 from tuneloop.explorer.proxy.media import with_own_uuids
 from tuneloop.explorer.proxy.media_fetching import MediaFetcher
 from tuneloop.explorer.proxy.system_turns import SystemTurns, merged_header
-from tuneloop.explorer.proxy.token_charge import TokenCharge
 from tuneloop.shared import engine_flags, steady_time
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.settings.feedback import TenantSettings
@@ -38,6 +37,9 @@ _EXPLORER_FIELDS = frozenset({"store", "metadata"})
 
 #: Fields that say what an engine does beside this request: they are the operator's. `vllm_xargs` may hold any of them.
 _OPERATORS_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id", "session_id", "priority", "vllm_xargs")
+
+#: How many tokens the client wants of a choice.
+_LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 #: Replies may come from a cache only to those of one salt, so that no tenant learns by its clock what another has sent.
 _SALT = "cache_salt"
@@ -71,7 +73,7 @@ class Request(NamedTuple):
     stamp: steady_time.Stamp
     started: float
     writer: ReplyWriter
-    charge: TokenCharge
+    meter: RequestMeter
     prefix_hashes: tuple[int, ...] = ()
     pin: VersionPin | None = None
     model: str = ""
@@ -121,18 +123,15 @@ class Request(NamedTuple):
 class RequestParser:
     """Parses requests under the settings."""
 
-    def __init__(
-        self, settings: Settings, signer: ReplyIdSigner, bodies: BodyParser, system_turns: SystemTurns
-    ) -> None:
+    def __init__(self, settings: Settings, signer: ReplyIdSigner, system_turns: SystemTurns) -> None:
         explorer = settings.explorer
-        self._bodies, self._system_turns = bodies, system_turns
+        self._system_turns = system_turns
         self.capture = CaptureChoice(explorer.capture)
         self._signer, self._tenants = signer, settings.tenants
         self._pins = PinParser(settings)
         self._default_temperature = settings.model.temperature
         self._default_tokens = settings.model.max_response_tokens
         self._max_body_bytes, self._max_choices = explorer.max_body_bytes, explorer.max_choices
-        self._timeout_s = min(explorer.body_timeout, explorer.request_timeout)
         rollout = explorer.rollout_model
         self._prefix_affinity = explorer.prefix_affinity and max(len(rollout.engine_urls), rollout.engine_num) > 1
         on_cpu = not settings.cluster.gpu_per_node and not explorer.rollout_model.engine_urls
@@ -143,10 +142,11 @@ class RequestParser:
         self._media = MediaFetcher(frozenset(explorer.allowed_media_domains), max_bytes=explorer.max_body_bytes)
         self._holds_tools = engine_flags.holds_tools(rollout.engine_args, rollout.tool_call_parser)
 
-    async def parse(self, dialect: Dialect, raw: RawRequest, started: float) -> Request:
+    async def parse(self, dialect: Dialect, raw: ClientRequest, started: float) -> Request:
         """Read and parse a request. Raises RequestRefused if it is not valid."""
-        raw_body = as_utf8(await raw.body(self._max_body_bytes, self._timeout_s))
-        body = dialect.normalize(await self._bodies.parse(raw_body, raw.caller.identity))
+        caller = raw.caller
+        raw_body = as_utf8(await raw.body(self._max_body_bytes))
+        body = dialect.normalize(await parse_body(raw_body))
         if pin := self._pins.parse(body):
             body["model"] = self._pins.model_name
         stream, store = flag_of(body, "stream"), optional_bool(body, "store")
@@ -154,16 +154,16 @@ class RequestParser:
         check_template(body)
         refuse_misplaced(body)
         dialect = dialect.for_body(body)
-        upstream, merged_turns = await self._system_turns.merge(await dialect.to_upstream(body, raw.caller))
+        upstream, merged_turns = await self._system_turns.merge(await dialect.to_upstream(body, caller))
         if any(word in raw_body for word in _MEDIA_WORDS):
-            upstream = with_own_uuids(await self._media.inline(upstream, raw.hold), raw.caller.tenant)
-        labels = labels_of(upstream, raw.run(), train=self._tenant(raw.caller).train)
+            upstream = with_own_uuids(await self._media.inline(upstream, raw.meter.hold), caller.tenant)
+        labels = labels_of(upstream, raw.run, train=self._tenant(caller).train)
         sampling = self._sampling_of(upstream, labels)
-        unwanted = (*self._unsafe_fields, *_operators_fields(raw.caller))
+        unwanted = (*self._unsafe_fields, *_operators_fields(caller))
         ignored_fields = tuple(param for param in unwanted if upstream.get(param) is not None)
-        salt = _salt_of(raw.caller, upstream)
+        salt = _salt_of(caller, upstream)
         choices = self._count_choices(dialect, upstream)
-        msg_id = self._signer.mint(raw.caller.tenant, choices, dialect.prefix)
+        msg_id = self._signer.mint(caller.tenant, choices, dialect.prefix)
         verbatim = _verbatim(dialect, upstream, msg_id, (ignored_fields, salt))
         captured = verbatim is not None or self.capture.asks(msg_id, upstream)
         added_fields = self._added_fields(dialect, upstream, captured=captured) | salt if verbatim is None else {}
@@ -171,6 +171,8 @@ class RequestParser:
         encode = partial(_encode_upstream, sent, body, upstream, _EXPLORER_FIELDS.union(ignored_fields))
         writer = dialect.writer(body, msg_id, dialect.upstream_prefix + msg_id.removeprefix(dialect.prefix))
         writer.transcript.captured = captured
+        most = next((value for name in _LENGTHS if (value := upstream.get(name)) is not None), None)
+        raw.meter.expect(body_bytes=len(raw_body), choices=choices, most=most)
         return Request(
             dialect=dialect,
             body=raw_body,
@@ -180,18 +182,18 @@ class RequestParser:
             msg_id=msg_id,
             choices=choices,
             stream=stream,
-            store=self._is_stored(raw.caller, upstream, store),
+            store=self._is_stored(caller, upstream, store),
             sampling=sampling,
             labels=labels,
             ignored_fields=ignored_fields,
-            caller=raw.caller,
+            caller=caller,
             request_id=raw.header(b"x-request-id") or msg_id,
             # The time before its body was read, which may have taken the client long.
             received_at=steady_time.now() - (waited_s := time.monotonic() - started),
             stamp=steady_time.stamp(ago_s=waited_s),
             started=started,
             writer=writer,
-            charge=TokenCharge.of(raw.caller.meter, upstream, body_bytes=len(raw_body), choices=choices),
+            meter=raw.meter,
             prefix_hashes=affinity.hash_prefixes(upstream) if self._prefix_affinity else (),
             pin=pin,
             model=str(body.get("model") or ""),

@@ -7,8 +7,8 @@ import msgspec
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response
 
+from tuneloop.explorer.caller import Caller, caller_of, operator_only
 from tuneloop.explorer.http.bodies import read_object
-from tuneloop.explorer.http.caller import Caller, caller_of, operator_only
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import KeyRefused, RequestRefused
 from tuneloop.shared.experience import Scope
@@ -32,8 +32,8 @@ def _caller(request: Request) -> Caller:
 CallerOf = Annotated[Caller, Depends(_caller)]
 
 
-def add_routes(app: FastAPI, keys: Keys, *, max_stored_bytes: int | None) -> None:
-    """Add the routes to the app. `max_stored_bytes` holds for a key that names no such limit."""
+def add_routes(app: FastAPI, keys: Keys) -> None:
+    """Add the routes to the app."""
 
     @app.get("/admin/keys")
     async def list_keys(caller: CallerOf) -> Response:
@@ -48,7 +48,7 @@ def add_routes(app: FastAPI, keys: Keys, *, max_stored_bytes: int | None) -> Non
         grant = parse_grant(body)
         if not caller.sees_all:
             theirs = await asyncio.to_thread(lambda: keys.all(tenant=caller.tenant))
-            grant = _within(grant, caller, theirs, max_stored_bytes=max_stored_bytes)
+            grant = _within(grant, caller, theirs)
         key, secret = await asyncio.to_thread(lambda: keys.create(grant, actor=caller.name))
         return _json(_report(key) | {"key": secret}, no_store=True)
 
@@ -70,7 +70,7 @@ def _tenant_of(caller: Caller) -> str | None:
     return None if caller.sees_all else caller.tenant
 
 
-def _within(grant: KeyGrant, caller: Caller, theirs: list[AccessKey], *, max_stored_bytes: int | None) -> KeyGrant:
+def _within(grant: KeyGrant, caller: Caller, theirs: list[AccessKey]) -> KeyGrant:
     """The grant within what the key of its maker allows, who administers the tenant of which `theirs` are all keys.
 
     Raises RequestRefused where it would allow more.
@@ -85,7 +85,6 @@ def _within(grant: KeyGrant, caller: Caller, theirs: list[AccessKey], *, max_sto
         )
     own = next(key for key in theirs if key.key_id == caller.key_id)
     bounds = msgspec.structs.asdict(own.limits)
-    bounds["max_stored_bytes"] = own.limits.max_stored_bytes or max_stored_bytes
     limits = {name: _cap(f"limits.{name}", getattr(grant.limits, name), most) for name, most in bounds.items()}
     left = None if own.expires_at is None else max(1.0, own.expires_at - steady_time.now())
     expires_in = _cap("expires_in", grant.expires_in, left)

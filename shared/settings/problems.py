@@ -52,6 +52,7 @@ _REMOVED: Mapping[str, str] = {
     ),
     "algorithm.reward_clip": "removed: reward.clip bounds rewards. Delete the line",
     "algorithm.reward_normalization": "removed: each method scales its advantages by itself. Delete the line",
+    "explorer.max_stored_bytes_per_key": "removed: what a key stores is not bounded. Delete the line",
     "monitor.evaluation.samples": "removed: all tasks of the file are asked. Shorten it, and delete the line",
     "trainer.longest_yield": "removed: what yields waits until there is no traffic. Delete the line",
     "gate.kl": "removed: scores, lengths and refusals are compared. Delete the line",

@@ -10,10 +10,10 @@ from typing import Any
 
 import uvicorn
 
-from tuneloop.explorer.http.server import FastProtocol
+from tuneloop.explorer.protocol import Http11
 
 
-class Resettable(FastProtocol):
+class Resettable(Http11):
     """Lets an app get at its connection, which real servers lose and ASGI has no word for."""
 
     def on_message_begin(self) -> None:

@@ -10,11 +10,11 @@ from contextlib import AsyncExitStack
 
 from tuneloop.explorer import app
 from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
-from tuneloop.explorer.access.gatekeeper import Gatekeeper
 from tuneloop.explorer.app import Services, open_spool
+from tuneloop.explorer.auth import Gatekeeper
 from tuneloop.explorer.background_tasks import OnFailure, Task
 from tuneloop.explorer.capture.spool_slots import Slots
-from tuneloop.explorer.http.server import FastRoutes
+from tuneloop.explorer.edge import Edge
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.processes.channel import AnswerMessage, Channel, ChannelMessage, GetStartInfo, StartInfo
 from tuneloop.explorer.processes.control import WorkerProcess, Workers
@@ -41,7 +41,7 @@ class LoopWorker(WorkerProcess):
         raise AssertionError("it did not take up a change in time")
 
 
-def create_app(settings: Settings, ledger: Ledger, *, on_failure: OnFailure) -> FastRoutes:
+def create_app(settings: Settings, ledger: Ledger, *, on_failure: OnFailure) -> Edge:
     """The routes, and in the same loop what runs beside them."""
     metrics = Metrics()
     gate = Gatekeeper(settings, FeedbackTokens(load_key(settings.job_dir / KEY)))

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from sources import ROOT, SOURCES
 
-from tuneloop.explorer.http.server import UVICORN
+from tuneloop.explorer.protocol import UVICORN
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RUNNER = tomllib.loads((ROOT / "runner" / "pyproject.toml").read_text())["project"]

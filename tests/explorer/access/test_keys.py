@@ -119,92 +119,13 @@ def test_a_refused_body_is_not_waited_for(explorer: RunningExplorer, make_key: M
             assert wire.response().status == 401
 
 
-@pytest.mark.parametrize("name", ["requests_per_minute", "tokens_per_minute", "bytes_per_minute"])
+@pytest.mark.parametrize("name", ["requests_per_minute", "tokens_per_minute"])
 def test_a_limit_a_minute_holds(explorer: RunningExplorer, make_key: MakeKey, name: str) -> None:
     key = make_key(Scope.INFERENCE, limits=KeyLimits(**{name: 3}))
     answers = [explorer.http.post(CHAT, json=HELLO, headers=key) for _ in range(4)]
     refused = answers[-1]
     assert code(refused) == (429, f"key_limit_{name.removesuffix('_per_minute')}")
     assert float(refused.headers["retry-after-ms"]) > 0
-
-
-def test_a_key_that_has_stored_what_it_may_stores_no_more_until_some_is_deleted(
-    explorer: RunningExplorer, make_key: MakeKey
-) -> None:
-    everything = (Scope.INFERENCE, Scope.FEEDBACK, Scope.COMMIT)
-    free = make_key(*everything, name="free")
-    key = make_key(*everything, limits=KeyLimits(max_stored_bytes=1500))
-    msg_id = explorer.http.post(CHAT, json=HELLO, headers=key).json()["id"]
-    eventually(lambda: explorer.http.post(CHAT, json=HELLO, headers=key).status_code == 429)
-    refused = explorer.http.post(CHAT, json=HELLO, headers=key)
-    assert code(refused) == (429, "key_limit_stored_bytes")
-    assert refused.headers["x-should-retry"] == "false"
-    assert "retry-after" not in refused.headers
-    rated = explorer.http.post("/feedback", json={"msg_ids": [msg_id], "reward": 1}, headers=key)
-    assert code(rated) == (429, "key_limit_stored_bytes")
-    assert explorer.http.post(CHAT, json=HELLO | {"store": False}, headers=key).status_code == 200
-    assert explorer.http.post(CHAT, json=HELLO, headers=free).status_code == 200
-    explorer.until_flushed()
-    for stored in explorer.rows("SELECT msg_id FROM exchanges WHERE key = 'web'"):
-        assert explorer.http.delete(f"{CHAT}/{stored[0]}", headers=key).status_code == 200
-    eventually(lambda: explorer.http.post(CHAT, json=HELLO, headers=key).status_code == 200)
-    assert explorer.ledger.reports.audit() == []
-
-
-def test_feedback_of_a_key_that_has_stored_what_it_may_is_refused_by_its_head(
-    explorer: RunningExplorer, make_key: MakeKey
-) -> None:
-    key = make_key(Scope.FEEDBACK, limits=KeyLimits(max_stored_bytes=1))
-    body = {"task_id": "t", "run_id": "0", "reward": 1}
-    assert explorer.http.post("/feedback", json=body, headers=key).status_code == 200
-    eventually(lambda: explorer.http.post("/feedback", json=body, headers=key).status_code == 429)
-    head = f"POST /feedback HTTP/1.1\r\nhost: localhost\r\nx-api-key: {secret_of(key)}\r\ncontent-length: 9000\r\n\r\n"
-    with Wire(explorer.url) as wire:  # the body never comes
-        wire.send(head.encode())
-        answer = wire.response()
-    assert (answer.status, json.loads(answer.body)["error"]["code"]) == (429, "key_limit_stored_bytes")
-
-
-def test_a_key_without_a_bound_has_that_of_the_settings(running_explorer: Run, double: EngineDouble) -> None:
-    explorer = running_explorer(double, max_stored_bytes_per_key=1500)
-    keys = [
-        explorer.ledger.keys.create(KeyGrant(name=name, limits=limits), actor="test")[1]
-        for name, limits in (("web", KeyLimits()), ("large", KeyLimits(max_stored_bytes=1 << 40)))
-    ]
-    web, large = ({"Authorization": f"Bearer {key}"} for key in keys)
-    eventually(lambda: explorer.http.post(CHAT, json=HELLO, headers=large).status_code == 200)
-    eventually(lambda: explorer.http.post(CHAT, json=HELLO, headers=web).status_code == 429)
-    assert code(explorer.http.post(CHAT, json=HELLO, headers=web)) == (429, "key_limit_stored_bytes")
-    for _ in range(3):
-        assert explorer.http.post(CHAT, json=HELLO, headers=large).status_code == 200
-
-
-def test_who_needs_no_key_stores_no_more_than_a_key_may(running_explorer: Run, double: EngineDouble) -> None:
-    explorer = running_explorer(double, max_stored_bytes_per_key=1500)
-    msg_id = explorer.http.post(CHAT, json=HELLO).json()["id"]
-    eventually(lambda: explorer.http.post(CHAT, json=HELLO).status_code == 429)
-    refused = explorer.http.post(CHAT, json=HELLO)
-    assert code(refused) == (429, "key_limit_stored_bytes")
-    assert refused.headers["x-should-retry"] == "false"
-    assert "callers without a key" in refused.json()["error"]["message"]
-    rated = explorer.http.post("/feedback", json={"msg_ids": [msg_id], "reward": 1})
-    assert code(rated) == (429, "key_limit_stored_bytes")
-    assert explorer.http.post(CHAT, json=HELLO | {"store": False}).status_code == 200
-    explorer.until_flushed()
-    for stored in explorer.rows("SELECT msg_id FROM exchanges"):
-        assert explorer.http.delete(f"{CHAT}/{stored[0]}").status_code == 200
-    eventually(lambda: explorer.http.post(CHAT, json=HELLO).status_code == 200)
-    assert explorer.ledger.reports.audit() == []
-
-
-def test_a_key_without_a_bound_stores_on(explorer: RunningExplorer, make_key: MakeKey) -> None:
-    key = make_key(Scope.INFERENCE)
-    for _ in range(3):
-        assert explorer.http.post(CHAT, json=HELLO, headers=key).status_code == 200
-    explorer.until_flushed()
-    [web] = explorer.ledger.keys.all()
-    assert web.limits == KeyLimits()
-    assert web.stored_bytes > 3000
 
 
 def test_feedback_beyond_a_limit_is_refused_whole(explorer: RunningExplorer, make_key: MakeKey) -> None:

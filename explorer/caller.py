@@ -4,58 +4,16 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from tuneloop.explorer.limits import KeyMeter
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import DEFAULT_TENANT, KEY_SOURCE, Scope
+from tuneloop.shared.ledger.keys import KeyLimits
 
 #: Where a scope has its caller.
-_SCOPE_KEY = "tuneloop.caller"
+SCOPE_KEY = "tuneloop.caller"
 
 
-class Meter(Protocol):
-    """What a caller takes of its limits."""
-
-    def begin_request(self) -> None:
-        """One more of its requests is being answered."""
-
-    def end_request(self) -> None:
-        """One of them is answered."""
-
-    def count_bytes(self, count: int) -> None:
-        """So many bytes of a body have come."""
-
-    def count_tokens(self, count: int) -> None:
-        """So many tokens were read and sampled."""
-
-    def take_feedback(self, count: int) -> None:
-        """So many events are to be stored. Raises RequestRefused where they are more than it may bring now."""
-
-    def check_stored(self) -> None:
-        """Something is to be stored. Raises RequestRefused where the database holds as much as it may of the key's."""
-
-
-class Unmetered:
-    """The meter of callers without limits."""
-
-    def begin_request(self) -> None:
-        """Count nothing."""
-
-    def end_request(self) -> None:
-        """Count nothing."""
-
-    def count_bytes(self, count: int) -> None:
-        """Count nothing."""
-
-    def count_tokens(self, count: int) -> None:
-        """Count nothing."""
-
-    def take_feedback(self, count: int) -> None:
-        """Refuse nothing."""
-
-    def check_stored(self) -> None:
-        """Refuse nothing."""
-
-
-_UNMETERED = Unmetered()
+_UNMETERED = KeyMeter(KeyLimits())
 
 
 class FeedbackBinding(NamedTuple):
@@ -79,7 +37,7 @@ class Caller:
     name: str = ""
     tenant: str = DEFAULT_TENANT
     scopes: frozenset[Scope] = frozenset()
-    meter: Meter = _UNMETERED
+    meter: KeyMeter = _UNMETERED
     key_id: str = ""
     binding: FeedbackBinding | None = None
 
@@ -91,15 +49,6 @@ class Caller:
         ('acme/web', '')
         """
         return f"{self.tenant}/{self.name}" if self.name else ""
-
-    @property
-    def holders(self) -> tuple[str, ...]:
-        """Under which names counts what is held for it: its own, and its tenant's where it has a key.
-
-        >>> Caller(name="web", tenant="acme").holders, Caller().holders
-        (('acme/web', 'acme/'), ('',))
-        """
-        return (self.identity, f"{self.tenant}/") if self.name else (self.identity,)
 
     def rater(self, source: str | None) -> str | None:
         """The name in which the caller gives feedback as `source`: nobody writes in the name of another's raters.
@@ -151,18 +100,7 @@ class EntryGate(Protocol):
         """The holders of the keys with the scope `admin` that are in force now, by the keys' digests."""
 
 
-def set_caller(scope: MutableMapping[str, Any], caller: Caller) -> None:
-    """Note who sends a request."""
-    scope[_SCOPE_KEY] = caller
-
-
-def find_caller(scope: MutableMapping[str, Any]) -> Caller | None:
-    """Who sends a request; None before a gate has let it in."""
-    found: Caller | None = scope.get(_SCOPE_KEY)
-    return found
-
-
 def caller_of(scope: MutableMapping[str, Any]) -> Caller:
     """Who sends a request that a gate has let in."""
-    found: Caller = scope[_SCOPE_KEY]
+    found: Caller = scope[SCOPE_KEY]
     return found

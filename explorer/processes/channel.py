@@ -133,6 +133,10 @@ class CollectMetrics(ChannelMessage, frozen=True):
     """The control process: what have you counted? The answer is a list of samples."""
 
 
+class AnswerAtOnce(ChannelMessage, frozen=True):
+    """The control process: does your event loop turn?"""
+
+
 class StartSegment(ChannelMessage, frozen=True):
     """The control process: begin a new segment of your slot."""
 
@@ -168,6 +172,7 @@ _Any = (
     | ShareUsage
     | WaitUntilIdle
     | CollectMetrics
+    | AnswerAtOnce
     | StartSegment
     | ServeSocket
 )

@@ -26,6 +26,7 @@ from tuneloop.explorer.limits import SharedUsage
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.explorer.processes.channel import (
     AnnounceSlot,
+    AnswerAtOnce,
     AnswerMessage,
     Channel,
     ChannelMessage,
@@ -73,6 +74,10 @@ _EXIT_S = 5.0
 #: How often a worker that has never served may be killed in a row: then something kills them all, such as a limit on
 #: memory.
 _KILLED_STARTS = 5
+
+#: How often a worker's event loop is asked for an answer, and how long that may take. A worker that gives none twice in
+#: a row is replaced. The loop of one that computes in a thread turns meanwhile.
+_ASK_S, _ANSWER_S, _MISSES = 1.0, 2.5, 2
 
 #: Between a worker's end and its next start; twice as long each time, unless it lived for _LIVED_S.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
@@ -136,6 +141,24 @@ class WorkerProcess:
             self._process.kill()
 
 
+async def _kill_when_frozen(worker: WorkerProcess) -> None:
+    """End a worker that serves when its event loop stands still: stopped, or blocked."""
+    misses = 0
+    while misses < _MISSES:
+        await asyncio.sleep(_ASK_S)
+        if worker.slot is None:
+            continue
+        began = asyncio.get_running_loop().time()
+        try:
+            await worker.ask(AnswerAtOnce(), timeout_s=_ANSWER_S)
+            misses = 0
+        except ChannelLost:
+            # One that ends loses its channel at once, and is waited for.
+            misses += asyncio.get_running_loop().time() - began >= _ANSWER_S
+    worker.reason = f"its event loop stood still for {_MISSES * _ANSWER_S:g} seconds"
+    worker.kill()
+
+
 class Workers:
     """All workers. They are the audience of the fleet: no weights change before each of them knows."""
 
@@ -175,10 +198,13 @@ class Workers:
         while not self._stopping.is_set():
             started = loop.time()
             self._running[number] = worker = self._worker_of(next(self._serials), number)
+            watching = asyncio.create_task(_kill_when_frozen(worker))
             try:
                 code = await worker.run(self._sockets, partial(self._answer, worker))
             except OSError as error:
                 code, worker.reason = os.EX_OSERR, f"explorer.workers: a worker cannot be started: {error}"
+            finally:
+                watching.cancel()
             has_served = has_served or worker.slot is not None
             self._leave(worker)
             if self._stopping.is_set():

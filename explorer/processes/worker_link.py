@@ -17,6 +17,7 @@ from tuneloop.explorer.limits import KeyUsage
 from tuneloop.explorer.metrics import Metrics, process_samples
 from tuneloop.explorer.processes.channel import (
     AnnounceSlot,
+    AnswerAtOnce,
     Channel,
     ChannelMessage,
     CollectMetrics,
@@ -152,6 +153,8 @@ class WorkerLink:
                 await self._fleet.engines[number].idle.wait()
             case CollectMetrics():
                 return process_samples(self._metrics.registry)
+            case AnswerAtOnce():
+                pass
             case StartSegment():
                 self._spool.renew()
             case _:

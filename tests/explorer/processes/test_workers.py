@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -29,7 +30,7 @@ from tuneloop.explorer.capture import spool
 from tuneloop.explorer.capture.spool_slots import RemoteSlot, Slots
 from tuneloop.explorer.http.sockets import listen
 from tuneloop.explorer.processes import control
-from tuneloop.explorer.processes.channel import AnswerMessage
+from tuneloop.explorer.processes.channel import AnswerMessage, Channel
 from tuneloop.explorer.processes.control import WorkerProcess, Workers
 from tuneloop.shared import spool_format
 from tuneloop.shared.errors import EnvironmentRefused
@@ -247,6 +248,70 @@ def test_a_worker_that_is_killed_costs_nobody_else_anything(staff: Staff) -> Non
         after = staff.metrics(spared)
         assert after["tuneloop_requests_total"] >= before["tuneloop_requests_total"] + 40
         assert after["tuneloop_requests_in_flight"] == 0
+
+
+@pytest.mark.contract
+def test_a_worker_that_is_stopped_is_replaced_within_ten_seconds(staff: Staff) -> None:
+    frozen, _ = staff.pids()
+    os.kill(frozen, signal.SIGSTOP)
+    eventually(lambda: frozen not in staff.pids(), within_s=10)
+    eventually(lambda: len([pid for pid in staff.pids() if staff.slot_of(pid)]) == 2)
+    assert chat(staff.http)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("at_work", ["in its event loop", "in a thread"])
+async def test_a_worker_whose_loop_is_blocked_is_ended_and_one_that_computes_in_a_thread_is_not(
+    tmp_path: Path, at_work: str
+) -> None:
+    def compute(until: float) -> None:
+        while time.monotonic() < until:
+            pass
+
+    async def serve(end: socket.socket) -> None:
+        async def answer(_: object) -> None:
+            pass
+
+        channel = await Channel.over(end, answer)
+        running = asyncio.create_task(channel.run())
+        await asyncio.sleep(0.1)
+        if at_work == "in a thread":
+            await asyncio.to_thread(compute, time.monotonic() + 9)
+            workers.stop()
+        else:
+            compute(time.monotonic() + 9)
+        channel.close()
+        await asyncio.gather(running, return_exceptions=True)
+
+    class Worker(WorkerProcess):
+        async def run(self, sockets: Sequence[socket.socket], answering: AnswerMessage) -> int:
+            ours, theirs = socket.socketpair()
+            serving = threading.Thread(target=asyncio.run, args=(serve(theirs),))
+            self._channel = await Channel.over(ours, answering)
+            (folder := tmp_path / str(self.serial)).mkdir()
+            self.slot = RemoteSlot(folder, lambda: None)
+            slots.add(self.slot)
+            serving.start()
+            await self._channel.run()
+            await asyncio.to_thread(serving.join)
+            return -signal.SIGKILL
+
+        def stop(self) -> None:
+            pass
+
+        def kill(self) -> None:
+            killed.append(time.monotonic() - began)
+            workers.stop()
+
+    killed: list[float] = []
+    with closing(Slots(tmp_path / "spool")) as slots:
+        workers, began = Workers(settings_for(tmp_path), [], slots, worker_of=Worker), time.monotonic()
+        await workers.keep_running(0)
+    if at_work == "in a thread":
+        assert killed == []
+    else:
+        assert len(killed) == 1
+        assert killed[0] < 10
 
 
 def test_a_port_that_is_shared_among_workers_is_shared_with_nobody_else(tmp_path: Path) -> None:

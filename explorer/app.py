@@ -13,9 +13,8 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
-from tuneloop.explorer.auth import CrossOrigin, is_from_here
+from tuneloop.explorer.auth import CrossOrigin, EntryGate, is_from_here
 from tuneloop.explorer.background_tasks import OnFailure, Task, every, run_task
-from tuneloop.explorer.caller import EntryGate
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner

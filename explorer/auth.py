@@ -17,25 +17,106 @@ import binascii
 import ipaddress
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import orjson
 from prometheus_client import Counter
 
 from tuneloop.explorer.access import feedback_tokens
-from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
-from tuneloop.explorer.caller import Caller, operator_only
+from tuneloop.explorer.access.feedback_tokens import FeedbackBinding, FeedbackTokens
 from tuneloop.explorer.http.bodies import id_of
 from tuneloop.explorer.limits import KeyMeter, KeyUsage
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import RequestRefused
-from tuneloop.shared.experience import Scope
-from tuneloop.shared.ledger.keys import AccessKey, KeyTable, digest_of
+from tuneloop.shared.experience import DEFAULT_TENANT, KEY_SOURCE, Scope
+from tuneloop.shared.ledger.keys import AccessKey, KeyLimits, KeyTable, digest_of
 from tuneloop.shared.settings.serving import is_loopback
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
+
+#: Where a scope has its caller.
+SCOPE_KEY = "tuneloop.caller"
+
+_UNMETERED = KeyMeter(KeyLimits())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """A key's holder, or a caller without one: then `name` is empty."""
+
+    name: str = ""
+    tenant: str = DEFAULT_TENANT
+    scopes: frozenset[Scope] = frozenset()
+    meter: KeyMeter = _UNMETERED
+    key_id: str = ""
+    binding: FeedbackBinding | None = None
+
+    @property
+    def identity(self) -> str:
+        """Who shares places with others: a tenant's key, or all who have none.
+
+        >>> Caller(name="web", tenant="acme").identity, Caller().identity
+        ('acme/web', '')
+        """
+        return f"{self.tenant}/{self.name}" if self.name else ""
+
+    def rater(self, source: str | None) -> str | None:
+        """The name in which the caller gives feedback as `source`: nobody writes in the name of another's raters.
+
+        Without a source, who may ask the model is the application; who may only give feedback is a rater.
+
+        >>> web = Caller(name="web", scopes=frozenset({Scope.INFERENCE, Scope.FEEDBACK}))
+        >>> web.rater("ann"), web.rater(None), Caller().rater("ann")
+        ('key:web/ann', 'key:web', 'ann')
+        >>> Caller(name="desk", scopes=frozenset({Scope.FEEDBACK})).rater(None)
+        'key:desk/desk'
+        """
+        if not self.name:
+            return source
+        if not source and not self.scopes.isdisjoint({Scope.INFERENCE, Scope.ADMIN}):
+            return f"{KEY_SOURCE}{self.name}"
+        return f"{KEY_SOURCE}{self.name}/{source or self.name}"
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether all tenants are the caller's business: an operator's, or that of who has no key.
+
+        >>> admin = frozenset({Scope.ADMIN})
+        >>> Caller(name="ops", scopes=admin).sees_all, Caller(name="ops", scopes=admin, tenant="acme").sees_all
+        (True, False)
+        """
+        return not self.name or (Scope.ADMIN in self.scopes and self.tenant == DEFAULT_TENANT)
+
+
+_ABOUT_ALL = "this is about all tenants: it needs explorer.admin_key, or an admin key of the tenant default"
+
+
+def operator_only(reason: str = _ABOUT_ALL) -> RequestRefused:
+    """The refusal of the administrator of one tenant, where all tenants are concerned, or for another reason."""
+    return RequestRefused(reason, status=403, code="operator_only")
+
+
+class EntryGate(Protocol):
+    """Decides who comes in, by the head of a request."""
+
+    @property
+    def needs_admin_key(self) -> bool:
+        """Whether an administrator must show a key; else being at this machine is enough."""
+
+    def admit(self, scope: MutableMapping[str, Any]) -> Caller:
+        """The caller of an ASGI scope, whose path prefixes are taken off. Raises RequestRefused."""
+
+    def administrators(self) -> Mapping[bytes, Caller]:
+        """The holders of the keys with the scope `admin` that are in force now, by the keys' digests."""
+
+
+def caller_of(scope: MutableMapping[str, Any]) -> Caller:
+    """Who sends a request that a gate has let in."""
+    found: Caller = scope[SCOPE_KEY]
+    return found
+
 
 Scopes = frozenset[Scope]
 
@@ -134,6 +215,13 @@ _KEY, _RUN_TOKEN = "tuneloop.key", "tuneloop.run_token"
 #: Not all routes: whoever allows clients /run/ and nothing else means requests to the model.
 _ROUTES_BELOW = ("/v1/", "/tokenize", "/detokenize")
 
+#: What is said to who brings no key that is in force.
+_WITHOUT_KEY = {
+    "key_missing": "send a key as `Authorization: Bearer <key>`, as `x-api-key`, or in the path: /key/<key>/v1/…",
+    "key_unknown": "this key is unknown or was revoked",
+    "token_unknown": "keys are needed now: this token was made without one",
+}
+
 _STRANGER = Caller()
 
 
@@ -213,17 +301,12 @@ class Gatekeeper:
                 return _check(holder, required, path)
             if digest == self._admin_digest:
                 return self._operator
-        if candidates:
-            refusal = _no_entry("this key is unknown or was revoked", "key_unknown")
-        else:
-            ways = "as `Authorization: Bearer <key>`, as `x-api-key`, or in the path: /key/<key>/v1/…"
-            refusal = _no_entry(f"send a key {ways}", "key_missing")
-        return self._without_key(path, refusal, proxied=proxied)
+        return self._without_key(path, "key_unknown" if candidates else "key_missing", proxied=proxied)
 
-    def _without_key(self, path: str, refusal: RequestRefused, *, proxied: bool) -> Caller:
-        """Who shows no key that is in force; `refusal` is for where one is needed. Raises RequestRefused."""
+    def _without_key(self, path: str, code: str, *, proxied: bool) -> Caller:
+        """Who shows no key that is in force; `code` is that of the refusal where one is needed."""
         if not self._open:
-            raise refusal
+            raise _no_entry(_WITHOUT_KEY[code], code)
         if proxied:
             raise _from_proxy()
         if not path.startswith(_ADMIN_PATH):
@@ -249,8 +332,7 @@ class Gatekeeper:
                 raise _no_entry("the key that made this token was revoked", "token_unknown")
             maker = _check(holder, frozenset({Scope.FEEDBACK}), path)
         else:
-            refusal = _no_entry("keys are needed now: this token was made without one", "token_unknown")
-            maker = self._without_key(path, refusal, proxied=proxied)
+            maker = self._without_key(path, "token_unknown", proxied=proxied)
         return replace(maker, scopes=frozenset({Scope.FEEDBACK}), binding=claims.binding)
 
     @property

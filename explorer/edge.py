@@ -10,8 +10,7 @@ from typing import Any
 
 import structlog
 
-from tuneloop.explorer.auth import CrossOrigin, RunBinding, binding_of
-from tuneloop.explorer.caller import SCOPE_KEY, Caller, EntryGate
+from tuneloop.explorer.auth import SCOPE_KEY, Caller, CrossOrigin, EntryGate, RunBinding, binding_of
 from tuneloop.explorer.http import errors
 from tuneloop.explorer.http.bodies import read_body
 from tuneloop.explorer.limits import PIECE_BYTES, BodyLimits, ConnectionLimits, RequestMeter

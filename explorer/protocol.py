@@ -4,44 +4,21 @@ It bounds heads and the time that they take, closes idle connections, ignores of
 """
 
 import asyncio
-import importlib.metadata
-import inspect
 from functools import partial
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tuneloop.explorer.http import errors
 from tuneloop.explorer.limits import ConnectionLimits
-from tuneloop.shared.errors import EnvironmentRefused, RequestRefused
+from tuneloop.shared.errors import RequestRefused
 
 #: The most bytes of a request's line and headers together, and of what stands between the chunks of a body.
 MAX_HEAD_BYTES = 64 << 10
 
 #: How long a client may go on sending after its last response, which a connection closed at once might lose.
 LINGER_S = 2.0
-
-#: The releases that have what is used here, as in pyproject.toml.
-UVICORN = "uvicorn[standard]>=0.48,<0.55"
-
-_PRIVATE_METHODS = {"_should_upgrade": ("self",), "_unset_keepalive_if_required": ("self",)}
-_STATE = {"more_body", "keep_alive", "response_started", "response_complete", "disconnected", "message_event"}
-_STATE |= {"chunked_encoding", "expected_content_length", "on_response"}
-
-
-def check_uvicorn(protocol: type[Any] = HttpToolsProtocol, cycle: type[Any] = RequestResponseCycle) -> None:
-    """Raise EnvironmentRefused if the installed uvicorn lacks something that is used here."""
-    missing = sorted(_STATE.difference(cycle.__init__.__code__.co_names))
-    for name, wanted in _PRIVATE_METHODS.items():
-        method = getattr(protocol, name, None)
-        if method is None or tuple(inspect.signature(method).parameters) != wanted:
-            missing.append(name)
-    if missing:
-        raise EnvironmentRefused(
-            f"uvicorn {importlib.metadata.version('uvicorn')} is installed, which lacks {', '.join(missing)} as it is "
-            f"used here: no request would be answered; pip install '{UVICORN}'"
-        )
 
 
 class Http11(HttpToolsProtocol):
@@ -65,13 +42,10 @@ class Http11(HttpToolsProtocol):
                 reason = "there are too many connections; try again in a moment"
                 self._refuse(RequestRefused(reason, status=503, code="too_many_connections", retry_after_s=1.0))
                 return
-            next(iter(self._limits.idle)).close_idle()
+            idle = next(iter(self._limits.idle))
+            del self._limits.idle[idle]
+            idle.transport.abort()
         self._wait_for_head()
-
-    def close_idle(self) -> None:
-        """Close the connection, which waits for a request in vain."""
-        self._limits.idle.pop(self, None)
-        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Parse what the client sends; refuse what is no request, and a head that is too long."""
@@ -110,9 +84,10 @@ class Http11(HttpToolsProtocol):
             self._parse(memoryview(b"%b%b\r\n" % (first, headers)))
             return data[upgrade.args[0] :]
         except httptools.HttpParserError as error:
-            found = error.__context__
-            refusal = found if isinstance(found, RequestRefused) else None
-            self._refuse(refusal or RequestRefused("this is not HTTP/1.1", code="invalid_http"))
+            ours = error.__context__  # raised by a callback below
+            if not isinstance(ours, RequestRefused):
+                ours = RequestRefused("this is not HTTP/1.1", code="invalid_http")
+            self._refuse(ours)
         return None
 
     def _should_upgrade(self) -> bool:
@@ -199,7 +174,7 @@ class Http11(HttpToolsProtocol):
     def _give_up(self) -> None:
         self._timer = None
         if self._message_complete:  # no head has begun
-            self.close_idle()
+            self.transport.abort()
         else:
             self._refuse(RequestRefused("the headers did not come in time", status=408, code="head_timeout"))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from tuneloop.explorer.caller import Caller
+from tuneloop.explorer.auth import Caller
 from tuneloop.explorer.capture.control_client import ControlClient, FlushTarget
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.dialects import responses_request

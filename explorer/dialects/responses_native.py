@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from tuneloop.explorer.caller import Caller
+from tuneloop.explorer.auth import Caller
 from tuneloop.explorer.capture.transcript import CapturedChoice, RequestedFields, Transcript
 from tuneloop.explorer.dialects.dialect import RESPONSES, Dialect, ReadConversation, ReplyWriter
 from tuneloop.shared.errors import EngineError, RequestRefused

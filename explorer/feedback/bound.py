@@ -4,8 +4,14 @@ from collections.abc import Sequence
 
 from fastapi import Request
 
-from tuneloop.explorer.access.feedback_tokens import MAX_EVENTS, MAX_LIFE_S, FeedbackTokens, TokenClaims
-from tuneloop.explorer.caller import FeedbackBinding, caller_of
+from tuneloop.explorer.access.feedback_tokens import (
+    MAX_EVENTS,
+    MAX_LIFE_S,
+    FeedbackBinding,
+    FeedbackTokens,
+    TokenClaims,
+)
+from tuneloop.explorer.auth import caller_of
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.feedback.request import Entry
 from tuneloop.explorer.http.bodies import finite_number, optional_name, read_object

@@ -8,7 +8,7 @@ import msgspec
 import structlog
 from fastapi import Request
 
-from tuneloop.explorer.caller import Caller, caller_of
+from tuneloop.explorer.auth import Caller, caller_of
 from tuneloop.explorer.capture.control_client import ControlClient, Flushed, FlushTarget
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.feedback.routes import read_body

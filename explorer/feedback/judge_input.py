@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 
-from tuneloop.explorer.caller import Caller
+from tuneloop.explorer.auth import Caller
 from tuneloop.explorer.dialects import messages, responses_request
 from tuneloop.explorer.dialects.dialect import MESSAGES, RESPONSES, TEXT, Json, ReadConversation, choice_count
 from tuneloop.runner.rewards.reply import Message, Reply, calls_of

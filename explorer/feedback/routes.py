@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 from fastapi import Request
 
-from tuneloop.explorer.caller import Caller, caller_of
+from tuneloop.explorer.auth import Caller, caller_of
 from tuneloop.explorer.capture.control_client import ControlClient, Flushed, FlushTarget
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner, minted_at

@@ -13,7 +13,7 @@ from typing import Any, cast
 import msgspec
 import structlog
 
-from tuneloop.explorer.caller import FeedbackBinding
+from tuneloop.explorer.access.feedback_tokens import FeedbackBinding
 from tuneloop.explorer.capture.control_client import EVERYTHING, FlushTarget, ShadowReply
 from tuneloop.explorer.engines.adapter_names import ModelRenaming
 from tuneloop.explorer.engines.fleet import EngineState

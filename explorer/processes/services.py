@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 from prometheus_client import generate_latest
 
-from tuneloop.explorer.access.feedback_tokens import TokenUses
+from tuneloop.explorer.access.feedback_tokens import FeedbackBinding, TokenUses
 from tuneloop.explorer.access.key_watch import KeyWatch, require_keys
 from tuneloop.explorer.background_tasks import OnFailure, Task
-from tuneloop.explorer.caller import FeedbackBinding
 from tuneloop.explorer.capture.control_client import EVERYTHING, Flushed, FlushTarget, ShadowReply
 from tuneloop.explorer.capture.flusher import Flusher
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner

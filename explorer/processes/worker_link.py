@@ -5,10 +5,10 @@ from typing import Any
 
 import structlog
 
+from tuneloop.explorer.access.feedback_tokens import FeedbackBinding
 from tuneloop.explorer.app import Services, open_services
 from tuneloop.explorer.auth import Gatekeeper
 from tuneloop.explorer.background_tasks import Task, every
-from tuneloop.explorer.caller import FeedbackBinding
 from tuneloop.explorer.capture.control_client import EVERYTHING, Flushed, FlushTarget, ShadowReply
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.engines.client import EngineHttp

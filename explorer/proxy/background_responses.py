@@ -9,7 +9,7 @@ import structlog
 from tuneloop.explorer.dialects.dialect import RESPONSES
 from tuneloop.explorer.dialects.responses_native import NativeResponseTranscript
 from tuneloop.explorer.engines.fleet import Engine
-from tuneloop.explorer.proxy.in_flight import ReplyInFlight
+from tuneloop.explorer.proxy.request import ReplyInFlight
 from tuneloop.shared.errors import EngineError, SpoolFull
 
 log = structlog.get_logger()

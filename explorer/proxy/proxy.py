@@ -24,8 +24,7 @@ from tuneloop.explorer.limits import PIECE_BYTES
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.background_responses import BackgroundResponses
 from tuneloop.explorer.proxy.grammars import Grammars
-from tuneloop.explorer.proxy.in_flight import ReplyInFlight
-from tuneloop.explorer.proxy.request import Request, RequestParser
+from tuneloop.explorer.proxy.request import ReplyInFlight, Request, RequestParser
 from tuneloop.explorer.proxy.system_turns import SystemTurns
 from tuneloop.explorer.traces import Traces
 from tuneloop.shared import engine_flags
@@ -171,7 +170,8 @@ class Proxy:
         """The headers and the body of a whole response; None where it was streamed."""
         # Outside the timeout: it has one of its own, and no engine has the request yet.
         engine = await self._fleet.acquire(request.routing_key, request.prefix_hashes)
-        self._shadow(request)
+        if self._fleet.split is not None:
+            self._shadow(request)
         try:
             async with asyncio.timeout(self._timeout_s):
                 with request.meter.while_asking(request.writer.transcript):
@@ -313,7 +313,8 @@ class Proxy:
             return
         sampling, began_at = request.sampling, 0 if request.trace is None else time.time_ns()
         try:
-            sampling = await self._grammars.resolve(in_flight)
+            if sampling.by_grammar:
+                sampling = await self._grammars.resolve(in_flight)
         finally:
             in_flight.recorded = True
             await self._recorder.record(in_flight.exchange(sampling))

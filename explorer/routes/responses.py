@@ -14,7 +14,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.datastructures import QueryParams
 
-from tuneloop.explorer.caller import Caller, caller_of
+from tuneloop.explorer.auth import Caller, caller_of
 from tuneloop.explorer.capture.control_client import ControlClient, FlushTarget
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.dialects.dialect import RESPONSES

@@ -10,7 +10,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response
 from starlette.datastructures import QueryParams
 
-from tuneloop.explorer.caller import caller_of
+from tuneloop.explorer.auth import caller_of
 from tuneloop.explorer.capture.control_client import ControlClient, FlushTarget
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.http.bodies import read_object, wrong_type

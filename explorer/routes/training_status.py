@@ -8,7 +8,7 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from tuneloop.explorer.caller import caller_of
+from tuneloop.explorer.auth import caller_of
 from tuneloop.explorer.capture.control_client import FlushTarget
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.shared import steady_time

@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
-from tuneloop.explorer.caller import EntryGate
+from tuneloop.explorer.auth import EntryGate
 from tuneloop.explorer.http.bodies import read_bytes
 from tuneloop.explorer.http.errors import refusal_of
 from tuneloop.explorer.ui.rendering import FOLDER, Renderer

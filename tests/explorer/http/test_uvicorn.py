@@ -1,50 +1,53 @@
-"""What is used of uvicorn's internals: where it is missing, the explorer does not start."""
+"""The installed uvicorn has what the protocol uses of its internals, and pyproject.toml asks for such a one."""
 
+import importlib.metadata
+import inspect
+import re
+import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from packaging.requirements import Requirement
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from tuneloop.explorer import __main__, protocol
-from tuneloop.explorer.protocol import UVICORN, check_uvicorn
-from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.settings.loader import load_settings
+from tuneloop.explorer import protocol
 
 pytestmark = pytest.mark.contract
 
-
-class OtherMethods(HttpToolsProtocol):
-    """As a later version may be."""
-
-    def _should_upgrade(self, offer: bytes) -> bool:  # type: ignore[override]
-        return bool(offer)
-
-
-class OtherState:
-    """A cycle as a later version may be."""
-
-    def __init__(self) -> None:
-        self.more_body = self.keep_alive = self.response_started = self.response_complete = self.disconnected = False
-        self.message_event = self.on_response = self.expected_content_length = None
-
-
-def test_the_installed_one_is_fine() -> None:
-    check_uvicorn()
+#: What is overridden or called, with its parameters. `on_…` are the parser's callbacks.
+METHODS = {
+    "_should_upgrade": ["self"],
+    "_unset_keepalive_if_required": ["self"],
+    "connection_made": ["self", "transport"],
+    "connection_lost": ["self", "exc"],
+    "data_received": ["self", "data"],
+    "on_message_begin": ["self"],
+    "on_header": ["self", "name", "value"],
+    "on_headers_complete": ["self"],
+    "on_body": ["self", "body"],
+    "on_message_complete": ["self"],
+    "on_response_complete": ["self"],
+    "pause_writing": ["self"],
+    "resume_writing": ["self"],
+}
 
 
-@pytest.mark.parametrize(
-    ("other", "lacks"), [({"protocol": OtherMethods}, "_should_upgrade"), ({"cycle": OtherState}, "chunked_encoding")]
-)
-def test_a_release_that_lacks_something_is_refused_and_the_right_one_is_named(other: Any, lacks: str) -> None:
-    with pytest.raises(EnvironmentRefused, match=rf"^uvicorn \d+\.\d+\.\d+ is installed, which lacks {lacks} ") as told:
-        check_uvicorn(**other)
-    assert str(told.value).endswith(f"pip install '{UVICORN}'")
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_that_is_used_is_there(name: str) -> None:
+    assert list(inspect.signature(getattr(HttpToolsProtocol, name)).parameters) == METHODS[name]
 
 
-def test_the_explorer_checks_before_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(protocol._PRIVATE_METHODS, "_begin", ("self",))
-    (tmp_path / "settings.yaml").write_text(yaml.safe_dump({"mode": "serve", "model": {"model_path": "/nowhere"}}))
-    with pytest.raises(EnvironmentRefused, match="lacks _begin"):
-        __main__.serve(load_settings(tmp_path / "settings.yaml"))
+def test_the_state_of_a_request_that_is_used_is_there() -> None:
+    used = set(re.findall(r"\bcycle\.(\w+)", Path(protocol.__file__).read_text()))
+    assert used - {"scope", "send"} <= set(RequestResponseCycle.__init__.__code__.co_names)
+    assert used > {"more_body", "disconnected"}
+
+
+def test_a_connection_takes_its_app_from_where_the_protocol_puts_it() -> None:
+    assert "app = self.app\n" in inspect.getsource(HttpToolsProtocol.on_headers_complete)
+
+
+def test_the_installed_one_is_one_that_is_asked_for() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    [wanted] = [each for each in map(Requirement, project["dependencies"]) if each.name == "uvicorn"]
+    assert wanted.specifier.contains(importlib.metadata.version("uvicorn"))

@@ -32,9 +32,8 @@ from tuneloop.explorer.dialects.dialect import (
     TextDialect,
 )
 from tuneloop.explorer.dialects.responses_native import NativeResponsesDialect
-from tuneloop.explorer.edge import ClientRequest, Edge, SamplingRoute
-from tuneloop.explorer.engines.admission import Admission
-from tuneloop.explorer.engines.fleet import Engine, Fleet
+from tuneloop.explorer.edge import ClientRequest, Edge
+from tuneloop.explorer.engines.fleet import Fleet
 from tuneloop.explorer.engines.version_routing import PinParser
 from tuneloop.explorer.feedback.bound import TokenRoute
 from tuneloop.explorer.feedback.commit import CommitRoute
@@ -132,7 +131,12 @@ def create_app(
     page.add_routes(app, settings, ledger, gate)
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):
         app.post(path)(_never_called)
-    routes = {path: _sampling_route(app, path) for path in (CHAT, TEXT, RESPONSES, MESSAGES)}
+
+    async def sample(path: str, request: ClientRequest) -> None:
+        services: Services = app.state.services
+        await services.proxy.answer(services.dialects[path], request)
+
+    routes = {path: functools.partial(sample, path) for path in (CHAT, TEXT, RESPONSES, MESSAGES)}
     routes[TRINITY + CHAT] = routes[CHAT]
     explorer = settings.explorer
     return Edge(
@@ -147,14 +151,6 @@ def create_app(
 
 async def _never_called() -> None:
     """Lets FastAPI refuse other methods on a path that the edge answers."""
-
-
-def _sampling_route(app: FastAPI, path: str) -> SamplingRoute:
-    async def answer(raw: ClientRequest) -> None:
-        services: Services = app.state.services
-        await services.proxy.answer(services.dialects[path], raw)
-
-    return answer
 
 
 def _services(request: Request) -> Services:
@@ -198,18 +194,17 @@ def _add_routes(app: FastAPI) -> None:
         client, [own, _] = request.client.host if request.client else "", request.scope.get("server") or ("", 0)
         # Who has our own address is on this machine, too.
         if is_from_here("127.0.0.1" if client == own else client, request.headers.raw):
-            status |= {"reason": reason, "engines": [_status_of(engine) for engine in services.fleet.engines]}
+            engines = [
+                EngineSummary(each.number, each.state.value, each.version, each.proof)._asdict()
+                for each in services.fleet.engines
+            ]
+            status |= {"reason": reason, "engines": engines}
         return JSONResponse(status, 503 if reason else 200)
 
     @app.get("/ping")
     @app.post("/ping")
     async def ping(services: ServicesOf) -> Response:
         return Response(status_code=503 if _why_not_ready(services) else 200)
-
-
-def _status_of(engine: Engine) -> dict[str, object]:
-    status = EngineSummary(engine.number, engine.state.value, engine.version, engine.proof)
-    return status._asdict()
 
 
 def _why_not_ready(services: Services) -> str | None:
@@ -231,51 +226,29 @@ def open_spool(settings: Settings, stack: AsyncExitStack) -> Spool:
     return spool
 
 
-def _open_redactor(settings: Settings, key: bytes, metrics: Metrics) -> Redactor:
-    found = metrics.redaction
-    redactor = Redactor.open(settings, key, count=found.count_redacted, timed_out=found.count_timed_out)
-    if redactor and not redactor.spells_ids:
-        log.warning("token_ids_not_spelled", model=str(settings.model.model_path))
-    return redactor
-
-
-def _open_shadow(settings: Settings, fleet: Fleet, control_client: ControlClient, metrics: Metrics) -> Shadow:
-    return Shadow(
-        fleet,
-        refusals=settings.monitor.drift.refusals_found,
-        report=control_client.report_shadow_reply,
-        metrics=metrics,
-        timeout_s=settings.explorer.request_timeout,
-    )
-
-
-def _tell_traffic(settings: Settings, admission: Admission, metrics: Metrics) -> Task:
-    """Keep the trainer told of whether requests are being answered."""
-
-    async def turn() -> None:
-        if admission.in_flight:
-            touch_traffic(settings.job_dir)
-
-    return every(TRAFFIC_S, turn, task="traffic", metrics=metrics)
-
-
-def _limit_spool(settings: Settings, ledger: Ledger, spool: Spool) -> SpoolLimits:
-    return SpoolLimits(
-        spool,
-        max_bytes=settings.explorer.spool_max_bytes,
-        max_age_s=settings.explorer.spool_max_age,
-        check_database=ledger.recording.check_place,
-    )
-
-
 def open_services(
     settings: Settings, ledger: Ledger, *, spool: Spool, fleet: Fleet, metrics: Metrics, control_client: ControlClient
 ) -> tuple[Services, list[Task]]:
     """Open the services that the routes call, and the tasks that they need."""
-    key, limits = load_key(settings.job_dir / KEY), _limit_spool(settings, ledger, spool)
-    recorder, signer = Recorder(spool, limits, metrics, _open_redactor(settings, key, metrics)), ReplyIdSigner(key)
+    explorer, key, found = settings.explorer, load_key(settings.job_dir / KEY), metrics.redaction
+    limits = SpoolLimits(
+        spool,
+        max_bytes=explorer.spool_max_bytes,
+        max_age_s=explorer.spool_max_age,
+        check_database=ledger.recording.check_place,
+    )
+    redactor = Redactor.open(settings, key, count=found.count_redacted, timed_out=found.count_timed_out)
+    if redactor and not redactor.spells_ids:
+        log.warning("token_ids_not_spelled", model=str(settings.model.model_path))
+    recorder, signer = Recorder(spool, limits, metrics, redactor), ReplyIdSigner(key)
     conversations = Conversations(signer, control_client=control_client, reports=ledger.reports)
-    shadow = _open_shadow(settings, fleet, control_client, metrics)
+    shadow = Shadow(
+        fleet,
+        refusals=settings.monitor.drift.refusals_found,
+        report=control_client.report_shadow_reply,
+        metrics=metrics,
+        timeout_s=explorer.request_timeout,
+    )
     tracing = open_tracing(settings, "explorer")
     traces = None if tracing is None else Traces(tracing, recorder.name_as_stored)
     proxy = Proxy(
@@ -321,6 +294,12 @@ def open_services(
     )
     watching = proxy.parser.capture.watch(ledger.alarms, metrics)
     tasks = [limits.run(metrics), proxy.background.run(), shadow.run(), watching]
+
+    async def tell_traffic() -> None:
+        """Keep the trainer told of whether requests are being answered."""
+        if proxy.admission.in_flight:
+            touch_traffic(settings.job_dir)
+
     if settings.trainer.yield_to_traffic:
-        tasks.append(_tell_traffic(settings, proxy.admission, metrics))
+        tasks.append(every(TRAFFIC_S, tell_traffic, task="traffic", metrics=metrics))
     return services, tasks if traces is None else [*tasks, traces.run()]

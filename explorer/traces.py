@@ -48,7 +48,7 @@ class Traces:
         own = new_span(parent and parent.id)
         return RequestTrace(parent and parent.id, own, new_span(own))
 
-    def answered(
+    def send_request(
         self, request: "Request", trace: RequestTrace, *, status: int, version: int | None, error: str
     ) -> None:
         """A request was answered, or was not."""
@@ -70,7 +70,9 @@ class Traces:
             )
         )
 
-    def asked(self, request: "Request", trace: RequestTrace, *, started: int, engine: int, version: int | None) -> None:
+    def send_engine(
+        self, request: "Request", trace: RequestTrace, *, started: int, engine: int, version: int | None
+    ) -> None:
         """An engine has had a request since some time."""
         attributes = self._of_request(request) | _of_reply(request, version)
         attributes |= {"gen_ai.provider.name": "vllm", "tuneloop.engine": engine}
@@ -79,7 +81,7 @@ class Traces:
             FinishedSpan(name, trace.engine, started, ended, attributes, kind="client", parent=trace.request)
         )
 
-    def recorded(self, request: "Request", trace: RequestTrace, *, started: int, version: int) -> None:
+    def send_record(self, request: "Request", trace: RequestTrace, *, started: int, version: int) -> None:
         """A reply is on disk: what is said of it later links to this span, whose ids are made from its msg_id."""
         attributes: dict[str, AttributeValue] = {
             "gen_ai.response.id": request.msg_id,
@@ -89,7 +91,7 @@ class Traces:
         place = span_of_reply(request.msg_id)
         self._tracing.send(FinishedSpan("record", place, started, time.time_ns(), attributes, links=[trace.request]))
 
-    def rated(
+    def send_feedback(
         self, traceparent: str | None, started: int, events: Sequence[Feedback], outcomes: Mapping[str, Outcome]
     ) -> None:
         """Feedback was stored: a span that links to the replies that it is about."""

@@ -118,7 +118,7 @@ class FeedbackRoutes:
         caller.meter.take_feedback(len(events))
         found = await self._store(events, caller) if events else Results({})
         if self._traces is not None and events:
-            self._traces.rated(traceparent, started, events, found.outcomes)
+            self._traces.send_feedback(traceparent, started, events, found.outcomes)
         answer = await self._aside(len(parsed), partial(self._answer, parsed, found))
         if not events:
             raise RequestRefused(

@@ -141,13 +141,6 @@ class StartSegment(ChannelMessage, frozen=True):
     """The control process: begin a new segment of your slot."""
 
 
-class ServeSocket(ChannelMessage, frozen=True):
-    """The control process: take in those who come to this listening socket too; its own worker is no more, or back."""
-
-    socket: int
-    yours: bool
-
-
 class StartInfo(msgspec.Struct, frozen=True):
     """What a worker needs to begin."""
 
@@ -174,7 +167,6 @@ _Any = (
     | CollectMetrics
     | AnswerAtOnce
     | StartSegment
-    | ServeSocket
 )
 
 

@@ -38,7 +38,6 @@ from tuneloop.explorer.processes.channel import (
     ReportFailure,
     ReportMetrics,
     ReportShadowReply,
-    ServeSocket,
     ShareUsage,
     StartInfo,
     StartSegment,
@@ -96,15 +95,20 @@ class WorkerProcess:
         self._process: Process | None = None
         self._channel: Channel
 
-    async def run(self, sockets: Sequence[socket.socket], answering: AnswerMessage) -> int:
+    async def run(self, listening: socket.socket, answering: AnswerMessage) -> int:
         """Start it and wait for its end; the exit code. Raises OSError if it cannot be started."""
         ours, theirs = socket.socketpair()
-        inherited = [theirs.fileno(), *(each.fileno() for each in sockets)]
-        arguments = [inherited[0], self.number, *inherited[1:]]
+        inherited = theirs.fileno(), listening.fileno()
         with theirs:
             try:
                 self._process = process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-P", "-m", "tuneloop.explorer.processes.worker", *map(str, arguments)),
+                    *(
+                        sys.executable,
+                        "-P",
+                        "-m",
+                        "tuneloop.explorer.processes.worker",
+                        *map(str, (*inherited, self.number)),
+                    ),
                     stdin=DEVNULL,
                     pass_fds=inherited,
                     # Ctrl-C is for us, who let the workers end what they have begun.
@@ -165,7 +169,7 @@ class Workers:
     def __init__(
         self,
         settings: Settings,
-        sockets: Sequence[socket.socket],
+        listening: socket.socket,
         slots: Slots,
         *,
         worker_of: Callable[[int, int], WorkerProcess] = WorkerProcess,
@@ -173,7 +177,7 @@ class Workers:
         """`worker_of` makes the worker of a serial and a number."""
         self._settings = settings
         self._worker_of = worker_of
-        self._sockets = sockets
+        self._listening = listening
         self._slots = slots
         self._serials = itertools.count()
         self._running: dict[int, WorkerProcess] = {}
@@ -200,7 +204,7 @@ class Workers:
             self._running[number] = worker = self._worker_of(next(self._serials), number)
             watching = asyncio.create_task(_kill_when_frozen(worker))
             try:
-                code = await worker.run(self._sockets, partial(self._answer, worker))
+                code = await worker.run(self._listening, partial(self._answer, worker))
             except OSError as error:
                 code, worker.reason = os.EX_OSERR, f"explorer.workers: a worker cannot be started: {error}"
             finally:
@@ -213,7 +217,6 @@ class Workers:
             if not has_served and not 0 < killed < _KILLED_STARTS:
                 raise EnvironmentRefused(worker.reason or f"explorer.workers: a worker died at start ({code})")
             log.error("worker_down", worker=number, exit_code=code, reason=worker.reason)
-            await self._share_out()
             pause = _PAUSE_S if loop.time() - started > _LIVED_S else min(2 * pause, _LONGEST_PAUSE_S)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
@@ -268,19 +271,6 @@ class Workers:
         if self._begun.is_set():
             self._services.totals.retire(worker.serial)
 
-    async def _share_out(self) -> None:
-        """Have the others take in whom the kernel sends to workers that are no more."""
-        serving = self._serving
-        for number in set(range(len(self._sockets))) - {worker.number for worker in serving}:
-            if serving:
-                with suppress(ChannelLost):
-                    await serving[number % len(serving)].ask(ServeSocket(number, yours=True), timeout_s=_LEARN_S)
-
-    async def _take_back(self, number: int) -> None:
-        for other in self._serving:
-            with suppress(ChannelLost):
-                await other.ask(ServeSocket(number, yours=False), timeout_s=_LEARN_S)
-
     async def _answer(self, worker: WorkerProcess, question: ChannelMessage) -> object:
         """What a worker asks."""
         await self._begun.wait()
@@ -315,7 +305,6 @@ class Workers:
         def renew() -> None:
             asyncio.run_coroutine_threadsafe(worker.ask(StartSegment()), loop)
 
-        await self._take_back(worker.number)
         slot = RemoteSlot(folder, renew)
         self._slots.add(slot)
         worker.slot = slot  # from now on it learns of every change
@@ -332,7 +321,7 @@ class Workers:
         return await self._services.exposition()
 
 
-async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
+async def control(settings: Settings, listening: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT. Raises TuneloopError if it cannot."""
     failures: list[TuneloopError] = []
     loop, ending = asyncio.get_running_loop(), asyncio.Event()
@@ -343,25 +332,27 @@ async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
         failures.append(error)
         loop.call_soon_threadsafe(ending.set)
 
-    workers = Workers(settings, sockets, slots := Slots(settings.spool_dir))
+    workers = Workers(settings, listening, slots := Slots(settings.spool_dir))
     async with AsyncExitStack() as stack:
         # They import what they need while the database is opened.
-        serving = [loop.create_task(run_task(workers.keep_running(each), fail)) for each in range(len(sockets))]
+        serving = [
+            loop.create_task(run_task(workers.keep_running(each), fail))
+            for each in range(explorer_workers_of(settings))
+        ]
         stack.callback(slots.close)
         stack.push_async_callback(_end, workers, serving)
         ledger = await asyncio.to_thread(open_ledger, settings)
         stack.callback(ledger.close)
         await asyncio.to_thread(_compare, settings, ledger)  # before what the spool still has is forgotten
         services, tasks = await open_control_services(settings, ledger, slots, stack, on_failure=fail, audience=workers)
-        _say(settings, sockets, services.key_watch.table)
+        _say(settings, listening, services.key_watch.table)
         keep_what_is_here()
         workers.serve_with(services, ledger.transactions.file)
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(run_task(task, fail)) for task in tasks]
             await ending.wait()
             log.info("explorer_stopping", sentence="replies in flight are ended first, within 45 s")
-            for each in sockets:
-                each.close()
+            listening.close()
             if services.engine_sleep is not None:
                 services.engine_sleep.stay_awake()
             await _end(workers, serving)
@@ -389,10 +380,16 @@ async def _end(workers: Workers, serving: Sequence["asyncio.Task[None]"]) -> Non
         await asyncio.wait(still)
 
 
-def _say(settings: Settings, sockets: Sequence[socket.socket], keys: KeyTable) -> None:
-    host, port = sockets[0].getsockname()[:2]
+def _say(settings: Settings, listening: socket.socket, keys: KeyTable) -> None:
+    host, port = listening.getsockname()[:2]
     url = f"http://{host}:{port}"
-    log.info("explorer_listening", url=url, page=f"{url}/ui", model=settings.served_model_name, workers=len(sockets))
+    log.info(
+        "explorer_listening",
+        url=url,
+        page=f"{url}/ui",
+        model=settings.served_model_name,
+        workers=explorer_workers_of(settings),
+    )
     if settings.explorer.insecure:
         log.warning("no_authentication", sentence="anybody who reaches this port can chat, give feedback and commit")
     elif not keys.in_force:

@@ -220,7 +220,12 @@ def _supervision(
     settings, fleet = services.settings, services.fleet
     verifier, timeout_s = Verifier.of(settings), settings.explorer.rollout_model.health_timeout
     champion = partial(servable_champion, ledger, verifier)
-    trial = FleetTrial(fleet, head_is_seen=_head_is_seen(settings)) if _may_load_in_place(settings) else None
+    trial = None
+    if settings.explorer.on_reload != "restart" and not settings.model.lora.rank:
+        # Whether they can take up versions in place is to be found out. A head that engines do not renew shows, and one
+        # that shares its numbers with the embeddings does on GPUs.
+        config = json.loads((settings.model.model_path / "config.json").read_bytes())
+        trial = FleetTrial(fleet, head_is_seen=settings.cluster.gpu_per_node > 0 or not is_tied(config))
     runs: list[Task] = []
     for engine, socket in zip(fleet.engines, own, strict=False):
         process = EngineProcess(settings, engine, socket=socket, gpu=sleep)
@@ -254,18 +259,7 @@ def _engine_sleep(
     return EngineSleep(locks, fleet, metrics, turn_s=settings.cluster.gpu_turn, is_busy=is_busy)
 
 
-def _may_load_in_place(settings: Settings) -> bool:
-    """Whether it is to be found out whether engines can take up versions in place."""
-    return settings.explorer.on_reload != "restart" and not settings.model.lora.rank
-
-
-def _head_is_seen(settings: Settings) -> bool:
-    """Whether a head that engines do not renew shows: one that shares its numbers with the embeddings does on GPUs."""
-    config = json.loads((settings.model.model_path / "config.json").read_bytes())
-    return settings.cluster.gpu_per_node > 0 or not _is_tied(config)
-
-
-def _is_tied(config: Mapping[str, Any]) -> bool:
+def is_tied(config: Mapping[str, Any]) -> bool:
     """Whether a model's head is its embeddings. What a configuration does not say is as its class has it."""
     default = str(config.get("model_type")).startswith(_TIED_UNLESS_SAID)
     return bool(config.get("tie_word_embeddings", default))

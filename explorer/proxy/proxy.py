@@ -159,7 +159,7 @@ class Proxy:
             raise
         finally:
             if self._traces is not None and request is not None and request.trace is not None:
-                self._traces.answered(
+                self._traces.send_request(
                     request, request.trace, status=outcome.status, version=outcome.version, error=error
                 )
             self._metrics.count_request(dialect.path, outcome.status, outcome.version, time.monotonic() - started)
@@ -216,7 +216,7 @@ class Proxy:
             reply.close()
             if self._traces is not None and request.trace is not None:
                 number, version = in_flight.engine.number, in_flight.version
-                self._traces.asked(request, request.trace, started=asked_at, engine=number, version=version)
+                self._traces.send_engine(request, request.trace, started=asked_at, engine=number, version=version)
             if outcome.status == 200 and request.writer.continues_in_background:
                 outcome.in_background = True
                 self.background.follow(in_flight)
@@ -319,7 +319,7 @@ class Proxy:
             in_flight.recorded = True
             await self._recorder.record(in_flight.exchange(sampling))
         if self._traces is not None and request.trace is not None:
-            self._traces.recorded(request, request.trace, started=began_at, version=in_flight.version)
+            self._traces.send_record(request, request.trace, started=began_at, version=in_flight.version)
 
 
 async def _ask(engine: Engine, request: Request) -> EngineReply:

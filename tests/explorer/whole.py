@@ -5,7 +5,6 @@ All that the two know of one another goes over a socket, as between processes.
 
 import asyncio
 import socket
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from tuneloop.explorer import app
@@ -32,7 +31,7 @@ class LoopWorker(WorkerProcess):
         super().__init__(serial, number)
         self._ours = ours
 
-    async def run(self, sockets: Sequence[socket.socket], answering: AnswerMessage) -> int:
+    async def run(self, listening: socket.socket, answering: AnswerMessage) -> int:
         self._channel = await Channel.over(self._ours, answering)
         await self._channel.run()
         return 0
@@ -51,7 +50,8 @@ def create_app(settings: Settings, ledger: Ledger, *, on_failure: OnFailure) -> 
         spool = open_spool(settings, stack)
         slots = Slots(settings.spool_dir)
         stack.callback(slots.close)
-        workers = Workers(settings, [], slots, worker_of=lambda serial, number: LoopWorker(ours, serial, number))
+        unused = stack.enter_context(socket.socket())
+        workers = Workers(settings, unused, slots, worker_of=lambda serial, number: LoopWorker(ours, serial, number))
         services, tasks = await open_control_services(
             settings, ledger, slots, stack, on_failure=on_failure, audience=workers
         )

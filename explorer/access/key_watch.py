@@ -41,7 +41,10 @@ class KeyWatch:
         try:
             self.table = self._keys.table()
         except LedgerUnavailable:
-            self.table = _recall(self._path)
+            try:
+                self.table = msgspec.json.decode(read_unlinked(self._path), type=KeyTable)
+            except (OSError, msgspec.MsgspecError):
+                self.table = KeyTable(in_force=True)  # nobody knows: so nobody comes in
         else:
             _remember(self._path, self.table)
 
@@ -66,13 +69,6 @@ def require_keys(settings: Settings, table: KeyTable) -> None:
     """Raise EnvironmentRefused where strangers could come in without a key."""
     if (problem := settings.explorer.why_exposed(has_keys=bool(table.keys))) is not None:
         raise EnvironmentRefused(problem)
-
-
-def _recall(path: Path) -> KeyTable:
-    try:
-        return msgspec.json.decode(read_unlinked(path), type=KeyTable)
-    except (OSError, msgspec.MsgspecError):
-        return KeyTable(in_force=True)  # nobody knows: so nobody comes in
 
 
 def _remember(path: Path, table: KeyTable) -> None:

@@ -86,7 +86,14 @@ def as_utf8(data: bytes) -> bytes:
 
 def parse_object(data: bytes) -> dict[str, Any]:
     """The JSON object in these bytes. Raises RequestRefused if there is none, or one nested too deeply or too large."""
-    _check_size(data)
+    # What would take very much more memory parsed than in bytes. The brackets and commas of strings count first, too.
+    if len(data) >= 2 * MAX_CONTAINERS and (
+        data.count(b"[") + data.count(b"{") > MAX_CONTAINERS or data.count(b",") > MAX_VALUES
+    ):
+        containers, commas = count_structure(data)
+        if containers > MAX_CONTAINERS or commas > MAX_VALUES:
+            reason = f"the body has more than {MAX_CONTAINERS} objects and lists, or {MAX_VALUES} values"
+            raise RequestRefused(reason, status=413, code="too_many_values")
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -95,18 +102,6 @@ def parse_object(data: bytes) -> dict[str, Any]:
         raise RequestRefused("the body must be a JSON object", code="invalid_type")
     _check_depth(body, data)
     return body
-
-
-def _check_size(data: bytes) -> None:
-    """Raise RequestRefused for what would take very much more memory parsed than in bytes."""
-    if len(data) < 2 * MAX_CONTAINERS:
-        return
-    if data.count(b"[") + data.count(b"{") <= MAX_CONTAINERS and data.count(b",") <= MAX_VALUES:
-        return
-    containers, commas = count_structure(data)
-    if containers > MAX_CONTAINERS or commas > MAX_VALUES:
-        reason = f"the body has more than {MAX_CONTAINERS} objects and lists, or {MAX_VALUES} values"
-        raise RequestRefused(reason, status=413, code="too_many_values")
 
 
 def count_structure(data: bytes) -> tuple[int, int]:

@@ -53,7 +53,6 @@ from tuneloop.explorer.processes.patient_ledger import open_ledger
 from tuneloop.explorer.processes.services import ControlServices, open_control_services
 from tuneloop.shared.errors import ChannelLost, EnvironmentRefused, LedgerError, TuneloopError
 from tuneloop.shared.ledger.keys import KeyTable
-from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.database_file import DatabaseFile
 from tuneloop.shared.operations.older_ledger import report_older
 from tuneloop.shared.settings.hardware import explorer_workers_of
@@ -190,7 +189,11 @@ class Workers:
     def serve_with(self, services: ControlServices, database: DatabaseFile) -> None:
         """Let the workers begin, which have only been started until now."""
         self._services, self._database = services, database
-        services.key_watch.subscribe(self._publish_keys)
+
+        async def publish_keys(table: KeyTable) -> None:
+            await self._ask_all(UpdateKeys(table), kill=True, timeout_s=_LEARN_S)
+
+        services.key_watch.subscribe(publish_keys)
         self._begun.set()
 
     async def keep_running(self, number: int) -> None:
@@ -210,7 +213,12 @@ class Workers:
             finally:
                 watching.cancel()
             has_served = has_served or worker.slot is not None
-            self._leave(worker)
+            self._running.pop(number)
+            self._usage.retire(worker.serial)
+            if worker.slot is not None:
+                self._slots.leave(worker.slot)
+            if self._begun.is_set():
+                self._services.totals.retire(worker.serial)
             if self._stopping.is_set():
                 return
             killed = killed + 1 if code < 0 and not worker.reason else 0
@@ -240,10 +248,6 @@ class Workers:
         """Return when all workers divide their requests so, or are no more."""
         await self._ask_all(UpdateSplit(split), kill=True, timeout_s=_LEARN_S)
 
-    async def _publish_keys(self, table: KeyTable) -> None:
-        """Return when all workers let clients in by these keys, or are no more."""
-        await self._ask_all(UpdateKeys(table), kill=True, timeout_s=_LEARN_S)
-
     async def wait_until_idle(self, engine: Engine) -> None:
         """Return when no worker has a request in flight there."""
         await self._ask_all(WaitUntilIdle(engine.number))
@@ -263,22 +267,18 @@ class Workers:
 
         await asyncio.gather(*map(ask, self._serving))
 
-    def _leave(self, worker: WorkerProcess) -> None:
-        self._running.pop(worker.number)
-        self._usage.retire(worker.serial)
-        if worker.slot is not None:
-            self._slots.leave(worker.slot)
-        if self._begun.is_set():
-            self._services.totals.retire(worker.serial)
-
     async def _answer(self, worker: WorkerProcess, question: ChannelMessage) -> object:
         """What a worker asks."""
         await self._begun.wait()
         services = self._services
         match question:
             case GetStartInfo():
-                settings = _share(self._settings).model_dump_json(context=WITH_SECRETS)
-                return StartInfo(settings.encode(), _views(services), self._database.identity)
+                explorer, count = self._settings.explorer, explorer_workers_of(self._settings)
+                # Its share of what all of them may have in flight.
+                shares = {name: -(-getattr(explorer, name) // count) for name in ("max_in_flight", "max_waiting")}
+                settings = self._settings.model_copy(update={"explorer": explorer.model_copy(update=shares)})
+                data = settings.model_dump_json(context=WITH_SECRETS).encode()
+                return StartInfo(data, _views(services), self._database.identity)
             case AnnounceSlot(folder):
                 return await self._let_serve(worker, Path(folder))
             case WaitUntilFlushed(timeout_s, target):
@@ -343,7 +343,11 @@ async def control(settings: Settings, listening: socket.socket) -> None:
         stack.push_async_callback(_end, workers, serving)
         ledger = await asyncio.to_thread(open_ledger, settings)
         stack.callback(ledger.close)
-        await asyncio.to_thread(_compare, settings, ledger)  # before what the spool still has is forgotten
+        try:  # before what the spool still has is forgotten
+            for sentence in await asyncio.to_thread(report_older, settings, ledger):
+                log.error("ledger_older", sentence=sentence)
+        except (LedgerError, OSError) as error:
+            log.warning("ledger_not_compared", reason=str(error))
         services, tasks = await open_control_services(settings, ledger, slots, stack, on_failure=fail, audience=workers)
         _say(settings, listening, services.key_watch.table)
         keep_what_is_here()
@@ -360,15 +364,6 @@ async def control(settings: Settings, listening: socket.socket) -> None:
                 task.cancel()
     if failures:
         raise failures[0]
-
-
-def _compare(settings: Settings, ledger: Ledger) -> None:
-    """Say so if the ledger is older than what was made with it."""
-    try:
-        for sentence in report_older(settings, ledger):
-            log.error("ledger_older", sentence=sentence)
-    except (LedgerError, OSError) as error:
-        log.warning("ledger_not_compared", reason=str(error))
 
 
 async def _end(workers: Workers, serving: Sequence["asyncio.Task[None]"]) -> None:
@@ -412,10 +407,3 @@ def _view(engine: Engine, services: ControlServices) -> EngineView:
         renaming=engine.renaming,
         proof=engine.proof,
     )
-
-
-def _share(settings: Settings) -> Settings:
-    """The settings as one of the workers has them: a share of what all of them may have in flight."""
-    explorer, count = settings.explorer, explorer_workers_of(settings)
-    shares = {"max_in_flight": -(-explorer.max_in_flight // count), "max_waiting": -(-explorer.max_waiting // count)}
-    return settings.model_copy(update={"explorer": explorer.model_copy(update=shares)})

@@ -12,7 +12,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
-from functools import partial
 
 import structlog
 import uvicorn
@@ -116,7 +115,12 @@ class Worker:
             metrics=metrics,
             workers=explorer_workers_of(settings),
         )
-        opening = partial(self._open, ledger, beginning)
+
+        async def opening(stack: AsyncExitStack) -> tuple[Services, list[Task]]:
+            opened = await self._link.open(ledger, beginning, stack)
+            keep_what_is_here()
+            return opened
+
         app = create_app(settings, ledger, gate=gate, opening=opening, on_failure=self._fail)
         config = uvicorn.Config(
             app,
@@ -132,13 +136,6 @@ class Worker:
         await server.serve(sockets=[self._listening])
         self._served = server.started and not self._failed
         ledger.close()
-
-    async def _open(
-        self, ledger: PatientLedger, beginning: StartInfo, stack: AsyncExitStack
-    ) -> tuple[Services, list[Task]]:
-        opened = await self._link.open(ledger, beginning, stack)
-        keep_what_is_here()
-        return opened
 
     async def _run_channel(self) -> None:
         try:

@@ -21,7 +21,6 @@ from tuneloop.explorer.processes.channel import (
     Channel,
     ChannelMessage,
     CollectMetrics,
-    EngineView,
     FleetView,
     GetExposition,
     ReportMetrics,
@@ -113,7 +112,11 @@ class WorkerLink:
 
     async def open(self, ledger: Ledger, beginning: StartInfo, stack: AsyncExitStack) -> tuple[Services, list[Task]]:
         """The services, closed by `stack`, and what must run beside them: from now on the worker serves."""
-        engines = [await self._open_engine(each, stack) for each in beginning.engines]
+        engines, key = [], reveal(self._settings.explorer.rollout_model.engine_key)
+        for view in beginning.engines:
+            http = EngineHttp(url=view.url, socket=view.socket, key=key)
+            stack.push_async_callback(http.close)
+            engines.append(Engine(view.number, http))
         timeout_s = self._settings.explorer.request_timeout
         self._fleet = Fleet(engines, wait_timeout_s=timeout_s, is_alone=self._workers == 1)
         services, tasks = open_services(
@@ -133,12 +136,6 @@ class WorkerLink:
         if self._workers > 1:
             tasks.append(every(_SHARE_S, self._share_usage, task="key_usage", metrics=self._metrics))
         return services, tasks
-
-    async def _open_engine(self, view: EngineView, stack: AsyncExitStack) -> Engine:
-        key = self._settings.explorer.rollout_model.engine_key
-        http = EngineHttp(url=view.url, socket=view.socket, key=reveal(key))
-        stack.push_async_callback(http.close)
-        return Engine(view.number, http)
 
     async def answer(self, question: ChannelMessage) -> object:
         """What the control process asks; none of it before it has been told what is written to."""

@@ -193,7 +193,11 @@ class Proxy:
         outcome.version = in_flight.version
         try:
             if reply.status != 200:
-                _check_refusal(reply.status)
+                if reply.status in {401, 403}:  # not the client's concern
+                    what = "it does not accept explorer.rollout_model.engine_key"
+                    raise EngineError(f"the engine answered {reply.status}: {what}")
+                if not 400 <= reply.status < 600:
+                    raise EngineError(f"the engine answered {reply.status}, which is neither a reply nor an error")
                 outcome.status = reply.status
                 at_fault = reply.status >= _ENGINE_FAULT and in_flight.engine is engine  # else another failed too
                 self._failures.last(in_flight.version, request.caller.identity, at_fault=at_fault)
@@ -351,14 +355,6 @@ def _convert(convert: Callable[[bytes], bytes], content: bytes) -> bytes:
         return convert(content)
     except _UNREADABLE_REPLY as error:
         raise EngineError(f"the engine's reply cannot be read: {error!r}") from error
-
-
-def _check_refusal(status: int) -> None:
-    """Raise EngineError for a status that is not the client's concern."""
-    if status in {401, 403}:
-        raise EngineError(f"the engine answered {status}: it does not accept explorer.rollout_model.engine_key")
-    if not 400 <= status < 600:
-        raise EngineError(f"the engine answered {status}, which is neither a reply nor an error")
 
 
 async def _error_body(in_flight: ReplyInFlight, reply: EngineReply) -> bytes:

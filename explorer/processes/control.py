@@ -349,7 +349,21 @@ async def control(settings: Settings, listening: socket.socket) -> None:
         except (LedgerError, OSError) as error:
             log.warning("ledger_not_compared", reason=str(error))
         services, tasks = await open_control_services(settings, ledger, slots, stack, on_failure=fail, audience=workers)
-        _say(settings, listening, services.key_watch.table)
+        host, port = listening.getsockname()[:2]
+        url = f"http://{host}:{port}"
+        log.info(
+            "explorer_listening",
+            url=url,
+            page=f"{url}/ui",
+            model=settings.served_model_name,
+            workers=explorer_workers_of(settings),
+        )
+        if settings.explorer.insecure:
+            log.warning(
+                "no_authentication", sentence="anybody who reaches this port can chat, give feedback and commit"
+            )
+        elif not services.key_watch.table.in_force:
+            log.info("no_keys", sentence="programs of this machine need no key; make one: tuneloop keys create")
         keep_what_is_here()
         workers.serve_with(services, ledger.transactions.file)
         async with asyncio.TaskGroup() as group:
@@ -373,22 +387,6 @@ async def _end(workers: Workers, serving: Sequence["asyncio.Task[None]"]) -> Non
     if still:
         workers.kill()
         await asyncio.wait(still)
-
-
-def _say(settings: Settings, listening: socket.socket, keys: KeyTable) -> None:
-    host, port = listening.getsockname()[:2]
-    url = f"http://{host}:{port}"
-    log.info(
-        "explorer_listening",
-        url=url,
-        page=f"{url}/ui",
-        model=settings.served_model_name,
-        workers=explorer_workers_of(settings),
-    )
-    if settings.explorer.insecure:
-        log.warning("no_authentication", sentence="anybody who reaches this port can chat, give feedback and commit")
-    elif not keys.in_force:
-        log.info("no_keys", sentence="programs of this machine need no key; make one: tuneloop keys create")
 
 
 def _views(services: ControlServices) -> list[EngineView]:

@@ -111,7 +111,11 @@ async def open_control_services(
 ) -> tuple[ControlServices, list[Task]]:
     """The services, closed by `stack`, and what it must run; `audience` are others who send requests to the engines."""
     metrics = Metrics()
-    own = _own_spool(settings, slots, stack)
+    own: Spool | None = None
+    if settings.judge.url is not None:  # where verdicts are brought to disk; the flusher must not outlive it
+        own = Spool.open(settings.spool_dir, sync=settings.explorer.durability == "fsync")
+        stack.callback(own.close)
+        slots.add(own)
     flusher = Flusher(slots, ledger.recording, quarantined=metrics.quarantined.inc, failed=on_failure)
     flusher.start()
     stack.push_async_callback(asyncio.to_thread, flusher.stop)
@@ -144,46 +148,28 @@ async def open_control_services(
         token_uses=TokenUses(),
         engine_sleep=sleep,
     )
-    judging = [_judging(services, ledger, own, stack).run(interval_s)] if own else []
-    return services, [
-        watch.run(),
-        _version_log(settings, ledger, metrics, stack, interval_s=interval_s).run(),
-        forgetting.run(),
-        reloader.run(),
-        examination.run(),
-        canary_controller.run(),
-        attestation.run(),
-        key_watch.run(metrics),
-        *judging,
-        *([sleep.run()] if sleep else []),
-        *_supervision(services, ledger, sockets, attestation, sleep),
-    ]
-
-
-def _version_log(
-    settings: Settings, ledger: Ledger, metrics: Metrics, stack: AsyncExitStack, *, interval_s: float
-) -> VersionLog:
-    """What tells decisions about versions: to the log, to the metrics, and as spans if traces are wanted."""
     version_log = VersionLog(ledger, metrics, job_dir=settings.job_dir, interval_s=interval_s)
     tracing = open_tracing(settings, "explorer")
     if tracing is not None:
         stack.callback(tracing.close)
         experiment, send = f"{settings.project}/{settings.name}", tracing.send
         version_log.tell = lambda event: send(decision_span(event, experiment))
-    return version_log
+    return services, [
+        watch.run(),
+        version_log.run(),
+        forgetting.run(),
+        reloader.run(),
+        examination.run(),
+        canary_controller.run(),
+        attestation.run(),
+        key_watch.run(metrics),
+        *([_judging(services, ledger, own).run(interval_s)] if own else []),
+        *([sleep.run()] if sleep else []),
+        *_supervision(services, ledger, sockets, attestation, sleep),
+    ]
 
 
-def _own_spool(settings: Settings, slots: Slots, stack: AsyncExitStack) -> Spool | None:
-    """Where verdicts are brought to disk, if there is a judge. The flusher must not outlive it."""
-    if settings.judge.url is None:
-        return None
-    spool = Spool.open(settings.spool_dir, sync=settings.explorer.durability == "fsync")
-    stack.callback(spool.close)
-    slots.add(spool)
-    return spool
-
-
-def _judging(services: ControlServices, ledger: Ledger, spool: Spool, stack: AsyncExitStack) -> JudgeLoop:
+def _judging(services: ControlServices, ledger: Ledger, spool: Spool) -> JudgeLoop:
     signer = ReplyIdSigner(load_key(services.settings.job_dir / KEY))
     return JudgeLoop(
         services.settings.judge,

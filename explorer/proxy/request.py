@@ -430,14 +430,18 @@ def _labels_in(body: dict[str, Any]) -> tuple[Labels, bool | None]:
             raise RequestRefused(message, code="too_long", param="metadata")
     reader = _LabelReader(metadata if isinstance(metadata, dict) else {})
     priority, train = reader.read("priority", _priority), reader.consent()
-    identifier = body.get("safety_identifier")
+    # Ours first: a client that sets it means it for us. OpenAI's newer name comes before its older one.
+    identifier, user = body.get("safety_identifier"), reader.read("user", _person)
+    if not user and identifier and isinstance(identifier, str):
+        user = person_name(identifier)
+    if not user:
+        if not isinstance(older := body.get("user"), str | None):
+            raise wrong_type("user", "a string")  # vLLM refuses it too
+        user = person_name(older) if older else None
     labels = Labels(
         task_id=reader.read("task_id", id_of),
         run_id=reader.read("run_id", id_of),
-        # Ours first: a client that sets it means it for us. OpenAI's newer name comes before its older one.
-        user=reader.read("user", _person)
-        or (person_name(identifier) if identifier and isinstance(identifier, str) else None)
-        or _user(body),
+        user=user,
         priority=0.0 if priority is None else priority,
         train=train is not False,
         ignored=tuple(reader.ignored),
@@ -488,13 +492,6 @@ def _person(value: object, param: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise wrong_type(param, "a string or an integer")
     return person_name(str(value))
-
-
-def _user(body: dict[str, Any]) -> str | None:
-    value = body.get("user")
-    if not isinstance(value, str | None):
-        raise wrong_type("user", "a string")  # vLLM refuses it too
-    return person_name(value) if value else None
 
 
 def check_template(body: Mapping[str, Any]) -> None:

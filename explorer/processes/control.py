@@ -168,7 +168,7 @@ class Workers:
     def __init__(
         self,
         settings: Settings,
-        listening: socket.socket,
+        sockets: Sequence[socket.socket],
         slots: Slots,
         *,
         worker_of: Callable[[int, int], WorkerProcess] = WorkerProcess,
@@ -176,7 +176,7 @@ class Workers:
         """`worker_of` makes the worker of a serial and a number."""
         self._settings = settings
         self._worker_of = worker_of
-        self._listening = listening
+        self._sockets = sockets
         self._slots = slots
         self._serials = itertools.count()
         self._running: dict[int, WorkerProcess] = {}
@@ -207,7 +207,7 @@ class Workers:
             self._running[number] = worker = self._worker_of(next(self._serials), number)
             watching = asyncio.create_task(_kill_when_frozen(worker))
             try:
-                code = await worker.run(self._listening, partial(self._answer, worker))
+                code = await worker.run(self._sockets[number], partial(self._answer, worker))
             except OSError as error:
                 code, worker.reason = os.EX_OSERR, f"explorer.workers: a worker cannot be started: {error}"
             finally:
@@ -321,7 +321,7 @@ class Workers:
         return await self._services.exposition()
 
 
-async def control(settings: Settings, listening: socket.socket) -> None:
+async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
     """Serve until SIGTERM or SIGINT. Raises TuneloopError if it cannot."""
     failures: list[TuneloopError] = []
     loop, ending = asyncio.get_running_loop(), asyncio.Event()
@@ -332,13 +332,10 @@ async def control(settings: Settings, listening: socket.socket) -> None:
         failures.append(error)
         loop.call_soon_threadsafe(ending.set)
 
-    workers = Workers(settings, listening, slots := Slots(settings.spool_dir))
+    workers = Workers(settings, sockets, slots := Slots(settings.spool_dir))
     async with AsyncExitStack() as stack:
         # They import what they need while the database is opened.
-        serving = [
-            loop.create_task(run_task(workers.keep_running(each), fail))
-            for each in range(explorer_workers_of(settings))
-        ]
+        serving = [loop.create_task(run_task(workers.keep_running(each), fail)) for each in range(len(sockets))]
         stack.callback(slots.close)
         stack.push_async_callback(_end, workers, serving)
         ledger = await asyncio.to_thread(open_ledger, settings)
@@ -349,14 +346,14 @@ async def control(settings: Settings, listening: socket.socket) -> None:
         except (LedgerError, OSError) as error:
             log.warning("ledger_not_compared", reason=str(error))
         services, tasks = await open_control_services(settings, ledger, slots, stack, on_failure=fail, audience=workers)
-        host, port = listening.getsockname()[:2]
+        host, port = sockets[0].getsockname()[:2]
         url = f"http://{host}:{port}"
         log.info(
             "explorer_listening",
             url=url,
             page=f"{url}/ui",
             model=settings.served_model_name,
-            workers=explorer_workers_of(settings),
+            workers=len(sockets),
         )
         if settings.explorer.insecure:
             log.warning(
@@ -370,7 +367,8 @@ async def control(settings: Settings, listening: socket.socket) -> None:
             running = [group.create_task(run_task(task, fail)) for task in tasks]
             await ending.wait()
             log.info("explorer_stopping", sentence="replies in flight are ended first, within 45 s")
-            listening.close()
+            for each in sockets:
+                each.close()
             if services.engine_sleep is not None:
                 services.engine_sleep.stay_awake()
             await _end(workers, serving)

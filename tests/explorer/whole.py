@@ -51,7 +51,7 @@ def create_app(settings: Settings, ledger: Ledger, *, on_failure: OnFailure) -> 
         slots = Slots(settings.spool_dir)
         stack.callback(slots.close)
         unused = stack.enter_context(socket.socket())
-        workers = Workers(settings, unused, slots, worker_of=lambda serial, number: LoopWorker(ours, serial, number))
+        workers = Workers(settings, [unused], slots, worker_of=lambda serial, number: LoopWorker(ours, serial, number))
         services, tasks = await open_control_services(
             settings, ledger, slots, stack, on_failure=on_failure, audience=workers
         )

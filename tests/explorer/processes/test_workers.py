@@ -37,6 +37,7 @@ from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import Exchange, State, VersionState, decode
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.database import connect
+from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import Position
 
 STREAM = HELLO | {"stream": True}
@@ -304,7 +305,7 @@ async def test_a_worker_whose_loop_is_blocked_is_ended_and_one_that_computes_in_
 
     killed: list[float] = []
     with closing(Slots(tmp_path / "spool")) as slots, socket.socket() as unused:
-        workers, began = Workers(settings_for(tmp_path), unused, slots, worker_of=Worker), time.monotonic()
+        workers, began = Workers(settings_for(tmp_path), [unused], slots, worker_of=Worker), time.monotonic()
         await workers.keep_running(0)
     if at_work == "in a thread":
         assert killed == []
@@ -313,12 +314,15 @@ async def test_a_worker_whose_loop_is_blocked_is_ended_and_one_that_computes_in_
         assert killed[0] < 10
 
 
-def test_a_port_that_is_taken_is_refused(tmp_path: Path) -> None:
+def test_a_port_that_is_shared_among_workers_is_shared_with_nobody_else(tmp_path: Path) -> None:
+    def wanted(port: int, workers: int) -> Settings:
+        return settings_for(tmp_path, proxy_port=port, workers=workers)
+
     with ExitStack() as stack:
-        port = listen(settings_for(tmp_path, proxy_port=0, workers=2), stack).getsockname()[1]
+        port = listen(wanted(0, 2), stack)[0].getsockname()[1]
         for workers in (1, 2):
             with pytest.raises(EnvironmentRefused, match=f"127.0.0.1:{port}"):
-                listen(settings_for(tmp_path, proxy_port=port, workers=workers), stack)
+                listen(wanted(port, workers), stack)
 
 
 def test_when_the_control_process_dies_nothing_of_it_stays(staff: Staff) -> None:
@@ -396,9 +400,9 @@ async def test_a_worker_that_the_machine_cannot_start_is_tried_again(
             return 1
 
     with closing(Slots(tmp_path / "spool")) as slots, socket.socket() as unused, capture_logs() as logs:
-        workers = Workers(settings_for(tmp_path), unused, slots, worker_of=Worker)
+        workers = Workers(settings_for(tmp_path), [unused], slots, worker_of=Worker)
         with pytest.raises(EnvironmentRefused, match="a worker cannot be started"):
             await workers.keep_running(0)
-        serves, workers = {0, 3}, Workers(settings_for(tmp_path), unused, slots, worker_of=Worker)
+        serves, workers = {0, 3}, Workers(settings_for(tmp_path), [unused], slots, worker_of=Worker)
         await workers.keep_running(0)
     assert [each["exit_code"] for each in logs if each["event"] == "worker_down"] == [1, os.EX_OSERR, os.EX_OSERR]

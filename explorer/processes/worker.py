@@ -125,6 +125,7 @@ class Worker:
         config = uvicorn.Config(
             app,
             http=Http11,
+            ws="none",
             lifespan="on",
             access_log=False,
             log_level="warning",

@@ -105,7 +105,7 @@ async def server_with(
         await request.respond(200, [], b"%d" % size)
 
     routes = Edge(app, {CHAT: route or answer}, limits=limits, connections=connections)
-    config, state = uvicorn.Config(routes, lifespan="off"), ServerState()
+    config, state = uvicorn.Config(routes, ws="none", lifespan="off"), ServerState()
     server = await asyncio.get_running_loop().create_server(lambda: Http11(config, state, {}), "127.0.0.1", 0)
 
     opened: list[Connection] = []

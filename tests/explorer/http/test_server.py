@@ -390,7 +390,7 @@ async def read_all(request: ClientRequest) -> None:
 
 
 async def test_connections_hold_nothing_longer_than_they_must() -> None:
-    config, state = uvicorn.Config(Edge(None, {CHAT: read_all}), lifespan="off"), ServerState()
+    config, state = uvicorn.Config(Edge(None, {CHAT: read_all}), ws="none", lifespan="off"), ServerState()
     protocols: weakref.WeakSet[Http11] = weakref.WeakSet()
 
     def create_protocol() -> Http11:

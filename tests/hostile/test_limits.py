@@ -21,7 +21,8 @@ from tuneloop.explorer.feedback import bound, commit, request, routes
 from tuneloop.explorer.http import bodies
 from tuneloop.explorer.limits import ConnectionLimits
 from tuneloop.explorer.processes import worker
-from tuneloop.explorer.proxy import labels, media_fetching
+from tuneloop.explorer.proxy import media_fetching
+from tuneloop.explorer.proxy import request as chat_request
 from tuneloop.explorer.routes import admin, keys, passthrough, stored_completions
 from tuneloop.explorer.ui import operations, site
 from tuneloop.shared import logging
@@ -61,7 +62,7 @@ FIXED: dict[str, object] = {
     "those of them of one key, or of one source without a key": MAX_SAID_BY_ONE,
     "a tenant's events about runs without a reply, and replies that are not stored": MAX_EARLY,
     "moving the spool when the service ends": STOP_S,
-    "`metadata` of a request": labels.MAX_METADATA_BYTES,
+    "`metadata` of a request": chat_request.MAX_METADATA_BYTES,
     "text in one call of feedback, counted once for each id": request.MAX_CHARACTERS,
     "`task_id`, `run_id`, `source`, `metric`, `label`, `idempotency_key`": MAX_NAME,
     "tasks named in one commit": commit.MAX_TASKS,

@@ -1,5 +1,6 @@
 """Takes commits, on Trinity's wire: its bodies are understood and its answers' keys kept."""
 
+import asyncio
 import time
 from functools import partial
 
@@ -7,11 +8,11 @@ import msgspec
 import structlog
 from fastapi import Request
 
+from tuneloop.explorer.auth import Caller, caller_of
 from tuneloop.explorer.capture.control_client import ControlClient, Flushed, FlushTarget
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.feedback.routes import read_body
 from tuneloop.explorer.http.bodies import id_of, optional_id, optional_time, wrong_type
-from tuneloop.explorer.http.caller import Caller, caller_of
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import Scope
 from tuneloop.shared.ledger.recording.recording import CommitLimits, Recording
@@ -34,7 +35,7 @@ class CommitRoute:
 
     async def commit(self, request: Request) -> dict[str, object]:
         """Release what has been rewarded until now to the trainer, and say how much that was."""
-        body = await read_body(request, self._recorder, may_be_empty=True)
+        body = await read_body(request, may_be_empty=True)
         task_id, run_id = self._as_stored(optional_id(body, "task_id")), self._as_stored(optional_id(body, "run_id"))
         task_ids, until = _task_ids(body), optional_time(body, "time_threshold")
         caller = caller_of(request.scope)
@@ -63,7 +64,7 @@ class CommitRoute:
         flushed = await wait(_left_s(all_by), msgspec.structs.replace(everybodys, rewards_only=True))
         if flushed is Flushed.ASKED:
             without_some = partial(self._recording.commit_recorded, caller.tenant, **limits)
-            committed = await self._recorder.lookups.run(caller.identity, without_some)
+            committed = await asyncio.to_thread(without_some)
             if committed is not None:
                 return committed, True
             flushed = await wait(_left_s(all_by), everybodys)
@@ -76,7 +77,7 @@ class CommitRoute:
                 "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
             )
         with_all = partial(self._recording.commit, caller.tenant, **limits)
-        return await self._recorder.lookups.run(caller.identity, with_all), complete
+        return await asyncio.to_thread(with_all), complete
 
     def _as_stored(self, name: str | None) -> str | None:
         return name and self._recorder.name_as_stored(name)

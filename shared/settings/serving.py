@@ -291,6 +291,8 @@ class ExplorerSettings(Section):
     spool_max_age: ClassVar[float] = 86400.0
     #: A reply counts as kept when it is on disk, which survives a power cut.
     durability: ClassVar[Literal["fsync", "write"]] = "fsync"
+    #: Engines that go on answering while another one takes new weights. None: 1 with `rollout.mode: rolling`, else 0.
+    min_running_model_num: ClassVar[int | None] = None
 
     @property
     def rebuilds_grammars(self) -> bool:

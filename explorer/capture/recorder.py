@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -170,6 +171,8 @@ class Recorder:
         self._metrics = metrics
         self._redactor = redactor if redactor else None
         self._writing: set[asyncio.Task[list[Record]]] = set()
+        # More threads would only keep each other, and the event loop, from the interpreter.
+        self._threads = ThreadPoolExecutor(2, "redaction")
 
     def admit(self) -> None:
         """Raise SpoolFull if the reply to a request could not be kept."""
@@ -203,6 +206,7 @@ class Recorder:
     async def close(self) -> None:
         """Wait for what is still being redacted, whose requests were cancelled."""
         await asyncio.gather(*self._writing, return_exceptions=True)
+        self._threads.shutdown(wait=False)
 
     async def _write(self, records: Sequence[Record]) -> list[Record]:
         redactor, size = self._redactor, sum(map(_size, records))
@@ -227,7 +231,7 @@ class Recorder:
             written = redactor.records(records) if redactor else list(records)
             return written, frames(map(encode, written))
 
-        written, data = await asyncio.to_thread(prepare)
+        written, data = await asyncio.get_running_loop().run_in_executor(self._threads, prepare)
         await self._spool.append_frames(data)
         return written
 

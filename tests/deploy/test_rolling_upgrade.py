@@ -248,6 +248,8 @@ def test_no_request_fails_while_the_release_is_changed(
                         old_trainer.terminate()
                         assert old_trainer.wait(90) == 0
                         with now.trainer("new-trainer") as new_trainer:
+                            # Before, what the old one published last might pass for its version.
+                            eventually(lambda: "trainer_ready" in now.log("new-trainer").read_text(), within_s=300)
                             _until_newer(load, trainer=new_trainer)
                             load.goes_on()
                         assert new_trainer.returncode == 0

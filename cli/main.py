@@ -14,6 +14,7 @@ from tuneloop.cli import (
     alarms,
     backup,
     doctor,
+    explain,
     exports,
     imports,
     keys,
@@ -69,6 +70,7 @@ app.command("erase")(erase_)
 app.command()(backup.backup)
 app.command()(backup.restore)
 app.command()(doctor.doctor)
+app.command()(explain.explain)
 
 
 def main() -> None:

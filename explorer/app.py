@@ -134,7 +134,7 @@ def create_app(
     errors.install_error_handlers(app)
     _add_routes(app)
     passthrough.add_routes(app, PinParser(settings), max_body_bytes=settings.explorer.max_body_bytes)
-    stored_completions.add_routes(app, ledger.stored, default_model=settings.served_model_name)
+    stored_completions.add_routes(app, settings, ledger)
     responses.add_routes(app)
     metrics_json.add_routes(app)
     admin.add_routes(app, settings, ledger)

@@ -168,6 +168,9 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/chat/completions/{id}/messages"): Operation(
         _STORED, "The messages of a stored chat", "stored.md", query=_PAGE
     ),
+    ("GET", "/v1/chat/completions/{id}/explain"): Operation(
+        _STORED, "What happened to a reply of any route, and what it waits for", "explain.md"
+    ),
     ("GET", "/v1/responses/{id}"): Operation(
         _STORED,
         "A stored response, or its events from a point on",

@@ -14,6 +14,7 @@ from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.http.bodies import read_object, wrong_type
 from tuneloop.explorer.http.caller import caller_of
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
+from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.stored_completions import (
     ENDPOINT,
     MAX_EXAMINED,
@@ -30,6 +31,8 @@ from tuneloop.shared.ledger.recording.stored_completions import (
     tag_of_model,
     tag_of_pair,
 )
+from tuneloop.shared.operations.explain import Explanation, explain
+from tuneloop.shared.settings.settings import Settings
 
 MAX_LIMIT, DEFAULT_LIMIT = 100, 20
 
@@ -59,7 +62,7 @@ class CompletionReader:
         self._control_client: ControlClient = request.app.state.services.control_client
         self.recorder: Recorder = request.app.state.services.recorder
         caller = caller_of(request.scope)
-        self.tenant, self._caller = caller.tenant, caller
+        self.tenant, self.sees_all, self._caller = caller.tenant, caller.sees_all, caller
 
     async def wait_until_flushed(self) -> bool:
         """Wait until what is in the spool now is in the database; False if that is unavailable."""
@@ -69,6 +72,11 @@ class CompletionReader:
             )
         )
 
+    async def require_flushed(self) -> None:
+        """The same. Raises LedgerUnavailable where that does not happen in time."""
+        if not await self.wait_until_flushed():
+            raise LedgerUnavailable("the database is unavailable; acknowledged data is safe on disk: try again later")
+
     async def read(self, query: Callable[[], _T]) -> _T:
         """The result of `query`, when it is the caller's turn."""
         return await self.recorder.lookups.run(self._caller.identity, query)
@@ -77,10 +85,7 @@ class CompletionReader:
         """The result of `query`. Raises RequestRefused if there is none."""
         found = await self.read(query)
         if found is None:
-            if not await self.wait_until_flushed():
-                raise LedgerUnavailable(
-                    "the database is unavailable; acknowledged data is safe on disk: try again later"
-                )
+            await self.require_flushed()
             found = await self.read(query)
         if found is None:
             message = f"no stored completion has the id {msg_id!r}"
@@ -91,8 +96,9 @@ class CompletionReader:
 CompletionReaderOf = Annotated[CompletionReader, Depends(CompletionReader)]
 
 
-def add_routes(app: FastAPI, completions: StoredCompletions, *, default_model: str) -> None:
-    """Add the routes to the app. `default_model` answered the requests that named none."""
+def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
+    """Add the routes to the app."""
+    completions, default_model = ledger.stored, settings.served_model_name
 
     def to_object(stored: StoredExchange) -> StoredCompletion:
         return completion(stored, default_model=default_model)
@@ -126,6 +132,19 @@ def add_routes(app: FastAPI, completions: StoredCompletions, *, default_model: s
         query = parse_page_query(request.query_params)
         stored = await reader.find(msg_id, lambda: completions.get(reader.tenant, msg_id))
         return _list(*_slice(messages(stored), query))
+
+    @app.get(f"{ENDPOINT}/{{msg_id}}/explain")
+    async def explain_reply(msg_id: str, reader: CompletionReaderOf) -> Response:
+        def read() -> Explanation:
+            return explain(ledger, settings, msg_id, tenant=reader.tenant, sees_all=reader.sees_all)
+
+        found = await reader.read(read)
+        if not found.replies:
+            await reader.require_flushed()
+            found = await reader.read(read)
+        if not found.replies:
+            raise RequestRefused("; ".join(found.sentences), status=404, code="not_found", param="completion_id")
+        return _json(found.as_json())
 
 
 def parse_page_query(query: QueryParams) -> PageQuery:

@@ -16,11 +16,15 @@ from tuneloop.shared.experience import Feedback, Kind, Outcome, State
 from tuneloop.shared.ledger.raters import Rater, rater_of, voice_of, without_quarantined
 from tuneloop.shared.ledger.recording.reward_rule import (
     Event,
+    EventFate,
+    Fate,
     Reward,
     counting_events,
     default_of,
     definition,
+    fates,
     in_window,
+    parts,
     reward_of,
     rewarding,
     rule_of,
@@ -154,6 +158,44 @@ def weighted_rewards(
     return found
 
 
+class FeedbackHistory(NamedTuple):
+    """The feedback about a row, event by event, what each metric adds to its reward, and the reward that this makes."""
+
+    events: list[tuple[Any, EventFate]]
+    parts: dict[tuple[str, bool], float]
+    reward: float | None
+
+
+def read_history(
+    connection: Connection, msg_id: str, rule_of_row: Callable[[int], RewardRule], trusted: TrustedRaters
+) -> dict[int, FeedbackHistory]:
+    """The feedback about each row of a reply, by the rows' ids.
+
+    A row that is leased or trained on has the reward of what had been said by then.
+    """
+    _, rows, events = _read(connection, [msg_id], trusted, _UNLOCKED_ROWS)
+    found = {}
+    for row in rows:
+        rule, until = rule_of_row(row.id), row.rewarded_at if row.state not in OPEN else None
+        heard = [event for event in events.all if until is None or event.received_at <= until]
+        bearing = [event for event in heard if event.id in events.bearing]
+        about = _Events(heard, bearing, trusted, {}).about(row)
+        known, retracted = fates(rule, about, sampled_at=row.sampled_at), {*retracted_preferences(heard)}
+
+        def fate_of(event: Any, known: Any = known, retracted: Any = retracted, until: Any = until) -> EventFate:
+            if event.id in known:
+                return known[event.id]  # type: ignore[no-any-return]
+            if event.id not in events.bearing:
+                return EventFate(Fate.QUARANTINED)
+            return EventFate(Fate.RETRACTED if event.id in retracted else Fate.LATE)
+
+        counting = counting_events(rule, about, sampled_at=row.sampled_at)
+        reward = reward_of(rule, about, sampled_at=row.sampled_at)
+        mine = [(event, fate_of(event)) for event in events.all if _bears_on(event, row)]
+        found[row.id] = FeedbackHistory(mine, parts(rule, counting), reward and reward.value)
+    return found
+
+
 def replies_decided_by(
     connection: Connection, event: Feedback, msg_ids: Sequence[str], rule: RewardRule, trusted: TrustedRaters
 ) -> Iterator[str]:
@@ -257,7 +299,8 @@ class _Events:
         self._by_key: dict[object, list[Event]] = {}
         self._made: dict[tuple[int, bool], Event] = {}
         self._by_target: dict[object, list[Any]] = defaultdict(list)
-        numbers = {event.id for event in bearing} - {*retracted_preferences(self.all)}
+        self.bearing = {event.id for event in bearing}
+        numbers = self.bearing - {*retracted_preferences(self.all)}
         for event in self.all:
             if event.id not in numbers:
                 continue
@@ -277,13 +320,9 @@ class _Events:
             targets = _targets_of(row)
             found = {event.id: event for target in targets for event in self._by_target.get(target, ())}
             self._by_key[key] = [
-                self._borne(event, is_about)
+                self._borne(event, _is_about(event, row))
                 for event in sorted(found.values(), key=event_order)
-                if event.tenant == row.tenant
-                and (
-                    (is_about := _is_about(event, row))
-                    or (event.other_msg_id == row.msg_id and event.other_choice in (None, row.choice))
-                )
+                if _bears_on(event, row)
             ]
         return self._by_key[key]
 
@@ -339,6 +378,12 @@ def _is_about(event: Any, row: RewardRow) -> bool:
     if event.msg_id is None:
         return (event.tenant, event.task_id, event.run_id) == (row.tenant, row.task_id, row.run_id)
     return event.msg_id == row.msg_id and event.choice in (None, row.choice)
+
+
+def _bears_on(event: Any, row: RewardRow) -> bool:
+    """Whether the event is about the row, or prefers another to it."""
+    against = event.other_msg_id == row.msg_id and event.other_choice in (None, row.choice)
+    return event.tenant == row.tenant and (against or _is_about(event, row))
 
 
 def retractions(connection: Connection, msg_ids: Collection[str]) -> Iterator[Any]:

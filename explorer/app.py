@@ -60,7 +60,7 @@ from tuneloop.explorer.routes import (
     training_status,
 )
 from tuneloop.explorer.routes.metrics_json import TRINITY
-from tuneloop.explorer.routes.responses import StoredResponses, stored_reader
+from tuneloop.explorer.routes.responses import StoredResponses
 from tuneloop.explorer.ui import page
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import RequestRefused, SpoolFull
@@ -315,9 +315,9 @@ def open_services(
     )
     stored_responses = StoredResponses(
         signer=signer,
-        read=stored_reader(ledger.stored, reading),
+        stored=ledger.stored,
+        reading=reading,
         control_client=control_client,
-        fleet=fleet,
         rebuild=responses.rebuild,
         default_model=settings.served_model_name,
     )
@@ -343,7 +343,7 @@ def open_services(
         spool=spool,
     )
     watching = proxy.parser.capture.watch(ledger.alarms, metrics)
-    tasks = [limits.run(metrics), proxy.background.run(), shadow.run(), watching]
+    tasks = [limits.run(metrics), shadow.run(), watching]
     if settings.trainer.yield_to_traffic:
         tasks.append(_tell_traffic(settings, proxy.admission, metrics))
     return services, tasks if tracing is None else [*tasks, close_at_end(tracing)]

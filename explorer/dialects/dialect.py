@@ -68,11 +68,6 @@ class ReplyWriter:
             tokens.learn(data)
         return b"" if chunk is None else b"data: %b\n\n" % chunk
 
-    @property
-    def continues_in_background(self) -> bool:
-        """Whether the engine goes on with the reply after the client has its response."""
-        return False
-
     def finish(self) -> bytes:
         """The last bytes of a stream, after the exchange has been recorded."""
         return b"data: [DONE]\n\n"
@@ -289,7 +284,11 @@ class ResponsesDialect(Dialect):
 
     def normalize(self, body: Json) -> Json:
         """See Dialect."""
-        return responses_request.normalize(body)
+        normal = responses_request.normalize(body)
+        if normal.get("background"):
+            message = "responses in the background are not served: send the request without `background`"
+            raise RequestRefused(message, code="invalid_value", param="background")
+        return normal
 
     def for_body(self, body: Json) -> Dialect:
         """See Dialect."""

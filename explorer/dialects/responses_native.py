@@ -18,7 +18,7 @@ from tuneloop.shared.ledger.recording.stored_completions import metadata_as_text
 Json = dict[str, Any]
 
 #: The statuses of a response that is not finished.
-UNFINISHED = ("queued", "in_progress")
+_UNFINISHED = ("queued", "in_progress")
 
 #: The last event of a stream is one of these.
 _FINAL_EVENTS = ("response.completed", "response.incomplete", "response.failed", "error")
@@ -27,10 +27,9 @@ _FINAL_EVENTS = ("response.completed", "response.incomplete", "response.failed",
 class NativeResponseTranscript(Transcript):
     """A response of the engine's own route. It has no choice before it is finished."""
 
-    def __init__(self, msg_id: str, body: Json, *, background: bool) -> None:
+    def __init__(self, msg_id: str, body: Json) -> None:
         super().__init__(msg_id, RequestedFields())
         self._body = body
-        self._background = background
         #: The last state of the response.
         self.latest: Json = {"id": msg_id, "object": "response", "output": []}
 
@@ -42,8 +41,10 @@ class NativeResponseTranscript(Transcript):
 
     def update(self, response: Json) -> Json:
         """Store the state of a response; returns it as the client gets it."""
-        self.latest = restore_client_fields(self._body, response)
-        if response["status"] not in UNFINISHED:
+        # The client's own value of the fields that were changed for the engine.
+        changed = ("previous_response_id", "metadata", "instructions")
+        self.latest = response | {name: self._body[name] for name in changed if self._body.get(name) is not None}
+        if response["status"] not in _UNFINISHED:
             usage = response.get("usage")
             if isinstance(usage, Mapping) and isinstance(total := usage.get("total_tokens"), int):
                 self.reported_tokens = max(self.reported_tokens, total)
@@ -61,8 +62,7 @@ class NativeResponseTranscript(Transcript):
 
     def add_text(self, text: str) -> None:
         """Store a part of the text, in case no more comes."""
-        if not self._background:
-            self.choices.setdefault(0, CapturedChoice()).text.append(text)
+        self.choices.setdefault(0, CapturedChoice()).text.append(text)
 
     def mark_broken(self) -> None:
         """Mark a response of which no more will come."""
@@ -74,16 +74,10 @@ class NativeReplyWriter(ReplyWriter):
     """Writes a response of the engine's own route."""
 
     def __init__(self, body: Json, msg_id: str) -> None:
-        self._response = NativeResponseTranscript(msg_id, body, background=body.get("background") is True)
+        self._response = NativeResponseTranscript(msg_id, body)
         super().__init__(self._response)
-        self._background = body.get("background") is True
         self._final_event = b""
         self._number = 0
-
-    @property
-    def continues_in_background(self) -> bool:
-        """See ReplyWriter."""
-        return self._background and not self._response.choices
 
     def convert_event(self, event: bytes) -> bytes:
         """See ReplyWriter. The last event waits until the reply is recorded."""
@@ -153,23 +147,14 @@ class NativeResponsesDialect(Dialect):
 
     def verbatim(self, upstream: Json, msg_id: str) -> Json:
         """See Dialect."""
-        fields = {**upstream, "request_id": msg_id}
+        fields = {**upstream, "request_id": msg_id, "store": False}  # the engine would keep the response for ever
         if isinstance(upstream.get("metadata"), dict):
             fields["metadata"] = metadata_as_text(upstream["metadata"])  # the engine takes strings only
-        if not upstream.get("background"):
-            fields["store"] = False  # it would keep the response for ever
         return fields
 
     def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
         return NativeReplyWriter(body, msg_id)
-
-
-def restore_client_fields(body: Json, response: Json) -> Json:
-    """An engine's response with the client's own value of the fields that were changed for the engine."""
-    changed = ("previous_response_id", "metadata", "instructions")
-    fields = {name: body[name] for name in changed if body.get(name) is not None}
-    return response | fields
 
 
 def input_items(messages: Sequence[Json]) -> list[Json]:

@@ -69,7 +69,7 @@ def normalize(body: Json) -> Json:
 
 def untranslatable_reason(body: Json) -> str | None:
     """Why the request cannot be translated into a chat completion; None if it can, or if it is invalid anyway."""
-    for param in ("background", "enable_response_messages", "previous_input_messages"):
+    for param in ("enable_response_messages", "previous_input_messages"):
         if body.get(param):
             return param
     for tool in _objects(body.get("tools")):

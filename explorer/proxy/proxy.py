@@ -21,7 +21,6 @@ from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.http import errors
 from tuneloop.explorer.http.raw_request import RawRequest
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.proxy.background_responses import BackgroundResponses
 from tuneloop.explorer.proxy.grammars import Grammars
 from tuneloop.explorer.proxy.in_flight import ReplyInFlight
 from tuneloop.explorer.proxy.request import Request, RequestParser
@@ -54,7 +53,6 @@ class RequestOutcome:
     status = 500
     version: int | None = None
     asked: int
-    in_background = False
 
 
 class RequestFailures:
@@ -85,10 +83,8 @@ class RequestFailures:
             self._metrics.count_reply(version, "refused")
 
     def at_end(self, in_flight: ReplyInFlight) -> None:
-        """Count a reply that has ended, as the engine itself says; not yet one that goes on in the background."""
+        """Count a reply that has ended, as the engine itself says."""
         request, version = in_flight.request, in_flight.version
-        if request.writer.continues_in_background:
-            return
         if request.writer.transcript.broken:
             self.alone(version, request.caller.identity)
         else:
@@ -122,12 +118,6 @@ class Proxy:
         self.admission = Admission(
             limit=explorer.max_in_flight, max_waiting=explorer.max_waiting, wait_timeout_s=explorer.wait_timeout
         )
-        self.background = BackgroundResponses(
-            count=self._failures.at_end,
-            record=self._record,
-            release=self._release,
-            timeout_s=explorer.request_timeout,
-        )
 
     async def answer(self, dialect: Dialect, raw: RawRequest) -> None:
         """Answer a request in one dialect, whole or streamed."""
@@ -141,8 +131,7 @@ class Proxy:
             try:
                 await self._answer_in_time(request, raw, outcome)
             finally:
-                if not outcome.in_background:
-                    self.admission.release(request.caller.identity)
+                self.admission.release(request.caller.identity)
         except asyncio.CancelledError:
             outcome.status = 499
             raise
@@ -161,7 +150,7 @@ class Proxy:
                 with request.charge.while_asking(request.writer.transcript):
                     await self._answer_from(engine, request, raw, outcome)
         except TimeoutError:
-            if not (raw.client_is_slow or request.writer.done or outcome.in_background):
+            if not (raw.client_is_slow or request.writer.done):
                 self._failures.alone(outcome.asked, request.caller.identity)
             if not raw.started:
                 raise RequestRefused("the engine did not answer in time", status=504, code="engine_timeout") from None
@@ -195,12 +184,8 @@ class Proxy:
             raise
         finally:
             reply.close()
-            if outcome.status == 200 and request.writer.continues_in_background:
-                outcome.in_background = True
-                self.background.follow(in_flight, raw.share)
-            else:
-                raw.share.release()
-                self._fleet.release(in_flight.engine)
+            raw.share.release()
+            self._fleet.release(in_flight.engine)
 
     async def _engine_reply(
         self, engine: Engine, request: Request, outcome: RequestOutcome
@@ -258,8 +243,7 @@ class Proxy:
             raw.end_stream(writer.error_event("the reply could not be stored", "storage_full"))
         except EngineError as error:
             log.warning("stream_broken", msg_id=request.msg_id, reason=str(error))
-            if not writer.continues_in_background:
-                self._failures.alone(in_flight.version, request.caller.identity)
+            self._failures.alone(in_flight.version, request.caller.identity)
             await self._record_partial(in_flight)
             raw.end_stream(writer.error_event("the engine broke off its reply", "engine_error"))
         except BaseException as error:
@@ -280,15 +264,10 @@ class Proxy:
         except SpoolFull as error:
             log.error("reply_lost", msg_id=in_flight.request.msg_id, reason=str(error))
 
-    def _release(self, in_flight: ReplyInFlight) -> None:
-        self._fleet.release(in_flight.engine)
-        self.admission.release(in_flight.request.caller.identity)
-
     async def _record(self, in_flight: ReplyInFlight) -> None:
         """Write the exchange to disk, unless the client wants it not stored; even if this is cancelled meanwhile."""
         request = in_flight.request
-        if not request.writer.continues_in_background:
-            request.charge.count(request.writer.transcript)
+        request.charge.count(request.writer.transcript)
         if not (request.store and request.writer.transcript.choices):
             return
         sampling = request.sampling

@@ -203,10 +203,7 @@ class RequestParser:
         return found if labels.train else found._replace(drop_reason="opt_out")
 
     def _is_stored(self, caller: Caller, upstream: Mapping[str, Any], wanted: bool | None) -> bool:
-        store = self._tenant(caller).store if wanted is None else wanted
-        if upstream.get("background") is True and not store:
-            raise RequestRefused("a response in the background is stored", code="invalid_value", param="background")
-        return store
+        return self._tenant(caller).store if wanted is None else wanted
 
     def _count_choices(self, dialect: Dialect, upstream: dict[str, Any]) -> int:
         if (choices := dialect.count_choices(upstream)) <= self._max_choices:

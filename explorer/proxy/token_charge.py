@@ -28,7 +28,7 @@ class TokenCharge:
         self._body_bytes, self._choices = body_bytes, choices
         self._most = most if isinstance(most, int) else None
         self._asked_at = math.inf
-        self._counted = self._goes_on = False
+        self._counted = False
 
     @classmethod
     def of(cls, meter: Meter, upstream: Mapping[str, Any], *, body_bytes: int, choices: int) -> Self:
@@ -43,13 +43,8 @@ class TokenCharge:
         try:
             yield
         except asyncio.CancelledError:  # a time limit, too
-            if not self._goes_on:
-                self.count(transcript, broken_off=True)
+            self.count(transcript, broken_off=True)
             raise
-
-    def put_off(self) -> None:
-        """The engine goes on with the reply without its client: it is counted at its end."""
-        self._goes_on = True
 
     def count(self, transcript: Transcript, *, broken_off: bool = False) -> None:
         """Count the tokens of a reply as far as it has come; `broken_off`: nobody waited for the rest."""

@@ -3,6 +3,7 @@
 Everything here runs inside a transaction of the ledger: that of the verb that recorded the feedback.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -171,28 +172,28 @@ def read_history(
 ) -> dict[int, FeedbackHistory]:
     """The feedback about each row of a reply, by the rows' ids.
 
-    A row that is leased or trained on has the reward of what had been said by then.
+    A row that is leased or trained on has the reward of what had been said by then: of the first events, as many as
+    make its reward.
     """
     _, rows, events = _read(connection, [msg_id], trusted, _UNLOCKED_ROWS)
     found = {}
     for row in rows:
-        rule, until = rule_of_row(row.id), row.rewarded_at if row.state not in OPEN else None
-        heard = [event for event in events.all if until is None or event.received_at <= until]
-        bearing = [event for event in heard if event.id in events.bearing]
-        about = _Events(heard, bearing, trusted, {}).about(row)
+        rule, mine = rule_of_row(row.id), [event for event in events.all if _bears_on(event, row)]
+        for end in (math.inf, *(event.id for event in reversed(mine)), math.inf):
+            heard = [event for event in events.all if event.id < end]
+            about = _Events(heard, [event for event in heard if event.id in events.bearing], trusted, {}).about(row)
+            reward = reward_of(rule, about, sampled_at=row.sampled_at)
+            made = reward or default_of(rule, sampled_at=row.sampled_at)
+            if row.state in OPEN or (made and made[:2] == (row.reward, row.rewarded_at)):
+                break
         known, retracted = fates(rule, about, sampled_at=row.sampled_at), {*retracted_preferences(heard)}
-
-        def fate_of(event: Any, known: Any = known, retracted: Any = retracted, until: Any = until) -> EventFate:
-            if event.id in known:
-                return known[event.id]  # type: ignore[no-any-return]
-            if event.id not in events.bearing:
-                return EventFate(Fate.QUARANTINED)
-            return EventFate(Fate.RETRACTED if event.id in retracted else Fate.LATE)
-
+        for event in mine:
+            if event.id not in known:
+                left = Fate.RETRACTED if event.id in retracted else Fate.LATE
+                known[event.id] = EventFate(left if event.id in events.bearing else Fate.QUARANTINED)
         counting = counting_events(rule, about, sampled_at=row.sampled_at)
-        reward = reward_of(rule, about, sampled_at=row.sampled_at)
-        mine = [(event, fate_of(event)) for event in events.all if _bears_on(event, row)]
-        found[row.id] = FeedbackHistory(mine, parts(rule, counting), reward and reward.value)
+        said = [(event, known[event.id]) for event in mine]
+        found[row.id] = FeedbackHistory(said, parts(rule, counting), reward and reward.value)
     return found
 
 

@@ -14,7 +14,6 @@ from tuneloop.cli import (
     alarms,
     backup,
     doctor,
-    explain,
     exports,
     imports,
     keys,
@@ -70,7 +69,7 @@ app.command("erase")(erase_)
 app.command()(backup.backup)
 app.command()(backup.restore)
 app.command()(doctor.doctor)
-app.command()(explain.explain)
+app.command()(doctor.explain)
 
 
 def main() -> None:

@@ -88,7 +88,7 @@ def add_exchanges(router: APIRouter, site: Site) -> None:
         return site.show(request, "_tokens.html", tokens=found)
 
     @router.get("/exchanges/{msg_id}/explain")
-    async def explained(request: Request, msg_id: str) -> Response:
+    async def explain_exchange(request: Request, msg_id: str) -> Response:
         tenant = site.tenant_of(request)
         sees_all = site.guard.is_operators(site.guard.admit(request))
         found = await site.in_turn(

@@ -93,14 +93,10 @@ class Conversations:
                 )
             size.add(reply.request, reply.text)
             request = orjson.loads(reply.request)
-            turns.append((request, _response(reply.text)))
+            output = [{"type": "message", "content": [{"text": reply.text}]}] if reply.text else []
+            turns.append((request, {"output": output}))
             name = request.get("previous_response_id")
         messages: list[dict[str, Any]] = []
         for request, response in reversed(turns):
             messages = responses_request.continued_messages(request, response, messages)
         return messages
-
-
-def _response(text: str) -> dict[str, Any]:
-    """The part of a response that a conversation continues from."""
-    return {"output": [{"type": "message", "content": [{"text": text}]}] if text else []}

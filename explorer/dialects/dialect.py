@@ -6,6 +6,7 @@ completions, whose replies are translated back.
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import orjson
@@ -176,39 +177,28 @@ class TextDialect(Dialect):
 
 
 class _TranslatedWriter(ReplyWriter):
-    """Translates a chat completion into another dialect."""
+    """Translates a chat completion into another dialect: `translate` a whole one, `stream` the chunks of one."""
+
+    def __init__(
+        self, transcript: Transcript, translate: Callable[[Json], Json], stream: MessageStream | ResponseStream
+    ) -> None:
+        super().__init__(transcript)
+        self._translate, self._stream = translate, stream
 
     def convert_whole(self, reply: bytes) -> bytes:
         """See ReplyWriter."""
-        return orjson.dumps(self._convert_reply(orjson.loads(super().convert_whole(reply))))
+        return orjson.dumps(self._translate(orjson.loads(super().convert_whole(reply))))
 
     def _convert_data(self, data: bytes) -> bytes:
         chunk = self.transcript.feed(data)
-        return b"" if chunk is None else self._convert_chunk(orjson.loads(chunk))
-
-    def _convert_reply(self, reply: Json) -> Json:
-        raise NotImplementedError
-
-    def _convert_chunk(self, chunk: Json) -> bytes:
-        raise NotImplementedError
-
-
-class _MessageWriter(_TranslatedWriter):
-    def __init__(self, msg_id: str, upstream_id: str) -> None:
-        super().__init__(ChatTranscript(upstream_id, RequestedFields()))
-        self._msg_id = msg_id
-        self._stream = MessageStream(msg_id=msg_id)
-
-    def _convert_reply(self, reply: Json) -> Json:
-        return messages.to_message(reply, msg_id=self._msg_id)
-
-    def _convert_chunk(self, chunk: Json) -> bytes:
-        return self._stream.add_chunk(chunk)
+        return b"" if chunk is None else self._stream.add_chunk(orjson.loads(chunk))
 
     def finish(self) -> bytes:
         """See ReplyWriter."""
         return self._stream.end()
 
+
+class _MessageWriter(_TranslatedWriter):
     def error_event(self, message: str, code: str) -> bytes:
         """See ReplyWriter."""
         return b"event: error\ndata: %b\n\n" % orjson.dumps(anthropic_error(message, status=500))
@@ -229,30 +219,11 @@ class MessagesDialect(Dialect):
 
     def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
-        return _MessageWriter(msg_id, upstream_id)
+        translate = partial(messages.to_message, msg_id=msg_id)
+        return _MessageWriter(ChatTranscript(upstream_id, RequestedFields()), translate, MessageStream(msg_id=msg_id))
 
 
 class _ResponseWriter(_TranslatedWriter):
-    def __init__(self, body: Json, msg_id: str, upstream_id: str, context_length: int | None) -> None:
-        super().__init__(ChatTranscript(upstream_id, RequestedFields(logprobs=responses_request.wants_logprobs(body))))
-        self._body = body
-        self._identity: dict[str, Any] = {
-            "response_id": msg_id,
-            "created_at": int(minted_at(msg_id)),
-            "context_length": context_length,
-        }
-        self._stream = ResponseStream(body, **self._identity)
-
-    def _convert_reply(self, reply: Json) -> Json:
-        return responses_reply.to_response(self._body, reply, **self._identity)
-
-    def _convert_chunk(self, chunk: Json) -> bytes:
-        return self._stream.add_chunk(chunk)
-
-    def finish(self) -> bytes:
-        """See ReplyWriter."""
-        return self._stream.end()
-
     def error_event(self, message: str, code: str) -> bytes:
         """See ReplyWriter."""
         return self._stream.add_chunk({"error": {"message": message, "code": code}})
@@ -303,7 +274,15 @@ class ResponsesDialect(Dialect):
 
     def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
-        return _ResponseWriter(body | self._missing_defaults(body), msg_id, upstream_id, self._context_length)
+        body = body | self._missing_defaults(body)
+        requested = RequestedFields(logprobs=responses_request.wants_logprobs(body))
+        identity: dict[str, Any] = {
+            "response_id": msg_id,
+            "created_at": int(minted_at(msg_id)),
+            "context_length": self._context_length,
+        }
+        translate = partial(responses_reply.to_response, body, **identity)
+        return _ResponseWriter(ChatTranscript(upstream_id, requested), translate, ResponseStream(body, **identity))
 
     async def rebuild(self, body: Json, reply: Json, msg_id: str) -> Json:
         """The response of a recorded chat completion."""

@@ -44,11 +44,24 @@ class MessageStream:
     def _events(self, chunk: Json) -> Iterator[bytes]:
         if "error" in chunk:
             self._broken = True
-            yield _broken_off(chunk["error"])
+            error = chunk["error"] if isinstance(chunk["error"], dict) else {}
+            status = error["code"] if isinstance(error.get("code"), int) else 500
+            message = str(error.get("message") or "the engine broke off its reply")
+            yield _event("error", error=anthropic_error(message, status=status)["error"])
             return
         if not self._started:
             self._started = True
-            yield self._start(chunk)
+            begun: Json = {
+                "id": self._msg_id,
+                "type": "message",
+                "role": "assistant",
+                "content": [],
+                "model": chunk.get("model"),
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": to_usage(chunk.get("usage")),
+            }
+            yield _event("message_start", message=begun)
         if not chunk["choices"]:
             yield from self._close()
             yield self._stop(chunk)
@@ -56,9 +69,7 @@ class MessageStream:
         choice = chunk["choices"][0]
         if choice.get("finish_reason") is not None:
             self._finish_reason, self._matched = choice["finish_reason"], choice.get("stop_reason")
-        yield from self._add_delta(choice.get("delta") or {})
-
-    def _add_delta(self, delta: Json) -> Iterator[bytes]:
+        delta = choice.get("delta") or {}
         if reasoning := delta.get("reasoning"):
             yield from self._reopen("thinking", {"thinking": ""})
             yield self._delta({"type": "thinking_delta", "thinking": reasoning})
@@ -117,45 +128,21 @@ class MessageStream:
         self._open, self._call_id = None, None
         self._index += 1
 
-    def _start(self, chunk: Json) -> bytes:
-        message: Json = {
-            "id": self._msg_id,
-            "type": "message",
-            "role": "assistant",
-            "content": [],
-            "model": chunk.get("model"),
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": to_usage(chunk.get("usage")),
-        }
-        return _event("message_start", message=message)
-
     def _stop(self, chunk: Json) -> bytes:
-        has_tool_call = bool(self._call_ids)
+        has_tool_call = complete = bool(self._call_ids)
+        try:
+            orjson.loads("".join(self._arguments))
+        except orjson.JSONDecodeError:
+            complete = False
         stop_reason, stop_sequence = stop_reason_of(
             self._finish_reason or "stop",
             self._matched,
             has_tool_call=has_tool_call,
-            complete=has_tool_call and _is_json("".join(self._arguments)),
+            complete=complete,
         )
         delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
         return _event("message_delta", delta=delta, usage=to_usage(chunk.get("usage")))
 
 
-def _broken_off(error: Any) -> bytes:
-    error = error if isinstance(error, dict) else {}
-    status = error["code"] if isinstance(error.get("code"), int) else 500
-    message = str(error.get("message") or "the engine broke off its reply")
-    return _event("error", error=anthropic_error(message, status=status)["error"])
-
-
 def _event(kind: str, **fields: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **fields}))
-
-
-def _is_json(text: str) -> bool:
-    try:
-        orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return False
-    return True

@@ -55,7 +55,14 @@ class NativeResponseTranscript(Transcript):
             finish_reason = "tool_calls" if calls else "stop"
             self.choices[0] = CapturedChoice(
                 text=[part["text"] for part in parts if part["type"] == "output_text"],
-                tool_calls={number: _call(item) for number, item in enumerate(calls)},
+                tool_calls={
+                    number: {
+                        "id": item["call_id"],
+                        "type": "function",
+                        "function": {"name": item["name"], "arguments": item["arguments"]},
+                    }
+                    for number, item in enumerate(calls)
+                },
                 finish_reason={"completed": finish_reason, "incomplete": "length"}.get(response["status"]),
             )
         return self.latest
@@ -180,16 +187,13 @@ def _items(message: Json) -> list[Json]:
 
 
 def _parts(content: Any) -> Any:
-    return content if isinstance(content, str) else [_part(part) for part in content]
-
-
-def _part(part: Json) -> Json:
-    if part["type"] == "image_url":
-        image = part["image_url"]
-        return {"type": "input_image", "image_url": image["url"], "detail": image["detail"]}
-    return {"type": "input_text", "text": part["text"]}
-
-
-def _call(item: Json) -> Json:
-    function = {"name": item["name"], "arguments": item["arguments"]}
-    return {"id": item["call_id"], "type": "function", "function": function}
+    if isinstance(content, str):
+        return content
+    parts = []
+    for part in content:
+        if part["type"] == "image_url":
+            image = part["image_url"]
+            parts.append({"type": "input_image", "image_url": image["url"], "detail": image["detail"]})
+        else:
+            parts.append({"type": "input_text", "text": part["text"]})
+    return parts

@@ -55,8 +55,11 @@ def to_response(
         function = each["function"]
         name = item_id("fc", response_id, items)
         items.append(function_call_item(name, each["id"], function["name"], function["arguments"], status="completed"))
-    output = items
-    return finish_response(in_progress, output, finish_reason=_finish_reason(in_progress, choice, usage), reply=reply)
+    finish_reason = choice["finish_reason"]
+    # A chat completion with a function call has that finish_reason even when it was cut off after the call.
+    if finish_reason == "tool_calls" and usage and usage["completion_tokens"] == in_progress["max_output_tokens"]:
+        finish_reason = "length"
+    return finish_response(in_progress, items, finish_reason=finish_reason, reply=reply)
 
 
 def in_progress_response(body: Json, *, response_id: str, created_at: int, model: str, remaining: int | None) -> Json:
@@ -64,6 +67,9 @@ def in_progress_response(body: Json, *, response_id: str, created_at: int, model
     temperature, top_p = (1.0 if body.get(name) is None else float(body[name]) for name in ("temperature", "top_p"))
     limits = [limit for limit in (body.get("max_output_tokens"), remaining) if limit is not None]
     given = {name: body[name] for name in _ECHOED if body.get(name) is not None}
+    text, form = body.get("text"), (body.get("text") or {}).get("format")
+    if text is not None:
+        text = _TEXT | text | ({"format": _SCHEMA | form} if form and form["type"] == "json_schema" else {})
     return {
         **_ECHOED,
         **given,
@@ -82,7 +88,7 @@ def in_progress_response(body: Json, *, response_id: str, created_at: int, model
         "max_output_tokens": min(limits, default=None),
         "tool_choice": tool_choice(body),
         "tools": [_TOOL | tool if tool.get("type") == "function" else tool for tool in body.get("tools") or ()],
-        "text": _text(body.get("text")),
+        "text": text,
         "reasoning": None if body.get("reasoning") is None else _REASONING | body["reasoning"],
         **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "input_messages", "output_messages")),
     }
@@ -92,12 +98,32 @@ def finish_response(in_progress: Json, output: list[Json], *, finish_reason: str
     """The finished response. `reply` is the chat completion, or the last chunk of a streamed one."""
     cut_off = finish_reason == "length"
     passed_through = ("kv_transfer_params", "ec_transfer_params", "metrics")
+    usage = reply["usage"]
+    if usage is not None:
+        prompt, completion = (usage.get(f"{each}_tokens_details") or {} for each in ("prompt", "completion"))
+        usage = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {
+                "cached_tokens": prompt.get("cached_tokens") or 0,
+                "cache_write_tokens": prompt.get("created_cache_tokens") or 0,
+                "input_tokens_per_turn": [],
+                "cached_tokens_per_turn": [],
+            },
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {
+                "reasoning_tokens": completion.get("reasoning_tokens") or 0,
+                "tool_output_tokens": 0,
+                "output_tokens_per_turn": [],
+                "tool_output_tokens_per_turn": [],
+            },
+            "total_tokens": usage["total_tokens"],
+        }
     return {
         **in_progress,
         "status": "incomplete" if cut_off else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
         "output": output,
-        "usage": None if reply["usage"] is None else _usage(reply["usage"]),
+        "usage": usage,
         **{name: reply[name] for name in passed_through if reply.get(name) is not None},
     }
 
@@ -144,37 +170,3 @@ def logprobs_of(choice: Json) -> list[Json]:
 def shows_reasoning(body: Json) -> bool:
     """Whether the client gets the reasoning, and log-probabilities, which would reveal it."""
     return body.get("include_reasoning") is not False
-
-
-def _finish_reason(in_progress: Json, choice: Json, usage: Json | None) -> str | None:
-    # A chat completion with a function call has that finish_reason even when it was cut off after the call.
-    used_up = usage is not None and usage["completion_tokens"] == in_progress["max_output_tokens"]
-    return "length" if choice["finish_reason"] == "tool_calls" and used_up else choice["finish_reason"]
-
-
-def _usage(usage: Json) -> Json:
-    prompt, completion = (usage.get(f"{each}_tokens_details") or {} for each in ("prompt", "completion"))
-    return {
-        "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {
-            "cached_tokens": prompt.get("cached_tokens") or 0,
-            "cache_write_tokens": prompt.get("created_cache_tokens") or 0,
-            "input_tokens_per_turn": [],
-            "cached_tokens_per_turn": [],
-        },
-        "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {
-            "reasoning_tokens": completion.get("reasoning_tokens") or 0,
-            "tool_output_tokens": 0,
-            "output_tokens_per_turn": [],
-            "tool_output_tokens_per_turn": [],
-        },
-        "total_tokens": usage["total_tokens"],
-    }
-
-
-def _text(text: Json | None) -> Json | None:
-    if text is None:
-        return None
-    form = text.get("format")
-    return _TEXT | text | ({"format": _SCHEMA | form} if form and form["type"] == "json_schema" else {})

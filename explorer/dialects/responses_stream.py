@@ -88,7 +88,14 @@ class _Message(_Item):
         yield self.event("content_part.added", content_index=0, part=text_part("", []))
 
     def delta(self, piece: _Piece) -> Iterator[Json]:
-        logprobs = [_without_bytes(each) for each in piece.logprobs]
+        logprobs = [  # a delta has them without bytes
+            {
+                "token": each["token"],
+                "logprob": each["logprob"],
+                "top_logprobs": [{"token": top["token"], "logprob": top["logprob"]} for top in each["top_logprobs"]],
+            }
+            for each in piece.logprobs
+        ]
         yield self.event("output_text.delta", content_index=0, delta=piece.text, logprobs=logprobs)
 
     def end_events(self) -> Iterator[Json]:
@@ -168,13 +175,36 @@ class ResponseStream:
         """The events of one chunk: none or several. A chunk that is an error ends the stream."""
         if self._finished:
             return b""
-        events = list(self._start_events(chunk))
+        events: list[Json] = []
+        if self._in_progress is None:
+            self._in_progress = in_progress_response(
+                self._body,
+                response_id=self._response_id,
+                created_at=self._created_at,
+                model=chunk.get("model") or self._body.get("model") or "",
+                remaining=remaining_context(self._context_length, chunk.get("usage")),
+            )
+            events += (
+                {"type": f"response.{kind}", "response": self._in_progress} for kind in ("created", "in_progress")
+            )
         if "error" in chunk:
-            events += self._failure_events(chunk["error"])
-        else:
-            self._last = chunk
-            for choice in chunk["choices"]:
-                events += self._choice_events(choice)
+            error = chunk["error"]
+            self._finished = True
+            reason, code = str(error.get("message") or "the engine failed"), str(error.get("code") or "server_error")
+            failure = {"code": "server_error", "message": reason}
+            response = {**self._in_progress, "status": "failed", "error": failure, "output": self._output}
+            events.append({"type": "error", "code": code, "message": reason, "param": error.get("param")})
+            events.append({"type": "response.failed", "response": response})
+            return self._encode(events)
+        self._last = chunk
+        for choice in chunk["choices"]:
+            self._finish_reason = choice.get("finish_reason") or self._finish_reason
+            for piece in self._pieces(choice):
+                if self._item is None or not self._item.accepts(piece):
+                    events += self._close_item()
+                    self._item = piece.kind(piece, item_id(piece.kind.prefix, self._response_id, self._output))
+                    events += self._with_output_index(self._item.start_events())
+                events += self._with_output_index(self._item.add(piece))
         return self._encode(events)
 
     def end(self) -> bytes:
@@ -189,27 +219,6 @@ class ResponseStream:
         # vLLM sends this event even for an incomplete response.
         events.append({"type": "response.completed", "response": response})
         return self._encode(events)
-
-    def _start_events(self, chunk: Json) -> Iterator[Json]:
-        if self._in_progress is None:
-            self._in_progress = in_progress_response(
-                self._body,
-                response_id=self._response_id,
-                created_at=self._created_at,
-                model=chunk.get("model") or self._body.get("model") or "",
-                remaining=remaining_context(self._context_length, chunk.get("usage")),
-            )
-            yield {"type": "response.created", "response": self._in_progress}
-            yield {"type": "response.in_progress", "response": self._in_progress}
-
-    def _choice_events(self, choice: Json) -> Iterator[Json]:
-        self._finish_reason = choice.get("finish_reason") or self._finish_reason
-        for piece in self._pieces(choice):
-            if self._item is None or not self._item.accepts(piece):
-                yield from self._close_item()
-                self._item = piece.kind(piece, item_id(piece.kind.prefix, self._response_id, self._output))
-                yield from self._with_output_index(self._item.start_events())
-            yield from self._with_output_index(self._item.add(piece))
 
     def _pieces(self, choice: Json) -> Iterator[_Piece]:
         delta, shown = choice["delta"], shows_reasoning(self._body)
@@ -234,15 +243,6 @@ class ResponseStream:
         for event in events:
             yield {**event, "output_index": len(self._output)}
 
-    def _failure_events(self, error: Json) -> Iterator[Json]:
-        self._finished = True
-        reason = str(error.get("message") or "the engine failed")
-        code = str(error.get("code") or "server_error")
-        yield {"type": "error", "code": code, "message": reason, "param": error.get("param")}
-        failure = {"code": "server_error", "message": reason}
-        response = {**(self._in_progress or {}), "status": "failed", "error": failure, "output": self._output}
-        yield {"type": "response.failed", "response": response}
-
     def _encode(self, events: list[Json]) -> bytes:
         encoded = []
         for event in events:
@@ -250,9 +250,3 @@ class ResponseStream:
             encoded.append(b"event: " + event["type"].encode() + b"\ndata: " + data + b"\n\n")
             self._number += 1
         return b"".join(encoded)
-
-
-def _without_bytes(logprob: Json) -> Json:
-    """A token's log-probability as in a delta: without bytes."""
-    top = [{"token": each["token"], "logprob": each["logprob"]} for each in logprob["top_logprobs"]]
-    return {"token": logprob["token"], "logprob": logprob["logprob"], "top_logprobs": top}

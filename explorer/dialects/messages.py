@@ -253,8 +253,18 @@ def to_message(reply: Json, *, msg_id: str) -> Json:
         blocks.append({"type": "thinking", "thinking": message["reasoning"], "signature": thinking_signature()})
     if message.get("content"):
         blocks.append({"type": "text", "text": message["content"]})
-    calls = [_tool_use(call) for call in message.get("tool_calls") or ()]
-    has_tool_call = any(call["type"] == "tool_use" for call in calls)
+    has_tool_call = False
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        try:
+            arguments = orjson.loads(function["arguments"])
+        except orjson.JSONDecodeError:
+            arguments = None
+        if isinstance(arguments, dict):
+            has_tool_call = True
+            blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
+        else:  # cut short, or not an object: shown as text rather than run or lost
+            blocks.append({"type": "text", "text": function["arguments"]})
     stop_reason, stop_sequence = stop_reason_of(
         choice.get("finish_reason"), choice.get("stop_reason"), has_tool_call=has_tool_call, complete=has_tool_call
     )
@@ -263,7 +273,7 @@ def to_message(reply: Json, *, msg_id: str) -> Json:
         "type": "message",
         "role": "assistant",
         # Some clients assume that there is a first block.
-        "content": blocks + calls or [{"type": "text", "text": ""}],
+        "content": blocks or [{"type": "text", "text": ""}],
         "model": reply.get("model"),
         "stop_reason": stop_reason,
         "stop_sequence": stop_sequence,
@@ -308,18 +318,6 @@ def stop_reason_of(
 def thinking_signature() -> str:
     """Anthropic signs thinking blocks; the signature is not checked here, but clients require one."""
     return uuid.uuid4().hex
-
-
-def _tool_use(call: Json) -> Json:
-    function = call["function"]
-    try:
-        arguments = orjson.loads(function["arguments"])
-    except orjson.JSONDecodeError:
-        arguments = None
-    if isinstance(arguments, dict):
-        return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
-    # Cut short, or not an object: shown as text rather than run or lost.
-    return {"type": "text", "text": function["arguments"]}
 
 
 def _system(system: str | list[Block] | None) -> list[Json]:

@@ -166,23 +166,22 @@ class NativeResponsesDialect(Dialect):
 
 def input_items(messages: Sequence[Json]) -> list[Json]:
     """Chat messages, as `responses_request` makes them, as the items of an input."""
-    return [item for message in messages for item in _items(message)]
-
-
-def _items(message: Json) -> list[Json]:
-    content = message.get("content")
-    if message["role"] == "tool":
-        return [{"type": "function_call_output", "call_id": message["tool_call_id"], "output": _parts(content)}]
-    if message["role"] != "assistant":
-        return [{"role": message["role"], "content": _parts(content)}]
     items: list[Json] = []
-    if message.get("reasoning") is not None:
-        thought = {"type": "reasoning_text", "text": message["reasoning"]}
-        items.append({"type": "reasoning", "summary": [], "content": [thought]})
-    if content is not None:
-        items.append({"role": "assistant", "content": content})
-    for call in message.get("tool_calls") or ():
-        items.append({"type": "function_call", "call_id": call["id"], **call["function"]})
+    for message in messages:
+        role, content = message["role"], message.get("content")
+        if role == "tool":
+            call_id = message["tool_call_id"]
+            items.append({"type": "function_call_output", "call_id": call_id, "output": _parts(content)})
+        elif role != "assistant":
+            items.append({"role": role, "content": _parts(content)})
+        else:
+            if message.get("reasoning") is not None:
+                thought = {"type": "reasoning_text", "text": message["reasoning"]}
+                items.append({"type": "reasoning", "summary": [], "content": [thought]})
+            if content is not None:
+                items.append({"role": role, "content": content})
+            for call in message.get("tool_calls") or ():
+                items.append({"type": "function_call", "call_id": call["id"], **call["function"]})
     return items
 
 

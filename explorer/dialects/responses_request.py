@@ -294,23 +294,23 @@ def _tools(body: Json) -> Json:
         if requested == "required":
             raise RequestRefused("tool_choice needs tools", code="invalid_value", param="tool_choice")
         return {}
-    functions = [_function(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
+    functions: list[Json] = []
+    for number, tool in enumerate(tools):
+        param = f"tools[{number}]"
+        if not isinstance(tool, dict):
+            raise wrong_type(param, "an object")
+        _one_of(tool.get("type"), ("function",), f"{param}.type")
+        _text(tool, "name", param)
+        if not isinstance(tool.get("parameters"), dict | None):
+            raise wrong_type(f"{param}.parameters", "an object")
+        fields = ("name", "description", "parameters", "strict", "defer_loading")
+        stated = {key: tool[key] for key in fields if tool.get(key) is not None}
+        functions.append({"type": "function", "function": stated})
     choice = {"type": "function", "function": {"name": requested["name"]}} if isinstance(requested, dict) else requested
     chat: Json = {"tools": functions, "tool_choice": choice}
     if body.get("parallel_tool_calls") is not None:
         chat["parallel_tool_calls"] = body["parallel_tool_calls"]
     return chat
-
-
-def _function(tool: Any, param: str) -> Json:
-    if not isinstance(tool, dict):
-        raise wrong_type(param, "an object")
-    _one_of(tool.get("type"), ("function",), f"{param}.type")
-    _text(tool, "name", param)
-    if not isinstance(tool.get("parameters"), dict | None):
-        raise wrong_type(f"{param}.parameters", "an object")
-    fields = ("name", "description", "parameters", "strict", "defer_loading")
-    return {"type": "function", "function": {key: tool[key] for key in fields if tool.get(key) is not None}}
 
 
 def _text(holder: Json, key: str, param: str) -> str:

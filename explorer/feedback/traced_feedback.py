@@ -9,7 +9,7 @@ from fastapi import Request
 
 from tuneloop.explorer.feedback.routes import FeedbackRoutes, Results
 from tuneloop.explorer.http.caller import Caller
-from tuneloop.shared.experience import Feedback, Outcome
+from tuneloop.shared.experience import Feedback
 from tuneloop.shared.telemetry.spans import (
     AttributeValue,
     FinishedSpan,
@@ -41,6 +41,18 @@ class TracedFeedbackRoutes(FeedbackRoutes):
         started, parent = time.time_ns(), _parent.get()
         results = await super()._store(events, caller)
         if parent is None or parent.sampled:
+            told: list[tuple[str, dict[str, AttributeValue]]] = []
+            for each in events:  # what it says, but for its text, which is a user's
+                found: dict[str, AttributeValue] = {
+                    "gen_ai.evaluation.name": self._recorder.name_as_stored(each.metric),
+                    "tuneloop.feedback.kind": each.kind.value,
+                    "tuneloop.feedback.outcome": results.outcomes[each.event_id].value,
+                }
+                if each.value is not None:
+                    found["gen_ai.evaluation.score.value"] = each.value
+                if each.msg_id is not None:
+                    found["gen_ai.response.id"] = each.msg_id
+                told.append(("gen_ai.evaluation.result", found))
             about = dict.fromkeys(each.msg_id for each in events if each.msg_id is not None)
             self._tracing.send(
                 FinishedSpan(
@@ -52,23 +64,7 @@ class TracedFeedbackRoutes(FeedbackRoutes):
                     kind="server",
                     parent=parent and parent.id,
                     links=[span_of_reply(each) for each in about],
-                    events=[
-                        ("gen_ai.evaluation.result", self._of_event(each, results.outcomes[each.event_id]))
-                        for each in events
-                    ],
+                    events=told,
                 )
             )
         return results
-
-    def _of_event(self, event: Feedback, outcome: Outcome) -> dict[str, AttributeValue]:
-        """What it says, but for its text, which is a user's."""
-        found: dict[str, AttributeValue] = {
-            "gen_ai.evaluation.name": self._recorder.name_as_stored(event.metric),
-            "tuneloop.feedback.kind": event.kind.value,
-            "tuneloop.feedback.outcome": outcome.value,
-        }
-        if event.value is not None:
-            found["gen_ai.evaluation.score.value"] = event.value
-        if event.msg_id is not None:
-            found["gen_ai.response.id"] = event.msg_id
-        return found

@@ -48,7 +48,32 @@ _Decision = Callable[[Ledger, DecisionRequest], DecisionResult]
 def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
     """Add the routes to the app."""
     router = APIRouter(prefix="/admin/versions")
-    _add_reports(router, ledger)
+
+    @router.get("")
+    async def get_versions() -> Response:
+        return _json({"object": "list", "data": await asyncio.to_thread(list_versions, ledger)})
+
+    @router.get("/events")
+    async def get_events(request: Request) -> Response:
+        query = request.query_params
+        last = _parse_number_param(query, "last", MAX_EVENTS)
+        if not 1 <= last <= MAX_EVENTS:
+            raise RequestRefused(f"last must be from 1 to {MAX_EVENTS}", code="out_of_range", param="last")
+        version = _parse_number_param(query, "version") if "version" in query else None
+        return _json({"object": "list", "data": await asyncio.to_thread(list_events, ledger, version, last=last)})
+
+    @router.get("/compare")
+    async def compare(request: Request) -> Response:
+        query = request.query_params
+        sides = [str(_parse_number_param(query, side)) for side in ("a", "b")]
+        return _json(
+            await asyncio.to_thread(lambda: compare_versions(ledger, *(parse_version(side, ledger) for side in sides)))
+        )
+
+    @router.get("/{version}")
+    async def get_version(version: str) -> Response:
+        return _json(await asyncio.to_thread(lambda: report_version(ledger, parse_version(version, ledger))))
+
     _add_decisions(router, ledger, within_s=settings.explorer.service_status_check_interval)
     app.router.routes += router.routes  # include_router would build each of them again
 
@@ -83,33 +108,6 @@ def parse_decision(body: dict[str, Any]) -> DecisionRequest:
             message = f"{param} must be one line without control characters"
             raise RequestRefused(message, code="invalid_value", param=param)
     return DecisionRequest(by, reason, expect)
-
-
-def _add_reports(router: APIRouter, ledger: Ledger) -> None:
-    @router.get("")
-    async def get_versions() -> Response:
-        return _json({"object": "list", "data": await asyncio.to_thread(list_versions, ledger)})
-
-    @router.get("/events")
-    async def get_events(request: Request) -> Response:
-        query = request.query_params
-        last = _parse_number_param(query, "last", MAX_EVENTS)
-        if not 1 <= last <= MAX_EVENTS:
-            raise RequestRefused(f"last must be from 1 to {MAX_EVENTS}", code="out_of_range", param="last")
-        version = _parse_number_param(query, "version") if "version" in query else None
-        return _json({"object": "list", "data": await asyncio.to_thread(list_events, ledger, version, last=last)})
-
-    @router.get("/compare")
-    async def compare(request: Request) -> Response:
-        query = request.query_params
-        sides = [str(_parse_number_param(query, side)) for side in ("a", "b")]
-        return _json(
-            await asyncio.to_thread(lambda: compare_versions(ledger, *(parse_version(side, ledger) for side in sides)))
-        )
-
-    @router.get("/{version}")
-    async def get_version(version: str) -> Response:
-        return _json(await asyncio.to_thread(lambda: report_version(ledger, parse_version(version, ledger))))
 
 
 def _add_decisions(router: APIRouter, ledger: Ledger, *, within_s: float) -> None:

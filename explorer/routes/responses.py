@@ -15,7 +15,7 @@ from tuneloop.explorer.dialects.dialect import RESPONSES
 from tuneloop.explorer.dialects.responses_request import normalize, untranslatable_reason
 from tuneloop.explorer.http.caller import Caller, caller_of
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
-from tuneloop.shared.ledger.recording.stored_completions import StoredCompletions, StoredExchange
+from tuneloop.shared.ledger.recording.stored_completions import StoredCompletions
 
 Json = dict[str, Any]
 
@@ -60,11 +60,7 @@ class StoredResponses:
         # An imported row may hold anything. One that was cut off is no response.
         if not found or not isinstance(body, dict) or all(each.finish_reason is None for each in found.choices):
             raise _not_found(response_id)
-        return await self._rebuild_response(found, normalize(body))
-
-    async def _rebuild_response(self, stored: StoredExchange, body: Json) -> Json:
-        """The response object of a response in the ledger, as far as the ledger has its fields."""
-        choice, usage = stored.choices[0], None
+        body, choice, usage = normalize(body), found.choices[0], None
         if untranslatable_reason(body) is None:
             prompt, completion = choice.prompt_tokens, choice.completion_tokens
             total = prompt + completion
@@ -75,7 +71,7 @@ class StoredResponses:
             "finish_reason": choice.finish_reason,
         }
         reply = {"model": body.get("model") or self._default_model, "usage": usage, "choices": [choice_fields]}
-        return await self._rebuild(body, reply, stored.msg_id)
+        return await self._rebuild(body, reply, response_id)
 
 
 def add_routes(app: FastAPI) -> None:

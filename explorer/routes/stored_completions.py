@@ -22,7 +22,6 @@ from tuneloop.shared.ledger.recording.stored_completions import (
     MAX_PAIRS,
     MAX_VALUE,
     Deletion,
-    PageCursor,
     StoredCompletion,
     StoredCompletions,
     StoredExchange,
@@ -216,7 +215,9 @@ def _page(
     tags: set[bytes],
     to_object: Callable[[StoredExchange], StoredCompletion],
 ) -> tuple[list[tuple[str, StoredCompletion]], bool]:
-    cursor = _cursor(completions, tenant, query.after)
+    cursor = None if query.after is None else completions.cursor_of(tenant, query.after)
+    if query.after is not None and cursor is None:
+        raise _unknown_after(query.after)
     page = completions.page(tenant, wanted=tags, after=cursor, order=query.order, limit=query.limit)
     if page is None:
         message = (
@@ -225,15 +226,6 @@ def _page(
         )
         raise RequestRefused(message, code="filter_too_broad", param="metadata")
     return [(each.msg_id, to_object(each)) for each in page.found], page.more
-
-
-def _cursor(completions: StoredCompletions, tenant: str, after: str | None) -> PageCursor | None:
-    if after is None:
-        return None
-    cursor = completions.cursor_of(tenant, after)
-    if cursor is None:
-        raise _unknown_after(after)
-    return cursor
 
 
 def _slice(found: Sequence[dict[str, Any]], query: PageQuery) -> tuple[list[tuple[str, dict[str, Any]]], bool]:

@@ -57,7 +57,9 @@ class LedgerCounts:
     def get(self) -> Counted:
         """What is known, after a moment's patience. Raises what the last attempt to count did."""
         with self._lock:
-            if self._running is None and self._is_old():
+            last = self._newest
+            due = last is None or self._now() - last.ended >= max(_INTERVAL_S, _INTERVAL_COUNTS * last.seconds)
+            if self._running is None and due:
                 self._running = self._thread.submit(self._count)
             running = self._running
         if running is not None:
@@ -76,11 +78,6 @@ class LedgerCounts:
             ledger=newest.facts,
         )
         return Counted(facts, newest.counted_at, counting)
-
-    def _is_old(self) -> bool:
-        if self._newest is None:
-            return True
-        return self._now() - self._newest.ended >= max(_INTERVAL_S, _INTERVAL_COUNTS * self._newest.seconds)
 
     def _count(self) -> _Count:
         at, began = steady_time.now(), self._now()

@@ -73,9 +73,23 @@ def build_overview(ledger: Ledger) -> dict[str, Any]:
     tried = next((each for each in versions if each.state is VersionState.CANARY), None)
     waiting = next((each for each in reversed(versions) if each.state is VersionState.CANDIDATE), None)
     points = reward_points(ledger, versions)
+    served = [each for each in versions if each.served_at is not None]
+    others = [each for each in served if champion is not None and each.version < champion.version]
+    if champion is None or len(served) < 2:
+        verdict = RewardVerdict(
+            "open",
+            "Only the base model has been served: there is nothing to compare yet",
+            "the first version is trained once enough replies are rewarded and committed",
+        )
+    elif not others:
+        verdict = RewardVerdict(
+            "open", f"Version {champion.version} serves again: newer ones were taken back", "see Versions"
+        )
+    else:
+        verdict = compare_versions_by_reward(ledger, champion.version, others[-1].version)
     delays = ledger.reward_history.feedback_to_served(champion.version) if champion else []
     return {
-        "verdict": _verdict(ledger, versions, champion),
+        "verdict": verdict,
         "canary_verdict": champion and tried and compare_versions_by_reward(ledger, tried.version, champion.version),
         "champion": champion,
         "canary": tried,
@@ -108,22 +122,6 @@ def chart_of(points: list[RewardPoint]) -> dict[str, Any]:
     """The points as the page's script draws them."""
     data = [[getattr(each, name) for each in points] for name in ("version", "low", "high", "mean")]
     return {"kind": "interval", "x": "version", "y": "reward", "data": data}
-
-
-def _verdict(ledger: Ledger, versions: list[Version], champion: Version | None) -> RewardVerdict:
-    served = [each for each in versions if each.served_at is not None]
-    if champion is None or len(served) < 2:
-        return RewardVerdict(
-            "open",
-            "Only the base model has been served: there is nothing to compare yet",
-            "the first version is trained once enough replies are rewarded and committed",
-        )
-    others = [each for each in served if each.version != champion.version and each.version < champion.version]
-    if not others:
-        return RewardVerdict(
-            "open", f"Version {champion.version} serves again: newer ones were taken back", "see Versions"
-        )
-    return compare_versions_by_reward(ledger, champion.version, others[-1].version)
 
 
 def compare_versions_by_reward(ledger: Ledger, version: int, before: int) -> RewardVerdict:

@@ -96,7 +96,6 @@ def streamed(*chunks: Json, body: Json | None = None, context: int | None = None
     [
         ({"input": "Hi."}, None),
         (RICH, None),
-        ({"background": True}, "background"),
         ({"background": False}, None),
         ({"enable_response_messages": True}, "enable_response_messages"),
         ({"tools": [ADD, {"type": "web_search"}]}, "tools: web_search"),

@@ -31,7 +31,6 @@ class _Size:
         self._bytes = self._containers = self._commas = self._responses = 0
 
     def add(self, request: bytes, text: str) -> None:
-        """Count a response and its request. Raises RequestRefused if that is too much."""
         containers, commas = count_structure(request)
         self._responses += 1
         self._bytes += len(request) + len(text)

@@ -186,7 +186,6 @@ class _TranslatedWriter(ReplyWriter):
         self._translate, self._stream = translate, stream
 
     def convert_whole(self, reply: bytes) -> bytes:
-        """See ReplyWriter."""
         return orjson.dumps(self._translate(orjson.loads(super().convert_whole(reply))))
 
     def _convert_data(self, data: bytes) -> bytes:
@@ -194,17 +193,14 @@ class _TranslatedWriter(ReplyWriter):
         return b"" if chunk is None else self._stream.add_chunk(orjson.loads(chunk))
 
     def finish(self) -> bytes:
-        """See ReplyWriter."""
         return self._stream.end()
 
 
 class _MessageWriter(_TranslatedWriter):
     def error_event(self, message: str, code: str) -> bytes:
-        """See ReplyWriter."""
         return b"event: error\ndata: %b\n\n" % orjson.dumps(anthropic_error(message, status=500))
 
     def convert_error(self, error_body: Json, status: int) -> Json:
-        """See ReplyWriter."""
         return anthropic_engine_error(error_body, status=status)
 
 
@@ -225,7 +221,6 @@ class MessagesDialect(Dialect):
 
 class _ResponseWriter(_TranslatedWriter):
     def error_event(self, message: str, code: str) -> bytes:
-        """See ReplyWriter."""
         return self._stream.add_chunk({"error": {"message": message, "code": code}})
 
 

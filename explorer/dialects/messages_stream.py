@@ -99,7 +99,6 @@ class MessageStream:
         yield self._delta({"type": "text_delta", "text": text})
 
     def _reopen(self, kind: str, block: Json) -> Iterator[bytes]:
-        """Begin a block of this kind, unless one is open."""
         if self._open != kind:
             yield from self._close()
             yield from self._begin(kind, block)

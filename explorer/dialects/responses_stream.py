@@ -50,11 +50,9 @@ class _Item(ABC):
         self.logprobs: list[Json] = []
 
     def accepts(self, piece: _Piece) -> bool:
-        """Whether the piece belongs to this item."""
         return piece.kind is type(self) and piece.position == self.first.position
 
     def add(self, piece: _Piece) -> Iterator[Json]:
-        """Add a piece; yields its events."""
         self.text += piece.text
         self.logprobs += piece.logprobs
         yield from self.delta(piece)
@@ -76,7 +74,6 @@ class _Item(ABC):
         """The events of its end, without the one that carries the whole item."""
 
     def event(self, kind: str, **fields: Any) -> Json:
-        """One of its events."""
         return {"type": f"response.{kind}", "item_id": self.id, **fields}
 
 

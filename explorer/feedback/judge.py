@@ -127,7 +127,6 @@ class JudgeLoop:
         return True
 
     def _next(self) -> tuple[Sequence[UnjudgedReply], int]:
-        """The next replies to judge, and the id up to which that are all."""
         now, last, found = steady_time.now(), self._last, []
         most = 1 if self._away else 4 * self._settings.concurrency
         for reply in self._ledger.judging.replies_after(last, limit=_PAGE):

@@ -125,7 +125,6 @@ class FeedbackRoutes:
 
     async def _take(self, caller: Caller, body: dict[str, object], key: str | None, named: int) -> dict[str, object]:
         def parse() -> tuple[list[FeedbackEvent], list[Feedback]]:
-            """What a body says of what it names, and the events that are to be stored."""
             as_stored = self._recorder.name_as_stored
             factory = EventFactory(self._signer, caller, as_stored=as_stored, judge=self._judge_source)
             entries = parse_entries(body, key)

@@ -229,7 +229,6 @@ def _page(
 
 
 def _slice(found: Sequence[dict[str, Any]], query: PageQuery) -> tuple[list[tuple[str, dict[str, Any]]], bool]:
-    """The messages of a page, with their ids, and whether there are more."""
     items = [(each["id"], each) for each in (found if query.order == "asc" else reversed(found))]
     if query.after is not None:
         ids = [item_id for item_id, _ in items]

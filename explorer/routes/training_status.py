@@ -61,7 +61,6 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
 
 
 async def _in_turn(request: Request, query: Callable[[], _T]) -> _T:
-    """The result of `query`, when it is the caller's turn."""
     reading: BulkWork = request.app.state.services.reading
     return await reading.run(pages_of(caller_of(request.scope).identity), query)
 

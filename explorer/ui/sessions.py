@@ -94,7 +94,6 @@ class SessionGuard:
     """Gives sessions, and recognises them."""
 
     def __init__(self, gate: EntryGate, secret: bytes, ended: EndedSessions) -> None:
-        """`secret` signs the sessions."""
         self._gate = gate
         self._ended = ended
         self._key = hashlib.blake2b(secret, person=b"tuneloop-ui", digest_size=32).digest()

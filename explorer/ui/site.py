@@ -46,7 +46,7 @@ _MAX_FORM_BYTES, _MAX_FIELDS = 1 << 20, 50
 
 
 class Site:
-    """What the pages share: sessions, templates, the ledger. `Visit`s are made of it."""
+    """What the pages share: sessions, templates, the ledger."""
 
     def __init__(self, settings: Settings, ledger: Ledger, gate: EntryGate) -> None:
         self.settings, self.ledger = settings, ledger

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.browsing.reply_history import ReplyHistory, RowHistory
+from tuneloop.shared.ledger.export import NO_ANSWER
 from tuneloop.shared.ledger.facts import Facts, Rules
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.recording.reward_rule import EventFate, Fate
@@ -23,6 +24,9 @@ _WAITS = {
     Code.RATER_SHARE: "feedback.max_rater_share keeps replies of some raters out of the next batch",
     Code.NONE: "the trainer takes the next batch soon",
 }
+
+#: The reasons of replies that no method takes, beside those of the sampling parameters.
+_OF_NO_USE = (*NO_ANSWER, "no_token_ids", "logprobs_not_finite")
 
 _FATES = {
     Fate.EDIT_STANDS: "is the edited answer that stands",
@@ -140,7 +144,17 @@ class _Explainer:
         self._policy, self._rules, self._sees_all = BatchPolicy.of(settings), Rules.of(settings), sees_all
 
     def explain_row(self, row: RowHistory) -> ReplyExplanation:
-        sampling = _sampling_of(row)
+        reason, version = row.reason or "", f"version {row.version_min}"
+        if row.version_max != row.version_min:
+            version += f" to {row.version_max}"
+        if row.state is State.DROPPED and (reason in _OF_NO_USE or reason.startswith("sampling:")):
+            sampling, verdict = "of_no_use", f"of no use to any method: {reason}"
+        elif row.unsampled is not None:
+            sampling, verdict = "otherwise", f"as no sample of the policy: {row.unsampled}"
+        elif row.held_to_grammar:
+            sampling, verdict = "held_to_grammar", "as a sample of the policy among the tokens that a grammar allowed"
+        else:
+            sampling, verdict = "sample", "as a sample of the policy"
         events = [self._explain_event(event, fate, row) for event, fate in row.feedback.events]
         waits = list(self._find_waits(row))
         trained = row.trained
@@ -162,7 +176,7 @@ class _Explainer:
             epoch=trained.epoch if trained else row.lease_epoch,
             waits_for=waits,
             sentences=[
-                *_explain_sampling(row, sampling),
+                f"recorded {verdict}, {version}",
                 *(each.sentence for each in events),
                 *_explain_reward(row),
                 *_explain_state(row),
@@ -231,24 +245,6 @@ class _Explainer:
         for reason in diagnose(Facts(now=now, rules=self._rules, spool=spool, ledger=facts)):
             if reason.code in _WAITS:
                 yield reason if self._sees_all else Reason(reason.code, _WAITS[reason.code])
-
-
-def _sampling_of(row: RowHistory) -> str:
-    if row.state is State.DROPPED and row.rewarded_at is None and row.unsampled is None and row.committed_at is None:
-        return "of_no_use"
-    if row.unsampled is not None:
-        return "otherwise"
-    return "held_to_grammar" if row.held_to_grammar else "sample"
-
-
-def _explain_sampling(row: RowHistory, sampling: str) -> Iterator[str]:
-    versions = f"version {row.version_min}" + (f" to {row.version_max}" if row.version_max != row.version_min else "")
-    yield {
-        "sample": f"recorded as a sample of the policy, {versions}",
-        "held_to_grammar": f"recorded as a sample of the policy among the tokens that a grammar allowed, {versions}",
-        "otherwise": f"recorded as no sample of the policy: {row.unsampled}, {versions}",
-        "of_no_use": f"recorded, of no use to any method: {row.reason}, {versions}",
-    }[sampling]
 
 
 def _explain_reward(row: RowHistory) -> Iterator[str]:

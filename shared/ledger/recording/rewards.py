@@ -42,6 +42,9 @@ Trajectory = tuple[str, str, str]
 
 TRAJECTORY = ("tenant", "task_id", "run_id")
 
+#: So many of the newest events about a closed row are looked at, for whether they came too late.
+_MAX_LATE = 100
+
 #: From so many rows with the same values on, they have a statement of their own.
 _MANY_ALIKE = 16
 
@@ -179,7 +182,7 @@ def read_history(
     found = {}
     for row in rows:
         rule, mine = rule_of_row(row.id), [event for event in events.all if _bears_on(event, row)]
-        for end in (math.inf, *(event.id for event in reversed(mine)), math.inf):
+        for end in (math.inf, *(event.id for event in reversed(mine[-_MAX_LATE:])), math.inf):
             heard = [event for event in events.all if event.id < end]
             about = _Events(heard, [event for event in heard if event.id in events.bearing], trusted, {}).about(row)
             reward = reward_of(rule, about, sampled_at=row.sampled_at)

@@ -63,6 +63,8 @@ def test_the_verdict_on_sampling_is_told_by_the_method(
     settings = settings_of({**values, "algorithm": {"algorithm_type": method}})
     said = exchange(experiences=(experience(**but),))
     base.recording.record([said])
+    if not code:
+        base.recording.record([feedback(msg_id=said.msg_id)])
     found = told(base, settings, said)
     assert found.replies[0].sampling == sampling
     assert found.replies[0].sampling_reason in but.values()
@@ -201,9 +203,9 @@ def test_the_parts_add_up_to_the_reward(engine: Engine, settings: Settings, seed
     replies = [exchange(task_id="t", run_id="r", experiences=(experience(), experience(choice=1))) for _ in range(4)]
     ledger.recording.record(replies)
     epoch = ledger.training.take_epoch("trainer")
-    for _ in range(4):
+    for _ in range(3):
         events = []
-        for _ in range(4):
+        for _ in range(6):
             one, other = chance.sample(replies, 2)
             about: Any = {"msg_id": one.msg_id, "choice": chance.choice([None, 0, 1])}
             whose: Any = {"source": chance.choice(["ann", "bob", None]), "call_id": f"call-{chance.randrange(3)}"}

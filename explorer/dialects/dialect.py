@@ -14,8 +14,6 @@ import orjson
 from tuneloop.explorer.capture.reply_id import MAX_CHOICES, minted_at
 from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields, TextTranscript, Transcript
 from tuneloop.explorer.dialects import messages, responses_reply, responses_request
-from tuneloop.explorer.dialects.messages_stream import MessageStream
-from tuneloop.explorer.dialects.responses_stream import ResponseStream
 from tuneloop.explorer.dialects.token_pieces import TokenPieces
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.http.caller import Caller
@@ -180,7 +178,10 @@ class _TranslatedWriter(ReplyWriter):
     """Translates a chat completion into another dialect: `translate` a whole one, `stream` the chunks of one."""
 
     def __init__(
-        self, transcript: Transcript, translate: Callable[[Json], Json], stream: MessageStream | ResponseStream
+        self,
+        transcript: Transcript,
+        translate: Callable[[Json], Json],
+        stream: messages.MessageStream | responses_reply.ResponseStream,
     ) -> None:
         super().__init__(transcript)
         self._translate, self._stream = translate, stream
@@ -216,7 +217,9 @@ class MessagesDialect(Dialect):
     def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
         translate = partial(messages.to_message, msg_id=msg_id)
-        return _MessageWriter(ChatTranscript(upstream_id, RequestedFields()), translate, MessageStream(msg_id=msg_id))
+        return _MessageWriter(
+            ChatTranscript(upstream_id, RequestedFields()), translate, messages.MessageStream(msg_id=msg_id)
+        )
 
 
 class _ResponseWriter(_TranslatedWriter):
@@ -277,7 +280,9 @@ class ResponsesDialect(Dialect):
             "context_length": self._context_length,
         }
         translate = partial(responses_reply.to_response, body, **identity)
-        return _ResponseWriter(ChatTranscript(upstream_id, requested), translate, ResponseStream(body, **identity))
+        return _ResponseWriter(
+            ChatTranscript(upstream_id, requested), translate, responses_reply.ResponseStream(body, **identity)
+        )
 
     async def rebuild(self, body: Json, reply: Json, msg_id: str) -> Json:
         """The response of a recorded chat completion."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from tuneloop.explorer.dialects.responses_reply import to_response
+from tuneloop.explorer.dialects.responses_reply import ResponseStream, to_response
 from tuneloop.explorer.dialects.responses_request import (
     LOGPROBS,
     continued_messages,
@@ -18,7 +18,6 @@ from tuneloop.explorer.dialects.responses_request import (
     to_chat,
     untranslatable_reason,
 )
-from tuneloop.explorer.dialects.responses_stream import ResponseStream
 from tuneloop.explorer.proxy.labels import Labels, labels_of
 from tuneloop.shared.errors import RequestRefused
 

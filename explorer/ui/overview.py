@@ -9,7 +9,7 @@ from tuneloop.shared.evaluation.samples import SampleStatistics
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.facts import LedgerFacts
 from tuneloop.shared.ledger.ledger import Ledger, Version
-from tuneloop.shared.operations.diagnosis import Reason, diagnose
+from tuneloop.shared.operations.diagnosis import diagnose
 from tuneloop.shared.operations.doctor import WAITS_FOR
 
 #: Versions of which the curve shows the rewards, and the newest replies of each by which it does.
@@ -33,37 +33,20 @@ class RewardPoint(NamedTuple):
     high: float | None
 
 
-class Wait(NamedTuple):
-    """What waits in one state, and for what."""
-
-    state: State
-    rows: int
-    what: str
-    oldest: float | None
-
-
-class WaitingRows(NamedTuple):
-    """What waits where, and why no step is happening; `counting`: newer counts are being made."""
-
-    waits: list[Wait]
-    counts: dict[str, int]
-    reasons: list[Reason]
-    facts: LedgerFacts
-    counted_at: float
-    counting: bool
-
-
-def find_waiting(counts: LedgerCounts) -> WaitingRows | None:
-    """What waits; None while that is counted for the first time."""
+def find_waiting(counts: LedgerCounts) -> dict[str, Any] | None:
+    """What waits where, and why no step is happening; None while that is counted for the first time."""
     facts, counted_at, counting = counts.get()
     if facts is None:
         return None
     ledger = facts.ledger or LedgerFacts(states={})
-    waits = [
-        Wait(state, *ledger.count(state)[:1], what, ledger.count(state).oldest) for state, what in WAITS_FOR.items()
-    ]
-    states = {state.value: ledger.count(state).rows for state in State}
-    return WaitingRows(waits, states, diagnose(facts), ledger, counted_at, counting)
+    return {
+        "waits": [ledger.count(state)._asdict() | {"state": state, "what": what} for state, what in WAITS_FOR.items()],
+        "counts": {state.value: ledger.count(state).rows for state in State},
+        "reasons": diagnose(facts),
+        "facts": ledger,
+        "counted_at": counted_at,
+        "counting": counting,
+    }
 
 
 def build_overview(ledger: Ledger) -> dict[str, Any]:

@@ -179,7 +179,7 @@ class _Explainer:
                 f"recorded {verdict}, {version}",
                 *(each.sentence for each in events),
                 *_explain_reward(row),
-                *_explain_state(row),
+                *self._explain_state(row),
                 *(f"it waits ({each.code}): {each.sentence}" for each in waits),
             ],
         )
@@ -200,11 +200,30 @@ class _Explainer:
             what += f", {row.edit_similarity:.0%} like the reply"
         elif fate.fate is Fate.LATE:
             later = any(each.choice == row.choice and each.correction > row.correction for each in self._history.rows)
-            then = "when its lease ends" if row.state is State.LEASED else "feedback.compensate_late is off"
-            what += f": {'the correction has it' if later else then}"
+            if later:
+                what += ": the correction has it"
+            elif row.state is State.LEASED:
+                what += ": it is looked at when the lease ends"
+            elif not self._ledger.rewards.compensate_late:
+                what += ": feedback.compensate_late is off"
         sentence = f"feedback {event.id} at {_when(event.received_at)}, {says}{value}{source}{about}, {what}"
         fields = (event.id, event.received_at, event.kind, event.metric, event.source, event.outcome)
         return FeedbackExplanation(*fields, fate.fate.value, fate.value, fate.part, sentence)
+
+    def _explain_state(self, row: RowHistory) -> Iterator[str]:
+        if row.committed_at is not None:
+            yield f"committed at {_when(row.committed_at)}"
+        if row.state is State.LEASED:
+            yield f"the trainer of epoch {row.lease_epoch} is learning from it"
+        elif row.state in (State.EXPIRED, State.DROPPED):
+            yield f"set aside ({row.state}): {row.reason}"
+        elif trained := row.trained:
+            trainer = f" of trainer {trained.trainer}" if trained.trainer and self._sees_all else ""
+            why = f" ({trained.reason})" if trained.reason and self._sees_all else ""
+            yield f"step {trained.step}{trainer}, epoch {trained.epoch}, trained on it"
+            yield f"that made version {trained.version}, now {trained.state}{why}"
+            served = "not served yet" if trained.served_at is None else f"served since {_when(trained.served_at)}"
+            yield f"the version, or a later one, is {served}"
 
     def _find_waits(self, row: RowHistory) -> Iterator[Reason]:
         waits = row.state in (State.RECORDED, State.REWARDED, State.COMMITTED)
@@ -224,7 +243,8 @@ class _Explainer:
         elif row.trained is not None and row.trained.served_at is None:
             alarms = [each.name for each in self._ledger.alarms.all() if each.holds]
             if alarms and row.trained.state is VersionState.CANDIDATE:
-                yield Reason(Code.PROMOTION_HELD, f"alarms hold its version back: {', '.join(alarms)}")
+                named = f": {', '.join(alarms)}" if self._sees_all else ""
+                yield Reason(Code.PROMOTION_HELD, f"alarms hold its version back{named}")
 
     def _find_waits_of_committed(self, row: RowHistory) -> Iterator[Reason]:
         policy, now = self._policy, self._ledger.transactions.time()
@@ -265,22 +285,6 @@ def _explain_reward(row: RowHistory) -> Iterator[str]:
         yield f"reward {row.reward:g} since {at}: {parts}, within reward.clip"
         if row.feedback.reward != row.reward:
             yield "its feedback makes another reward now: the reward was computed when the ledger knew other feedback"
-
-
-def _explain_state(row: RowHistory) -> Iterator[str]:
-    if row.committed_at is not None:
-        yield f"committed at {_when(row.committed_at)}"
-    if row.state is State.LEASED:
-        yield f"the trainer of epoch {row.lease_epoch} is learning from it"
-    elif row.state in (State.EXPIRED, State.DROPPED):
-        yield f"set aside ({row.state}): {row.reason}"
-    elif trained := row.trained:
-        trainer = f" of trainer {trained.trainer}" if trained.trainer else ""
-        why = f" ({trained.reason})" if trained.reason else ""
-        yield f"step {trained.step}{trainer}, epoch {trained.epoch}, trained on it"
-        yield f"that made version {trained.version}, now {trained.state}{why}"
-        served = "not served yet" if trained.served_at is None else f"served since {_when(trained.served_at)}"
-        yield f"the version, or a later one, is {served}"
 
 
 def _when(then: float) -> str:

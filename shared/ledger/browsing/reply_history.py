@@ -64,14 +64,12 @@ class RowHistory(NamedTuple):
 
 
 class ReplyHistory(NamedTuple):
-    """An exchange and its rows; `key` is the name of the key that asked for it."""
+    """An exchange and its rows."""
 
     msg_id: str
-    tenant: str
     endpoint: str
     received_at: float
     engine: int | None
-    key: str | None
     rows: list[RowHistory]
 
 
@@ -92,7 +90,7 @@ class ReplyHistories(LedgerPart):
     def get(self, msg_id: str, tenant: str | None = None) -> ReplyHistory | None:
         """The history of a reply, of any tenant or of this one; None if there is no such reply."""
         of_tenant = true() if tenant is None else exchanges.c.tenant == tenant
-        columns = (exchanges.c[name] for name in ("msg_id", "tenant", "endpoint", "received_at", "engine", "key"))
+        columns = (exchanges.c[name] for name in ("msg_id", "endpoint", "received_at", "engine"))
         row_columns = (*(experiences.c[name] for name in _ROW), experiences.c.grammar.is_not(None))
         of_rows = select(*row_columns, reward_rules.c.definition).where(experiences.c.msg_id == msg_id)
         of_rows = of_rows.outerjoin_from(experiences, reward_rules, reward_rules.c.id == experiences.c.reward_rule)

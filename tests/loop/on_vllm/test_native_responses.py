@@ -91,8 +91,6 @@ PASSED: dict[str, Json] = {
     "an unknown tool": {"tools": [{"type": "unknown"}]},
     "a nameless custom tool": {"tools": [{"type": "custom"}]},
     "an unknown choice": {"tools": [FUNCTION], "tool_choice": {"type": "unknown"}},
-    "background unstored": {"background": True, "store": False},
-    "background stored by null": {"background": True, "store": None},
     "nobody's previous": {"tools": [CUSTOM], "previous_response_id": "resp_x"},
     "two previous": {"previous_input_messages": [{}], "previous_response_id": "resp_x"},
     "an unknown model": {"tools": [CUSTOM], "model": "unknown"},

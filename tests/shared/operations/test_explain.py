@@ -10,7 +10,7 @@ from sqlalchemy import Engine
 from tests.constants import settings_of
 from tests.factories import committed, exchange, experience, feedback, ids, published, rewarded
 from tuneloop.shared.experience import Exchange, Kind
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
 from tuneloop.shared.operations.explain import Explanation, explain
 from tuneloop.shared.settings.feedback import RewardRule, TrustedRaters
 from tuneloop.shared.settings.settings import Settings
@@ -93,6 +93,10 @@ def test_a_leased_reply_and_a_trained_one_name_epoch_step_and_version(base: Ledg
     [reply] = found.replies
     assert (reply.state, reply.version, reply.step, reply.epoch) == ("trained", version, 7, epoch)
     assert "the version, or a later one, is not served yet" in reply.sentences
+    base.alarms.raise_alarm(Alarm("reply_length", "replies are long", holds=True))
+    assert waits(told(base, settings, said)) == ["promotion_held"]
+    [private] = explain(base, settings, said.msg_id, tenant="acme", sees_all=False).replies
+    assert not any("trainer trainer" in each or "reply_length" in each for each in private.sentences)
     base.versions.promote(version)
     assert "the version, or a later one, is served since" in "\n".join(told(base, settings, said).lines)
 

@@ -1,1 +1,1 @@
-"""What keys cost, and what they keep of others."""
+"""What keys cost."""

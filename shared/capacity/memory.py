@@ -208,10 +208,8 @@ def _kept_bytes(shape: ModelShape, settings: Settings, size: int) -> int:
 def _needs_reference(settings: Settings) -> bool:
     algorithm = settings.algorithm
     match algorithm.algorithm_type:
-        case "kto":
+        case "kto" | "dpo":
             return True
-        case "dpo":
-            return not algorithm.dpo.reference_free
         case "sft" | "raft":
             return False
         case "distill" if algorithm.distill.mode == "replies":

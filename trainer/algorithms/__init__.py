@@ -69,7 +69,7 @@ def policy_gradient_requirements(algorithm: AlgorithmSettings) -> Requirements:
 
 
 def _dpo_requirements(algorithm: AlgorithmSettings) -> Requirements:
-    return Requirements(reference=not algorithm.dpo.reference_free, tempered=False, pairs=True)
+    return Requirements(reference=True, tempered=False, pairs=True)
 
 
 def _kto_requirements(algorithm: AlgorithmSettings) -> Requirements:

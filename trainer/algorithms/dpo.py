@@ -1,13 +1,12 @@
 """Direct preference optimisation: of two replies to one prompt, the better one rather than the other.
 
     h      = beta * (log(policy / base)(chosen) - log(policy / base)(rejected))      arXiv 2305.18290, eq. 7
-    loss   = -(1 - s) log sigmoid(h) - s log sigmoid(-h)                              mean over pairs
-             s = label_smoothing, the share of wrong preferences (cDPO, ericmitchell.ai/cdpo.pdf, eq. 3)
+    loss   = -log sigmoid(h)                                                          mean over pairs
 
-Log-probabilities are sums over the reply at temperature 1. With `reference_free` the base model is left out of h.
+Log-probabilities are sums over the reply at temperature 1.
 
-Left out: how much better the chosen reply is; normalisation by length; the variants of the loss (IPO, hinge, SimPO);
-an additional likelihood term on the chosen reply; pairs of an edited answer and the reply it corrects.
+Left out: label smoothing; how much better the chosen reply is; normalisation by length; the variants of the loss (IPO,
+hinge, SimPO); an additional likelihood term on the chosen reply; pairs of an edited answer and the reply it corrects.
 """
 
 from dataclasses import replace
@@ -39,12 +38,10 @@ def actor_loss(
 ) -> Loss:
     """The loss of a micro-batch of whole pairs."""
     policy_B = sequence_sums(logprobs_BR, targets.mask_BR)
-    rewards_B = algorithm.dpo.beta * (policy_B if algorithm.dpo.reference_free else log_ratios(targets, logprobs_BR))
+    rewards_B = algorithm.dpo.beta * log_ratios(targets, logprobs_BR)
     signs_B, pairs_B = require(targets.signs_B), _pair_numbers(targets)
     margins_U = rewards_B.new_zeros(len(rewards_B) // 2).index_add(0, pairs_B, signs_B * rewards_B)
-    smoothing = algorithm.dpo.label_smoothing
-    each_U = (1 - smoothing) * softplus(-margins_U) + smoothing * softplus(margins_U)
-    loss = each_U.sum() / totals.units
+    loss = softplus(-margins_U).sum() / totals.units
     chosen_B, rejected_B = signs_B > 0, signs_B < 0
     metrics = {
         "actor/dpo_loss": loss,

@@ -90,7 +90,6 @@ def untrainable(sample: Sample, algorithm: AlgorithmSettings, *, vocabulary: int
         "the prompt has no tokens, so the reply's first one was predicted from nothing": len(sample.prompt_ids) > 0,
         f"the reward is not a number within ±{MAX_REWARD:g}": abs(sample.reward) <= MAX_REWARD,
         f"a token is outside the model's vocabulary of {vocabulary}": bool(((known >= 0) & (known < vocabulary)).all()),
-        "the reply was cut at its token limit": algorithm.overlong.train or sample.finish_reason != "length",
         "all of the reply was redacted": not len(sample.completion_ids)
         or bool((sample.completion_ids != REDACTED).any()),
         "its prompt was redacted, so the teacher cannot answer it": not answered or REDACTED not in sample.prompt_ids,

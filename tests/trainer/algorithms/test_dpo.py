@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.constants import section_of
 from tests.trainer.factories import sample
 from tests.trainer.golden.fixtures import cases
 from tests.trainer.pairwise import agrees_with_others, is_the_sum_of_its_micro_batches, loss_of
@@ -22,7 +21,7 @@ _loss = loss_of(dpo)
 
 
 def _algorithm(**options):
-    return section_of(AlgorithmSettings, {"algorithm_type": "dpo", "dpo": options})
+    return AlgorithmSettings(algorithm_type="dpo", dpo=options)
 
 
 def _targets(inputs):
@@ -83,10 +82,11 @@ def test_long_replies_keep_the_sign_of_a_small_difference():
     targets = Targets(
         mask_BR=torch.ones(2, length, dtype=torch.bool),
         sampled_BR=torch.zeros(2, length),
+        reference_BR=torch.zeros(2, length),
         signs_B=torch.tensor([1, -1]),
         units_B=torch.tensor([0, 0]),
     )
-    told = _loss(_algorithm(reference_free=True, beta=1.0), targets, logprobs, Totals(2 * length, 2, 1))
+    told = _loss(_algorithm(beta=1.0), targets, logprobs, Totals(2 * length, 2, 1))
     assert float(told.metrics["rewards/margins"]) == pytest.approx(1e-4, rel=0.02)
     assert float(told.metrics["rewards/accuracies"]) == 1
 
@@ -121,10 +121,8 @@ def test_before_the_first_update_the_loss_is_that_of_a_coin(settings):
     assert not any(name.startswith("critic/vf") for name in metrics)
 
 
-@pytest.mark.parametrize("reference_free", [False, True])
-def test_the_margin_grows_and_the_loss_falls(settings, reference_free):
-    learner = _learner(settings, dpo={"reference_free": reference_free}, mini_batches=3)
-    assert (learner.reference is None) == reference_free
+def test_the_margin_grows_and_the_loss_falls(settings):
+    learner = _learner(settings, mini_batches=3)
     told = [learner.step(_pairs()) for _ in range(8)]
     assert told[-1]["actor/dpo_loss"] < told[0]["actor/dpo_loss"] - 0.1
     assert told[-1]["rewards/margins"] > told[0]["rewards/margins"] + 0.3

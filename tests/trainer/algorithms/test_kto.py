@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.constants import section_of
 from tests.trainer.factories import sample
 from tests.trainer.golden.fixtures import cases
 from tests.trainer.pairwise import agrees_with_others, is_the_sum_of_its_micro_batches, loss_of
@@ -22,7 +21,7 @@ _loss = loss_of(kto)
 
 
 def _algorithm(**options):
-    return section_of(AlgorithmSettings, {"algorithm_type": "kto", "kto": options})
+    return AlgorithmSettings(algorithm_type="kto", kto=options)
 
 
 def _targets(inputs):
@@ -43,7 +42,7 @@ def test_loss_and_gradient_are_those_of_others(golden):
 def test_cutting_into_micro_batches_changes_nothing_but_a_mean_of_each_would():
     inputs = GOLDEN[0].inputs
     cut = ([0, 2, 3], [1, 4, 5, 6, 7])
-    is_the_sum_of_its_micro_batches(inputs, _loss, _algorithm(undesirable_weight=2.0), _targets(inputs), cut)
+    is_the_sum_of_its_micro_batches(inputs, _loss, _algorithm(), _targets(inputs), cut)
 
 
 def test_metrics_are_means_over_their_own_replies():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests.constants import section_of
 from tests.trainer.calls import calls, targets
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import reinforce_pp
@@ -13,7 +12,7 @@ OF_BR = torch.tensor([[0, 0, -1, 1], [2, -1, -1, -1]])
 
 
 def _prepared(of, given=None, **but):
-    algorithm = section_of(AlgorithmSettings, {"algorithm_type": "reinforce++", "whiten_advantages": False} | but)
+    algorithm = AlgorithmSettings(algorithm_type="reinforce++", **but)
     return reinforce_pp.prepare(algorithm, given or targets(of), of, {})[0]
 
 
@@ -39,7 +38,7 @@ def test_a_token_pays_for_its_divergence_and_for_that_of_what_follows():
 
 
 def test_advantages_are_whitened_over_all_tokens_of_the_batch():
-    prepared = _prepared(calls([8.0, 4.0, 2.0], of_BR=OF_BR), whiten_advantages=True)
+    prepared = _prepared(calls([8.0, 4.0, 2.0], of_BR=OF_BR))
     inside = prepared.advantages_BR[OF_BR >= 0]
     assert inside.mean().item() == pytest.approx(0, abs=1e-6)
     assert inside.var().item() == pytest.approx(1)

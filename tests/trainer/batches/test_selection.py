@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from tests.constants import section_of
 from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
@@ -69,14 +68,6 @@ def test_imitation_needs_no_sampling():
     cold = sample(1, temperature=0.0, logprobs=np.full_like(sample(1).logprobs, np.nan))
     for method in ("sft", "raft", "dpo", "kto"):
         assert untrainable(cold, AlgorithmSettings(algorithm_type=method), vocabulary=VOCABULARY) is None
-
-
-def test_replies_cut_at_their_limit_are_trained_on_unless_the_settings_say_no():
-    cut = sample(1, finish_reason="length")
-    assert untrainable(cut, PPO, vocabulary=VOCABULARY) is None
-    reason = untrainable(cut, section_of(AlgorithmSettings, dict(overlong={"train": False})), vocabulary=VOCABULARY)
-    assert reason is not None
-    assert "limit" in reason
 
 
 def _group(rewards, first=0):

@@ -37,6 +37,10 @@ class CallRewards:
         """A call's number at each of its tokens, 0 elsewhere."""
         return each_C[self.of_BR.clamp(min=0)].masked_fill(self.of_BR < 0, 0)
 
+    def of_runs(self, each_K: Tensor) -> Tensor:
+        """A run's number at each token of all its calls, 0 elsewhere."""
+        return self.spread(each_K.to(self.rewards_C.dtype)[self.runs_C])
+
     @property
     def paid_BR(self) -> Tensor:
         """The rewards where they are paid, 0 elsewhere."""

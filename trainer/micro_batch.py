@@ -18,8 +18,15 @@ import msgspec
 import structlog
 import torch
 
-from tuneloop.shared.capacity.fit import CURE, fit_trainer, reckon, room_for_trainer, shapes_of
-from tuneloop.shared.capacity.memory import GIB
+from tuneloop.shared.capacity.memory import (
+    CURE,
+    GIB,
+    fit_trainer,
+    reckon,
+    room_for_trainer,
+    shapes_of,
+    with_trainer,
+)
 from tuneloop.shared.disk_space import gigabytes
 from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused
 from tuneloop.shared.experience import Float32s, Sample
@@ -69,11 +76,11 @@ def fit_to_memory(settings: Settings, *, free: int | None = None, total: int | N
     try:
         shapes = shapes_of(settings)
     except EnvironmentRefused as error:
-        _log.warning("memory_not_reckoned", reason=str(error))
+        _log.warning("memory_unknown", reason=str(error))
         return settings
     room = min(free, room_for_trainer(settings, total))
-    chosen = fit_trainer(settings, shapes, room)
-    if chosen is None:
+    chosen, fits = fit_trainer(settings, shapes, room)
+    if not fits:
         raise EnvironmentRefused(
             f"trainer.micro_batch_tokens: no number of tokens fits into {gigabytes(room)} of GPU memory; {CURE}; or"
             " write a number here to try all the same"
@@ -187,9 +194,8 @@ class MicroBatch:
             return metrics
         self._reported = True
         tokens = min(self.tokens, sum(map(_length, samples)))
-        fields = {"micro_batch_tokens": tokens}
-        chosen = self._settings.model_copy(update={"trainer": self._settings.trainer.model_copy(update=fields)})
         try:
+            chosen = with_trainer(self._settings, micro_batch_tokens=tokens)
             reckoned = reckon(chosen, shapes_of(self._settings)).total
         except EnvironmentRefused:
             return metrics
@@ -203,7 +209,9 @@ class MicroBatch:
             self._give_up_longest()
             return self._halve()
         self._is_checkpointing = True
-        _log.warning("activations_made_again", sequence=self._longest, tokens=self.tokens, reason="out of GPU memory")
+        _log.warning(
+            "activation_checkpointing_on", sequence=self._longest, tokens=self.tokens, reason="out of GPU memory"
+        )
         self._remember()
         return self.tokens
 

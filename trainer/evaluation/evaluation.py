@@ -69,7 +69,7 @@ class HeldOut:
             replies = self._generate(actor, [ids for _, ids in part])
             said += [(task, ids) for (task, _), ids in zip(part, replies, strict=True)]
             progress.add(len(part))
-        pairs = [(task, self._words(ids)) for task, ids in said]
+        pairs = [(task, cast(str, self._tokenizer.decode(ids, skip_special_tokens=True))) for task, ids in said]
         scores = self._judge_all(pairs)
         answered = [
             TaskReply(task, reply, len(ids), score, whole=ids[-1] in self._ends)
@@ -121,9 +121,6 @@ class HeldOut:
 
     def _until_its_end(self, ids: list[int]) -> list[int]:
         return next((ids[: at + 1] for at, token in enumerate(ids) if token in self._ends), ids)
-
-    def _words(self, ids: list[int]) -> str:
-        return cast(str, self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def _ids(self, task: Task) -> list[int]:
         if isinstance(task.question, str):

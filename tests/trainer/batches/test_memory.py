@@ -46,7 +46,7 @@ def test_a_model_that_cannot_be_reckoned_has_the_default(on_gpu, tmp_path):
     (tmp_path / "m" / "config.json").write_text("{}")
     with capture_logs() as logs:
         assert fit_to_memory(on_gpu(), free=24 * GB, total=24 * GB).trainer.tokens_at_once == 8192
-    assert [log["event"] for log in logs] == ["memory_not_reckoned"]
+    assert [log["event"] for log in logs] == ["memory_unknown"]
 
 
 def test_what_was_reckoned_is_compared_with_what_was_taken(settings, ledger):

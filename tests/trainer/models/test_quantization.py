@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.factories import sample
-from tuneloop.shared.capacity.memory import trainer_memory
+from tuneloop.shared.capacity.memory import reckon
 from tuneloop.shared.capacity.model_shape import read_shape
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.trainer.checkpoints import snapshot
@@ -204,5 +204,5 @@ def test_the_reckoned_weights_are_those_that_are_there(quantized, base):
         there = sum(each.nbytes for each in tensors)
         tables = sum(each.table.nbytes for each in _layers(learner.actor.network).values() if bits == 4)
         decoded = (8 + 4) * 32 * 64 if bits else 0
-        reckoned = trainer_memory(shape, shape, made).weights - decoded
+        reckoned = reckon(made, (shape, shape, None)).weights - decoded
         assert reckoned == pytest.approx(there - tables, rel=0.06), bits

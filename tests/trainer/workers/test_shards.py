@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from tests.trainer.workers.rank import outcome
 from tests.trainer.workers.test_ranks import PPO, _found, _run
-from tuneloop.shared.capacity.fit import reckon, shapes_of
+from tuneloop.shared.capacity.memory import reckon, shapes_of
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.ranks.ranks import ALONE
 from tuneloop.trainer.ranks.shards import BLOCK, cut

@@ -19,7 +19,7 @@ from tuneloop.shared.disk_space import gigabytes
 from tuneloop.shared.errors import TurnNotGiven
 from tuneloop.shared.job_marks import GpuLocks
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.checkpoints.pinned_memory import PinnedMemory
+from tuneloop.trainer.checkpoints.copies import PinnedMemory
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.offloading import MovedTensors
 from tuneloop.trainer.models.room import room_for_weights
@@ -84,7 +84,7 @@ class GpuTurns:
             return
         tensors = [each for each in _tensors(learner) if each.is_cuda]
         if tensors:
-            torch.cuda.synchronize()  # Copies that are on their way come first.
+            torch.cuda.synchronize()  # MemoryCopies that are on their way come first.
             self._moved = _Moved(ref(learner), MovedTensors(tensors, self._room()))
             torch.cuda.empty_cache()
         self._is_ours = False

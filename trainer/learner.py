@@ -20,13 +20,12 @@ from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.algorithms.terms.estimators import explained_variance, kl, token_mean
 from tuneloop.trainer.algorithms.terms.moments import Baselines
 from tuneloop.trainer.algorithms.terms.off_policy import importance_weights
-from tuneloop.trainer.algorithms.terms.preferences import sequence_sums
-from tuneloop.trainer.algorithms.terms.targets import Targets, Totals, require
+from tuneloop.trainer.algorithms.terms.targets import Targets, Totals, require, sequence_sums
 from tuneloop.trainer.batches.batch import Batch, all_but_first, collate, micro_batches, mini_batches, share_of
 from tuneloop.trainer.batches.credit import calls_of
 from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.batches.packed import Positions, count_positions
-from tuneloop.trainer.batches.pairs import mismatch_replies
+from tuneloop.trainer.batches.selection import mismatch_replies
 from tuneloop.trainer.batches.sequences import TokenSequence, assemble
 from tuneloop.trainer.models.layers import is_checkpointing
 from tuneloop.trainer.models.model import Actor, Critic

@@ -6,11 +6,10 @@ as it has turned out to hold.
 """
 
 import os
-import resource
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from threading import Event
 from weakref import ref
 
@@ -25,7 +24,6 @@ from tuneloop.shared.capacity.memory import (
     reckon,
     room_for_trainer,
     shapes_of,
-    with_trainer,
 )
 from tuneloop.shared.disk_space import gigabytes
 from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused
@@ -37,7 +35,6 @@ from tuneloop.trainer.learner import Learner, go_ahead, recompute
 from tuneloop.trainer.models.layers import checkpoint_layers, is_checkpointing
 from tuneloop.trainer.models.model import Actor, device_of
 from tuneloop.trainer.stop import Stop
-from tuneloop.trainer.warm_up import warm_up
 from tuneloop.trainer.yielding import TrafficYield
 
 _log = structlog.get_logger()
@@ -116,8 +113,6 @@ class MicroBatch:
         self._is_checkpointing = memory.checkpointing and settings.trainer.activation_checkpointing is None
         self._samples: Sequence[Sample] = ()  # of the batch
         self._given_up = 0
-        self._reported = False
-        self._warm: ref[Learner] | None = None  # not held: a GPU has no room for two
         self._yielding = TrafficYield(settings, stop or Event()) if settings.trainer.yield_to_traffic else None
 
     def step(self, learner: Learner, samples: Sequence[Sample], *, version: int | None) -> Metrics:
@@ -129,7 +124,7 @@ class MicroBatch:
         self._samples = samples
         self.take_gpu(learner)
         if self._is_checkpointing:
-            make_activations_again(learner)
+            checkpoint_activations(learner)
         if learner.ranks.size > 1:
             # Those that follow wait for an order as long as it takes, but not for a pass.
             learner.before_pass()
@@ -139,29 +134,13 @@ class MicroBatch:
             try:
                 metrics = learner.step(samples, version=version)
                 self._given_up = 0
-                return metrics | self._memory(samples) | self._time_yielded()
+                on_gpu = device_of(self._settings).type == "cuda"
+                most = torch.cuda.max_memory_reserved() if on_gpu else getrusage(RUSAGE_SELF).ru_maxrss << 10
+                yielded = {} if self._yielding is None else {"time/yielded": self._yielding.take_seconds()}
+                return metrics | yielded | {"perf/memory_peak": most / GIB}
             except torch.OutOfMemoryError:
                 pass  # its traceback holds the tensors that there was no room for
             self._shrink(ref(learner))
-
-    def warm_up(self, learner: Learner) -> None:
-        """Compile what the learner's steps run, once, if they are compiled; of several ranks none does."""
-        if self._warm is not None and self._warm() is learner:
-            return
-        self._warm, started = ref(learner), time.perf_counter()
-        if not learner.actor.is_compiled or learner.ranks.size > 1:
-            return
-        self.take_gpu(learner)
-        learner.before_pass()
-        algorithm = self._settings.algorithm
-        is_tempered = ALGORITHMS[algorithm.algorithm_type].asks(algorithm).tempered
-        temperature = self._settings.model.temperature if is_tempered else 1.0
-        try:
-            warm_up(learner, temperature=temperature, entropy=bool(algorithm.entropy_coef))
-        except torch.OutOfMemoryError:  # then the first step compiles, in whatever it has room for
-            _log.warning("not_warmed_up", reason="out of GPU memory")
-            return
-        _log.info("compiled", seconds=round(time.perf_counter() - started, 1))
 
     def recompute(self, learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
         """The log-probabilities of `recompute`, in the same way."""
@@ -182,30 +161,11 @@ class MicroBatch:
         if self._yielding is not None:
             learner.before_pass = self._yielding
 
-    def _time_yielded(self) -> Metrics:
-        return {} if self._yielding is None else {"time/yielded": self._yielding.take_seconds()}
-
-    def _memory(self, samples: Sequence[Sample]) -> Metrics:
-        """The most memory that was taken so far, and what was reckoned; the latter for the first step's batch alone."""
-        on_gpu = device_of(self._settings).type == "cuda"
-        most = torch.cuda.max_memory_reserved() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        metrics = {"perf/memory_peak": most / GIB}
-        if self._reported:
-            return metrics
-        self._reported = True
-        tokens = min(self.tokens, sum(map(_length, samples)))
-        try:
-            chosen = with_trainer(self._settings, micro_batch_tokens=tokens)
-            reckoned = reckon(chosen, shapes_of(self._settings)).total
-        except EnvironmentRefused:
-            return metrics
-        _log.info("memory_measured", measured=gigabytes(most), reckoned=gigabytes(reckoned), tokens=tokens)
-        return metrics | {"perf/memory_reckoned": reckoned / GIB}
-
     def _shrink(self, stepping: ref[Learner]) -> int:
         """Take less memory, and how many tokens go through the model at once from now on."""
         learner = stepping()
-        if learner is None or not self._may_checkpoint or not make_activations_again(learner):
+        may = self._settings.trainer.activation_checkpointing is None and self._longest > self.tokens
+        if learner is None or not may or not checkpoint_activations(learner):
             self._give_up_longest()
             return self._halve()
         self._is_checkpointing = True
@@ -240,10 +200,6 @@ class MicroBatch:
     def _longest(self) -> int:
         return max(map(_length, self._samples))
 
-    @property
-    def _may_checkpoint(self) -> bool:
-        return self._settings.trainer.activation_checkpointing is None and self._longest > self.tokens
-
     def _halve(self) -> int:
         """Take less by half. Raises EnvironmentRefused, and remembers nothing, where that cannot help."""
         if self._longest > self.tokens:
@@ -275,7 +231,7 @@ def _length(sample: Sample) -> int:
     return len(sample.prompt_ids) + len(sample.completion_ids)
 
 
-def make_activations_again(learner: Learner) -> bool:
+def checkpoint_activations(learner: Learner) -> bool:
     """Have what is trained make its activations again; False if it does, or has no layers that can."""
     trained = [learner.actor.network, *([] if learner.critic is None else [learner.critic.body])]
     left = [each for each in trained if not is_checkpointing(each)]

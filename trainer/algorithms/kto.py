@@ -21,8 +21,15 @@ from torch import Tensor
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms.terms.estimators import token_mean
 from tuneloop.trainer.algorithms.terms.moments import Baselines
-from tuneloop.trainer.algorithms.terms.preferences import log_ratios, sequence_sums
-from tuneloop.trainer.algorithms.terms.targets import CallRewards, Loss, Targets, Totals, require
+from tuneloop.trainer.algorithms.terms.targets import (
+    CallRewards,
+    Loss,
+    Targets,
+    Totals,
+    log_ratios,
+    require,
+    sequence_sums,
+)
 
 
 def prepare(

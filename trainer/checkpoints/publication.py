@@ -28,8 +28,8 @@ from tuneloop.shared.operations.diagnosis import DISK_FULL
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.checkpoints.copies import Copies
-from tuneloop.trainer.checkpoints.pruning import prune_by_settings
+from tuneloop.trainer.checkpoints.copies import MemoryCopies
+from tuneloop.trainer.checkpoints.resumption import prune_by_settings
 from tuneloop.trainer.checkpoints.snapshot import CapturedWeights
 from tuneloop.trainer.checkpoints.state_writer import PublishedVersion, StateToWrite, StateWriter, is_full
 from tuneloop.trainer.learner import Learner
@@ -69,7 +69,7 @@ class Publisher:
         self._settings, self._ledger, self._store, self._epoch = settings, ledger, store, epoch
         self._alarm_may_be_open = True  # an earlier trainer's
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="publication") if behind else None
-        self._copies = Copies(snapshot.size_of_weights, snapshot.copy_weights)
+        self._copies = MemoryCopies(snapshot.size_of_weights, snapshot.copy_weights)
         self._running: _Running | None = None
         self.states = StateWriter(settings, ledger, store, epoch=epoch)
 

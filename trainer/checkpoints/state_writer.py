@@ -25,8 +25,8 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.trackers import CurveWriter
 from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.checkpoints.copies import Copies
-from tuneloop.trainer.checkpoints.pruning import prune_by_settings
+from tuneloop.trainer.checkpoints.copies import MemoryCopies
+from tuneloop.trainer.checkpoints.resumption import prune_by_settings
 from tuneloop.trainer.checkpoints.snapshot import CapturedState
 from tuneloop.trainer.checkpoints.tensor_file import DiskPriority
 from tuneloop.trainer.learner import Learner
@@ -66,7 +66,7 @@ class StateWriter:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="state")
         self._work: Future[None] | None = None
         self._measured: SimpleQueue[tuple[int, Metrics]] = SimpleQueue()
-        self._copies = Copies(snapshot.size_of_state, snapshot.copy_state)
+        self._copies = MemoryCopies(snapshot.size_of_state, snapshot.copy_state)
         self._last: PublishedVersion | None = None
         #: The version whose state was written last. Not its number: one that was not registered has a namesake.
         self._written: PublishedVersion | None = None

@@ -5,28 +5,131 @@ older version goes back in it, too. Nothing that fails here stops training: what
 that step, with a warning.
 """
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import structlog
 import torch
 
-from tuneloop.shared.errors import LedgerError, NotEvaluated
+from tuneloop.shared.errors import EnvironmentRefused, LedgerError, NotEvaluated
 from tuneloop.shared.evaluation.tasks import tasks_of
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.versions.alarms import Alarm
+from tuneloop.shared.ledger.versions.drift import ReplyExcerpt
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.evaluation.evaluation import HeldOut
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.monitoring import drift
-from tuneloop.trainer.monitoring.distance import Distance
-from tuneloop.trainer.monitoring.drift import History
-from tuneloop.trainer.monitoring.replies import CALL_MARKS, signals
+from tuneloop.trainer.monitoring.drift import KL_BASE, REFUSALS, TOOL_ERRORS, History
 
 _log = structlog.get_logger()
+
+#: What begins a tool call in the text, if no parser could make one of it.
+CALL_MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=")
+
+# The share of fewer replies says little.
+_ENOUGH = 16
+
+
+def signals(replies: Sequence[ReplyExcerpt], refusals: Sequence[re.Pattern[str]]) -> dict[str, float]:
+    """The share of replies that refuse, and that of wrong ones among those that call tools; each only of enough."""
+    refused = [refuses(reply.text, refusals) for reply in replies]
+    wrong = [error for reply in replies if (error := tool_error(reply)) is not None]
+    shares = {REFUSALS: refused, TOOL_ERRORS: wrong}
+    return {name: sum(found) / len(found) for name, found in shares.items() if len(found) >= _ENOUGH}
+
+
+def refuses(text: str, patterns: Sequence[re.Pattern[str]]) -> bool:
+    """Whether one of the patterns is found."""
+    return any(pattern.search(text) for pattern in patterns)
+
+
+def tool_error(reply: ReplyExcerpt) -> bool | None:
+    """Whether a reply calls a tool wrongly; None if it calls none.
+
+    Wrong is a call whose arguments are no JSON object, one of a tool that the request does not offer, and, where it
+    offers some, the beginning of a call that stands in the text because no parser could read it.
+    """
+    offered = _offered_tools(reply.request)
+    if reply.tool_calls is None:
+        unread = bool(offered) and any(mark in reply.text for mark in CALL_MARKS)
+        return True if unread else None
+    calls = _json(reply.tool_calls)
+    if not isinstance(calls, list) or not calls:
+        return None
+    return any(_is_wrong(call, offered) for call in calls)
+
+
+def _is_wrong(call: object, offered: set[str] | None) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return True
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _json(arguments)
+    unknown = offered is not None and function.get("name") not in offered
+    return unknown or not isinstance(arguments, dict)
+
+
+def _offered_tools(request: bytes | None) -> set[str] | None:
+    """The names of the tools that the request offers, in any of the dialects; None if it cannot be read."""
+    body = None if request is None else _json(request)
+    if not isinstance(body, dict):
+        return None
+    tools = [*_objects(body.get("tools")), *_objects(body.get("functions"))]
+    names = [_tool_name(tool) for tool in tools]
+    return {name for name in names if isinstance(name, str)}
+
+
+def _tool_name(tool: Mapping[str, Any]) -> object:
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, dict) else tool.get("name")
+
+
+def _objects(value: object) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def _json(text: str | bytes) -> object:
+    """None for what is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+#: Of so many of a step's replies.
+_MOST = 32
+
+
+class Distance:
+    """Measured after every `kl_every` steps, if at all; the base model is loaded for it and let go."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def measure(self, learner: Learner, replies: Sequence[Sample]) -> Metrics:
+        """The mean over the tokens of replies that were sampled, in nats, if it is time."""
+        wanted = self._settings.monitor.drift
+        sampled = [each for each in replies if each.demonstration is None][:_MOST]
+        if wanted.kl is None or learner.steps % wanted.kl_every or not sampled:
+            return {}
+        try:
+            return {KL_BASE: learner.distance(learner.reference or learner.actor.reference(self._settings), sampled)}
+        except torch.OutOfMemoryError:
+            _log.warning("distance_not_measured", reason="it does not fit into the GPU's memory", step=learner.steps)
+        except EnvironmentRefused as error:
+            _log.warning("distance_not_measured", reason=str(error), step=learner.steps)
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # engines may share the GPU
+        return {}
 
 
 class Monitors:

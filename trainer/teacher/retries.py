@@ -9,8 +9,7 @@ from tuneloop.shared.experience import Sample
 from tuneloop.shared.ledger.versions.alarms import Alarm, Alarms
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.stop import Stop
-from tuneloop.trainer.teacher.endpoint import RemoteTeacher
-from tuneloop.trainer.teacher.teacher import LocalTeacher, Teacher
+from tuneloop.trainer.teacher.teacher import LocalTeacher, RemoteTeacher, Teacher
 
 _log = structlog.get_logger()
 

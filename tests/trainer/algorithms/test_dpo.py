@@ -12,7 +12,7 @@ from tests.trainer.pairwise import agrees_with_others, is_the_sum_of_its_micro_b
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import dpo
 from tuneloop.trainer.algorithms.terms.targets import Targets, Totals
-from tuneloop.trainer.batches.pairs import make_pairs
+from tuneloop.trainer.batches.selection import make_pairs
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
 

@@ -10,7 +10,7 @@ from tests.trainer.pairwise import agrees_with_others, is_the_sum_of_its_micro_b
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import kto
 from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets
-from tuneloop.trainer.batches.pairs import mismatch_replies
+from tuneloop.trainer.batches.selection import mismatch_replies
 from tuneloop.trainer.batches.sequences import TokenSequence
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import _divergence

@@ -14,8 +14,7 @@ from tests.constants import section_of
 from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.batches.imitation import imitable, with_demonstrations
-from tuneloop.trainer.batches.selection import sort_out
+from tuneloop.trainer.batches.selection import imitable, sort_out, with_demonstrations
 from tuneloop.trainer.batches.tokenizer import ends_of, tokenizer_of
 
 #: The tokenizer's; the config of the tiny model names another one.

@@ -11,8 +11,7 @@ from tests.constants import section_of
 from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.batches.pairs import make_pairs
-from tuneloop.trainer.batches.selection import sort_out
+from tuneloop.trainer.batches.selection import make_pairs, sort_out
 
 PROMPT = np.array([1, 2, 3], np.int32)
 

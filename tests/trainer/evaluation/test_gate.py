@@ -14,9 +14,8 @@ from tuneloop.shared.errors import NotEvaluated
 from tuneloop.shared.evaluation.tasks import tasks_of
 from tuneloop.shared.experience import Evaluator, VersionAction
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.evaluation.evaluation import HeldOut
-from tuneloop.trainer.evaluation.gate import Examination
-from tuneloop.trainer.evaluation.judging import judging
+from tuneloop.trainer.evaluation.evaluation import HeldOut, judging
+from tuneloop.trainer.evaluation.gate import GateEvaluation
 from tuneloop.trainer.loop import run
 from tuneloop.trainer.models.model import Actor
 
@@ -86,7 +85,7 @@ def test_a_version_that_does_worse_is_said_to(gated, ledger):
         for each in learner.actor.network.parameters():
             each.copy_(torch.randn_like(each))
     ledger.evaluations.record(1, Evaluator.TRAINER, ())
-    Examination(chosen, ledger).examine(learner, 1)
+    GateEvaluation(chosen, ledger).evaluate(learner, 1)
     worse = evaluated(ledger)[-1]
     assert worse.details["passed"] is False
     assert "its score is 0, the champion's 1" in worse.reason
@@ -136,14 +135,14 @@ def test_a_judge_that_is_away_leaves_the_version_without_figures_until_it_is_bac
     with judge_place() as place:
         chosen = gated(evaluation={"judge": "model"}, judge={"url": place.base_url, "model": "j", "retries": 0})
         ledger.versions.ensure_base(chosen.model.model_path)
-        learner, examination = snapshot.load(chosen, None), Examination(chosen, ledger, again_s=0)
+        learner, gate = snapshot.load(chosen, None), GateEvaluation(chosen, ledger, again_s=0)
         place.answers = [(503, {}, {})] * 2
         with capture_logs() as said:
-            examination.examine(learner, 0)
+            gate.evaluate(learner, 0)
         assert [each["event"] for each in said] == ["version_not_evaluated"]
         assert metrics(ledger, 0) == []
         place.answers.clear()  # the second task may not have been asked about any more
-        examination.examine(learner, 0)
+        gate.evaluate(learner, 0)
         assert metrics(ledger, 0) == MEASURED
 
 

@@ -9,9 +9,8 @@ from tests.trainer.factories import sample
 from tuneloop.shared.settings.versions import DriftSettings
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.models.model import Actor
-from tuneloop.trainer.monitoring.distance import Distance
 from tuneloop.trainer.monitoring.drift import KL, KL_BASE
-from tuneloop.trainer.monitoring.monitors import Monitors
+from tuneloop.trainer.monitoring.monitors import Distance, Monitors
 
 BATCH = [sample(i) for i in range(8)]
 LIVELY = {"kl_coef": 0.0, "mini_batches": 1, "optimizer": {"lr": 1e-2}}

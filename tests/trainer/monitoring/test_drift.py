@@ -27,8 +27,7 @@ from tuneloop.trainer.monitoring.drift import (
     TOOL_ERRORS,
     History,
 )
-from tuneloop.trainer.monitoring.monitors import Monitors
-from tuneloop.trainer.monitoring.replies import signals, tool_error
+from tuneloop.trainer.monitoring.monitors import Monitors, signals, tool_error
 
 # A copy's own value hides the constant of its class.
 SMALL = DriftSettings(baseline=4, window=3).model_copy(update={"degraded": 1.0})

@@ -14,7 +14,7 @@ from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
 from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused, TeacherAway
 from tuneloop.trainer.batches.sequences import TokenSequence, assemble
-from tuneloop.trainer.teacher.endpoint import RemoteTeacher
+from tuneloop.trainer.teacher.teacher import RemoteTeacher
 
 
 @pytest.fixture

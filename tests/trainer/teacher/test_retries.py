@@ -14,8 +14,8 @@ from tuneloop.shared.ledger.ledger import BatchPolicy
 from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.trainer.batches.sequences import TokenSequence
 from tuneloop.trainer.loop import run
-from tuneloop.trainer.teacher.endpoint import RemoteTeacher
 from tuneloop.trainer.teacher.retries import TeacherRetries
+from tuneloop.trainer.teacher.teacher import RemoteTeacher
 
 POISON = 255
 

@@ -14,7 +14,7 @@ from tuneloop.shared.errors import EnvironmentRefused, TurnNotGiven
 from tuneloop.shared.job_marks import GpuLocks
 from tuneloop.trainer import gpu_turns
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.checkpoints.pinned_memory import PinnedMemory
+from tuneloop.trainer.checkpoints.copies import PinnedMemory
 from tuneloop.trainer.gpu_turns import GpuTurns, _tensors
 from tuneloop.trainer.micro_batch import MicroBatch
 from tuneloop.trainer.models.offloading import MovedTensors

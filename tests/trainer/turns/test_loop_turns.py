@@ -12,8 +12,8 @@ from tuneloop.shared.errors import LedgerUnavailable, TurnNotGiven
 from tuneloop.shared.job_marks import GpuLocks
 from tuneloop.shared.ledger.training.training import Training
 from tuneloop.trainer.checkpoints.publication import Publisher
+from tuneloop.trainer.leased_rows import UnpublishedSteps
 from tuneloop.trainer.loop import TrainingLoop, run
-from tuneloop.trainer.unpublished import UnpublishedSteps
 
 TURNS = {"gpu_turn": 30}
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from examples.tasks.calculator import Calculator, Sequel, calculate
-from examples.tasks.dialogue import Call, Dialogue, Reply, Verdict, call_of, forever, read, text_of
+from examples.tasks.calculator import Calculator, Sequel
+from examples.tasks.dialogue import Call, Dialogue, Reply, Verdict, call_of, forever
 from examples.tasks.sums import Sums
 from examples.tasks.tools import Shop, Wish, judge
 
@@ -77,40 +77,3 @@ def test_a_calculation_in_two_steps() -> None:
     with pytest.raises(StopIteration) as end:
         dialogue.send(Reply(" 35"))
     assert end.value.value == Verdict(1.0, right=True)
-
-
-def test_an_agent_that_never_answers_is_stopped() -> None:
-    step = call_of("calc", expr="1+1")
-    assert played(Calculator().dialogue(Sequel(1, "+", 1, "+", 1)), step, step, step) == Verdict(0.0, right=False)
-
-
-@pytest.mark.parametrize(
-    ("expression", "result"),
-    [("3+4", "7"), ("12*5", "60"), ("3-4", "error"), ("(3+4)*5", "error"), ("", "error"), (None, "error"), (7, "error"),
-     ("9" * 4 + "+1", "error"), ("__import__('os')", "error"), ("٣+٤", "error")],
-)  # fmt: skip
-def test_the_calculator_does_one_step_and_nothing_else(expression: object, result: str) -> None:
-    assert calculate(expression) == result
-
-
-@pytest.mark.parametrize("reply", [call_of("track", order=7), Reply("12"), Reply("")])
-def test_what_is_written_is_read_back(reply: Reply) -> None:
-    assert read(text_of(reply)) == reply
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<tool_call>",
-        "<tool_call>{}</tool_call>",
-        "<tool_call>[1]</tool_call>",
-        '<tool_call>{"name": "x"}</tool_call>',
-        "12",
-    ],
-)
-def test_what_is_no_call_is_text(text: str) -> None:
-    assert read(text) == Reply(text)
-
-
-def test_a_call_whose_arguments_are_no_object_gives_nothing() -> None:
-    assert read('<tool_call>{"name": "x", "arguments": [1]}</tool_call>').calls[0].parsed_arguments() == {}

@@ -79,15 +79,6 @@ def test_rows_become_versions(settings, ledger):
     assert not list(chosen.job_dir.glob(".*"))
 
 
-def test_nothing_is_left_to_do_when_all_steps_are_done(settings, ledger):
-    commit(ledger, [sample(i) for i in range(8)])
-    chosen = settings(trainer={"total_steps": 1})
-    run(chosen, Event())
-    run(chosen, Event())
-    assert [each.version for each in ledger.versions.all()] == [0, 1]
-    assert ledger.reports.counts()[State.COMMITTED] == 4
-
-
 def test_a_restart_changes_no_loss_and_no_weight(settings, ledger, tmp_path):
     rows = [sample(i) for i in range(16)]
     straight, other = _other(settings, tmp_path, trainer={"total_steps": 4})
@@ -219,12 +210,6 @@ def test_a_trainer_that_waits_for_its_database_can_be_told_to_stop(settings, tmp
             trainer.result(1)
         stop.set()
         trainer.result(30)
-
-
-def test_rows_that_are_too_old_expire(settings, ledger):
-    commit(ledger, [sample(i) for i in range(8)])
-    _run_until(settings(trainer={"max_staleness": 0}), lambda: ledger.reports.counts()[State.EXPIRED] == 4)
-    assert ledger.reports.counts()[State.TRAINED] == 4
 
 
 def test_the_last_version_is_published_even_if_the_database_is_away_just_then(settings, ledger):
@@ -419,19 +404,6 @@ def test_a_damaged_checkpoint_is_not_gone_on_from(settings, ledger):
     commit(ledger, [sample(i) for i in range(4, 8)])
     run(settings(trainer={"total_steps": 1}), Event())
     assert ledger.versions.newest().version == 2
-
-
-def test_a_missing_model_is_refused_before_anything_is_made(settings, tmp_path):
-    chosen = settings(model={"model_path": tmp_path / "nowhere"})
-    with pytest.raises(EnvironmentRefused, match=r"model\.model_path"):
-        run(chosen, Event())
-    assert not chosen.job_dir.exists()
-
-
-def test_a_database_that_cannot_be_reached_is_one_sentence(settings):
-    buffer = {"trainer_input": {"experience_buffer": {"path": "postgresql://user@127.0.0.1:1/none"}}}
-    with pytest.raises(EnvironmentRefused, match=r"experience_buffer\.path"):
-        run(settings(buffer=buffer), Event())
 
 
 def test_a_run_of_steps_that_are_not_finite_stops_learning_and_alarms(settings, ledger):

@@ -105,24 +105,19 @@ def with_score(drift: DriftSettings, history: History, step: int, score: float) 
 
 
 def verdicts(drift: DriftSettings, history: History) -> dict[str, DriftFinding]:
-    """What each monitor that is on and has values enough says."""
-    verdicts = ((name, rule(drift, history)) for name, rule in RULES.items() if is_on(drift, name))
+    """What each monitor that has values enough says."""
+    verdicts = ((name, rule(drift, history)) for name, rule in RULES.items())
     return {name: verdict for name, verdict in verdicts if verdict is not None}
 
 
-def changes(drift: DriftSettings, history: History, found: Mapping[str, DriftFinding]) -> Iterator[tuple[str, bool]]:
-    """The alarms to be raised (True) and cleared. One whose monitor was switched off is cleared."""
+def changes(history: History, found: Mapping[str, DriftFinding]) -> Iterator[tuple[str, bool]]:
+    """The alarms to be raised (True) and cleared. One whose monitor is gone is cleared."""
     for name, verdict in found.items():
         if verdict.over != (name in history.raised):
             yield name, verdict.over
     for name in history.raised:
-        if not is_on(drift, name):
+        if name not in RULES:
             yield name, False
-
-
-def is_on(drift: DriftSettings, name: str) -> bool:
-    """Whether the monitor has a threshold."""
-    return name in RULES and (name != "kl" or drift.kl is not None)
 
 
 def _first_and_last(drift: DriftSettings, history: History, signal: str) -> tuple[float, float] | None:

@@ -118,7 +118,7 @@ class Distance:
         """The mean over the tokens of replies that were sampled, in nats, if it is time."""
         wanted = self._settings.monitor.drift
         sampled = [each for each in replies if each.demonstration is None][:_MOST]
-        if wanted.kl is None or learner.steps % wanted.kl_every or not sampled:
+        if learner.steps % wanted.kl_every or not sampled:
             return {}
         try:
             return {KL_BASE: learner.distance(learner.reference or learner.actor.reference(self._settings), sampled)}
@@ -175,7 +175,7 @@ class Monitors:
         if learner.steps % self._every == 0:
             seen |= self._evaluate(learner)
         verdicts = drift.verdicts(self._drift, self._history)
-        for name, over in list(drift.changes(self._drift, self._history, verdicts)):
+        for name, over in list(drift.changes(self._history, verdicts)):
             self._turn(name, verdicts.get(name) if over else None, step=learner.steps, version=version)
         draft = self._file.with_suffix(".tmp")
         try:

@@ -8,7 +8,7 @@ import torch
 
 from tests.trainer.factories import sample
 from tests.trainer.golden.fixtures import cases
-from tests.trainer.pairwise import agrees_with_others, is_the_sum_of_its_micro_batches, loss_of
+from tests.trainer.pairwise import agrees_with_others, loss_of
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import dpo
 from tuneloop.trainer.algorithms.terms.targets import Targets, Totals
@@ -40,32 +40,11 @@ def test_loss_and_gradient_are_those_of_others(golden):
     agrees_with_others(golden, _loss, _algorithm(**golden.settings), _targets(golden.inputs))
 
 
-def test_cutting_into_micro_batches_changes_nothing_but_a_mean_of_each_would():
-    inputs = GOLDEN[0].inputs
-    cut = ([0, 4], [1, 2, 3, 5, 6, 7])
-    is_the_sum_of_its_micro_batches(inputs, _loss, _algorithm(), _targets(inputs), cut)
-
-
-def test_padding_and_masked_tokens_change_nothing():
-    inputs = GOLDEN[0].inputs
-    targets, before = _targets(inputs), _loss(_algorithm(), _targets(inputs), inputs["logprobs"]).value
-    strange = torch.where(inputs["mask"], inputs["logprobs"], float("nan"))
-    assert torch.equal(_loss(_algorithm(), targets, strange).value, before)
-
-
 def test_a_pair_that_is_cut_in_two_is_an_error():
     inputs = GOLDEN[0].inputs
     index = torch.tensor([0, 1])
     with pytest.raises(ValueError, match="cut in two"):
         _loss(_algorithm(), _targets(inputs).rows(index, inputs["mask"][index]), inputs["logprobs"][index])
-
-
-def test_two_chosen_replies_are_no_pair():
-    inputs = GOLDEN[0].inputs
-    targets = _targets(inputs)
-    targets.signs_B[4] = 1
-    with pytest.raises(ValueError, match="cut in two"):
-        _loss(_algorithm(), targets, inputs["logprobs"])
 
 
 def test_an_odd_number_of_rows_is_an_error():
@@ -127,19 +106,3 @@ def test_the_margin_grows_and_the_loss_falls(settings):
     assert told[-1]["actor/dpo_loss"] < told[0]["actor/dpo_loss"] - 0.1
     assert told[-1]["rewards/margins"] > told[0]["rewards/margins"] + 0.3
     assert told[-1]["rewards/accuracies"] == 1
-
-
-def test_gradients_do_not_depend_on_the_micro_batches(settings):
-    found = []
-    for budget in (1, 40, 10_000):
-        learner = snapshot.load(
-            settings(
-                algorithm={"algorithm_type": "dpo", "mini_batches": 1},
-                buffer={"group_by": "task"},
-                trainer={"micro_batch_tokens": budget},
-            ),
-            None,
-        )
-        found.append(learner.step(_pairs())["actor/grad_norm"])
-    assert found[0] == pytest.approx(found[2], rel=1e-4)
-    assert found[1] == pytest.approx(found[2], rel=1e-4)

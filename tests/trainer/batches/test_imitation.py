@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from functools import partial
 
 import msgspec
 import numpy as np
@@ -70,13 +69,6 @@ def test_raft_imitates_all_calls_of_the_best_run():
     assert _taken(calls, _algorithm("raft")) == ([2, 3], {TOO_LOW: [1, 4], WORSE: [0]})
     alone = [msgspec.structs.replace(each, group_id=None) for each in calls]
     assert _taken(alone, _algorithm("raft")) == ([0, 2, 3], {TOO_LOW: [1, 4]})
-
-
-def test_selection_asks_it_only_for_these_two():
-    samples = [msgspec.structs.replace(each, temperature=1.0) for each in (GOOD, BAD)]
-    for kind, expected in (("sft", [0]), ("raft", [0]), ("kto", [0, 2])):
-        kept, _ = sort_out(samples, _algorithm(kind), vocabulary=VOCABULARY, group_by="none")
-        assert [each.id for each in kept] == expected
 
 
 def _demonstrated(settings, demonstration, **but):
@@ -163,12 +155,6 @@ def test_an_answer_longer_than_the_model_takes_is_left_out(settings, base, tmp_p
     taken, refused = with_demonstrations(given, chosen)
     assert len(taken) == 1
     assert refused == {f"the edited answer is too long: the model takes {longest} tokens with the prompt": given[1:]}
-
-
-def test_json_that_is_nested_too_deep_to_be_read_is_text_itself(settings):
-    deep = '{"role":"assistant","content":' + "[" * 100_000
-    _, edited = _demonstrated(partial(settings, model={"max_model_len": 200_000}), deep)
-    assert len(edited.completion_ids) == len(deep) + 1
 
 
 def test_calls_of_tools_are_written_by_the_chat_template(settings, tmp_path):

@@ -59,16 +59,6 @@ def test_the_mismatch_of_the_very_weights_own_replies_is_told_apart_from_stalene
     assert "mismatch_kl/fresh" not in learner.step(fresh)
 
 
-def test_a_mini_batch_without_fresh_replies_says_nothing_of_them(settings):
-    learner = snapshot.load(settings(algorithm={"kl_coef": 0.0, "mini_batches": 8}), None)
-    [fresh] = [sampled_by(learner, 0, version_min=7, version_max=7)]
-    for seed in range(4):
-        learner.generator.manual_seed(seed)
-        told = learner.step([fresh, *(sample(i) for i in range(1, 8))], version=7)
-        assert told.get("mismatch_kl/fresh", 0.0) >= 0
-        assert "mismatch_kl/mean" in told
-
-
 def test_the_distance_from_another_model_is_a_mean_over_tokens(settings):
     chosen = settings(algorithm={"kl_coef": 0.0, "kl_estimator": "k1", "optimizer": {"lr": 1e-2}})
     learner = snapshot.load(chosen, None)

@@ -10,11 +10,10 @@ from structlog.testing import capture_logs
 
 from tests.doubles.judge import judge_place, shown, verdict
 from tests.trainer.factories import commit, sample
-from tuneloop.shared.errors import NotEvaluated
 from tuneloop.shared.evaluation.tasks import tasks_of
 from tuneloop.shared.experience import Evaluator, VersionAction
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.evaluation.evaluation import HeldOut, judging
+from tuneloop.trainer.evaluation.evaluation import HeldOut
 from tuneloop.trainer.evaluation.gate import GateEvaluation
 from tuneloop.trainer.loop import run
 from tuneloop.trainer.models.model import Actor
@@ -56,12 +55,6 @@ def test_the_loop_examines_the_base_and_each_version_and_keeps_what_came_of_it(g
     assert (first.details["passed"], first.details["instead_of"]) == (True, 0)
     assert first.reason == "no worse than version 0"
     assert ledger.reports.counts()["recorded"] == 0  # an evaluation is no experience
-
-
-def test_without_a_gate_nothing_is_examined(gated, ledger):
-    commit(ledger, [sample(i) for i in range(4)])
-    run(gated(gate={"mode": "off"}, trainer={"total_steps": 1}), Event())
-    assert metrics(ledger, 0) == metrics(ledger, 1) == []
 
 
 def test_a_fleet_is_left_to_examine_by_itself(gated, ledger):
@@ -144,13 +137,3 @@ def test_a_judge_that_is_away_leaves_the_version_without_figures_until_it_is_bac
         place.answers.clear()  # the second task may not have been asked about any more
         gate.evaluate(learner, 0)
         assert metrics(ledger, 0) == MEASURED
-
-
-def test_a_judge_without_sense_has_no_verdict(gated):
-    with judge_place() as place:
-        chosen = gated(evaluation={"judge": "model"}, judge={"url": place.base_url, "model": "j", "retries": 0})
-        place.says = ["nonsense"]
-        with pytest.raises(NotEvaluated, match="no verdict on 2 of 2"):
-            HeldOut(chosen, tasks_of(chosen.monitor.evaluation)).figures(Actor.load(chosen, chosen.model.model_path))
-        with judging(chosen) as judge:
-            assert judge(tasks_of(chosen.monitor.evaluation)[0], "12") is None

@@ -66,20 +66,6 @@ def test_the_codes_of_4_bits_are_qlora_s():
 
 
 @BITS
-def test_weights_of_zero_stay_zero(bits):
-    layer = _linear(70, 64)
-    layer.weight.data[3:68] = 0
-    assert _in_bits(layer, bits).decode(torch.float32)[3:68].abs().max() == 0
-
-
-@BITS
-def test_a_weight_takes_as_many_bytes_as_are_reckoned(bits):
-    layer = _in_bits(_linear(512, 1024), bits)
-    taken = sum(each.nbytes for name, each in layer.named_buffers() if name != "table")
-    assert taken / (512 * 1024) == pytest.approx({8: 1.0, 4: 0.5161}[bits], rel=0.005)
-
-
-@BITS
 def test_gradients_of_an_adapter_are_those_on_the_decoded_weights(quantized, bits):
     """By a model whose weights are what the codes stand for, in the ordinary way."""
     learner, plain = (snapshot.load(quantized(each), None) for each in (bits, None))
@@ -98,19 +84,6 @@ def test_gradients_of_an_adapter_are_those_on_the_decoded_weights(quantized, bit
     for name, gradient in found[0].items():
         assert float(gradient.abs().max()) > 1e-4
         assert torch.allclose(gradient, found[1][name], atol=1e-5), name
-
-
-@BITS
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiler_sees_through_the_layer(bits):
-    layer, found = _in_bits(_linear(48, 96), bits), []
-    for each in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
-        inputs = torch.linspace(-1, 1, 3 * 96).view(3, 96).requires_grad_()
-        outputs = each(inputs)
-        outputs.square().sum().backward()
-        found.append((outputs, inputs.grad))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
 
 
 def test_between_the_passes_only_codes_are_kept():

@@ -154,7 +154,9 @@ class TrainingLoop:
         self._epoch = epoch
         heartbeat = Heartbeat(self._ledger.training, self._epoch, self._stop, interval_s=self._beat_s)
         self._store.clear(self._epoch)
-        behind = _is_async(self._settings) and not self._gate.wanted
+        chosen = settings.trainer.async_save
+        is_async = device_of(settings).type == "cuda" if chosen is None else chosen
+        behind = is_async and not self._gate.wanted
         self._publisher = Publisher(self._settings, self._ledger, self._store, epoch=self._epoch, behind=behind)
         self._rows = LeasedRows(self._settings, self._ledger, self._recomputation, epoch=self._epoch)
         self._steps = UnpublishedSteps(self._settings, self._ledger, self._publisher, self._spans, epoch=self._epoch)
@@ -330,11 +332,6 @@ class TrainingLoop:
             self._wait_for_the_database(error)
         except TurnNotGiven as error:
             _log.warning("steps_not_published", steps=self._steps.count, reason=str(error))
-
-
-def _is_async(settings: Settings) -> bool:
-    chosen = settings.trainer.async_save
-    return device_of(settings).type == "cuda" if chosen is None else chosen
 
 
 def _state_of(newest: Version, ledger: Ledger, store: CheckpointStore) -> Path | None:

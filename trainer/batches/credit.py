@@ -38,12 +38,14 @@ def calls_of(
             discount = algorithm.turn_discount if algorithm.credit == "discounted" else 1.0
             later = np.arange(len(members))[::-1]
             credited[members] = own[members[-1]] * discount**later
+    groups = [call.group_id if call.group_id is not None else -1 - call.id for call in calls]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(groups))}
     judged = credited - [_overlong(algorithm, call, limit) for call in calls]
     return CallRewards(
         rewards_C=torch.from_numpy(judged).float(),
         rows_C=torch.repeat_interleave(torch.tensor([len(sequence.calls) for sequence in sequences])),
         runs_C=torch.from_numpy(run_numbers),
-        groups_C=_group_numbers([call.group_id if call.group_id is not None else -1 - call.id for call in calls]),
+        groups_C=torch.tensor([numbers[name] for name in groups]),
         last_C=torch.from_numpy(last),
         tasks=tuple(f"{call.tenant}/{call.task_id}" if call.task_id is not None else "" for call in calls),
         of_BR=batch.calls_BR,
@@ -57,11 +59,6 @@ def _overlong(algorithm: AlgorithmSettings, call: Sample, limit: int | None) -> 
         return 0.0
     beyond = len(call.completion_ids) - (limit - algorithm.overlong.buffer)
     return algorithm.overlong.penalty * min(max(beyond / algorithm.overlong.buffer, 0.0), 1.0)
-
-
-def _group_numbers(names: Sequence[int]) -> Tensor:
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return torch.tensor([numbers[name] for name in names])
 
 
 def _ends(batch: Batch, *, whole: bool) -> Tensor:

@@ -216,14 +216,13 @@ def _is_unicode(text: str) -> bool:
 
 def _with_parsed_arguments(calls: Any) -> list[dict[str, Any]]:
     """OpenAI's clients send a call's arguments as JSON in a string; templates want the object."""
+    parsed = []
     try:
-        return [_parse_call(call) for call in calls]
+        for call in calls:
+            function = dict(call.get("function") or {})
+            if isinstance(function.get("arguments"), str):
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+            parsed.append({"id": _CALL_ID, **call, "function": function})
     except (AttributeError, TypeError, ValueError, RecursionError):
         raise _Unwritable(_NO_PLACE) from None
-
-
-def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    if isinstance(function.get("arguments"), str):
-        function["arguments"] = json.loads(function["arguments"] or "{}")
-    return {"id": _CALL_ID, **call, "function": function}
+    return parsed

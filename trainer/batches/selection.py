@@ -4,7 +4,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 
@@ -192,10 +192,16 @@ def sort_out(
         found = runs(own.get(sample.id, sample) for sample in kept)
         again = [call for calls in found.values() for call in superseded_calls(calls)]
         kept = _without(kept, again, refused, "superseded by another reply to the same prompt")
-    for keep in (partial(comparable, group_by=group_by), _of_the_method):
-        kept, left = keep(kept, algorithm)
-        for reason, others in left.items():
-            refused[reason] += others
+    kept, left = comparable(kept, algorithm, group_by=group_by)
+    found_left = [left]
+    if algorithm.algorithm_type == "dpo":
+        kept, left = make_pairs(kept)
+        found_left.append(left)
+    elif algorithm.algorithm_type in {"sft", "raft"}:
+        kept, left = imitable(kept, algorithm)
+        found_left.append(left)
+    for reason, others in (item for left in found_left for item in left.items()):
+        refused[reason] += others
     return kept, dict(refused)
 
 
@@ -204,13 +210,16 @@ def comparable(samples: list[Sample], algorithm: AlgorithmSettings, *, group_by:
     refused: Refused = defaultdict(list)
     if group_by != "task":
         return samples, refused
-    kept = _without_groups(samples, _alone, refused, "alone in its group: the others cannot be trained on")
+    reason = "alone in its group: the others cannot be trained on"
+    kept = _without_groups(samples, lambda group: len(set(map(run_of, group))) < 2, refused, reason)
     if algorithm.algorithm_type in OF_GROUPS:
         reason = "all runs of its group have the same reward: it says nothing"
-        judged = _by_the_last if algorithm.by_result else _by_the_mean
-        kept = _without_groups(
-            kept, lambda group: len({judged(calls) for calls in runs(group).values()}) < 2, refused, reason
-        )
+
+        def is_constant(group: Sequence[Sample]) -> bool:
+            rewards = ([call.reward for call in calls] for calls in runs(group).values())
+            return len({each[-1] if algorithm.by_result else fmean(each) for each in rewards}) < 2
+
+        kept = _without_groups(kept, is_constant, refused, reason)
     return kept, refused
 
 
@@ -239,16 +248,6 @@ def untrainable(sample: Sample, algorithm: AlgorithmSettings, *, vocabulary: int
     return next((reason for reason, fulfilled in rules.items() if not fulfilled), None)
 
 
-def _of_the_method(samples: list[Sample], algorithm: AlgorithmSettings) -> tuple[list[Sample], Refused]:
-    match algorithm.algorithm_type:
-        case "dpo":
-            return make_pairs(samples)
-        case "sft" | "raft":
-            return imitable(samples, algorithm)
-        case _:
-            return samples, {}
-
-
 def _without(kept: list[Sample], left: Sequence[Sample], refused: Refused, reason: str) -> list[Sample]:
     ids = {sample.id for sample in left}
     if ids:
@@ -263,15 +262,3 @@ def _without_groups(
     for sample in kept:
         groups[sample.group_id].append(sample)
     return _without(kept, [each for group in groups.values() if is_so(group) for each in group], refused, reason)
-
-
-def _alone(group: Sequence[Sample]) -> bool:
-    return len({run_of(sample) for sample in group}) < 2
-
-
-def _by_the_last(calls: Sequence[Sample]) -> float:
-    return calls[-1].reward
-
-
-def _by_the_mean(calls: Sequence[Sample]) -> float:
-    return fmean(call.reward for call in calls)

@@ -115,19 +115,15 @@ def superseded_calls(calls: Sequence[Sample]) -> list[Sample]:
     left: list[Sample] = []
     for rivals in same_prompt.values():
         if len(rivals) > 1:
-            chosen = [each for each in rivals if _is_continued(each, calls)]
+            chosen = [
+                each
+                for each in rivals
+                if any(TokenSequence.alone(each).goes_on_in(other) for other in calls if other is not each)
+            ]
             last = max(rivals, key=when_sampled)
-            left += [each for each in rivals if each not in chosen and (chosen or not _one_request(each, last))]
+            kept = chosen or [each for each in rivals if each is last or (each.msg_id and each.msg_id == last.msg_id)]
+            left += [each for each in rivals if each not in kept]
     return left
-
-
-def _one_request(one: Sample, other: Sample) -> bool:
-    return one is other or (bool(one.msg_id) and one.msg_id == other.msg_id)
-
-
-def _is_continued(call: Sample, calls: Iterable[Sample]) -> bool:
-    alone = TokenSequence.alone(call)
-    return any(alone.goes_on_in(other) for other in calls if other is not call)
 
 
 def _sequence_of(calls: Sequence[Sample]) -> TokenSequence:

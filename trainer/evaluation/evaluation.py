@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from jinja2 import TemplateError
-from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from tuneloop.runner.errors import JudgeAway, JudgeFailed
@@ -174,12 +173,12 @@ class HeldOut:
             pad_token_id=padding,
             use_cache=True,
         )
-        ids_BT, mask_BT = (each.to(network.device) for each in _padded_left(prompts, padding))
+        longest = max(map(len, prompts))  # All end in the last column.
+        ids_BT = torch.tensor([[padding] * (longest - len(ids)) + ids for ids in prompts]).to(network.device)
+        mask_BT = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]).to(network.device)
         generated_BT = cast(Any, network).generate(ids_BT, attention_mask=mask_BT, generation_config=greedy)
-        return [self._until_its_end(row.tolist()) for row in generated_BT[:, ids_BT.shape[1] :]]
-
-    def _until_its_end(self, ids: list[int]) -> list[int]:
-        return next((ids[: at + 1] for at, token in enumerate(ids) if token in self._ends), ids)
+        rows = generated_BT[:, ids_BT.shape[1] :].tolist()
+        return [next((ids[: at + 1] for at, token in enumerate(ids) if token in self._ends), ids) for ids in rows]
 
     def _ids(self, task: Task) -> list[int]:
         if isinstance(task.question, str):
@@ -192,11 +191,3 @@ class HeldOut:
 
     def _refusal(self, task: Task, reason: str) -> EnvironmentRefused:
         return EnvironmentRefused(f"monitor.evaluation.path: {self._options.path}, line {task.line}: {reason}")
-
-
-def _padded_left(prompts: Sequence[list[int]], padding: int) -> tuple[Tensor, Tensor]:
-    """Ids and attention mask of the prompts, which all end in the last column."""
-    longest = max(map(len, prompts))
-    ids_BT = torch.tensor([[padding] * (longest - len(ids)) + ids for ids in prompts])
-    mask_BT = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
-    return ids_BT, mask_BT

@@ -181,8 +181,10 @@ def _reward_hacking(drift: DriftSettings, history: History) -> DriftFinding | No
     rose, worst, reason = now.reward, 0.0, "the reward and the evaluation go together"
     if rose is None:
         return None
+    first = [value for _, value in history.series.get(REWARD, [])][: min(drift.baseline, drift.window)]
     for then in earlier:
-        reward = _first_reward(drift, history) if then.reward is None else then.reward
+        # The base model's evaluation, before any step, is compared with the rewards of the first steps.
+        reward = (fmean(first) if first else None) if then.reward is None else then.reward
         fall = then.score - now.score
         if reward is not None and rose - reward > drift.reward_rise and fall > worst:
             worst = fall
@@ -191,12 +193,6 @@ def _reward_hacking(drift: DriftSettings, history: History) -> DriftFinding | No
                 f" the evaluation fell from {then.score:.4g} to {now.score:.4g}"
             )
     return DriftFinding(worst, drift.evaluation_fall, worst > drift.evaluation_fall, reason)
-
-
-def _first_reward(drift: DriftSettings, history: History) -> float | None:
-    """What the base model's evaluation, before any step, is compared with: the rewards of the first steps."""
-    values = [value for _, value in history.series.get(REWARD, [])][: min(drift.baseline, drift.window)]
-    return fmean(values) if values else None
 
 
 def _jump_steps(drift: DriftSettings) -> int:

@@ -83,13 +83,8 @@ def _offered_tools(request: bytes | None) -> set[str] | None:
     if not isinstance(body, dict):
         return None
     tools = [*_objects(body.get("tools")), *_objects(body.get("functions"))]
-    names = [_tool_name(tool) for tool in tools]
-    return {name for name in names if isinstance(name, str)}
-
-
-def _tool_name(tool: Mapping[str, Any]) -> object:
-    function = tool.get("function")
-    return function.get("name") if isinstance(function, dict) else tool.get("name")
+    named = (each if isinstance(each := tool.get("function"), dict) else tool for tool in tools)
+    return {name for each in named if isinstance(name := each.get("name"), str)}
 
 
 def _objects(value: object) -> list[dict[str, Any]]:
@@ -168,7 +163,10 @@ class Monitors:
 
         Alarms are raised and cleared.
         """
-        seen = self._ledger_signals() | self._level(learnt)
+        seen = self._ledger_signals()
+        if self._rule.clip is not None and drift.REWARD in learnt:  # As a share of what rewards can be.
+            low, high = self._rule.clip
+            seen[drift.LEVEL] = (learnt[drift.REWARD] - low) / (high - low)
         if drift.KL not in learnt:
             seen |= self._distance.measure(learner, replies)
         self._history = drift.with_step(self._drift, self._history, learner.steps, {**learnt, **seen})
@@ -191,13 +189,6 @@ class Monitors:
         figures = {f"drift/{name}": verdict.value for name, verdict in verdicts.items()}
         return seen | figures | {"drift/alarms": float(len(self._history.raised))}
 
-    def _level(self, learnt: Mapping[str, float]) -> Metrics:
-        """The mean reward as a share of what rewards can be, where they have a range."""
-        if self._rule.clip is None or drift.REWARD not in learnt:
-            return {}
-        low, high = self._rule.clip
-        return {drift.LEVEL: (learnt[drift.REWARD] - low) / (high - low)}
-
     def _ledger_signals(self) -> Metrics:
         """The signals that the ledger knows of; none while it is away."""
         found: Metrics = {}
@@ -206,18 +197,14 @@ class Monitors:
             found |= signals(self._ledger.drift.newest_replies(options.replies, marks=CALL_MARKS), self._refusals)
             rater = self._ledger.drift.largest_rater(options.rater_events)
             found |= {} if rater is None else {drift.RATER: rater}
-            found |= self._suspect_signals()
+            if self._rule.clip is not None:
+                extreme = self._ledger.drift.extreme_share(options.rater_events, self._rule)
+                found |= {} if extreme is None else {drift.EXTREME: extreme}
+            outliers = self._ledger.drift.quarantined_share(options.rater_events)
+            found |= {} if outliers is None else {drift.OUTLIERS: outliers}
         except LedgerError as error:
             _log.warning("monitors_not_read", reason=str(error))
         return found
-
-    def _suspect_signals(self) -> Metrics:
-        options, found = self._drift, Metrics()
-        if self._rule.clip is not None:
-            extreme = self._ledger.drift.extreme_share(options.rater_events, self._rule)
-            found |= {} if extreme is None else {drift.EXTREME: extreme}
-        outliers = self._ledger.drift.quarantined_share(options.rater_events)
-        return found if outliers is None else found | {drift.OUTLIERS: outliers}
 
     def _evaluate(self, learner: Learner) -> Metrics:
         if self._held_out is None:

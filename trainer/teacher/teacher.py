@@ -126,7 +126,11 @@ class RemoteTeacher:
                 refused[f"the teacher refuses it: {_message(response[1])}"] += [each.id for each in calls[turn]]
                 continue
             try:
-                found.append(read(turn, self._fine(response)))
+                if isinstance(response, TeacherAway):
+                    raise response
+                if response[0] != 200:
+                    raise TeacherAway(f"{self._url} answers {response[0]}: {_message(response[1])}")
+                found.append(read(turn, _choice(response[1])))
             except TeacherAway as error:
                 failed[str(error)] += [each.id for each in calls[turn]]
         if refused:
@@ -134,14 +138,6 @@ class RemoteTeacher:
         if failed:
             raise TeacherAway(next(iter(failed)), dict(failed) if found else {})
         return found
-
-    def _fine(self, response: _Response) -> dict[str, Any]:
-        if isinstance(response, TeacherAway):
-            raise response
-        status, answer = response
-        if status != 200:
-            raise TeacherAway(f"{self._url} answers {status}: {_message(answer)}")
-        return _choice(answer)
 
     def _refuse(self, sentence: str) -> None:
         raise EnvironmentRefused(f"algorithm.distill.teacher_url: {self._url} {sentence}")
@@ -214,7 +210,9 @@ class RemoteTeacher:
         reason = ""
         for pause in (*self._pauses_s, None):
             try:
-                status, answer = self._once(client, body)
+                reply = client.post(self._url, content=json.dumps({"model": self._model, **body}).encode())
+                status = reply.status_code
+                answer = json.loads(reply.content) if reply.is_success else reply.content.decode(errors="replace")
             except (httpx.HTTPError, ValueError) as error:
                 reason = f"{type(error).__name__}: {error}"
             else:
@@ -224,12 +222,6 @@ class RemoteTeacher:
             if pause is not None and self._stop.wait(pause):
                 break
         raise TeacherAway(f"{self._url} does not answer: {reason}")
-
-    def _once(self, client: httpx.Client, body: Mapping[str, object]) -> tuple[int, Any]:
-        reply = client.post(self._url, content=json.dumps({"model": self._model, **body}).encode())
-        if reply.is_success:
-            return reply.status_code, json.loads(reply.content)
-        return reply.status_code, reply.content.decode(errors="replace")
 
 
 #: The least that vLLM answers with: it wants to say one token, and tells each token of the prompt without rivals.
@@ -243,18 +235,14 @@ def _logprobs(sequence: TokenSequence, choice: Mapping[str, Any]) -> Tensor:
         raise TeacherAway("the teacher does not tell a log-probability of each token")
     row = np.zeros(len(sequence.ids), np.float32)
     for at in np.flatnonzero(sequence.of >= 0):
-        row[at] = _number(logprobs[at], int(sequence.ids[at]))
+        entry = logprobs[at].get(str(int(sequence.ids[at]))) if isinstance(logprobs[at], dict) else None
+        if not isinstance(entry, dict):
+            raise TeacherAway("the teacher tells log-probabilities of other tokens than it was asked for")
+        number = entry.get("logprob")
+        if not isinstance(number, int | float) or math.isnan(number):
+            raise TeacherAway(NO_NUMBER)
+        row[at] = number
     return torch.from_numpy(row[sequence.start :])
-
-
-def _number(logprobs: Any, token: int) -> float:
-    entry = logprobs.get(str(token)) if isinstance(logprobs, dict) else None
-    if not isinstance(entry, dict):
-        raise TeacherAway("the teacher tells log-probabilities of other tokens than it was asked for")
-    number = entry.get("logprob")
-    if not isinstance(number, int | float) or math.isnan(number):
-        raise TeacherAway(NO_NUMBER)
-    return float(number)
 
 
 def _reply_ids(choice: Mapping[str, Any], most: int) -> list[int] | str:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tuneloop.shared.experience import Sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms.terms.targets import CallRewards
 from tuneloop.trainer.batches.batch import Batch
@@ -40,7 +39,11 @@ def calls_of(
             credited[members] = own[members[-1]] * discount**later
     groups = [call.group_id if call.group_id is not None else -1 - call.id for call in calls]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(groups))}
-    judged = credited - [_overlong(algorithm, call, limit) for call in calls]
+    judged, soft = credited.copy(), algorithm.overlong.buffer
+    if soft and limit is not None:
+        # DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13).
+        beyond = np.array([len(call.completion_ids) for call in calls]) - (limit - soft)
+        judged -= algorithm.overlong.penalty * np.clip(beyond / soft, 0.0, 1.0)
     return CallRewards(
         rewards_C=torch.from_numpy(judged).float(),
         rows_C=torch.repeat_interleave(torch.tensor([len(sequence.calls) for sequence in sequences])),
@@ -51,14 +54,6 @@ def calls_of(
         of_BR=batch.calls_BR,
         ends_BR=_ends(batch, whole=algorithm.credit == "trajectory"),
     )
-
-
-def _overlong(algorithm: AlgorithmSettings, call: Sample, limit: int | None) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), as what is taken off."""
-    if not algorithm.overlong.buffer or limit is None:
-        return 0.0
-    beyond = len(call.completion_ids) - (limit - algorithm.overlong.buffer)
-    return algorithm.overlong.penalty * min(max(beyond / algorithm.overlong.buffer, 0.0), 1.0)
 
 
 def _ends(batch: Batch, *, whole: bool) -> Tensor:

@@ -8,6 +8,7 @@ stands in the place of each, so that all others keep their position.
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Self
 
 import msgspec
@@ -92,7 +93,8 @@ def assemble(samples: Iterable[Sample], *, merge: bool) -> list[TokenSequence]:
     """Sequences of the samples; with `merge`, calls of one run that extend each other's prompt share one."""
     if not merge:
         return [TokenSequence.alone(sample) for sample in samples]
-    return [_sequence_of(calls) for run in runs(samples).values() for calls in merge_calls(run)]
+    merged = [calls for run in runs(samples).values() for calls in merge_calls(run)]
+    return [reduce(TokenSequence.then, calls[1:], TokenSequence.alone(calls[0])) for calls in merged]
 
 
 def runs(samples: Iterable[Sample]) -> dict[tuple[str, ...], list[Sample]]:
@@ -124,13 +126,6 @@ def superseded_calls(calls: Sequence[Sample]) -> list[Sample]:
             kept = chosen or [each for each in rivals if each is last or (each.msg_id and each.msg_id == last.msg_id)]
             left += [each for each in rivals if each not in kept]
     return left
-
-
-def _sequence_of(calls: Sequence[Sample]) -> TokenSequence:
-    sequence = TokenSequence.alone(calls[0])
-    for call in calls[1:]:
-        sequence = sequence.then(call)
-    return sequence
 
 
 def with_completion(sample: Sample, ids: Sequence[int]) -> Sample:

@@ -117,8 +117,10 @@ class MemoryCopies(Generic[T]):
         if device.type != "cuda":
             return self._copy(learner, snapshot.allocate_on_cpu)
         now = torch.cuda.current_stream(device)
-        # What several ranks send one another has its own order.
-        aside = self._aside(now) if learner.ranks.size == 1 else now
+        aside = now  # What several ranks send one another has its own order.
+        if learner.ranks.size == 1:
+            self._stream = aside = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            aside.wait_stream(now)
         with torch.cuda.stream(aside):
             copied = self._copy(learner, self._pin)
         self._copied = aside.record_event(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
@@ -129,13 +131,6 @@ class MemoryCopies(Generic[T]):
         """Wait until the last copy is complete."""
         if self._copied is not None:
             self._copied.synchronize()
-
-    def _aside(self, now: torch.cuda.Stream) -> torch.cuda.Stream:
-        """A stream that begins after what was begun in the stream of now."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(now.device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(now)
-        return self._stream
 
     def _pin(self, place: str, like: Tensor) -> Tensor:
         held = self._buffers.get(place)

@@ -175,7 +175,15 @@ class Recomputation:
         if version == 0 and learner.reference is not None:
             yield learner.reference
             return
-        actor = self._actors.pop(version, None) or self._load(version)
+        actor = self._actors.pop(version, None)
+        if actor is None:
+            folder = self._settings.model.model_path
+            if version:
+                row = self._ledger.versions.get(version)
+                assert row is not None  # Rows of versions that are not known were left out.
+                check_files(row.path, read_manifest(row.path, sha256=row.manifest_sha256), folder=ACTOR)
+                folder = row.path / ACTOR
+            actor = snapshot.actor_in(self._settings, folder)
         try:
             _move(actor, device_of(self._settings))
             yield actor
@@ -189,14 +197,6 @@ class Recomputation:
         self._actors[version] = actor
         while len(self._actors) > _KEPT:
             del self._actors[min(self._actors)]
-
-    def _load(self, version: int) -> Actor:
-        if not version:
-            return snapshot.actor_in(self._settings, self._settings.model.model_path)
-        row = self._ledger.versions.get(version)
-        assert row is not None  # Rows of versions that are not known were left out.
-        check_files(row.path, read_manifest(row.path, sha256=row.manifest_sha256), folder=ACTOR)
-        return snapshot.actor_in(self._settings, row.path / ACTOR)
 
 
 def _move(actor: Actor, device: torch.device) -> None:

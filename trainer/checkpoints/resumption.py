@@ -96,7 +96,9 @@ def prune(
     none, and `writing`. A disk that refuses is no reason to stop training.
     """
     seen = versions.now()
-    spared = _must_stay(seen) | _by_the_settings(seen, keep, keep_interval)
+    numbers = [each.version for each in seen.versions]
+    milestones = {each.version for each in seen.versions if keep_interval and each.step % keep_interval == 0}
+    spared = {*_must_stay(seen), *(numbers[-keep:] if keep else numbers), *milestones}
     if still_sampled is not None:
         others = [each.version for each in seen.versions if each.version not in spared and each.path.exists()]
         spared |= set(sorted(still_sampled(others))[-_WAITED_FOR:])
@@ -124,10 +126,3 @@ def _must_stay(registered: VersionsNow) -> set[int]:
     needed = {each.version for each in registered.versions if each.pinned or each.state in may_serve}
     needed |= {registered.newest, registered.champion_before or 0}
     return needed | {registered.newest_without(version) for version in needed}
-
-
-def _by_the_settings(registered: VersionsNow, keep: int, keep_interval: int | None) -> set[int]:
-    """What the settings keep, whatever its state."""
-    numbers = [each.version for each in registered.versions]
-    milestones = {each.version for each in registered.versions if keep_interval and each.step % keep_interval == 0}
-    return {*(numbers[-keep:] if keep else numbers), *milestones}

@@ -39,33 +39,13 @@ def judging(settings: Settings) -> Iterator[Judge]:
     if known is not None:
         yield known
         return
-    model = _model(settings.judge)
-    try:
-        yield _by(model)
-    finally:
-        model.close()
-
-
-def _by(model: ModelJudge) -> Judge:
-    def judge(task: Task, reply: str) -> float | None:
-        candidate = Reply(text=without_reasoning(reply), messages=tuple(task.messages), expected=task.answer)
-        try:
-            return model.score(candidate).normalised
-        except JudgeFailed:
-            return None
-        except JudgeAway as error:
-            raise NotEvaluated(f"the judge is away: {error.reason}") from None
-
-    return judge
-
-
-def _model(options: JudgeSettings) -> ModelJudge:
+    options = settings.judge
     if options.url is None:
         raise EnvironmentRefused("monitor.evaluation.judge: model needs judge.url and judge.model: which model judges")
     rubric = Rubric(criteria=options.criteria, weights=options.weights, scale=options.scale)
     try:
         rubric = rubric if options.rubric is None else Rubric.load(options.rubric)
-        return ModelJudge(
+        model = ModelJudge(
             base_url=options.url,
             model=options.model or "",
             api_key=reveal(options.key),
@@ -80,6 +60,20 @@ def _model(options: JudgeSettings) -> ModelJudge:
         )
     except (OSError, ValueError) as error:
         raise EnvironmentRefused(f"judge: {error}") from None
+
+    def judge(task: Task, reply: str) -> float | None:
+        candidate = Reply(text=without_reasoning(reply), messages=tuple(task.messages), expected=task.answer)
+        try:
+            return model.score(candidate).normalised
+        except JudgeFailed:
+            return None
+        except JudgeAway as error:
+            raise NotEvaluated(f"the judge is away: {error.reason}") from None
+
+    try:
+        yield judge
+    finally:
+        model.close()
 
 
 class HeldOut:

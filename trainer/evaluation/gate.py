@@ -76,7 +76,12 @@ class GateEvaluation:
             return
         before = self._figures(champion.version)
         if not before:
-            before = self._answers(self._actor(champion))
+            folder = champion.path / ACTOR if champion.version else self._settings.model.model_path
+            try:
+                actor = snapshot.actor_in(self._settings, folder)
+            except EnvironmentRefused as error:
+                raise NotEvaluated(str(error)) from error
+            before = self._answers(actor)
             self._record(champion.version, before)
         verdict = gate_verdict(self._settings.gate, found, before)
         details = verdict.details(champion.version)
@@ -99,10 +104,3 @@ class GateEvaluation:
 
     def _record(self, version: int, figures: tuple[Figure, ...]) -> None:
         self._ledger.evaluations.record(version, Evaluator.TRAINER, figures)
-
-    def _actor(self, version: Version) -> Actor:
-        try:
-            folder = version.path / ACTOR if version.version else self._settings.model.model_path
-            return snapshot.actor_in(self._settings, folder)
-        except EnvironmentRefused as error:
-            raise NotEvaluated(str(error)) from error

@@ -56,7 +56,11 @@ def tool_error(reply: ReplyExcerpt) -> bool | None:
     Wrong is a call whose arguments are no JSON object, one of a tool that the request does not offer, and, where it
     offers some, the beginning of a call that stands in the text because no parser could read it.
     """
-    offered = _offered_tools(reply.request)
+    body, offered = None if reply.request is None else _json(reply.request), None
+    if isinstance(body, dict):  # The names of the tools that it offers, in any of the dialects.
+        tools = [*_objects(body.get("tools")), *_objects(body.get("functions"))]
+        named = (each if isinstance(each := tool.get("function"), dict) else tool for tool in tools)
+        offered = {name for each in named if isinstance(name := each.get("name"), str)}
     if reply.tool_calls is None:
         unread = bool(offered) and any(mark in reply.text for mark in CALL_MARKS)
         return True if unread else None
@@ -75,16 +79,6 @@ def _is_wrong(call: object, offered: set[str] | None) -> bool:
         arguments = _json(arguments)
     unknown = offered is not None and function.get("name") not in offered
     return unknown or not isinstance(arguments, dict)
-
-
-def _offered_tools(request: bytes | None) -> set[str] | None:
-    """The names of the tools that the request offers, in any of the dialects; None if it cannot be read."""
-    body = None if request is None else _json(request)
-    if not isinstance(body, dict):
-        return None
-    tools = [*_objects(body.get("tools")), *_objects(body.get("functions"))]
-    named = (each if isinstance(each := tool.get("function"), dict) else tool for tool in tools)
-    return {name for each in named if isinstance(name := each.get("name"), str)}
 
 
 def _objects(value: object) -> list[dict[str, Any]]:

@@ -56,15 +56,6 @@ def test_a_run_that_is_taught_asks_its_teacher(base: Path) -> None:
     assert line["metrics"]["actor/teacher_kl"] == pytest.approx(0.0, abs=1e-5)  # It is itself.
 
 
-def test_late_means_that_so_many_batches_wait(base: Path) -> None:
-    settings = ours.settings_of(Wanted(place="ours", method="reinforce"), TASKS["sums"], base)
-    learner = ours.snapshot.load(settings, None)
-    words = ours.AutoTokenizer.from_pretrained(base)
-    source = iter(ours.Online(Wanted(place="ours", method="reinforce", late=2), TASKS["sums"], learner, words))
-    samples, _, sampled = next(source)
-    assert sampled == 3 * len(samples) == 192
-
-
 def test_settings_of_a_run_are_the_methods_own_and_the_changes(base: Path) -> None:
     for method in METHODS:
         wanted = Wanted(place="ours", method=method, changes=("optimizer.lr=1e-6",))

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from examples.tasks.calculator import Calculator, Sequel
-from examples.tasks.dialogue import Call, Dialogue, Reply, Verdict, call_of, forever
+from examples.tasks.dialogue import Dialogue, Reply, Verdict, call_of, forever
 from examples.tasks.sums import Sums
-from examples.tasks.tools import Shop, Wish, judge
+from examples.tasks.tools import Shop
 
 TASKS = (Sums(), Shop(), Calculator())
 
@@ -43,29 +43,6 @@ def test_questions_differ_and_each_comes_once_in_a_round(task: Sums | Shop | Cal
     first = [next(asked) for _ in questions]
     assert sorted(map(str, first)) == sorted(map(str, set(questions)))
     assert [next(asked) for _ in questions] != first
-
-
-@pytest.mark.parametrize(
-    ("reply", "reward"),
-    [
-        (call_of("track", order=7), 2.5),
-        (call_of("track", order=8), 1.0),
-        (call_of("cancel", order=7), 0.5),
-        (call_of("cancel", order=8), 0.0),
-        (call_of("track", order="7"), 1.0),
-        (call_of("track", order=7, more=1), 1.0),
-        (call_of("help", order=7), -2.0),
-        (Reply("7"), -2.0),
-        (Reply(""), -2.0),
-        (Reply("", (*call_of("track", order=7).calls, *call_of("track", order=7).calls)), -2.0),
-        (Reply("", (Call("1", "track", "no json"),)), 1.0),
-    ],
-)
-def test_the_shop_pays_for_tool_argument_and_success(reply: Reply, reward: float) -> None:
-    wish = Wish("where is 7?", "track", 7)
-    assert wish in Shop().questions()
-    assert judge(wish, reply.calls) == reward
-    assert played(Shop().dialogue(wish), reply) == Verdict(reward, right=reward == 2.5)
 
 
 def test_a_calculation_in_two_steps() -> None:

@@ -9,7 +9,6 @@ import pytest
 from examples.sums.folder import Folder
 from examples.tasks.__main__ import changes
 from examples.tasks.dialogue import Verdict
-from examples.tasks.drive import turns_of
 from examples.tasks.methods import METHODS
 from examples.tasks.rating import Rater
 from examples.tasks.start import TASKS
@@ -43,29 +42,6 @@ def test_a_step_compares_as_many_groups_on_every_task(tmp_path: Path, task: str,
     assert settings_of(tmp_path, task, "reinforce").buffer.train_batch_size == 64
 
 
-def test_the_engine_goes_where_the_options_say(tmp_path: Path) -> None:
-    for gpu in (False, True):
-        settings = settings_of(tmp_path, "tools", "ppo", gpu=gpu)
-        assert (settings.cluster.gpu_per_node, settings.trainer.device) == (int(gpu), "cpu")
-        assert settings.explorer.rollout_model.enable_auto_tool_choice
-
-
-def test_a_change_leaves_its_neighbours_alone(tmp_path: Path) -> None:
-    plain = settings_of(tmp_path, "sums", "ppo").algorithm
-    changed = settings_of(tmp_path, "sums", "ppo", "optimizer.lr=1e-5", "kl_in=reward").algorithm
-    assert changed.optimizer.lr == 1e-5
-    assert changed.optimizer.betas == plain.optimizer.betas
-    assert changed.kl_in == "reward"
-
-
 def rewards(rater: Rater, reward: float, count: int = 2000) -> list[float]:
     chance = random.Random(0)
     return [rater.reward(Verdict(reward, reward == 1.0), chance) for _ in range(count)]
-
-
-def test_the_runs_of_a_question_share_a_task_and_differ_in_their_run() -> None:
-    turns = turns_of(TASKS["sums"], 3, 8)
-    first = [next(turns) for _ in range(8)]
-    assert len({turn.task_id for turn in first}) == 1
-    assert [turn.run_id for turn in first] == list("01234567")
-    assert next(turns).task_id != first[0].task_id

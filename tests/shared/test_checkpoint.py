@@ -279,12 +279,6 @@ def test_a_folder_of_which_the_manifest_names_nothing_is_rejected(store: Checkpo
         check_files(path, read_manifest(path))
 
 
-def test_what_nfs_keeps_of_a_deleted_file_does_no_harm(store: CheckpointStore) -> None:
-    path, _ = publish(store)
-    (path / "actor" / ".nfs0001").write_bytes(b"")
-    check_files(path, read_manifest(path))
-
-
 def test_a_manifest_that_was_not_registered_is_rejected(store: CheckpointStore) -> None:
     path, sha256 = publish(store)
     rewrite(path, step=11)
@@ -306,16 +300,6 @@ def test_links_are_not_sealed(store: CheckpointStore, tmp_path: Path) -> None:
     (staging / "actor" / "linked").symlink_to(tmp_path)
     with pytest.raises(CheckpointRejected, match="actor/linked: a checkpoint holds files, not links"):
         store.seal(staging)
-
-
-def test_a_folder_that_is_no_version_is_never_stripped(tmp_path: Path) -> None:
-    store, others = CheckpointStore(tmp_path / "job"), [tmp_path / "job" / "notes", tmp_path / "global_step_3"]
-    for folder in others:
-        (folder / "critic").mkdir(parents=True)
-        (folder / "trainer_state").mkdir()
-        (folder / "trainer_state" / "a").touch()
-        store.strip(folder)
-        assert sorted(path.name for path in folder.rglob("*")) == ["a", "critic", "trainer_state"]
 
 
 #: Users and a group that no account has.

@@ -130,13 +130,6 @@ def test_the_critic_alone_learns_during_its_warm_up(settings):
     assert "actor/pg_loss" in learner.step(BATCH)
 
 
-def test_the_learning_rate_warms_up(settings):
-    warm = {"optimizer": {"lr": 1e-3, "lr_warmup_steps": 3}, "mini_batches": 1}
-    learner = snapshot.load(settings(algorithm=warm), None)
-    rates = [learner.step(BATCH)["actor/lr"] for _ in range(5)]
-    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
-
-
 def test_a_step_tells_what_it_did(settings):
     metrics = snapshot.load(settings(), None).step(BATCH)
     told = """actor/pg_loss actor/ppo_kl actor/pg_clipfrac actor/entropy actor/kl_loss actor/grad_norm actor/lr

@@ -8,7 +8,7 @@ from threading import Event
 
 import numpy as np
 import pytest
-from sqlalchemy import make_url, text
+from sqlalchemy import make_url
 from structlog.testing import capture_logs
 
 from tests.databases import put_file
@@ -125,20 +125,6 @@ def test_a_reply_without_tokens_is_dropped_and_another_takes_its_place(settings,
     assert len(_losses(chosen)) == 1
 
 
-def test_what_takes_its_place_keeps_to_the_raters_shares_of_the_whole_batch(settings, ledger):
-    commit(ledger, [sample(i) for i in range(9)], source="flood")
-    nothing = np.array([], dtype=np.float32)
-    commit(ledger, [sample(9, completion_ids=nothing.astype(np.int32), logprobs=nothing)], source="a")
-    for number in range(10, 13):
-        commit(ledger, [sample(number)], source=f"rater-{number}")
-    chosen = settings(trainer={"total_steps": 1}, feedback={"max_rater_share": 0.25})
-    run(chosen, Event())
-    with database.connect(chosen.database_url).connect() as connection:
-        trained = connection.execute(text("SELECT msg_id FROM experiences WHERE state = 'trained'")).scalars().all()
-    assert sorted(trained) == ["m0", "m10", "m11", "m12"]
-    assert ledger.reports.counts()[State.DROPPED] == 1
-
-
 def test_staleness_is_counted_in_versions(settings, ledger):
     commit(ledger, [sample(i) for i in range(8)])
     commit(ledger, [sample(i, version_min=1, version_max=2) for i in range(8, 11)])
@@ -197,19 +183,6 @@ def _is_alive(ledger):
     with suppress(LedgerError):
         return ledger.versions.newest().version == 0
     return False
-
-
-def test_a_trainer_that_waits_for_its_database_can_be_told_to_stop(settings, tmp_path):
-    buffer = {"trainer_input": {"experience_buffer": {"path": f"postgresql://nobody@/x?host={tmp_path}"}}}
-    chosen = settings(buffer=buffer)
-    (chosen.tensorboard_dir / "trainer").mkdir(parents=True)
-    stop = Event()
-    with ThreadPoolExecutor() as pool:
-        trainer = pool.submit(run, chosen, stop)
-        with pytest.raises(TimeoutError):
-            trainer.result(1)
-        stop.set()
-        trainer.result(30)
 
 
 def test_the_last_version_is_published_even_if_the_database_is_away_just_then(settings, ledger):
@@ -423,15 +396,6 @@ def test_a_run_of_steps_that_are_not_finite_stops_learning_and_alarms(settings, 
 
 def _most(number):
     return np.full_like(sample(number).logprobs, 3e38)
-
-
-def test_a_finite_step_after_a_restart_clears_the_alarm(settings, ledger):
-    commit(ledger, [sample(i, logprobs=_most(i)) for i in range(4)])
-    chosen = settings(algorithm={"max_skipped_steps": 1})
-    _run_until(chosen, lambda: bool(ledger.alarms.all()))
-    commit(ledger, [sample(i) for i in range(4, 8)])
-    _run_until(chosen, lambda: ledger.reports.counts()[State.TRAINED] == 4)
-    assert ledger.alarms.all() == []
 
 
 class _Spans:

@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -70,28 +69,6 @@ def run_main(example: ModuleType, world: Task, folder: Path, monkeypatch: pytest
         monkeypatch.setattr(example, "tune", tuned)
         example.main(["--dir", str(folder), "--model", "there", "--steps", "2", "--held-out", "8", *arguments])
     return tuned
-
-
-@pytest.mark.parametrize(("example", "world"), EXAMPLES, ids=lambda each: getattr(each, "name", ""))
-def test_an_example_says_its_metrics_before_and_after(
-    example: ModuleType,
-    world: Task,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    tuned = run_main(example, world, tmp_path, monkeypatch)
-    said = capsys.readouterr().out
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    for metric in {"reward", *summary["after"]}:
-        assert f"  {metric} " in said
-    assert summary["curve"] == [[1, summary["before"]["reward"]]]
-    assert [each["step"] for each in summary["evaluations"]] == [0, 2]
-    assert tuned.given["model"].model_path == "there"
-    assert tuned.given["train_dataset"].total_steps == 2
-    train, test = ((tmp_path / "tasks" / f"{split}.jsonl").read_text().splitlines() for split in ("train", "test"))
-    assert len(test) == 8
-    assert not set(train) & set(test)
 
 
 @pytest.mark.parametrize("gpu", [False, True])

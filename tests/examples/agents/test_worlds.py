@@ -3,19 +3,11 @@
 import random
 from itertools import islice
 
-import pytest
-
-from benchmarks.learning.play import Player
 from examples.email_search import world as mails
 from examples.json_format import world as capitals
 from examples.math_agent import world as sums
 from examples.tasks.dialogue import Task, Verdict, forever
-from examples.tasks.warmup import prompt_ids
 from examples.werewolf import world as wolves
-from examples.worlds import model as models
-from examples.worlds import warmup
-from examples.worlds.schooling import Schooling
-from examples.worlds.warmup import lessons, teach
 
 WORLDS = [sums.Problems(), mails.Mailbox(), wolves.Wolves(), wolves.Village(), capitals.Capitals()]
 
@@ -94,29 +86,3 @@ def test_no_question_about_capitals_is_both_learnt_from_and_held_out() -> None:
     learnt, held_out = ({each["question"] for each in capitals.questions(held_out=which)} for which in (False, True))
     assert (len(learnt), len(held_out)) == (72, 24)
     assert not learnt & held_out
-
-
-@pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.name)
-def test_what_is_taught_is_what_the_engine_shows_and_the_model_says(world: Task) -> None:
-    words = models.tokenizer(world)
-    question = world.questions()[0]
-    rows = lessons(world, words, question, None)
-    dialogue = world.dialogue(question)
-    prompt = prompt_ids(world, words, next(dialogue))
-    assert rows[0].ids[: len(prompt)].tolist() == prompt
-    assert all(int((row.labels != -100).sum()) for row in rows)
-    assert max(len(row.ids) for row in rows) < 400
-    text = words.decode(rows[0].ids)
-    assert words(text).input_ids == rows[0].ids.tolist()  # A run is one sequence: each prompt begins with the last.
-
-
-@pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.name)
-def test_a_model_can_be_taught_and_played(world: Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warmup, "_MEASURED_RUNS", 4)
-    words = models.tokenizer(world)
-    model = models.build(words, hidden=32, layers=1, seed=1)
-    before = [each.clone() for each in model.parameters()]
-    assert 0.0 <= teach(world, model, words, Schooling(early_steps=2, late_steps=1, batch=2), seed=0) <= 1.0
-    assert any(bool((a != b).any()) for a, b in zip(before, model.parameters(), strict=True))
-    played = Player(world, model, words, seed=0).play(world.questions()[:2])
-    assert all(run.replies for run in played)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.setup.test_setup import QWEN3_4B, model_folder
+from tests.cli.setup.test_setup import model_folder
 from tuneloop.cli.capacity_plan import make_plan
 from tuneloop.shared.capacity.memory import fit_trainer, reckon, room_for_trainer, shapes_of
 from tuneloop.shared.errors import EnvironmentRefused
@@ -126,20 +126,6 @@ def test_beside_an_adapter_a_critic_is_whole(tmp_path: Path) -> None:
     assert taken[0].weights - taken[1].weights == 2 * whole
     assert taken[0].gradients - taken[1].gradients == 4 * whole
     assert taken[0].optimizer - taken[1].optimizer == 12 * whole
-
-
-def test_a_base_in_few_bits_leaves_room_for_more_tokens(tmp_path: Path) -> None:
-    folder = model_folder(tmp_path / "m", **QWEN3_4B)  # type: ignore[arg-type]
-    tokens: dict[int | None, int | None] = {}
-    for bits in (None, 8, 4):
-        model = {"model_path": folder, "lora": {"rank": 16, "base_bits": bits}}
-        settings = settings_of(folder, model=model, algorithm={"algorithm_type": "reinforce"})
-        chosen, fits = fit_trainer(settings, shapes_of(settings), 11 * GB)
-        tokens[bits] = chosen.trainer.micro_batch_tokens if fits else None
-        plan = make_plan(settings, gpu_bytes=11 * GB, speed=1e9, free=64 * GB)
-        assert plan.trainer is not None
-        assert bool([each for each in plan.problems if "GPU" in each]) != fits
-    assert tokens == {None: None, 8: 1024, 4: 2048}
 
 
 TEACHER = {"teacher_url": "http://localhost:1", "teacher_model": "big"}

@@ -54,13 +54,6 @@ def test_what_sft_imitates_and_why_not_the_others(targets, taken, refused):
     assert _taken(ALL, _algorithm(targets=targets)) == (taken, refused)
 
 
-def test_raft_imitates_replies_alone_and_the_best_of_a_group():
-    group = [sample(i, reward=reward, group_id=7) for i, reward in ((5, 0.6), (6, 0.9), (7, 0.9), (8, 0.1))]
-    taken, refused = _taken([GOOD, EDITED, *group], _algorithm("raft"))
-    assert taken == [0, 6]
-    assert refused == {TOO_LOW: [3, 8], WORSE: [5, 7]}
-
-
 def test_raft_imitates_all_calls_of_the_best_run():
     calls = [
         sample(number, reward=reward, group_id=7, task_id="t", run_id=run)
@@ -168,11 +161,3 @@ def test_calls_of_tools_are_written_by_the_chat_template(settings, tmp_path):
     words = AutoTokenizer.from_pretrained(folder)
     said = 'Well.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
     assert words.decode(edited.completion_ids) == said
-
-
-@pytest.mark.parametrize(("kind", "targets"), [("sft", "replies"), ("raft", "both"), ("kto", "both"), ("dpo", "both")])
-def test_other_methods_leave_the_replies_as_they_were(settings, kind, targets):
-    given = sample(9, demonstration="x")
-    algorithm = {"algorithm_type": kind, "sft": {"targets": targets}}
-    group = {"group_by": "task"} if kind == "dpo" else {}
-    assert with_demonstrations([given], settings(algorithm=algorithm, buffer=group)) == ([given], {})

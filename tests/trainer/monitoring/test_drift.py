@@ -10,7 +10,7 @@ from tests.constants import section_of
 from tests.factories import exchange, feedback
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.ledger.versions.drift import ReplyExcerpt
-from tuneloop.shared.settings.versions import SUSPECT, DriftSettings
+from tuneloop.shared.settings.versions import DriftSettings
 from tuneloop.trainer.monitoring import drift
 from tuneloop.trainer.monitoring.drift import (
     ENTROPY,
@@ -80,11 +80,6 @@ def test_a_distance_that_is_measured_now_and_then_holds_until_it_is_measured_aga
     assert after(SMALL, {}, history=drift.until(history, 0)).series[KL_BASE] == []
     # A method that looks at the base model itself takes over.
     assert alarms(SMALL, after(SMALL, *[{KL: 0.1}] * 3, history=history)) == set()
-
-
-def test_signals_that_are_missing_or_not_finite_leave_no_value():
-    history = after(SMALL, {LENGTH: float("nan"), ENTROPY: float("inf")}, {}, {LENGTH: 5.0})
-    assert history.series == {LENGTH: [(3, 5.0)]}
 
 
 @pytest.mark.parametrize("level", [0.76, 0.24])
@@ -166,14 +161,6 @@ def test_an_alarm_is_raised_once_and_cleared_once():
 
 def test_an_alarm_stays_where_nothing_is_known_and_goes_where_its_monitor_is_gone():
     assert list(drift.changes(History(raised={"kl": 3, "gone": 3}), {})) == [("gone", False)]
-
-
-def test_going_back_forgets_what_came_after():
-    history = trained(SMALL, (0.2, 0.9), (0.8, 0.3))
-    assert drift.until(history, 6) == history
-    before = drift.until(history, 4)
-    assert [step for step, _ in before.series[REWARD]] == [1, 2, 3, 4]
-    assert [each.step for each in before.scores] == [0, 3]
 
 
 # Replies.
@@ -276,14 +263,6 @@ def test_an_alarm_is_kept_in_the_ledger_until_it_is_over(watching, ledger):
     assert not ledger.alarms.promotion_held()
 
 
-@pytest.mark.parametrize(
-    ("action", "held"), [("report", set()), ("suspect", SUSPECT), ("hold", {*SUSPECT, "entropy", "single_rater"})]
-)
-def test_the_action_says_which_alarms_hold(action, held):
-    names = [*SUSPECT, "entropy", "single_rater"]
-    assert {name for name in names if DriftSettings(action=action).holds(name)} == held
-
-
 def test_extreme_rewards_hold_new_versions_unless_they_are_a_quarantined_raters(watching, ledger, monkeypatch):
     monkeypatch.setattr(DriftSettings, "rater_events", 10)
     watch, _ = watching()
@@ -378,15 +357,3 @@ def test_a_ledger_that_is_away_costs_a_reading_and_delays_the_alarm(watching, le
     assert ledger.alarms.all() == []
     learn(watch, [40], first=5)
     assert [alarm.name for alarm in ledger.alarms.all()] == ["reply_length"]
-
-
-@pytest.mark.parametrize("written", [b"", b"{", b'{"series": 3}', b"\xff\xfe"])
-def test_a_memory_that_cannot_be_read_begins_anew(watching, written):
-    watch, chosen = watching()
-    file = chosen.job_dir / "monitor" / "drift.json"
-    file.parent.mkdir(parents=True)
-    file.write_bytes(written)
-    with capture_logs() as said:
-        watch.begin(Trained(7))
-    assert [each["event"] for each in said] == ["drift_not_read"]
-    assert learn(watch, [10], first=8) == [{"drift/alarms": 0.0}]

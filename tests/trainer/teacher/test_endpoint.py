@@ -1,7 +1,6 @@
 """A teacher behind an endpoint: what it is asked, and what is made of each of its answers."""
 
 import threading
-import time
 from collections.abc import Iterator
 
 import msgspec
@@ -87,17 +86,6 @@ def test_a_teacher_that_is_down_is_away_and_may_come_back(remote, double):
     assert teacher.score(_sequences()).any()
 
 
-def test_log_probabilities_of_other_tokens_are_not_taken(remote, double):
-    teacher = remote()
-    teacher.check()
-    each = sample(0)
-    length = len(each.prompt_ids) + len(each.completion_ids)
-    told = b",".join([b'{"299": {"logprob": -1}}'] * length)
-    double.garbage = b'{"choices": [{"prompt_logprobs": [' + told + b"]}]}"
-    with pytest.raises(TeacherAway, match="other tokens"):
-        teacher.score([TokenSequence.alone(each)])
-
-
 def test_it_is_asked_through_the_proxy_that_the_environment_names(remote, double, monkeypatch):
     teacher = remote()
     monkeypatch.setenv("HTTP_PROXY", double.url)
@@ -135,18 +123,6 @@ def test_a_teacher_that_fails_again_and_again_is_not_asked_about_the_whole_batch
     assert len(double.keys) < 300
 
 
-def test_told_to_stop_it_does_not_wait_for_the_teacher(remote, double):
-    stop = threading.Event()
-    teacher = remote(stop=stop, pauses_s=(60.0, 60.0))
-    teacher.check()
-    double.down = True
-    threading.Timer(0.2, stop.set).start()
-    started = time.monotonic()
-    with pytest.raises(TeacherAway):
-        teacher.score(_sequences())
-    assert time.monotonic() - started < 10
-
-
 # Its replies.
 
 
@@ -160,12 +136,6 @@ def test_its_reply_takes_the_place_of_the_model_s(remote, double):
     assert (asked["temperature"], asked["top_p"], asked["top_k"], asked["max_tokens"]) == (1.0, 1.0, 0, 9)
     prompts = sorted(body["prompt"] for body in double.requests[1:])
     assert prompts == sorted(each.prompt_ids.tolist() for each in samples)
-
-
-def test_a_reply_that_was_cut_off_is_not_learnt(remote, double):
-    double.ends = "length"
-    with pytest.raises(SamplesRefused, match="the teacher's reply was cut off at 9 tokens"):
-        remote().reply([sample(0)])
 
 
 def test_a_prompt_too_long_for_the_teacher_is_refused(remote, double):

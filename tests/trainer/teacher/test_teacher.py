@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from tests.doubles.teacher import teaching
-from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import commit, sample
 from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused
 from tuneloop.shared.experience import State
@@ -58,13 +57,6 @@ def test_a_teacher_with_other_words_is_refused(settings, opinionated, tmp_path):
     teacher = LocalTeacher(_settings(settings, teacher_path=str(folder)), folder)
     with pytest.raises(EnvironmentRefused, match=r"teacher_path: its tokenizer is another.*<other>.*None here"):
         teacher.check()
-
-
-def test_a_token_beyond_its_vocabulary_is_refused_with_its_calls(teacher):
-    strange = sample(3, completion_ids=np.array([1, VOCABULARY], np.int32), logprobs=np.zeros(2, np.float32))
-    with pytest.raises(SamplesRefused, match="outside the teacher's vocabulary of 300") as caught:
-        teacher.score([TokenSequence.alone(each) for each in (sample(1), strange)])
-    assert next(iter(caught.value.refused.values())) == [3]
 
 
 def _broken_by(teacher, token):

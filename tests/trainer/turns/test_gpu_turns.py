@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.trainer.factories import sample
-from tuneloop.shared.errors import TurnNotGiven
 from tuneloop.shared.job_marks import GpuLocks
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.copies import PinnedMemory
@@ -138,14 +137,6 @@ def test_an_engine_that_waits_comes_before_the_next_turn(settings, turns, engine
     assert engine.held.take()
 
 
-def test_a_turn_is_not_over_before_its_time(settings, turns, engine):
-    learner = snapshot.load(settings(), None)
-    turns.begin(learner)
-    assert engine.wanted_by_engine.take()
-    turns.end_if_over(learner, publishes=False)
-    assert engine.held.is_held_by_another()
-
-
 def test_what_waits_for_the_publisher_does_not_keep_the_gpu_for_ever(settings, turns, engine):
     learner = snapshot.load(settings(), None)
     turns.begin(learner)
@@ -164,14 +155,6 @@ class Late:
         self.tries += 1
         if self.tries < 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-
-
-def test_who_waits_can_be_told_to_stop(turns, stop, engine):
-    assert engine.held.take()
-    threading.Timer(0.2, stop.set).start()
-    with pytest.raises(TurnNotGiven):
-        turns.take()
-    assert not engine.wanted_by_trainer.is_held_by_another()
 
 
 def test_a_step_takes_the_gpu_first(settings, turns, engine):

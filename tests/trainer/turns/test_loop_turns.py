@@ -33,13 +33,6 @@ def eventually(holds):
         time.sleep(0.01)
 
 
-def test_a_trainer_that_has_done_its_steps_has_left_the_gpu(settings, ledger, engine):
-    commit(ledger, [sample(i) for i in range(8)])
-    run(settings(trainer={"total_steps": 2}, cluster=TURNS), Event())
-    assert ledger.versions.newest().version == 2
-    assert engine.held.take()
-
-
 class Away(Training):
     """The database is away from the first batch on, until it is back."""
 

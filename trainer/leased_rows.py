@@ -1,4 +1,4 @@
-"""Rows that are leased and on their way into a batch."""
+"""Rows that are leased and on their way into a batch, and the steps of such batches that no registered version has."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,7 +15,7 @@ from tuneloop.trainer.batches.selection import comparable
 from tuneloop.trainer.checkpoints.publication import Publisher
 from tuneloop.trainer.checkpoints.recomputation import Recomputation
 from tuneloop.trainer.learner import Learner
-from tuneloop.trainer.monitoring.steps import PaceLog, StepSpans
+from tuneloop.trainer.monitoring.step_reports import PaceLog, StepSpans
 
 _log = structlog.get_logger()
 

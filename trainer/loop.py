@@ -53,7 +53,7 @@ from tuneloop.trainer.models.folders import require_folders
 from tuneloop.trainer.models.model import device_of
 from tuneloop.trainer.models.room import room_for_weights
 from tuneloop.trainer.monitoring.monitors import Monitors
-from tuneloop.trainer.monitoring.steps import FiniteSteps, StepSpans
+from tuneloop.trainer.monitoring.step_reports import FiniteSteps, StepSpans
 from tuneloop.trainer.ranks.ranks import ALONE, Ranks
 from tuneloop.trainer.stop import Stop
 from tuneloop.trainer.teacher.retries import TeacherRetries

@@ -109,7 +109,7 @@ def optimizer_bytes(bits: int, size: int) -> float:
     return (8 if bits == 32 else EIGHT_BIT_MOMENTS) + (0 if size == 4 else 4)
 
 
-def _trained(shapes: Shapes, settings: Settings) -> tuple[int, int]:
+def _trained_weights(shapes: Shapes, settings: Settings) -> tuple[int, int]:
     """The parameters that are trained: all of the model or an adapter's, and the critic's, which is trained whole."""
     shape, critic, _ = shapes
     also = critic.weights - critic.head_weights if settings.algorithm.algorithm_type == "ppo" else 0
@@ -124,7 +124,7 @@ def reckon(settings: Settings, shapes: Shapes) -> TrainerMemory:
     shape, critic, teacher = shapes
     algorithm, lora, on_gpu = settings.algorithm, settings.model.lora, trainer_on_gpu(settings)
     size = 4 if settings.trainer_dtype == "float32" else 2
-    trained, frozen = sum(_trained(shapes, settings)), shape.weights * size if lora.rank else 0
+    trained, frozen = sum(_trained_weights(shapes, settings)), shape.weights * size if lora.rank else 0
     if lora.rank and lora.base_bits is not None:
         sides = [one * other for one, other in shape.matrices.values()]
         quantized = shape.layers * sum(sides)  # The rest is not, and one matrix is decoded at a time.
@@ -173,7 +173,7 @@ def engine_memory(shape: ModelShape, settings: Settings, gpu_bytes: int | None) 
 def version_disk(shapes: Shapes, settings: Settings) -> VersionDisk:
     """What versions take in the job folder: the formula of docs/operations.md, Disk and memory."""
     size = 4 if settings.trainer_dtype == "float32" else 2
-    actor, critic = _trained(shapes, settings)
+    actor, critic = _trained_weights(shapes, settings)
     newest = int((actor + critic) * (size + optimizer_bytes(settings.algorithm.optimizer.bits, size)))
     return VersionDisk(newest, actor * size, 2 * newest + settings.trainer.max_checkpoints_to_keep * actor * size)
 

@@ -25,7 +25,7 @@ from tuneloop.shared.ledger.training.training import Training
 from tuneloop.shared.telemetry.spans import span_of_reply, span_of_version
 from tuneloop.trainer import loop
 from tuneloop.trainer.loop import TrainingLoop, run
-from tuneloop.trainer.monitoring.steps import StepSpans
+from tuneloop.trainer.monitoring.step_reports import StepSpans
 
 
 def _losses(chosen):

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and which keep critic and optimiser."""
+"""Which checkpoints stay, and which keep critic and optimiser; and from which of them training resumes."""
 
 from collections.abc import Callable, Collection
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is not finite: one is skipped, many in a row end the training."""
+"""What is told of steps: those that are not finite, of which many in a row end the training; their pace; their spans."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What is told of steps: those that are not finite, of which many in a row end the training; their pace; their spans."""
+"""What is told of steps: those that are not finite, of which many in a row end the training; pace; spans."""
 
 import time
 from collections.abc import Sequence

@@ -84,7 +84,7 @@ class GpuTurns:
             return
         tensors = [each for each in _tensors(learner) if each.is_cuda]
         if tensors:
-            torch.cuda.synchronize()  # MemoryCopies that are on their way come first.
+            torch.cuda.synchronize()  # Copies that are on their way come first.
             self._moved = _Moved(ref(learner), MovedTensors(tensors, self._room()))
             torch.cuda.empty_cache()
         self._is_ours = False

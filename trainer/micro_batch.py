@@ -166,7 +166,14 @@ class MicroBatch:
         learner = stepping()
         may = self._settings.trainer.activation_checkpointing is None and self._longest > self.tokens
         if learner is None or not may or not checkpoint_activations(learner):
-            self._give_up_longest()
+            if self._longest > self.tokens and self._given_up < _MOST_GIVEN_UP:
+                # The longest row, with the other of its pair, is alone in its micro-batch.
+                self._given_up += 1
+                at = next(at for at, each in enumerate(self._samples) if _length(each) == self._longest)
+                algorithm = self._settings.algorithm
+                in_pairs = ALGORITHMS[algorithm.algorithm_type].asks(algorithm).pairs
+                rows = self._samples[at - at % 2 :][:2] if in_pairs else [self._samples[at]]
+                raise SamplesRefused({_NO_ROOM.format(self._longest): [each.id for each in rows]})
             return self._halve()
         self._is_checkpointing = True
         _log.warning(
@@ -184,17 +191,6 @@ class MicroBatch:
         learner.ranks.decide(lambda: self.tokens)
         learner.ranks.decide(lambda: int(self._is_checkpointing))
         return self.tokens
-
-    def _give_up_longest(self) -> None:
-        """Raise SamplesRefused for the longest row, with the other of its pair, if it is alone in its micro-batch."""
-        if self._longest <= self.tokens or self._given_up >= _MOST_GIVEN_UP:
-            return
-        self._given_up += 1
-        at = next(at for at, each in enumerate(self._samples) if _length(each) == self._longest)
-        algorithm = self._settings.algorithm
-        in_pairs = ALGORITHMS[algorithm.algorithm_type].asks(algorithm).pairs
-        rows = self._samples[at - at % 2 :][:2] if in_pairs else [self._samples[at]]
-        raise SamplesRefused({_NO_ROOM.format(self._longest): [each.id for each in rows]})
 
     @property
     def _longest(self) -> int:

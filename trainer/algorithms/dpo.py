@@ -46,7 +46,14 @@ def actor_loss(
     """The loss of a micro-batch of whole pairs."""
     policy_B = sequence_sums(logprobs_BR, targets.mask_BR)
     rewards_B = algorithm.dpo.beta * log_ratios(targets, logprobs_BR)
-    signs_B, pairs_B = require(targets.signs_B), _pair_numbers(targets)
+    signs_B = require(targets.signs_B)
+    # The pair of each row, counted from 0. Untyped in torch 2.13.
+    units, pairs_B, rows_U = cast(
+        tuple[Tensor, Tensor, Tensor], torch.unique(require(targets.units_B), return_inverse=True, return_counts=True)
+    )
+    balance_U = torch.zeros_like(units).index_add(0, pairs_B, signs_B.to(units.dtype))
+    if bool((rows_U != 2).any()) or bool(balance_U.any()):
+        raise ValueError("a pair was cut in two")
     margins_U = rewards_B.new_zeros(len(rewards_B) // 2).index_add(0, pairs_B, signs_B * rewards_B)
     loss = softplus(-margins_U).sum() / totals.units
     chosen_B, rejected_B = signs_B > 0, signs_B < 0
@@ -61,16 +68,3 @@ def actor_loss(
         "logps/rejected": policy_B[rejected_B].sum() / totals.units,
     }
     return Loss(loss, {name: value.detach() for name, value in metrics.items()})
-
-
-def _pair_numbers(targets: Targets) -> Tensor:
-    """The pair of each row, counted from 0. Raises ValueError if one is cut in two."""
-    # Untyped in torch 2.13.
-    found = cast(
-        tuple[Tensor, Tensor, Tensor], torch.unique(require(targets.units_B), return_inverse=True, return_counts=True)
-    )
-    units, pairs_B, rows_U = found
-    balance_U = torch.zeros_like(units).index_add(0, pairs_B, require(targets.signs_B).to(units.dtype))
-    if bool((rows_U != 2).any()) or bool(balance_U.any()):
-        raise ValueError("a pair was cut in two")
-    return pairs_B

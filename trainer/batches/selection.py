@@ -85,7 +85,7 @@ def with_demonstrations(samples: Sequence[Sample], settings: Settings) -> tuple[
         return list(samples), {}
     taken: list[Sample] = []
     refused: Refused = defaultdict(list)
-    longest = _longest(settings)
+    longest = settings.model.max_model_len or _longest_of(settings.model.model_path)
     for sample in samples:
         if sample.demonstration is None:
             taken.append(sample)
@@ -136,15 +136,9 @@ def imitable(samples: Sequence[Sample], algorithm: AlgorithmSettings) -> tuple[l
     return taken, dict(refused)
 
 
-def _longest(settings: Settings) -> float:
-    """The most tokens of prompt and reply together, infinite where nothing says it."""
-    if settings.model.max_model_len is not None:
-        return settings.model.max_model_len
-    return _longest_of(settings.model.model_path)
-
-
 @cache
 def _longest_of(folder: Path) -> float:
+    """The most tokens of prompt and reply together, infinite where nothing says it."""
     file = folder / "config.json"
     config = json.loads(file.read_bytes()) if file.is_file() else {}
     config |= config.get("text_config") or {}

@@ -98,7 +98,14 @@ class Recomputation:
                 (msgspec.structs.replace(each, logprobs=np.zeros_like(each.logprobs)) if _is_missing(each) else each)
                 for each in samples
             ], {}
-        wanted = {each.id: each for each in [*filter(_is_missing, samples), *self._to_compare(samples)]}
+        captured: list[Sample] = []
+        if self._capture.logprobs != "all":  # Then some that were captured are compared: the share that always is.
+            captured = [
+                each
+                for each in samples
+                if not _is_missing(each) and each.unsampled is None and each.version_min == each.version_max
+            ][: math.ceil(self._capture.captured_share * len(samples))]
+        wanted = {each.id: each for each in [*filter(_is_missing, samples), *captured]}
         if not wanted:
             return list(samples), {}
         self._micro_batch.take_gpu(learner)
@@ -131,17 +138,6 @@ class Recomputation:
             return {}
         metrics: Metrics = {"capture/recomputed": float(recomputed)}
         return metrics if self._mismatch is None else metrics | {"capture/mismatch": self._mismatch}
-
-    def _to_compare(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Some that were captured, where not all are: no more than the share that always is."""
-        if self._capture.logprobs == "all":
-            return []
-        captured = [
-            each
-            for each in samples
-            if not _is_missing(each) and each.unsampled is None and each.version_min == each.version_max
-        ]
-        return captured[: math.ceil(self._capture.captured_share * len(samples))]
 
     def _compare(self, captured: Sequence[Sample], found: dict[int, Float32s]) -> None:
         """The divergence of what is recomputed from what the engine told; beyond the bound that is an alarm."""

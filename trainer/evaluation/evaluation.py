@@ -122,22 +122,20 @@ class HeldOut:
             said += [(task, ids) for (task, _), ids in zip(part, replies, strict=True)]
             progress.add(len(part))
         pairs = [(task, cast(str, self._tokenizer.decode(ids, skip_special_tokens=True))) for task, ids in said]
-        scores = self._judge_all(pairs)
+        try:
+            with judging(self._settings) as judge:
+                if self._options.judge != "model":
+                    scores = [judge(*each) for each in pairs]
+                else:
+                    with ThreadPoolExecutor(self._settings.judge.concurrency) as threads:
+                        scores = list(threads.map(lambda each: judge(*each), pairs))
+        except EnvironmentRefused as error:  # It was there at the start.
+            raise NotEvaluated(str(error)) from error
         answered = [
             TaskReply(task, reply, len(ids), score, whole=ids[-1] in self._ends)
             for (task, ids), (_, reply), score in zip(said, pairs, scores, strict=True)
         ]
         return figures_of(answered, fingerprint=self.fingerprint, refusals=self._refusals)
-
-    def _judge_all(self, pairs: Sequence[tuple[Task, str]]) -> list[float | None]:
-        try:
-            with judging(self._settings) as judge:
-                if self._options.judge != "model":
-                    return [judge(*each) for each in pairs]
-                with ThreadPoolExecutor(self._settings.judge.concurrency) as threads:
-                    return list(threads.map(lambda each: judge(*each), pairs))
-        except EnvironmentRefused as error:  # It was there at the start.
-            raise NotEvaluated(str(error)) from error
 
     def _batches(self) -> Iterator[list[tuple[Task, list[int]]]]:
         """As many questions at once as fit into the trainer's budget of tokens; like goes with like."""

@@ -14,7 +14,7 @@ from tuneloop.trainer.ranks.shards import Shard
 
 
 class OffloadedGradients:
-    """MemoryCopies in main memory, pinned where they come from a GPU, and written over by those of the next update."""
+    """Copies in main memory, pinned where they come from a GPU, and written over by those of the next update."""
 
     def __init__(self) -> None:
         self._held: dict[Shard, Tensor] = {}

@@ -68,7 +68,8 @@ def test_a_version_that_does_worse_is_said_to(gated, ledger):
     ledger.versions.ensure_base(chosen.model.model_path)
     learner = snapshot.load(chosen, None)
     prompt = HeldOut(chosen, tasks_of(chosen.monitor.evaluation))
-    said = prompt._words(prompt._generate(learner.actor, [prompt._tokenizer("7+5=")["input_ids"]])[0])
+    ids = prompt._generate(learner.actor, [prompt._tokenizer("7+5=")["input_ids"]])[0]
+    said = prompt._tokenizer.decode(ids, skip_special_tokens=True)
     task = TASKS[0] | {"answer": said}
     chosen.monitor.evaluation.path.write_text(json.dumps(task))
     commit(ledger, [sample(i) for i in range(4)])

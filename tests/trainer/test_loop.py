@@ -449,3 +449,10 @@ def test_nothing_expires_between_versions_so_that_a_restart_makes_the_same_steps
         State.COMMITTED: 4,
         State.EXPIRED: 8,
     }
+
+
+def test_a_missing_model_is_refused_before_anything_is_made(settings, tmp_path):
+    chosen = settings(model={"model_path": tmp_path / "nowhere"})
+    with pytest.raises(EnvironmentRefused, match=r"model\.model_path"):
+        run(chosen, Event())
+    assert not chosen.job_dir.exists()

@@ -121,3 +121,11 @@ def test_the_trainer_goes_on_without_a_row_of_no_numbers(settings, ledger, doubl
     [drop] = ledger.reports.facts(BatchPolicy(), drops=5).drops
     assert drop.reason.endswith("on this one: the teacher's log-probability of a token is not a number")
     assert ledger.reports.imbalance() == []
+
+
+def test_only_failures_in_a_row_count(retries, double):
+    attempts = Attempts(retries(), [_poison(0), *(sample(i) for i in range(1, 4))])
+    for poison in ({POISON}, {POISON}, set(), {POISON}, {POISON}):
+        double.poison = poison
+        attempts.next()
+    assert (attempts.ids, attempts.dropped) == ([0, 1, 2, 3], {})

@@ -37,8 +37,7 @@ import torch
 import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tuneloop.shared.capacity.fit import reckon, shapes_of
-from tuneloop.shared.capacity.memory import GIB
+from tuneloop.shared.capacity.memory import GIB, reckon, shapes_of
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.checkpoints import snapshot

@@ -19,7 +19,7 @@ from tuneloop.shared.disk_space import gigabytes
 from tuneloop.shared.errors import TurnNotGiven
 from tuneloop.shared.job_marks import GpuLocks
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.checkpoints.pinned_memory import PinnedMemory
+from tuneloop.trainer.checkpoints.copies import PinnedMemory
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.offloading import MovedTensors
 from tuneloop.trainer.models.room import room_for_weights

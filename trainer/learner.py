@@ -20,13 +20,12 @@ from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.algorithms.terms.estimators import explained_variance, kl, token_mean
 from tuneloop.trainer.algorithms.terms.moments import Baselines
 from tuneloop.trainer.algorithms.terms.off_policy import importance_weights
-from tuneloop.trainer.algorithms.terms.preferences import sequence_sums
-from tuneloop.trainer.algorithms.terms.targets import Targets, Totals, require
+from tuneloop.trainer.algorithms.terms.targets import Targets, Totals, require, sequence_sums
 from tuneloop.trainer.batches.batch import Batch, all_but_first, collate, micro_batches, mini_batches, share_of
 from tuneloop.trainer.batches.credit import calls_of
 from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.batches.packed import Positions, count_positions
-from tuneloop.trainer.batches.pairs import mismatch_replies
+from tuneloop.trainer.batches.selection import mismatch_replies
 from tuneloop.trainer.batches.sequences import TokenSequence, assemble
 from tuneloop.trainer.models.layers import is_checkpointing
 from tuneloop.trainer.models.model import Actor, Critic
@@ -89,7 +88,8 @@ class Learner:
         learner is `spoilt`. What is not finite in the batch itself is found before the first update.
         """
         started = time.perf_counter()
-        self.ranks.lead(_order(self, samples, version))
+        halves, again = self.smaller is not None, is_checkpointing(self.actor.network)
+        self.ranks.lead(StepOrder(list(samples), version, self.micro_batch_tokens, halves, again))
         sequences = assemble(samples, merge=not self._asks.by_reply)
         batch = _collate(sequences, tempered=self._asks.tempered)
         random, baselines, updates = self.generator.get_state(), self.baselines, _updates_made(self.optimizers)
@@ -107,7 +107,10 @@ class Learner:
             raise
         self.steps += 1
         read = self.ranks.add_up_numbers(count_positions(model.positions for model in self._models))
-        return metrics | measured | _speed(samples, batch, read, time.perf_counter() - started)
+        took, tokens = time.perf_counter() - started, int(batch.lengths_B.sum())
+        alone = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
+        speed = {"time/train_step": took, "perf/tokens_per_second": tokens / took, "perf/merged": alone / tokens}
+        return metrics | measured | speed | {"perf/useful_tokens": read["useful"] / read["processed"]}
 
     def forward_backward(self, batch: Batch, targets: Targets) -> Metrics:
         """Add the gradients of one mini-batch to the masters'. It does not matter how it is cut into micro-batches."""
@@ -137,7 +140,11 @@ class Learner:
             copying.pop().wait()
         for name, optimizer in trained.items():
             metrics[f"{name}/lr"] = optimizer.lr
-            _apply(optimizer, norms[name], self._algorithm.max_grad_norm)
+            try:
+                optimizer.update(norm=norms[name], max_norm=self._algorithm.max_grad_norm)
+            except torch.OutOfMemoryError as error:
+                # Other weights, here or on other ranks, have been updated, and cannot be again.
+                raise EnvironmentRefused(f"model.model_path: a GPU has no room for AdamW's memory: {error}") from None
         return metrics
 
     def logprobs(self, ids: Sequence[int]) -> list[float]:
@@ -229,12 +236,20 @@ class Learner:
         targets, self.baselines = self._page.prepare(self._algorithm, targets, calls, self.baselines)
         return targets, metrics | _of_targets(targets)
 
-    def _log_ratio(self, batch: Batch) -> Tensor:
-        here_BR = self._over(batch, self.actor.logprobs, self.ranks)
-        return here_BR - self._over(batch, require(self.reference).logprobs, self.ranks)
-
     def _over(self, batch: Batch, each: _Pass, ranks: Ranks) -> Tensor:
-        return _gather(batch, each, self._micro_batches(batch, None, ranks), ranks, self.before_pass)
+        """What `each` says of the batch, of which a rank reads its micro-batches."""
+
+        def score(index_B: Tensor) -> Tensor:
+            self.before_pass()
+            return each(batch.rows(index_B), ranks.sequence)
+
+        all_BR, cut = torch.zeros_like(batch.sampled_BR), self._micro_batches(batch, None, ranks)
+        with ranks.agree():
+            parts = [score(index_B) for index_B in cut]  # a GPU is given all before any is waited for
+            for index_B, part_BR in zip(cut, parts, strict=True) if ranks.speaks else ():
+                all_BR[index_B, : part_BR.shape[1]] = part_BR.cpu()
+        ranks.add_up([all_BR])
+        return all_BR
 
     def _micro_batches(self, batch: Batch, units_B: Tensor | None, ranks: Ranks) -> list[Tensor]:
         """This rank's micro-batches."""
@@ -247,11 +262,6 @@ class Learner:
     @property
     def _models(self) -> list[Actor | Critic]:
         return [each for each in (self.actor, self.critic, self.reference) if each is not None]
-
-
-def _order(learner: Learner, samples: Sequence[Sample], version: int | None) -> StepOrder:
-    halves, again = learner.smaller is not None, is_checkpointing(learner.actor.network)
-    return StepOrder(list(samples), version, learner.micro_batch_tokens, halves, again)
 
 
 def go_ahead() -> None:
@@ -269,28 +279,6 @@ def recompute(learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list
 def _collate(sequences: Sequence[TokenSequence], *, tempered: bool) -> Batch:
     batch = collate(sequences)
     return batch if tempered else replace(batch, temperatures_BR=torch.ones_like(batch.temperatures_BR))
-
-
-def _gather(
-    batch: Batch,
-    each: _Pass,
-    cut: Sequence[Tensor],
-    ranks: Ranks,
-    before_pass: Callable[[], None],
-) -> Tensor:
-    """What `each` says of the batch; `cut` are this rank's micro-batches."""
-
-    def score(index_B: Tensor) -> Tensor:
-        before_pass()
-        return each(batch.rows(index_B), ranks.sequence)
-
-    all_BR = torch.zeros_like(batch.sampled_BR)
-    with ranks.agree():
-        parts = [score(index_B) for index_B in cut]  # a GPU is given all before any is waited for
-        for index_B, part_BR in zip(cut, parts, strict=True) if ranks.speaks else ():
-            all_BR[index_B, : part_BR.shape[1]] = part_BR.cpu()
-    ranks.add_up([all_BR])
-    return all_BR
 
 
 def _teacher_logprobs(learner: Learner, sequences: Sequence[TokenSequence], batch: Batch) -> Tensor:
@@ -311,22 +299,9 @@ def _divergence(learner: Learner, sequences: Sequence[TokenSequence]) -> Tensor:
     if not strangers:
         return torch.zeros(())
     batch = _collate(assemble(strangers, merge=False), tempered=learner._asks.tempered)
-    return sequence_sums(learner._log_ratio(batch), batch.mask_BR).mean()
-
-
-def _apply(optimizer: MasterAdamW, norm: float, max_norm: float) -> None:
-    try:
-        optimizer.update(norm=norm, max_norm=max_norm)
-    except torch.OutOfMemoryError as error:
-        # Other weights, here or on other ranks, have been updated, and cannot be again.
-        raise EnvironmentRefused(f"model.model_path: a GPU has no room for AdamW's memory: {error}") from None
-
-
-def _speed(samples: Sequence[Sample], batch: Batch, read: Mapping[str, float], took: float) -> Metrics:
-    alone = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
-    tokens = int(batch.lengths_B.sum())
-    speed = {"time/train_step": took, "perf/tokens_per_second": tokens / took, "perf/merged": alone / tokens}
-    return speed | {"perf/useful_tokens": read["useful"] / read["processed"]}
+    here_BR = learner._over(batch, learner.actor.logprobs, learner.ranks)
+    there_BR = learner._over(batch, require(learner.reference).logprobs, learner.ranks)
+    return sequence_sums(here_BR - there_BR, batch.mask_BR).mean()
 
 
 def _forget(optimizers: Mapping[str, MasterAdamW]) -> None:

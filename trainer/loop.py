@@ -44,21 +44,19 @@ from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publisher
 from tuneloop.trainer.checkpoints.recomputation import Recomputation
 from tuneloop.trainer.checkpoints.resumption import find_state, require_weights
-from tuneloop.trainer.evaluation.gate import Examination
+from tuneloop.trainer.evaluation.gate import GateEvaluation
 from tuneloop.trainer.gpu_turns import GpuTurns
 from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat
-from tuneloop.trainer.leased_rows import LeasedRows
+from tuneloop.trainer.leased_rows import LeasedRows, UnpublishedSteps
 from tuneloop.trainer.micro_batch import MicroBatch, fit_to_memory
 from tuneloop.trainer.models.folders import require_folders
 from tuneloop.trainer.models.model import device_of
 from tuneloop.trainer.models.room import room_for_weights
-from tuneloop.trainer.monitoring.finite_steps import FiniteSteps
 from tuneloop.trainer.monitoring.monitors import Monitors
-from tuneloop.trainer.monitoring.step_spans import StepSpans
+from tuneloop.trainer.monitoring.step_reports import FiniteSteps, StepSpans
 from tuneloop.trainer.ranks.ranks import ALONE, Ranks
 from tuneloop.trainer.stop import Stop
 from tuneloop.trainer.teacher.retries import TeacherRetries
-from tuneloop.trainer.unpublished import UnpublishedSteps
 
 _log = structlog.get_logger()
 
@@ -142,7 +140,7 @@ class TrainingLoop:
         self._store = CheckpointStore(settings.job_dir, mode=int(settings.trainer.checkpoint_mode, 8))
         self._turns, self._monitors = GpuTurns(settings, stop), Monitors(settings, ledger)
         self._micro_batch = MicroBatch(settings, stop, take_gpu=self._turns.begin)
-        self._examination = Examination(settings, ledger, take_gpu=self._turns.begin)
+        self._gate = GateEvaluation(settings, ledger, take_gpu=self._turns.begin)
         self._finite = FiniteSteps(settings, ledger.alarms)
         self._recomputation = Recomputation(settings, ledger, self._micro_batch)
         self._away = False
@@ -156,7 +154,9 @@ class TrainingLoop:
         self._epoch = epoch
         heartbeat = Heartbeat(self._ledger.training, self._epoch, self._stop, interval_s=self._beat_s)
         self._store.clear(self._epoch)
-        behind = _is_async(self._settings) and not self._examination.wanted
+        chosen = settings.trainer.async_save
+        is_async = device_of(settings).type == "cuda" if chosen is None else chosen
+        behind = is_async and not self._gate.wanted
         self._publisher = Publisher(self._settings, self._ledger, self._store, epoch=self._epoch, behind=behind)
         self._rows = LeasedRows(self._settings, self._ledger, self._recomputation, epoch=self._epoch)
         self._steps = UnpublishedSteps(self._settings, self._ledger, self._publisher, self._spans, epoch=self._epoch)
@@ -208,8 +208,7 @@ class TrainingLoop:
     def _idle(self) -> None:
         if not self._publisher.steps_begun:
             if not self._steps.count:
-                self._examination.examine(self._learner, self._steps.parent)
-            self._micro_batch.warm_up(self._learner)
+                self._gate.evaluate(self._learner, self._steps.parent)
             return self._pause()
         if not self._steps.wait_for_publisher(self._learner):
             self._turns.end(self._learner)
@@ -255,7 +254,7 @@ class TrainingLoop:
         self._curves = open_curves(self._settings, _RUN, after=self._learner.steps)
         self._curves.add(self._learner.steps, self._monitors.begin(self._learner))
         self._waiting_since = time.perf_counter()
-        self._examination.examine(self._learner, self._steps.parent)
+        self._gate.evaluate(self._learner, self._steps.parent)
         _log.info("trainer_ready", version=self._steps.parent, step=self._learner.steps, epoch=self._epoch)
 
     def _learn(self, batch: list[Sample]) -> bool:
@@ -318,7 +317,7 @@ class TrainingLoop:
         if not published:
             self._pause()
         elif not self._steps.count:
-            self._examination.examine(self._learner, self._steps.parent)
+            self._gate.evaluate(self._learner, self._steps.parent)
 
     def _publish_the_last(self) -> None:
         """Before a stop: end what has begun, and publish the steps that waited for it."""
@@ -333,11 +332,6 @@ class TrainingLoop:
             self._wait_for_the_database(error)
         except TurnNotGiven as error:
             _log.warning("steps_not_published", steps=self._steps.count, reason=str(error))
-
-
-def _is_async(settings: Settings) -> bool:
-    chosen = settings.trainer.async_save
-    return device_of(settings).type == "cuda" if chosen is None else chosen
 
 
 def _state_of(newest: Version, ledger: Ledger, store: CheckpointStore) -> Path | None:

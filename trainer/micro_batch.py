@@ -6,11 +6,10 @@ as it has turned out to hold.
 """
 
 import os
-import resource
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from threading import Event
 from weakref import ref
 
@@ -18,8 +17,14 @@ import msgspec
 import structlog
 import torch
 
-from tuneloop.shared.capacity.fit import CURE, fit_trainer, reckon, room_for_trainer, shapes_of
-from tuneloop.shared.capacity.memory import GIB
+from tuneloop.shared.capacity.memory import (
+    CURE,
+    GIB,
+    fit_trainer,
+    reckon,
+    room_for_trainer,
+    shapes_of,
+)
 from tuneloop.shared.disk_space import gigabytes
 from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused
 from tuneloop.shared.experience import Float32s, Sample
@@ -30,7 +35,6 @@ from tuneloop.trainer.learner import Learner, go_ahead, recompute
 from tuneloop.trainer.models.layers import checkpoint_layers, is_checkpointing
 from tuneloop.trainer.models.model import Actor, device_of
 from tuneloop.trainer.stop import Stop
-from tuneloop.trainer.warm_up import warm_up
 from tuneloop.trainer.yielding import TrafficYield
 
 _log = structlog.get_logger()
@@ -69,11 +73,11 @@ def fit_to_memory(settings: Settings, *, free: int | None = None, total: int | N
     try:
         shapes = shapes_of(settings)
     except EnvironmentRefused as error:
-        _log.warning("memory_not_reckoned", reason=str(error))
+        _log.warning("memory_unknown", reason=str(error))
         return settings
     room = min(free, room_for_trainer(settings, total))
-    chosen = fit_trainer(settings, shapes, room)
-    if chosen is None:
+    chosen, fits = fit_trainer(settings, shapes, room)
+    if not fits:
         raise EnvironmentRefused(
             f"trainer.micro_batch_tokens: no number of tokens fits into {gigabytes(room)} of GPU memory; {CURE}; or"
             " write a number here to try all the same"
@@ -109,8 +113,6 @@ class MicroBatch:
         self._is_checkpointing = memory.checkpointing and settings.trainer.activation_checkpointing is None
         self._samples: Sequence[Sample] = ()  # of the batch
         self._given_up = 0
-        self._reported = False
-        self._warm: ref[Learner] | None = None  # not held: a GPU has no room for two
         self._yielding = TrafficYield(settings, stop or Event()) if settings.trainer.yield_to_traffic else None
 
     def step(self, learner: Learner, samples: Sequence[Sample], *, version: int | None) -> Metrics:
@@ -122,7 +124,7 @@ class MicroBatch:
         self._samples = samples
         self.take_gpu(learner)
         if self._is_checkpointing:
-            make_activations_again(learner)
+            checkpoint_activations(learner)
         if learner.ranks.size > 1:
             # Those that follow wait for an order as long as it takes, but not for a pass.
             learner.before_pass()
@@ -132,29 +134,13 @@ class MicroBatch:
             try:
                 metrics = learner.step(samples, version=version)
                 self._given_up = 0
-                return metrics | self._memory(samples) | self._time_yielded()
+                on_gpu = device_of(self._settings).type == "cuda"
+                most = torch.cuda.max_memory_reserved() if on_gpu else getrusage(RUSAGE_SELF).ru_maxrss << 10
+                yielded = {} if self._yielding is None else {"time/yielded": self._yielding.take_seconds()}
+                return metrics | yielded | {"perf/memory_peak": most / GIB}
             except torch.OutOfMemoryError:
                 pass  # its traceback holds the tensors that there was no room for
             self._shrink(ref(learner))
-
-    def warm_up(self, learner: Learner) -> None:
-        """Compile what the learner's steps run, once, if they are compiled; of several ranks none does."""
-        if self._warm is not None and self._warm() is learner:
-            return
-        self._warm, started = ref(learner), time.perf_counter()
-        if not learner.actor.is_compiled or learner.ranks.size > 1:
-            return
-        self.take_gpu(learner)
-        learner.before_pass()
-        algorithm = self._settings.algorithm
-        is_tempered = ALGORITHMS[algorithm.algorithm_type].asks(algorithm).tempered
-        temperature = self._settings.model.temperature if is_tempered else 1.0
-        try:
-            warm_up(learner, temperature=temperature, entropy=bool(algorithm.entropy_coef))
-        except torch.OutOfMemoryError:  # then the first step compiles, in whatever it has room for
-            _log.warning("not_warmed_up", reason="out of GPU memory")
-            return
-        _log.info("compiled", seconds=round(time.perf_counter() - started, 1))
 
     def recompute(self, learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
         """The log-probabilities of `recompute`, in the same way."""
@@ -175,35 +161,24 @@ class MicroBatch:
         if self._yielding is not None:
             learner.before_pass = self._yielding
 
-    def _time_yielded(self) -> Metrics:
-        return {} if self._yielding is None else {"time/yielded": self._yielding.take_seconds()}
-
-    def _memory(self, samples: Sequence[Sample]) -> Metrics:
-        """The most memory that was taken so far, and what was reckoned; the latter for the first step's batch alone."""
-        on_gpu = device_of(self._settings).type == "cuda"
-        most = torch.cuda.max_memory_reserved() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        metrics = {"perf/memory_peak": most / GIB}
-        if self._reported:
-            return metrics
-        self._reported = True
-        tokens = min(self.tokens, sum(map(_length, samples)))
-        fields = {"micro_batch_tokens": tokens}
-        chosen = self._settings.model_copy(update={"trainer": self._settings.trainer.model_copy(update=fields)})
-        try:
-            reckoned = reckon(chosen, shapes_of(self._settings)).total
-        except EnvironmentRefused:
-            return metrics
-        _log.info("memory_measured", measured=gigabytes(most), reckoned=gigabytes(reckoned), tokens=tokens)
-        return metrics | {"perf/memory_reckoned": reckoned / GIB}
-
     def _shrink(self, stepping: ref[Learner]) -> int:
         """Take less memory, and how many tokens go through the model at once from now on."""
         learner = stepping()
-        if learner is None or not self._may_checkpoint or not make_activations_again(learner):
-            self._give_up_longest()
+        may = self._settings.trainer.activation_checkpointing is None and self._longest > self.tokens
+        if learner is None or not may or not checkpoint_activations(learner):
+            if self._longest > self.tokens and self._given_up < _MOST_GIVEN_UP:
+                # The longest row, with the other of its pair, is alone in its micro-batch.
+                self._given_up += 1
+                at = next(at for at, each in enumerate(self._samples) if _length(each) == self._longest)
+                algorithm = self._settings.algorithm
+                in_pairs = ALGORITHMS[algorithm.algorithm_type].asks(algorithm).pairs
+                rows = self._samples[at - at % 2 :][:2] if in_pairs else [self._samples[at]]
+                raise SamplesRefused({_NO_ROOM.format(self._longest): [each.id for each in rows]})
             return self._halve()
         self._is_checkpointing = True
-        _log.warning("activations_made_again", sequence=self._longest, tokens=self.tokens, reason="out of GPU memory")
+        _log.warning(
+            "activation_checkpointing_on", sequence=self._longest, tokens=self.tokens, reason="out of GPU memory"
+        )
         self._remember()
         return self.tokens
 
@@ -217,24 +192,9 @@ class MicroBatch:
         learner.ranks.decide(lambda: int(self._is_checkpointing))
         return self.tokens
 
-    def _give_up_longest(self) -> None:
-        """Raise SamplesRefused for the longest row, with the other of its pair, if it is alone in its micro-batch."""
-        if self._longest <= self.tokens or self._given_up >= _MOST_GIVEN_UP:
-            return
-        self._given_up += 1
-        at = next(at for at, each in enumerate(self._samples) if _length(each) == self._longest)
-        algorithm = self._settings.algorithm
-        in_pairs = ALGORITHMS[algorithm.algorithm_type].asks(algorithm).pairs
-        rows = self._samples[at - at % 2 :][:2] if in_pairs else [self._samples[at]]
-        raise SamplesRefused({_NO_ROOM.format(self._longest): [each.id for each in rows]})
-
     @property
     def _longest(self) -> int:
         return max(map(_length, self._samples))
-
-    @property
-    def _may_checkpoint(self) -> bool:
-        return self._settings.trainer.activation_checkpointing is None and self._longest > self.tokens
 
     def _halve(self) -> int:
         """Take less by half. Raises EnvironmentRefused, and remembers nothing, where that cannot help."""
@@ -267,7 +227,7 @@ def _length(sample: Sample) -> int:
     return len(sample.prompt_ids) + len(sample.completion_ids)
 
 
-def make_activations_again(learner: Learner) -> bool:
+def checkpoint_activations(learner: Learner) -> bool:
     """Have what is trained make its activations again; False if it does, or has no layers that can."""
     trained = [learner.actor.network, *([] if learner.critic is None else [learner.critic.body])]
     left = [each for each in trained if not is_checkpointing(each)]

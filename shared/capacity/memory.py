@@ -1,42 +1,37 @@
-"""What an experiment takes: memory of each process, disk of each version, seconds of each publication."""
+"""What an experiment takes: memory of the trainer and of an engine, and the disk of a version, by plain formulas.
 
-import math
-import os
+They are within a quarter of what was measured on an H200. The trainer chooses by them how many tokens go through the
+model at once, and `tuneloop plan` prints them.
+"""
+
 import subprocess
-import tempfile
-import time
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tuneloop.shared.capacity.model_shape import ModelShape
-from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.capacity.model_shape import ModelShape, read_shape
 from tuneloop.shared.settings.hardware import trainer_on_gpu
 from tuneloop.shared.settings.settings import Settings
 
+#: The model's, the critic's, and that of a teacher on this machine.
+Shapes = tuple[ModelShape, ModelShape, ModelShape | None]
+
 GIB = 1 << 30
 
-#: What processes take before there is a model, in bytes of main memory: Python with torch and transformers; vLLM's CPU
-#: build; the control process and one worker of the explorer.
-TRAINER_BASE, CPU_ENGINE_BASE, EXPLORER_BASE, WORKER_BASE = 500 << 20, 1150 << 20, 150 << 20, 130 << 20
+#: What processes take before there is a model: the explorer and each of its workers, the trainer (on a GPU: the CUDA
+#: context), and an engine on a CPU and on a GPU, with its activations and CUDA graphs.
+EXPLORER_BASE, WORKER_BASE, TRAINER_BASE, CUDA_BASE = 150 << 20, 130 << 20, 500 << 20, 1 * GIB
+_CPU_ENGINE_BASE, _GPU_ENGINE_BASE = 1150 << 20, 3 * GIB
 
-#: What an engine takes of a GPU beside weights, keys and values: activations, CUDA graphs, the context.
-GPU_ENGINE_BASE = 3 * GIB
-
-#: The share of what a step takes on a CPU that malloc holds on to between two of its tensors.
-_CPU_HEAP = 0.15
-
-#: A CUDA context and what torch's allocator cannot give back.
-_CUDA_BASE = 1 * GIB
-
-#: Logits exist for so many reply tokens at a time (trainer/models/head.py), several times over in the backward pass:
-#: so many bytes each, as measured on an H200.
-_LOGIT_TOKENS, _LOGIT_BYTES = 2048, 16
-
-#: The share of what layers keep for the backward pass that they keep when they are compiled, as measured there.
-_COMPILED = 0.59
+#: What an engine that is asleep keeps of a GPU. 1.4 GiB were measured.
+ASLEEP_ENGINE = 2 << 30
 
 #: vLLM's CPU build keeps so much for keys and values unless told otherwise (explorer/engines/vllm.py).
 _CPU_CACHE_BYTES = 1 * GIB
+
+#: Logits exist for so many reply tokens at a time (trainer/models/head.py), with so many bytes each on an H200.
+_LOGIT_TOKENS, _LOGIT_BYTES = 2048, 16
+
+#: The shares of what layers keep for the backward pass that they keep when compiled, and that malloc holds on a CPU.
+_COMPILED, _CPU_HEAP = 0.59, 0.15
 
 #: AdamW's two moments of a parameter in 8 bits, with a float32 scale of each for 256 of them.
 EIGHT_BIT_MOMENTS = 2 + 2 * 4 / 256
@@ -47,15 +42,20 @@ NF4_BLOCK, NF4_GROUP = 64, 256
 #: Bytes of a weight of a base model in so many bits; in 8 a scale is that of a row, and nothing beside it.
 _QUANTIZED = {8: 1.0, 4: 0.5 + (1 + 8 / NF4_GROUP) / NF4_BLOCK}
 
-#: Bytes of a weight that has a master of its own.
-_SMALLER = 2
+#: The most and the least tokens at once that are chosen, and the share of the room that they may fill.
+_MOST, _LEAST, _USED = 32768, 1024, 0.95
 
-_WITH_CRITIC = frozenset({"ppo"})
-_PIECE, _PIECES = 4 << 20, 16
+#: What to do where nothing fits.
+CURE = (
+    "train an adapter (model.lora.rank: 16), its base in 4 bits (model.lora.base_bits: 4), keep AdamW's memory in 8"
+    " bits (algorithm.optimizer.bits: 8) or in main memory (trainer.optimizer_offload: true), take a method without a"
+    " critic (algorithm.algorithm_type: reinforce), or lower explorer.rollout_model.gpu_memory_utilization if an"
+    " engine shares the GPU"
+)
 
 
 class TrainerMemory(NamedTuple):
-    """Bytes of the trainer, by what they hold."""
+    """Bytes of the trainer, or of each of its workers, at the peak of a step, by what they hold."""
 
     base: int
     weights: int
@@ -64,13 +64,14 @@ class TrainerMemory(NamedTuple):
     reference: int
     activations: int
     logits: int
-    teacher: int = 0
-    heap: int = 0
+    teacher: int
+    #: AdamW's part in main memory, of all workers together, where it does not stay on a GPU: not in the total.
+    offloaded: int
 
     @property
     def total(self) -> int:
-        """All of it, at its peak."""
-        return sum(self)
+        """All of it that is in one place."""
+        return sum(self) - self.offloaded
 
 
 class EngineMemory(NamedTuple):
@@ -95,98 +96,12 @@ class VersionDisk(NamedTuple):
     all: int
 
 
-def trained_weights(shape: ModelShape, settings: Settings) -> int:
-    """The parameters that are trained: all, or an adapter's."""
-    lora = settings.model.lora
-    if not lora.rank:
-        return shape.weights
-    sides = _matrices(shape)
-    return shape.layers * lora.rank * sum(sum(sides[each]) for each in lora.targets if each in sides)
-
-
-def _critic_weights(critic: ModelShape, settings: Settings) -> int:
-    """The weights of the critic, which is trained whole beside an adapter too; 0 without one."""
-    has_critic = settings.algorithm.algorithm_type in _WITH_CRITIC
-    return critic.weights - critic.head_weights if has_critic else 0
-
-
-def _matrices(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """The sides of a layer's matrices."""
-    queries, keys = shape.heads * shape.head_width, shape.key_value_heads * shape.head_width
-    return {
-        "q_proj": (shape.width, queries),
-        "k_proj": (shape.width, keys),
-        "v_proj": (shape.width, keys),
-        "o_proj": (queries, shape.width),
-        "gate_proj": (shape.width, shape.inner_width),
-        "up_proj": (shape.width, shape.inner_width),
-        "down_proj": (shape.inner_width, shape.width),
-    }
-
-
-def _base_bytes(shape: ModelShape, settings: Settings, size: int) -> int:
-    """The base model below an adapter: in few bits its layers' matrices, and one of them as it is decoded."""
-    bits = settings.model.lora.base_bits
-    if bits is None:
-        return shape.weights * size
-    sides = [one * other for one, other in _matrices(shape).values()]
-    quantized = shape.layers * sum(sides)
-    return int((shape.weights - quantized) * size + quantized * _QUANTIZED[bits]) + max(sides) * (8 + size)
-
-
-def trainer_memory(
-    shape: ModelShape, critic: ModelShape, settings: Settings, teacher: ModelShape | None = None
-) -> TrainerMemory:
-    """The trainer, or each of its workers, at the peak of a step, with micro-batches as full as the settings allow.
-
-    Of several workers one has the teacher.
-    """
-    algorithm, lora = settings.algorithm, settings.model.lora.rank > 0
-    size = 4 if settings.trainer_dtype == "float32" else 2
-    trained, on_gpu = trained_weights(shape, settings), trainer_on_gpu(settings)
-    frozen = _base_bytes(shape, settings, size) if lora else 0
-    optimizer = int(trained * optimizer_bytes(algorithm.optimizer.bits, size))
-    also = _critic_weights(critic, settings)
-    optimizer += int(also * optimizer_bytes(algorithm.optimizer.bits, size))
-    trained += also
-    # With an adapter the reference is the model without it.
-    reference = 0 if lora or not _needs_reference(settings) else shape.weights * size
-    tokens = settings.trainer.tokens_at_once
-    here = -(-tokens // settings.trainer.ulysses_sequence_parallel_size)
-    logits = min(_LOGIT_TOKENS, here) * shape.vocabulary * _LOGIT_BYTES
-    if settings.trainer.optimizer_offload:
-        optimizer = 0 if on_gpu else offloaded_memory(shape, critic, settings)
-    memory = TrainerMemory(
-        base=_CUDA_BASE if on_gpu else TRAINER_BASE,
-        weights=frozen + trained * size,
-        optimizer=optimizer // settings.trainer_workers,
-        gradients=trained * 4,
-        reference=reference,
-        activations=here * max(_kept_bytes(each, settings, size) for each in (shape, critic)),
-        logits=logits,
-        teacher=teacher.weights * size if teacher is not None else 0,
-    )
-    if on_gpu:
-        return memory
-    # A base in few bits is read whole and compared with its file first, both in main memory.
-    read = 2 * shape.weights * size + frozen if settings.model.lora.base_bits else 0
-    heap = int(_CPU_HEAP * (memory.total - memory.base))
-    return memory._replace(heap=max(heap, memory.base + read - memory.total))
-
-
-def offloaded_memory(shape: ModelShape, critic: ModelShape, settings: Settings) -> int:
-    """Main memory of all workers together for an offloaded AdamW: moments, float32 masters and their gradients."""
-    algorithm = settings.algorithm
-    found = trained_weights(shape, settings) * (optimizer_bytes(algorithm.optimizer.bits, _SMALLER) + 4)
-    also = _critic_weights(critic, settings)
-    found += also * (optimizer_bytes(algorithm.optimizer.bits, _SMALLER) + 4)
-    return int(found)
-
-
-def moved_memory(engine: EngineMemory | None, trainer: TrainerMemory | None) -> int:
-    """Main memory for what does not stay on a GPU that engine and trainer have by turns."""
-    of_engine = engine.weights if engine else 0
-    return of_engine + (trainer.weights + trainer.optimizer + trainer.reference if trainer else 0)
+def shapes_of(settings: Settings) -> Shapes:
+    """The shapes of the models' folders. Raises EnvironmentRefused where there is no model."""
+    shape, folder = read_shape(settings.model.model_path), settings.algorithm.distill.teacher_path
+    if settings.mode == "serve" or settings.algorithm.algorithm_type != "distill" or folder is None:
+        return shape, shape, None
+    return shape, shape, read_shape(folder, setting="algorithm.distill.teacher_path")
 
 
 def optimizer_bytes(bits: int, size: int) -> float:
@@ -194,29 +109,51 @@ def optimizer_bytes(bits: int, size: int) -> float:
     return (8 if bits == 32 else EIGHT_BIT_MOMENTS) + (0 if size == 4 else 4)
 
 
-def _kept_bytes(shape: ModelShape, settings: Settings, size: int) -> int:
-    """What a token keeps for the backward pass: all, or each layer's input, and all of the layer that is made again."""
-    whole = shape.activation_bytes(size)
+def _trained_weights(shapes: Shapes, settings: Settings) -> tuple[int, int]:
+    """The parameters that are trained: all of the model or an adapter's, and the critic's, which is trained whole."""
+    shape, critic, _ = shapes
+    also = critic.weights - critic.head_weights if settings.algorithm.algorithm_type == "ppo" else 0
+    lora = settings.model.lora
+    if not lora.rank:
+        return shape.weights, also
+    return shape.layers * lora.rank * sum(sum(shape.matrices.get(each, ())) for each in lora.targets), also
+
+
+def reckon(settings: Settings, shapes: Shapes) -> TrainerMemory:
+    """What the trainer takes, with full micro-batches. Of several workers one has the teacher."""
+    shape, critic, teacher = shapes
+    algorithm, lora, on_gpu = settings.algorithm, settings.model.lora, trainer_on_gpu(settings)
+    size = 4 if settings.trainer_dtype == "float32" else 2
+    trained, frozen = sum(_trained_weights(shapes, settings)), shape.weights * size if lora.rank else 0
+    if lora.rank and lora.base_bits is not None:
+        sides = [one * other for one, other in shape.matrices.values()]
+        quantized = shape.layers * sum(sides)  # The rest is not, and one matrix is decoded at a time.
+        frozen = int((shape.weights - quantized) * size + quantized * _QUANTIZED[lora.base_bits])
+        frozen += max(sides) * (8 + size)
+    offload = settings.trainer.optimizer_offload
+    optimizer = int(trained * (optimizer_bytes(algorithm.optimizer.bits, 2 if offload else size) + 4 * offload))
+    has_reference = algorithm.kl_coef > 0 if not algorithm.of_any_reply else algorithm.algorithm_type in {"dpo", "kto"}
+    here = -(-settings.trainer.tokens_at_once // settings.trainer.ulysses_sequence_parallel_size)
+    kept = max(shape.activation_bytes(size), critic.activation_bytes(size))
     compiled = settings.trainer.compile
-    if compiled or (compiled is None and trainer_on_gpu(settings)):
-        whole = int(_COMPILED * whole)
-    if not settings.trainer.activation_checkpointing:
-        return whole
-    return shape.layers * shape.width * size + whole // shape.layers
-
-
-def _needs_reference(settings: Settings) -> bool:
-    algorithm = settings.algorithm
-    match algorithm.algorithm_type:
-        case "kto":
-            return True
-        case "dpo":
-            return not algorithm.dpo.reference_free
-        case "sft" | "raft":
-            return False
-        case "distill" if algorithm.distill.mode == "replies":
-            return False
-    return algorithm.kl_coef > 0
+    if compiled or (compiled is None and on_gpu):
+        kept = int(_COMPILED * kept)
+    if settings.trainer.activation_checkpointing:  # Each layer's input, and one layer whole.
+        kept = shape.layers * shape.width * size + kept // shape.layers
+    memory = TrainerMemory(
+        base=CUDA_BASE if on_gpu else TRAINER_BASE,
+        weights=frozen + trained * size,
+        optimizer=0 if offload and on_gpu else optimizer // settings.trainer_workers,
+        gradients=trained * 4,
+        # With an adapter the reference is the model without it.
+        reference=shape.weights * size if has_reference and not lora.rank else 0,
+        activations=here * kept,
+        logits=min(_LOGIT_TOKENS, here) * shape.vocabulary * _LOGIT_BYTES,
+        teacher=teacher.weights * size if teacher is not None else 0,
+        offloaded=optimizer if offload and on_gpu else 0,
+    )
+    heap = 0 if on_gpu else int(_CPU_HEAP * (memory.total - memory.base))
+    return memory._replace(base=memory.base + heap)
 
 
 def engine_memory(shape: ModelShape, settings: Settings, gpu_bytes: int | None) -> EngineMemory | None:
@@ -225,44 +162,51 @@ def engine_memory(shape: ModelShape, settings: Settings, gpu_bytes: int | None) 
     size = 4 if rollout.dtype == "float32" else 2
     split = rollout.tensor_parallel_size if on_gpu else 1
     weights, token = shape.weights * size // split, max(1, shape.cache_bytes(size) // split)
-    if not on_gpu:
-        cache = rollout.kv_cache_memory_bytes or _CPU_CACHE_BYTES
-        return EngineMemory(CPU_ENGINE_BASE, weights, cache, cache // token)
-    if gpu_bytes is None:
+    if on_gpu and gpu_bytes is None:
         return None
-    room = int(rollout.gpu_memory_utilization * gpu_bytes) - weights - GPU_ENGINE_BASE
+    base = _GPU_ENGINE_BASE if on_gpu else _CPU_ENGINE_BASE
+    room = int(rollout.gpu_memory_utilization * (gpu_bytes or 0)) - weights - base if on_gpu else _CPU_CACHE_BYTES
     cache = rollout.kv_cache_memory_bytes or room
-    return EngineMemory(GPU_ENGINE_BASE, weights, cache, max(0, cache // token))
+    return EngineMemory(base, weights, cache, max(0, cache // token))
 
 
-def version_disk(shape: ModelShape, critic: ModelShape, settings: Settings) -> VersionDisk:
+def version_disk(shapes: Shapes, settings: Settings) -> VersionDisk:
     """What versions take in the job folder: the formula of docs/operations.md, Disk and memory."""
     size = 4 if settings.trainer_dtype == "float32" else 2
-    algorithm, trained = settings.algorithm, trained_weights(shape, settings)
-    newest = int(trained * (size + optimizer_bytes(algorithm.optimizer.bits, size)))
-    also = _critic_weights(critic, settings)
-    newest += int(also * (size + optimizer_bytes(algorithm.optimizer.bits, size)))
-    older = trained * size
-    kept = settings.trainer.max_checkpoints_to_keep
-    return VersionDisk(newest, older, 2 * newest + kept * older)
+    actor, critic = _trained_weights(shapes, settings)
+    newest = int((actor + critic) * (size + optimizer_bytes(settings.algorithm.optimizer.bits, size)))
+    return VersionDisk(newest, actor * size, 2 * newest + settings.trainer.max_checkpoints_to_keep * actor * size)
 
 
-def disk_speed(folder: Path) -> float:
-    """Bytes a second that reach the disk below `folder`: 64 MiB are written and removed. Raises EnvironmentRefused."""
-    there = next((each for each in (folder, *folder.absolute().parents) if each.is_dir()), Path("/"))
-    piece = os.urandom(_PIECE)
-    try:
-        with tempfile.TemporaryFile(dir=there) as file:
-            started = time.monotonic()
-            for _ in range(_PIECES):
-                file.write(piece)
-                file.flush()
-                os.fdatasync(file.fileno())
-            return _PIECES * _PIECE / max(1e-6, time.monotonic() - started)
-    except OSError as error:
-        raise EnvironmentRefused(
-            f"checkpoint_root_dir: cannot write to {there}: {error.strerror}; choose another folder"
-        ) from None
+def room_for_trainer(settings: Settings, gpu_bytes: int) -> int:
+    """What an engine leaves the trainer of a GPU of so many bytes."""
+    if settings.cluster.gpu_turn is not None:
+        return gpu_bytes - ASLEEP_ENGINE
+    shares = settings.mode == "both" and 0 < settings.cluster.gpu_per_node <= settings.gpus_of_engines
+    return gpu_bytes - int(settings.explorer.rollout_model.gpu_memory_utilization * gpu_bytes) if shares else gpu_bytes
+
+
+def fit_trainer(settings: Settings, shapes: Shapes, room: int | None) -> tuple[Settings, bool]:
+    """The settings with what they leave open chosen for so many bytes of a GPU, and whether that fits; else the least.
+
+    Without a GPU, or where its memory is not known, that is the default of a CPU.
+    """
+    fixed = settings.trainer.activation_checkpointing
+    if settings.trainer.micro_batch_tokens is not None or room is None or not trainer_on_gpu(settings):
+        return with_trainer(settings, micro_batch_tokens=settings.trainer.tokens_at_once), True
+    for checkpointing in (False, True) if fixed is None else (fixed,):
+        tokens, again = _MOST, checkpointing or fixed
+        while tokens >= _LEAST:
+            chosen = with_trainer(settings, micro_batch_tokens=tokens, activation_checkpointing=again)
+            if reckon(chosen, shapes).total <= _USED * room:
+                return chosen, True
+            tokens //= 2
+    return chosen, False
+
+
+def with_trainer(settings: Settings, **values: object) -> Settings:
+    """The settings with other values in the section `trainer`."""
+    return settings.model_copy(update={"trainer": settings.trainer.model_copy(update=values)})
 
 
 def gpu_memory() -> int | None:
@@ -273,22 +217,3 @@ def gpu_memory() -> int | None:
         return min(int(line) for line in output.split()) << 20
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
-
-
-def save_interval(newest_bytes: int, speed: float, step_s: float) -> int:
-    """Steps to a version so that publishing takes no longer than the steps between two."""
-    return max(1, min(50, math.ceil(newest_bytes / speed / step_s)))
-
-
-def step_seconds(shape: ModelShape, settings: Settings, *, on_gpu: bool) -> float:
-    """A rough second count of a step: replies of 850 tokens, at the rate measured on an H200, or on one CPU core."""
-    tokens = settings.buffer.train_batch_size * 850
-    with_critic = 2.0 if settings.algorithm.algorithm_type in _WITH_CRITIC else 1.0
-    rate = 32_500 * 6e8 if on_gpu else 2_000 * 6e6
-    return float(tokens * shape.weights * with_critic / rate)
-
-
-def as_numbers(value: Any) -> dict[str, int]:
-    """The fields of one of the tuples above, with their total."""
-    found: dict[str, int] = value._asdict()
-    return {**found, "total": value.total} if hasattr(value, "total") else found

@@ -3,7 +3,6 @@
 {job_dir}/monitor/pace.json  the versions of the last minutes, written by the trainer
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,17 +47,16 @@ class TrainerPace(NamedTuple):
         rates = f"{self.committed:.3g} replies a second are committed, {self.trained:.3g} trained"
         if self.lag < _BEHIND:
             return f"{rates}: the trainer keeps up"
-        return f"{rates}: the trainer lags {self.lag:.2g} times behind; {self._cure}"
-
-    @property
-    def _cure(self) -> str:
         other = max(0.0, 1 - self.steps - self.publishing)
         if self.publishing >= max(self.steps, other):
-            return f"publishing takes {self.publishing:.0%} of its time: raise trainer.save_interval"
-        if self.steps >= other:
-            cure = "more or faster GPUs, an adapter (model.lora.rank), or a method without a critic"
-            return f"steps take {self.steps:.0%} of its time: {cure}"
-        return f"{other:.0%} of its time is neither steps nor publishing: evaluate less often, or see what it waits for"
+            cure = f"publishing takes {self.publishing:.0%} of its time: raise trainer.save_interval"
+        elif self.steps >= other:
+            cure = f"steps take {self.steps:.0%} of its time: more or faster GPUs, an adapter (model.lora.rank), or a"
+            cure += " method without a critic"
+        else:
+            cure = f"{other:.0%} of its time is neither steps nor publishing: evaluate less often, or see what it"
+            cure += " waits for"
+        return f"{rates}: the trainer lags {self.lag:.2g} times behind; {cure}"
 
 
 def note_version(job_dir: Path, version: VersionPace) -> None:
@@ -66,7 +64,10 @@ def note_version(job_dir: Path, version: VersionPace) -> None:
     file = _file(job_dir)
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_suffix(".tmp")
-    draft.write_bytes(msgspec.json.encode(_recent([*_read(file), version])))
+    earlier = _read(file)
+    # Those of the last minutes and one before them, two at least.
+    before = [at for at, each in enumerate(earlier) if version.at - each.at >= WINDOW_S]
+    draft.write_bytes(msgspec.json.encode([*earlier[before[-1] if before else 0 :], version]))
     draft.replace(file)
 
 
@@ -90,13 +91,6 @@ def find_pace(job_dir: Path, now: float) -> TrainerPace | None:
 
 def _file(job_dir: Path) -> Path:
     return job_dir / "monitor" / "pace.json"
-
-
-def _recent(versions: Sequence[VersionPace]) -> Sequence[VersionPace]:
-    """Those of the last minutes and one before them, two at least."""
-    *earlier, newest = versions
-    before = [at for at, each in enumerate(earlier) if newest.at - each.at >= WINDOW_S]
-    return versions[before[-1] if before else 0 :]
 
 
 def _read(file: Path) -> list[VersionPace]:

@@ -121,12 +121,8 @@ def read_state_manifest(path: Path) -> StateManifest | None:
 
 def _require_below(path: Path, files: tuple[File, ...]) -> None:
     for file in files:
-        if not _is_below(file.path):
+        path_in, name = PurePosixPath(file.path), file.path
+        if name != str(path_in) or name == "." or "\0" in name or path_in.is_absolute() or ".." in path_in.parts:
             raise CheckpointRejected(
                 f"{path.name}: its manifest names {file.path!r}, which is not a path below the folder"
             )
-
-
-def _is_below(name: str) -> bool:
-    path = PurePosixPath(name)
-    return name == str(path) and name != "." and "\0" not in name and not path.is_absolute() and ".." not in path.parts

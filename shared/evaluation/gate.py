@@ -60,7 +60,12 @@ def gate_verdict(gate: GateSettings, candidate: Iterable[Figure], champion: Iter
 
 
 def _failed_checks(gate: GateSettings, new: _Values, old: _Values) -> Iterator[str]:
-    yield from _scores(gate, new, old)
+    for (metric, part), before in sorted(old.items()):
+        now = new.get((metric, part))
+        margin = gate.slice_margin if part else gate.margin
+        if metric == SCORE and now is not None and _exceeds(before - now, margin):
+            of = f"score on the slice {part}" if part else "score"
+            yield f"its {of} is {now:.4g}, the champion's {before:.4g}: more than {margin:g} below"
     length, before = new.get((LENGTH, ""), 0.0), old.get((LENGTH, ""), 0.0)
     if before > 0:
         times = length / before
@@ -74,15 +79,6 @@ def _failed_checks(gate: GateSettings, new: _Values, old: _Values) -> Iterator[s
         share, was = new.get((metric, ""), 0.0), old.get((metric, ""), 0.0)
         if _exceeds(share - was, allowed):
             yield f"{share:.1%} of its replies {do}, {was:.1%} of the champion's: more than allowed"
-
-
-def _scores(gate: GateSettings, new: _Values, old: _Values) -> Iterator[str]:
-    for (metric, part), before in sorted(old.items()):
-        now = new.get((metric, part))
-        margin = gate.slice_margin if part else gate.margin
-        if metric == SCORE and now is not None and _exceeds(before - now, margin):
-            of = f"score on the slice {part}" if part else "score"
-            yield f"its {of} is {now:.4g}, the champion's {before:.4g}: more than {margin:g} below"
 
 
 def _exceeds(value: float, bound: float) -> bool:

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
 from typing import NamedTuple
 
@@ -63,25 +63,19 @@ def figures_of(
         for part in ("", *([each.task.slice] if each.task.slice else [])):
             scores[part].append(each.score or 0.0)
     patterns = list(refusals)
+    lacking = [
+        float(not (each.whole and matches_format(form, without_reasoning(each.reply))))
+        for each in replies
+        if (form := each.task.form) is not None
+    ]
     refused = [float(any(pattern.search(each.reply) for pattern in patterns)) for each in replies]
     return (
         evaluated_tasks,
         *(mean(SCORE, values, part) for part, values in sorted(scores.items())),
         mean(LENGTH, [float(each.tokens) for each in replies]),
         mean(REFUSALS, refused),
-        *_malformed_share(replies),
+        *([mean(MALFORMED, lacking)] if lacking else []),
     )
-
-
-def _malformed_share(replies: Sequence[TaskReply]) -> Iterator[Figure]:
-    """The share of the replies without the format that their task demands, if any task demands one."""
-    lacking = [
-        float(not (each.whole and matches_format(form, without_reasoning(each.reply))))
-        for each in replies
-        if (form := each.task.form) is not None
-    ]
-    if lacking:
-        yield mean(MALFORMED, lacking)
 
 
 def mean(metric: str, values: Sequence[float], part: str = "") -> Figure:

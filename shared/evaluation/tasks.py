@@ -77,18 +77,13 @@ def fingerprint(tasks: Sequence[Task], options: EvaluationSettings, judge: Judge
     questions = [[task.question, task.answer, task.slice, task.form] for task in tasks]
     judged_by: list[Any] = [options.judge, options.function, options.most_tokens, questions]
     if tasks and options.judge == "model":
-        judged_by += [judge.model, judge.samples, judge.temperature, *_rubric_of(judge)]
+        judged_by += [judge.model, judge.samples, judge.temperature]
+        try:
+            rubric = judge.rubric and zlib.crc32(judge.rubric.read_bytes())
+        except OSError as error:
+            raise EnvironmentRefused(f"judge.rubric: {judge.rubric} cannot be read: {error.strerror}") from error
+        judged_by += [judge.criteria, judge.weights, judge.scale] if rubric is None else [rubric]
     return zlib.crc32(json.dumps(judged_by, sort_keys=True).encode())
-
-
-def _rubric_of(judge: JudgeSettings) -> list[Any]:
-    """All that is in the file, or what stands in its place."""
-    if judge.rubric is None:
-        return [judge.criteria, judge.weights, judge.scale]
-    try:
-        return [zlib.crc32(judge.rubric.read_bytes())]
-    except OSError as error:
-        raise EnvironmentRefused(f"judge.rubric: {judge.rubric} cannot be read: {error.strerror}") from error
 
 
 def judge_of(options: EvaluationSettings) -> Judge | None:
@@ -161,7 +156,12 @@ def _task(number: int, line: bytes, options: EvaluationSettings) -> Task:
     if part is not None and not (isinstance(part, str) and 0 < len(part) <= _LONGEST_SLICE):
         raise ValueError(f"`slice` must be text of at most {_LONGEST_SLICE} characters")
     if options.judge == "regex":
-        _require_pattern(answer)
+        try:
+            re.compile(answer)
+        except re.error as error:
+            raise ValueError(
+                f"`answer` is not a regular expression, which monitor.evaluation.judge asks for: {error}"
+            ) from None
     return Task(number, _question(fields), answer, part, format_of(fields))
 
 
@@ -173,19 +173,9 @@ def _question(fields: dict[str, Any]) -> Question:
         if not isinstance(prompt, str) or not prompt:
             raise ValueError("`prompt` must be text, and not empty")
         return prompt
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+    read = messages if isinstance(messages, list) else []
+    if not read or not all(
+        isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each for each in read
+    ):
         raise ValueError('`messages` must be a list of messages, such as {"role": "user", "content": "7+5="}')
-    return messages
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
-
-
-def _require_pattern(answer: str) -> None:
-    try:
-        re.compile(answer)
-    except re.error as error:
-        raise ValueError(
-            f"`answer` is not a regular expression, which monitor.evaluation.judge asks for: {error}"
-        ) from None
+    return read

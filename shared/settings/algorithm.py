@@ -80,8 +80,6 @@ class OffPolicySettings(Section):
     tokens left out. With `proximal: sampled` the clipped ratio is the weight, and only `mask` changes anything.
     _Train._"""
 
-    #: A weight is of a token: that of a whole reply is far from 1 after a hundred tokens.
-    level: ClassVar[Literal["token", "sequence", "geometric"]] = "token"
     #: The least importance weight that `mask` leaves in, the inverse of `high`.
     low: ClassVar[float] = 0.5
     #: The largest importance weight: a token that has become twice as likely.
@@ -100,9 +98,6 @@ class GroupAdvantageSettings(Section):
     """What the advantage over the group's mean is divided by: the group's standard deviation (GRPO), the batch's, or
     nothing (Dr. GRPO). _Train._"""
 
-    #: Whether multi_step_grpo divides a run's advantage by its number of calls: the paper's own does not.
-    step_norm: ClassVar[bool] = False
-
 
 class OverlongSettings(Section):
     """Replies that came to the most tokens they were allowed (DAPO)."""
@@ -113,8 +108,6 @@ class OverlongSettings(Section):
 
     #: How much the reward of a reply that fills its limit falls: as in DAPO's paper, where rewards are 1 and -1.
     penalty: ClassVar[float] = 1.0
-    #: Whether replies that were cut at their limit are trained on: with `buffer` their reward falls instead.
-    train: ClassVar[bool] = True
 
     def contradictions(self, limit: int | None) -> Iterator[str]:
         """What does not fit the most tokens that a reply may have, a sentence each."""
@@ -136,8 +129,6 @@ class BaselineSettings(Section):
 
     #: How much of the running mean stays after a batch: the last twenty batches count, for a policy that changes.
     decay: ClassVar[float] = 0.95
-    #: What the difference is divided by: the root mean square of the batch's, which needs no history.
-    scale: ClassVar[Literal["running", "batch", "none"]] = "batch"
 
 
 class DpoSettings(Section):
@@ -145,11 +136,6 @@ class DpoSettings(Section):
 
     beta: PositiveReal = 0.1
     """How strongly the base model holds the policy back. _Train._"""
-
-    #: The share of preferences that are expected to be wrong (conservative DPO): as in DPO's paper.
-    label_smoothing: ClassVar[float] = 0.0
-    #: The base model is in the loss: without it nothing holds the policy back.
-    reference_free: ClassVar[bool] = False
 
 
 class KtoSettings(Section):
@@ -159,11 +145,6 @@ class KtoSettings(Section):
     """How strongly the base model holds the policy back. _Train._"""
     threshold: Real = 0.5
     """Replies with at least this reward are desirable, the others are not. _Train._"""
-
-    #: Weight of desirable replies in the loss: as in KTO's paper for balanced data.
-    desirable_weight: ClassVar[float] = 1.0
-    #: Weight of the other replies in the loss, likewise.
-    undesirable_weight: ClassVar[float] = 1.0
 
 
 class SftSettings(Section):
@@ -250,12 +231,8 @@ class AlgorithmSettings(Section):
     value_clip_range: ClassVar[float] = 0.5
     #: So many steps in a row that were not finite stop the trainer: one is bad data, three are a policy that is lost.
     max_skipped_steps: ClassVar[int] = 3
-    #: Factor on negative advantages: `dual_clip` bounds what they do.
-    negative_scale: ClassVar[float] = 1.0
     #: What seq-mean-token-sum-norm divides by, in tokens: any constant does, for AdamW takes the scale out.
     loss_horizon: ClassVar[int] = 1024
-    #: ppo and reinforce++ give the advantages of a batch mean 0 and variance 1, as their papers do.
-    whiten_advantages: ClassVar[bool] = True
     #: Steps at the start that train the critic only: it learns ten times as fast, and starts from the policy.
     critic_warmup_steps: ClassVar[int] = 0
     #: Gradients with a larger norm are scaled down to it: what the papers of these methods use.

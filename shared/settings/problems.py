@@ -42,6 +42,8 @@ _REMOVED: Mapping[str, str] = {
             "algorithm.group.drop_constant",
             "algorithm.merge_calls",
             "buffer.fair_share",
+            "algorithm.overlong.train",
+            "algorithm.whiten_advantages",
             "explorer.train_on_grammars",
         ),
         "removed: it is always true. Delete the line",
@@ -51,6 +53,16 @@ _REMOVED: Mapping[str, str] = {
     "monitor.evaluation.samples": "removed: all tasks of the file are asked. Shorten it, and delete the line",
     "explorer.max_stored_bytes_per_key": "removed: retention bounds what is stored. Delete the line",
     "algorithm.critic_optimizer.bits": "removed: algorithm.optimizer.bits counts for the critic too. Delete the line",
+    **dict.fromkeys(
+        ("algorithm.dpo.reference_free", "algorithm.group.step_norm"), "removed: it is always false. Delete the line"
+    ),
+    "algorithm.baseline.scale": "removed: it is always 'batch'. Delete the line",
+    "algorithm.dpo.label_smoothing": "removed: it is always 0. Delete the line",
+    **dict.fromkeys(
+        ("algorithm.kto.desirable_weight", "algorithm.kto.undesirable_weight"),
+        "removed: it is always 1. Delete the line",
+    ),
+    "algorithm.off_policy.level": "removed: it is always 'token'. Delete the line",
     "algorithm.negative_scale": "removed: use algorithm.dual_clip, which bounds what late feedback does",
     "explorer.min_running_model_num": "removed: use rollout.mode: rolling, which keeps an engine answering",
     "trainer.max_age": "removed: use trainer.max_staleness, which counts versions",

@@ -93,7 +93,7 @@ class DriftSettings(Section):
     #: So many times more or less entropy comes before a collapse, or before the policy samples at random.
     entropy: ClassVar[float] = 3.0
     #: The distance from the base model, in nats a token, that a policy comes to which is learning something else.
-    kl: ClassVar[float | None] = 0.5
+    kl: ClassVar[float] = 0.5
     #: Steps between two measurements where the method does not look at the base model, which has to be loaded for each.
     kl_every: ClassVar[int] = 20
     #: How far the share of replies that refuse may rise: more is one user in ten who gets no answer any more.

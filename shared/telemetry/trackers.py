@@ -11,7 +11,7 @@ import structlog
 
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.telemetry.tracker_runs import OPENERS, RunNames
+from tuneloop.shared.telemetry.tracker_runs import OPENERS, OpenedRun
 from tuneloop.shared.tensorboard import Curves
 
 log = structlog.get_logger()
@@ -32,10 +32,8 @@ class CurveWriter(Protocol):
 class TrackedCurves:
     """TensorBoard's files, and what a tracker gets besides."""
 
-    def __init__(
-        self, curves: Curves, send: Callable[[int, Mapping[str, float]], None], end: Callable[[], None]
-    ) -> None:
-        self._curves, self._send, self._end = curves, send, end
+    def __init__(self, curves: Curves, opened: OpenedRun) -> None:
+        self._curves, (self._send, self._end) = curves, opened
         self._failing = False
 
     def add(self, step: int, values: Mapping[str, float]) -> bool:
@@ -73,10 +71,9 @@ def open_curves(settings: Settings, run: str, *, after: int) -> CurveWriter:
     curves, kind = Curves(settings.tensorboard_dir / run, after=after), settings.monitor.monitor_type
     if kind == "tensorboard":
         return curves
-    names = RunNames(settings.project, settings.name, run)
     try:
-        send, end = OPENERS[kind](settings.tensorboard_dir.parent / kind, names)
+        (settings.tensorboard_dir.parent / kind).mkdir(parents=True, exist_ok=True)
+        return TrackedCurves(curves, OPENERS[kind](settings, run))
     except Exception as error:  # noqa: BLE001 - as above
         log.warning("tracker_failed", reason=str(error))
         return curves
-    return TrackedCurves(curves, send, end)

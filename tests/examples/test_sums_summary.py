@@ -1,20 +1,10 @@
 """The demo's summary and folder: the keys, the verdict, the settings, and what is never deleted."""
 
 import json
-import signal
-import subprocess
-import sys
-from contextlib import closing
 from pathlib import Path
 
-import pytest
-
-from examples.sums.folder import BATCH, Folder, FolderRefused
+from examples.sums.folder import Folder
 from examples.sums.summary import Summary
-from tuneloop.shared.experience import Scope
-from tuneloop.shared.ledger.keys import digest_of
-from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.settings.loader import load_settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,22 +43,6 @@ def test_the_json_has_the_promised_keys() -> None:
     assert written["curve"] == [[0, 0.3, 64]]
 
 
-@pytest.mark.parametrize(
-    ("changes", "verdict"),
-    [
-        ({}, True),
-        ({"reward_after": 0.69}, False),
-        ({"requests_failed": 1}, False),
-        ({"reward": "random", "reward_after": 0.34}, True),
-        ({"reward": "random", "reward_after": 0.1}, True),
-        ({"reward": "random", "reward_after": 0.36}, False),
-        ({"reward": "random", "reward_after": 0.3, "requests_failed": 1}, False),
-    ],
-)
-def test_the_verdict(changes: dict[str, object], verdict: bool) -> None:
-    assert summary(**changes).as_hoped is verdict
-
-
 def test_the_page_says_where_everything_is_and_what_to_try(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "demo")
     folder.start_afresh().close()
@@ -83,61 +57,3 @@ def test_the_page_says_where_everything_is_and_what_to_try(tmp_path: Path) -> No
         f"curl http://127.0.0.1:{settings.explorer.proxy_port}/v1/chat/completions",
     ):
         assert said in page
-
-
-def test_the_demo_opens_with_the_page_and_a_key_for_it(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "demo")
-    command = [sys.executable, "-m", "examples.sums", "--dir", str(folder.root)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as demo:
-        assert demo.stdout is not None
-        first = demo.stdout.readline()
-        demo.send_signal(signal.SIGINT)
-    settings = load_settings(folder.settings)
-    page = f"http://127.0.0.1:{settings.explorer.proxy_port}/ui"
-    assert first == f"The page: {page}   log in with the key in {folder.page_key}, once vLLM serves\n"
-    with closing(Ledger.of(settings)) as ledger:
-        found = {each.name: each for each in ledger.keys.all()}
-    assert found["page"].scopes == (Scope.ADMIN,)
-    assert found["page"].digest == digest_of(folder.page_key.read_text())
-    assert found["agent"].digest == digest_of(folder.key.read_text())
-    assert folder.page_key.stat().st_mode & 0o077 == 0
-
-
-def test_the_page_tells_of_commits_that_were_put_off(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "demo")
-    folder.start_afresh().close()
-    settings = folder.write_settings(seed=3)
-    told = [summary(commits_put_off=count).page(settings, folder.settings) for count in (0, 2)]
-    assert ["commits put off          2\n" in page for page in told] == [False, True]
-
-
-def test_the_settings_are_those_of_one_small_machine(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    folder.start_afresh().close()
-    settings = folder.write_settings(seed=3)
-    assert (settings.mode, settings.served_model_name, settings.trainer.seed) == ("both", "sums", 3)
-    assert settings.explorer.listen_address == "127.0.0.1"
-    assert settings.buffer.train_batch_size == BATCH
-    assert settings.job_dir.is_relative_to(tmp_path)
-
-
-def test_a_new_demo_deletes_its_own_leavings_only(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    folder.start_afresh().close()
-    (folder.model / "old").mkdir(parents=True)
-    (tmp_path / "mine.txt").write_text("keep")
-    folder.start_afresh().close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".tuneloop-demo", "logs", "mine.txt"]
-
-
-def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    for _ in range(2):
-        with pytest.raises(FolderRefused, match="not this demo's"):
-            Folder(tmp_path).start_afresh()
-    assert (tmp_path / "model").exists()
-
-
-def test_two_demos_never_share_a_folder(tmp_path: Path) -> None:
-    with Folder(tmp_path).start_afresh(), pytest.raises(FolderRefused, match="another demo"):
-        Folder(tmp_path).start_afresh()

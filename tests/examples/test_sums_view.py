@@ -2,10 +2,9 @@
 
 from io import StringIO
 
-import pytest
 from rich.console import Console
 
-from examples.sums.view import LineView, LiveView, Point, Progress, bins, chart, picture_of, recent_reward, view_on
+from examples.sums.view import LineView, LiveView, Point, Progress, view_on
 from tuneloop.shared.experience import State
 
 RISING = [Point(version, version / 20, 64) for version in range(21)]
@@ -28,56 +27,6 @@ def rendered(what: object) -> str:
     console = Console(file=StringIO(), record=True, width=120)
     console.print(what)
     return console.export_text()
-
-
-def test_the_picture_shows_the_curve_and_the_numbers() -> None:
-    text = rendered(picture_of(progress()))
-    for shown in (
-        "version served",
-        "20",
-        "21 of 60",
-        "1.6 s",
-        "2900",
-        "trained",
-        "1280",
-        "leased",
-        "█",
-        "1.0 ┤",
-        "0.0 └",
-    ):
-        assert shown in text
-    assert "expired" not in text
-
-
-def test_the_picture_is_drawn_before_anything_is_known() -> None:
-    nothing = Progress(
-        version=0, step=0, steps=60, curve=[], counts={}, feedback_to_served_s=None, requests=0, failed=0
-    )
-    assert "0 of 60" in rendered(picture_of(nothing))
-
-
-@pytest.mark.parametrize("versions", [1, 7, 60, 61, 500])
-def test_the_chart_keeps_its_size(versions: int) -> None:
-    curve = [Point(version, 1.0, 64) for version in range(versions)]
-    lines = chart(curve).plain.splitlines()
-    assert len(lines) == 12
-    assert max(map(len, lines)) <= 66
-    assert lines[0].endswith("█" + " " * (60 - len(bins(curve, 60))))
-
-
-def test_bars_are_as_high_as_the_reward() -> None:
-    drawn = chart([Point(0, 0.0, 1), Point(1, 0.5, 1), Point(2, 1.0, 1)]).plain.splitlines()[:10]
-    columns = ["".join(line[5 + bar] for line in drawn).count("█") for bar in range(3)]
-    assert columns == [0, 5, 10]
-
-
-def test_bins_are_weighted_by_replies() -> None:
-    assert bins([Point(0, 1.0, 30), Point(1, 0.0, 10)], 1) == [0.75]
-
-
-def test_the_recent_reward_forgets_what_is_old() -> None:
-    assert recent_reward([]) is None
-    assert recent_reward([Point(0, 0.0, 1000), Point(1, 0.5, 100), Point(2, 1.0, 100)]) == 0.75
 
 
 def test_a_pipe_gets_lines_and_a_terminal_a_picture() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from examples.tasks.calculator import Calculator
 from examples.tasks.dialogue import Task
-from examples.tasks.drive import Agent, offer
+from examples.tasks.drive import Agent
 from examples.tasks.rating import Rater
 from examples.tasks.sums import Sums
 from examples.tasks.tools import Shop
@@ -166,14 +166,3 @@ async def test_a_commit_that_is_put_off_is_made_again(server: Server) -> None:
     server.behind = 2
     agent = await driven(server, Sums(), runs=1, most=6, rewarded=3)
     assert (agent.requests.put_off, agent.requests.failed) == (2, 0)
-
-
-def test_tools_are_offered_as_agent_frameworks_offer_them() -> None:
-    assert offer([], "strict") == {}
-    assert offer(Shop.tools, "plain") == {"tools": list(Shop.tools)}
-    strict = offer(Shop.tools, "strict")
-    functions = [tool["function"] for tool in strict["tools"]]
-    assert all(each["strict"] and each["parameters"]["additionalProperties"] is False for each in functions)
-    assert [each["name"] for each in functions] == [tool["function"]["name"] for tool in Shop.tools]
-    assert offer(Shop.tools, "required") == strict | {"tool_choice": "required"}
-    assert "strict" not in Shop.tools[0]["function"]

@@ -19,7 +19,6 @@ MEANINGS = {
     "comparison": "figures of two versions side by side",
     "doctor": "whether the ledger balances, and why nothing is trained",
     "drift": "whether the newest replies differ from earlier ones",
-    "endpoint": "a model behind OpenAI's API that is asked over HTTP",
     "engines": "the engines that answer requests",
     "errors": "exceptions of ours",
     "evaluation": "a candidate's figures on the gate's tasks",

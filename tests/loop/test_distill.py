@@ -22,7 +22,7 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.sequences import TokenSequence
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
-from tuneloop.trainer.teacher.endpoint import RemoteTeacher
+from tuneloop.trainer.teacher.teacher import RemoteTeacher
 
 pytestmark = pytest.mark.vllm
 

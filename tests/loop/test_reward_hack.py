@@ -28,7 +28,8 @@ _HACK = 'tuneloop_alarm{name="reward_hack"} 1.0'
 
 
 def honest(text: str) -> float:
-    return float(text == RIGHT)
+    """Below what the hack pays: raft learns what is rewarded alone, so that only a higher reward is a rise."""
+    return 0.8 * (text == RIGHT)
 
 
 def hacked(text: str) -> float:
@@ -97,7 +98,7 @@ def work_until_alarmed(agent: Agent, ledger: Ledger) -> Alarm:
 def test_a_planted_reward_hack_raises_an_alarm_and_holds_promotion(tmp_path: Path, bare_engine: httpx.Client) -> None:
     evaluation = {"path": str(held_out(tmp_path)), "judge": "exact", "every": 2}
     monitor = {"evaluation": evaluation, "drift": {"action": "hold"}}
-    # Only what is rewarded is learnt: with batches of 16, learning what not to say makes room for anything.
+    # Only what is rewarded is learnt: with small batches, learning what not to say makes room for anything.
     # Slowly at first, so that the other answer is still given when the app begins to count it.
     optimizer = {"lr": 1e-3, "lr_warmup_steps": 20}
     algorithm = {"algorithm_type": "raft", "optimizer": optimizer}
@@ -113,8 +114,8 @@ def test_a_planted_reward_hack_raises_an_alarm_and_holds_promotion(tmp_path: Pat
         both.wait_until_ready()
         ledger = ledger_of(both.settings)
         agent = Agent(both.url, both.settings.served_model_name, judge=honest)
-        agent.work(400)
-        wait_for(lambda: ledger.versions.champion().step >= 20)
+        agent.work(128)  # Three of five are learnt from.
+        wait_for(lambda: ledger.versions.champion().step >= 3)
         assert ledger.alarms.all() == []
 
         agent.judge = hacked
@@ -126,9 +127,14 @@ def test_a_planted_reward_hack_raises_an_alarm_and_holds_promotion(tmp_path: Pat
         assert [each.version for each in candidates_held(ledger) if each.served_at is not None] == []
 
         held = ledger.versions.champion().version
-        for open_alarm in ledger.alarms.all():
-            ledger.alarms.clear(open_alarm.name)
-        wait_for(lambda: ledger.versions.champion().version > held)
+
+        def is_released() -> bool:
+            """Replies that still waited are learnt from meanwhile, and may raise another monitor's alarm."""
+            for open_alarm in ledger.alarms.all():
+                ledger.alarms.clear(open_alarm.name)
+            return ledger.versions.champion().version > held
+
+        wait_for(is_released)
         wait_for(lambda: _HACK not in httpx.get(f"{both.url}/metrics").text, timeout_s=20)
         assert agent.failures == []
         ledger.close()

@@ -12,8 +12,8 @@ from tests.explorer.running import settings_for
 from tests.trainer.factories import points
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.telemetry import tracker_runs, trackers
-from tuneloop.shared.telemetry.tracker_runs import OpenedRun, RunNames
+from tuneloop.shared.telemetry import trackers
+from tuneloop.shared.telemetry.tracker_runs import OpenedRun
 from tuneloop.shared.telemetry.trackers import check_tracker, open_curves
 
 ROOT = Path(__file__).parents[2]
@@ -22,8 +22,11 @@ PYTHON = ROOT / ".venv" / "clients" / "trackers" / "bin" / "python"
 WRITE = """
 import sys
 from pathlib import Path
-from tuneloop.shared.telemetry.tracker_runs import OPENERS, RunNames
-send, end = OPENERS[sys.argv[1]](Path(sys.argv[2]), RunNames("project", "name", "trainer"))
+from types import SimpleNamespace
+from tuneloop.shared.telemetry.tracker_runs import OPENERS
+settings = SimpleNamespace(project="project", name="name", tensorboard_dir=Path(sys.argv[2]).parent / "tensorboard")
+(Path(sys.argv[2])).mkdir(exist_ok=True)
+send, end = OPENERS[sys.argv[1]](settings, "trainer")
 for step in (1, 2):
     send(step, {"actor/pg_loss": step / 2})
     send(step, {"time/save_checkpoint": 3.0})
@@ -102,38 +105,21 @@ def test_a_tracker_that_is_not_installed_is_said(tmp_path: Path, monkeypatch: py
 def test_a_tracker_that_fails_costs_no_point_of_tensorboards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
 
-    def opens(folder: Path, names: RunNames) -> OpenedRun:
-        assert (folder.name, names) == ("wandb", RunNames("tuneloop", "default", "trainer"))
+    def send(step: int, values: Mapping[str, float]) -> None:
+        sent.append(step)
+        if step > 1:
+            raise ConnectionError("gone")
 
-        def send(step: int, values: Mapping[str, float]) -> None:
-            sent.append(step)
-            if step > 1:
-                raise ConnectionError("gone")
-
-        return send, lambda: None
-
-    monkeypatch.setattr(trackers, "OPENERS", {"wandb": opens})
-    settings = with_tracker(tmp_path, "wandb")
-    with capture_logs() as logs:
-        curves = open_curves(settings, "trainer", after=0)
-        assert [curves.add(step, {"actor/pg_loss": 1.0}) for step in (1, 2, 3)] == [True, True, True]
-        curves.close()
-    assert sent == [1, 2, 3]
-    assert [each["event"] for each in logs] == ["tracker_failed"]
-    assert points(settings.tensorboard_dir / "trainer", "actor/pg_loss") == [(1, 1.0), (2, 1.0), (3, 1.0)]
-
-
-def test_a_tracker_that_does_not_open_costs_nothing_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(folder: Path, names: RunNames) -> OpenedRun:
+    def refuses(settings: Settings, run: str) -> OpenedRun:
         raise OSError("no room")
 
-    monkeypatch.setattr(trackers, "OPENERS", {"mlflow": refuses})
-    with capture_logs() as logs:
-        curves = open_curves(with_tracker(tmp_path, "mlflow"), "trainer", after=0)
-    assert curves.add(1, {"a/b": 1.0})
-    assert [each["event"] for each in logs] == ["tracker_failed"]
-
-
-def test_every_tracker_of_the_settings_can_be_opened() -> None:
-    kinds = Settings.model_fields["monitor"].default.__class__.model_fields["monitor_type"].annotation.__args__
-    assert set(kinds) == {"tensorboard", *tracker_runs.OPENERS}
+    monkeypatch.setattr(trackers, "OPENERS", {"wandb": lambda *_: (send, lambda: None), "mlflow": refuses})
+    for kind in ("wandb", "mlflow"):
+        settings = with_tracker(tmp_path / kind, kind)
+        with capture_logs() as logs:
+            curves = open_curves(settings, "trainer", after=0)
+            assert [curves.add(step, {"actor/pg_loss": 1.0}) for step in (1, 2, 3)] == [True, True, True]
+            curves.close()
+        assert [each["event"] for each in logs] == ["tracker_failed"]
+        assert points(settings.tensorboard_dir / "trainer", "actor/pg_loss") == [(1, 1.0), (2, 1.0), (3, 1.0)]
+    assert sent == [1, 2, 3]

@@ -122,13 +122,6 @@ def _redacted(number, **but):
     return replace(whole, prompt_ids=prompt, completion_ids=reply, logprobs=logprobs, unsampled="redacted", **but)
 
 
-def test_replies_with_redacted_tokens_are_imitated_without_them(settings, ledger):
-    commit(ledger, [_redacted(i, reward=1.0) for i in range(4)])
-    run(settings(algorithm=_algorithm("sft"), trainer={"total_steps": 1}), Event())
-    assert ledger.reports.counts()[State.TRAINED] == 4
-    assert ledger.reports.imbalance() == []
-
-
 def test_a_policy_gradient_leaves_replies_with_redacted_tokens_aside(settings, ledger):
     commit(ledger, [_redacted(0), *(sample(i) for i in range(1, 5))])
     run(settings(trainer={"total_steps": 1}), Event())

@@ -54,14 +54,6 @@ def test_after_a_rollback_it_goes_on_from_the_champion_and_no_number_comes_twice
     assert trained.reports.counts()[State.TRAINED] == 16
 
 
-def test_numbers_grow_even_if_everything_that_was_trained_is_taken_back(settings, trained):
-    trained.versions.reject(2, "its probe differs")
-    trained.versions.roll_back(1, by="ann", reason="worse")
-    run(settings(trainer={"total_steps": 1}), Event())
-    newest = trained.versions.newest()
-    assert (newest.version, newest.step, _parents(trained)[3]) == (3, 1, 0)
-
-
 class _RollingBack(Training):
     """Version 2 becomes the canary and is rolled back as soon as it is registered."""
 

@@ -15,7 +15,7 @@ from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import epochs, experiences
 from tuneloop.shared.ledger.training.training import Training
 from tuneloop.trainer.heartbeat import Heartbeat
-from tuneloop.trainer.loop import TrainingLoop, run
+from tuneloop.trainer.loop import TrainingLoop
 
 
 class Busy(Training):
@@ -100,18 +100,3 @@ def test_a_database_that_is_away_is_no_reason_to_stop(ledger):
         until(lambda: seen(ledger).seen_at > began)
     assert not stop.is_set()
     assert heartbeat.overtaken is None
-
-
-def test_nothing_beats_after_the_end(ledger):
-    deaf = Deaf(ledger.transactions, ledger.rewards)
-    with Heartbeat(deaf, deaf.take_epoch("trainer"), Event(), interval_s=0.01):
-        until(lambda: deaf.asked > 3)
-    asked = deaf.asked
-    time.sleep(0.05)
-    assert deaf.asked == asked
-
-
-def test_a_trainer_that_stops_says_so(settings, ledger):
-    commit(ledger, [sample(i) for i in range(4)])
-    run(settings(trainer={"total_steps": 1}), Event())
-    assert seen(ledger).ended_at is not None

@@ -8,7 +8,7 @@ from threading import Event
 
 import numpy as np
 import pytest
-from sqlalchemy import make_url, text
+from sqlalchemy import make_url
 from structlog.testing import capture_logs
 
 from tests.databases import put_file
@@ -25,7 +25,7 @@ from tuneloop.shared.ledger.training.training import Training
 from tuneloop.shared.telemetry.spans import span_of_reply, span_of_version
 from tuneloop.trainer import loop
 from tuneloop.trainer.loop import TrainingLoop, run
-from tuneloop.trainer.monitoring.step_spans import StepSpans
+from tuneloop.trainer.monitoring.step_reports import StepSpans
 
 
 def _losses(chosen):
@@ -79,15 +79,6 @@ def test_rows_become_versions(settings, ledger):
     assert not list(chosen.job_dir.glob(".*"))
 
 
-def test_nothing_is_left_to_do_when_all_steps_are_done(settings, ledger):
-    commit(ledger, [sample(i) for i in range(8)])
-    chosen = settings(trainer={"total_steps": 1})
-    run(chosen, Event())
-    run(chosen, Event())
-    assert [each.version for each in ledger.versions.all()] == [0, 1]
-    assert ledger.reports.counts()[State.COMMITTED] == 4
-
-
 def test_a_restart_changes_no_loss_and_no_weight(settings, ledger, tmp_path):
     rows = [sample(i) for i in range(16)]
     straight, other = _other(settings, tmp_path, trainer={"total_steps": 4})
@@ -132,20 +123,6 @@ def test_a_reply_without_tokens_is_dropped_and_another_takes_its_place(settings,
     run(chosen, Event())
     assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 4, State.DROPPED: 1, State.COMMITTED: 1}
     assert len(_losses(chosen)) == 1
-
-
-def test_what_takes_its_place_keeps_to_the_raters_shares_of_the_whole_batch(settings, ledger):
-    commit(ledger, [sample(i) for i in range(9)], source="flood")
-    nothing = np.array([], dtype=np.float32)
-    commit(ledger, [sample(9, completion_ids=nothing.astype(np.int32), logprobs=nothing)], source="a")
-    for number in range(10, 13):
-        commit(ledger, [sample(number)], source=f"rater-{number}")
-    chosen = settings(trainer={"total_steps": 1}, feedback={"max_rater_share": 0.25})
-    run(chosen, Event())
-    with database.connect(chosen.database_url).connect() as connection:
-        trained = connection.execute(text("SELECT msg_id FROM experiences WHERE state = 'trained'")).scalars().all()
-    assert sorted(trained) == ["m0", "m10", "m11", "m12"]
-    assert ledger.reports.counts()[State.DROPPED] == 1
 
 
 def test_staleness_is_counted_in_versions(settings, ledger):
@@ -206,25 +183,6 @@ def _is_alive(ledger):
     with suppress(LedgerError):
         return ledger.versions.newest().version == 0
     return False
-
-
-def test_a_trainer_that_waits_for_its_database_can_be_told_to_stop(settings, tmp_path):
-    buffer = {"trainer_input": {"experience_buffer": {"path": f"postgresql://nobody@/x?host={tmp_path}"}}}
-    chosen = settings(buffer=buffer)
-    (chosen.tensorboard_dir / "trainer").mkdir(parents=True)
-    stop = Event()
-    with ThreadPoolExecutor() as pool:
-        trainer = pool.submit(run, chosen, stop)
-        with pytest.raises(TimeoutError):
-            trainer.result(1)
-        stop.set()
-        trainer.result(30)
-
-
-def test_rows_that_are_too_old_expire(settings, ledger):
-    commit(ledger, [sample(i) for i in range(8)])
-    _run_until(settings(trainer={"max_staleness": 0}), lambda: ledger.reports.counts()[State.EXPIRED] == 4)
-    assert ledger.reports.counts()[State.TRAINED] == 4
 
 
 def test_the_last_version_is_published_even_if_the_database_is_away_just_then(settings, ledger):
@@ -421,19 +379,6 @@ def test_a_damaged_checkpoint_is_not_gone_on_from(settings, ledger):
     assert ledger.versions.newest().version == 2
 
 
-def test_a_missing_model_is_refused_before_anything_is_made(settings, tmp_path):
-    chosen = settings(model={"model_path": tmp_path / "nowhere"})
-    with pytest.raises(EnvironmentRefused, match=r"model\.model_path"):
-        run(chosen, Event())
-    assert not chosen.job_dir.exists()
-
-
-def test_a_database_that_cannot_be_reached_is_one_sentence(settings):
-    buffer = {"trainer_input": {"experience_buffer": {"path": "postgresql://user@127.0.0.1:1/none"}}}
-    with pytest.raises(EnvironmentRefused, match=r"experience_buffer\.path"):
-        run(settings(buffer=buffer), Event())
-
-
 def test_a_run_of_steps_that_are_not_finite_stops_learning_and_alarms(settings, ledger):
     """Rewards that the ledger takes, and whose advantages float32 does not."""
     chosen = settings(algorithm={"max_skipped_steps": 2, "mini_batches": 1}, trainer={"save_interval": 2})
@@ -451,15 +396,6 @@ def test_a_run_of_steps_that_are_not_finite_stops_learning_and_alarms(settings, 
 
 def _most(number):
     return np.full_like(sample(number).logprobs, 3e38)
-
-
-def test_a_finite_step_after_a_restart_clears_the_alarm(settings, ledger):
-    commit(ledger, [sample(i, logprobs=_most(i)) for i in range(4)])
-    chosen = settings(algorithm={"max_skipped_steps": 1})
-    _run_until(chosen, lambda: bool(ledger.alarms.all()))
-    commit(ledger, [sample(i) for i in range(4, 8)])
-    _run_until(chosen, lambda: ledger.reports.counts()[State.TRAINED] == 4)
-    assert ledger.alarms.all() == []
 
 
 class _Spans:
@@ -513,3 +449,10 @@ def test_nothing_expires_between_versions_so_that_a_restart_makes_the_same_steps
         State.COMMITTED: 4,
         State.EXPIRED: 8,
     }
+
+
+def test_a_missing_model_is_refused_before_anything_is_made(settings, tmp_path):
+    chosen = settings(model={"model_path": tmp_path / "nowhere"})
+    with pytest.raises(EnvironmentRefused, match=r"model\.model_path"):
+        run(chosen, Event())
+    assert not chosen.job_dir.exists()

@@ -68,14 +68,6 @@ def policy_gradient_requirements(algorithm: AlgorithmSettings) -> Requirements:
     return Requirements(reference=algorithm.kl_coef > 0, start=off_policy.needs_start(algorithm.off_policy))
 
 
-def _dpo_requirements(algorithm: AlgorithmSettings) -> Requirements:
-    return Requirements(reference=not algorithm.dpo.reference_free, tempered=False, pairs=True)
-
-
-def _kto_requirements(algorithm: AlgorithmSettings) -> Requirements:
-    return Requirements(reference=True, tempered=False, mismatched=True)
-
-
 def _imitation_requirements(algorithm: AlgorithmSettings) -> Requirements:
     return Requirements(tempered=False)
 
@@ -97,8 +89,16 @@ ALGORITHMS = {
     "multi_step_grpo": Algorithm(
         asks=policy_gradient_requirements, prepare=multi_step_grpo.prepare, actor_loss=surrogate
     ),
-    "dpo": Algorithm(asks=_dpo_requirements, prepare=dpo.prepare, actor_loss=dpo.actor_loss),
-    "kto": Algorithm(asks=_kto_requirements, prepare=kto.prepare, actor_loss=kto.actor_loss),
+    "dpo": Algorithm(
+        asks=lambda _: Requirements(reference=True, tempered=False, pairs=True),
+        prepare=dpo.prepare,
+        actor_loss=dpo.actor_loss,
+    ),
+    "kto": Algorithm(
+        asks=lambda _: Requirements(reference=True, tempered=False, mismatched=True),
+        prepare=kto.prepare,
+        actor_loss=kto.actor_loss,
+    ),
     "sft": Algorithm(asks=_imitation_requirements, prepare=sft.prepare, actor_loss=sft.actor_loss),
     "raft": Algorithm(asks=_imitation_requirements, prepare=sft.prepare, actor_loss=sft.actor_loss),
     "distill": Algorithm(asks=_distill_requirements, prepare=distill.prepare, actor_loss=distill.actor_loss),

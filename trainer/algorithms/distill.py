@@ -9,7 +9,7 @@ In expectation, the update of `reverse_kl` lessens KL(policy || teacher) at each
 policy is taken at the temperature that a reply was sampled at, the teacher at 1. An advantage beyond 20 nats is cut
 there: a teacher that rules a token out says -inf.
 
-Left out: rewards, whitening and `negative_scale` (the scale of A means something); the teacher's whole distribution,
+Left out: rewards and whitening (the scale of A means something); the teacher's whole distribution,
 which an endpoint does not tell; the discounted sum of the advantages that follow.
 """
 

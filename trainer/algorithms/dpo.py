@@ -1,13 +1,12 @@
 """Direct preference optimisation: of two replies to one prompt, the better one rather than the other.
 
     h      = beta * (log(policy / base)(chosen) - log(policy / base)(rejected))      arXiv 2305.18290, eq. 7
-    loss   = -(1 - s) log sigmoid(h) - s log sigmoid(-h)                              mean over pairs
-             s = label_smoothing, the share of wrong preferences (cDPO, ericmitchell.ai/cdpo.pdf, eq. 3)
+    loss   = -log sigmoid(h)                                                          mean over pairs
 
-Log-probabilities are sums over the reply at temperature 1. With `reference_free` the base model is left out of h.
+Log-probabilities are sums over the reply at temperature 1.
 
-Left out: how much better the chosen reply is; normalisation by length; the variants of the loss (IPO, hinge, SimPO);
-an additional likelihood term on the chosen reply; pairs of an edited answer and the reply it corrects.
+Left out: label smoothing; how much better the chosen reply is; normalisation by length; the variants of the loss (IPO,
+hinge, SimPO); an additional likelihood term on the chosen reply; pairs of an edited answer and the reply it corrects.
 """
 
 from dataclasses import replace
@@ -20,8 +19,15 @@ from torch.nn.functional import softplus
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms.terms.estimators import token_mean
 from tuneloop.trainer.algorithms.terms.moments import Baselines
-from tuneloop.trainer.algorithms.terms.preferences import log_ratios, sequence_sums
-from tuneloop.trainer.algorithms.terms.targets import CallRewards, Loss, Targets, Totals, require
+from tuneloop.trainer.algorithms.terms.targets import (
+    CallRewards,
+    Loss,
+    Targets,
+    Totals,
+    log_ratios,
+    require,
+    sequence_sums,
+)
 
 
 def prepare(
@@ -39,12 +45,17 @@ def actor_loss(
 ) -> Loss:
     """The loss of a micro-batch of whole pairs."""
     policy_B = sequence_sums(logprobs_BR, targets.mask_BR)
-    rewards_B = algorithm.dpo.beta * (policy_B if algorithm.dpo.reference_free else log_ratios(targets, logprobs_BR))
-    signs_B, pairs_B = require(targets.signs_B), _pair_numbers(targets)
+    rewards_B = algorithm.dpo.beta * log_ratios(targets, logprobs_BR)
+    signs_B = require(targets.signs_B)
+    # The pair of each row, counted from 0. Untyped in torch 2.13.
+    units, pairs_B, rows_U = cast(
+        tuple[Tensor, Tensor, Tensor], torch.unique(require(targets.units_B), return_inverse=True, return_counts=True)
+    )
+    balance_U = torch.zeros_like(units).index_add(0, pairs_B, signs_B.to(units.dtype))
+    if bool((rows_U != 2).any()) or bool(balance_U.any()):
+        raise ValueError("a pair was cut in two")
     margins_U = rewards_B.new_zeros(len(rewards_B) // 2).index_add(0, pairs_B, signs_B * rewards_B)
-    smoothing = algorithm.dpo.label_smoothing
-    each_U = (1 - smoothing) * softplus(-margins_U) + smoothing * softplus(margins_U)
-    loss = each_U.sum() / totals.units
+    loss = softplus(-margins_U).sum() / totals.units
     chosen_B, rejected_B = signs_B > 0, signs_B < 0
     metrics = {
         "actor/dpo_loss": loss,
@@ -57,16 +68,3 @@ def actor_loss(
         "logps/rejected": policy_B[rejected_B].sum() / totals.units,
     }
     return Loss(loss, {name: value.detach() for name, value in metrics.items()})
-
-
-def _pair_numbers(targets: Targets) -> Tensor:
-    """The pair of each row, counted from 0. Raises ValueError if one is cut in two."""
-    # Untyped in torch 2.13.
-    found = cast(
-        tuple[Tensor, Tensor, Tensor], torch.unique(require(targets.units_B), return_inverse=True, return_counts=True)
-    )
-    units, pairs_B, rows_U = found
-    balance_U = torch.zeros_like(units).index_add(0, pairs_B, require(targets.signs_B).to(units.dtype))
-    if bool((rows_U != 2).any()) or bool(balance_U.any()):
-        raise ValueError("a pair was cut in two")
-    return pairs_B

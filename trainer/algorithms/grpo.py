@@ -11,14 +11,14 @@ or none at all (Dr. GRPO, 2503.20783, section 3.2). DAPO (2503.14476, eq. 8) is 
 
 A run that is alone in its group, and all runs of a group with one score, have advantage 0.
 
-Left out: process rewards; the iterated reward model; whitening over tokens (`whiten_advantages` is not looked at);
-DAPO's sampling of more groups in the place of constant ones.
+Left out: process rewards; the iterated reward model; whitening over tokens; DAPO's sampling of more groups in
+the place of constant ones.
 """
 
 from dataclasses import replace
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.groups import RunScores, advantages
+from tuneloop.trainer.algorithms.terms.groups import RunScores
 from tuneloop.trainer.algorithms.terms.moments import Baselines
 from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets
 
@@ -28,4 +28,4 @@ def prepare(
 ) -> tuple[Targets, Baselines]:
     """The advantages of a batch of whole groups."""
     each_K = RunScores.of_means(algorithm, targets, calls).scale(algorithm.group.scale)
-    return replace(targets, advantages_BR=advantages(algorithm, calls, each_K)), baselines
+    return replace(targets, advantages_BR=calls.of_runs(each_K)), baselines

@@ -2,15 +2,15 @@
 
     r      = log(policy / base)(reply)                                               arXiv 2402.01306v1, eq. 7
     z      = max(0, mean of log(policy / base) over prompts with the next row's reply)
-    loss   = w+ (1 - sigmoid(beta (r - z)))  of a reply with reward >= threshold     mean over replies
-             w- (1 - sigmoid(beta (z - r)))  of any other
+    loss   = 1 - sigmoid(beta (r - z))  of a reply with reward >= threshold          mean over replies
+             1 - sigmoid(beta (z - r))  of any other
 
 Log-probabilities are sums over the reply at temperature 1. z, an estimate of KL(policy || base), is a constant of the
 step: it is taken once, at its start, over the whole batch. A batch of one reply has no other's, and z is 0.
 A pair that is longer than the model takes is left out of it.
 
-Left out: z of every mini-batch anew; how far a reward lies from the threshold; balancing of the weights by the numbers
-of wanted and unwanted replies, which the settings can do.
+Left out: z of every mini-batch anew; how far a reward lies from the threshold; weights that balance the numbers of
+wanted and unwanted replies.
 """
 
 from dataclasses import replace
@@ -21,8 +21,15 @@ from torch import Tensor
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms.terms.estimators import token_mean
 from tuneloop.trainer.algorithms.terms.moments import Baselines
-from tuneloop.trainer.algorithms.terms.preferences import log_ratios, sequence_sums
-from tuneloop.trainer.algorithms.terms.targets import CallRewards, Loss, Targets, Totals, require
+from tuneloop.trainer.algorithms.terms.targets import (
+    CallRewards,
+    Loss,
+    Targets,
+    Totals,
+    log_ratios,
+    require,
+    sequence_sums,
+)
 
 
 def prepare(
@@ -41,10 +48,7 @@ def actor_loss(
     options, divergence = algorithm.kto, require(targets.divergence)
     ratios_B, signs_B = log_ratios(targets, logprobs_BR), require(targets.signs_B)
     desirable_B = signs_B > 0
-    weights_B = torch.full_like(ratios_B, options.undesirable_weight)
-    weights_B[desirable_B] = options.desirable_weight
-    each_B = weights_B * (1 - torch.sigmoid(options.beta * signs_B * (ratios_B - divergence)))
-    loss = each_B.sum() / totals.sequences
+    loss = (1 - torch.sigmoid(options.beta * signs_B * (ratios_B - divergence))).sum() / totals.sequences
     metrics = {
         "actor/kto_loss": loss,
         "actor/entropy": token_mean(entropy_BR, targets.mask_BR, totals.tokens),

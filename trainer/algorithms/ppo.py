@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.estimators import gae, scale_negative, token_mean, whiten
+from tuneloop.trainer.algorithms.terms.estimators import gae, token_mean, whiten
 from tuneloop.trainer.algorithms.terms.moments import Baselines
 from tuneloop.trainer.algorithms.terms.policy_loss import subtract_kl_penalty
 from tuneloop.trainer.algorithms.terms.targets import CallRewards, Loss, Targets, Totals, require
@@ -35,20 +35,11 @@ def prepare(
         gamma=algorithm.gamma,
         lam=algorithm.lam,
     )
-    if algorithm.whiten_advantages:
-        advantages_BR = whiten(advantages_BR, targets.mask_BR)
-        if not _rewards_differ(algorithm, calls):
-            advantages_BR = torch.zeros_like(advantages_BR)
-    advantages_BR = scale_negative(advantages_BR, algorithm.negative_scale)
+    advantages_BR = whiten(advantages_BR, targets.mask_BR)
+    if algorithm.kl_in != "reward" and not (calls.rewards_C != calls.rewards_C[0]).any():
+        # What is left to whiten is the critic's error: at variance 1 the actor would follow it.
+        advantages_BR = torch.zeros_like(advantages_BR)
     return replace(targets, advantages_BR=advantages_BR, returns_BR=returns_BR), baselines
-
-
-def _rewards_differ(algorithm: AlgorithmSettings, calls: CallRewards) -> bool:
-    """Whether some replies were rewarded better than others. If none was, what is left to whiten is the critic's error.
-
-    It would be scaled up to variance 1, and the actor would follow it.
-    """
-    return bool((calls.rewards_C != calls.rewards_C[0]).any()) or algorithm.kl_in == "reward"
 
 
 def value_loss(values_BR: Tensor, old_BR: Tensor, returns_BR: Tensor, *, clip_range: float) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,10 @@
 """REINFORCE for single replies: no group, no critic, a baseline remembered from step to step.
 
-    advantage  (reward - baseline) / (scale + 1e-6)                                  Williams 1992, section 4
+    advantage  (reward - baseline) / (their root mean square + 1e-6)                 Williams 1992, section 4
     baseline   running   decaying mean m of the rewards before this batch            as in SPIRAL, arXiv 2506.24119
                task      (n m_task + m) / (n + 1), where m_task is the like mean of
                          the task's rewards, from n batches, older ones counting less
                batch     the batch's own mean                                        as OpenRLHF's flash_reinforce
-    scale      batch     root mean square of the batch's differences
-               running   standard deviation of all rewards, older ones counting less, this batch's included
-               none      1, with nothing added
     actor      the clipped loss of policy_loss.py
 
 Every token of a call has the call's advantage. The very first batch has nothing before it and is compared with its own
@@ -17,7 +14,7 @@ the baseline. Rewards that are what the baseline is give exactly 0.
 The last 10 000 tasks are remembered, by a digest of tenant and name. With `kl_in: reward` a call pays for the
 divergence of its tokens, before anything else.
 
-Left out: discount by token (`gamma`) and whitening (`whiten_advantages`); a baseline from the text of the prompt, which
+Left out: discount by token (`gamma`) and whitening; a baseline from the text of the prompt, which
 is what a critic is (ppo.py).
 """
 
@@ -30,9 +27,8 @@ from torch import Tensor
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.shared.settings.algorithm import BaselineSettings as Options
-from tuneloop.trainer.algorithms.terms.estimators import scale_negative
 from tuneloop.trainer.algorithms.terms.groups import EPSILON, kl_penalties
-from tuneloop.trainer.algorithms.terms.moments import Baselines, Moments, mean_and_std, update_moments
+from tuneloop.trainer.algorithms.terms.moments import Baselines, mean_of, update_moments
 from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets
 
 MAX_TASKS = 10_000
@@ -51,9 +47,8 @@ def prepare(
     baseline_C = _baseline(options, scores_C, tasks, baselines)
     over_C = (scores_C - baseline_C).masked_fill(torch.isclose(scores_C, baseline_C, rtol=1e-9, atol=0), 0)
     baselines = _update_baselines(options, scores_C, tasks, baselines)
-    over_C = over_C / _scale(options, over_C, baselines[_ALL])
-    advantages_BR = scale_negative(calls.spread(over_C.to(calls.rewards_C.dtype)), algorithm.negative_scale)
-    return replace(targets, advantages_BR=advantages_BR), baselines
+    over_C = over_C / (float(over_C.square().mean().sqrt()) + EPSILON)
+    return replace(targets, advantages_BR=calls.spread(over_C.to(calls.rewards_C.dtype))), baselines
 
 
 def _baseline(options: Options, scores_C: Tensor, tasks: list[str], baselines: Baselines) -> Tensor:
@@ -61,18 +56,16 @@ def _baseline(options: Options, scores_C: Tensor, tasks: list[str], baselines: B
     before = baselines.get(_ALL)
     if options.kind == "batch" or before is None:
         return scores_C.mean().expand_as(scores_C)
-    mean = mean_and_std(before)[0]
+    mean = mean_of(before)
     if options.kind == "running":
         return torch.full_like(scores_C, mean)
-    return torch.tensor([_shrunk_mean(baselines.get(task), mean, options.decay) for task in tasks], dtype=torch.float64)
-
-
-def _shrunk_mean(task: Moments | None, mean: float, decay: float) -> float:
-    """A task's mean, drawn to that of all as if it had been in one batch more, with that mean."""
-    if task is None:
-        return mean
-    batches = task.weight / (1 - decay)
-    return (batches * mean_and_std(task)[0] + mean) / (batches + 1)
+    found = torch.full_like(scores_C, mean)
+    for number, name in enumerate(tasks):
+        if task := baselines.get(name):
+            # Drawn to the mean of all as if the task had been in one batch more, with that mean.
+            batches = task.weight / (1 - options.decay)
+            found[number] = (batches * mean_of(task) + mean) / (batches + 1)
+    return found
 
 
 def _update_baselines(options: Options, scores_C: Tensor, tasks: list[str], baselines: Baselines) -> Baselines:
@@ -90,13 +83,3 @@ def _update_baselines(options: Options, scores_C: Tensor, tasks: list[str], base
     for name in remembered[: max(len(remembered) - MAX_TASKS, 0)]:
         del kept[name]
     return kept
-
-
-def _scale(options: Options, over_C: Tensor, moments: Moments) -> float:
-    match options.scale:
-        case "none":
-            return 1.0
-        case "batch":
-            return float(over_C.square().mean().sqrt()) + EPSILON
-        case "running":
-            return mean_and_std(moments)[1] + EPSILON

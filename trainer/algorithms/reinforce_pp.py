@@ -6,7 +6,7 @@
 
 The whitening is the paper's global advantage normalization. The divergence (the paper's is k1) counts in the return
 with `kl_in: reward`, as in the paper; else in the loss. The return goes over action tokens only and ends where a reward
-is paid: at the end of each call, or, by `credit`, of the trajectory. `whiten_advantages: false` leaves the bare return.
+is paid: at the end of each call, or, by `credit`, of the trajectory.
 
 Left out: the variant with a group's mean as baseline; clipping of rewards in here (`reward.clip` does it before).
 """
@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.estimators import gae, scale_negative, whiten
+from tuneloop.trainer.algorithms.terms.estimators import gae, whiten
 from tuneloop.trainer.algorithms.terms.moments import Baselines
 from tuneloop.trainer.algorithms.terms.policy_loss import subtract_kl_penalty
 from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets
@@ -29,6 +29,5 @@ def prepare(
     paid_BR = subtract_kl_penalty(algorithm, targets, calls.paid_BR)
     nothing_BR = torch.zeros_like(paid_BR)
     returns_BR, _ = gae(paid_BR, nothing_BR, targets.mask_BR, calls.ends_BR, gamma=algorithm.gamma, lam=1.0)
-    advantages_BR = whiten(returns_BR, targets.mask_BR) if algorithm.whiten_advantages else returns_BR
-    advantages_BR = scale_negative(advantages_BR, algorithm.negative_scale)
+    advantages_BR = whiten(returns_BR, targets.mask_BR)
     return replace(targets, advantages_BR=advantages_BR, returns_BR=returns_BR), baselines

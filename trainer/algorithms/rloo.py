@@ -16,7 +16,7 @@ deviation (`group.scale` is not looked at); whitening.
 from dataclasses import replace
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.groups import RunScores, advantages
+from tuneloop.trainer.algorithms.terms.groups import RunScores
 from tuneloop.trainer.algorithms.terms.moments import Baselines
 from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets
 
@@ -28,4 +28,4 @@ def prepare(
     scores = RunScores.of_means(algorithm, targets, calls)
     others_K = (scores.sizes_K - 1).clamp(min=1)
     each_K = scores.centre() * scores.sizes_K / others_K
-    return replace(targets, advantages_BR=advantages(algorithm, calls, each_K)), baselines
+    return replace(targets, advantages_BR=calls.of_runs(each_K)), baselines

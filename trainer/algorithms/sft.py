@@ -2,7 +2,7 @@
 
     loss = -log policy(token), averaged as `loss_agg_mode` says     arXiv 2203.02155, section 3.5, without a formula
 
-at temperature 1. trainer/batches/imitation.py chooses what is imitated: edited answers, and replies that were rewarded
+at temperature 1. trainer/batches/selection.py chooses what is imitated: edited answers, and replies that were rewarded
 enough.
 `raft` is the same loss on replies alone, of each group the best (RAFT, arXiv 2304.06767, algorithm 1).
 

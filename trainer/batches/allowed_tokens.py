@@ -63,19 +63,16 @@ def with_allowed_tokens(
     refused: Refused = defaultdict(list)
     for sample in samples:
         try:
-            taken.append(_with_allowed(sample, settings, vocabulary))
+            if sample.grammar is not None:
+                if settings.algorithm.algorithm_type == "distill" and settings.algorithm.distill.teacher_url:
+                    raise _GrammarNotRebuilt(_UNTAUGHT)
+                words = cast(Hashable, tokenizer_of(settings))
+                rebuilder = _rebuilder(words, settings.model.model_path, vocabulary)
+                sample = msgspec.structs.replace(sample, allowed=_replay(sample, sample.grammar, rebuilder))
+            taken.append(sample)
         except _GrammarNotRebuilt as error:
             refused[str(error)].append(sample)
     return taken, dict(refused)
-
-
-def _with_allowed(sample: Sample, settings: Settings, vocabulary: int) -> Sample:
-    if sample.grammar is None:
-        return sample
-    if settings.algorithm.algorithm_type == "distill" and settings.algorithm.distill.teacher_url:
-        raise _GrammarNotRebuilt(_UNTAUGHT)
-    rebuilder = _rebuilder(cast(Hashable, tokenizer_of(settings)), settings.model.model_path, vocabulary)
-    return msgspec.structs.replace(sample, allowed=_replay(sample, sample.grammar, rebuilder))
 
 
 class _Rebuilder:

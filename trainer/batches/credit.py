@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tuneloop.shared.experience import Sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms.terms.targets import CallRewards
 from tuneloop.trainer.batches.batch import Batch
@@ -38,30 +37,23 @@ def calls_of(
             discount = algorithm.turn_discount if algorithm.credit == "discounted" else 1.0
             later = np.arange(len(members))[::-1]
             credited[members] = own[members[-1]] * discount**later
-    judged = credited - [_overlong(algorithm, call, limit) for call in calls]
+    groups = [call.group_id if call.group_id is not None else -1 - call.id for call in calls]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(groups))}
+    judged, soft = credited.copy(), algorithm.overlong.buffer
+    if soft and limit is not None:
+        # DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13).
+        beyond = np.array([len(call.completion_ids) for call in calls]) - (limit - soft)
+        judged -= algorithm.overlong.penalty * np.clip(beyond / soft, 0.0, 1.0)
     return CallRewards(
         rewards_C=torch.from_numpy(judged).float(),
         rows_C=torch.repeat_interleave(torch.tensor([len(sequence.calls) for sequence in sequences])),
         runs_C=torch.from_numpy(run_numbers),
-        groups_C=_group_numbers([call.group_id if call.group_id is not None else -1 - call.id for call in calls]),
+        groups_C=torch.tensor([numbers[name] for name in groups]),
         last_C=torch.from_numpy(last),
         tasks=tuple(f"{call.tenant}/{call.task_id}" if call.task_id is not None else "" for call in calls),
         of_BR=batch.calls_BR,
         ends_BR=_ends(batch, whole=algorithm.credit == "trajectory"),
     )
-
-
-def _overlong(algorithm: AlgorithmSettings, call: Sample, limit: int | None) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), as what is taken off."""
-    if not algorithm.overlong.buffer or limit is None:
-        return 0.0
-    beyond = len(call.completion_ids) - (limit - algorithm.overlong.buffer)
-    return algorithm.overlong.penalty * min(max(beyond / algorithm.overlong.buffer, 0.0), 1.0)
-
-
-def _group_numbers(names: Sequence[int]) -> Tensor:
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return torch.tensor([numbers[name] for name in names])
 
 
 def _ends(batch: Batch, *, whole: bool) -> Tensor:

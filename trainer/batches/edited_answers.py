@@ -67,7 +67,9 @@ def edited_answer_ids(sample: Sample, answer: str, settings: Settings) -> list[i
     except _Unwritable as reason:
         return str(reason)
     text = turn.lead + parts.text + turn.rest
-    if not _is_unicode(text):
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON's escapes can name half of a surrogate pair, of which no tokenizer makes tokens.
         return "the edited answer is not Unicode: half of a surrogate pair is in it"
     names = dict(zip(words.convert_ids_to_tokens(ends), ends, strict=True))
     own = int(sample.completion_ids[-1]) if len(sample.completion_ids) else None
@@ -205,25 +207,15 @@ def _text_of(ids: Any, words: Tokenizer) -> str:
     return words.decode([int(each) for each in ids if each != REDACTED], skip_special_tokens=False)
 
 
-def _is_unicode(text: str) -> bool:
-    """JSON's escapes can name half of a surrogate pair, of which no tokenizer makes tokens."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _with_parsed_arguments(calls: Any) -> list[dict[str, Any]]:
     """OpenAI's clients send a call's arguments as JSON in a string; templates want the object."""
+    parsed = []
     try:
-        return [_parse_call(call) for call in calls]
+        for call in calls:
+            function = dict(call.get("function") or {})
+            if isinstance(function.get("arguments"), str):
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+            parsed.append({"id": _CALL_ID, **call, "function": function})
     except (AttributeError, TypeError, ValueError, RecursionError):
         raise _Unwritable(_NO_PLACE) from None
-
-
-def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    if isinstance(function.get("arguments"), str):
-        function["arguments"] = json.loads(function["arguments"] or "{}")
-    return {"id": _CALL_ID, **call, "function": function}
+    return parsed

@@ -1,21 +1,149 @@
 """Selection: which leased samples can be trained on, and why the others cannot."""
 
+import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache
+from pathlib import Path
 from statistics import fmean
 
+import msgspec
 import numpy as np
 
 from tuneloop.shared.experience import MAX_REWARD, REDACTED, Sample, is_captured
 from tuneloop.shared.settings.algorithm import OF_GROUPS, AlgorithmSettings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.allowed_tokens import with_allowed_tokens
-from tuneloop.trainer.batches.imitation import imitable, with_demonstrations
-from tuneloop.trainer.batches.pairs import make_pairs
-from tuneloop.trainer.batches.sequences import run_of, runs, superseded_calls
+from tuneloop.trainer.batches.edited_answers import edited_answer_ids
+from tuneloop.trainer.batches.sequences import run_of, runs, superseded_calls, with_completion
 
 Refused = dict[str, list[Sample]]
+
+
+def make_pairs(samples: Sequence[Sample]) -> tuple[list[Sample], Refused]:
+    """The samples as chosen, rejected, chosen, rejected, …, and what is left over by the reason.
+
+    Of a group's replies to one prompt (by its token ids) the best goes with the worst, the second best with the second
+    worst, and so on: no reply is in two pairs. Of equal rewards the reply that was recorded first counts as better.
+    """
+    groups: defaultdict[object, defaultdict[bytes, list[Sample]]] = defaultdict(lambda: defaultdict(list))
+    for sample in samples:
+        # Without a group there is nobody to be paired with.
+        group = ("alone", sample.id) if sample.group_id is None else sample.group_id
+        groups[group][sample.prompt_ids.tobytes()].append(sample)
+    pairs: list[Sample] = []
+    refused: Refused = defaultdict(list)
+    for prompts in groups.values():
+        for replies in prompts.values():
+            ranked = sorted(replies, key=lambda each: (-each.reward, each.id))
+            if len(ranked) == 1:
+                refused[_lonely(ranked[0], prompts)] += ranked
+                continue
+            half = len(ranked) // 2
+            for better, worse in zip(ranked[:half], reversed(ranked), strict=False):
+                if better.reward > worse.reward:
+                    pairs += [better, worse]
+                else:
+                    refused["no pair: another reply to its prompt has the same reward"] += [better, worse]
+            refused["no pair: it is in the middle of an odd number of replies"] += ranked[half : len(ranked) - half]
+    return pairs, {reason: left for reason, left in refused.items() if left}
+
+
+def mismatch_replies(samples: Sequence[Sample], *, longest: float = math.inf) -> list[Sample]:
+    """Each prompt with the reply to the next one's, the last with the first; none if there is only one.
+
+    Those of more than `longest` tokens, which the model does not take, are left out.
+    """
+    if len(samples) < 2:
+        return []
+    after = [*samples[1:], samples[0]]
+    return [
+        msgspec.structs.replace(one, completion_ids=other.completion_ids, logprobs=other.logprobs)
+        for one, other in zip(samples, after, strict=True)
+        if len(one.prompt_ids) + len(other.completion_ids) <= longest
+    ]
+
+
+def _lonely(sample: Sample, prompts: dict[bytes, list[Sample]]) -> str:
+    if sample.group_id is None:
+        return "no pair: it is in no group"
+    if len(prompts) > 1:
+        return "no pair: its group's other replies are to other prompts"
+    return "no pair: the other replies of its group cannot be trained on"
+
+
+_TOO_LONG = "the edited answer is too long: the model takes {:.0f} tokens with the prompt"
+
+
+def with_demonstrations(samples: Sequence[Sample], settings: Settings) -> tuple[list[Sample], Refused]:
+    """The samples, those that somebody edited with the edited answer as their reply; and those that cannot be so.
+
+    One that the model could not have sampled, since it is too long, is refused.
+    """
+    if not settings.algorithm.of_edited_answers:
+        return list(samples), {}
+    taken: list[Sample] = []
+    refused: Refused = defaultdict(list)
+    longest = settings.model.max_model_len or _longest_of(settings.model.model_path)
+    for sample in samples:
+        if sample.demonstration is None:
+            taken.append(sample)
+            continue
+        ids = edited_answer_ids(sample, sample.demonstration, settings)
+        if isinstance(ids, str):
+            refused[ids].append(sample)
+        elif len(sample.prompt_ids) + len(ids) > longest:
+            refused[_TOO_LONG.format(longest)].append(sample)
+        else:
+            taken.append(with_completion(sample, ids))
+    return taken, dict(refused)
+
+
+def imitable(samples: Sequence[Sample], algorithm: AlgorithmSettings) -> tuple[list[Sample], Refused]:
+    """What `sft` or `raft` imitates, and the others by the reason. `raft` takes the best run of each group."""
+    sft = algorithm.algorithm_type == "sft"
+    edited = algorithm.of_edited_answers
+    whole = not sft or algorithm.sft.targets != "demonstrations"
+    least = algorithm.sft.least_reward
+    taken: list[Sample] = []
+    refused: Refused = defaultdict(list)
+    for sample in samples:
+        if edited and sample.demonstration is not None:
+            taken.append(sample)
+        elif not whole:
+            refused["not imitated: nobody edited it"].append(sample)
+        elif sample.finish_reason == "length":
+            refused["not imitated: it was cut off at its token limit"].append(sample)
+        elif sample.reward < least:
+            refused[f"not imitated: its reward is below {least:g}"].append(sample)
+        else:
+            taken.append(sample)
+    if not sft:
+        # The run of each group whose calls have the best mean reward, of equals the first; without a group, every
+        # run.
+        found = runs(samples)
+        groups: dict[object, tuple[str, ...]] = {}
+        for run, calls in sorted(
+            found.items(), key=lambda each: (-fmean(call.reward for call in each[1]), each[1][0].id)
+        ):
+            groups.setdefault(run if calls[0].group_id is None else calls[0].group_id, run)
+        best = set(groups.values())
+        worse = [sample for sample in taken if run_of(sample) not in best]
+        taken = [sample for sample in taken if run_of(sample) in best]
+        if worse:
+            refused["not imitated: another run of its group has a better reward"] += worse
+    return taken, dict(refused)
+
+
+@cache
+def _longest_of(folder: Path) -> float:
+    """The most tokens of prompt and reply together, infinite where nothing says it."""
+    file = folder / "config.json"
+    config = json.loads(file.read_bytes()) if file.is_file() else {}
+    config |= config.get("text_config") or {}
+    stretched = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return (config.get("max_position_embeddings") or math.inf) * max(1, stretched.get("factor") or 1)
 
 
 def select(samples: Sequence[Sample], settings: Settings, *, vocabulary: int) -> tuple[list[Sample], Refused]:
@@ -58,10 +186,16 @@ def sort_out(
         found = runs(own.get(sample.id, sample) for sample in kept)
         again = [call for calls in found.values() for call in superseded_calls(calls)]
         kept = _without(kept, again, refused, "superseded by another reply to the same prompt")
-    for keep in (partial(comparable, group_by=group_by), _of_the_method):
-        kept, left = keep(kept, algorithm)
-        for reason, others in left.items():
-            refused[reason] += others
+    kept, left = comparable(kept, algorithm, group_by=group_by)
+    found_left = [left]
+    if algorithm.algorithm_type == "dpo":
+        kept, left = make_pairs(kept)
+        found_left.append(left)
+    elif algorithm.algorithm_type in {"sft", "raft"}:
+        kept, left = imitable(kept, algorithm)
+        found_left.append(left)
+    for reason, others in (item for left in found_left for item in left.items()):
+        refused[reason] += others
     return kept, dict(refused)
 
 
@@ -70,13 +204,16 @@ def comparable(samples: list[Sample], algorithm: AlgorithmSettings, *, group_by:
     refused: Refused = defaultdict(list)
     if group_by != "task":
         return samples, refused
-    kept = _without_groups(samples, _alone, refused, "alone in its group: the others cannot be trained on")
+    reason = "alone in its group: the others cannot be trained on"
+    kept = _without_groups(samples, lambda group: len(set(map(run_of, group))) < 2, refused, reason)
     if algorithm.algorithm_type in OF_GROUPS:
         reason = "all runs of its group have the same reward: it says nothing"
-        judged = _by_the_last if algorithm.by_result else _by_the_mean
-        kept = _without_groups(
-            kept, lambda group: len({judged(calls) for calls in runs(group).values()}) < 2, refused, reason
-        )
+
+        def is_constant(group: Sequence[Sample]) -> bool:
+            rewards = ([call.reward for call in calls] for calls in runs(group).values())
+            return len({each[-1] if algorithm.by_result else fmean(each) for each in rewards}) < 2
+
+        kept = _without_groups(kept, is_constant, refused, reason)
     return kept, refused
 
 
@@ -90,7 +227,6 @@ def untrainable(sample: Sample, algorithm: AlgorithmSettings, *, vocabulary: int
         "the prompt has no tokens, so the reply's first one was predicted from nothing": len(sample.prompt_ids) > 0,
         f"the reward is not a number within ±{MAX_REWARD:g}": abs(sample.reward) <= MAX_REWARD,
         f"a token is outside the model's vocabulary of {vocabulary}": bool(((known >= 0) & (known < vocabulary)).all()),
-        "the reply was cut at its token limit": algorithm.overlong.train or sample.finish_reason != "length",
         "all of the reply was redacted": not len(sample.completion_ids)
         or bool((sample.completion_ids != REDACTED).any()),
         "its prompt was redacted, so the teacher cannot answer it": not answered or REDACTED not in sample.prompt_ids,
@@ -104,16 +240,6 @@ def untrainable(sample: Sample, algorithm: AlgorithmSettings, *, vocabulary: int
             "the reply was chosen at temperature 0, not sampled": 0 < sample.temperature < float("inf"),
         }
     return next((reason for reason, fulfilled in rules.items() if not fulfilled), None)
-
-
-def _of_the_method(samples: list[Sample], algorithm: AlgorithmSettings) -> tuple[list[Sample], Refused]:
-    match algorithm.algorithm_type:
-        case "dpo":
-            return make_pairs(samples)
-        case "sft" | "raft":
-            return imitable(samples, algorithm)
-        case _:
-            return samples, {}
 
 
 def _without(kept: list[Sample], left: Sequence[Sample], refused: Refused, reason: str) -> list[Sample]:
@@ -130,15 +256,3 @@ def _without_groups(
     for sample in kept:
         groups[sample.group_id].append(sample)
     return _without(kept, [each for group in groups.values() if is_so(group) for each in group], refused, reason)
-
-
-def _alone(group: Sequence[Sample]) -> bool:
-    return len({run_of(sample) for sample in group}) < 2
-
-
-def _by_the_last(calls: Sequence[Sample]) -> float:
-    return calls[-1].reward
-
-
-def _by_the_mean(calls: Sequence[Sample]) -> float:
-    return fmean(call.reward for call in calls)

@@ -8,6 +8,7 @@ stands in the place of each, so that all others keep their position.
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Self
 
 import msgspec
@@ -92,7 +93,8 @@ def assemble(samples: Iterable[Sample], *, merge: bool) -> list[TokenSequence]:
     """Sequences of the samples; with `merge`, calls of one run that extend each other's prompt share one."""
     if not merge:
         return [TokenSequence.alone(sample) for sample in samples]
-    return [_sequence_of(calls) for run in runs(samples).values() for calls in merge_calls(run)]
+    merged = [calls for run in runs(samples).values() for calls in merge_calls(run)]
+    return [reduce(TokenSequence.then, calls[1:], TokenSequence.alone(calls[0])) for calls in merged]
 
 
 def runs(samples: Iterable[Sample]) -> dict[tuple[str, ...], list[Sample]]:
@@ -115,26 +117,15 @@ def superseded_calls(calls: Sequence[Sample]) -> list[Sample]:
     left: list[Sample] = []
     for rivals in same_prompt.values():
         if len(rivals) > 1:
-            chosen = [each for each in rivals if _is_continued(each, calls)]
+            chosen = [
+                each
+                for each in rivals
+                if any(TokenSequence.alone(each).goes_on_in(other) for other in calls if other is not each)
+            ]
             last = max(rivals, key=when_sampled)
-            left += [each for each in rivals if each not in chosen and (chosen or not _one_request(each, last))]
+            kept = chosen or [each for each in rivals if each is last or (each.msg_id and each.msg_id == last.msg_id)]
+            left += [each for each in rivals if each not in kept]
     return left
-
-
-def _one_request(one: Sample, other: Sample) -> bool:
-    return one is other or (bool(one.msg_id) and one.msg_id == other.msg_id)
-
-
-def _is_continued(call: Sample, calls: Iterable[Sample]) -> bool:
-    alone = TokenSequence.alone(call)
-    return any(alone.goes_on_in(other) for other in calls if other is not call)
-
-
-def _sequence_of(calls: Sequence[Sample]) -> TokenSequence:
-    sequence = TokenSequence.alone(calls[0])
-    for call in calls[1:]:
-        sequence = sequence.then(call)
-    return sequence
 
 
 def with_completion(sample: Sample, ids: Sequence[int]) -> Sample:

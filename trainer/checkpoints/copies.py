@@ -5,16 +5,73 @@ A GPU copies beside its other work: only the next update, which would change wha
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
+import structlog
 import torch
 from torch import Tensor
 
 from tuneloop.shared.settings.hardware import free_memory
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.checkpoints.pinned_memory import PinnedMemory
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.optimizer import Room
+
+_log = structlog.get_logger()
+
+#: What is got at once, unless a tensor needs more. torch rounds up to a power of two, so that others would be wasted.
+_CHUNK = 1 << 30
+
+#: Of the beginning of a tensor, in bytes: more than any type needs.
+_ALIGNMENT = 64
+
+
+class _Chunk(NamedTuple):
+    memory: Tensor
+    used: int
+
+
+class PinnedMemory:
+    """Tensors in few large pieces of pinned memory, which are never given back."""
+
+    def __init__(self, allocate: Callable[[int], Tensor] | None = None, *, chunk: int = _CHUNK) -> None:
+        """`allocate` makes so many bytes."""
+        self._allocate = allocate or _allocate_pinned
+        self._chunk = chunk
+        self._chunks: list[_Chunk] = []
+
+    def reserve(self, size: int, *, largest: int) -> None:
+        """Get room for tensors of `size` bytes in all, of which the largest has so many."""
+        self._chunk = max(self._chunk, 1 << (_align(largest) - 1).bit_length())
+        while not self.holds(size):
+            self._chunks.append(_Chunk(self._allocate(self._chunk), 0))
+
+    def holds(self, size: int) -> bool:
+        """Whether so many bytes were reserved and are not taken."""
+        return sum(len(each.memory) - each.used for each in self._chunks) >= size
+
+    def take(self, like: Tensor) -> Tensor:
+        """A tensor like another, of what was reserved, or of what has to be got now."""
+        size = like.numel() * like.itemsize
+        fitting = (number for number, each in enumerate(self._chunks) if len(each.memory) - each.used >= size)
+        if (number := next(fitting, None)) is None:
+            number = len(self._chunks)
+            self._chunks.append(_Chunk(self._allocate(max(self._chunk, _align(size))), 0))
+        memory, used = self._chunks[number]
+        self._chunks[number] = _Chunk(memory, min(len(memory), used + _align(size)))
+        return memory[used : used + size].view(like.dtype).view(like.shape)
+
+
+def _align(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _allocate_pinned(size: int) -> Tensor:
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:  # A limit on locked memory, say. Copies take longer then.
+        _log.warning("memory_not_pinned", bytes=size, reason=str(error).splitlines()[0])
+        return torch.empty(size, dtype=torch.uint8)
+
 
 T = TypeVar("T")
 
@@ -22,7 +79,7 @@ T = TypeVar("T")
 _SLACK = 0.25
 
 
-class Copies(Generic[T]):
+class MemoryCopies(Generic[T]):
     """Copies in main memory, one at a time. Those of a GPU's tensors are pinned, and written over by the next.
 
     `size_of` says how many bytes one takes, `copy` makes it in memory that it is given.
@@ -60,8 +117,10 @@ class Copies(Generic[T]):
         if device.type != "cuda":
             return self._copy(learner, snapshot.allocate_on_cpu)
         now = torch.cuda.current_stream(device)
-        # What several ranks send one another has its own order.
-        aside = self._aside(now) if learner.ranks.size == 1 else now
+        aside = now  # What several ranks send one another has its own order.
+        if learner.ranks.size == 1:
+            self._stream = aside = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            aside.wait_stream(now)
         with torch.cuda.stream(aside):
             copied = self._copy(learner, self._pin)
         self._copied = aside.record_event(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
@@ -72,13 +131,6 @@ class Copies(Generic[T]):
         """Wait until the last copy is complete."""
         if self._copied is not None:
             self._copied.synchronize()
-
-    def _aside(self, now: torch.cuda.Stream) -> torch.cuda.Stream:
-        """A stream that begins after what was begun in the stream of now."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(now.device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(now)
-        return self._stream
 
     def _pin(self, place: str, like: Tensor) -> Tensor:
         held = self._buffers.get(place)

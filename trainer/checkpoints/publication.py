@@ -28,8 +28,8 @@ from tuneloop.shared.operations.diagnosis import DISK_FULL
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.checkpoints.copies import Copies
-from tuneloop.trainer.checkpoints.pruning import prune_by_settings
+from tuneloop.trainer.checkpoints.copies import MemoryCopies
+from tuneloop.trainer.checkpoints.resumption import prune_by_settings
 from tuneloop.trainer.checkpoints.snapshot import CapturedWeights
 from tuneloop.trainer.checkpoints.state_writer import PublishedVersion, StateToWrite, StateWriter, is_full
 from tuneloop.trainer.learner import Learner
@@ -69,7 +69,7 @@ class Publisher:
         self._settings, self._ledger, self._store, self._epoch = settings, ledger, store, epoch
         self._alarm_may_be_open = True  # an earlier trainer's
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="publication") if behind else None
-        self._copies = Copies(snapshot.size_of_weights, snapshot.copy_weights)
+        self._copies = MemoryCopies(snapshot.size_of_weights, snapshot.copy_weights)
         self._running: _Running | None = None
         self.states = StateWriter(settings, ledger, store, epoch=epoch)
 
@@ -101,7 +101,13 @@ class Publisher:
         # Before the long work: a stale trainer stops here, a database that is away is noticed.
         self._ledger.training.extend(self._epoch)
         measured: Metrics = {}
-        weights = self._copy(learner, measured)
+        weights = None
+        if self._pool is not None:
+            with _time_stage(measured, "staged"):
+                weights = self._copies.of(learner)
+            if weights is None:
+                reason = "there is no main memory for a copy of the weights"
+                _log.warning("published_in_the_foreground", reason=reason)
         state = self.states.capture(learner, patience_s=0) if weights else None
         behind = weights is not None and not (state and state.is_live)
         with _time_stage(measured, "probe"):
@@ -121,7 +127,11 @@ class Publisher:
         if behind and self._pool is not None:
             work = self._pool.submit(self._register, publication, list(ids), started)
         else:
-            work = self._run(publication, ids, started)
+            work = Future()
+            try:
+                work.set_result(self._register(publication, ids, started))
+            except Exception as error:  # noqa: BLE001 - `end` raises it.
+                work.set_exception(error)
         measured["time/save_checkpoint"] = time.perf_counter() - started
         begun = PublicationResult(None, learner.steps, len(ids), steps, began_ns, measured)
         self._running = _Running(publication, work, state, begun)
@@ -160,23 +170,6 @@ class Publisher:
         if self._pool is not None:
             self._pool.shutdown()
         self.states.close()
-
-    def _copy(self, learner: Learner, measured: Metrics) -> CapturedWeights | None:
-        if self._pool is None:
-            return None
-        with _time_stage(measured, "staged"):
-            copied = self._copies.of(learner)
-        if copied is None:
-            _log.warning("published_in_the_foreground", reason="there is no main memory for a copy of the weights")
-        return copied
-
-    def _run(self, publication: "Publication", ids: Collection[int], started: float) -> Future[PublishedVersion]:
-        work: Future[PublishedVersion] = Future()
-        try:
-            work.set_result(self._register(publication, ids, started))
-        except Exception as error:  # noqa: BLE001 - `end` raises it.
-            work.set_exception(error)
-        return work
 
     def _register(self, publication: "Publication", ids: Collection[int], started: float) -> PublishedVersion:
         """In the thread, if there is one: explorers hear of a version as soon as it is registered."""

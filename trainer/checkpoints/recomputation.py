@@ -21,7 +21,7 @@ from tuneloop.shared.checkpoints.layout import ACTOR
 from tuneloop.shared.checkpoints.manifest import read_manifest
 from tuneloop.shared.errors import CheckpointRejected, EnvironmentRefused
 from tuneloop.shared.experience import Float32s, Sample, is_captured
-from tuneloop.shared.ledger.ledger import Ledger, Version
+from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH
 from tuneloop.shared.settings.settings import Settings
@@ -75,7 +75,11 @@ class Recomputation:
             return list(samples), {}
         refused: Refused = defaultdict(list)
         places = {each.version: each for each in self._ledger.versions.all()}
-        there = {number: number == version or _is_there(places.get(number)) for number in _versions_of(missing)}
+        there = {
+            number: number == version
+            or ((row := places.get(number)) is not None and (not number or (row.path / ACTOR).is_dir()))
+            for number in _versions_of(missing)
+        }
         for sample in missing:
             if sample.version_min != sample.version_max:
                 refused[_MIXED].append(sample)
@@ -94,7 +98,14 @@ class Recomputation:
                 (msgspec.structs.replace(each, logprobs=np.zeros_like(each.logprobs)) if _is_missing(each) else each)
                 for each in samples
             ], {}
-        wanted = {each.id: each for each in [*filter(_is_missing, samples), *self._to_compare(samples)]}
+        captured: list[Sample] = []
+        if self._capture.logprobs != "all":  # Then some that were captured are compared: the share that always is.
+            captured = [
+                each
+                for each in samples
+                if not _is_missing(each) and each.unsampled is None and each.version_min == each.version_max
+            ][: math.ceil(self._capture.captured_share * len(samples))]
+        wanted = {each.id: each for each in [*filter(_is_missing, samples), *captured]}
         if not wanted:
             return list(samples), {}
         self._micro_batch.take_gpu(learner)
@@ -111,7 +122,11 @@ class Recomputation:
             else:
                 found |= {each.id: values for each, values in zip(rows, logprobs, strict=True)}
         gone = {each.id for rows in lost.values() for each in rows}
-        filled = [_with(each, found) for each in samples if each.id not in gone]
+        filled = [
+            msgspec.structs.replace(each, logprobs=found[each.id], recomputed=True) if _is_missing(each) else each
+            for each in samples
+            if each.id not in gone
+        ]
         self._recomputed += sum(each.recomputed for each in filled)
         self._compare([each for each in wanted.values() if not _is_missing(each) and each.id in found], found)
         return filled, {reason: rows for reason, rows in lost.items() if rows}
@@ -123,17 +138,6 @@ class Recomputation:
             return {}
         metrics: Metrics = {"capture/recomputed": float(recomputed)}
         return metrics if self._mismatch is None else metrics | {"capture/mismatch": self._mismatch}
-
-    def _to_compare(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Some that were captured, where not all are: no more than the share that always is."""
-        if self._capture.logprobs == "all":
-            return []
-        captured = [
-            each
-            for each in samples
-            if not _is_missing(each) and each.unsampled is None and each.version_min == each.version_max
-        ]
-        return captured[: math.ceil(self._capture.captured_share * len(samples))]
 
     def _compare(self, captured: Sequence[Sample], found: dict[int, Float32s]) -> None:
         """The divergence of what is recomputed from what the engine told; beyond the bound that is an alarm."""
@@ -147,17 +151,16 @@ class Recomputation:
             return
         self._mismatch = sum(total for total, _ in self._compared) / tokens
         if self._mismatch > self._capture.max_mismatch:
-            self._raise(self._mismatch, self._capture.max_mismatch)
-
-    def _raise(self, mismatch: float, bound: float) -> None:
-        self._compared.clear()  # Once the alarm is cleared, what came before it does not count.
-        reason = (
-            f"recomputed log-probabilities diverge from those that engines told by {mismatch:.3g} nats a token: all are"
-            " captured from now on; find out why the trainer's weights or numbers are not the engine's, then clear it"
-        )
-        alarm = Alarm(name=CAPTURE_MISMATCH, reason=reason, value=mismatch, threshold=bound)
-        if self._ledger.alarms.raise_alarm(alarm):
-            _log.error("alarm_raised", alarm=CAPTURE_MISMATCH, reason=reason)
+            self._compared.clear()  # Once the alarm is cleared, what came before it does not count.
+            reason = (
+                f"recomputed log-probabilities diverge from those that engines told by {self._mismatch:.3g} nats a"
+                " token: all are captured from now on; find out why the trainer's weights or numbers are not the"
+                " engine's, then clear it"
+            )
+            bound = self._capture.max_mismatch
+            alarm = Alarm(name=CAPTURE_MISMATCH, reason=reason, value=self._mismatch, threshold=bound)
+            if self._ledger.alarms.raise_alarm(alarm):
+                _log.error("alarm_raised", alarm=CAPTURE_MISMATCH, reason=reason)
 
     @contextmanager
     def _actor_of(self, version: int, learner: Learner, *, live: bool) -> Iterator[Actor]:
@@ -168,7 +171,15 @@ class Recomputation:
         if version == 0 and learner.reference is not None:
             yield learner.reference
             return
-        actor = self._actors.pop(version, None) or self._load(version)
+        actor = self._actors.pop(version, None)
+        if actor is None:
+            folder = self._settings.model.model_path
+            if version:
+                row = self._ledger.versions.get(version)
+                assert row is not None  # Rows of versions that are not known were left out.
+                check_files(row.path, read_manifest(row.path, sha256=row.manifest_sha256), folder=ACTOR)
+                folder = row.path / ACTOR
+            actor = snapshot.actor_in(self._settings, folder)
         try:
             _move(actor, device_of(self._settings))
             yield actor
@@ -183,14 +194,6 @@ class Recomputation:
         while len(self._actors) > _KEPT:
             del self._actors[min(self._actors)]
 
-    def _load(self, version: int) -> Actor:
-        if not version:
-            return snapshot.actor_in(self._settings, self._settings.model.model_path)
-        row = self._ledger.versions.get(version)
-        assert row is not None  # Rows of versions that are not known were left out.
-        check_files(row.path, read_manifest(row.path, sha256=row.manifest_sha256), folder=ACTOR)
-        return snapshot.actor_in(self._settings, row.path / ACTOR)
-
 
 def _move(actor: Actor, device: torch.device) -> None:
     cast(nn.Module, actor.network).to(device)
@@ -200,15 +203,5 @@ def _is_missing(sample: Sample) -> bool:
     return not is_captured(sample.logprobs)
 
 
-def _is_there(version: Version | None) -> bool:
-    return version is not None and (version.version == 0 or (version.path / ACTOR).is_dir())
-
-
 def _versions_of(samples: Iterable[Sample]) -> set[int]:
     return {each.version_min for each in samples}
-
-
-def _with(sample: Sample, found: dict[int, Float32s]) -> Sample:
-    if not _is_missing(sample):
-        return sample
-    return msgspec.structs.replace(sample, logprobs=found[sample.id], recomputed=True)

@@ -46,7 +46,7 @@ from tuneloop.trainer.batches.tokenizer import Tokenizer, tokenizer_of
 from tuneloop.trainer.checkpoints.tensor_file import DiskPriority, TensorFiles
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.model import Actor, Critic
-from tuneloop.trainer.models.optimizer import MasterAdamW, Room
+from tuneloop.trainer.models.optimizer import Room
 from tuneloop.trainer.models.ulysses import require_divisible
 from tuneloop.trainer.ranks.orders import LoadOrder, StateOrder
 from tuneloop.trainer.ranks.ranks import ALONE, Ranks
@@ -200,7 +200,10 @@ def state_of(learner: Learner) -> CapturedState:
     """The learner's own tensors: they change with its next step. Of several ranks, which have but parts, a copy."""
     if learner.ranks.size > 1:
         return copy_state(learner, allocate_on_cpu)
-    optimizers = {name: _optimizer_tensors(optimizer) for name, optimizer in learner.optimizers.items()}
+    optimizers = {}
+    for name, optimizer in learner.optimizers.items():
+        masters = {f"master.{key}": weight for key, weight in optimizer.weights(hidden=True).items()}
+        optimizers[name] = {key: tensor.contiguous() for key, tensor in (masters | optimizer.moments()).items()}
     return CapturedState(optimizers, learner.critic, learner.critic.state_dict() if learner.critic else {})
 
 
@@ -317,11 +320,6 @@ def _probe_ids(words: Tokenizer, vocabulary: int, length: int) -> tuple[int, ...
     generator = torch.Generator().manual_seed(_PROBE_SEED)
     chosen = torch.randint(len(ordinary), (length,), generator=generator).tolist() if ordinary else []
     return tuple(ordinary[place] for place in chosen)
-
-
-def _optimizer_tensors(optimizer: MasterAdamW) -> dict[str, Tensor]:
-    masters = {f"master.{name}": weight for name, weight in optimizer.weights(hidden=True).items()}
-    return {name: tensor.contiguous() for name, tensor in (masters | optimizer.moments()).items()}
 
 
 def _counters(folder: Path) -> Counters:

@@ -25,8 +25,8 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.trackers import CurveWriter
 from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.checkpoints.copies import Copies
-from tuneloop.trainer.checkpoints.pruning import prune_by_settings
+from tuneloop.trainer.checkpoints.copies import MemoryCopies
+from tuneloop.trainer.checkpoints.resumption import prune_by_settings
 from tuneloop.trainer.checkpoints.snapshot import CapturedState
 from tuneloop.trainer.checkpoints.tensor_file import DiskPriority
 from tuneloop.trainer.learner import Learner
@@ -66,7 +66,7 @@ class StateWriter:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="state")
         self._work: Future[None] | None = None
         self._measured: SimpleQueue[tuple[int, Metrics]] = SimpleQueue()
-        self._copies = Copies(snapshot.size_of_state, snapshot.copy_state)
+        self._copies = MemoryCopies(snapshot.size_of_state, snapshot.copy_state)
         self._last: PublishedVersion | None = None
         #: The version whose state was written last. Not its number: one that was not registered has a namesake.
         self._written: PublishedVersion | None = None
@@ -94,7 +94,10 @@ class StateWriter:
         due, size = self._since + 1 >= self._settings.trainer.state_interval, snapshot.size_of_state(learner)
         if not due:
             return StateToWrite(None, size, is_live=False, measured={})
-        if (obstacle := self._obstacle(patience_s)) is not None:
+        obstacle = "behind the last version the disk had no room for one" if self._has_no_room else None
+        if self._is_busy(patience_s):
+            obstacle = "the one before is still written"
+        if obstacle is not None:
             _log.warning("state_skipped", step=learner.steps, reason=obstacle)
             return StateToWrite(None, size, is_live=False, measured={"state/skipped": 1.0})
         started = time.perf_counter()
@@ -171,12 +174,6 @@ class StateWriter:
             event = "state_not_kept" if learner.ranks.size > 1 else "state_written_in_the_foreground"
             _log.warning(event, reason="there is no main memory for a copy of it")
         return state
-
-    def _obstacle(self, patience_s: float) -> str | None:
-        """Why there can be no state of the next version, as far as that is known before it is copied."""
-        if self._is_busy(patience_s):
-            return "the one before is still written"
-        return "behind the last version the disk had no room for one" if self._has_no_room else None
 
     def _is_busy(self, patience_s: float) -> bool:
         if self._work is None:

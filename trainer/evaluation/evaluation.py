@@ -6,22 +6,74 @@ Greedy, so the same weights get the same score. Dimension suffixes are explained
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from jinja2 import TemplateError
-from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from tuneloop.runner.errors import JudgeAway, JudgeFailed
+from tuneloop.runner.judging.judge import Judge as ModelJudge
+from tuneloop.runner.judging.rubric import Rubric
+from tuneloop.runner.rewards.reply import Reply
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
 from tuneloop.shared.evaluation.evaluation_log import EvaluationProgress
 from tuneloop.shared.evaluation.scores import SCORE, Figure, TaskReply, figures_of
-from tuneloop.shared.evaluation.tasks import Task, fingerprint
+from tuneloop.shared.evaluation.tasks import Judge, Task, fingerprint, judge_of, without_reasoning
+from tuneloop.shared.settings.feedback import JudgeSettings as JudgeSettings
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.types import reveal
 from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.batches.tokenizer import ends_of, tokenizer_of
-from tuneloop.trainer.evaluation.judging import judging
 from tuneloop.trainer.models.model import Actor
+
+
+@contextmanager
+def judging(settings: Settings) -> Iterator[Judge]:
+    """How replies are judged, for one evaluation.
+
+    Raises EnvironmentRefused if the function, or the model's rubric, is not there.
+    """
+    known = judge_of(settings.monitor.evaluation)
+    if known is not None:
+        yield known
+        return
+    options = settings.judge
+    if options.url is None:
+        raise EnvironmentRefused("monitor.evaluation.judge: model needs judge.url and judge.model: which model judges")
+    rubric = Rubric(criteria=options.criteria, weights=options.weights, scale=options.scale)
+    try:
+        rubric = rubric if options.rubric is None else Rubric.load(options.rubric)
+        model = ModelJudge(
+            base_url=options.url,
+            model=options.model or "",
+            api_key=reveal(options.key),
+            criteria=rubric.criteria,
+            weights=rubric.weights,
+            scale=rubric.scale,
+            samples=options.samples,
+            temperature=options.temperature,
+            timeout=options.timeout,
+            retries=options.retries,
+            concurrency=options.concurrency,
+        )
+    except (OSError, ValueError) as error:
+        raise EnvironmentRefused(f"judge: {error}") from None
+
+    def judge(task: Task, reply: str) -> float | None:
+        candidate = Reply(text=without_reasoning(reply), messages=tuple(task.messages), expected=task.answer)
+        try:
+            return model.score(candidate).normalised
+        except JudgeFailed:
+            return None
+        except JudgeAway as error:
+            raise NotEvaluated(f"the judge is away: {error.reason}") from None
+
+    try:
+        yield judge
+    finally:
+        model.close()
 
 
 class HeldOut:
@@ -69,23 +121,21 @@ class HeldOut:
             replies = self._generate(actor, [ids for _, ids in part])
             said += [(task, ids) for (task, _), ids in zip(part, replies, strict=True)]
             progress.add(len(part))
-        pairs = [(task, self._words(ids)) for task, ids in said]
-        scores = self._judge_all(pairs)
+        pairs = [(task, cast(str, self._tokenizer.decode(ids, skip_special_tokens=True))) for task, ids in said]
+        try:
+            with judging(self._settings) as judge:
+                if self._options.judge != "model":
+                    scores = [judge(*each) for each in pairs]
+                else:
+                    with ThreadPoolExecutor(self._settings.judge.concurrency) as threads:
+                        scores = list(threads.map(lambda each: judge(*each), pairs))
+        except EnvironmentRefused as error:  # It was there at the start.
+            raise NotEvaluated(str(error)) from error
         answered = [
             TaskReply(task, reply, len(ids), score, whole=ids[-1] in self._ends)
             for (task, ids), (_, reply), score in zip(said, pairs, scores, strict=True)
         ]
         return figures_of(answered, fingerprint=self.fingerprint, refusals=self._refusals)
-
-    def _judge_all(self, pairs: Sequence[tuple[Task, str]]) -> list[float | None]:
-        try:
-            with judging(self._settings) as judge:
-                if self._options.judge != "model":
-                    return [judge(*each) for each in pairs]
-                with ThreadPoolExecutor(self._settings.judge.concurrency) as threads:
-                    return list(threads.map(lambda each: judge(*each), pairs))
-        except EnvironmentRefused as error:  # It was there at the start.
-            raise NotEvaluated(str(error)) from error
 
     def _batches(self) -> Iterator[list[tuple[Task, list[int]]]]:
         """As many questions at once as fit into the trainer's budget of tokens; like goes with like."""
@@ -115,15 +165,12 @@ class HeldOut:
             pad_token_id=padding,
             use_cache=True,
         )
-        ids_BT, mask_BT = (each.to(network.device) for each in _padded_left(prompts, padding))
+        longest = max(map(len, prompts))  # All end in the last column.
+        ids_BT = torch.tensor([[padding] * (longest - len(ids)) + ids for ids in prompts]).to(network.device)
+        mask_BT = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]).to(network.device)
         generated_BT = cast(Any, network).generate(ids_BT, attention_mask=mask_BT, generation_config=greedy)
-        return [self._until_its_end(row.tolist()) for row in generated_BT[:, ids_BT.shape[1] :]]
-
-    def _until_its_end(self, ids: list[int]) -> list[int]:
-        return next((ids[: at + 1] for at, token in enumerate(ids) if token in self._ends), ids)
-
-    def _words(self, ids: list[int]) -> str:
-        return cast(str, self._tokenizer.decode(ids, skip_special_tokens=True))
+        rows = generated_BT[:, ids_BT.shape[1] :].tolist()
+        return [next((ids[: at + 1] for at, token in enumerate(ids) if token in self._ends), ids) for ids in rows]
 
     def _ids(self, task: Task) -> list[int]:
         if isinstance(task.question, str):
@@ -136,11 +183,3 @@ class HeldOut:
 
     def _refusal(self, task: Task, reason: str) -> EnvironmentRefused:
         return EnvironmentRefused(f"monitor.evaluation.path: {self._options.path}, line {task.line}: {reason}")
-
-
-def _padded_left(prompts: Sequence[list[int]], padding: int) -> tuple[Tensor, Tensor]:
-    """Ids and attention mask of the prompts, which all end in the last column."""
-    longest = max(map(len, prompts))
-    ids_BT = torch.tensor([[padding] * (longest - len(ids)) + ids for ids in prompts])
-    mask_BT = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
-    return ids_BT, mask_BT

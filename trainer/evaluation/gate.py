@@ -1,6 +1,6 @@
-"""Examines versions for the gate, where no engine can be spared for it: each before the explorer may take it up.
+"""Evaluates versions for the gate, where no engine can be spared for it: each before the explorer may take it up.
 
-An examination that cannot be made now says nothing of the version, which waits: it is tried again while the learner is
+An evaluation that cannot be made now says nothing of the version, which waits: it is tried again while the learner is
 still that version.
 """
 
@@ -28,8 +28,8 @@ _log = structlog.get_logger()
 _AGAIN_S = 60.0
 
 
-class Examination:
-    """The examiner of one trainer. Raises EnvironmentRefused if the tasks cannot be asked."""
+class GateEvaluation:
+    """Evaluates versions for one trainer. Raises EnvironmentRefused if the tasks cannot be asked."""
 
     def __init__(
         self,
@@ -41,14 +41,14 @@ class Examination:
     ) -> None:
         """`take_gpu` is called before a GPU is needed."""
         self._settings, self._ledger, self._again_s, self._take_gpu = settings, ledger, again_s, take_gpu
-        #: Whether versions are examined here, each while the learner is that version.
+        #: Whether versions are evaluated here, each while the learner is that version.
         self.wanted = settings.gate.mode != "off" and evaluator_of(settings) is Evaluator.TRAINER
         tasks = tasks_of(settings.monitor.evaluation) if self.wanted else []
         self._held_out = HeldOut(settings, tasks) if tasks else None
         self._fingerprint = fingerprint(tasks, settings.monitor.evaluation, settings.judge)
         self._not_before = 0.0
 
-    def examine(self, learner: Learner, version: int) -> None:
+    def evaluate(self, learner: Learner, version: int) -> None:
         """Record the figures of `version`, which the learner is, and of the champion, if they are not there yet."""
         if not self.wanted or time.monotonic() < self._not_before:
             return
@@ -76,7 +76,12 @@ class Examination:
             return
         before = self._figures(champion.version)
         if not before:
-            before = self._answers(self._actor(champion))
+            folder = champion.path / ACTOR if champion.version else self._settings.model.model_path
+            try:
+                actor = snapshot.actor_in(self._settings, folder)
+            except EnvironmentRefused as error:
+                raise NotEvaluated(str(error)) from error
+            before = self._answers(actor)
             self._record(champion.version, before)
         verdict = gate_verdict(self._settings.gate, found, before)
         details = verdict.details(champion.version)
@@ -99,10 +104,3 @@ class Examination:
 
     def _record(self, version: int, figures: tuple[Figure, ...]) -> None:
         self._ledger.evaluations.record(version, Evaluator.TRAINER, figures)
-
-    def _actor(self, version: Version) -> Actor:
-        try:
-            folder = version.path / ACTOR if version.version else self._settings.model.model_path
-            return snapshot.actor_in(self._settings, folder)
-        except EnvironmentRefused as error:
-            raise NotEvaluated(str(error)) from error

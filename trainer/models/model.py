@@ -23,7 +23,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.batch import Batch, scatter_tokens
-from tuneloop.trainer.batches.packed import Positions, Rows, packed_rows, padded_rows
+from tuneloop.trainer.batches.packed import Positions, packed_rows, padded_rows
 from tuneloop.trainer.models.attention import bounds_of, enable_packing, is_packable, no_mask
 from tuneloop.trainer.models.folders import named_folders
 from tuneloop.trainer.models.head import CHUNK, IMPOSSIBLE, AllowedSets, Head, ScoredTokens
@@ -316,10 +316,6 @@ def _read(
     if group is not None:
         rows, chosen = rows.part(group.place, group.size)
     positions.add(rows, batch, group.place if group else 0)
-    return Features(_say(network, rows, device, group, logits=logits), chosen, group)
-
-
-def _say(network: nn.Module, rows: Rows, device: torch.device, group: SequenceGroup | None, *, logits: bool) -> Tensor:
     packed = is_packable(network)
     ids_BT, predicts_N = hand_over(rows.ids_BT, device), hand_over(rows.predicts_N, device)
     options: dict[str, Any] = {}
@@ -328,11 +324,11 @@ def _say(network: nn.Module, rows: Rows, device: torch.device, group: SequenceGr
         options |= bounds_of(list(rows.lengths), device)
     if group is not None:
         options["sequence_group"] = group
-    if not logits:
-        return _run(network, ids_BT, **options).last_hidden_state.flatten(0, 1).index_select(0, predicts_N)
-    if packed and "logits_to_keep" in inspect.signature(network.forward).parameters:
-        return _run(network, ids_BT, logits_to_keep=predicts_N, **options).logits[0]
-    return _run(network, ids_BT, **options).logits.flatten(0, 1).index_select(0, predicts_N)
+    if logits and packed and "logits_to_keep" in inspect.signature(network.forward).parameters:
+        return Features(_run(network, ids_BT, logits_to_keep=predicts_N, **options).logits[0], chosen, group)
+    found = _run(network, ids_BT, **options)
+    said = found.logits if logits else found.last_hidden_state
+    return Features(said.flatten(0, 1).index_select(0, predicts_N), chosen, group)
 
 
 def _logprobs(

@@ -105,24 +105,19 @@ def with_score(drift: DriftSettings, history: History, step: int, score: float) 
 
 
 def verdicts(drift: DriftSettings, history: History) -> dict[str, DriftFinding]:
-    """What each monitor that is on and has values enough says."""
-    verdicts = ((name, rule(drift, history)) for name, rule in RULES.items() if is_on(drift, name))
+    """What each monitor that has values enough says."""
+    verdicts = ((name, rule(drift, history)) for name, rule in RULES.items())
     return {name: verdict for name, verdict in verdicts if verdict is not None}
 
 
-def changes(drift: DriftSettings, history: History, found: Mapping[str, DriftFinding]) -> Iterator[tuple[str, bool]]:
-    """The alarms to be raised (True) and cleared. One whose monitor was switched off is cleared."""
+def changes(history: History, found: Mapping[str, DriftFinding]) -> Iterator[tuple[str, bool]]:
+    """The alarms to be raised (True) and cleared. One whose monitor is gone is cleared."""
     for name, verdict in found.items():
         if verdict.over != (name in history.raised):
             yield name, verdict.over
     for name in history.raised:
-        if not is_on(drift, name):
+        if name not in RULES:
             yield name, False
-
-
-def is_on(drift: DriftSettings, name: str) -> bool:
-    """Whether the monitor has a threshold."""
-    return name in RULES and (name != "kl" or drift.kl is not None)
 
 
 def _first_and_last(drift: DriftSettings, history: History, signal: str) -> tuple[float, float] | None:
@@ -186,8 +181,10 @@ def _reward_hacking(drift: DriftSettings, history: History) -> DriftFinding | No
     rose, worst, reason = now.reward, 0.0, "the reward and the evaluation go together"
     if rose is None:
         return None
+    first = [value for _, value in history.series.get(REWARD, [])][: min(drift.baseline, drift.window)]
     for then in earlier:
-        reward = _first_reward(drift, history) if then.reward is None else then.reward
+        # The base model's evaluation, before any step, is compared with the rewards of the first steps.
+        reward = (fmean(first) if first else None) if then.reward is None else then.reward
         fall = then.score - now.score
         if reward is not None and rose - reward > drift.reward_rise and fall > worst:
             worst = fall
@@ -196,12 +193,6 @@ def _reward_hacking(drift: DriftSettings, history: History) -> DriftFinding | No
                 f" the evaluation fell from {then.score:.4g} to {now.score:.4g}"
             )
     return DriftFinding(worst, drift.evaluation_fall, worst > drift.evaluation_fall, reason)
-
-
-def _first_reward(drift: DriftSettings, history: History) -> float | None:
-    """What the base model's evaluation, before any step, is compared with: the rewards of the first steps."""
-    values = [value for _, value in history.series.get(REWARD, [])][: min(drift.baseline, drift.window)]
-    return fmean(values) if values else None
 
 
 def _jump_steps(drift: DriftSettings) -> int:

@@ -5,28 +5,120 @@ older version goes back in it, too. Nothing that fails here stops training: what
 that step, with a warning.
 """
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import structlog
 import torch
 
-from tuneloop.shared.errors import LedgerError, NotEvaluated
+from tuneloop.shared.errors import EnvironmentRefused, LedgerError, NotEvaluated
 from tuneloop.shared.evaluation.tasks import tasks_of
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.versions.alarms import Alarm
+from tuneloop.shared.ledger.versions.drift import ReplyExcerpt
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.metrics import Metrics
 from tuneloop.trainer.evaluation.evaluation import HeldOut
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.monitoring import drift
-from tuneloop.trainer.monitoring.distance import Distance
-from tuneloop.trainer.monitoring.drift import History
-from tuneloop.trainer.monitoring.replies import CALL_MARKS, signals
+from tuneloop.trainer.monitoring.drift import KL_BASE, REFUSALS, TOOL_ERRORS, History
 
 _log = structlog.get_logger()
+
+#: What begins a tool call in the text, if no parser could make one of it.
+CALL_MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=")
+
+# The share of fewer replies says little.
+_ENOUGH = 16
+
+
+def signals(replies: Sequence[ReplyExcerpt], refusals: Sequence[re.Pattern[str]]) -> dict[str, float]:
+    """The share of replies that refuse, and that of wrong ones among those that call tools; each only of enough."""
+    refused = [refuses(reply.text, refusals) for reply in replies]
+    wrong = [error for reply in replies if (error := tool_error(reply)) is not None]
+    shares = {REFUSALS: refused, TOOL_ERRORS: wrong}
+    return {name: sum(found) / len(found) for name, found in shares.items() if len(found) >= _ENOUGH}
+
+
+def refuses(text: str, patterns: Sequence[re.Pattern[str]]) -> bool:
+    """Whether one of the patterns is found."""
+    return any(pattern.search(text) for pattern in patterns)
+
+
+def tool_error(reply: ReplyExcerpt) -> bool | None:
+    """Whether a reply calls a tool wrongly; None if it calls none.
+
+    Wrong is a call whose arguments are no JSON object, one of a tool that the request does not offer, and, where it
+    offers some, the beginning of a call that stands in the text because no parser could read it.
+    """
+    body, offered = None if reply.request is None else _json(reply.request), None
+    if isinstance(body, dict):  # The names of the tools that it offers, in any of the dialects.
+        tools = [*_objects(body.get("tools")), *_objects(body.get("functions"))]
+        named = (each if isinstance(each := tool.get("function"), dict) else tool for tool in tools)
+        offered = {name for each in named if isinstance(name := each.get("name"), str)}
+    if reply.tool_calls is None:
+        unread = bool(offered) and any(mark in reply.text for mark in CALL_MARKS)
+        return True if unread else None
+    calls = _json(reply.tool_calls)
+    if not isinstance(calls, list) or not calls:
+        return None
+    return any(_is_wrong(call, offered) for call in calls)
+
+
+def _is_wrong(call: object, offered: set[str] | None) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return True
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _json(arguments)
+    unknown = offered is not None and function.get("name") not in offered
+    return unknown or not isinstance(arguments, dict)
+
+
+def _objects(value: object) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def _json(text: str | bytes) -> object:
+    """None for what is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+#: Of so many of a step's replies.
+_MOST = 32
+
+
+class Distance:
+    """Measured after every `kl_every` steps, if at all; the base model is loaded for it and let go."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def measure(self, learner: Learner, replies: Sequence[Sample]) -> Metrics:
+        """The mean over the tokens of replies that were sampled, in nats, if it is time."""
+        wanted = self._settings.monitor.drift
+        sampled = [each for each in replies if each.demonstration is None][:_MOST]
+        if learner.steps % wanted.kl_every or not sampled:
+            return {}
+        try:
+            return {KL_BASE: learner.distance(learner.reference or learner.actor.reference(self._settings), sampled)}
+        except torch.OutOfMemoryError:
+            _log.warning("distance_not_measured", reason="it does not fit into the GPU's memory", step=learner.steps)
+        except EnvironmentRefused as error:
+            _log.warning("distance_not_measured", reason=str(error), step=learner.steps)
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # engines may share the GPU
+        return {}
 
 
 class Monitors:
@@ -65,14 +157,17 @@ class Monitors:
 
         Alarms are raised and cleared.
         """
-        seen = self._ledger_signals() | self._level(learnt)
+        seen = self._ledger_signals()
+        if self._rule.clip is not None and drift.REWARD in learnt:  # As a share of what rewards can be.
+            low, high = self._rule.clip
+            seen[drift.LEVEL] = (learnt[drift.REWARD] - low) / (high - low)
         if drift.KL not in learnt:
             seen |= self._distance.measure(learner, replies)
         self._history = drift.with_step(self._drift, self._history, learner.steps, {**learnt, **seen})
         if learner.steps % self._every == 0:
             seen |= self._evaluate(learner)
         verdicts = drift.verdicts(self._drift, self._history)
-        for name, over in list(drift.changes(self._drift, self._history, verdicts)):
+        for name, over in list(drift.changes(self._history, verdicts)):
             self._turn(name, verdicts.get(name) if over else None, step=learner.steps, version=version)
         draft = self._file.with_suffix(".tmp")
         try:
@@ -88,13 +183,6 @@ class Monitors:
         figures = {f"drift/{name}": verdict.value for name, verdict in verdicts.items()}
         return seen | figures | {"drift/alarms": float(len(self._history.raised))}
 
-    def _level(self, learnt: Mapping[str, float]) -> Metrics:
-        """The mean reward as a share of what rewards can be, where they have a range."""
-        if self._rule.clip is None or drift.REWARD not in learnt:
-            return {}
-        low, high = self._rule.clip
-        return {drift.LEVEL: (learnt[drift.REWARD] - low) / (high - low)}
-
     def _ledger_signals(self) -> Metrics:
         """The signals that the ledger knows of; none while it is away."""
         found: Metrics = {}
@@ -103,18 +191,14 @@ class Monitors:
             found |= signals(self._ledger.drift.newest_replies(options.replies, marks=CALL_MARKS), self._refusals)
             rater = self._ledger.drift.largest_rater(options.rater_events)
             found |= {} if rater is None else {drift.RATER: rater}
-            found |= self._suspect_signals()
+            if self._rule.clip is not None:
+                extreme = self._ledger.drift.extreme_share(options.rater_events, self._rule)
+                found |= {} if extreme is None else {drift.EXTREME: extreme}
+            outliers = self._ledger.drift.quarantined_share(options.rater_events)
+            found |= {} if outliers is None else {drift.OUTLIERS: outliers}
         except LedgerError as error:
             _log.warning("monitors_not_read", reason=str(error))
         return found
-
-    def _suspect_signals(self) -> Metrics:
-        options, found = self._drift, Metrics()
-        if self._rule.clip is not None:
-            extreme = self._ledger.drift.extreme_share(options.rater_events, self._rule)
-            found |= {} if extreme is None else {drift.EXTREME: extreme}
-        outliers = self._ledger.drift.quarantined_share(options.rater_events)
-        return found if outliers is None else found | {drift.OUTLIERS: outliers}
 
     def _evaluate(self, learner: Learner) -> Metrics:
         if self._held_out is None:

@@ -9,8 +9,7 @@ from tuneloop.shared.experience import Sample
 from tuneloop.shared.ledger.versions.alarms import Alarm, Alarms
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.stop import Stop
-from tuneloop.trainer.teacher.endpoint import RemoteTeacher
-from tuneloop.trainer.teacher.teacher import LocalTeacher, Teacher
+from tuneloop.trainer.teacher.teacher import LocalTeacher, RemoteTeacher, Teacher
 
 _log = structlog.get_logger()
 
@@ -35,7 +34,12 @@ class TeacherRetries:
     """
 
     def __init__(self, settings: Settings, alarms: Alarms, stop: Stop, *, retry_s: float = _RETRY_S) -> None:
-        self.teacher = _create(settings, stop)
+        distill = settings.algorithm.distill
+        self.teacher: Teacher | None = None
+        if settings.algorithm.algorithm_type == "distill" and distill.teacher_path is not None:
+            self.teacher = LocalTeacher(settings, distill.teacher_path)
+        elif settings.algorithm.algorithm_type == "distill":
+            self.teacher = RemoteTeacher(settings, stop)
         self._learns_replies = settings.algorithm.distill.mode == "replies"
         self._alarms, self._stop, self._retry_s = alarms, stop, retry_s
         self._failed_attempts = 0
@@ -103,12 +107,3 @@ class TeacherRetries:
             for reason, ids in failed.items()
         }
         return {f"{prefix}: {reason}": ids for reason, ids in persistent.items() if ids}
-
-
-def _create(settings: Settings, stop: Stop) -> Teacher | None:
-    distill = settings.algorithm.distill
-    if settings.algorithm.algorithm_type != "distill":
-        return None
-    if distill.teacher_path is not None:
-        return LocalTeacher(settings, distill.teacher_path)
-    return RemoteTeacher(settings, stop)

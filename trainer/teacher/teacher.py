@@ -1,14 +1,22 @@
-"""The teacher of `distill`: a local model, or one behind an endpoint (trainer/teacher/endpoint.py).
+"""The teacher of `distill`: a local model, or one behind an endpoint.
 
 It has the tokenizer of the model that is trained: what it is asked about are token ids.
 """
 
+import json
+import math
+import queue
+import random
+import ssl
+import threading
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
+from urllib.parse import urlsplit
 
+import httpx
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,6 +29,250 @@ from tuneloop.trainer.batches.batch import collate, micro_batches
 from tuneloop.trainer.batches.sequences import TokenSequence, with_completion
 from tuneloop.trainer.batches.tokenizer import ends_of, tokenizer_of
 from tuneloop.trainer.models.model import Actor
+from tuneloop.trainer.stop import Stop
+
+#: So many requests are under way at a time.
+_AT_ONCE = 8
+
+#: Seconds between the tries of a request.
+_PAUSES_S = (1.0, 4.0)
+
+#: Shorter than the five seconds after which uvicorn, and so vLLM, closes an idle connection.
+_KEEP_S = 4.0
+
+#: A request that is answered so will never be answered otherwise.
+_REFUSED = {400, 413, 422}
+
+#: How two tokenizers are compared: a text of many scripts, to which special tokens are added.
+_SAMPLER = (
+    "The quick brown fox jumps over 13 lazy dogs, doesn't it?\n\n\tdef f(x: int) -> float:\n        return x / 3.14"
+    '\r\n{"a": [1e-9, null]} <b>&amp;</b> Zürich ñandú'
+    " \u0416\u0443\u043a \u4f60\u597d\uff0c\u4e16\u754c \u3054\u98ef \ud55c\uad6d\uc5b4 \U0001f642"
+)
+_MOST_SPECIALS = 256
+
+#: Status and JSON of an answer, or why there was none after a few tries.
+_Response = tuple[int, Any] | TeacherAway
+
+_Read = TypeVar("_Read")
+
+
+class RemoteTeacher:
+    """A model behind `algorithm.distill.teacher_url`. `stop` ends every wait."""
+
+    def __init__(self, settings: Settings, stop: Stop, *, pauses_s: Sequence[float] = _PAUSES_S) -> None:
+        wanted = settings.algorithm.distill
+        assert wanted.teacher_url is not None
+        base = wanted.teacher_url.rstrip("/")
+        self._url = f"{base}/completions" if urlsplit(base).path else f"{base}/v1/completions"
+        self._headers = {"content-type": "application/json"}
+        if wanted.teacher_key:
+            self._headers["authorization"] = f"Bearer {wanted.teacher_key.get_secret_value()}"
+        self._model, self._timeout = wanted.teacher_model, wanted.timeout
+        self._settings, self._stop, self._pauses_s = settings, stop, pauses_s
+        self._tls = ssl.create_default_context()
+        self._known = False
+
+    def check(self) -> None:
+        """Raise EnvironmentRefused unless it takes token ids, tells log-probabilities of them, and reads as we do."""
+        if self._known:
+            return
+        words = tokenizer_of(self._settings)
+        specials = sorted(words.added_tokens_decoder)[:_MOST_SPECIALS]
+        text = _SAMPLER + "".join(words.convert_ids_to_tokens(specials))
+        request = {"prompt": text, "add_special_tokens": False, "return_token_ids": True, **_SCORE}
+        with self._client() as client:
+            status, answer = self._patiently(client, request)
+        if status != 200:
+            self._refuse(f"answers {status}: {_message(answer)}")
+        choice = _choice(answer)
+        if not isinstance(choice.get("prompt_token_ids"), list) or not choice.get("prompt_logprobs"):
+            self._refuse(
+                "does not tell log-probabilities of given tokens, as vLLM does; OpenAI's own models cannot be teachers"
+            )
+        if choice["prompt_token_ids"] != words.encode(text, add_special_tokens=False):
+            self._refuse("has another tokenizer than the model; choose a teacher with the same one")
+        self._known = True
+
+    def score(self, sequences: Sequence[TokenSequence], *, tokens: int | None = None) -> Tensor:
+        """See Teacher."""
+        self.check()
+        requests = [{"prompt": each.ids.tolist(), **_SCORE} for each in sequences]
+        calls = [each.calls for each in sequences]
+        rows = self._read(requests, calls, lambda turn, choice: _logprobs(sequences[turn], choice))
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    def reply(self, samples: Sequence[Sample]) -> list[Sample]:
+        """See Teacher."""
+        self.check()
+        most = self._settings.model.max_response_tokens or MOST_TOKENS
+        options = {"max_tokens": most, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "return_token_ids": True}
+        requests = [{"prompt": each.prompt_ids.tolist(), **options} for each in samples]
+        replies = self._read(requests, [(each,) for each in samples], lambda _, choice: _reply_ids(choice, most))
+        return with_replies(samples, replies, known=len(tokenizer_of(self._settings)))
+
+    def _read(
+        self,
+        bodies: Sequence[Mapping[str, object]],
+        calls: Sequence[Sequence[Sample]],
+        read: Callable[[int, dict[str, Any]], _Read],
+    ) -> list[_Read]:
+        """What `read` makes of the answers, in the order of the requests, each of which is about some `calls`."""
+        refused: defaultdict[str, list[int]] = defaultdict(list)
+        failed: defaultdict[str, list[int]] = defaultdict(list)
+        found: list[_Read] = []
+        for turn, response in sorted(self._all(bodies).items()):
+            if isinstance(response, tuple) and response[0] in _REFUSED:
+                refused[f"the teacher refuses it: {_message(response[1])}"] += [each.id for each in calls[turn]]
+                continue
+            try:
+                if isinstance(response, TeacherAway):
+                    raise response
+                if response[0] != 200:
+                    raise TeacherAway(f"{self._url} answers {response[0]}: {_message(response[1])}")
+                found.append(read(turn, _choice(response[1])))
+            except TeacherAway as error:
+                failed[str(error)] += [each.id for each in calls[turn]]
+        if refused:
+            raise SamplesRefused(dict(refused))
+        if failed:
+            raise TeacherAway(next(iter(failed)), dict(failed) if found else {})
+        return found
+
+    def _refuse(self, sentence: str) -> None:
+        raise EnvironmentRefused(f"algorithm.distill.teacher_url: {self._url} {sentence}")
+
+    # Asking.
+
+    def _all(self, bodies: Sequence[Mapping[str, object]]) -> dict[int, _Response]:
+        """The answers to the requests, by their number; to some nothing, if too many before them failed in a row.
+
+        The threads are daemons: a hanging one keeps nobody alive.
+        """
+        # By chance, so that rows which always fail do not hide those behind them for ever.
+        turns, given_up = iter(random.sample(range(len(bodies)), len(bodies))), threading.Event()
+        responses: queue.SimpleQueue[tuple[int, _Response]] = queue.SimpleQueue()
+
+        def ask() -> None:
+            # Each closes its own: nobody else can tell when it is done with it.
+            with self._client() as client:
+                while not given_up.is_set() and (turn := next(turns, None)) is not None:
+                    try:
+                        responses.put((turn, self._patiently(client, bodies[turn])))
+                    except TeacherAway as error:
+                        responses.put((turn, error))
+
+        threads = [threading.Thread(target=ask, name="teacher", daemon=True) for _ in range(_AT_ONCE)]
+        for thread in threads:
+            thread.start()
+        answers: dict[int, _Response] = {}
+        failed_in_a_row = 0
+        try:
+            while len(answers) < len(bodies) and failed_in_a_row < _AT_ONCE:
+                turn, answer = self._next(responses, threads)
+                answers[turn] = answer
+                failed_in_a_row = failed_in_a_row + 1 if isinstance(answer, TeacherAway) else 0
+        finally:
+            given_up.set()
+        return answers
+
+    def _next(
+        self, responses: "queue.SimpleQueue[tuple[int, _Response]]", threads: Sequence[threading.Thread]
+    ) -> tuple[int, _Response]:
+        while True:
+            alive = any(thread.is_alive() for thread in threads)
+            try:
+                return responses.get(timeout=0.2)
+            except queue.Empty:
+                if self._stop.is_set():
+                    raise TeacherAway("told to stop") from None
+                if not alive:
+                    raise RuntimeError("the threads that ask the teacher have died") from None
+
+    def _client(self) -> httpx.Client:
+        """Connections of one thread."""
+        try:
+            return httpx.Client(
+                headers=self._headers,
+                timeout=self._timeout,
+                verify=self._tls,
+                limits=httpx.Limits(keepalive_expiry=_KEEP_S),
+                follow_redirects=True,
+            )
+        except (ImportError, ValueError, httpx.InvalidURL) as error:
+            raise EnvironmentRefused(
+                f"algorithm.distill.teacher_url: a proxy that the environment names cannot be used: {error} Correct "
+                "HTTP_PROXY, HTTPS_PROXY or ALL_PROXY, or name the teacher in NO_PROXY"
+            ) from error
+
+    def _patiently(self, client: httpx.Client, body: Mapping[str, object]) -> tuple[int, Any]:
+        """Status and JSON of the answer, after a few tries. Raises TeacherAway."""
+        reason = ""
+        for pause in (*self._pauses_s, None):
+            try:
+                reply = client.post(self._url, content=json.dumps({"model": self._model, **body}).encode())
+                status = reply.status_code
+                answer = json.loads(reply.content) if reply.is_success else reply.content.decode(errors="replace")
+            except (httpx.HTTPError, ValueError) as error:
+                reason = f"{type(error).__name__}: {error}"
+            else:
+                if status not in {408, 409, 425, 429} and status < 500:
+                    return status, answer
+                reason = f"{status}: {_message(answer)}"
+            if pause is not None and self._stop.wait(pause):
+                break
+        raise TeacherAway(f"{self._url} does not answer: {reason}")
+
+
+#: The least that vLLM answers with: it wants to say one token, and tells each token of the prompt without rivals.
+_SCORE: Mapping[str, object] = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+
+
+def _logprobs(sequence: TokenSequence, choice: Mapping[str, Any]) -> Tensor:
+    """Of each token from the first reply token on; raises TeacherAway if the answer is about other tokens."""
+    logprobs = choice.get("prompt_logprobs")
+    if not isinstance(logprobs, list) or len(logprobs) != len(sequence.ids):
+        raise TeacherAway("the teacher does not tell a log-probability of each token")
+    row = np.zeros(len(sequence.ids), np.float32)
+    for at in np.flatnonzero(sequence.of >= 0):
+        entry = logprobs[at].get(str(int(sequence.ids[at]))) if isinstance(logprobs[at], dict) else None
+        if not isinstance(entry, dict):
+            raise TeacherAway("the teacher tells log-probabilities of other tokens than it was asked for")
+        number = entry.get("logprob")
+        if not isinstance(number, int | float) or math.isnan(number):
+            raise TeacherAway(NO_NUMBER)
+        row[at] = number
+    return torch.from_numpy(row[sequence.start :])
+
+
+def _reply_ids(choice: Mapping[str, Any], most: int) -> list[int] | str:
+    """The ids of a reply, or why it is none."""
+    ids = choice.get("token_ids")
+    if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+        raise TeacherAway("the teacher tells no token ids any more")
+    if choice.get("finish_reason") != "stop" or not ids:
+        return CUT_OFF.format(most)
+    return ids
+
+
+def _choice(answer: Any) -> dict[str, Any]:
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+
+
+def _message(answer: Any) -> str:
+    """What an error says, in OpenAI's envelope or not: one line of 300 characters at most."""
+    with_envelope = answer
+    if isinstance(answer, str):
+        try:
+            with_envelope = json.loads(answer)
+        except ValueError:
+            with_envelope = answer
+    if isinstance(with_envelope, dict):
+        inner = with_envelope.get("error")
+        with_envelope = inner.get("message") if isinstance(inner, dict) else inner or with_envelope
+    return " ".join(str(with_envelope).split())[:300]
+
 
 #: The most tokens of a teacher's reply where `model.max_response_tokens` does not say.
 MOST_TOKENS = 2048

@@ -12,7 +12,7 @@ from tuneloop.shared.errors import NotFinite, RankFailed
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
-from tuneloop.trainer.micro_batch import make_activations_again
+from tuneloop.trainer.micro_batch import checkpoint_activations
 from tuneloop.trainer.models.room import room_for_weights
 from tuneloop.trainer.ranks.orders import EndOrder, LoadOrder, StateOrder, StepOrder
 from tuneloop.trainer.ranks.ranks import JoinedRanks
@@ -36,7 +36,7 @@ def follow(settings: Settings, ranks: JoinedRanks) -> None:
                 learner.micro_batch_tokens = order.tokens
                 learner.smaller = partial(_shrink_as_rank_0_says, ref(learner)) if order.halves else None
                 if order.checkpointing:
-                    make_activations_again(learner)
+                    checkpoint_activations(learner)
                 # What all ranks raise together, of which rank 0 decides what comes of it.
                 with suppress(NotFinite, RankFailed, torch.OutOfMemoryError):
                     learner.step(order.samples, version=order.version)
@@ -54,7 +54,7 @@ def _shrink_as_rank_0_says(stepping: ref[Learner]) -> int:
         pass  # Rank 0 may have found out that nothing smaller helps.
     tokens, is_checkpointing = (learner.ranks.decide(_leave_to_rank_0) for _ in range(2))
     if is_checkpointing:
-        make_activations_again(learner)
+        checkpoint_activations(learner)
     return tokens
 
 

@@ -1,16 +1,14 @@
 """The app whose users give thumbs: against a teacher behind an endpoint that takes feedback."""
 
 import asyncio
-import itertools
 from pathlib import Path
 
 import httpx
-import pytest
 import yaml
 from oracle import Oracle, serving
 
 from examples.email_search.world import Mailbox, questions
-from examples.production_feedback.main import COMMIT_EVERY, main, make_app, use
+from examples.production_feedback.main import COMMIT_EVERY, make_app, use
 from tuneloop.shared.settings.settings import Settings
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -31,28 +29,6 @@ def test_each_answer_gets_the_thumb_of_its_user_and_thumbs_are_committed(tmp_pat
     assert len({name for name, _ in thumbs}) == len(thumbs) == COMMIT_EVERY
     assert {value for _, value in thumbs} == {True}
     assert [path for path, _ in oracle.asked].count("/commit") == 1
-
-
-def test_a_measurement_gives_no_thumbs_and_is_not_trained_on(tmp_path: Path) -> None:
-    asked = questions(held_out=True)[:4]
-    oracle = Oracle(Mailbox(), asked)
-    with serving(oracle) as url:
-        assert asyncio.run(use(make_app(url, tmp_path), asked, train=False)) == 1.0
-    assert not thumbs_of(oracle)
-    assert all(not run["train"] for run in oracle.runs)
-
-
-def test_its_command_measures_before_and_after_the_thumbs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    oracle = Oracle(Mailbox(), questions(held_out=False) + questions(held_out=True))
-    monkeypatch.chdir(tmp_path)  # where its outbox is
-    with serving(oracle) as url:
-        main(["--service", url, "--thumbs", "8"])
-    assert capsys.readouterr().out == "right answers, held out: 1.000 -> 1.000\nthumbs up: 1.000 of 8\n"
-    assert len(thumbs_of(oracle)) == 8
-    calls = [run.get("train", True) for run in oracle.runs]
-    assert [each for each, _ in itertools.groupby(calls)] == [False, True, False]
 
 
 def test_a_thumb_is_taken_while_the_service_is_away(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,7 +18,6 @@ from examples.email_search.world import Mailbox
 from examples.math_agent.world import Problems
 from examples.tasks.dialogue import Task
 from examples.werewolf.world import Wolves
-from examples.worlds.start import start_model
 from tuneloop.runner.models.run import Run
 from tuneloop.runner.tuning.config import check_judge_function, check_workflow_function
 
@@ -73,37 +71,6 @@ def run_main(example: ModuleType, world: Task, folder: Path, monkeypatch: pytest
     return tuned
 
 
-@pytest.mark.parametrize(("example", "world"), EXAMPLES, ids=lambda each: getattr(each, "name", ""))
-def test_an_example_says_its_metrics_before_and_after(
-    example: ModuleType,
-    world: Task,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    tuned = run_main(example, world, tmp_path, monkeypatch)
-    said = capsys.readouterr().out
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    for metric in {"reward", *summary["after"]}:
-        assert f"  {metric} " in said
-    assert summary["curve"] == [[1, summary["before"]["reward"]]]
-    assert [each["step"] for each in summary["evaluations"]] == [0, 2]
-    assert tuned.given["model"].model_path == "there"
-    assert tuned.given["train_dataset"].total_steps == 2
-    train, test = ((tmp_path / "tasks" / f"{split}.jsonl").read_text().splitlines() for split in ("train", "test"))
-    assert len(test) == 8
-    assert not set(train) & set(test)
-
-
-def test_the_control_is_rewarded_by_a_coin_and_still_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rewards: set[float] = set()
-    for seed in range(3):
-        tuned = run_main(math_agent, Problems(), tmp_path, monkeypatch, "--reward", "random", "--seed", str(seed))
-        rewards |= set(tuned.rewards)
-    assert rewards == {0.0, 1.0}
-    assert json.loads((tmp_path / "summary.json").read_text())["after"]["accuracy"] == 1.0
-
-
 @pytest.mark.parametrize("gpu", [False, True])
 def test_the_settings_of_an_example_are_settings_of_the_services(
     gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -113,14 +80,3 @@ def test_the_settings_of_an_example_are_settings_of_the_services(
     assert settings["cluster"]["gpu_per_node"] == int(gpu)
     assert settings["model"]["served_model_name"] == "math_agent"
     assert settings["explorer"]["rollout_model"].get("enforce_eager", False) is not gpu
-
-
-def test_a_start_model_is_taught_once_for_each_seed(tmp_path: Path) -> None:
-    beginner = werewolf.Beginner(
-        hidden=32, layers=1, schooling=werewolf.Schooling(early_steps=1, late_steps=1, batch=2)
-    )
-    path = start_model(Wolves(), beginner, tmp_path, seed=3)
-    stamp = (path / "model.safetensors").stat().st_mtime_ns
-    assert start_model(Wolves(), beginner, tmp_path, seed=3) == path
-    assert (path / "model.safetensors").stat().st_mtime_ns == stamp
-    assert [each.name for each in tmp_path.iterdir()] == ["werewolf-3"]

@@ -19,7 +19,7 @@ from tuneloop.shared.operations.clock_skew import CLOCK_SKEW
 from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH, DISK_FULL
 from tuneloop.shared.operations.older_ledger import LEDGER_OLDER
 from tuneloop.shared.settings.serving import RolloutModelSettings
-from tuneloop.trainer.monitoring import finite_steps
+from tuneloop.trainer.monitoring import step_reports
 from tuneloop.trainer.monitoring.drift import RULES
 from tuneloop.trainer.teacher import retries
 
@@ -87,7 +87,7 @@ def test_why_a_reply_is_no_sample_is_told_parameter_by_parameter() -> None:
 
 def test_every_alarm_is_on_its_page() -> None:
     of_explorers = {attestation.ALARM, loading.DAMAGED, loading.UNREADABLE, LEDGER_OLDER, REFUSES, QUARANTINED}
-    alarms = of_explorers | {CLOCK_SKEW} | {retries._AWAY, finite_steps.NOT_FINITE, DISK_FULL, CAPTURE_MISMATCH}
+    alarms = of_explorers | {CLOCK_SKEW} | {retries._AWAY, step_reports.NOT_FINITE, DISK_FULL, CAPTURE_MISMATCH}
     page = (DOCS / "reasons.md").read_text()
     assert _first_column(page, "| alarm |") == alarms
     assert _first_column(page, "| monitor |") == RULES.keys()

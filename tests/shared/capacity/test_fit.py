@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.cli.setup.test_setup import QWEN3_4B, model_folder
+from tests.cli.setup.test_setup import model_folder
 from tuneloop.cli.capacity_plan import make_plan
-from tuneloop.shared.capacity.fit import fit_trainer, reckon, room_for_trainer, shapes_of
+from tuneloop.shared.capacity.memory import fit_trainer, reckon, room_for_trainer, shapes_of
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
@@ -37,22 +37,21 @@ def test_what_is_chosen_for_the_06b_shape_fits(
 ) -> None:
     settings = settings_of(model_folder(tmp_path / "m"), algorithm=algorithm)
     shapes = shapes_of(settings)
-    chosen = fit_trainer(settings, shapes, gb * GB)
-    assert chosen is not None
+    chosen, fits = fit_trainer(settings, shapes, gb * GB)
+    assert fits
     assert (chosen.trainer.micro_batch_tokens, bool(chosen.trainer.activation_checkpointing)) == expected
     assert reckon(chosen, shapes).total <= 0.95 * gb * GB
     more = {"micro_batch_tokens": 2 * expected[0]}
     larger = chosen.model_copy(update={"trainer": chosen.trainer.model_copy(update=more)})
     assert expected[0] == 32768 or reckon(larger, shapes).total > 0.95 * gb * GB
     plan = make_plan(settings, gpu_bytes=gb * GB, speed=1e9, free=64 * GB)
-    assert plan.micro_batch == expected
     assert plan.trainer == reckon(chosen, shapes)
     assert [each for each in plan.problems if "GPU" in each] == []
 
 
 def test_where_nothing_fits_the_plan_says_what_to_do(tmp_path: Path) -> None:
     settings = settings_of(model_folder(tmp_path / "m"))
-    assert fit_trainer(settings, shapes_of(settings), 24 * GB) is None
+    assert not fit_trainer(settings, shapes_of(settings), 24 * GB)[1]
     [problem] = [each for each in make_plan(settings, gpu_bytes=24 * GB, speed=1e9).problems if "GPU" in each]
     for cure in ("model.lora.rank: 16", "algorithm.optimizer.bits: 8"):
         assert cure in problem
@@ -61,32 +60,23 @@ def test_where_nothing_fits_the_plan_says_what_to_do(tmp_path: Path) -> None:
 def test_what_is_set_is_not_chosen(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
     set_ = settings_of(folder, trainer={"micro_batch_tokens": 65536})
-    chosen = fit_trainer(set_, shapes_of(set_), 24 * GB)
-    assert chosen is not None
+    chosen, fits = fit_trainer(set_, shapes_of(set_), 24 * GB)
+    assert fits
     assert (chosen.trainer.micro_batch_tokens, chosen.trainer.activation_checkpointing) == (65536, None)
     never = settings_of(folder, trainer={"activation_checkpointing": False}, algorithm={"algorithm_type": "sft"})
     always = settings_of(folder, trainer={"activation_checkpointing": True}, algorithm={"algorithm_type": "sft"})
     for settings, again in ((never, False), (always, True)):
-        found = fit_trainer(settings, shapes_of(settings), 48 * GB)
-        assert found is not None
+        found, fits = fit_trainer(settings, shapes_of(settings), 48 * GB)
+        assert fits
         assert found.trainer.activation_checkpointing is again
 
 
 @pytest.mark.parametrize("sections", [{"trainer": {"device": "cpu"}}, {"cluster": {"gpu_per_node": 0}}])
 def test_on_a_cpu_it_is_8192(tmp_path: Path, sections: dict[str, Any]) -> None:
     settings = settings_of(model_folder(tmp_path / "m"), **sections)
-    chosen = fit_trainer(settings, shapes_of(settings), 24 * GB)
-    assert chosen is not None
+    chosen, fits = fit_trainer(settings, shapes_of(settings), 24 * GB)
+    assert fits
     assert (chosen.trainer.micro_batch_tokens, chosen.trainer.activation_checkpointing) == (8192, None)
-
-
-def test_an_engine_on_the_same_gpu_leaves_the_rest(tmp_path: Path) -> None:
-    folder = model_folder(tmp_path / "m")
-    share = {"explorer": {"rollout_model": {"gpu_memory_utilization": 0.4}}}
-    shared = settings_of(folder, mode="both", **share)
-    apart = settings_of(folder, mode="both", cluster={"gpu_per_node": 2}, **share)
-    assert room_for_trainer(shared, 100 * GB) == 60 * GB
-    assert room_for_trainer(apart, 100 * GB) == 100 * GB
 
 
 def test_by_turns_engine_and_trainer_each_have_nearly_all_of_a_gpu(tmp_path: Path) -> None:
@@ -101,9 +91,12 @@ def test_by_turns_engine_and_trainer_each_have_nearly_all_of_a_gpu(tmp_path: Pat
     assert plan.engine.total == 68 * GB
     assert 12 * GB < plan.trainer.total < 0.95 * 78 * GB
     trained = 2 * 596_049_920
-    assert plan.moved == plan.engine.weights + plan.trainer.reference + (2 + 12) * trained
+    assert (
+        plan.main_memory["what waits for its turn at the GPU"]
+        == plan.engine.weights + plan.trainer.reference + (2 + 12) * trained
+    )
     [problem] = make_plan(settings, gpu_bytes=80 * GB, speed=1e9, free=16 * GB).problems
-    assert problem.startswith("cluster.gpu_turn: what waits for its turn at the GPU takes")
+    assert problem.startswith("model.model_path: main memory is too small: what waits for its turn at the GPU")
     [too_small, *_] = make_plan(settings, gpu_bytes=24 * GB, speed=1e9, free=64 * GB).problems
     assert too_small.startswith("GPU 0 is too small: engine 0 and trainer take")
 
@@ -111,15 +104,15 @@ def test_by_turns_engine_and_trainer_each_have_nearly_all_of_a_gpu(tmp_path: Pat
 def test_an_offloaded_optimizer_is_reckoned_as_main_memory(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
     here, there = (settings_of(folder, trainer={"optimizer_offload": offload}) for offload in (False, True))
-    assert fit_trainer(here, shapes_of(here), 24 * GB) is None
-    chosen = fit_trainer(there, shapes_of(there), 24 * GB)
-    assert chosen is not None
+    assert not fit_trainer(here, shapes_of(here), 24 * GB)[1]
+    chosen, fits = fit_trainer(there, shapes_of(there), 24 * GB)
+    assert fits
     assert reckon(chosen, shapes_of(there)).optimizer == 0
     plan = make_plan(there, gpu_bytes=24 * GB, speed=1e9, free=64 * GB)
     assert plan.problems == []
-    assert plan.offloaded == int(sum(16 * each.weights for each in shapes_of(there)[:2]))
+    assert plan.main_memory["AdamW"] == int(sum(16 * each.weights for each in shapes_of(there)[:2]))
     [problem] = make_plan(there, gpu_bytes=24 * GB, speed=1e9, free=16 * GB).problems
-    assert problem.startswith("trainer.optimizer_offload: AdamW takes 19")
+    assert problem.startswith("model.model_path: main memory is too small: AdamW 19")
 
 
 def test_beside_an_adapter_a_critic_is_whole(tmp_path: Path) -> None:
@@ -133,30 +126,6 @@ def test_beside_an_adapter_a_critic_is_whole(tmp_path: Path) -> None:
     assert taken[0].weights - taken[1].weights == 2 * whole
     assert taken[0].gradients - taken[1].gradients == 4 * whole
     assert taken[0].optimizer - taken[1].optimizer == 12 * whole
-
-
-def test_a_base_in_few_bits_leaves_room_for_more_tokens(tmp_path: Path) -> None:
-    folder = model_folder(tmp_path / "m", **QWEN3_4B)  # type: ignore[arg-type]
-    tokens: dict[int | None, int | None] = {}
-    for bits in (None, 8, 4):
-        model = {"model_path": folder, "lora": {"rank": 16, "base_bits": bits}}
-        settings = settings_of(folder, model=model, algorithm={"algorithm_type": "reinforce"})
-        fitting = fit_trainer(settings, shapes_of(settings), 11 * GB)
-        tokens[bits] = fitting.trainer.micro_batch_tokens if fitting else None
-        plan = make_plan(settings, gpu_bytes=11 * GB, speed=1e9, free=64 * GB)
-        assert plan.trainer is not None
-        assert bool([each for each in plan.problems if "GPU" in each]) == (fitting is None)
-    assert tokens == {None: None, 8: 1024, 4: 2048}
-
-
-def test_on_a_cpu_a_base_in_few_bits_is_reckoned_as_it_is_read(tmp_path: Path) -> None:
-    folder, taken = model_folder(tmp_path / "m"), {}
-    for bits in (None, 4):
-        model = {"model_path": folder, "lora": {"rank": 16, "base_bits": bits}}
-        cpu = {"device": "cpu", "micro_batch_tokens": 256, "activation_checkpointing": True}
-        made = settings_of(folder, model=model, algorithm={"algorithm_type": "reinforce"}, trainer=cpu)
-        taken[bits] = reckon(made, shapes_of(made)).total
-    assert taken[4] > max(taken[None], 2 * 4 * 596_049_920)
 
 
 TEACHER = {"teacher_url": "http://localhost:1", "teacher_model": "big"}

@@ -62,10 +62,6 @@ def test_all_that_is_wrong_is_told_with_the_figures_of_both() -> None:
     assert json.loads(json.dumps(verdict.figures)) == verdict.figures
 
 
-def test_a_champion_that_says_nothing_makes_no_length_too_long() -> None:
-    assert gate_verdict(GateSettings(), figures(), figures(reply_length=0.0)).passed
-
-
 def test_figures_of_other_tasks_are_not_compared() -> None:
     assert same_tasks(figures(), CHAMPION)
     assert not same_tasks(figures(tasks=8.0), CHAMPION)

@@ -105,10 +105,6 @@ def test_the_share_of_replies_without_the_form_that_is_demanded_is_of_those_task
     assert "malformed" not in {each.metric for each in figures_of(answered[:1], fingerprint=1, refusals=[])}
 
 
-def test_where_nothing_was_asked_there_is_only_that() -> None:
-    assert figures_of([], fingerprint=5, refusals=[]) == (Figure("tasks", "", 5.0, 0.0, 1),)
-
-
 def test_other_tasks_or_another_judge_have_another_fingerprint() -> None:
     judge = JudgeSettings(model="critic")
     alike = fingerprint([TASK], EvaluationSettings(), judge)

@@ -58,25 +58,6 @@ def test_a_token_that_the_teacher_rules_out_counts_20_nats(said):
     assert float(logprobs.grad[0, 0]) == pytest.approx(20 / 9)
 
 
-def test_masked_tokens_change_nothing():
-    strange = torch.where(MASK, TEACHER, float("nan"))
-    assert torch.equal(_loss(_algorithm(), SAMPLED, teacher_BR=strange).value, _loss(_algorithm(), SAMPLED).value)
-
-
-def test_cutting_into_micro_batches_changes_nothing():
-    logprobs = SAMPLED + 0.1 * NORMAL[2]
-    whole = _loss(_algorithm(), logprobs)
-    targets = Targets(mask_BR=MASK, sampled_BR=SAMPLED, teacher_BR=TEACHER)
-    parts = []
-    for rows in ([0], [1, 2]):
-        index = torch.tensor(rows)
-        some = targets.rows(index, MASK[index])
-        parts.append(distill.actor_loss(_algorithm(), some, logprobs[index], logprobs[index] * 0, targets.totals))
-    for name, value in (*whole.metrics.items(), ("loss", whole.value)):
-        cut = sum(float(part.value if name == "loss" else part.metrics[name]) for part in parts)
-        assert cut == pytest.approx(float(value), abs=1e-12)
-
-
 def test_stale_replies_are_weighted_by_the_clipped_ratio():
     """Far from what sampled them, with the teacher in favour: the clip holds the gradient back."""
     logprobs = (SAMPLED + 1).requires_grad_()

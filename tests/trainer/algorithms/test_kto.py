@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.constants import section_of
 from tests.trainer.factories import sample
 from tests.trainer.golden.fixtures import cases
 from tests.trainer.pairwise import agrees_with_others, is_the_sum_of_its_micro_batches, loss_of
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import kto
 from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets
-from tuneloop.trainer.batches.pairs import mismatch_replies
+from tuneloop.trainer.batches.selection import mismatch_replies
 from tuneloop.trainer.batches.sequences import TokenSequence
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import _divergence
@@ -22,7 +21,7 @@ _loss = loss_of(kto)
 
 
 def _algorithm(**options):
-    return section_of(AlgorithmSettings, {"algorithm_type": "kto", "kto": options})
+    return AlgorithmSettings(algorithm_type="kto", kto=options)
 
 
 def _targets(inputs):
@@ -43,18 +42,7 @@ def test_loss_and_gradient_are_those_of_others(golden):
 def test_cutting_into_micro_batches_changes_nothing_but_a_mean_of_each_would():
     inputs = GOLDEN[0].inputs
     cut = ([0, 2, 3], [1, 4, 5, 6, 7])
-    is_the_sum_of_its_micro_batches(inputs, _loss, _algorithm(undesirable_weight=2.0), _targets(inputs), cut)
-
-
-def test_metrics_are_means_over_their_own_replies():
-    inputs = GOLDEN[0].inputs
-    told = _loss(_algorithm(), _targets(inputs), inputs["logprobs"]).metrics
-    sums = ((inputs["logprobs"] - inputs["reference"]) * inputs["mask"]).sum(1)
-    good, bad = sums[inputs["desirable"]].mean(), sums[~inputs["desirable"]].mean()
-    assert float(told["rewards/chosen"]) == pytest.approx(0.1 * float(good))
-    assert float(told["rewards/rejected"]) == pytest.approx(0.1 * float(bad))
-    assert float(told["rewards/margins"]) == pytest.approx(0.1 * float(good - bad))
-    assert float(told["kl"]) == pytest.approx(float(inputs["divergence"]))
+    is_the_sum_of_its_micro_batches(inputs, _loss, _algorithm(), _targets(inputs), cut)
 
 
 def test_a_batch_of_one_kind_is_finite():

@@ -31,11 +31,6 @@ def test_the_last_call_is_the_last_sampled_wherever_it_stands():
     assert _advantages(of, scale="none")[0, 0] != _advantages(other_way_round, scale="none")[0, 0]
 
 
-def test_by_step_norm_a_long_run_pulls_no_harder_than_a_short_one():
-    of = calls([9.0, 2.0, 0.0], runs=[0, 0, 1], groups=[0, 0, 0], of_BR=OF_BR)
-    assert _advantages(of, scale="none", step_norm=True).tolist() == [[0.5, 0.5, 0, 0.5], [-1, 0, 0, 0]]
-
-
 @pytest.mark.parametrize(("kind", "credit"), [("multi_step_grpo", "call"), ("grpo", "trajectory")])
 def test_groups_are_constant_by_what_their_runs_are_judged_by(kind, credit):
     """Runs rewarded 0, 1 and 1, 0 have one mean; 1, 2 and 0, 2 have one last reward."""

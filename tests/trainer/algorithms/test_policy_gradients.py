@@ -21,7 +21,7 @@ KINDS = ["ppo", "reinforce", "reinforce++", "rloo", "grpo", "multi_step_grpo"]
 MODES = get_args(AlgorithmSettings.model_fields["loss_agg_mode"].annotation)
 
 algorithms = st.builds(
-    lambda kind, mode, kl_in, proximal, correction, level, scale, baseline: section_of(
+    lambda kind, mode, kl_in, proximal, correction, scale, baseline: section_of(
         AlgorithmSettings,
         {
             "algorithm_type": kind,
@@ -32,10 +32,9 @@ algorithms = st.builds(
             "entropy_coef": 0.01,
             "gamma": 0.9,
             "lam": 0.8,
-            "negative_scale": 0.5,
-            "off_policy": {"proximal": proximal, "correction": correction, "level": level},
-            "group": {"scale": scale, "step_norm": True},
-            "baseline": baseline,
+            "off_policy": {"proximal": proximal, "correction": correction},
+            "group": {"scale": scale},
+            "baseline": {"kind": baseline},
         },
     ),
     st.sampled_from(KINDS),
@@ -43,11 +42,8 @@ algorithms = st.builds(
     st.sampled_from(["loss", "reward"]),
     st.sampled_from(["sampled", "recomputed"]),
     st.sampled_from(["none", "truncate", "mask"]),
-    st.sampled_from(["token", "sequence", "geometric"]),
     st.sampled_from(["group", "batch", "none"]),
-    st.fixed_dictionaries(
-        {"kind": st.sampled_from(["running", "task", "batch"]), "scale": st.sampled_from(["running", "batch", "none"])}
-    ),
+    st.sampled_from(["running", "task", "batch"]),
 )
 
 
@@ -181,16 +177,6 @@ def test_rewards_that_are_all_the_same_say_nothing(algorithm, made, reward):
         torch.testing.assert_close(advantages_BR, torch.zeros_like(advantages_BR), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("reward", [0.1, 1000.1])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ppo"])
-def test_nor_do_they_in_single_precision(kind, reward):
-    """0.1 and 1000.1 are no binary fractions: a mean of many in float32 is another number."""
-    of = calls(torch.full((37,), reward), groups=[0] * 37)
-    targets = Targets(mask_BR=of.of_BR >= 0, sampled_BR=torch.zeros(37, 1))
-    prepared, _ = ALGORITHMS[kind].prepare(AlgorithmSettings(), targets, of, {})
-    assert prepared.advantages_BR.abs().max() < 1e-6
-
-
 @pytest.mark.parametrize("kind", ["rloo", "grpo", "multi_step_grpo"])
 def test_a_constant_group_has_no_advantage_whatever_rounding_does_to_its_mean(kind):
     """(0.1 + 0.1 + 0.1) / 3 is not 0.1, and 1e-17 is no reason to run an optimizer's step."""
@@ -211,20 +197,6 @@ def test_a_run_that_is_alone_in_its_group_has_no_advantage(kind, scale):
     prepared, _ = ALGORITHMS[kind].prepare(algorithm, targets, of, {})
     assert prepared.advantages_BR[0].item() == 0
     assert prepared.advantages_BR[1].item() == -prepared.advantages_BR[2].item() != 0
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ppo"])
-def test_negative_advantages_are_damped(kind):
-    of = calls([0.0, 1.0], groups=[0, 0])
-    targets = Targets(mask_BR=of.of_BR >= 0, sampled_BR=torch.zeros(2, 1))
-    plain, damped = (
-        ALGORITHMS[kind]
-        .prepare(section_of(AlgorithmSettings, dict(negative_scale=factor)), targets, of, {})[0]
-        .advantages_BR
-        for factor in (1.0, 0.25)
-    )
-    assert plain[0].item() < 0 < plain[1].item()
-    assert damped.tolist() == [[plain[0].item() / 4], plain[1].tolist()]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ppo"])

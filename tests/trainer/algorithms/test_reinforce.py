@@ -12,22 +12,28 @@ from tuneloop.trainer.algorithms import reinforce
 def _step(rewards, baselines=None, tasks=None, given=None, **baseline):
     """The advantages of a call each, and what is remembered."""
     of = calls(torch.tensor(rewards, dtype=torch.float64), tasks=tasks)
-    options = {"kl_coef": 0.5, "kl_in": "reward", "baseline": {"decay": 0.5, "scale": "none"} | baseline}
+    options = {"kl_coef": 0.5, "kl_in": "reward", "baseline": {"decay": 0.5} | baseline}
     algorithm = section_of(AlgorithmSettings, {"algorithm_type": "reinforce"} | options)
     prepared, after = reinforce.prepare(algorithm, given or targets(of), of, baselines or {})
     return prepared.advantages_BR[:, 0].tolist(), after
 
 
+def _divided(*differences):
+    """Differences from the baseline, divided by their root mean square."""
+    scale = (sum(each**2 for each in differences) / len(differences)) ** 0.5
+    return pytest.approx([each / scale for each in differences], abs=1e-5)
+
+
 def test_the_first_batch_is_compared_with_its_own_mean():
-    assert _step([0.0, 1.0, 2.0])[0] == [-1, 0, 1]
+    assert _step([0.0, 1.0, 2.0])[0] == _divided(-1, 0, 1)
 
 
 def test_then_rewards_are_compared_with_what_came_before_them():
     """The means 1 and 4, the older one counting half as much: (1 + 2 x 4) / 3 = 3."""
     _, after = _step([0.0, 1.0, 2.0])
-    advantages, after = _step([4.0, 4.0], after)
-    assert advantages == [3, 3]
-    assert _step([5.0, 1.0], after)[0] == [2, -2]
+    advantages, after = _step([4.0, 5.0, 3.0], after)
+    assert advantages == _divided(3, 4, 2)
+    assert _step([5.0, 1.0, 3.0], after)[0] == _divided(2, -2, 0)
 
 
 def test_what_was_remembered_before_is_left_as_it_was():
@@ -40,89 +46,68 @@ def test_what_was_remembered_before_is_left_as_it_was():
 
 def test_by_batch_nothing_before_matters():
     _, after = _step([0.0, 1.0, 2.0])
-    assert _step([4.0, 6.0], after, kind="batch")[0] == [-1, 1]
+    assert _step([4.0, 6.0], after, kind="batch")[0] == _divided(-1, 1)
 
 
 def test_a_tasks_own_mean_is_drawn_to_that_of_all_by_one_batch():
     """Of all: 2; of `easy`, once seen: 4; so 3 is expected of it, 2 of a task never seen and of a call of none."""
     _, after = _step([4.0, 4.0, 0.0, 0.0], tasks=["easy", "easy", "hard", ""], kind="task")
     tasks = ["easy", "hard", "new", ""]
-    assert _step([3.0, 3.0, 3.0, 3.0], after, tasks=tasks, kind="task")[0] == [0, 2, 1, 1]
+    assert _step([3.0, 3.0, 3.0, 3.0], after, tasks=tasks, kind="task")[0] == _divided(0, 2, 1, 1)
 
 
 def test_a_task_seen_more_often_is_believed_more():
     """With a decay of a half: one batch, then one and a half; (1.5 x 4 + 2) / 2.5."""
     _, after = _step([4.0, 0.0], tasks=["easy", ""], kind="task")
     _, after = _step([4.0, 0.0], after, tasks=["easy", ""], kind="task")
-    assert _step([0.0], after, tasks=["easy"], kind="task")[0] == [pytest.approx(-3.2)]
+    assert _step([0.0, 3.0], after, tasks=["easy", ""], kind="task")[0] == _divided(-3.2, 1)
 
 
 def test_tasks_are_remembered_by_digests_and_the_longest_unseen_is_forgotten(monkeypatch):
     monkeypatch.setattr(reinforce, "MAX_TASKS", 2)
-    _, after = _step([1.0, 2.0], tasks=["t/ann's secret", "t/b"], kind="task")
+    _, after = _step([1.0, 2.0], {"rewards": (1.0, 1.0, 1.0)}, tasks=["t/ann's secret", "t/b"], kind="task")
+    assert after.pop("rewards") == (1.0, 1.0, 1.0)  # What others remember stays.
     assert not any("secret" in name for name in after)
     first, second = list(after)[1:]
     _, after = _step([1.0, 5.0], after, tasks=["t/ann's secret", "t/c"], kind="task")
     assert first in after
     assert second not in after
     assert len(after) == 3
-
-
-def test_only_the_baseline_of_tasks_remembers_tasks():
     assert list(_step([1.0], tasks=["t/a"], kind="running")[1]) == ["reinforce"]
-
-
-def test_what_others_remember_stays():
-    assert _step([1.0], {"rewards": (1.0, 1.0, 1.0)})[1]["rewards"] == (1.0, 1.0, 1.0)
-
-
-def test_by_batch_differences_are_divided_by_their_root_mean_square():
-    _, after = _step([1.0, 1.0])
-    assert _step([4.0, 5.0], after, scale="batch")[0] == pytest.approx([3 / 12.5**0.5, 4 / 12.5**0.5], abs=1e-5)
 
 
 def test_a_batch_that_is_better_than_before_all_alike_is_not_blown_up():
     """Divided by its deviation, 0, it would be."""
     _, after = _step([0.0, 1.0])
-    assert _step([1.0, 1.0], after, scale="batch")[0] == pytest.approx([1, 1], abs=1e-5)
+    assert _step([1.0, 1.0], after)[0] == pytest.approx([1, 1], abs=1e-5)
 
 
-def test_by_running_they_are_divided_by_the_deviation_of_all_rewards():
-    """Means 1 and 3, squares 2 and 10, the older ones half as much: 22/3 - (7/3)^2 = 17/9."""
-    _, after = _step([0.0, 2.0])
-    deviation = (17 / 9) ** 0.5
-    expected = [1 / deviation, 3 / deviation]
-    assert _step([2.0, 4.0], after, scale="running")[0] == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("scale", ["running", "batch", "none"])
 @pytest.mark.parametrize("kind", ["running", "task", "batch"])
-def test_rewards_as_ever_say_exactly_nothing(kind, scale):
+def test_rewards_as_ever_say_exactly_nothing(kind):
     """However often the same number is averaged: 0, not the difference of two roundings."""
     after = {}
     for _ in range(9):
-        advantages, after = _step([0.1, 0.1, 0.1], after, tasks=["a", "b", ""], kind=kind, scale=scale, decay=0.95)
+        advantages, after = _step([0.1, 0.1, 0.1], after, tasks=["a", "b", ""], kind=kind, decay=0.95)
         assert advantages == [0, 0, 0]
 
 
-@pytest.mark.parametrize("scale", ["running", "batch"])
-def test_the_first_success_after_many_failures_stays_within_bounds(scale):
+def test_the_first_success_after_many_failures_stays_within_bounds():
     after = {}
     for _ in range(50):
-        _, after = _step([0.0] * 8, after, scale=scale, decay=0.95)
-    advantages, _ = _step([0.0] * 7 + [1.0], after, scale=scale, decay=0.95)
+        _, after = _step([0.0] * 8, after, decay=0.95)
+    advantages, _ = _step([0.0] * 7 + [1.0], after, decay=0.95)
     assert advantages[:7] == [0] * 7
-    assert 1 < advantages[7] < (8 / 0.05) ** 0.5 + 0.01
+    assert 1 < advantages[7] < 8**0.5 + 0.01
 
 
 def test_a_call_pays_for_the_divergence_of_its_tokens():
     """k2 of a difference of 2 is 2, times 0.5 a token."""
-    of = calls([4.0, 2.0])
+    of = calls([4.0, 2.5])
     given = targets(of, sampled_BR=torch.zeros(2, 1).double(), reference_BR=torch.tensor([[-2.0], [0.0]]).double())
-    assert _step([4.0, 2.0], given=given)[0] == [0.5, -0.5]
+    assert _step([4.0, 2.5], given=given)[0] == _divided(0.25, -0.25)
 
 
 def test_every_token_of_a_call_has_its_advantage_also_in_a_merged_sequence():
     of = calls([0.0, 4.0], of_BR=torch.tensor([[0, 0, -1, 1]]))
-    prepared, _ = reinforce.prepare(section_of(AlgorithmSettings, {"baseline": {"scale": "none"}}), targets(of), of, {})
-    assert prepared.advantages_BR.tolist() == [[-2, -2, 0, 2]]
+    prepared, _ = reinforce.prepare(AlgorithmSettings(), targets(of), of, {})
+    assert prepared.advantages_BR.tolist() == [pytest.approx([-1, -1, 0, 1], abs=1e-5)]

@@ -13,7 +13,7 @@ from tests.trainer.factories import sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import sft
 from tuneloop.trainer.algorithms.terms.targets import Targets
-from tuneloop.trainer.batches.imitation import with_demonstrations
+from tuneloop.trainer.batches.selection import with_demonstrations
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.loop import run
 
@@ -31,24 +31,6 @@ def _loss(algorithm, mask_BR, logprobs_BR, totals=None):
 def test_it_is_torch_s_cross_entropy_over_the_reply():
     expected = cross_entropy(LOGITS[MASK], SAID[MASK])
     torch.testing.assert_close(_loss(AlgorithmSettings(), MASK, LOGPROBS).value, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
-def test_cutting_into_micro_batches_changes_nothing_but_a_mean_of_each_would(mode):
-    algorithm = AlgorithmSettings(loss_agg_mode=mode)
-    whole = _loss(algorithm, MASK, LOGPROBS).value
-    totals = Targets(mask_BR=MASK, sampled_BR=LOGPROBS).totals
-    cuts = (slice(0, 1), slice(1, 4))
-    assert sum(_loss(algorithm, MASK[cut], LOGPROBS[cut], totals).value for cut in cuts) == pytest.approx(float(whole))
-    naive = sum(float(_loss(algorithm, MASK[cut], LOGPROBS[cut]).value) / 2 for cut in cuts)
-    assert naive != pytest.approx(float(whole), abs=1e-4)
-
-
-def test_masked_tokens_change_nothing():
-    strange = torch.where(MASK, LOGPROBS, float("nan"))
-    assert torch.equal(
-        _loss(AlgorithmSettings(), MASK, strange).value, _loss(AlgorithmSettings(), MASK, LOGPROBS).value
-    )
 
 
 @pytest.mark.parametrize(("worth", "said"), [({}, 1), ({"weights": {"judge": 1.0}}, 0)])

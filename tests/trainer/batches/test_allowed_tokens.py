@@ -17,10 +17,10 @@ from tests.trainer.factories import sample
 from tuneloop.shared.experience import AllowedTokens, Grammar, Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.allowed_tokens import find_missing_library, with_allowed_tokens
-from tuneloop.trainer.batches.batch import Batch, collate, micro_batches
+from tuneloop.trainer.batches.batch import Batch, collate
 from tuneloop.trainer.batches.selection import select
 from tuneloop.trainer.batches.sequences import TokenSequence, assemble
-from tuneloop.trainer.batches.tokenizer import ends_in_engines, tokenizer_of
+from tuneloop.trainer.batches.tokenizer import tokenizer_of
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.model import Actor
 
@@ -171,15 +171,6 @@ def test_log_probability_and_entropy_are_those_among_what_is_allowed(actor: Acto
     assert batch.held_BR.tolist() == [[0, -1, 1], [-1, -1, -1]]
 
 
-def test_a_token_that_was_forced_teaches_nothing(actor: Actor) -> None:
-    forced = _allowed(actor, _given(temperature=1.0), [{7}, {8}, {9}], [0, 1, 2])
-    _, logprobs_BR, entropy_BR = _scored(actor, [forced])
-    (logprobs_BR.sum() + entropy_BR.sum()).backward()
-    assert logprobs_BR.abs().max() == 0
-    gradients = [each.grad for each in actor.network.parameters() if each.grad is not None]
-    assert all(torch.isfinite(each).all() and not each.any() for each in gradients)
-
-
 def test_gradients_are_those_of_the_masked_distribution(actor: Actor) -> None:
     sets = [{7, 20, 30}]
     _, logprobs_BR, entropy_BR = _scored(actor, [_allowed(actor, _given(temperature=0.7), sets, [0, -1, -1])])
@@ -189,16 +180,6 @@ def test_gradients_are_those_of_the_masked_distribution(actor: Actor) -> None:
     spread = logits.log_softmax(0)
     (expected,) = torch.autograd.grad(spread[0] - (spread.exp() * spread).sum(), weight)
     assert torch.allclose(found, expected, atol=1e-6)
-
-
-def test_micro_batches_have_the_same_grammars(actor: Actor, of_bytes: Callable[..., Settings]) -> None:
-    settings = of_bytes()
-    given = [_sampled(actor, settings, [YES_OR_NO, TAGGED][seed % 2], seed=seed) for seed in range(6)]
-    held, _ = with_allowed_tokens(given, settings, vocabulary=actor.vocabulary)
-    batch, whole_BR, _ = _scored(actor, held)
-    for index_B in micro_batches(batch.lengths_B, 120):
-        logprobs_BR, _ = actor.score(batch.rows(index_B))
-        assert torch.allclose(logprobs_BR, whole_BR[index_B, : logprobs_BR.shape[1]], atol=1e-5)
 
 
 def test_calls_that_share_a_sequence_keep_each_its_own_grammar(actor: Actor, of_bytes: Callable[..., Settings]) -> None:
@@ -275,28 +256,3 @@ def test_a_trainer_without_xgrammar_says_so_at_its_start(
     assert find_missing_library(settings) is None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert (find_missing_library(settings) is not None) is warns
-
-
-@pytest.mark.parametrize("kind", ["sft", "kto"])
-def test_methods_of_any_reply_need_no_grammar(of_bytes: Callable[..., Settings], kind: str) -> None:
-    settings = of_bytes(algorithm={"algorithm_type": kind})
-    given = [sample(1, grammar=Grammar(kind="json", spec="unreadable"))]
-    assert with_allowed_tokens(given, settings, vocabulary=265) == (given, {})
-
-
-def test_a_teacher_elsewhere_is_not_compared_under_a_grammar(of_bytes: Callable[..., Settings]) -> None:
-    distill = {"teacher_url": "http://teacher", "teacher_model": "t"}
-    settings = of_bytes(algorithm={"algorithm_type": "distill", "distill": distill})
-    given = [sample(1, grammar=YES_OR_NO), sample(2)]
-    kept, refused = with_allowed_tokens(given, settings, vocabulary=265)
-    assert kept == given[1:]
-    assert [samples for samples in refused.values()] == [given[:1]]
-
-
-def test_replies_end_as_in_engines(tmp_path: Path, of_bytes: Callable[..., Settings]) -> None:
-    words = tokenizer_of(of_bytes())
-    assert ends_in_engines(tmp_path, words) == [words.eos_token_id]
-    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
-    assert ends_in_engines(tmp_path, words) == [words.eos_token_id, 5]
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 7]}')
-    assert ends_in_engines(tmp_path, words) == [words.eos_token_id, 6, 7]

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from functools import partial
 
 import msgspec
 import numpy as np
@@ -14,8 +13,7 @@ from tests.constants import section_of
 from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.batches.imitation import imitable, with_demonstrations
-from tuneloop.trainer.batches.selection import sort_out
+from tuneloop.trainer.batches.selection import imitable, sort_out, with_demonstrations
 from tuneloop.trainer.batches.tokenizer import ends_of, tokenizer_of
 
 #: The tokenizer's; the config of the tiny model names another one.
@@ -56,13 +54,6 @@ def test_what_sft_imitates_and_why_not_the_others(targets, taken, refused):
     assert _taken(ALL, _algorithm(targets=targets)) == (taken, refused)
 
 
-def test_raft_imitates_replies_alone_and_the_best_of_a_group():
-    group = [sample(i, reward=reward, group_id=7) for i, reward in ((5, 0.6), (6, 0.9), (7, 0.9), (8, 0.1))]
-    taken, refused = _taken([GOOD, EDITED, *group], _algorithm("raft"))
-    assert taken == [0, 6]
-    assert refused == {TOO_LOW: [3, 8], WORSE: [5, 7]}
-
-
 def test_raft_imitates_all_calls_of_the_best_run():
     calls = [
         sample(number, reward=reward, group_id=7, task_id="t", run_id=run)
@@ -71,13 +62,6 @@ def test_raft_imitates_all_calls_of_the_best_run():
     assert _taken(calls, _algorithm("raft")) == ([2, 3], {TOO_LOW: [1, 4], WORSE: [0]})
     alone = [msgspec.structs.replace(each, group_id=None) for each in calls]
     assert _taken(alone, _algorithm("raft")) == ([0, 2, 3], {TOO_LOW: [1, 4]})
-
-
-def test_selection_asks_it_only_for_these_two():
-    samples = [msgspec.structs.replace(each, temperature=1.0) for each in (GOOD, BAD)]
-    for kind, expected in (("sft", [0]), ("raft", [0]), ("kto", [0, 2])):
-        kept, _ = sort_out(samples, _algorithm(kind), vocabulary=VOCABULARY, group_by="none")
-        assert [each.id for each in kept] == expected
 
 
 def _demonstrated(settings, demonstration, **but):
@@ -166,12 +150,6 @@ def test_an_answer_longer_than_the_model_takes_is_left_out(settings, base, tmp_p
     assert refused == {f"the edited answer is too long: the model takes {longest} tokens with the prompt": given[1:]}
 
 
-def test_json_that_is_nested_too_deep_to_be_read_is_text_itself(settings):
-    deep = '{"role":"assistant","content":' + "[" * 100_000
-    _, edited = _demonstrated(partial(settings, model={"max_model_len": 200_000}), deep)
-    assert len(edited.completion_ids) == len(deep) + 1
-
-
 def test_calls_of_tools_are_written_by_the_chat_template(settings, tmp_path):
     folder = tmp_path / "chat"
     save(*build(), folder)
@@ -183,11 +161,3 @@ def test_calls_of_tools_are_written_by_the_chat_template(settings, tmp_path):
     words = AutoTokenizer.from_pretrained(folder)
     said = 'Well.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
     assert words.decode(edited.completion_ids) == said
-
-
-@pytest.mark.parametrize(("kind", "targets"), [("sft", "replies"), ("raft", "both"), ("kto", "both"), ("dpo", "both")])
-def test_other_methods_leave_the_replies_as_they_were(settings, kind, targets):
-    given = sample(9, demonstration="x")
-    algorithm = {"algorithm_type": kind, "sft": {"targets": targets}}
-    group = {"group_by": "task"} if kind == "dpo" else {}
-    assert with_demonstrations([given], settings(algorithm=algorithm, buffer=group)) == ([given], {})

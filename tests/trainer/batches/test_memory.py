@@ -1,14 +1,10 @@
-"""The trainer chooses how many tokens go through at once by its GPU's memory, and compares with what it took."""
-
-from threading import Event
+"""The trainer chooses how many tokens go through at once by its GPU's memory."""
 
 import pytest
 from structlog.testing import capture_logs
 
 from tests.cli.setup.test_setup import model_folder
-from tests.trainer.factories import commit, points, sample
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.trainer.loop import run
 from tuneloop.trainer.micro_batch import fit_to_memory
 
 GB = 10**9
@@ -46,18 +42,4 @@ def test_a_model_that_cannot_be_reckoned_has_the_default(on_gpu, tmp_path):
     (tmp_path / "m" / "config.json").write_text("{}")
     with capture_logs() as logs:
         assert fit_to_memory(on_gpu(), free=24 * GB, total=24 * GB).trainer.tokens_at_once == 8192
-    assert [log["event"] for log in logs] == ["memory_not_reckoned"]
-
-
-def test_what_was_reckoned_is_compared_with_what_was_taken(settings, ledger):
-    commit(ledger, [sample(i) for i in range(8)])
-    chosen = settings(trainer={"total_steps": 2})
-    with capture_logs() as logs:
-        run(chosen, Event())
-    [told] = [log for log in logs if log["event"] == "memory_measured"]
-    assert told["tokens"] <= 64
-    curves = chosen.tensorboard_dir / "trainer"
-    assert len(points(curves, "perf/memory_peak")) == 2
-    [(step, reckoned)] = points(curves, "perf/memory_reckoned")
-    assert step == 1
-    assert 0.4 < reckoned < 2  # GiB: mostly Python and torch
+    assert [log["event"] for log in logs] == ["memory_unknown"]

@@ -40,14 +40,6 @@ def test_where_every_token_is_masked_it_is_told_and_no_weight_moves(settings):
     assert learner.steps == 2
 
 
-def test_a_batch_of_equal_rewards_moves_no_weight_of_the_actor(settings):
-    learner = snapshot.load(settings(algorithm={"kl_coef": 0.0}), None)
-    learner.step(BATCH)
-    before = weights(learner)
-    assert learner.step([sample(i, reward=1.0) for i in range(8)])["critic/advantages/zero"] == 1
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(learner).items())
-
-
 def test_the_mismatch_of_the_very_weights_own_replies_is_told_apart_from_staleness(settings):
     learner = snapshot.load(settings(algorithm={"kl_coef": 0.0, "mini_batches": 1}), None)
     fresh = [sampled_by(learner, i, version_min=7, version_max=7) for i in range(4)]
@@ -57,27 +49,3 @@ def test_the_mismatch_of_the_very_weights_own_replies_is_told_apart_from_stalene
     assert told["mismatch_kl/fresh"] == pytest.approx(0.0, abs=1e-6)
     assert "mismatch_kl/fresh" not in learner.step(stale, version=8)
     assert "mismatch_kl/fresh" not in learner.step(fresh)
-
-
-def test_a_mini_batch_without_fresh_replies_says_nothing_of_them(settings):
-    learner = snapshot.load(settings(algorithm={"kl_coef": 0.0, "mini_batches": 8}), None)
-    [fresh] = [sampled_by(learner, 0, version_min=7, version_max=7)]
-    for seed in range(4):
-        learner.generator.manual_seed(seed)
-        told = learner.step([fresh, *(sample(i) for i in range(1, 8))], version=7)
-        assert told.get("mismatch_kl/fresh", 0.0) >= 0
-        assert "mismatch_kl/mean" in told
-
-
-def test_the_distance_from_another_model_is_a_mean_over_tokens(settings):
-    chosen = settings(algorithm={"kl_coef": 0.0, "kl_estimator": "k1", "optimizer": {"lr": 1e-2}})
-    learner = snapshot.load(chosen, None)
-    base = learner.actor.reference(chosen)
-    replies = [sampled_by(learner, i) for i in range(6)]
-    assert learner.distance(base, replies) == 0
-    learner.step(BATCH)
-    apart = []
-    for each in replies:
-        ids = [*each.prompt_ids.tolist(), *each.completion_ids.tolist()]
-        apart += (np.array(learner.logprobs(ids)[-len(each.logprobs) :]) - each.logprobs).tolist()
-    assert learner.distance(base, replies) == pytest.approx(np.mean(apart), abs=1e-5)

@@ -234,14 +234,6 @@ def test_where_nothing_fits_it_is_one_sentence(settings, monkeypatch):
         MicroBatch(chosen).step(learner, ROWS, version=0)
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"setting": 512, "tokens": 0}', b'{"setting": 512, "tokens": 9999}'])
-def test_a_file_that_says_nothing_sensible_counts_for_nothing(settings, content):
-    chosen = settings(trainer={"micro_batch_tokens": 512})
-    chosen.job_dir.mkdir(parents=True)
-    (chosen.job_dir / "micro_batch.json").write_bytes(content)
-    assert MicroBatch(chosen).tokens == 512
-
-
 def test_weights_that_have_no_room_are_refused_with_what_to_do(settings, ledger, monkeypatch):
     def resume(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free")

@@ -11,8 +11,7 @@ from tests.constants import section_of
 from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.batches.pairs import make_pairs
-from tuneloop.trainer.batches.selection import sort_out
+from tuneloop.trainer.batches.selection import make_pairs, sort_out
 
 PROMPT = np.array([1, 2, 3], np.int32)
 
@@ -35,12 +34,6 @@ def test_the_best_goes_with_the_worst_and_the_second_with_the_second():
     assert refused == {}
 
 
-def test_the_one_in_the_middle_is_left_over():
-    pairs, refused = make_pairs([_reply(0, 0.2), _reply(1, 0.9), _reply(2, 0.5)])
-    assert _ids(pairs) == [1, 0]
-    assert _left(refused) == {"no pair: it is in the middle of an odd number of replies": [2]}
-
-
 def test_equal_rewards_are_no_pair():
     pairs, refused = make_pairs([_reply(0, 1.0), _reply(1, 1.0), _reply(2, 0.0), _reply(3, 1.0)])
     assert _ids(pairs) == [0, 2]
@@ -52,18 +45,6 @@ def test_other_prompts_of_the_group_are_no_rivals():
     pairs, refused = make_pairs([_reply(0, 1.0), _reply(1, 0.0, prompt=other)])
     assert pairs == []
     assert _left(refused) == {"no pair: its group's other replies are to other prompts": [0, 1]}
-
-
-def test_groups_are_not_mixed():
-    pairs, refused = make_pairs([_reply(0, 1.0), _reply(1, 0.0, group=2)])
-    assert pairs == []
-    assert _left(refused) == {"no pair: the other replies of its group cannot be trained on": [0, 1]}
-
-
-def test_a_reply_without_a_group_has_nobody():
-    pairs, refused = make_pairs([_reply(0, 1.0, group=None), _reply(1, 0.0, group=None)])
-    assert pairs == []
-    assert _left(refused) == {"no pair: it is in no group": [0, 1]}
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 1)), max_size=12))

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from tests.constants import section_of
 from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
@@ -40,10 +39,6 @@ def test_a_sample_that_cannot_be_trained_on_says_why(but, word):
     assert word in reason
 
 
-def test_an_ordinary_sample_can_be_trained_on():
-    assert all(untrainable(sample(i), PPO, vocabulary=VOCABULARY) is None for i in range(50))
-
-
 def test_what_cannot_be_trained_on_is_sorted_out_by_its_reason():
     good, hot, other = sample(1), sample(2, temperature=0.0), sample(3, temperature=0.0)
     kept, refused = sort_out([good, hot, other], PPO, vocabulary=250, group_by="none")
@@ -60,23 +55,10 @@ def test_a_run_that_is_left_alone_in_its_group_goes_too():
     assert sorted(each.id for group in refused.values() for each in group) == [3, 4, 5]
 
 
-def test_without_groups_a_run_may_be_alone():
-    lone = sample(1, group_id=1, run_id="one")
-    assert sort_out([lone], PPO, vocabulary=250, group_by="none") == ([lone], {})
-
-
 def test_imitation_needs_no_sampling():
     cold = sample(1, temperature=0.0, logprobs=np.full_like(sample(1).logprobs, np.nan))
     for method in ("sft", "raft", "dpo", "kto"):
         assert untrainable(cold, AlgorithmSettings(algorithm_type=method), vocabulary=VOCABULARY) is None
-
-
-def test_replies_cut_at_their_limit_are_trained_on_unless_the_settings_say_no():
-    cut = sample(1, finish_reason="length")
-    assert untrainable(cut, PPO, vocabulary=VOCABULARY) is None
-    reason = untrainable(cut, section_of(AlgorithmSettings, dict(overlong={"train": False})), vocabulary=VOCABULARY)
-    assert reason is not None
-    assert "limit" in reason
 
 
 def _group(rewards, first=0):

@@ -71,17 +71,6 @@ def test_a_trajectory_that_branches_shares_no_token_of_two_branches():
     assert sorted(call.id for each in sequences for call in each.calls) == [1, 2, 4]
 
 
-def test_an_agent_s_run_of_six_calls_costs_less_than_half_of_its_tokens():
-    calls, history = [], list(range(100, 140))
-    for number in range(6):
-        reply = [10 + number] * 20
-        calls.append(_said(number, history, reply))
-        history = [*history, *reply, *[200] * 15]
-    [merged] = assemble(calls, merge=True)
-    alone = sum(len(call.prompt_ids) + len(call.completion_ids) for call in calls)
-    assert alone / len(merged.ids) >= 2
-
-
 def test_an_answer_that_nobody_went_on_from_was_asked_again():
     lost = _said(1, [7, 8], [1])
     taken = _said(2, [7, 8], [4, 5])
@@ -89,19 +78,10 @@ def test_an_answer_that_nobody_went_on_from_was_asked_again():
     assert superseded_calls([lost, taken, onward]) == [lost]
 
 
-def test_of_answers_that_nobody_went_on_from_the_last_counts():
-    assert superseded_calls([_said(1, [7], [1]), last := _said(2, [7], [1])]) != [last]
-    assert [each.id for each in superseded_calls([_said(1, [7], [1]), _said(2, [7], [1])])] == [1]
-
-
 def test_choices_of_one_request_are_no_retries_but_for_the_one_that_was_gone_on_from():
     one, two = _said(1, [7], [1], msg_id="m", choice=0), _said(2, [7], [2], msg_id="m", choice=1)
     assert superseded_calls([one, two]) == []
     assert superseded_calls([one, two, _said(3, [7, 1, 9], [6], msg_id="n")]) == [two]
-
-
-def test_a_sequence_knows_where_its_first_reply_begins():
-    assert TokenSequence.alone(SECOND).start == 5
 
 
 # What was redacted.

@@ -3,11 +3,11 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from threading import Event
 
 from tests.trainer.factories import sample
-from tuneloop.shared.job_marks import TRAFFIC_S, touch_traffic, traffic_stamp
+from tuneloop.shared.job_marks import TRAFFIC_S, touch_traffic
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.micro_batch import MicroBatch
 from tuneloop.trainer.yielding import QUIET_S
@@ -65,15 +65,6 @@ def test_a_step_waits_for_traffic_to_end_and_learns_the_same(settings):
     assert waited["actor/pg_loss"] == alone["actor/pg_loss"]
 
 
-def test_without_traffic_nothing_is_waited_for(settings):
-    job_dir, step, _ = steps_of(settings)
-    job_dir.mkdir(parents=True, exist_ok=True)
-    touch_traffic(job_dir)
-    step()
-    time.sleep(QUIET_S)
-    assert step()["time/yielded"] < QUIET_S
-
-
 def test_a_stop_ends_the_waiting(settings):
     stop = Event()
     job_dir, step, _ = steps_of(settings, stop)
@@ -82,23 +73,3 @@ def test_a_stop_ends_the_waiting(settings):
         assert not running.done()
         stop.set()
         assert running.result(60)["time/yielded"] > 0
-
-
-def test_a_clock_that_jumps_back_does_not_hide_traffic(settings, monkeypatch):
-    job_dir, step, _ = steps_of(settings)
-    monkeypatch.setattr(time, "time", lambda: 0.0)
-    with ThreadPoolExecutor(1) as threads, traffic(job_dir) as over:
-        running = begun_in_traffic(job_dir, step, threads)
-        assert not running.done()
-        over.set()
-        running.result(60)
-
-
-def test_the_mark_is_not_written_through_a_link(tmp_path):
-    other = tmp_path / "other"
-    other.write_text("mine")
-    (tmp_path / "traffic").symlink_to(other)
-    before = traffic_stamp(tmp_path)
-    with suppress(OSError):
-        touch_traffic(tmp_path)
-    assert (other.read_text(), traffic_stamp(tmp_path)) == ("mine", before)

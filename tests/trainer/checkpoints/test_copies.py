@@ -5,7 +5,7 @@ import torch
 
 from tests.trainer.factories import sample
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.checkpoints.copies import Copies
+from tuneloop.trainer.checkpoints.copies import MemoryCopies
 
 pytestmark = pytest.mark.contract
 
@@ -60,7 +60,7 @@ def test_a_gpu_copies_beside_the_next_step(settings, what):
         return copy(learner, room)
 
     expected = copy(learner, snapshot.allocate_on_cpu)
-    copies = Copies(size_of, copy_late)
+    copies = MemoryCopies(size_of, copy_late)
     copies.of(learner)  # which gets memory, and waits for that
     copies.wait()
     learner.copying.clear()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tuneloop.trainer.checkpoints.pinned_memory import PinnedMemory
+from tuneloop.trainer.checkpoints.copies import PinnedMemory
 
 pytestmark = pytest.mark.contract
 

@@ -13,8 +13,8 @@ from tuneloop.shared.errors import DiskFull, EnvironmentRefused
 from tuneloop.shared.job_marks import registered_in
 from tuneloop.shared.ledger.ledger import BatchPolicy
 from tuneloop.trainer.checkpoints import snapshot, tensor_file
-from tuneloop.trainer.checkpoints.pruning import prune
 from tuneloop.trainer.checkpoints.publication import Publication, Publisher
+from tuneloop.trainer.checkpoints.resumption import prune
 from tuneloop.trainer.checkpoints.state_writer import StateWriter
 from tuneloop.trainer.checkpoints.tensor_file import DiskPriority
 from tuneloop.trainer.loop import run

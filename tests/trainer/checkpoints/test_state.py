@@ -22,8 +22,7 @@ from tuneloop.shared.errors import CheckpointRejected, LedgerUnavailable
 from tuneloop.shared.ledger.training.training import Training
 from tuneloop.shared.tensorboard import Curves
 from tuneloop.trainer.checkpoints import snapshot, state_writer
-from tuneloop.trainer.checkpoints.pruning import prune
-from tuneloop.trainer.checkpoints.resumption import find_state
+from tuneloop.trainer.checkpoints.resumption import find_state, prune
 from tuneloop.trainer.checkpoints.state_writer import PublishedVersion, StateWriter
 from tuneloop.trainer.loop import TrainingLoop, run
 

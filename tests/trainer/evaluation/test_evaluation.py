@@ -11,7 +11,6 @@ from tests.databases import put_file
 from tests.trainer.factories import commit, points, sample
 from tuneloop.runner.judging.rubric import Rubric
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
-from tuneloop.shared.evaluation import evaluation_log
 from tuneloop.shared.evaluation.tasks import is_right, tasks_of
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
@@ -47,32 +46,28 @@ def greedy(actor, ids, most):
     return reply
 
 
+def words_of(asked, ids):
+    return asked._tokenizer.decode(ids, skip_special_tokens=True)
+
+
 def test_replies_are_what_greedy_decoding_gives_however_they_are_padded(held_out):
     prompts = ["a", "the quick brown fox", "7+5=", "jumps over " * 3]
     chosen, asked = held_out(*({"prompt": each, "answer": "?"} for each in prompts))
     actor = Actor.load(chosen, chosen.model.model_path)
     ids = [asked._tokenizer(each)["input_ids"] for each in prompts]
-    expected = [asked._words(greedy(actor, each, 6)) for each in ids]
+    expected = [words_of(asked, greedy(actor, each, 6)) for each in ids]
     assert len(set(expected)) > 1
-    assert [asked._words(each) for each in asked._generate(actor, ids)] == expected
+    assert [words_of(asked, each) for each in asked._generate(actor, ids)] == expected
     _, alone = held_out(*({"prompt": each, "answer": "?"} for each in prompts), trainer={"micro_batch_tokens": 1})
     assert [len(part) for part in alone._batches()] == [1, 1, 1, 1]
     assert [len(part) for part in asked._batches()] == [2, 1, 1]
-
-
-def test_a_long_evaluation_says_how_many_questions_are_answered(held_out, monkeypatch):
-    monkeypatch.setattr(evaluation_log, "EVERY_S", 0.0)
-    chosen, asked = held_out(*[{"prompt": "a", "answer": "?"}] * 3, trainer={"micro_batch_tokens": 1})
-    with capture_logs() as lines:
-        asked.figures(Actor.load(chosen, chosen.model.model_path))
-    assert [(line["answered"], line["of"]) for line in lines if line["event"] == "evaluating"] == [(1, 3), (2, 3)]
 
 
 def test_the_score_is_the_share_of_right_answers_of_all_and_of_each_slice(held_out):
     chosen, asked = held_out({"prompt": "a", "answer": "?"})
     actor = Actor.load(chosen, chosen.model.model_path)
     said = {
-        each: asked._words(asked._generate(actor, [asked._tokenizer(each)["input_ids"]])[0]) for each in ("a", "bc")
+        each: words_of(asked, asked._generate(actor, [asked._tokenizer(each)["input_ids"]])[0]) for each in ("a", "bc")
     }
     _, asked = held_out(
         {"prompt": "a", "answer": said["a"], "slice": "one"},
@@ -153,13 +148,6 @@ def test_a_question_that_the_model_cannot_be_asked_is_refused(held_out):
         held_out({"messages": [{"role": "user", "content": ""}], "answer": "?"})
 
 
-def test_a_chat_template_that_fails_is_told(held_out, monkeypatch):
-    _, asked = held_out({"messages": [{"role": "user", "content": "a"}], "answer": "?"})
-    monkeypatch.setattr(asked._tokenizer, "chat_template", "{{ raise_exception('no system message here') }}")
-    with pytest.raises(EnvironmentRefused, match=r"line 1: the model's chat template does not take .* no system"):
-        asked._ids(asked._asked[0][0])
-
-
 # In the loop.
 
 
@@ -227,12 +215,3 @@ def _filled(chosen):
     other = Ledger(database.connect(chosen.database_url))
     commit(other, [sample(i) for i in range(12)])
     other.close()
-
-
-def test_a_broken_file_of_tasks_stops_the_start_before_anything_is_done(settings, ledger, tmp_path):
-    path = tmp_path / "tasks.jsonl"
-    path.write_text('{"prompt": "a"}\n')
-    chosen = settings(monitor={"evaluation": {"path": path}})
-    with pytest.raises(EnvironmentRefused, match="line 1: `answer`"):
-        run(chosen, Event())
-    assert not (chosen.tensorboard_dir).exists()

@@ -16,7 +16,7 @@ from tuneloop.trainer.models.model import _logprobs
 
 pytestmark = pytest.mark.contract
 
-OFF_POLICY = ("correction", "level", "low", "high")
+OFF_POLICY = ("correction", "low", "high")
 SAMPLED = cases("sampled")
 MASKED = [case for case in SAMPLED if "correction" in case.settings]
 

@@ -36,12 +36,14 @@ def test_reinforce_plus_plus_is_verls_with_the_divergence_in_the_reward_or_witho
 
 def _prepared(case, of):
     kind = case.settings["algorithm_type"]
-    scale = case.settings.get("scale", "none")
-    options = {"group": {"scale": scale, "step_norm": case.settings.get("step_norm", False)}}
-    options |= {"baseline": {"kind": "batch", "scale": "none"}}
+    options = {"group": {"scale": case.settings.get("scale", "none")}, "baseline": {"kind": "batch"}}
     algorithm = section_of(AlgorithmSettings, {"algorithm_type": kind, "kl_coef": 0.0} | options)
     prepared, _ = ALGORITHMS[kind].prepare(algorithm, targets(of), of, {})
-    return prepared.advantages_BR[:, 0]
+    ours = prepared.advantages_BR[:, 0]
+    if kind != "reinforce":
+        return ours
+    rewards = case.inputs["rewards"]  # OpenRLHF divides by no root mean square.
+    return ours * ((rewards - rewards.mean()).square().mean().sqrt() + EPSILON)
 
 
 def _deviations(case):

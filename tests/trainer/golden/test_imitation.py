@@ -11,7 +11,7 @@ from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import sft
 from tuneloop.trainer.algorithms.terms.targets import Targets
 from tuneloop.trainer.batches.batch import collate
-from tuneloop.trainer.batches.imitation import imitable
+from tuneloop.trainer.batches.selection import imitable
 from tuneloop.trainer.batches.sequences import assemble
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import _collate

@@ -14,7 +14,7 @@ from tuneloop.trainer.algorithms.terms.targets import Targets, Totals
 
 pytestmark = pytest.mark.contract
 
-OFF_POLICY = ("correction", "level", "low", "high")
+OFF_POLICY = ("correction", "low", "high")
 ELSEWHERE = {*OFF_POLICY, "loss_type"}
 
 

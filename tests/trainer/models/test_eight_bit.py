@@ -50,47 +50,6 @@ def test_updates_are_those_of_32_bits_but_for_rounding():
     assert float(((ours - exact) / exact.abs()).mean().abs()) < 0.01, "not all in one direction"
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_update_is_the_same_and_is_compiled_once():
-    random = torch.Generator().manual_seed(0)
-    counts: list[int] = []
-    found = {}
-    for compiled in (False, True):
-        module = torch.nn.Module()
-        for number, length in enumerate((1000, 256, 300_000, 70)):
-            module.register_parameter(f"p{number}", torch.nn.Parameter(torch.zeros(length)))
-        optimizer = MasterAdamW(module, OptimizerSettings(lr=1e-2, bits=8, lr_warmup_steps=3), compiled=compiled)
-        random.manual_seed(0)
-        for _ in range(5):
-            for parameter in module.parameters():
-                parameter.grad = torch.randn(parameter.shape, generator=random)
-            optimizer.add_up()
-            optimizer.update(norm=1.0, max_norm=1e9)
-            counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        found[compiled] = torch.cat([each.detach() for each in module.parameters()])
-    # A moment on the border of two steps may be rounded to either.
-    assert torch.allclose(found[True], found[False], atol=1e-3)
-    assert ((found[True] - found[False]).abs() > 1e-6).float().mean() < 1e-3
-    assert counts[5] > counts[4]
-    assert counts[9] == counts[5], "other numbers, and other updates, are compiled anew"
-
-
-def test_a_second_moment_is_forgotten_as_slowly_as_in_32_bits():
-    """A step of the scale is 12 %, and an update takes 0.1 % away: rounded to the nearest it would stay for ever."""
-    large, small = torch.full((256,), 1.0), torch.full((256,), 0.01)
-    gradients = [large, *[small] * 2000]
-    exact, ours = (_updated(bits, gradients) for bits in (32, 8))
-    assert torch.allclose(ours.mean(), exact.mean(), rtol=0.02)
-
-
-def test_a_place_without_gradients_stays_and_one_of_tiny_ones_does_not_jump():
-    gradient = torch.zeros(600)
-    gradient[0], gradient[1] = 1.0, 1e-12
-    weights = _updated(8, [gradient] * 20)
-    assert weights[2:].abs().max() == 0
-    assert weights.abs().max() <= 20 * 1e-2 * 1.1
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_that_is_resumed_is_the_same_to_the_bit(settings, tmp_path, dtype):
     made = settings(algorithm=BITS, trainer={"dtype": dtype})

@@ -6,12 +6,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.constants import section_of
-from tests.trainer.golden.fixtures import cases
-from tests.trainer.golden.test_actor import _algorithm
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
 from tuneloop.trainer.algorithms.terms.targets import Targets
-from tuneloop.trainer.batches.batch import scatter_tokens
 from tuneloop.trainer.models import head as heads
 from tuneloop.trainer.models.head import AllowedSets, Head, ScoredTokens
 
@@ -81,17 +78,6 @@ def test_numbers_and_gradients_are_those_of_all_logits_at_once(given, learnt):
         torch.testing.assert_close(Head(leaves[1], leaves[2], compiled=False).logprobs(leaves[0], said), found[0])
 
 
-def test_in_half_precision_the_weight_s_gradient_is_added_up_in_float32():
-    leaves, said = _given(bias=False, tempered=False, grammar=False)
-    rough = [each.detach().bfloat16().requires_grad_() for each in leaves[:2]]
-    logprobs_N, _ = Head(rough[1], None, compiled=False).score(rough[0], said)
-    logprobs_N.sum().backward()
-    exact = [each.detach().double().requires_grad_() for each in rough]
-    (exact[0] @ exact[1].T).log_softmax(1).gather(1, said.tokens_N[:, None]).sum().backward()
-    assert rough[1].grad.dtype == torch.bfloat16
-    torch.testing.assert_close(rough[1].grad.double(), exact[1].grad, rtol=0.03, atol=0.06)
-
-
 class _Largest(TorchDispatchMode):
     """The most elements that any tensor had."""
 
@@ -131,27 +117,3 @@ def _loss(coefficient, entropy_BR):
     logprobs_BR, mask_BR = -torch.ones(2, 3, requires_grad=True), torch.ones(2, 3) > 0
     targets = Targets(mask_BR=mask_BR, sampled_BR=-torch.ones(2, 3), advantages_BR=torch.ones(2, 3))
     return surrogate(algorithm, targets, logprobs_BR, entropy_BR, targets.totals)
-
-
-def test_an_entropy_of_weight_0_is_told_and_has_no_gradient():
-    entropy_BR = torch.full((2, 3), 0.5, requires_grad=True)
-    loss = _loss(0.0, entropy_BR)
-    assert float(loss.metrics["actor/entropy"]) == pytest.approx(0.5)
-    assert torch.autograd.grad(loss.value, entropy_BR, allow_unused=True, retain_graph=True) == (None,)
-    assert torch.autograd.grad(_loss(0.1, entropy_BR).value, entropy_BR)[0].abs().sum() == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize("case", cases("entropy"), ids=str)
-def test_the_loss_with_an_entropy_bonus_is_that_of_others_through_the_head(case):
-    """As in tests/trainer/golden/test_actor.py, with logits that a head of ones on its diagonal makes."""
-    mask_BR, logits = case.inputs["mask"], case.inputs["logits"].clone().float().requires_grad_()
-    eye_VV = torch.eye(logits.shape[-1])
-    scored = Head(eye_VV, None, compiled=False).score(logits[mask_BR], ScoredTokens(case.inputs["said"][mask_BR]))
-    logprobs_BR, entropy_BR = (scatter_tokens(each_N, mask_BR) for each_N in scored)
-    algorithm = _algorithm(case)
-    x = case.inputs
-    targets = Targets(mask_BR=mask_BR, sampled_BR=x["sampled"], advantages_BR=x["advantages"])
-    loss = surrogate(algorithm, targets, logprobs_BR, entropy_BR, targets.totals).value.to(logprobs_BR.dtype)
-    loss.backward()
-    case.agrees(loss)
-    case.agrees(logits.grad, "grad")

@@ -121,15 +121,6 @@ def test_a_version_says_that_it_is_an_adapter(adapted, ledger):
     assert config["base_model_name_or_path"] == str(chosen.model.model_path)
 
 
-def test_the_size_is_that_of_the_adapter(adapted, base, tmp_path):
-    chosen = adapted(algorithm={"algorithm_type": "reinforce"})
-    learner = snapshot.load(chosen, None)
-    learner.step(BATCHES[0])
-    snapshot.save(learner, tmp_path, base=base)
-    written = sum(len(data) for name, data in _contents(tmp_path).items() if name.endswith("safetensors"))
-    assert _size(learner) == pytest.approx(written, rel=0.5)
-
-
 def test_an_experiment_does_not_change_between_adapters_and_all_weights(adapted, settings, base, tmp_path):
     snapshot.save(snapshot.load(settings(), None), tmp_path / "full", base=base)
     snapshot.save(snapshot.load(adapted(), None), tmp_path / "lora", base=base)
@@ -159,16 +150,3 @@ def test_targets_that_no_engine_serves_are_refused_with_those_that_there_are(ada
     with pytest.raises(SettingsError) as refused:
         snapshot.load(chosen, None)
     assert str(refused.value) == f"model.lora.targets: {wrong}; the linear layers of this model are {LAYERS}"
-
-
-def test_some_of_the_layers_may_be_targets(adapted, base):
-    learner = snapshot.load(adapted(model={"model_path": base, "lora": {"rank": 2, "targets": ["q_proj"]}}), None)
-    assert {name.split(".")[-4] for name in learner.actor.network.state_dict() if ".lora_" in name} == {"q_proj"}
-
-
-def test_alpha_is_twice_the_rank_unless_it_is_said(adapted, base):
-    chosen = adapted(model={"model_path": base, "lora": {"rank": 3, "targets": ["q_proj"]}})
-    assert chosen.model.lora.alpha_used == 6
-    names = [name for name, each in snapshot.load(chosen, None).actor.network.named_parameters() if each.requires_grad]
-    assert len(names) == 4
-    assert all(".q_proj.lora_" in name for name in names)

@@ -38,14 +38,6 @@ def test_an_offloaded_optimizer_comes_to_the_same_numbers(settings, dtype, bits)
     assert all(torch.allclose(each.float(), other[name].float(), atol=1e-6) for name, each in one.items())
 
 
-def test_what_is_offloaded_has_memory_of_its_own(settings):
-    for offload in (False, True):
-        learner = _learnt(settings, offload=offload)
-        places = {each.data_ptr() for each in learner.actor.network.parameters()}
-        masters = {each.data_ptr() for each in learner.optimizers["actor"].weights().values()}
-        assert masters.isdisjoint(places) == offload
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_beside_a_gpu_it_is_in_main_memory(settings, dtype):

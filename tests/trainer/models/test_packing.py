@@ -5,7 +5,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from structlog.testing import capture_logs
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from tests.loop.harness.architectures import make_architecture
@@ -142,25 +141,6 @@ def test_every_method_has_the_numbers_and_gradients_of_the_plain_forward(setting
             _agree(ours.get(f"body.{parameter}"), theirs[parameter].grad)
 
 
-def _count_positions(network, read):
-    def count(_, given):
-        read.append(given[0].numel())
-
-    return network.get_input_embeddings().register_forward_pre_hook(count)
-
-
-def test_the_models_read_as_many_positions_as_there_are_tokens(settings):
-    learner = snapshot.load(settings(trainer={"micro_batch_tokens": 64}), None)
-    read = []
-    for network in (learner.actor.network, learner.critic.body, learner.reference.network):
-        _count_positions(network, read)
-    samples = [sample(i) for i in range(12)]
-    metrics = learner.step(samples)
-    tokens = sum(len(each.prompt_ids) + len(each.completion_ids) for each in samples)
-    assert sum(read) == 4 * tokens  # actor and critic learn; before that critic and reference are asked
-    assert metrics["perf/useful_tokens"] == 1
-
-
 def test_a_model_whose_attention_cannot_be_packed_is_padded_and_says_so(settings, tmp_path):
     folder = make_architecture("Gemma 2 (tied)", tmp_path / "model", seed=1)
     learner = snapshot.load(settings(model={"model_path": folder}, algorithm={"mini_batches": 1}), None)
@@ -205,32 +185,6 @@ def test_windows_and_logits_that_are_scaled_after_the_head_are_packed_too(kind):
         plain.config.sliding_window = None
         with torch.no_grad():
             assert not torch.allclose(_plain(plain, batch)[0], scored[0], atol=1e-3)
-
-
-def test_layers_that_mix_a_whole_row_are_not_packed():
-    """Here one whose tokens lean on the one before, whosever it is: the comparison at the start finds that."""
-    torch.manual_seed(5)
-    network = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **_TINY)).eval()
-    mix = network.model.layers[0].mlp.register_forward_hook(lambda _m, _i, out: out + out.roll(1, dims=1))
-    with capture_logs() as logs:
-        enable_packing(network)
-    assert [each["event"] for each in logs] == ["batches_padded"]
-    assert not Actor(network).is_packed
-    mix.remove()
-    enable_packing(network)
-    assert Actor(network).is_packed
-
-
-def test_a_network_that_reads_packed_rows_still_generates(settings, models):
-    folder = models["Qwen3"]
-    actor = Actor.load(settings(model={"model_path": folder}), folder)
-    plain = AutoModelForCausalLM.from_pretrained(folder)
-    ids_BT, mask_BT = torch.tensor([[0, 0, 5, 6, 7], [3, 8, 5, 9, 4]]), torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
-    said = [
-        each.generate(ids_BT, attention_mask=mask_BT, max_new_tokens=6, do_sample=False, eos_token_id=None)
-        for each in (actor.network, plain)
-    ]
-    assert said[0].tolist() == said[1].tolist()
 
 
 def _by_hand(query, key, value, ends, _, longest, _also, *, scale, window_size, enable_gqa=False, is_told=False):

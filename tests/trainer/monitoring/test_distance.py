@@ -1,6 +1,5 @@
 """How far the policy has come from the base model, where the method does not look at that."""
 
-import numpy as np
 import pytest
 import torch
 from structlog.testing import capture_logs
@@ -9,9 +8,8 @@ from tests.trainer.factories import sample
 from tuneloop.shared.settings.versions import DriftSettings
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.models.model import Actor
-from tuneloop.trainer.monitoring.distance import Distance
-from tuneloop.trainer.monitoring.drift import KL, KL_BASE
-from tuneloop.trainer.monitoring.monitors import Monitors
+from tuneloop.trainer.monitoring.drift import KL_BASE
+from tuneloop.trainer.monitoring.monitors import Distance, Monitors
 
 BATCH = [sample(i) for i in range(8)]
 LIVELY = {"kl_coef": 0.0, "mini_batches": 1, "optimizer": {"lr": 1e-2}}
@@ -38,19 +36,6 @@ def test_it_is_measured_after_every_so_many_steps(learnt):
     assert Distance(chosen).measure(learner, BATCH) == {}
 
 
-def test_edited_answers_are_no_replies_of_the_policy(learnt):
-    chosen, learner = learnt
-    edited = [sample(i, demonstration='"x"', completion_ids=np.array([9] * 40, np.int32)) for i in range(4)]
-    assert Distance(chosen).measure(learner, edited) == {}
-    mixed = Distance(chosen).measure(learner, [*edited, *BATCH])
-    assert mixed == Distance(chosen).measure(learner, BATCH)
-
-
-def test_without_a_threshold_it_is_not_measured(learnt, settings):
-    _, learner = learnt
-    assert Distance(settings(monitor={"drift": {"kl": None}})).measure(learner, BATCH) == {}
-
-
 def test_a_base_model_that_does_not_fit_or_is_gone_is_told_and_stops_nothing(learnt, monkeypatch, tmp_path):
     chosen, learner = learnt
     gone = chosen.model_copy(update={"model": chosen.model.model_copy(update={"model_path": tmp_path / "gone"})})
@@ -73,10 +58,3 @@ def test_a_policy_that_goes_far_raises_the_alarm_though_its_loss_does_not_look_a
     told = watch.after_step(learner, {}, version=2, replies=BATCH)
     assert told["drift/kl"] == told[KL_BASE] > 0
     assert [alarm.name for alarm in ledger.alarms.all()] == ["kl"]
-
-
-def test_a_loss_that_looks_at_it_itself_is_believed(learnt, ledger):
-    chosen, learner = learnt
-    watch = Monitors(chosen, ledger)
-    watch.begin(learner)
-    assert KL_BASE not in watch.after_step(learner, {KL: 0.0}, version=2, replies=BATCH)

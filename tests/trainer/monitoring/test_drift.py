@@ -4,14 +4,13 @@ import json
 from itertools import pairwise
 
 import pytest
-from pydantic import ValidationError
 from structlog.testing import capture_logs
 
-from tests.factories import exchange, experience, feedback
+from tests.constants import section_of
+from tests.factories import exchange, feedback
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.ledger.versions.drift import ReplyExcerpt
-from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.settings.versions import SUSPECT, DriftSettings
+from tuneloop.shared.settings.versions import DriftSettings
 from tuneloop.trainer.monitoring import drift
 from tuneloop.trainer.monitoring.drift import (
     ENTROPY,
@@ -27,11 +26,9 @@ from tuneloop.trainer.monitoring.drift import (
     TOOL_ERRORS,
     History,
 )
-from tuneloop.trainer.monitoring.monitors import Monitors
-from tuneloop.trainer.monitoring.replies import signals, tool_error
+from tuneloop.trainer.monitoring.monitors import Monitors, signals, tool_error
 
-# A copy's own value hides the constant of its class.
-SMALL = DriftSettings(baseline=4, window=3).model_copy(update={"degraded": 1.0})
+SMALL = section_of(DriftSettings, {"baseline": 4, "window": 3, "degraded": 1.0})
 
 
 def after(options, *steps, history=None):
@@ -74,12 +71,6 @@ def test_a_monitor_trips_beyond_its_threshold_and_not_before(alarm, signal, hone
     assert alarms(SMALL, loud) == {alarm}
 
 
-def test_nothing_is_said_before_there_are_values_enough():
-    steps = [{LENGTH: 10.0, REWARD: 0.0}] * 4 + [{LENGTH: 1000.0, REWARD: 1.0}] * 2
-    assert drift.verdicts(SMALL, after(SMALL, *steps)) == {}
-    assert alarms(SMALL, after(SMALL, *steps, {LENGTH: 1000.0})) == {"reply_length"}
-
-
 def test_a_distance_that_is_measured_now_and_then_holds_until_it_is_measured_again():
     history = after(SMALL, {KL_BASE: 0.2}, {}, {}, {KL_BASE: 0.8}, {}, {})
     assert history.series[KL_BASE] == [(1, 0.2), (2, 0.2), (3, 0.2), (4, 0.8), (5, 0.8), (6, 0.8)]
@@ -91,27 +82,6 @@ def test_a_distance_that_is_measured_now_and_then_holds_until_it_is_measured_aga
     assert alarms(SMALL, after(SMALL, *[{KL: 0.1}] * 3, history=history)) == set()
 
 
-def test_one_odd_step_is_no_alarm_while_the_mean_of_the_window_is_not():
-    steps = [{LENGTH: 100.0}] * 6 + [{LENGTH: 390.0}]
-    assert alarms(SMALL, after(SMALL, *steps)) == set()
-    assert drift.verdicts(SMALL, after(SMALL, *steps))["reply_length"].value == pytest.approx(590 / 3 / 100)
-
-
-def test_signals_that_are_missing_or_not_finite_leave_no_value():
-    history = after(SMALL, {LENGTH: float("nan"), ENTROPY: float("inf")}, {}, {LENGTH: 5.0})
-    assert history.series == {LENGTH: [(3, 5.0)]}
-
-
-def test_a_baseline_of_nothing_makes_no_figure():
-    assert drift.verdicts(SMALL, after(SMALL, *[{ENTROPY: 0.0}] * 4, *[{ENTROPY: 2.0}] * 3)) == {}
-
-
-def test_the_baseline_is_kept_however_long_training_goes_on():
-    history = after(SMALL, *[{LENGTH: 10.0}] * 4, *[{LENGTH: 15.0}] * 500)
-    assert len(history.series[LENGTH]) == 4 + 10 + 3 * 3
-    assert drift.verdicts(SMALL, history)["reply_length"].value == pytest.approx(1.5)
-
-
 @pytest.mark.parametrize("level", [0.76, 0.24])
 def test_a_reward_that_jumps_up_or_down_is_suspect_until_it_stays_there(level):
     before = after(SMALL, *[{LEVEL: 0.5}] * 9)
@@ -119,20 +89,6 @@ def test_a_reward_that_jumps_up_or_down_is_suspect_until_it_stays_there(level):
     jumped = after(SMALL, *[{LEVEL: level}] * 5, history=before)
     assert alarms(SMALL, jumped) == {"reward_jump"}
     assert alarms(SMALL, after(SMALL, *[{LEVEL: level}] * 5, history=jumped)) == set()
-
-
-def test_a_model_that_learns_fast_does_not_jump():
-    assert alarms(SMALL, after(SMALL, *[{LEVEL: 0.5 + 0.04 * step} for step in range(12)])) == set()
-
-
-@pytest.mark.parametrize("window", [1, 2, 3])
-def test_the_first_steps_are_none_of_the_last_ones_however_short_the_window(window):
-    options = DriftSettings(baseline=10, window=window)
-    slowly = [0.1] * 10 + [0.1 + 0.02 * step for step in range(40)] + [0.9] * 20
-    history = after(options, *[{LEVEL: level} for level in slowly])
-    for gone_back in (70, 70 - 3 * window):
-        found = drift.verdicts(options, drift.until(history, gone_back))["reward_jump"]
-        assert (round(found.value, 6), found.over) == (0.0, False)
 
 
 def test_an_evaluation_far_below_its_best_is_an_alarm_whatever_the_reward_does():
@@ -189,17 +145,6 @@ def test_an_evaluation_of_long_ago_is_forgotten_unless_the_alarm_is_open():
     assert alarms(options, trained(options, *still, (0.8, 0.85), history=open_one)) == set()
 
 
-def test_evaluations_further_apart_than_they_are_remembered_are_refused(tmp_path):
-    tree = {"model": {"model_path": "m"}, "monitor": {"evaluation": {"path": "x", "every": 300}}}
-    with pytest.raises(ValidationError, match=r"evaluation\.every: evaluations of the last 200 steps are compared"):
-        Settings.model_validate(tree)
-
-
-def test_a_pattern_that_is_none_is_refused():
-    with pytest.raises(ValidationError, match="must be a regular expression"):
-        DriftSettings(refusal_patterns=("(",))
-
-
 # Alarms.
 
 
@@ -207,25 +152,15 @@ def test_an_alarm_is_raised_once_and_cleared_once():
     history, told = after(SMALL, *[{LENGTH: 10.0}] * 4), []
     for length in [10] * 3 + [50] * 6 + [10] * 6:
         history = after(SMALL, {LENGTH: length}, history=history)
-        for name, over in list(drift.changes(SMALL, history, drift.verdicts(SMALL, history))):
+        for name, over in list(drift.changes(history, drift.verdicts(SMALL, history))):
             told.append((name, over))
             raised = {name: 1} if over else {}
             history = History(series=history.series, scores=history.scores, raised=raised)
     assert told == [("reply_length", True), ("reply_length", False)]
 
 
-def test_an_alarm_stays_where_nothing_is_known_and_goes_where_its_monitor_is_off():
-    history = History(raised={"kl": 3})
-    assert list(drift.changes(SMALL, history, {})) == []
-    assert list(drift.changes(DriftSettings(kl=None), history, {})) == [("kl", False)]
-
-
-def test_going_back_forgets_what_came_after():
-    history = trained(SMALL, (0.2, 0.9), (0.8, 0.3))
-    assert drift.until(history, 6) == history
-    before = drift.until(history, 4)
-    assert [step for step, _ in before.series[REWARD]] == [1, 2, 3, 4]
-    assert [each.step for each in before.scores] == [0, 3]
+def test_an_alarm_stays_where_nothing_is_known_and_goes_where_its_monitor_is_gone():
+    assert list(drift.changes(History(raised={"kl": 3, "gone": 3}), {})) == [("gone", False)]
 
 
 # Replies.
@@ -328,14 +263,6 @@ def test_an_alarm_is_kept_in_the_ledger_until_it_is_over(watching, ledger):
     assert not ledger.alarms.promotion_held()
 
 
-@pytest.mark.parametrize(
-    ("action", "held"), [("report", set()), ("suspect", SUSPECT), ("hold", {*SUSPECT, "entropy", "single_rater"})]
-)
-def test_the_action_says_which_alarms_hold(action, held):
-    names = [*SUSPECT, "entropy", "single_rater"]
-    assert {name for name in names if DriftSettings(action=action).holds(name)} == held
-
-
 def test_extreme_rewards_hold_new_versions_unless_they_are_a_quarantined_raters(watching, ledger, monkeypatch):
     monkeypatch.setattr(DriftSettings, "rater_events", 10)
     watch, _ = watching()
@@ -349,14 +276,6 @@ def test_extreme_rewards_hold_new_versions_unless_they_are_a_quarantined_raters(
     for number in range(10):
         ledger.raters.quarantine("acme", f"r{number}", by="eve", reason="it is extreme")
     assert watch.after_step(Trained(3), {}, version=3)["feedback/quarantined"] == 1.0
-
-
-def test_a_report_holds_nothing(watching, ledger):
-    watch, _ = watching()
-    watch.begin(Trained())
-    learn(watch, [10, 10, 40, 40])
-    assert len(ledger.alarms.all()) == 1
-    assert not ledger.alarms.promotion_held()
 
 
 def test_a_restart_changes_no_figure(watching, ledger):
@@ -417,16 +336,6 @@ def test_other_tasks_or_another_judge_begin_with_a_new_baseline(watching, ledger
     assert [each.name for each in ledger.alarms.all()] == ["degraded"]
 
 
-def test_a_memory_that_does_not_say_which_tasks_it_is_of_is_of_the_same(watching, ledger):
-    watch, _ = evaluated(watching, ledger, ["7+5="], 0.9, 0.2)
-    written = json.loads(watch._file.read_bytes())
-    assert written.pop("tasks") is not None
-    watch._file.write_text(json.dumps(written))
-    _, [_, curves] = evaluated(watching, ledger, ["7+5="], 0.3, first=2)
-    assert curves["drift/degraded"] == pytest.approx(0.6)
-    assert [each.name for each in ledger.alarms.all()] == ["degraded"]
-
-
 def test_a_ledger_that_is_away_costs_a_reading_and_delays_the_alarm(watching, ledger, monkeypatch):
     watch, _ = watching()
     watch.begin(Trained())
@@ -448,33 +357,3 @@ def test_a_ledger_that_is_away_costs_a_reading_and_delays_the_alarm(watching, le
     assert ledger.alarms.all() == []
     learn(watch, [40], first=5)
     assert [alarm.name for alarm in ledger.alarms.all()] == ["reply_length"]
-
-
-@pytest.mark.parametrize("written", [b"", b"{", b'{"series": 3}', b"\xff\xfe"])
-def test_a_memory_that_cannot_be_read_begins_anew(watching, written):
-    watch, chosen = watching()
-    file = chosen.job_dir / "monitor" / "drift.json"
-    file.parent.mkdir(parents=True)
-    file.write_bytes(written)
-    with capture_logs() as said:
-        watch.begin(Trained(7))
-    assert [each["event"] for each in said] == ["drift_not_read"]
-    assert learn(watch, [10], first=8) == [{"drift/alarms": 0.0}]
-
-
-def test_a_disk_that_refuses_is_told_once_and_stops_nothing(watching):
-    watch, chosen = watching()
-    watch.begin(Trained())
-    chosen.job_dir.mkdir(parents=True, exist_ok=True)
-    (chosen.job_dir / "monitor").write_bytes(b"a file, where a folder should be")
-    with capture_logs() as said:
-        learn(watch, [10, 10, 10])
-    assert [each["event"] for each in said if each["log_level"] == "warning"] == ["drift_not_written"]
-
-
-def test_what_is_served_is_looked_at(watching, ledger):
-    watch, _ = watching()
-    watch.begin(Trained())
-    ledger.recording.record([exchange(experiences=(experience(text="I cannot."),)) for _ in range(4)])
-    ledger.recording.record([exchange() for _ in range(12)])
-    assert learn(watch, [10])[0]["replies/refusals"] == 0.25

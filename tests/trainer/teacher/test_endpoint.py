@@ -1,20 +1,17 @@
 """A teacher behind an endpoint: what it is asked, and what is made of each of its answers."""
 
 import threading
-import time
 from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pytest
 
-from tests.doubles.serving import serving
 from tests.doubles.teacher import TeacherDouble, logprob_of, teaching
-from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
 from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused, TeacherAway
-from tuneloop.trainer.batches.sequences import TokenSequence, assemble
-from tuneloop.trainer.teacher.endpoint import RemoteTeacher
+from tuneloop.trainer.batches.sequences import TokenSequence
+from tuneloop.trainer.teacher.teacher import RemoteTeacher
 
 
 @pytest.fixture
@@ -54,31 +51,6 @@ def test_it_tells_the_log_probability_of_each_action_token(remote, double):
     assert double.requests[-1].keys() == {"model", "prompt", "max_tokens", "temperature", "prompt_logprobs"}
 
 
-def test_tokens_between_the_calls_of_a_run_are_0(remote):
-    first = sample(0, task_id="t", run_id="r")
-    longer = np.concatenate([first.prompt_ids, first.completion_ids, np.array([9, 9], np.int32)])
-    [sequence] = assemble([first, sample(1, task_id="t", run_id="r", prompt_ids=longer)], merge=True)
-    [row] = remote().score([sequence])
-    between = len(first.completion_ids)
-    assert row[between : between + 2].tolist() == [0, 0]
-    assert row[between + 2] == pytest.approx(logprob_of(sequence.ids.tolist(), sequence.start + between + 2))
-
-
-def test_the_key_and_the_path(remote, double):
-    remote(teacher_key="secret").check()
-    remote(path="/v1").check()
-    remote(path="/v1/").check()
-    assert double.paths == {"/v1/completions"}
-    assert double.keys == ["Bearer secret", None, None]
-
-
-def test_it_is_checked_once(remote, double):
-    teacher = remote()
-    teacher.check()
-    teacher.check()
-    assert len(double.requests) == 1
-
-
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
@@ -114,48 +86,6 @@ def test_a_teacher_that_is_down_is_away_and_may_come_back(remote, double):
     assert teacher.score(_sequences()).any()
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        {"garbage": b"<html>"},
-        {"garbage": b'{"choices": []}'},
-        {"garbage": b'{"choices": [{"prompt_logprobs": [null]}]}'},
-        {"garbage": b"[1]"},
-        {"fails": [404] * 99},
-        {"fails": [401] * 99},
-    ],
-)
-def test_nonsense_after_the_check_means_away_not_wrong_numbers(remote, double, fault):
-    teacher = remote()
-    teacher.check()
-    for name, value in fault.items():
-        setattr(double, name, value)
-    with pytest.raises(TeacherAway):
-        teacher.score(_sequences(3))
-
-
-def test_log_probabilities_of_other_tokens_are_not_taken(remote, double):
-    teacher = remote()
-    teacher.check()
-    each = sample(0)
-    length = len(each.prompt_ids) + len(each.completion_ids)
-    told = b",".join([b'{"299": {"logprob": -1}}'] * length)
-    double.garbage = b'{"choices": [{"prompt_logprobs": [' + told + b"]}]}"
-    with pytest.raises(TeacherAway, match="other tokens"):
-        teacher.score([TokenSequence.alone(each)])
-
-
-def test_nobody_there_means_away(settings):
-    with serving(lambda *_: None) as url:
-        pass
-    distill = {"teacher_url": url, "teacher_model": "big"}
-    teacher = RemoteTeacher(
-        settings(algorithm={"algorithm_type": "distill", "distill": distill}), threading.Event(), pauses_s=(0.01,)
-    )
-    with pytest.raises(TeacherAway, match="refused"):
-        teacher.check()
-
-
 def test_it_is_asked_through_the_proxy_that_the_environment_names(remote, double, monkeypatch):
     teacher = remote()
     monkeypatch.setenv("HTTP_PROXY", double.url)
@@ -166,25 +96,6 @@ def test_it_is_asked_through_the_proxy_that_the_environment_names(remote, double
     monkeypatch.setenv("NO_PROXY", "teacher.invalid")
     with pytest.raises(TeacherAway, match="ConnectError"):
         teacher.score(_sequences(1))
-
-
-@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "nonsense://127.0.0.1:9"])
-def test_a_proxy_that_cannot_be_asked_is_refused_in_a_sentence(remote, proxy, monkeypatch):
-    monkeypatch.setenv("ALL_PROXY", proxy)
-    with pytest.raises(EnvironmentRefused, match=r"teacher_url: a proxy that the environment names .*NO_PROXY$"):
-        remote().check()
-
-
-def test_a_redirect_is_followed_with_what_was_asked(remote, double):
-    async def elsewhere(scope, receive, send):
-        if scope["type"] != "http":
-            return
-        headers = [(b"location", double.url.encode() + scope["path"].encode()), (b"content-length", b"0")]
-        await send({"type": "http.response.start", "status": 307, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
-
-    with serving(elsewhere) as url:
-        assert remote(teacher_url=url).score(_sequences(1)).any()
 
 
 def test_a_sequence_too_long_for_the_teacher_is_refused_with_its_calls(remote, double):
@@ -201,11 +112,6 @@ def test_a_sequence_too_long_for_the_teacher_is_refused_with_its_calls(remote, d
     assert set(ids) == long
 
 
-def test_at_most_eight_are_asked_at_a_time(remote, double):
-    remote().score(_sequences(40))
-    assert 1 <= double.most_at_once <= 8
-
-
 def test_a_teacher_that_fails_again_and_again_is_not_asked_about_the_whole_batch(remote, double):
     """200 rows, of which it answers 4; each is asked for three times."""
     teacher = remote()
@@ -215,18 +121,6 @@ def test_a_teacher_that_fails_again_and_again_is_not_asked_about_the_whole_batch
     with pytest.raises(TeacherAway, match="500"):
         teacher.score([*_sequences(4), *map(TokenSequence.alone, bad)])
     assert len(double.keys) < 300
-
-
-def test_told_to_stop_it_does_not_wait_for_the_teacher(remote, double):
-    stop = threading.Event()
-    teacher = remote(stop=stop, pauses_s=(60.0, 60.0))
-    teacher.check()
-    double.down = True
-    threading.Timer(0.2, stop.set).start()
-    started = time.monotonic()
-    with pytest.raises(TeacherAway):
-        teacher.score(_sequences())
-    assert time.monotonic() - started < 10
 
 
 # Its replies.
@@ -242,21 +136,6 @@ def test_its_reply_takes_the_place_of_the_model_s(remote, double):
     assert (asked["temperature"], asked["top_p"], asked["top_k"], asked["max_tokens"]) == (1.0, 1.0, 0, 9)
     prompts = sorted(body["prompt"] for body in double.requests[1:])
     assert prompts == sorted(each.prompt_ids.tolist() for each in samples)
-
-
-def test_a_reply_that_was_cut_off_is_not_learnt(remote, double):
-    double.ends = "length"
-    with pytest.raises(SamplesRefused, match="the teacher's reply was cut off at 9 tokens"):
-        remote().reply([sample(0)])
-
-
-@pytest.mark.parametrize("says", [None, ["a"], [1.5], [-1], [VOCABULARY]])
-def test_ids_that_are_none_are_not_taken(remote, double, says):
-    teacher = remote()
-    teacher.check()
-    double.says = says
-    with pytest.raises((TeacherAway, SamplesRefused)):
-        teacher.reply([sample(0)])
 
 
 def test_a_prompt_too_long_for_the_teacher_is_refused(remote, double):

@@ -14,8 +14,8 @@ from tuneloop.shared.ledger.ledger import BatchPolicy
 from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.trainer.batches.sequences import TokenSequence
 from tuneloop.trainer.loop import run
-from tuneloop.trainer.teacher.endpoint import RemoteTeacher
 from tuneloop.trainer.teacher.retries import TeacherRetries
+from tuneloop.trainer.teacher.teacher import RemoteTeacher
 
 POISON = 255
 
@@ -86,23 +86,6 @@ def test_a_row_that_the_teacher_fails_on_is_dropped_after_three_tries(retries, d
     assert attempts.next()
 
 
-def test_more_bad_rows_than_are_asked_at_once_do_not_hide_those_behind_them(retries, double):
-    double.poison = {POISON}
-    attempts = Attempts(retries(), [*(_poison(i) for i in range(8)), *(sample(i) for i in range(8, 16))])
-    for _ in range(99):
-        if attempts.next():
-            break
-    assert attempts.ids == list(range(8, 16))
-
-
-def test_only_failures_in_a_row_count(retries, double):
-    attempts = Attempts(retries(), [_poison(0), *(sample(i) for i in range(1, 4))])
-    for poison in ({POISON}, {POISON}, set(), {POISON}, {POISON}):
-        double.poison = poison
-        attempts.next()
-    assert (attempts.ids, attempts.dropped) == ([0, 1, 2, 3], {})
-
-
 def test_a_teacher_that_answers_nothing_costs_no_row_and_is_an_alarm(retries, double, ledger):
     attempts = Attempts(retries(), [sample(i) for i in range(12)])
     assert attempts.next()
@@ -117,32 +100,6 @@ def test_a_teacher_that_answers_nothing_costs_no_row_and_is_an_alarm(retries, do
     double.down = False
     assert attempts.next()
     assert (len(attempts.batch), attempts.dropped, ledger.alarms.all()) == (12, {}, [])
-
-
-def test_a_row_fails_alone_only_while_the_teacher_answers_others(retries, double):
-    """It went away between two tries on which it had failed on the row, and that row is not blamed for it."""
-    double.poison = {POISON}
-    attempts = Attempts(retries(), [_poison(0), *(sample(i) for i in range(1, 4))])
-    assert not any(attempts.next() for _ in range(2))
-    double.down = True
-    assert not any(attempts.next() for _ in range(5))
-    assert (attempts.ids, attempts.dropped) == ([0, 1, 2, 3], {})
-
-
-def test_an_alarm_that_somebody_cleared_is_not_raised_again_before_the_teacher_was_there(retries, double, ledger):
-    attempts = Attempts(retries(), [sample(0)])
-    double.down = True
-    for _ in range(10):
-        attempts.next()
-    assert ledger.alarms.clear("teacher_away")
-    attempts.next()
-    assert ledger.alarms.all() == []
-    double.down = False
-    assert attempts.next()
-    double.down = True
-    for _ in range(10):
-        attempts.next()
-    assert [alarm.name for alarm in ledger.alarms.all()] == ["teacher_away"]
 
 
 @pytest.mark.parametrize("method", ["distill", "reinforce"])
@@ -164,3 +121,11 @@ def test_the_trainer_goes_on_without_a_row_of_no_numbers(settings, ledger, doubl
     [drop] = ledger.reports.facts(BatchPolicy(), drops=5).drops
     assert drop.reason.endswith("on this one: the teacher's log-probability of a token is not a number")
     assert ledger.reports.imbalance() == []
+
+
+def test_only_failures_in_a_row_count(retries, double):
+    attempts = Attempts(retries(), [_poison(0), *(sample(i) for i in range(1, 4))])
+    for poison in ({POISON}, {POISON}, set(), {POISON}, {POISON}):
+        double.poison = poison
+        attempts.next()
+    assert (attempts.ids, attempts.dropped) == ([0, 1, 2, 3], {})

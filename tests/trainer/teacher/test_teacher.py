@@ -11,9 +11,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from tests.doubles.teacher import teaching
-from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import commit, sample
-from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused, TeacherAway
+from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import BatchPolicy
 from tuneloop.trainer.batches.sequences import TokenSequence, assemble
@@ -49,10 +48,6 @@ def test_its_log_probabilities_are_those_of_temperature_1(teacher, opinionated):
         assert not row[len(expected) :].any()
 
 
-def test_a_teacher_with_the_same_tokenizer_is_taken(teacher):
-    teacher.check()
-
-
 def test_a_teacher_with_other_words_is_refused(settings, opinionated, tmp_path):
     folder = tmp_path / "other"
     shutil.copytree(opinionated, folder)
@@ -62,22 +57,6 @@ def test_a_teacher_with_other_words_is_refused(settings, opinionated, tmp_path):
     teacher = LocalTeacher(_settings(settings, teacher_path=str(folder)), folder)
     with pytest.raises(EnvironmentRefused, match=r"teacher_path: its tokenizer is another.*<other>.*None here"):
         teacher.check()
-
-
-def test_a_teacher_without_a_tokenizer_is_refused(settings, opinionated, tmp_path):
-    folder = tmp_path / "silent"
-    shutil.copytree(opinionated, folder)
-    for file in folder.glob("token*"):
-        file.unlink()
-    with pytest.raises(EnvironmentRefused, match=r"algorithm\.distill\.teacher_path"):
-        LocalTeacher(_settings(settings, teacher_path=str(folder)), folder).check()
-
-
-def test_a_token_beyond_its_vocabulary_is_refused_with_its_calls(teacher):
-    strange = sample(3, completion_ids=np.array([1, VOCABULARY], np.int32), logprobs=np.zeros(2, np.float32))
-    with pytest.raises(SamplesRefused, match="outside the teacher's vocabulary of 300") as caught:
-        teacher.score([TokenSequence.alone(each) for each in (sample(1), strange)])
-    assert next(iter(caught.value.refused.values())) == [3]
 
 
 def _broken_by(teacher, token):
@@ -98,21 +77,6 @@ def test_a_sequence_without_numbers_is_refused_with_its_calls(teacher):
     with pytest.raises(SamplesRefused, match="log-probability of a token is not a number") as caught:
         teacher.score([TokenSequence.alone(each) for each in (sample(1), _with_token(3, 299), sample(4))])
     assert next(iter(caught.value.refused.values())) == [3]
-
-
-def test_a_prompt_without_numbers_has_no_reply(teacher):
-    _broken_by(teacher, 299)
-    with pytest.raises(SamplesRefused) as caught:
-        teacher.reply([_with_token(3, 299), sample(4)])
-    assert caught.value.refused["the teacher's log-probability of a token is not a number"] == [3]
-
-
-def test_a_teacher_without_any_number_is_away_and_costs_no_row(teacher):
-    _broken_by(teacher, 299)
-    strange = [_with_token(i, 299) for i in range(2)]
-    for ask in (teacher.reply, lambda samples: teacher.score([TokenSequence.alone(each) for each in samples])):
-        with pytest.raises(TeacherAway, match="not a number"):
-            ask(strange)
 
 
 def _answers(teacher, samples):
@@ -180,21 +144,6 @@ def test_a_teacher_that_has_no_room_is_asked_in_smaller_pieces_by_and_by(setting
     long = {"completion_ids": np.arange(90, dtype=np.int32), "logprobs": np.full(90, -5.7, np.float32)}
     micro_batch.step(learner, [sample(i, **long) for i in range(6)], version=None)
     assert (micro_batch.tokens, learner.steps) == (256, 1)
-
-
-def test_a_prompt_that_there_is_no_room_for_has_no_reply_and_costs_no_other_row(teacher, monkeypatch):
-    def generate(ids_1T, **options):
-        if ids_1T.shape[1] > 20:
-            raise torch.OutOfMemoryError
-        return torch.cat([ids_1T, torch.tensor([[5, 256]])], 1)
-
-    monkeypatch.setattr(teacher._actor.network, "generate", generate)
-    long = sample(3, prompt_ids=np.arange(21, dtype=np.int32))
-    with pytest.raises(SamplesRefused) as caught:
-        teacher.reply([long, sample(4)])
-    assert caught.value.refused == {"the GPU's memory has no room for the teacher's reply": [3]}
-    with pytest.raises(TeacherAway, match="no room"):
-        teacher.reply([long])
 
 
 # The loop.

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from tests.trainer.factories import sample
-from tuneloop.shared.errors import EnvironmentRefused, TurnNotGiven
 from tuneloop.shared.job_marks import GpuLocks
-from tuneloop.trainer import gpu_turns
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.checkpoints.pinned_memory import PinnedMemory
+from tuneloop.trainer.checkpoints.copies import PinnedMemory
 from tuneloop.trainer.gpu_turns import GpuTurns, _tensors
 from tuneloop.trainer.micro_batch import MicroBatch
 from tuneloop.trainer.models.offloading import MovedTensors
@@ -80,19 +78,6 @@ def test_a_learner_that_was_moved_goes_on_as_one_that_was_not(settings, dtype, b
     assert_same(weights_of(moved), weights_of(here))
 
 
-def test_what_shares_memory_moves_once_and_shares_it_still():
-    whole = torch.arange(12.0)
-    parts = [whole[2:6].view(2, 2), whole[6:], torch.nn.Parameter(whole), torch.arange(3, dtype=torch.int8)]
-    away = MovedTensors([*parts, parts[0]], torch.empty_like)
-    assert parts[0].tolist() == [[2, 3], [4, 5]]
-    parts[2].data[2] = 20
-    assert parts[0][0, 0] == 20
-    assert whole[2] == 2  # whoever was not named is left behind
-    away.put_back()
-    assert [each.flatten()[0].item() for each in parts] == [20, 6, 0, 0]
-    assert isinstance(parts[2], torch.nn.Parameter)
-
-
 def test_the_gpu_is_had_once_the_engine_lets_go(turns, engine):
     assert engine.held.take()
     taking = threading.Thread(target=turns.take)
@@ -152,14 +137,6 @@ def test_an_engine_that_waits_comes_before_the_next_turn(settings, turns, engine
     assert engine.held.take()
 
 
-def test_a_turn_is_not_over_before_its_time(settings, turns, engine):
-    learner = snapshot.load(settings(), None)
-    turns.begin(learner)
-    assert engine.wanted_by_engine.take()
-    turns.end_if_over(learner, publishes=False)
-    assert engine.held.is_held_by_another()
-
-
 def test_what_waits_for_the_publisher_does_not_keep_the_gpu_for_ever(settings, turns, engine):
     learner = snapshot.load(settings(), None)
     turns.begin(learner)
@@ -180,34 +157,6 @@ class Late:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
 
-def test_room_that_comes_late_is_waited_for_and_none_is_said(monkeypatch):
-    gpu_turns._put_back(late := Late())
-    assert late.tries == 3
-    monkeypatch.setattr(gpu_turns, "_ROOM_S", 0.0)
-    with pytest.raises(EnvironmentRefused, match="no room for the weights"):
-        gpu_turns._put_back(Late())
-
-
-def test_the_same_memory_is_used_in_each_turn(turns):
-    """Also where there is more to be moved than the last time, in another order."""
-    small, large = (torch.zeros(size, dtype=torch.uint8) for size in (100, 1000))
-    turns._memory = PinnedMemory(partial(torch.empty, dtype=torch.uint8))
-    room = turns._room()
-    first = [room(small), room(small), room(large)]
-    room = turns._room()
-    again = [room(large), room(small), room(small), room(small)]
-    assert {each.data_ptr() for each in first} < {each.data_ptr() for each in again}
-    assert len({each.data_ptr() for each in again}) == 4
-
-
-def test_who_waits_can_be_told_to_stop(turns, stop, engine):
-    assert engine.held.take()
-    threading.Timer(0.2, stop.set).start()
-    with pytest.raises(TurnNotGiven):
-        turns.take()
-    assert not engine.wanted_by_trainer.is_held_by_another()
-
-
 def test_a_step_takes_the_gpu_first(settings, turns, engine):
     learner, micro_batch = snapshot.load(settings(), None), MicroBatch(settings(), take_gpu=turns.begin)
     assert engine.held.take()
@@ -219,13 +168,6 @@ def test_a_step_takes_the_gpu_first(settings, turns, engine):
     engine.held.release()
     stepping.join(60)
     assert learner.steps == 1
-
-
-def test_without_turns_nothing_is_locked(settings):
-    turns, learner = GpuTurns(settings(), threading.Event()), snapshot.load(settings(), None)
-    turns.begin(learner)
-    turns.end(learner)
-    assert not list(settings().job_dir.glob("gpu.*"))
 
 
 @pytest.mark.gpu

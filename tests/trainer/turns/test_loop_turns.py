@@ -12,8 +12,8 @@ from tuneloop.shared.errors import LedgerUnavailable, TurnNotGiven
 from tuneloop.shared.job_marks import GpuLocks
 from tuneloop.shared.ledger.training.training import Training
 from tuneloop.trainer.checkpoints.publication import Publisher
+from tuneloop.trainer.leased_rows import UnpublishedSteps
 from tuneloop.trainer.loop import TrainingLoop, run
-from tuneloop.trainer.unpublished import UnpublishedSteps
 
 TURNS = {"gpu_turn": 30}
 
@@ -31,13 +31,6 @@ def eventually(holds):
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def test_a_trainer_that_has_done_its_steps_has_left_the_gpu(settings, ledger, engine):
-    commit(ledger, [sample(i) for i in range(8)])
-    run(settings(trainer={"total_steps": 2}, cluster=TURNS), Event())
-    assert ledger.versions.newest().version == 2
-    assert engine.held.take()
 
 
 class Away(Training):

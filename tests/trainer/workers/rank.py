@@ -47,7 +47,6 @@ OF_THE_MACHINE = {
     "time/yielded",
     "perf/tokens_per_second",
     "perf/memory_peak",
-    "perf/memory_reckoned",
 }
 
 

@@ -6,7 +6,6 @@ from safetensors.torch import load_file
 
 from tests.trainer.workers.rank import outcome
 from tests.trainer.workers.test_ranks import PPO, _found, _run
-from tuneloop.shared.capacity.fit import reckon, shapes_of
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.ranks.ranks import ALONE
 from tuneloop.trainer.ranks.shards import BLOCK, cut
@@ -79,9 +78,3 @@ def _the_one_goes_on_as_the_others_do(settings, folder, others, few):
     assert learner.optimizers["actor"].updates == 8
     assert others[0] == pytest.approx(metrics, rel=1e-3 if few else 1e-5, abs=1e-3 if few else 1e-5)
     assert _share_apart(others[1], weights) <= 2 * few
-
-
-def test_masters_and_moments_of_a_rank_are_reckoned_to_be_its_shards(settings):
-    of = {size: reckon(made := settings(trainer={"workers": size}), shapes_of(made)) for size in (1, 4)}
-    assert of[4].optimizer * 4 == pytest.approx(of[1].optimizer, abs=4)
-    assert (of[4].weights, of[4].gradients) == (of[1].weights, of[1].gradients)

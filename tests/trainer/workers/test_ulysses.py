@@ -8,7 +8,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from tests.trainer.workers.rank import outcome
 from tests.trainer.workers.test_ranks import DPO, GRPO, PPO, _found, _largest_difference, _run
-from tuneloop.shared.capacity.fit import reckon, shapes_of
 from tuneloop.shared.errors import SettingsError
 from tuneloop.trainer.batches.packed import Rows
 from tuneloop.trainer.checkpoints import snapshot
@@ -109,14 +108,3 @@ def test_heads_that_do_not_divide_and_rows_that_are_padded_are_refused(settings)
     network.set_attn_implementation("sdpa")
     with pytest.raises(SettingsError, match="padded"):
         require_divisible(network, 2)
-
-
-def test_a_number_of_workers_that_groups_do_not_divide_is_refused(settings):
-    for workers in (1, 3):
-        with pytest.raises(ValueError, match="ulysses_sequence_parallel_size: 2 workers share each row"):
-            settings(trainer={"workers": workers, "ulysses_sequence_parallel_size": 2})
-
-
-def test_a_rank_is_reckoned_to_keep_its_part_of_a_row(settings):
-    one, two = (settings(trainer={"workers": 2, "ulysses_sequence_parallel_size": each}) for each in (1, 2))
-    assert reckon(two, shapes_of(two)).activations * 2 == reckon(one, shapes_of(one)).activations

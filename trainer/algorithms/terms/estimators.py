@@ -40,7 +40,7 @@ def aggregate(algorithm: AlgorithmSettings, each_BR: Tensor, mask_BR: Tensor, to
         case "seq-mean-token-mean":
             sums_B = sums_B / mask_BR.sum(1).clamp(min=1)
         case "seq-mean-token-sum-norm":
-            sums_B = sums_B / (algorithm.loss_horizon or 1)
+            sums_B = sums_B / algorithm.loss_horizon
         case _:
             assert_never(algorithm.loss_agg_mode)
     return sums_B.sum() / totals.sequences
@@ -101,11 +101,6 @@ def kl(logprobs_BR: Tensor, reference_BR: Tensor, estimator: Literal["k1", "k2",
             return torch.expm1(-difference_BR) + difference_BR
         case _:
             assert_never(estimator)
-
-
-def scale_negative(advantages_BR: Tensor, negative_scale: float) -> Tensor:
-    """Negative advantages times a factor: what to avoid is learnt less eagerly than what to repeat."""
-    return torch.where(advantages_BR < 0, advantages_BR * negative_scale, advantages_BR)
 
 
 def explained_variance(values_BR: Tensor, returns_BR: Tensor, mask_BR: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.estimators import scale_negative
 from tuneloop.trainer.algorithms.terms.policy_loss import subtract_kl_penalty
 from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets
 
@@ -66,12 +65,6 @@ class RunScores(NamedTuple):
             case "group":
                 variance_G = sums(centred_K.square(), self.groups_K) / (counts(self.groups_K) - 1).clamp(min=1)
                 return centred_K / (variance_G.sqrt()[self.groups_K] + EPSILON)
-
-
-def advantages(algorithm: AlgorithmSettings, calls: CallRewards, each_K: Tensor) -> Tensor:
-    """A run's advantage at each token of all its calls, negative ones times `negative_scale`; of shape BR."""
-    spread_BR = calls.spread(each_K.to(calls.rewards_C.dtype)[calls.runs_C])
-    return scale_negative(spread_BR, algorithm.negative_scale)
 
 
 def kl_penalties(algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards) -> Tensor:

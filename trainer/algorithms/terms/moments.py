@@ -28,7 +28,6 @@ def update_moments(before: Moments | None, seen_C: Tensor, *, decay: float) -> M
     )
 
 
-def mean_and_std(moments: Moments) -> tuple[float, float]:
-    """Mean and standard deviation."""
-    mean, square = moments.mean / moments.weight, moments.square / moments.weight
-    return mean, max(square - mean**2, 0.0) ** 0.5
+def mean_of(moments: Moments) -> float:
+    """The mean."""
+    return moments.mean / moments.weight

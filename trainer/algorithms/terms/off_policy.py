@@ -1,7 +1,7 @@
 """Importance weights between what sampled a reply and the weights at the start of the step that learns from it.
 
 The two differ by staleness (the reply was sampled some versions ago) and by the engine's arithmetic. The weight of a
-token is w = exp(start - sampled), of a sequence the product of its tokens' (or their geometric mean), and
+token is w = exp(start - sampled), and
 
     truncate    min(w, high)                                        TIS, fengyao.notion.site/off-policy-rl
     mask        0 outside [low, high], else w                       MIS, IcePop
@@ -29,7 +29,8 @@ def importance_weights(
     options: OffPolicySettings, start_BR: Tensor, sampled_BR: Tensor, mask_BR: Tensor
 ) -> tuple[Tensor, Mapping[str, float]]:
     """The weight of each token, 0 outside the mask, and what can be said of them."""
-    ratio_BR = _log_ratio(options, start_BR, sampled_BR, mask_BR).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    log_ratio_BR = torch.where(mask_BR, start_BR - sampled_BR, 0.0)
+    ratio_BR = log_ratio_BR.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     within_BR = (ratio_BR >= options.low) & (ratio_BR <= options.high)
     weights_BR = ratio_BR if options.proximal == "recomputed" else torch.ones_like(ratio_BR)
     match options.correction:
@@ -40,26 +41,13 @@ def importance_weights(
         case "none":
             weights_BR = torch.ones_like(ratio_BR)
     weights_BR = torch.where(mask_BR, weights_BR, 0.0)
-    return weights_BR, _weight_metrics(ratio_BR[mask_BR], within_BR[mask_BR], weights_BR[mask_BR])
-
-
-def _log_ratio(options: OffPolicySettings, start_BR: Tensor, sampled_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    log_ratio_BR = torch.where(mask_BR, start_BR - sampled_BR, 0.0)
-    if options.level == "token":
-        return log_ratio_BR
-    sums_B1 = log_ratio_BR.sum(1, keepdim=True)
-    if options.level == "geometric":
-        sums_B1 = sums_B1 / mask_BR.sum(1, keepdim=True).clamp(min=1)
-    return sums_B1.expand_as(log_ratio_BR)
-
-
-def _weight_metrics(ratio_N: Tensor, within_N: Tensor, weights_N: Tensor) -> Mapping[str, float]:
-    """The effective sample size is Kish's, of the weights as they are used, as a share of the tokens."""
+    weights_N = weights_BR[mask_BR]
     squares = weights_N.square().sum()
+    # Kish's, as a share of the tokens.
     size = weights_N.sum().square() / squares / len(weights_N) if squares > 0 else 0.0
-    return {
-        "off_policy/weight_mean": float(ratio_N.mean()),
-        "off_policy/weight_max": float(ratio_N.max()),
-        "off_policy/outside": float(1 - within_N.float().mean()),
+    return weights_BR, {
+        "off_policy/weight_mean": float(ratio_BR[mask_BR].mean()),
+        "off_policy/weight_max": float(ratio_BR[mask_BR].max()),
+        "off_policy/outside": float(1 - within_BR[mask_BR].float().mean()),
         "off_policy/effective_sample_size": float(size),
     }

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple, Self, TypeVar
 
+import torch
 from torch import Tensor
 
 from tuneloop.trainer.transfer import hand_over
@@ -36,6 +37,10 @@ class CallRewards:
     def spread(self, each_C: Tensor) -> Tensor:
         """A call's number at each of its tokens, 0 elsewhere."""
         return each_C[self.of_BR.clamp(min=0)].masked_fill(self.of_BR < 0, 0)
+
+    def of_runs(self, each_K: Tensor) -> Tensor:
+        """A run's number at each token of all its calls, 0 elsewhere."""
+        return self.spread(each_K.to(self.rewards_C.dtype)[self.runs_C])
 
     @property
     def paid_BR(self) -> Tensor:
@@ -115,3 +120,13 @@ def require(each: _T | None) -> _T:
     if each is None:
         raise LookupError("an algorithm looks at what it did not ask for")
     return each
+
+
+def sequence_sums(each_BR: Tensor, mask_BR: Tensor) -> Tensor:
+    """The sum over each sequence's action tokens, in float64: float32 loses the sign of small differences."""
+    return torch.where(mask_BR, each_BR, 0.0).double().sum(1)
+
+
+def log_ratios(targets: Targets, logprobs_BR: Tensor) -> Tensor:
+    """Of each sequence, log(policy / base model), of shape B in float64."""
+    return sequence_sums(logprobs_BR, targets.mask_BR) - sequence_sums(require(targets.reference_BR), targets.mask_BR)

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from tuneloop.explorer.bulk_work import BulkWork
-from tuneloop.explorer.capture.control_client import ControlClient, FlushTarget
+from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.dialects import responses_request
 from tuneloop.explorer.http.bodies import MAX_CONTAINERS, MAX_VALUES, count_structure
@@ -68,11 +68,7 @@ class Conversations:
 
         Raises LedgerUnavailable while that is unknown: it may be in a spool that waits for the database.
         """
-        flushed = bool(
-            await self._control_client.wait_until_flushed(
-                _FLUSH_TIMEOUT_S, FlushTarget(caller.tenant, asker=caller.name)
-            )
-        )
+        flushed = bool(await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S))
         read = partial(self._read, response_id, caller.tenant, flushed=flushed)
         return await self._reading.run(caller.identity, read)
 

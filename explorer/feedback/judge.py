@@ -15,7 +15,6 @@ from typing import NamedTuple
 import structlog
 
 from tuneloop.explorer.background_tasks import every
-from tuneloop.explorer.capture.control_client import Flushed
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.dialects.dialect import ReadConversation
 from tuneloop.explorer.engines.version_routing import in_share
@@ -70,7 +69,7 @@ class JudgeLoop:
         *,
         metrics: Metrics,
         conversation: ReadConversation,
-        wait_until_flushed: Callable[[float], Awaitable[Flushed]],
+        wait_until_flushed: Callable[[float], Awaitable[bool]],
     ) -> None:
         self._settings = settings
         self._judge = judge_of(settings)

@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from tuneloop.explorer.access.rate_limits import KeyUsage
-from tuneloop.explorer.capture.control_client import EVERYTHING, FlushTarget, ShadowReply
+from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.engines.adapter_names import ModelRenaming
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.explorer.engines.version_routing import TrafficSplit
@@ -64,10 +64,9 @@ class AnnounceSlot(ChannelMessage, frozen=True):
 
 
 class WaitUntilFlushed(ChannelMessage, frozen=True):
-    """A worker: wait until what is on disk of the target, in all slots, is in the database. The answer is a Flushed."""
+    """A worker: wait until all that is on disk, in all slots, is in the database. The answer is whether it is."""
 
     timeout_s: float
-    target: FlushTarget = EVERYTHING
 
 
 class TakeOfToken(ChannelMessage, frozen=True):

@@ -266,8 +266,8 @@ class Workers:
                 return StartInfo(settings.encode(), _views(services), self._database.identity)
             case AnnounceSlot(folder):
                 return await self._let_serve(worker, Path(folder))
-            case WaitUntilFlushed(timeout_s, target):
-                return await services.wait_until_flushed(timeout_s, target)
+            case WaitUntilFlushed(timeout_s):
+                return await services.wait_until_flushed(timeout_s)
             case TakeOfToken(binding, count):
                 return await services.take_of_token(binding, count)
             case ReportShadowReply(copied):

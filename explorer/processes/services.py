@@ -16,7 +16,7 @@ from tuneloop.explorer.access.feedback_tokens import TokenUses
 from tuneloop.explorer.access.key_watch import KeyWatch, require_keys
 from tuneloop.explorer.background_tasks import OnFailure, Task
 from tuneloop.explorer.bulk_work import BulkWork
-from tuneloop.explorer.capture.control_client import EVERYTHING, Flushed, FlushTarget, ShadowReply
+from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.capture.flusher import Flusher
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.retention import SpoolRetention
@@ -79,9 +79,9 @@ class ControlServices:
     token_uses: TokenUses
     engine_sleep: EngineSleep | None
 
-    async def wait_until_flushed(self, timeout_s: float, target: FlushTarget = EVERYTHING) -> Flushed:
-        """Wait until what is on disk of the target is in the database. NO if it is not by then, or away."""
-        return await self.flusher.wait_until_flushed(timeout_s, target)
+    async def wait_until_flushed(self, timeout_s: float) -> bool:
+        """Wait until all that is on disk now is in the database. False if it is not by then, or away."""
+        return await self.flusher.wait_until_flushed(timeout_s)
 
     async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
         """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""

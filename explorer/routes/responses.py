@@ -16,7 +16,7 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.datastructures import QueryParams
 
 from tuneloop.explorer.bulk_work import BulkWork
-from tuneloop.explorer.capture.control_client import ControlClient, FlushTarget
+from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.dialects.dialect import RESPONSES
 from tuneloop.explorer.dialects.responses_native import UNFINISHED, restore_client_fields
@@ -156,9 +156,7 @@ class StoredResponses:
 
     async def _read_after_flush(self, caller: Caller, response_id: str) -> StoredResponse:
         """The same, after all that is acknowledged until now has reached the ledger."""
-        if not await self._control_client.wait_until_flushed(
-            _FLUSH_TIMEOUT_S, FlushTarget(caller.tenant, asker=caller.name)
-        ):
+        if not await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S):
             raise LedgerUnavailable("the database is unavailable; acknowledged data is safe on disk: try again later")
         stored = await self._read(caller, response_id)
         if stored is None:
@@ -176,9 +174,7 @@ class StoredResponses:
             return restore_client_fields(stored.body, held.response) if stored else held.response
         deadline = time.monotonic() + _RECORDING_TIMEOUT_S
         while stored is None and time.monotonic() < deadline:
-            await self._control_client.wait_until_flushed(
-                _FLUSH_TIMEOUT_S, FlushTarget(caller.tenant, asker=caller.name)
-            )
+            await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S)
             stored = await self._read(caller, response_id)
             if stored is None:
                 await asyncio.sleep(_RETRY_S)

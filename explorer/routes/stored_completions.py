@@ -9,7 +9,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response
 from starlette.datastructures import QueryParams
 
-from tuneloop.explorer.capture.control_client import ControlClient, FlushTarget
+from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.http.bodies import read_object, wrong_type
 from tuneloop.explorer.http.caller import caller_of
@@ -63,11 +63,7 @@ class CompletionReader:
 
     async def wait_until_flushed(self) -> bool:
         """Wait until what is in the spool now is in the database; False if that is unavailable."""
-        return bool(
-            await self._control_client.wait_until_flushed(
-                _FLUSH_TIMEOUT_S, FlushTarget(self.tenant, asker=self._caller.name)
-            )
-        )
+        return bool(await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S))
 
     async def read(self, query: Callable[[], _T]) -> _T:
         """The result of `query`, when it is the caller's turn."""

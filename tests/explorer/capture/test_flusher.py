@@ -13,10 +13,8 @@ from tests.doubles.clock import Clock
 from tests.explorer.running import eventually
 from tests.factories import exchange, experience, feedback
 from tuneloop.explorer.capture import spool, spool_slots
-from tuneloop.explorer.capture.control_client import Flushed
-from tuneloop.explorer.capture.flusher import Flusher
+from tuneloop.explorer.capture.flusher import GROUP, Flusher
 from tuneloop.explorer.capture.intake import PATIENCE_S, RECORD_PATIENCE_S, Patience
-from tuneloop.explorer.capture.merge import GROUP
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.capture.spool_slots import RemoteSlot, Slots
 from tuneloop.shared import spool_format, steady_time
@@ -616,7 +614,7 @@ async def test_those_who_wait_take_no_threads_from_others(own: Spool) -> None:
         waiting = [asyncio.ensure_future(flusher.wait_until_flushed(60)) for _ in range(200)]
         await asyncio.sleep(0)
         await asyncio.to_thread(slow.set)
-        assert await asyncio.gather(*waiting) == [Flushed.ALL] * 200
+        assert await asyncio.gather(*waiting) == [True] * 200
 
 
 async def test_many_wait_and_are_all_told(own: Spool) -> None:
@@ -625,10 +623,10 @@ async def test_many_wait_and_are_all_told(own: Spool) -> None:
     with flushing(own, notebook) as (flusher, _):
         await append(own, exchange())
         waiting = [asyncio.ensure_future(flusher.wait_until_flushed(60)) for _ in range(4)]
-        assert await asyncio.gather(*waiting) == [Flushed.NO] * 4, "nobody waits for a database that is away"
+        assert await asyncio.gather(*waiting) == [False] * 4, "nobody waits for a database that is away"
         notebook.away = False
         await until_caught_up(flusher)
-        assert await asyncio.gather(*(flusher.wait_until_flushed(60) for _ in range(4))) == [Flushed.ALL] * 4
+        assert await asyncio.gather(*(flusher.wait_until_flushed(60) for _ in range(4))) == [True] * 4
     assert not [each for each in threading.enumerate() if each.name == "flusher"]
 
 

@@ -1,6 +1,5 @@
 """Versions that are adapters: clients see what they would see of all weights, and nothing in flight is disturbed."""
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -73,18 +72,6 @@ def test_a_version_is_loaded_beside_the_others_and_named_in_requests(start: Star
     assert not {"/pause", "/collective_rpc", "/reset_prefix_cache"} & set(double.posts)
 
 
-def test_clients_see_their_own_name_of_the_model_only(start: Start, double: EngineDouble) -> None:
-    explorer = start(double)
-    candidate(explorer)
-    until(explorer, 1, VersionState.CHAMPION)
-    reply = explorer.chat(stream=True).text
-    assert f'"model":"{MODEL}"' in reply
-    assert "tuneloop-adapter" not in reply
-    assert [each["id"] for each in explorer.http.get("/v1/models").json()["data"]] == [MODEL]
-    assert explorer.http.get(f"/v1/models/{requested_model(double)}").status_code == 404
-    assert explorer.chat(model="another").status_code == 404
-
-
 @pytest.mark.parametrize("on_reload", ["keep", "wait"])
 def test_a_reply_in_flight_ends_with_the_adapter_that_it_began_with(
     start: Start, double: EngineDouble, on_reload: str
@@ -137,22 +124,6 @@ def test_an_adapter_that_is_not_the_files_to_the_bit_is_found_by_its_fingerprint
         eventually(lambda: outcomes(explorer)["matched"] >= seen + 2)
 
 
-def test_an_adapter_that_the_engine_refuses_is_rejected(start: Start, double: EngineDouble) -> None:
-    explorer = start(double)
-    double.refuses_load_of = {"global_step_1"}
-    candidate(explorer)
-    until(explorer, 1, VersionState.REJECTED)
-    assert explorer.version() == 0
-
-
-def test_old_names_are_forgotten_but_the_last_ones(start: Start, double: EngineDouble) -> None:
-    explorer = start(double)
-    for number in range(1, 7):
-        candidate(explorer)
-        until(explorer, number, VersionState.CHAMPION)
-    assert [name.split("-")[2] for name in double.adapters] == ["3", "4", "5", "6"]
-
-
 @pytest.mark.parametrize("engine_too", [False, True])
 def test_after_a_restart_the_champion_is_served(
     tmp_path: Path, places: list[EnginePlace], double: EngineDouble, engine_too: bool
@@ -203,17 +174,6 @@ THEIRS = "tuneloop-adapter-2-abc"
 RENAMING = ModelRenaming(public_name="ours", adapter_name=THEIRS)
 
 
-@pytest.mark.parametrize("model", ["ours", "", None])
-def test_a_request_for_what_we_serve_is_for_the_adapter(model: str | None) -> None:
-    requested_model = RENAMING.rename_request(json.dumps({"model": model, "max_tokens": 1}).encode())
-    assert json.loads(requested_model or b"") == {"model": THEIRS, "max_tokens": 1}
-
-
-@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"model":"another"}', b'{"model":["ours"]}'])
-def test_any_other_request_is_left_as_it_is(body: bytes) -> None:
-    assert RENAMING.rename_request(body) is None
-
-
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_a_reply_is_renamed_wherever_its_blocks_are_cut(size: int) -> None:
     event = b'data: {"model":"%b","text":"\\"model\\":\\"tuneloop-adapter-2-abc\\""}\n\n'
@@ -236,8 +196,3 @@ def test_a_long_line_is_passed_on_in_parts_and_renamed_all_the_same() -> None:
         reply.receive_end()
         assert b"".join(received) == body.replace(THEIRS.encode(), b"ours")
         assert max(map(len, received)) < 2 * _HIGH_WATER
-
-
-def test_a_long_line_that_nobody_reads_is_not_held() -> None:
-    reply = RenamedEngineReply(cast(_Connection, None), RENAMING)
-    assert not all(reply.receive(b"x" * 20_000) for _ in range(2 * _HIGH_WATER // 20_000))

@@ -64,16 +64,6 @@ def test_a_version_is_tried_beside_the_champion_and_rolled_back(
     assert set(answered(explorer).values()) == {0}
 
 
-def test_a_version_that_is_promoted_takes_both_places(start: Start, tmp_path: Path, double: EngineDouble) -> None:
-    explorer = start(tried(tmp_path, double, mode="ab"))
-    candidate(explorer)
-    until(explorer, 1, VersionState.CANARY)
-    explorer.ledger.versions.promote(1, by="admin:anna", reason="to see")
-    eventually(lambda: [each.version for each in explorer.services.fleet.engines] == [1, 1])
-    until_ready(explorer, 2)
-    assert set(answered(explorer).values()) == {1}
-
-
 def test_the_gate_tries_a_candidate_while_the_champion_answers(
     start: Start, tmp_path: Path, double: EngineDouble
 ) -> None:
@@ -89,15 +79,6 @@ def test_the_gate_tries_a_candidate_while_the_champion_answers(
     assert explorer.ledger.evaluations.of(1, Evaluator.ENGINE)
     candidate(explorer)
     until(explorer, 2, VersionState.CHAMPION)
-
-
-def test_an_engine_has_one_place_where_nothing_is_tried(tmp_path: Path, doubles: list[EngineDouble]) -> None:
-    assert adapted(tmp_path, doubles[0]).engine_places == 1
-    assert tried(tmp_path, doubles[0]).engine_places == 2
-    assert tried(tmp_path, doubles[0]).model_copy(update={"model": adapted(tmp_path).model}).engine_places == 2
-    whole = adapted(tmp_path, *doubles)
-    assert whole.engine_places == 2
-    assert whole.model_copy(update={"rollout": RolloutSettings(mode="canary")}).engine_places == 2
 
 
 def test_an_engine_that_was_started_again_gets_the_champion_s_adapter(

@@ -1,6 +1,5 @@
 """Which engine answers the next turn of a conversation."""
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -17,9 +16,9 @@ from tests.explorer.conftest import Run
 from tests.explorer.processes.test_workers import Staff, chat
 from tests.explorer.running import HELLO, RunningExplorer, eventually
 from tests.explorer.test_main import attached_to, service, write_settings
-from tuneloop.explorer.engines.affinity import PrefixAffinity, hash_prefixes, is_overloaded
+from tuneloop.explorer.engines.affinity import PrefixAffinity, hash_prefixes
 from tuneloop.explorer.engines.client import EngineHttp
-from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, pick_engine
+from tuneloop.explorer.engines.fleet import Engine, EngineState
 
 
 @dataclass
@@ -43,111 +42,12 @@ def engines(*in_flight: int) -> list[Engine]:
     return found
 
 
-def test_the_next_turn_is_known_to_who_was_asked_the_last_one() -> None:
-    affinity, fleet, first = PrefixAffinity(), [Known(0), Known(1)], turn("hello")
-    affinity.record(hash_prefixes(first), fleet[1])
-    assert affinity.engines_with_prefix(hash_prefixes(next_turn(first, "hi", "and you?")), fleet) == [{1}]
-    assert affinity.engines_with_prefix(hash_prefixes(next_turn(turn("good day"), "hi", "and you?")), fleet) == []
-
-
-def test_a_prompt_that_many_conversations_begin_with_draws_nobody() -> None:
-    affinity, fleet = PrefixAffinity(), [Known(0), Known(1)]
-    affinity.record(hash_prefixes(turn("hello")), fleet[0])
-    assert affinity.engines_with_prefix(hash_prefixes(turn("good day")), fleet) == []
-
-
-def test_who_knows_the_longest_beginning_comes_first() -> None:
-    affinity, fleet, first = PrefixAffinity(), [Known(0), Known(1)], turn("hello")
-    second = next_turn(first, "hi", "and you?")
-    affinity.record(hash_prefixes(first), fleet[0])
-    affinity.record(hash_prefixes(second), fleet[1])
-    assert affinity.engines_with_prefix(hash_prefixes(next_turn(second, "fine", "bye")), fleet) == [{1}, {0}]
-    affinity.record(hash_prefixes(second), fleet[0])
-    assert affinity.engines_with_prefix(hash_prefixes(next_turn(second, "fine", "bye")), fleet) == [{0, 1}, {0}]
-
-
-def test_new_weights_forget_what_was_cached() -> None:
-    affinity, engine, first = PrefixAffinity(), Known(0), turn("hello")
-    affinity.record(hash_prefixes(first), engine)
-    engine.loads += 1
-    assert affinity.engines_with_prefix(hash_prefixes(next_turn(first, "hi", "and you?")), [engine]) == []
-
-
-def test_as_many_requests_are_remembered_as_are_said_the_oldest_forgotten_first() -> None:
-    affinity, engine = PrefixAffinity(max_entries=3), Known(0)
-    for text in "abcad":
-        affinity.record(hash_prefixes(turn(text)), engine)
-    assert len(affinity) == 3
-    known = [
-        bool(affinity.engines_with_prefix(hash_prefixes(next_turn(turn(text), "", "")), [engine])) for text in "abcd"
-    ]
-    assert known == [True, False, True, True]
-
-
 @pytest.mark.parametrize("long", ["a story " * 1000, list(range(8000))])
 def test_a_prompt_goes_on_where_an_earlier_one_ended(long: Any) -> None:
     affinity, engine = PrefixAffinity(), Known(3)
     affinity.record(hash_prefixes({"prompt": long}), engine)
     assert affinity.engines_with_prefix(hash_prefixes({"prompt": long + long}), [engine]) == [{3}]
     assert affinity.engines_with_prefix(hash_prefixes({"prompt": long[1:] + long}), [engine]) == []
-
-
-@pytest.mark.parametrize("fields", [{}, {"prompt": "short"}, {"prompt": ["a", "b"]}, {"input": "x"}, {"messages": {}}])
-def test_what_has_no_beginning_is_known_to_nobody(fields: dict[str, Any]) -> None:
-    affinity = PrefixAffinity()
-    affinity.record(hash_prefixes(fields), Known(0))
-    assert affinity.engines_with_prefix(hash_prefixes(fields), [Known(0)]) == []
-
-
-def test_who_knows_it_answers_unless_it_is_overloaded_or_not_ready() -> None:
-    idle, usual, busy = fleet = engines(0, 8, 9)
-    assert not is_overloaded(8, 0)
-    assert is_overloaded(9, 0)
-    assert not is_overloaded(108, 80)
-    assert pick_engine(fleet) is idle
-    assert pick_engine(fleet, [{1, 2}]) is usual
-    assert pick_engine(fleet, [{2}, {1}]) is usual
-    assert pick_engine(fleet, [{2}]) is idle
-    assert busy.in_flight == 9
-    usual.state = EngineState.DOWN
-    assert pick_engine(fleet, [{1}]) is idle
-    assert pick_engine([usual], [{1}]) is None
-
-
-def test_who_may_know_it_answers_unless_another_one_knows_it_or_is_less_busy() -> None:
-    idle, one, two = fleet = engines(0, 1, 2)
-    assert pick_engine(fleet, rendezvous_order=[1, 2, 0]) is one
-    assert pick_engine(fleet, rendezvous_order=[2, 1, 0]) is one
-    assert pick_engine(fleet, [{2}], [1, 2, 0]) is two
-    assert pick_engine(fleet, rendezvous_order=[2, 0, 1]) is idle
-    one.state = EngineState.RELOADING
-    assert pick_engine(fleet, rendezvous_order=[1, 0, 2]) is idle
-    assert pick_engine([one], rendezvous_order=[1]) is None
-
-
-def choices_of_a_worker(fleet_size: int, talks: int) -> list[tuple[int, int]]:
-    """Which engine it sends the first turn of each conversation to, and which another one the next turn."""
-
-    async def both(number: int) -> tuple[int, int]:
-        first = turn(f"talk {number}")
-        requests = [first, next_turn(first, "yes", "go on")]
-        workers = [Fleet(engines(*[0] * fleet_size), wait_timeout_s=1, is_alone=False) for _ in requests]
-        one, other = [
-            (await worker.acquire(prefix_hashes=hash_prefixes(each))).number
-            for worker, each in zip(workers, requests, strict=True)
-        ]
-        return one, other
-
-    async def all_of_them() -> list[tuple[int, int]]:
-        return [await both(number) for number in range(talks)]
-
-    return asyncio.run(all_of_them())
-
-
-def test_workers_that_know_nothing_of_each_other_send_a_conversation_to_the_same_engine() -> None:
-    chosen = choices_of_a_worker(4, 200)
-    assert all(one == other for one, other in chosen)
-    assert min(Counter(one for one, _ in chosen).values()) > 25  # and share them out
 
 
 def test_every_process_hashes_a_beginning_alike() -> None:
@@ -166,20 +66,6 @@ def test_every_process_hashes_a_beginning_alike() -> None:
         for seed in ("1", "2")
     }
     assert len(told) == 1
-
-
-def test_a_worker_alone_sends_a_new_conversation_to_the_least_busy_engine() -> None:
-    async def chosen(fleet: Fleet) -> set[int]:
-        requests = [turn(f"talk {number}") for number in range(50)]
-        found = [await fleet.acquire(prefix_hashes=hash_prefixes(each)) for each in requests]
-        return {engine.in_flight for engine in found}
-
-    assert asyncio.run(chosen(Fleet(engines(0, 0), wait_timeout_s=1))) == {25}
-
-
-@pytest.mark.parametrize("prompt", ["\ud800" * 2000, [10**30] * 600])
-def test_any_prompt_has_a_beginning(prompt: Any) -> None:
-    assert hash_prefixes({"prompt": prompt})
 
 
 @pytest.fixture

@@ -106,26 +106,3 @@ async def test_an_engine_that_is_silent_is_not_waited_for(tmp_path: Path, monkey
         assert not await control.healthy(timeout_s=0.1)
         with pytest.raises(EngineError, match=r"^/resume: TimeoutError$"):
             await control.resume()
-
-
-async def test_an_engine_that_is_gone_is_an_error_of_ours(tmp_path: Path) -> None:
-    async with open_session(url=None, socket=str(tmp_path / "none"), key=None) as session:
-        control = EngineControl(session, model_name="m")
-        assert not await control.healthy()
-        with pytest.raises(EngineError, match=r"^/resume: .+"):
-            await control.resume()
-
-
-@pytest.mark.parametrize(
-    ("answer", "reply"),
-    [
-        (b"HTTP/1.1 404 Not Found\r\ncontent-length: 4\r\n\r\nno\xff!", "^/resume: 404 no\N{REPLACEMENT CHARACTER}!$"),
-        (b"HTTP/1.1 307 Gone\r\nlocation: /elsewhere\r\ncontent-length: 0\r\n\r\n", "^/resume: 307"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{", "^/resume: .+"),
-        (b"nonsense\r\n\r\n", "^/resume: .+"),
-    ],
-)
-async def test_what_is_no_good_answer_is_an_error_of_ours(tmp_path: Path, answer: bytes, reply: str) -> None:
-    async with controlling(tmp_path, Listening(answer, ends=True)) as control:
-        with pytest.raises(EngineError, match=reply):
-            await control.resume()

@@ -53,7 +53,6 @@ SECONDS = {
     "test_trial": 35,
     "test_routes": 30,
     "test_grammars": 30,
-    "test_vllm_plugin": 30,
     "test_packed": 30,
     "test_packed_logprobs": 60,
     "test_secrets": 30,

@@ -30,7 +30,7 @@ class EngineState(StrEnum):
     #: In the trainer's turn at the GPU: it answers afterwards.
     ASLEEP = "asleep"
     DOWN = "down"
-    #: Nothing runs there: room for a fresh engine beside the one that it will replace.
+    #: Nothing runs there: room for a new engine beside the one that it will replace.
     SPARE = "spare"
 
 
@@ -368,8 +368,8 @@ def pick_engine(
     )
 
 
-def spare_place(engines: Iterable[Engine]) -> Engine | None:
-    """Where a fresh engine can be started now, beside those that run."""
+def surge_capacity(engines: Iterable[Engine]) -> Engine | None:
+    """Where one more engine can be started now, beside those that run."""
     places = (each for each in engines if each.state is EngineState.SPARE and each.starter)
     return next((each for each in places if each.starter and each.starter.has_room()), None)
 

@@ -27,7 +27,7 @@ from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, FleetReplicas
 from tuneloop.explorer.engines.process import EngineProcess
-from tuneloop.explorer.engines.vllm_adapters import control_of
+from tuneloop.explorer.engines.vllm import control_of
 from tuneloop.explorer.feedback.judge import JudgeLoop
 from tuneloop.explorer.http.caller import FeedbackBinding
 from tuneloop.explorer.metrics import Metrics, ProcessTotals

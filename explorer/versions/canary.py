@@ -8,7 +8,7 @@ import asyncio
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -17,7 +17,7 @@ from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.engines.fleet import Engine, EngineState
 from tuneloop.explorer.engines.version_routing import TrafficSplit, split_of
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
-from tuneloop.explorer.versions.comparison import RolloutDecision, decide
+from tuneloop.explorer.versions.comparison import decide
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerError, LedgerUnavailable
 from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share
@@ -61,8 +61,6 @@ _COPIES = 5000
 
 _REPLIES = "tuneloop_replies"
 
-_BY = "explorer"
-
 
 class CanaryController:
     """The trial that is under way, if there is one."""
@@ -80,15 +78,16 @@ class CanaryController:
 
     async def run(self) -> None:
         """Compare the canary with the champion every few seconds, and decide when the figures do."""
-        await every(self._interval_s, self._turn, task="canary", metrics=self._metrics)
 
-    async def _turn(self) -> None:
-        try:
-            await self.turn()
-        except LedgerUnavailable:
-            raise
-        except LedgerError as error:  # somebody else has decided meanwhile
-            log.warning("rollout_not_decided", reason=str(error))
+        async def look() -> None:
+            try:
+                await self.turn()
+            except LedgerUnavailable:
+                raise
+            except LedgerError as error:  # somebody else has decided meanwhile
+                log.warning("rollout_not_decided", reason=str(error))
+
+        await every(self._interval_s, look, task="canary", metrics=self._metrics)
 
     def record_shadow_reply(self, reply: ShadowReply) -> None:
         """Take down what became of the copy of a request."""
@@ -102,10 +101,8 @@ class CanaryController:
         if number != self._tried:
             self._tried, self._before = number, request_counts(self._totals)
             self._copies.clear()
-        if trial is not None:
-            await self._decide(trial)
-
-    async def _decide(self, trial: CanaryTrial) -> None:
+        if trial is None:
+            return
         champion = await asyncio.to_thread(self._ledger.versions.champion)
         rollout = self._rollout.model_copy(update={"mode": trial.mode, "share": trial.share})
         failures = request_counts(self._totals)
@@ -119,17 +116,12 @@ class CanaryController:
             figures[1] = figures_of(self._copies)
         champions, tried = figures
         decision = decide(rollout, champions, tried, elapsed_s=steady_time.now() - trial.began)
-        await self._act(trial.version.version, decision)
-
-    async def _act(self, version: int, decision: RolloutDecision) -> None:
+        why: dict[str, Any] = {"by": "explorer", "reason": decision.reason, "details": decision.details}
         if decision.action == "roll_back":
             roll_back = partial(self._ledger.versions.roll_back, only_as=VersionState.CANARY)
-            await asyncio.to_thread(roll_back, version, by=_BY, reason=decision.reason, details=decision.details)
+            await asyncio.to_thread(roll_back, trial.version.version, **why)
         elif decision.action == "promote" and not await asyncio.to_thread(self._ledger.alarms.promotion_held):
-            promote = self._ledger.versions.promote
-            await asyncio.to_thread(promote, version, by=_BY, reason=decision.reason, details=decision.details)
-        else:
-            return
+            await asyncio.to_thread(self._ledger.versions.promote, trial.version.version, **why)
 
 
 def request_counts(totals: ProcessTotals) -> dict[str, Share]:

@@ -37,22 +37,27 @@ def decide(rollout: RolloutSettings, champion: Figures, tried: Figures, *, elaps
     # Half of the error is for "better", half for "worse".
     overall = contrast(tried.reward, champion.reward, least=rollout.rewards, error=rollout.error / 2)
     if overall is not None:
-        details["reward"] = _contrast_details(overall)
-    if faults := [*_guards(rollout, champion, tried), *_worse(overall, champion, tried)]:
+        interval, error = list(overall.interval), overall.error
+        details["reward"] = {"difference": overall.difference, "interval": interval, "standard_error": error}
+    faults = [*_guards(rollout, champion, tried)]
+    if overall is not None and overall.lower:
+        faults.append(_sentence("it earns less", overall, tried.reward, champion.reward))
+    if faults:
         return RolloutDecision("roll_back", "; ".join(faults), details)
     ended = elapsed_s >= rollout.window
-    if rollout.mode == "shadow":
-        return RolloutDecision(*_of_a_shadow(rollout, tried, ended=ended), details)
+    if rollout.mode == "shadow":  # users do not reward what they do not see
+        if not ended:
+            return RolloutDecision("wait", "no guard has been broken; the window has not ended", details)
+        if max(tried.failures.of, tried.length.replies) < LEAST_REPLIES:
+            few = f"the window has ended with fewer than {LEAST_REPLIES} replies"
+            return RolloutDecision(rollout.undecided, few, details)
+        return RolloutDecision("promote", "the window has ended, and no guard was broken", details)
     if overall is None or not overall.higher:
-        return RolloutDecision(
-            *_without_evidence(rollout, _why_not(rollout, overall, champion, tried), ended=ended), details
-        )
+        why = _why_not(rollout, overall, champion, tried)
+        if ended:
+            return RolloutDecision(rollout.undecided, f"the window has ended: {why}", details)
+        return RolloutDecision("wait", why, details)
     return RolloutDecision("promote", _sentence("it earns more", overall, tried.reward, champion.reward), details)
-
-
-def _worse(overall: Contrast | None, champion: Figures, tried: Figures) -> Iterator[str]:
-    if overall is not None and overall.lower:
-        yield _sentence("it earns less", overall, tried.reward, champion.reward)
 
 
 def _guards(rollout: RolloutSettings, champion: Figures, tried: Figures) -> Iterator[str]:
@@ -89,19 +94,6 @@ def _larger(one: SampleStatistics, other: SampleStatistics, times: float, error:
     return outcome is not None and outcome.higher
 
 
-def _of_a_shadow(rollout: RolloutSettings, tried: Figures, *, ended: bool) -> tuple[_Action, str]:
-    """Users do not reward what they do not see."""
-    if not ended:
-        return "wait", "no guard has been broken; the window has not ended"
-    if max(tried.failures.of, tried.length.replies) < LEAST_REPLIES:
-        return rollout.undecided, f"the window has ended with fewer than {LEAST_REPLIES} replies"
-    return "promote", "the window has ended, and no guard was broken"
-
-
-def _without_evidence(rollout: RolloutSettings, why: str, *, ended: bool) -> tuple[_Action, str]:
-    return (rollout.undecided, f"the window has ended: {why}") if ended else ("wait", why)
-
-
 def _why_not(rollout: RolloutSettings, overall: Contrast | None, champion: Figures, tried: Figures) -> str:
     if overall is not None:
         return _sentence("it earns neither more nor less", overall, tried.reward, champion.reward)
@@ -119,14 +111,9 @@ def _sentence(what: str, outcome: Contrast, mine: SampleStatistics, other: Sampl
     )
 
 
-def _contrast_details(outcome: Contrast) -> dict[str, Any]:
-    return {"difference": outcome.difference, "interval": list(outcome.interval), "standard_error": outcome.error}
-
-
 def _plain(figures: Figures) -> dict[str, Any]:
     """The figures as JSON has them; None for what is no number."""
-    return {name: _values(value) for name, value in figures._asdict().items()}
-
-
-def _values(of: SampleStatistics | Share) -> dict[str, Any]:
-    return {name: value if math.isfinite(value) else None for name, value in of._asdict().items()}
+    return {
+        name: {part: number if math.isfinite(number) else None for part, number in value._asdict().items()}
+        for name, value in figures._asdict().items()
+    }

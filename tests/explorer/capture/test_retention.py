@@ -14,9 +14,8 @@ from tests.factories import exchange, feedback
 from tuneloop.cli.erasure import erase
 from tuneloop.explorer.capture import spool
 from tuneloop.explorer.capture.flusher import Flusher
-from tuneloop.explorer.capture.retention import SEGMENT_S, SpoolRetention
+from tuneloop.explorer.capture.retention import SEGMENT_S, SpoolRetention, clear
 from tuneloop.explorer.capture.spool import Spool
-from tuneloop.explorer.capture.spool_erasure import Cleared, clear
 from tuneloop.explorer.capture.spool_slots import Slots
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared import quarantine
@@ -223,7 +222,7 @@ async def test_the_tail_of_a_torn_segment_is_cleared_too(tmp_path: Path) -> None
     path = tmp_path / "0" / "00000001.torn"
     (tmp_path / "0" / "00000001.seg").rename(path)
     path.write_bytes(path.read_bytes().replace(b"damaged", b"dAmaged"))
-    assert clear(path, ERASED) == Cleared(3, 148)
+    assert clear(path, ERASED) == (3, 148)
     data = path.read_bytes()
     assert (data.count(b"goldfinch"), data.count(b"dAmaged"), encode(bob) in data, encode(other) in data) == (
         0,
@@ -231,7 +230,7 @@ async def test_the_tail_of_a_torn_segment_is_cleared_too(tmp_path: Path) -> None
         True,
         True,
     )
-    assert clear(path, ERASED) == Cleared(0, 148)
+    assert clear(path, ERASED) == (0, 148)
 
 
 def test_what_a_killed_process_left_half_written_goes_with_a_person(
@@ -252,6 +251,6 @@ def test_a_file_is_written_anew_by_no_link_that_was_planted(tmp_path: Path) -> N
     path.chmod(0o640)
     precious.write_text("precious")
     (tmp_path / "quarantine.partial").symlink_to(precious)
-    assert clear(path, ERASED) == Cleared(1, 0)
+    assert clear(path, ERASED) == (1, 0)
     assert (precious.read_text(), kept in path.read_bytes(), path.is_symlink()) == ("precious", True, False)
     assert path.stat().st_mode & 0o777 == 0o640

@@ -79,13 +79,3 @@ def test_nothing_is_adopted_while_an_explorer_runs(tmp_path: Path, double: Engin
         assert (code, "an explorer runs" in error) == (3, True)
         code, _, error = run_tuneloop("restore", tmp_path / "none", "-c", settings)
         assert (code, "is not a backup" in error) == (1, True)
-
-
-def test_a_half_restored_experiment_is_not_served(tmp_path: Path, double: EngineDouble) -> None:
-    settings = write_settings(tmp_path, **attached_to(double))
-    job(tmp_path).mkdir(parents=True)
-    (job(tmp_path) / "restoring.json").write_text('{"backup": "/backups/monday", "since": 1.0}')
-    code, said, _ = run_tuneloop("doctor", "-c", settings)
-    assert (code, "is half restored: let `tuneloop restore /backups/monday` end" in said) == (1, True)
-    code, _, error = run_tuneloop("run", "-c", settings)
-    assert (code, "is half restored" in error) == (3, True)

@@ -34,8 +34,7 @@ from tuneloop.explorer.dialects.dialect import (
 )
 from tuneloop.explorer.dialects.responses_native import NativeResponsesDialect
 from tuneloop.explorer.engines.admission import Admission
-from tuneloop.explorer.engines.fleet import Engine, Fleet
-from tuneloop.explorer.engines.version_routing import PinParser
+from tuneloop.explorer.engines.fleet import Engine, Fleet, PinParser
 from tuneloop.explorer.feedback.bound import TokenRoute
 from tuneloop.explorer.feedback.commit import CommitRoute
 from tuneloop.explorer.feedback.routes import FeedbackRoutes

@@ -92,7 +92,11 @@ class SpoolLimits:
 
     def look(self) -> None:
         """Bring what `admit` goes by up to date."""
-        self._misplaced = self._why_misplaced()
+        try:
+            self._check_database()
+            self._misplaced = None
+        except LedgerForbidden as error:
+            self._misplaced = f"the database is not there any more: {error}"
         self._own.check()
         found = slots(self._root)
         self._refusal = refusal_of(self._root)
@@ -140,13 +144,6 @@ class SpoolLimits:
         if not self.bytes():
             return 0.0
         return max((steady_time.now() - waits.since for waits in self._waits.values()), default=0.0)
-
-    def _why_misplaced(self) -> str | None:
-        try:
-            self._check_database()
-        except LedgerForbidden as error:
-            return f"the database is not there any more: {error}"
-        return None
 
     def _disk_is_full(self) -> bool:
         return self._free - (self._own.written - self._written) < self._reserve

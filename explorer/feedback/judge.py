@@ -17,7 +17,7 @@ import structlog
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.dialects.dialect import ReadConversation
-from tuneloop.explorer.engines.version_routing import in_share
+from tuneloop.explorer.engines.fleet import in_share
 from tuneloop.explorer.feedback.judge_input import reading_of
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.runner.errors import JudgeAway, JudgeError, JudgeFailed

@@ -15,9 +15,7 @@ import structlog
 
 from tuneloop.explorer.access.rate_limits import KeyUsage
 from tuneloop.explorer.capture.control_client import ShadowReply
-from tuneloop.explorer.engines.adapter_names import ModelRenaming
-from tuneloop.explorer.engines.fleet import EngineState
-from tuneloop.explorer.engines.version_routing import TrafficSplit
+from tuneloop.explorer.engines.fleet import EngineView, TrafficSplit
 from tuneloop.explorer.http.caller import FeedbackBinding
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.shared.errors import ChannelLost
@@ -26,19 +24,6 @@ from tuneloop.shared.ledger.keys import KeyTable
 log = structlog.get_logger()
 
 _LENGTH = struct.Struct("<I")
-
-
-class EngineView(msgspec.Struct, frozen=True):
-    """An engine as the workers know it: where it is, and what it does."""
-
-    number: int
-    url: str | None
-    socket: str | None
-    state: EngineState
-    version: int
-    loads: int
-    renaming: ModelRenaming | None = None
-    proof: str = ""
 
 
 class ChannelMessage(msgspec.Struct, frozen=True, tag=True):

@@ -22,8 +22,7 @@ from tuneloop.explorer.access.key_watch import SharedUsage
 from tuneloop.explorer.background_tasks import run_task
 from tuneloop.explorer.bulk_work import CONTROL_TURN_S, take_short_turns
 from tuneloop.explorer.capture.spool_slots import RemoteSlot, Slots
-from tuneloop.explorer.engines.fleet import Engine
-from tuneloop.explorer.engines.version_routing import TrafficSplit
+from tuneloop.explorer.engines.fleet import Engine, EngineView, TrafficSplit
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.explorer.processes.channel import (
     AnnounceSlot,
@@ -31,7 +30,6 @@ from tuneloop.explorer.processes.channel import (
     Channel,
     ChannelMessage,
     CollectMetrics,
-    EngineView,
     FleetView,
     GetExposition,
     GetStartInfo,

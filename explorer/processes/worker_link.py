@@ -12,7 +12,7 @@ from tuneloop.explorer.background_tasks import Task, every
 from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.engines.client import EngineHttp
-from tuneloop.explorer.engines.fleet import Engine, Fleet
+from tuneloop.explorer.engines.fleet import Engine, EngineView, Fleet
 from tuneloop.explorer.http.caller import FeedbackBinding
 from tuneloop.explorer.metrics import Metrics, process_samples
 from tuneloop.explorer.processes.channel import (
@@ -20,7 +20,6 @@ from tuneloop.explorer.processes.channel import (
     Channel,
     ChannelMessage,
     CollectMetrics,
-    EngineView,
     FleetView,
     GetExposition,
     ReportMetrics,

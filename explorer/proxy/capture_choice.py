@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 
 from tuneloop.explorer.background_tasks import every
-from tuneloop.explorer.engines.version_routing import in_share
+from tuneloop.explorer.engines.fleet import in_share
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.ledger.versions.alarms import Alarms
 from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH

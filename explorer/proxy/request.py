@@ -11,9 +11,9 @@ from tuneloop.explorer.bulk_work import BodyParser
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.sampling import Sampling, sampling_of
 from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter
-from tuneloop.explorer.engines import affinity, vllm
+from tuneloop.explorer.engines import fleet, vllm
+from tuneloop.explorer.engines.fleet import PinParser, VersionPin
 from tuneloop.explorer.engines.packing import wire
-from tuneloop.explorer.engines.version_routing import PinParser, VersionPin
 from tuneloop.explorer.http.bodies import as_utf8, optional_bool
 from tuneloop.explorer.http.caller import Caller
 from tuneloop.explorer.http.chat_template import check_template
@@ -192,7 +192,7 @@ class RequestParser:
             started=started,
             writer=writer,
             charge=TokenCharge.of(raw.caller.meter, upstream, body_bytes=len(raw_body), choices=choices),
-            prefix_hashes=affinity.hash_prefixes(upstream) if self._prefix_affinity else (),
+            prefix_hashes=fleet.hash_prefixes(upstream) if self._prefix_affinity else (),
             pin=pin,
             model=str(body.get("model") or ""),
             merged_turns=merged_turns,

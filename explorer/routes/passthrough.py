@@ -9,8 +9,7 @@ from fastapi.responses import Response
 
 from tuneloop.explorer.engines.adapter_names import without_adapters
 from tuneloop.explorer.engines.admission import Admission
-from tuneloop.explorer.engines.fleet import Fleet
-from tuneloop.explorer.engines.version_routing import PinParser, VersionPin
+from tuneloop.explorer.engines.fleet import Fleet, PinParser, VersionPin
 from tuneloop.explorer.http.bodies import as_utf8, parse_object, read_bytes
 from tuneloop.explorer.http.caller import caller_of
 from tuneloop.explorer.http.chat_template import check_template

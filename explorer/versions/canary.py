@@ -14,8 +14,7 @@ import structlog
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.capture.control_client import ShadowReply
-from tuneloop.explorer.engines.fleet import Engine, EngineState
-from tuneloop.explorer.engines.version_routing import TrafficSplit, split_of
+from tuneloop.explorer.engines.fleet import Engine, EngineState, TrafficSplit, split_of
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.versions.comparison import decide
 from tuneloop.shared import steady_time
@@ -106,12 +105,12 @@ class CanaryController:
         champion = await asyncio.to_thread(self._ledger.versions.champion)
         rollout = self._rollout.model_copy(update={"mode": trial.mode, "share": trial.share})
         failures = request_counts(self._totals)
-        figures = [
-            (
-                await asyncio.to_thread(self._ledger.comparisons.figures, number, trial.began, refusals=self._refusals)
-            )._replace(failures=_since(failures, self._before, number))
-            for number in (champion.version, trial.version.version)
-        ]
+        figures = []
+        for number in (champion.version, trial.version.version):
+            of = self._ledger.comparisons.figures
+            found = await asyncio.to_thread(of, number, trial.began, refusals=self._refusals)
+            now, then = (counts.get(str(number), Share()) for counts in (failures, self._before))
+            figures.append(found._replace(failures=Share(now.found - then.found, now.of - then.of)))
         if trial.mode == "shadow":
             figures[1] = figures_of(self._copies)
         champions, tried = figures
@@ -147,12 +146,6 @@ def figures_of(copies: Collection[ShadowReply]) -> Figures:
         latency=SampleStatistics.ratio([(each.seconds, each.tokens) for each in whole]),
         length=SampleStatistics.of([float(each.tokens) for each in whole]),
     )
-
-
-def _since(now: Mapping[str, Share], before: Mapping[str, Share], version: int) -> Share:
-    name = str(version)
-    asked_now, then = now.get(name, Share()), before.get(name, Share())
-    return Share(asked_now.found - then.found, asked_now.of - then.of)
 
 
 def to_try_on(engines: Sequence[Engine], version: int, share: float) -> list[Engine]:

@@ -15,8 +15,7 @@ from pathlib import Path
 import structlog
 
 from tuneloop.explorer.background_tasks import every
-from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
-from tuneloop.explorer.engines.version_routing import split_of
+from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, split_of
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.canary import CanaryTrial, current_trial, division, to_try_on
 from tuneloop.explorer.versions.gate import Gate

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, Engine, select
+from sqlalchemy import Engine, select
 
 from tests.doubles.clock import Clock
 from tests.explorer.running import eventually
@@ -19,7 +19,7 @@ from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.capture.spool_slots import RemoteSlot, Slots
 from tuneloop.shared import spool_format, steady_time
 from tuneloop.shared.errors import LedgerError, LedgerForbidden, LedgerUnavailable, RecordRefused, TuneloopError
-from tuneloop.shared.experience import Record, State, encode
+from tuneloop.shared.experience import Record, encode
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
 from tuneloop.shared.spool_format import Position
@@ -123,18 +123,6 @@ async def test_records_reach_the_ledger_in_their_order(own: Spool) -> None:
     assert own.backlog_bytes() == 0
 
 
-async def test_what_was_spooled_while_the_database_was_away_comes_later(own: Spool) -> None:
-    notebook, said = Notebook(), [exchange() for _ in range(50)]
-    notebook.away = True
-    with flushing(own, notebook) as (flusher, _):
-        for each in said:
-            await append(own, each)
-        assert not await flusher.wait_until_flushed(0.2)
-        notebook.away = False
-        await until_caught_up(flusher)
-    assert notebook.records == said
-
-
 async def test_stopping_while_the_database_is_away_is_quick_and_loses_nothing(tmp_path: Path) -> None:
     notebook, said = Notebook(), [exchange() for _ in range(5)]
     notebook.away = True
@@ -230,37 +218,6 @@ def test_a_refusal_is_waited_out_for_the_documented_time(clock: Clock) -> None:
         assert not patience.waits(error)
         patience.forget(error)
         assert patience.waits(error)
-
-
-async def test_a_right_that_is_taken_away_for_a_while_costs_nothing(own: Spool, engine: Engine) -> None:
-    said = [exchange() for _ in range(9)]
-    others = [feedback(msg_id=each.msg_id) for each in said]
-    with (
-        flushing(own, Ledger(engine).recording, patience=Patience(0, 0)) as (flusher, set_aside),
-        engine.connect() as it,
-    ):
-        _refuse_feedback(it, refuse=True)
-        await append(own, *said, *others)
-        eventually(lambda: spool_format.refusal_of(own.folder.parent) is not None)
-        _refuse_feedback(it, refuse=False)
-        await until_caught_up(flusher)
-    assert (Ledger(engine).reports.counts()[State.REWARDED], set_aside) == (9, [])
-
-
-def _refuse_feedback(connection: Connection, *, refuse: bool) -> None:
-    if connection.dialect.name == "sqlite":
-        tables = ("feedback", "elsewhere") if refuse else ("elsewhere", "feedback")
-        connection.exec_driver_sql("ALTER TABLE {} RENAME TO {}".format(*tables))
-    elif refuse:
-        body = "BEGIN RAISE EXCEPTION 'permission denied' USING ERRCODE = '42501'; END"
-        connection.exec_driver_sql(f"CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ {body} $$")
-        connection.exec_driver_sql(
-            "CREATE TRIGGER refusing BEFORE INSERT ON feedback FOR EACH ROW EXECUTE FUNCTION refuse()"
-        )
-    else:
-        connection.exec_driver_sql("DROP TRIGGER refusing ON feedback")
-        connection.exec_driver_sql("DROP FUNCTION refuse()")
-    connection.commit()
 
 
 async def test_a_quarantine_that_cannot_be_written_is_tried_again(own: Spool) -> None:
@@ -454,19 +411,6 @@ async def test_what_a_writer_that_died_had_acknowledged_is_waited_for(own: Spool
         eventually(lambda: slots.ours == [own])
     with pytest.raises(ValueError, match="closed"):
         slot.flushed.move(Position(9, 9))
-
-
-async def test_the_end_is_reached_across_a_change_of_segment(tmp_path: Path) -> None:
-    own = Spool(tmp_path / "0", sync=False, segment_bytes=300)
-    notebook, said = Notebook(), [exchange() for _ in range(20)]
-    with flushing(own, notebook) as (flusher, _):
-        for each in said:
-            await append(own, each)
-            assert await flusher.wait_until_flushed(60)
-            assert await flusher.wait_until_flushed(0)
-    assert notebook.records == said
-    assert len(spool_format.segments(own.folder)) <= 2
-    own.close()
 
 
 async def test_many_wait_and_are_all_told(own: Spool) -> None:

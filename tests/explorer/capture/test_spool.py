@@ -108,16 +108,6 @@ async def test_segments_rotate_and_are_forgotten(tmp_path: Path) -> None:
     own.close()
 
 
-def test_living_processes_have_slots_of_their_own(tmp_path: Path) -> None:
-    first, second = opened(tmp_path), opened(tmp_path)
-    assert [each.name for each in spool_format.slots(tmp_path)] == ["0", "1"]
-    with pytest.raises(BlockingIOError):
-        spool.take_slot(first.folder)
-    first.close()
-    assert opened(tmp_path).folder == first.folder
-    second.close()
-
-
 @pytest.mark.parametrize("torn", [0, 1])
 def test_the_mark_survives_a_torn_place(tmp_path: Path, torn: int) -> None:
     path = tmp_path / "flushed"
@@ -183,17 +173,6 @@ async def main(full, room):
     own.close()
 
 """
-
-
-def test_a_segment_that_cannot_grow_is_refused_and_left_behind(tmp_path: Path) -> None:
-    script = (
-        _FULL
-        + """
-limit = lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-asyncio.run(main(lambda: limit(1000), lambda: limit(resource.RLIM_INFINITY)))
-"""
-    )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=120)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="only root may mount")

@@ -14,7 +14,7 @@ from tests.explorer.conftest import Run
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
 from tests.explorer.versions.test_attestation import mismatches, outcomes
 from tuneloop.explorer.engines.adapter_names import ModelRenaming
-from tuneloop.explorer.engines.client import _HIGH_WATER, RenamedEngineReply, _Connection
+from tuneloop.explorer.engines.client import RenamedEngineReply, _Connection
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.explorer.engines.vllm import command, environment
 from tuneloop.shared.checkpoints.manifest import Probe
@@ -90,19 +90,6 @@ def test_a_reply_in_flight_ends_with_the_adapter_that_it_began_with(
     assert explorer.version() == 2
     kept = [each.experiences[0] for each in explorer.exchanges()]
     assert [(each.version_min, each.version_max, each.unsampled) for each in kept] == [(1, 1, None), (2, 2, None)]
-
-
-def test_an_adapter_that_is_not_the_trainer_s_is_rejected_and_the_old_one_serves_on(
-    start: Start, double: EngineDouble
-) -> None:
-    explorer = start(double)
-    candidate(explorer)
-    until(explorer, 1, VersionState.CHAMPION)
-    candidate(explorer, Probe(prompt_ids=checkpoints.PROMPT, logprobs=(-9.0, -9.0, -9.0), tolerance=0.01))
-    until(explorer, 2, VersionState.REJECTED)
-    assert "nats from the trainer's" in str(explorer.ledger.versions.all()[2].reason)
-    assert explorer.version() == 1
-    assert requested_model(double).startswith("tuneloop-adapter-1-")
 
 
 @pytest.mark.parametrize("extended", [True, False])
@@ -184,15 +171,3 @@ def test_a_reply_is_renamed_wherever_its_blocks_are_cut(size: int) -> None:
         reply.receive(body[at : at + size])
     reply.receive_end()
     assert received == event % b"ours" * 3 + b'{"model":"ours"}'
-
-
-def test_a_long_line_is_passed_on_in_parts_and_renamed_all_the_same() -> None:
-    for length in range(_HIGH_WATER - 120, _HIGH_WATER + 40, 7):
-        body = b'{"text":"%b","model":"%b","choices":"%b"}' % (b"x" * length, THEIRS.encode(), b"y" * 3 * _HIGH_WATER)
-        reply, received = RenamedEngineReply(cast(_Connection, None), RENAMING), list[bytes]()
-        reply._sink = lambda block, into=received: into.append(block) is None
-        for at in range(0, len(body), 20_000):
-            reply.receive(body[at : at + 20_000])
-        reply.receive_end()
-        assert b"".join(received) == body.replace(THEIRS.encode(), b"ours")
-        assert max(map(len, received)) < 2 * _HIGH_WATER

@@ -16,7 +16,7 @@ import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tuneloop.explorer.engines.client import IDLE_TIMEOUT_S, EngineHttp
+from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.shared.errors import EngineError, EngineUnreachable
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
@@ -167,24 +167,6 @@ def test_whatever_an_engine_says_it_is_a_reply_or_an_error(noise: bytes, at: int
     uvloop.run(check())
 
 
-@on_uvloop
-async def test_a_connection_too_old_is_not_used_again() -> None:
-    async with asking(OK) as (http, engine):
-        await whole(http)
-        http._idle[0].idle_since -= IDLE_TIMEOUT_S + 1
-        assert await whole(http) == (200, b"hello")
-        assert engine.connections == 2
-        await asyncio.wait_for(engine.left.wait(), 5)
-
-
-@on_uvloop
-async def test_what_says_that_it_closes_is_not_used_again() -> None:
-    reply = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 5\r\n\r\nhello"
-    async with asking(reply) as (http, engine):
-        assert [await whole(http) for _ in range(2)] == [(200, b"hello")] * 2
-        assert engine.connections == 2
-
-
 @pytest.mark.parametrize(
     "reply",
     [
@@ -209,21 +191,6 @@ async def test_a_reply_that_breaks_off_is_an_error_and_not_asked_for_again(reply
             await whole(http)
         assert not isinstance(caught.value, EngineUnreachable)
         assert len(engine.received) == 1
-
-
-@on_uvloop
-async def test_what_comes_late_is_not_taken_for_the_next_reply() -> None:
-    async def late(writer: StreamWriter) -> None:
-        writer.write(OK)
-        await asyncio.sleep(0.05)
-        writer.write(b"HTTP/1.1 408 Timeout\r\ncontent-length: 3\r\n\r\nbad")
-
-    async with asking(late, OK) as (http, _):
-        await whole(http)
-        async with asyncio.timeout(60):
-            while http._idle and not http._idle[0].closing:  # noqa: ASYNC110 - nobody tells
-                await asyncio.sleep(0.01)
-        assert await whole(http) == (200, b"hello")
 
 
 @on_uvloop

@@ -76,20 +76,6 @@ async def test_an_engine_is_given_a_grammar_if_these_are_rebuilt(tmp_path: Path,
     assert json.loads(body)["structured_outputs"] == {"regex": "a"}
 
 
-async def test_it_keeps_its_connection_to_a_socket(tmp_path: Path) -> None:
-    listening = Listening()
-    async with controlling(tmp_path, listening, key="secret") as control:
-        assert await control.healthy()
-        await control.pause("keep")
-        assert await control.query("/v1/completions", prompt="\ud83d half of a character", top=float("inf")) == {}
-    (health, _), (pause, nothing), (ask, body) = listening.received
-    assert listening.connections == 1
-    assert (health.split()[1], pause.split()[1]) == (b"/health", b"/pause?mode=keep&clear_cache=false")
-    assert all(b"Authorization: Bearer secret" in head for head in (health, pause, ask))
-    assert (nothing, b"content-type: application/json" in ask.lower()) == (b"", True)
-    assert json.loads(body)["prompt"] == "\ud83d half of a character"
-
-
 @pytest.mark.parametrize("by_url", [None, "http://127.0.0.1"])
 async def test_it_asks_no_proxy_of_the_environment(
     tmp_path: Path, by_url: str | None, monkeypatch: pytest.MonkeyPatch

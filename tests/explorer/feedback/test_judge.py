@@ -17,7 +17,7 @@ from tests.explorer.test_main import attached_to, job, service, write_settings
 from tests.factories import exchange, experience
 from tuneloop.explorer.capture import spool
 from tuneloop.explorer.capture.spool import Spool
-from tuneloop.explorer.engines.version_routing import in_share
+from tuneloop.explorer.engines.fleet import in_share
 from tuneloop.explorer.feedback.judge import (
     METRIC,
     SWEEP_S,

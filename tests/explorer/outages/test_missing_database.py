@@ -13,10 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.doubles.engine import CHAT, EngineDouble
 from tests.explorer.running import HELLO, eventually
-from tests.explorer.test_main import attached_to, job, kept, service, stored, write_settings
+from tests.explorer.test_main import attached_to, job, service, stored, write_settings
 from tests.loop.harness.services import command_of, descendants
 from tuneloop.shared.experience import State
-from tuneloop.shared.spool_format import spool_status
 
 Change = Callable[[Path], object]
 
@@ -79,23 +78,6 @@ def test_without_its_file_nothing_is_taken_on_until_it_is_back(
         http.post(CHAT, json=HELLO)
         eventually(lambda: stored(tmp_path)[State.REWARDED] == 1)
         eventually(lambda: stored(tmp_path)[State.RECORDED] == 1)
-
-
-def test_what_was_in_the_spool_is_kept_and_stored_after_a_restart(tmp_path: Path, double: EngineDouble) -> None:
-    settings = write_settings(tmp_path, **attached_to(double))
-    database = job(tmp_path) / "buffer" / "exp_buffer.db"
-    with service(settings) as (running, http):
-        eventually(lambda: stored(tmp_path)[State.RECORDED] == 0)
-        _replaced(database)
-        replies = [http.post(CHAT, json=HELLO) for _ in range(3)]
-        taken = [each.json()["id"] for each in replies if each.status_code == 200]
-        time.sleep(0.5)
-        running.send_signal(signal.SIGTERM)
-        running.wait(60)
-    assert [each.msg_id for each in kept(tmp_path)] == taken
-    assert bool(spool_status(job(tmp_path) / "spool").bytes) == bool(taken)
-    with service(settings):
-        eventually(lambda: stored(tmp_path)[State.RECORDED] == len(taken))
 
 
 def _status(http: httpx.Client) -> int:

@@ -70,12 +70,3 @@ def test_a_database_that_was_put_back_alone_is_noticed_and_gets_back_what_the_sp
     with closing(Ledger.of(load_settings(settings))) as ledger:
         assert ledger.restoration.absent(lost) == set()
         assert sum(ledger.reports.counts().values()) == 13
-
-
-def test_nothing_is_adopted_while_an_explorer_runs(tmp_path: Path, double: EngineDouble) -> None:
-    settings = write_settings(tmp_path, **attached_to(double))
-    with service(settings):
-        code, _, error = run_tuneloop("db", "adopt", "-c", settings)
-        assert (code, "an explorer runs" in error) == (3, True)
-        code, _, error = run_tuneloop("restore", tmp_path / "none", "-c", settings)
-        assert (code, "is not a backup" in error) == (1, True)

@@ -1,13 +1,11 @@
-"""Which engine answers the next turn of a conversation."""
+"""Which engine answers a request: by its version, and by the conversation that it goes on with."""
 
-import os
-import subprocess
-import sys
+import math
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,15 +14,17 @@ from tests.explorer.conftest import Run
 from tests.explorer.processes.test_workers import Staff, chat
 from tests.explorer.running import HELLO, RunningExplorer, eventually
 from tests.explorer.test_main import attached_to, service, write_settings
-from tuneloop.explorer.engines.affinity import PrefixAffinity, hash_prefixes
 from tuneloop.explorer.engines.client import EngineHttp
-from tuneloop.explorer.engines.fleet import Engine, EngineState
-
-
-@dataclass
-class Known:
-    number: int
-    loads: int = 0
+from tuneloop.explorer.engines.fleet import (
+    Engine,
+    EngineState,
+    PrefixAffinity,
+    TrafficSplit,
+    bucket_of,
+    choose_engine,
+    hash_prefixes,
+    split_of,
+)
 
 
 def turn(text: str, *before: Any) -> dict[str, Any]:
@@ -44,28 +44,10 @@ def engines(*in_flight: int) -> list[Engine]:
 
 @pytest.mark.parametrize("long", ["a story " * 1000, list(range(8000))])
 def test_a_prompt_goes_on_where_an_earlier_one_ended(long: Any) -> None:
-    affinity, engine = PrefixAffinity(), Known(3)
+    affinity, engine = PrefixAffinity(), Engine(3, EngineHttp())
     affinity.record(hash_prefixes({"prompt": long}), engine)
     assert affinity.engines_with_prefix(hash_prefixes({"prompt": long + long}), [engine]) == [{3}]
     assert affinity.engines_with_prefix(hash_prefixes({"prompt": long[1:] + long}), [engine]) == []
-
-
-def test_every_process_hashes_a_beginning_alike() -> None:
-    code = (
-        f"from tuneloop.explorer.engines.affinity import *; print(hash_prefixes({turn('hello')!r}), rendezvous((7,), "
-    )
-    code += "[type('E', (), {'number': each}) for each in range(5)]))"
-    told = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            check=True,
-            text=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(told) == 1
 
 
 @pytest.fixture
@@ -138,3 +120,53 @@ def test_the_next_turn_that_comes_to_another_worker_goes_to_the_same_engine(
     assert all(asked)
     assert asked[0].keys().isdisjoint(asked[1])
     assert {*asked[0].values(), *asked[1].values()} == {2}
+
+
+KEYS = [f"default:user-{number}" for number in range(10_000)]
+
+
+def engine(number: int, version: int, *, in_flight: int = 0, state: EngineState = EngineState.READY) -> Engine:
+    made = Engine(number, cast("Any", None))
+    made.version, made.in_flight, made.state = version, in_flight, state
+    return made
+
+
+def number(engines: Sequence[Engine], split: TrafficSplit | None, key: str | None) -> int | None:
+    found = choose_engine(engines, split, key)
+    return found.number if found else None
+
+
+TRIED = next(key for key in KEYS if TrafficSplit(2, share=0.1).answers(key))
+OTHER = next(key for key in KEYS if not TrafficSplit(2, share=0.1).answers(key))
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
+def test_the_tried_version_gets_its_share_of_the_keys(share: float) -> None:
+    got = sum(TrafficSplit(3, share=share).answers(key) for key in KEYS)
+    assert abs(got - share * len(KEYS)) < 5 * math.sqrt(len(KEYS) * share * (1 - share))
+
+
+def test_a_key_stays_where_it_is_and_goes_over_when_the_share_grows() -> None:
+    assert bucket_of(2, "default:anna") == 0.39715205203954207
+    assert all(TrafficSplit(2, share=0.5).answers(key) for key in KEYS if TrafficSplit(2, share=0.1).answers(key))
+
+
+def test_nobody_is_answered_by_a_version_without_a_share() -> None:
+    assert not any(TrafficSplit(2, share=0.5).without_traffic().answers(key) for key in KEYS)
+    assert not any(split_of("shadow", 2, 1.0).answers(key) for key in KEYS)
+    assert all(split_of("shadow", 2, 1.0).shadows(key) for key in KEYS)
+    assert not any(split_of("canary", 2, 1.0).shadows(key) for key in KEYS)
+
+
+def test_the_version_that_is_tried_answers_its_own_and_nobody_else() -> None:
+    engines, split = [engine(0, 1, in_flight=9), engine(1, 2)], TrafficSplit(2, share=0.1)
+    assert number(engines, split, TRIED) == 1
+    assert number(engines, split, OTHER) == 0
+    assert number(engines, split, None) == 0
+
+
+def test_the_champion_stands_in_for_the_version_that_is_tried_but_not_the_other_way_round() -> None:
+    split, down = TrafficSplit(2, share=0.1), EngineState.DOWN
+    assert number([engine(0, 1), engine(1, 2, state=down)], split, TRIED) == 0
+    assert number([engine(0, 1, state=down), engine(1, 2)], split, OTHER) is None
+    assert number([engine(0, 1, state=down), engine(1, 2)], split, None) is None

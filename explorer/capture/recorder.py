@@ -82,13 +82,14 @@ class SpoolLimits:
 
     async def run(self, metrics: Metrics) -> None:
         """Bring the limits up to date every half a second."""
-        await every(_LOOK_S, self._turn, task="spool_limits", metrics=metrics)
 
-    async def _turn(self) -> None:
-        try:
-            await asyncio.to_thread(self.look)
-        except OSError as error:
-            log.error("spool_limits_not_updated", folder=str(self._root), reason=str(error))
+        async def look() -> None:
+            try:
+                await asyncio.to_thread(self.look)
+            except OSError as error:
+                log.error("spool_limits_not_updated", folder=str(self._root), reason=str(error))
+
+        await every(_LOOK_S, look, task="spool_limits", metrics=metrics)
 
     def look(self) -> None:
         """Bring what `admit` goes by up to date."""

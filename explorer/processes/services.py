@@ -37,10 +37,10 @@ from tuneloop.explorer.processes.supervision.engine_sleep import EngineSleep
 from tuneloop.explorer.processes.supervision.engine_supervisor import EngineSupervisor, FleetTrial
 from tuneloop.explorer.processes.version_log import VersionLog, decision_span
 from tuneloop.explorer.versions.attestation import Attestation
-from tuneloop.explorer.versions.canary import CanaryController
 from tuneloop.explorer.versions.evaluation import CandidateEvaluation
 from tuneloop.explorer.versions.loading import Verifier, servable_champion
 from tuneloop.explorer.versions.reload import Reloader
+from tuneloop.explorer.versions.trial import CanaryController
 from tuneloop.shared import steady_time
 from tuneloop.shared.job_marks import KEY, GpuLocks, load_key
 from tuneloop.shared.ledger.ledger import Ledger

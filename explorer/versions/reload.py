@@ -17,7 +17,6 @@ import structlog
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, split_of
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.versions.canary import CanaryTrial, current_trial, division, to_try_on
 from tuneloop.explorer.versions.gate import Gate
 from tuneloop.explorer.versions.loading import (
     KnownProbes,
@@ -30,6 +29,7 @@ from tuneloop.explorer.versions.loading import (
     tell_unreadable,
     verify_wanted,
 )
+from tuneloop.explorer.versions.trial import CanaryTrial, current_trial, division, to_try_on
 from tuneloop.shared.checkpoints.manifest import Probe
 from tuneloop.shared.errors import CheckpointRejected, EngineError, LedgerError, VersionRefused
 from tuneloop.shared.experience import VersionState

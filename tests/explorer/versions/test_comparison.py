@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.explorer.rollouts import Traffic, bernoulli, normal, trials
-from tuneloop.explorer.versions.comparison import decide
+from tuneloop.explorer.versions.trial import decide
 from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share
 from tuneloop.shared.settings.versions import RolloutSettings
 

@@ -18,7 +18,7 @@ from tests.explorer.versions.test_reload import actor, all_ready, candidate, mod
 from tuneloop.explorer.engines.fleet import EngineState, TrafficSplit
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.proxy.proxy import RequestFailures
-from tuneloop.explorer.versions.canary import CanaryTrial, division, request_counts, to_try_on
+from tuneloop.explorer.versions.trial import CanaryTrial, division, request_counts, to_try_on
 from tuneloop.shared.experience import VersionState
 
 pytestmark = pytest.mark.contract

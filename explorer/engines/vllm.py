@@ -355,8 +355,8 @@ class EngineControl:
         return [row[str(token)]["logprob"] for token, row in zip(prompt_ids[1:], rows, strict=True)]
 
     async def _complete(self, **fields: object) -> dict[str, Any]:
-        fields = {"temperature": 1.0, **NEUTRAL_SAMPLING, **fields}
-        choice: dict[str, Any] = (await self.query("/v1/completions", **fields))["choices"][0]
+        body = {"model": self._model_name, "temperature": 1.0, **NEUTRAL_SAMPLING, **fields}
+        choice: dict[str, Any] = orjson.loads(await self._post("/v1/completions", body=body))["choices"][0]
         return choice
 
     async def query(self, path: str, **fields: object) -> dict[str, Any]:

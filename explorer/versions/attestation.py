@@ -91,15 +91,20 @@ class Attestation:
     async def _watch(self, engine: Engine) -> None:
         async def turn() -> None:
             await self._tell()
-            proof = self._proofs.get(engine.number)
-            is_new = proof is None or proof.swaps != engine.swaps
-            is_due = is_new or (proof and steady_time.since_boot() - proof.began_s >= self._interval_s)
-            if is_due and engine.state is EngineState.READY:
+            if self._due(engine):
                 await self.attest(engine)
             elif engine.state is EngineState.SPARE:
                 self._metrics.forget_engine(engine.number)
 
         await every(min(_LOOK_S, self._interval_s), turn, task="attestation", metrics=self._metrics)
+
+    def _due(self, engine: Engine) -> bool:
+        if engine.state is not EngineState.READY:
+            return False
+        proof = self._proofs.get(engine.number)
+        return (
+            proof is None or proof.swaps != engine.swaps or steady_time.since_boot() - proof.began_s >= self._interval_s
+        )
 
     async def attest(self, engine: Engine) -> None:
         """Probe an engine that is in rotation; if it is not what it should be, set it right."""

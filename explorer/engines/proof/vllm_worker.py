@@ -49,8 +49,7 @@ class FingerprintWorker:
         `adapters` are those of each adapter that is ready to answer, by vLLM's number of it. None where the weights are
         quantised, or adapters cut into shares of another kind. `dtype` is what the engine serves.
         """
-        runner, dtype = self.model_runner, self.model_config.dtype
-        rank = int(importlib.import_module("vllm.distributed").get_tensor_model_parallel_rank())
+        rank, runner, dtype = _rank(), self.model_runner, self.model_config.dtype
         return {
             "dtype": str(dtype).removeprefix("torch."),
             "sums": _unless_unknown(
@@ -115,6 +114,10 @@ def _share_of_adapter(module: Any, slot: int, rank: int) -> list[Any]:
     if replicas > 1 and rank % replicas:
         up = up[:1] if len(up) > 1 else [each[..., : base.num_heads * base.head_size, :] for each in up]
     return [*(down if rank == 0 else []), *up]
+
+
+def _rank() -> int:
+    return int(importlib.import_module("vllm.distributed").get_tensor_model_parallel_rank())
 
 
 def _own_share(model: Any, rank: int) -> Iterator[tuple[str, Any]]:

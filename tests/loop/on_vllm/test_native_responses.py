@@ -12,7 +12,7 @@ import yaml
 
 from tests.loop.harness.bare_engine import MODEL, attached_to
 from tests.loop.harness.services import Service, ledger_of, wait_for, write_settings
-from tests.loop.on_vllm.likeness import NATS, Json, is_old, masked, nearly
+from tests.loop.on_vllm.likeness import NATS, Json, assert_alike, is_old, masked, nearly
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
 
@@ -154,6 +154,45 @@ def _over(anybody: Callable[[], httpx.Client], name: str) -> Json | None:
     return None if told["status"] in ("queued", "in_progress") else told
 
 
+def test_a_background_stream_is_told_again_from_any_event(
+    engine: httpx.Client, anybody: Callable[[], httpx.Client], common: Json
+) -> None:
+    body = common | {"background": True, "stream": True}
+    with anybody() as first:
+        reply = first.post(RESPONSES, json=body)
+    told = _events(reply.text)
+    name = told[0]["response"]["id"]
+    assert nearly(_joined(reply.text)) == _joined(engine.post(RESPONSES, json=body).text)
+    for after, query in ((-1, ""), (3, "&starting_after=3")):
+        with anybody() as again:
+            assert _events(again.get(f"{RESPONSES}/{name}?stream=true{query}").text) == told[after + 1 :]
+    with anybody() as again:
+        assert again.get(f"{RESPONSES}/{name}").json() == told[-1]["response"]
+
+
+def test_a_background_response_is_cancelled(
+    engine: httpx.Client, anybody: Callable[[], httpx.Client], common: Json
+) -> None:
+    body = common | {"background": True, "max_output_tokens": 3900, "ignore_eos": True}
+    names, told = zip(*(_cancelled(each, body) for each in (anybody, lambda: engine)), strict=True)
+    assert told[0]["status"] == "cancelled"
+    assert _comparable(told[0]) == _comparable(told[1])
+    assert anybody().get(f"{RESPONSES}/{names[0]}").json()["status"] == "cancelled"
+    clients = (anybody(), engine)
+    again = [client.post(f"{RESPONSES}/{name}/cancel") for client, name in zip(clients, names, strict=True)]
+    assert [each.status_code for each in again] == [400, 400]
+
+
+def _cancelled(anybody: Callable[[], httpx.Client], body: Json) -> tuple[str, Json]:
+    """The id of a response that was cancelled in time, and what was said to that."""
+    for _ in range(3):  # a machine that stands still may let it end before
+        name: str = anybody().post(RESPONSES, json=body).json()["id"]
+        told = anybody().post(f"{RESPONSES}/{name}/cancel")
+        if told.status_code == 200:
+            return name, told.json()
+    raise AssertionError(told.text)
+
+
 def test_a_response_is_told_again_as_by_vllm(
     engine: httpx.Client, anybody: Callable[[], httpx.Client], common: Json
 ) -> None:
@@ -192,6 +231,17 @@ def test_conversations_go_on_across_both_ways(engine: httpx.Client, ours: httpx.
             told.append(client.post(RESPONSES, json=body).json())
         assert told[1]["usage"]["input_tokens"] == told[0]["usage"]["input_tokens"], (first, second)
         assert _comparable(told[1]["output"]) == _comparable(told[0]["output"])
+
+
+def test_custom_calls_are_heard_as_by_vllm(engine: httpx.Client, ours: httpx.Client, common: Json) -> None:
+    if is_old(engine):
+        pytest.skip("an older vLLM answers 500")
+    heard = [
+        {"role": "user", "content": "x"},
+        {"type": "custom_tool_call", "call_id": "c", "name": "shell", "input": 'echo "ü"'},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "ü"},
+    ]
+    assert_alike(engine, ours, RESPONSES, common | {"input": heard})
 
 
 def _events(text: str) -> list[Json]:

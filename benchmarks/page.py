@@ -27,8 +27,7 @@ from tests.doubles.serving import serving
 from tests.explorer.running import settings_for
 from tests.factories import experience
 from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
-from tuneloop.explorer.access.gatekeeper import Gatekeeper
-from tuneloop.explorer.bulk_work import LOOKUP_THREADS, BulkWork
+from tuneloop.explorer.auth import Gatekeeper
 from tuneloop.explorer.ui.page import add_routes
 from tuneloop.shared.experience import DEFAULT_TENANT
 from tuneloop.shared.job_marks import KEY, load_key
@@ -158,7 +157,6 @@ def page_app(settings: Settings, ledger: Ledger) -> FastAPI:
     app = FastAPI()
     app.state.services = SimpleNamespace(
         fleet=SimpleNamespace(engines=[]),
-        reading=BulkWork(threads=LOOKUP_THREADS),
         recorder=SimpleNamespace(name_as_stored=str),
     )
     add_routes(app, settings, ledger, Gatekeeper(settings, FeedbackTokens(load_key(settings.job_dir / KEY))))

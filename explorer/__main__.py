@@ -14,9 +14,8 @@ import typer
 import uvloop
 
 from tuneloop.explorer.engines import vllm
-from tuneloop.explorer.http.connections import raise_descriptor_limit
-from tuneloop.explorer.http.server import check_uvicorn
 from tuneloop.explorer.http.sockets import listen
+from tuneloop.explorer.limits import raise_descriptor_limit
 from tuneloop.explorer.processes.control import control
 from tuneloop.shared.errors import EnvironmentRefused, StartupError, TuneloopError
 from tuneloop.shared.job_marks import KEY, load_key, require_restored
@@ -79,7 +78,6 @@ def make_job_dir(settings: Settings) -> None:
 
 def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises StartupError if it cannot."""
-    check_uvicorn()
     check_model(settings)
     check_engine(settings)
     make_job_dir(settings)

@@ -5,7 +5,7 @@ import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import orjson
 import structlog
@@ -13,9 +13,8 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
-from tuneloop.explorer.access.loopback import is_from_here
+from tuneloop.explorer.auth import CrossOrigin, EntryGate, is_from_here
 from tuneloop.explorer.background_tasks import OnFailure, Task, every, run_task
-from tuneloop.explorer.bulk_work import LOOKUP_THREADS, BulkWork
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
@@ -33,22 +32,16 @@ from tuneloop.explorer.dialects.dialect import (
     TextDialect,
 )
 from tuneloop.explorer.dialects.responses_native import NativeResponsesDialect
-from tuneloop.explorer.engines.admission import Admission
-from tuneloop.explorer.engines.fleet import Engine, Fleet, PinParser
+from tuneloop.explorer.edge import ClientRequest, Edge
+from tuneloop.explorer.engines.fleet import Fleet, PinParser
 from tuneloop.explorer.feedback.bound import TokenRoute
 from tuneloop.explorer.feedback.commit import CommitRoute
 from tuneloop.explorer.feedback.routes import FeedbackRoutes
-from tuneloop.explorer.feedback.traced_feedback import TracedFeedbackRoutes
 from tuneloop.explorer.http import errors
-from tuneloop.explorer.http.caller import EntryGate
-from tuneloop.explorer.http.connections import ConnectionLimits, descriptor_limit, most_connections
-from tuneloop.explorer.http.cors import CrossOrigin
-from tuneloop.explorer.http.raw_request import FastRoute, RawRequest
-from tuneloop.explorer.http.server import FastRoutes
+from tuneloop.explorer.limits import BodyLimits, ConnectionLimits, most_connections
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.proxy import Proxy
 from tuneloop.explorer.proxy.shadow import Shadow
-from tuneloop.explorer.proxy.traced_proxy import TracedProxy, close_at_end
 from tuneloop.explorer.routes import (
     admin,
     keys,
@@ -60,18 +53,16 @@ from tuneloop.explorer.routes import (
 )
 from tuneloop.explorer.routes.metrics_json import TRINITY
 from tuneloop.explorer.routes.responses import StoredResponses, stored_reader
+from tuneloop.explorer.traces import Traces
 from tuneloop.explorer.ui import page
 from tuneloop.shared import VERSION
-from tuneloop.shared.errors import RequestRefused, SpoolFull
+from tuneloop.shared.errors import SpoolFull
 from tuneloop.shared.job_marks import KEY, TRAFFIC_S, load_key, touch_traffic
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.operations.engines import EngineSummary
 from tuneloop.shared.privacy.redactor import Redactor
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.opening import open_tracing
-
-if TYPE_CHECKING:
-    from tuneloop.shared.telemetry.tracing import Tracing
 
 log = structlog.get_logger()
 
@@ -91,8 +82,6 @@ class Services:
     limits: SpoolLimits
     spool: Spool
     recorder: Recorder
-    #: Where callers take turns with what they read of the database, other than the few rows of a stored completion.
-    reading: BulkWork
 
 
 #: Opens the services, closed by the stack; also returns the tasks that must run beside the requests.
@@ -101,8 +90,8 @@ OpenServices = Callable[[AsyncExitStack], Awaitable[tuple[Services, list[Task]]]
 
 def create_app(
     settings: Settings, ledger: Ledger, *, gate: EntryGate, opening: OpenServices, on_failure: OnFailure
-) -> FastRoutes:
-    """The ASGI app over an up-to-date ledger, with fast routes for requests for replies, to whom `gate` lets in.
+) -> Edge:
+    """The ASGI app over an up-to-date ledger, which answers whom `gate` lets in.
 
     `on_failure` is called when a task that must run has failed.
     """
@@ -113,7 +102,6 @@ def create_app(
             services, tasks = await opening(stack)
             app.state.services = services
             stack.push_async_callback(services.recorder.close)
-            stack.callback(services.reading.close)
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(run_task(task, on_failure)) for task in tasks]
                 yield
@@ -141,36 +129,27 @@ def create_app(
     training_status.add_routes(app, settings, ledger)
     page.add_routes(app, settings, ledger, gate)
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):
-        app.post(path)(_not_served_here)
-    fast_routes = {("POST", path): _fast_route(app, path) for path in (CHAT, TEXT, RESPONSES, MESSAGES)}
-    fast_routes["POST", TRINITY + CHAT] = fast_routes["POST", CHAT]
-    cross_origin = CrossOrigin(settings.explorer.cors_allow_origins)
-    return FastRoutes(app, fast_routes, _connection_limits(settings), gate, cross_origin)
+        app.post(path)(_never_called)
 
-
-def _connection_limits(settings: Settings) -> ConnectionLimits:
-    explorer = settings.explorer
-    return ConnectionLimits(
-        max_connections=most_connections(explorer.max_connections, descriptor_limit()),
-        max_held_bytes=explorer.max_held_bytes,
-        head_timeout_s=explorer.head_timeout,
-        body_timeout_s=min(explorer.body_timeout, explorer.request_timeout),
-    )
-
-
-async def _not_served_here() -> Response:
-    """Refuse a request that comes with another method, or through another server."""
-    raise RequestRefused(
-        "this route is answered by `python -m tuneloop.explorer` only", status=501, code="not_served_here"
-    )
-
-
-def _fast_route(app: FastAPI, path: str) -> FastRoute:
-    async def answer(raw: RawRequest) -> None:
+    async def sample(path: str, request: ClientRequest) -> None:
         services: Services = app.state.services
-        await services.proxy.answer(services.dialects[path], raw)
+        await services.proxy.answer(services.dialects[path], request)
 
-    return answer
+    routes = {path: functools.partial(sample, path) for path in (CHAT, TEXT, RESPONSES, MESSAGES)}
+    routes[TRINITY + CHAT] = routes[CHAT]
+    explorer = settings.explorer
+    return Edge(
+        app,
+        routes,
+        limits=BodyLimits(explorer.max_held_bytes, min(explorer.body_timeout, explorer.request_timeout)),
+        connections=ConnectionLimits(most_connections(explorer.max_connections), explorer.head_timeout),
+        gate=gate,
+        cross_origin=CrossOrigin(explorer.cors_allow_origins),
+    )
+
+
+async def _never_called() -> None:
+    """Lets FastAPI refuse other methods on a path that the edge answers."""
 
 
 def _services(request: Request) -> Services:
@@ -214,18 +193,17 @@ def _add_routes(app: FastAPI) -> None:
         client, [own, _] = request.client.host if request.client else "", request.scope.get("server") or ("", 0)
         # Who has our own address is on this machine, too.
         if is_from_here("127.0.0.1" if client == own else client, request.headers.raw):
-            status |= {"reason": reason, "engines": [_status_of(engine) for engine in services.fleet.engines]}
+            engines = [
+                EngineSummary(each.number, each.state.value, each.version, each.proof)._asdict()
+                for each in services.fleet.engines
+            ]
+            status |= {"reason": reason, "engines": engines}
         return JSONResponse(status, 503 if reason else 200)
 
     @app.get("/ping")
     @app.post("/ping")
     async def ping(services: ServicesOf) -> Response:
         return Response(status_code=503 if _why_not_ready(services) else 200)
-
-
-def _status_of(engine: Engine) -> dict[str, object]:
-    status = EngineSummary(engine.number, engine.state.value, engine.version, engine.proof)
-    return status._asdict()
 
 
 def _why_not_ready(services: Services) -> str | None:
@@ -247,62 +225,34 @@ def open_spool(settings: Settings, stack: AsyncExitStack) -> Spool:
     return spool
 
 
-def _open_redactor(settings: Settings, key: bytes, metrics: Metrics) -> Redactor:
-    found = metrics.redaction
-    redactor = Redactor.open(settings, key, count=found.count_redacted, timed_out=found.count_timed_out)
-    if redactor and not redactor.spells_ids:
-        log.warning("token_ids_not_spelled", model=str(settings.model.model_path))
-    return redactor
-
-
-def _open_shadow(settings: Settings, fleet: Fleet, control_client: ControlClient, metrics: Metrics) -> Shadow:
-    return Shadow(
-        fleet,
-        refusals=settings.monitor.drift.refusals_found,
-        report=control_client.report_shadow_reply,
-        metrics=metrics,
-        timeout_s=settings.explorer.request_timeout,
-    )
-
-
-def _tell_traffic(settings: Settings, admission: Admission, metrics: Metrics) -> Task:
-    """Keep the trainer told of whether requests are being answered."""
-
-    async def turn() -> None:
-        if admission.in_flight:
-            touch_traffic(settings.job_dir)
-
-    return every(TRAFFIC_S, turn, task="traffic", metrics=metrics)
-
-
-def _route_makers(tracing: "Tracing | None") -> tuple[Callable[..., Proxy], Callable[..., FeedbackRoutes]]:
-    """What makes the proxy and the feedback routes: those that send traces, if traces are wanted."""
-    if tracing is None:
-        return Proxy, FeedbackRoutes
-    return functools.partial(TracedProxy, tracing), functools.partial(TracedFeedbackRoutes, tracing)
-
-
-def _limit_spool(settings: Settings, ledger: Ledger, spool: Spool) -> SpoolLimits:
-    return SpoolLimits(
-        spool,
-        max_bytes=settings.explorer.spool_max_bytes,
-        max_age_s=settings.explorer.spool_max_age,
-        check_database=ledger.recording.check_place,
-    )
-
-
 def open_services(
     settings: Settings, ledger: Ledger, *, spool: Spool, fleet: Fleet, metrics: Metrics, control_client: ControlClient
 ) -> tuple[Services, list[Task]]:
     """Open the services that the routes call, and the tasks that they need."""
-    key, limits = load_key(settings.job_dir / KEY), _limit_spool(settings, ledger, spool)
-    recorder, signer = Recorder(spool, limits, metrics, _open_redactor(settings, key, metrics)), ReplyIdSigner(key)
-    reading = BulkWork(threads=LOOKUP_THREADS)
-    conversations = Conversations(signer, reading, control_client=control_client, reports=ledger.reports)
-    shadow = _open_shadow(settings, fleet, control_client, metrics)
+    explorer, key, found = settings.explorer, load_key(settings.job_dir / KEY), metrics.redaction
+    limits = SpoolLimits(
+        spool,
+        max_bytes=explorer.spool_max_bytes,
+        max_age_s=explorer.spool_max_age,
+        check_database=ledger.recording.check_place,
+    )
+    redactor = Redactor.open(settings, key, count=found.count_redacted, timed_out=found.count_timed_out)
+    if redactor and not redactor.spells_ids:
+        log.warning("token_ids_not_spelled", model=str(settings.model.model_path))
+    recorder, signer = Recorder(spool, limits, metrics, redactor), ReplyIdSigner(key)
+    conversations = Conversations(signer, control_client=control_client, reports=ledger.reports)
+    shadow = Shadow(
+        fleet,
+        refusals=settings.monitor.drift.refusals_found,
+        report=control_client.report_shadow_reply,
+        metrics=metrics,
+        timeout_s=explorer.request_timeout,
+    )
     tracing = open_tracing(settings, "explorer")
-    make_proxy, make_feedback = _route_makers(tracing)
-    proxy = make_proxy(settings, fleet, signer=signer, recorder=recorder, metrics=metrics, shadow=shadow.offer)
+    traces = None if tracing is None else Traces(tracing, recorder.name_as_stored)
+    proxy = Proxy(
+        settings, fleet, signer=signer, recorder=recorder, metrics=metrics, shadow=shadow.offer, traces=traces
+    )
     metrics.in_flight.set_function(lambda: proxy.admission.in_flight)
     metrics.waiting.set_function(lambda: proxy.admission.waiting)
     defaults = {"temperature": settings.model.temperature, "max_output_tokens": settings.model.max_response_tokens}
@@ -314,7 +264,7 @@ def open_services(
     )
     stored_responses = StoredResponses(
         signer=signer,
-        read=stored_reader(ledger.stored, reading),
+        read=stored_reader(ledger.stored),
         control_client=control_client,
         fleet=fleet,
         rebuild=responses.rebuild,
@@ -324,18 +274,18 @@ def open_services(
         proxy=proxy,
         dialects={each.path: each for each in (ChatDialect(), TextDialect(), responses, MessagesDialect())},
         responses=stored_responses,
-        feedback=make_feedback(
+        feedback=FeedbackRoutes(
             signer=signer,
             recorder=recorder,
             control_client=control_client,
             ledger=ledger,
             metrics=metrics,
             settings=settings,
+            traces=traces,
         ),
         commit=CommitRoute(recorder=recorder, control_client=control_client, recording=ledger.recording),
         feedback_tokens=TokenRoute(signer, FeedbackTokens(key)),
         recorder=recorder,
-        reading=reading,
         fleet=fleet,
         control_client=control_client,
         limits=limits,
@@ -343,6 +293,12 @@ def open_services(
     )
     watching = proxy.parser.capture.watch(ledger.alarms, metrics)
     tasks = [limits.run(metrics), proxy.background.run(), shadow.run(), watching]
+
+    async def tell_traffic() -> None:
+        """Keep the trainer told of whether requests are being answered."""
+        if proxy.admission.in_flight:
+            touch_traffic(settings.job_dir)
+
     if settings.trainer.yield_to_traffic:
-        tasks.append(_tell_traffic(settings, proxy.admission, metrics))
-    return services, tasks if tracing is None else [*tasks, close_at_end(tracing)]
+        tasks.append(every(TRAFFIC_S, tell_traffic, task="traffic", metrics=metrics))
+    return services, tasks if traces is None else [*tasks, traces.run()]

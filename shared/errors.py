@@ -66,11 +66,9 @@ class RequestRefused(TuneloopError):
     """A request that gets a 4xx or 503 answer.
 
     `status` is the HTTP status, `code` and `param` go into OpenAI's error envelope, `extra` into the top level of the
-    body, `retry_after_s` into the Retry-After headers. `held_s`: how long the answer is held back. Of a message or
-    `param` that is longer than 2000 characters the middle is left out.
+    body, `retry_after_s` into the Retry-After headers. Of a message or `param` that is longer than 2000 characters the
+    middle is left out.
     """
-
-    held_s = 0.0
 
     def __init__(
         self,

@@ -23,7 +23,6 @@ SECONDS = {
     "test_compose": 45,
     "test_monitoring": 40,
     "test_main": 100,
-    "test_floods": 50,
     "test_killed_service": 75,
     "test_kills": 75,
     "test_shapes": 75,

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from tuneloop.explorer.access.feedback_tokens import FeedbackTokens, TokenClaims
-from tuneloop.explorer.access.gatekeeper import Gatekeeper
+from tuneloop.explorer.auth import Gatekeeper
 from tuneloop.shared import steady_time
 from tuneloop.shared.experience import Scope
 from tuneloop.shared.ledger.keys import AccessKey, KeyLimits, KeyTable, digest_of

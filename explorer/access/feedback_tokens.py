@@ -12,10 +12,9 @@ import heapq
 import hmac
 import secrets
 from collections import Counter
+from typing import NamedTuple
 
 import msgspec
-
-from tuneloop.explorer.http.caller import FeedbackBinding
 
 PREFIX = "fb-"
 
@@ -29,6 +28,20 @@ MAX_TOKENS_OF_KEY = 10_000
 
 #: A token is a few hundred characters; a longer one is not looked at.
 _LONGEST = 4096
+
+
+class FeedbackBinding(NamedTuple):
+    """What the bearer of a token may say: of one reply, in one name, so many events, until a time (since 1970).
+
+    `key_id` is that of its maker, empty where none was needed.
+    """
+
+    msg_id: str
+    source: str
+    expires_at: float
+    max_events: int
+    nonce: str
+    key_id: str = ""
 
 
 class TokenClaims(msgspec.Struct, frozen=True):

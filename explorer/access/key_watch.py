@@ -5,13 +5,12 @@
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
 import structlog
 
-from tuneloop.explorer.access.rate_limits import KeyUsage
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable
@@ -42,7 +41,10 @@ class KeyWatch:
         try:
             self.table = self._keys.table()
         except LedgerUnavailable:
-            self.table = _recall(self._path)
+            try:
+                self.table = msgspec.json.decode(read_unlinked(self._path), type=KeyTable)
+            except (OSError, msgspec.MsgspecError):
+                self.table = KeyTable(in_force=True)  # nobody knows: so nobody comes in
         else:
             _remember(self._path, self.table)
 
@@ -63,42 +65,10 @@ class KeyWatch:
         await asyncio.to_thread(_remember, self._path, table)
 
 
-class SharedUsage:
-    """What each worker's keys have taken, so that several workers hold a key to one limit."""
-
-    def __init__(self) -> None:
-        self._by_worker: dict[int, Mapping[str, KeyUsage]] = {}
-
-    def exchange(self, worker: int, usage: Mapping[str, KeyUsage]) -> dict[str, KeyUsage]:
-        """Note what a worker's keys have taken; the answer is what they have taken of all others."""
-        self._by_worker[worker] = usage
-        others: dict[str, KeyUsage] = {}
-        for number, each in self._by_worker.items():
-            if number != worker:
-                for key_id, taken in each.items():
-                    others[key_id] = _sum(others.get(key_id, KeyUsage()), taken)
-        return others
-
-    def retire(self, worker: int) -> None:
-        """A worker is no more."""
-        self._by_worker.pop(worker, None)
-
-
-def _sum(one: KeyUsage, other: KeyUsage) -> KeyUsage:
-    return KeyUsage(*(getattr(one, name) + getattr(other, name) for name in KeyUsage.__struct_fields__))
-
-
 def require_keys(settings: Settings, table: KeyTable) -> None:
     """Raise EnvironmentRefused where strangers could come in without a key."""
     if (problem := settings.explorer.why_exposed(has_keys=bool(table.keys))) is not None:
         raise EnvironmentRefused(problem)
-
-
-def _recall(path: Path) -> KeyTable:
-    try:
-        return msgspec.json.decode(read_unlinked(path), type=KeyTable)
-    except (OSError, msgspec.MsgspecError):
-        return KeyTable(in_force=True)  # nobody knows: so nobody comes in
 
 
 def _remember(path: Path, table: KeyTable) -> None:

@@ -4,7 +4,7 @@ from typing import Protocol
 
 import msgspec
 
-from tuneloop.explorer.http.caller import FeedbackBinding
+from tuneloop.explorer.access.feedback_tokens import FeedbackBinding
 
 
 class ShadowReply(msgspec.Struct, frozen=True):

@@ -3,15 +3,14 @@
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import structlog
 
 from tuneloop.explorer.background_tasks import every
-from tuneloop.explorer.bulk_work import LOOKUP_THREADS, AmountAtWork, BodyParser, BulkWork
 from tuneloop.explorer.capture.spool import Spool
-from tuneloop.explorer.http.caller import Caller
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerForbidden, SpoolFull
@@ -40,9 +39,6 @@ _LARGE = 256 << 10
 
 #: What an event without a text counts for in that.
 _EVENT_CHARACTERS = 512
-
-#: Characters of one key's large records that may wait for their redaction.
-MAX_UNREDACTED = 64 << 20
 
 
 class _Waits(NamedTuple):
@@ -167,26 +163,17 @@ class Recorder:
         limits: SpoolLimits,
         metrics: Metrics,
         redactor: Redactor | None = None,
-        bulk_work: BulkWork | None = None,
     ) -> None:
         self._spool = spool
         self._limits = limits
         self._metrics = metrics
         self._redactor = redactor if redactor else None
-        self.bulk_work = bulk_work or BulkWork()
-        #: For what a request reads of the database: of many requests of one key each waits for the one before it.
-        self.lookups = BulkWork(threads=LOOKUP_THREADS)
-        self.bodies = BodyParser()
         self._writing: set[asyncio.Task[list[Record]]] = set()
-        self._unredacted = AmountAtWork("large requests")
+        # More threads would only keep each other, and the event loop, from the interpreter.
+        self._threads = ThreadPoolExecutor(2, "redaction")
 
-    def admit(self, caller: Caller, size: int) -> None:
-        """Raise SpoolFull if the reply to a request could not be kept.
-
-        Raises RequestRefused for a large request where too much of the caller's is being redacted.
-        """
-        if size > _LARGE:
-            self._unredacted.check(caller.identity, size, MAX_UNREDACTED)
+    def admit(self) -> None:
+        """Raise SpoolFull if the reply to a request could not be kept."""
         self._limits.admit()
 
     async def record(self, exchange: Exchange) -> None:
@@ -217,14 +204,12 @@ class Recorder:
     async def close(self) -> None:
         """Wait for what is still being redacted, whose requests were cancelled."""
         await asyncio.gather(*self._writing, return_exceptions=True)
-        self.bulk_work.close()
-        self.lookups.close()
-        self.bodies.close()
+        self._threads.shutdown(wait=False)
 
     async def _write(self, records: Sequence[Record]) -> list[Record]:
         redactor, size = self._redactor, sum(map(_size, records))
         if size > _LARGE or self.slow:
-            task = asyncio.create_task(self._write_aside(records, size))
+            task = asyncio.create_task(self._write_aside(records))
             self._writing.add(task)
             task.add_done_callback(self._writing.discard)
             try:
@@ -236,22 +221,17 @@ class Recorder:
         await self._spool.append([encode(each) for each in written])
         return written
 
-    async def _write_aside(self, records: Sequence[Record], size: int) -> list[Record]:
+    async def _write_aside(self, records: Sequence[Record]) -> list[Record]:
         """The same while others are answered."""
-        redactor, owner = self._redactor, _owner(records[0])
+        redactor = self._redactor
 
         def prepare() -> tuple[list[Record], bytes]:
             written = redactor.records(records) if redactor else list(records)
             return written, frames(map(encode, written))
 
-        with self._unredacted.holding(owner, size):
-            written, data = await self.bulk_work.run(owner, prepare)
+        written, data = await asyncio.get_running_loop().run_in_executor(self._threads, prepare)
         await self._spool.append_frames(data)
         return written
-
-
-def _owner(record: Record) -> str:
-    return Caller(tenant=record.tenant, name=record.key).identity
 
 
 def _size(record: Record) -> int:

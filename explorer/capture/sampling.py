@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tuneloop.explorer.http.coercion import coerce_float, equals
+from tuneloop.explorer.http.bodies import coerce_float, equals
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Grammar
 

@@ -1,17 +1,16 @@
 """Reads the conversation that `previous_response_id` continues from the ledger."""
 
+import asyncio
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import orjson
 
-from tuneloop.explorer.bulk_work import BulkWork
+from tuneloop.explorer.auth import Caller
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.dialects import responses_request
 from tuneloop.explorer.http.bodies import MAX_CONTAINERS, MAX_VALUES, count_structure
-from tuneloop.explorer.http.caller import Caller
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.ledger.reports import Reports
 
@@ -51,15 +50,12 @@ def _too_large(why: str) -> RequestRefused:
 
 
 class Conversations:
-    """The recorded conversations, by the id of their last response; callers take turns in `reading`."""
+    """The recorded conversations, by the id of their last response."""
 
-    def __init__(
-        self, signer: ReplyIdSigner, reading: BulkWork, *, control_client: ControlClient, reports: Reports
-    ) -> None:
+    def __init__(self, signer: ReplyIdSigner, *, control_client: ControlClient, reports: Reports) -> None:
         self._signer = signer
         self._control_client = control_client
         self._reports = reports
-        self._reading = reading
 
     async def read(self, response_id: str, caller: Caller) -> Sequence[dict[str, Any]]:
         """The chat messages up to a response of the caller's tenant, and its text.
@@ -68,9 +64,8 @@ class Conversations:
 
         Raises LedgerUnavailable while that is unknown: it may be in a spool that waits for the database.
         """
-        flushed = bool(await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S))
-        read = partial(self._read, response_id, caller.tenant, flushed=flushed)
-        return await self._reading.run(caller.identity, read)
+        flushed = await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S)
+        return await asyncio.to_thread(self._read, response_id, caller.tenant, flushed=flushed)
 
     def _read(self, response_id: str, tenant: str, *, flushed: bool) -> list[dict[str, Any]]:
         turns: list[tuple[dict[str, Any], dict[str, Any]]] = []

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import orjson
 
+from tuneloop.explorer.auth import Caller
 from tuneloop.explorer.capture.reply_id import MAX_CHOICES, minted_at
 from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields, TextTranscript, Transcript
 from tuneloop.explorer.dialects import messages, responses_reply, responses_request
@@ -17,8 +18,7 @@ from tuneloop.explorer.dialects.messages_stream import MessageStream
 from tuneloop.explorer.dialects.responses_stream import ResponseStream
 from tuneloop.explorer.dialects.token_pieces import TokenPieces
 from tuneloop.explorer.engines import vllm
-from tuneloop.explorer.http.caller import Caller
-from tuneloop.explorer.http.coercion import coerce_int, flag_of
+from tuneloop.explorer.http.bodies import coerce_int, flag_of
 from tuneloop.explorer.http.errors import anthropic_engine_error, anthropic_error
 from tuneloop.shared.errors import EngineError, RequestRefused
 

@@ -8,8 +8,7 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from tuneloop.explorer.http.bodies import wrong_type
-from tuneloop.explorer.http.coercion import coerce_bool, coerce_int
+from tuneloop.explorer.http.bodies import coerce_bool, coerce_int, wrong_type
 from tuneloop.shared.errors import RequestRefused
 
 Json = dict[str, Any]

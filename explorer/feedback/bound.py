@@ -4,11 +4,17 @@ from collections.abc import Sequence
 
 from fastapi import Request
 
-from tuneloop.explorer.access.feedback_tokens import MAX_EVENTS, MAX_LIFE_S, FeedbackTokens, TokenClaims
+from tuneloop.explorer.access.feedback_tokens import (
+    MAX_EVENTS,
+    MAX_LIFE_S,
+    FeedbackBinding,
+    FeedbackTokens,
+    TokenClaims,
+)
+from tuneloop.explorer.auth import caller_of
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.feedback.request import Entry
 from tuneloop.explorer.http.bodies import finite_number, optional_name, read_object
-from tuneloop.explorer.http.caller import FeedbackBinding, caller_of
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import RequestRefused
 

@@ -1,15 +1,16 @@
 """Takes commits, on Trinity's wire: its bodies are understood and its answers' keys kept."""
 
+import asyncio
 from functools import partial
 
 import structlog
 from fastapi import Request
 
+from tuneloop.explorer.auth import caller_of
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.feedback.routes import read_body
 from tuneloop.explorer.http.bodies import id_of, optional_id, optional_time, wrong_type
-from tuneloop.explorer.http.caller import caller_of
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.ledger.recording.recording import CommitLimits, Recording
 
@@ -30,7 +31,7 @@ class CommitRoute:
 
     async def commit(self, request: Request) -> dict[str, object]:
         """Release what has been rewarded until now to the trainer, and say how much that was."""
-        body = await read_body(request, self._recorder, may_be_empty=True)
+        body = await read_body(request, may_be_empty=True)
         task_id, run_id = self._as_stored(optional_id(body, "task_id")), self._as_stored(optional_id(body, "run_id"))
         task_ids, until = _task_ids(body), optional_time(body, "time_threshold")
         caller = caller_of(request.scope)
@@ -46,7 +47,7 @@ class CommitRoute:
                     "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
                 )
             release = partial(self._recording.commit, caller.tenant, **limits)
-            committed = await self._recorder.lookups.run(caller.identity, release)
+            committed = await asyncio.to_thread(release)
         except LedgerUnavailable as error:
             log.warning("commit_put_off", reason=str(error))
             raise

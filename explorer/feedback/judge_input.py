@@ -5,9 +5,9 @@ from typing import Any
 
 import orjson
 
+from tuneloop.explorer.auth import Caller
 from tuneloop.explorer.dialects import messages, responses_request
 from tuneloop.explorer.dialects.dialect import MESSAGES, RESPONSES, TEXT, Json, ReadConversation, choice_count
-from tuneloop.explorer.http.caller import Caller
 from tuneloop.runner.rewards.reply import Message, Reply, calls_of
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.ledger.recording.judging import JudgedExchange

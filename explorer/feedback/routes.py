@@ -1,6 +1,7 @@
 """Takes feedback, on Trinity's wire: its bodies are understood and its answers' keys kept."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -8,16 +9,16 @@ from typing import NamedTuple, TypeVar
 
 from fastapi import Request
 
-from tuneloop.explorer.bulk_work import AmountAtWork
+from tuneloop.explorer.auth import Caller, caller_of
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner, minted_at
 from tuneloop.explorer.feedback.bound import bind
 from tuneloop.explorer.feedback.events import EventFactory, FeedbackEvent
 from tuneloop.explorer.feedback.request import parse_entries
-from tuneloop.explorer.http.bodies import as_utf8, read_bytes
-from tuneloop.explorer.http.caller import Caller, caller_of
+from tuneloop.explorer.http.bodies import as_utf8, parse_body, read_bytes
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.traces import Traces
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import Feedback, Kind, Outcome
 from tuneloop.shared.ledger.ledger import Ledger
@@ -61,21 +62,18 @@ _RATINGS = frozenset({Kind.NUMBER, Kind.BOOLEAN, Kind.LABEL, Kind.PREFERENCE})
 #: A call that names more is worked on in a thread. This many take some milliseconds.
 _FEW = 100
 
-#: Ids of one key in the larger calls that are being worked on, or wait for it.
-MAX_IDS_AT_WORK = 400_000
-
 #: Of the replies of a larger call it is not said whether they will be trained on.
 _MAX_EXPLAINED = 1000
 
 _PATIENCE_S = 2.0  # feedback is safe by then; only what became of it is not known yet
 
 
-async def read_body(request: Request, recorder: Recorder, *, may_be_empty: bool = False) -> dict[str, object]:
+async def read_body(request: Request, *, may_be_empty: bool = False) -> dict[str, object]:
     """The JSON object of a call that may name many ids. Raises RequestRefused."""
     data = as_utf8(await read_bytes(request, max_bytes=MAX_BODY_BYTES))
     if may_be_empty and not data:
         return {}
-    return await recorder.bodies.parse(data, caller_of(request.scope).identity)
+    return await parse_body(data)
 
 
 class FeedbackRoutes:
@@ -90,45 +88,43 @@ class FeedbackRoutes:
         ledger: Ledger,
         metrics: Metrics,
         settings: Settings,
+        traces: Traces | None = None,
     ) -> None:
-        self._signer = signer
+        self._signer, self._traces = signer, traces
         self._recorder = recorder
         self._control_client = control_client
         self._ledger = ledger
         self._metrics = metrics
-        self._bulk_work, self._lookups = recorder.bulk_work, recorder.lookups
-        self._ids_at_work = AmountAtWork("large calls")
         self._any_reply, self._rule = settings.algorithm.of_any_reply, settings.reward
         self._judge_source = settings.judge.own_source
 
     async def feedback(self, request: Request) -> dict[str, object]:
         """Store what is said of the replies named, and tell what became of it."""
         caller = caller_of(request.scope)
-        body = await read_body(request, self._recorder)
-        return await self.take(caller, body, request.headers.get("idempotency-key"))
+        body = await read_body(request)
+        key, traceparent = request.headers.get("idempotency-key"), request.headers.get("traceparent")
+        return await self.take(caller, body, key, traceparent)
 
-    async def take(self, caller: Caller, body: dict[str, object], key: str | None = None) -> dict[str, object]:
-        """The same for a body that was read already, under an idempotency key if it has one."""
+    async def take(
+        self, caller: Caller, body: dict[str, object], key: str | None = None, traceparent: str | None = None
+    ) -> dict[str, object]:
+        """The same for a body that was read already, under an idempotency key and within a span if it has them."""
+        started = time.time_ns()
         # How many ids a body may name, whatever else is wrong with it.
         entries = body.get("feedback")
         named = 0
         for entry in entries if isinstance(entries, list) else [body]:
             ids = entry.get("msg_ids") if isinstance(entry, dict) else None
             named += len(ids) if isinstance(ids, list) else 1
-        if named <= _FEW:
-            return await self._take(caller, body, key, named)
-        self._ids_at_work.check(caller.identity, named, MAX_IDS_AT_WORK)
-        with self._ids_at_work.holding(caller.identity, named):
-            return await self._take(caller, body, key, named)
-
-    async def _take(self, caller: Caller, body: dict[str, object], key: str | None, named: int) -> dict[str, object]:
-        parsed, events = await self._aside(caller, named, partial(self._parse, caller, body, key))
+        parsed, events = await self._aside(named, partial(self._parse, caller, body, key))
         if (bound := caller.binding) is not None and not await self._control_client.take_of_token(bound, len(events)):
             message = f"this token allows {bound.max_events} events, or too many tokens of its key are in use"
             raise RequestRefused(message, status=403, code="token_used_up")
         caller.meter.take_feedback(len(events))
         found = await self._store(events, caller) if events else Results({})
-        answer = await self._aside(caller, len(parsed), partial(self._answer, parsed, found))
+        if self._traces is not None and events:
+            self._traces.send_feedback(traceparent, started, events, found.outcomes)
+        answer = await self._aside(len(parsed), partial(self._answer, parsed, found))
         if not events:
             raise RequestRefused(
                 "none of them is an id of our replies; nothing was stored",
@@ -139,11 +135,11 @@ class FeedbackRoutes:
             )
         return {"status": "success", **answer}
 
-    async def _aside(self, caller: Caller, named: int, work: Callable[[], _Result]) -> _Result:
+    async def _aside(self, named: int, work: Callable[[], _Result]) -> _Result:
         """The result of some work about so many ids: a hundred thousand take seconds, others are answered meanwhile."""
         if named <= _FEW and not self._recorder.slow:
             return work()
-        return await self._bulk_work.run(caller.identity, work)
+        return await asyncio.to_thread(work)
 
     def _parse(
         self, caller: Caller, body: dict[str, object], key: str | None
@@ -181,9 +177,7 @@ class FeedbackRoutes:
             return pending
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                work = partial(self._look_up, events)
-                threads = self._bulk_work if len(events) > _FEW else self._lookups
-                return await threads.run(caller.identity, work)
+                return await asyncio.to_thread(self._look_up, events)
         except (LedgerUnavailable, TimeoutError):
             return pending  # it went away again; the events are on disk all the same
 

@@ -1,20 +1,35 @@
-"""Reads request bodies: bounded, strictly JSON, an object."""
+"""Reads request bodies: bounded, strictly JSON, an object; and the values that vLLM accepts in the place of others.
 
+Its request models are pydantic's, which coerce: a request means the same here and there.
+"""
+
+import asyncio
 import json
 import math
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import orjson
 from fastapi import Request
-from starlette.requests import ClientDisconnect
+from pydantic import TypeAdapter, ValidationError
 
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import MAX_NAME
 
+T = TypeVar("T")
+
+_BOOL: TypeAdapter[bool] = TypeAdapter(bool)
+_INT: TypeAdapter[int] = TypeAdapter(int)
+_FLOAT: TypeAdapter[float] = TypeAdapter(float)
+
 #: What a body may be nested, and have of values.
 MAX_DEPTH, MAX_CONTAINERS, MAX_VALUES = 200, 200_000, 1_000_000
+
+#: Bodies of more bytes and more commas than this are parsed in a thread: 200,000 names take a tenth of a second. A
+#: picture, however large, does not.
+_LARGE, _MANY = 256 << 10, 10_000
 
 #: How deep orjson writes.
 _MOST_WRITTEN = 254
@@ -26,22 +41,36 @@ async def read_object(request: Request, *, max_bytes: int, empty_is: dict[str, A
     NaN, Infinity, numbers beyond a double, lone surrogates and broken UTF-8 are not JSON.
     """
     data = await read_bytes(request, max_bytes=max_bytes)
-    if not data and empty_is is not None:
-        return empty_is
-    return parse_object(as_utf8(bytes(data)))
+    return empty_is if not data and empty_is is not None else await parse_body(as_utf8(data))
 
 
 async def read_bytes(request: Request, *, max_bytes: int) -> bytes:
-    """The body. Raises RequestRefused if it is too large."""
-    data = bytearray()
-    try:
-        async for block in request.stream():
-            data += block
-            if len(data) > max_bytes:
-                raise RequestRefused(f"the body is larger than {max_bytes} bytes", status=413, code="body_too_large")
-    except ClientDisconnect:
-        raise RequestRefused("the client disconnected", status=499, code="client_left") from None
-    return bytes(data)
+    """The body. Raises RequestRefused if it is too large, too slow, or there is no room for it."""
+    return await read_body(request.receive, request.headers.get("content-length"), max_bytes)
+
+
+async def read_body(receive: Callable[[], Awaitable[Any]], length: str | None, max_bytes: int) -> bytes:
+    """A body of ASGI's, of which the head says how long it is. Raises RequestRefused if it is too large."""
+    came, blocks, more = 0, list[bytes](), int(length or 0) <= max_bytes
+    is_too_large = not more
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise RequestRefused("the client disconnected", status=499, code="client_left")
+        blocks.append(message.get("body", b""))
+        came += len(blocks[-1])
+        is_too_large = came > max_bytes
+        more = message.get("more_body", False) and not is_too_large
+    if is_too_large:
+        raise RequestRefused(f"the body is larger than {max_bytes} bytes", status=413, code="body_too_large")
+    return blocks[0] if len(blocks) == 1 else b"".join(blocks)
+
+
+async def parse_body(data: bytes) -> dict[str, Any]:
+    """The JSON object in a body; a large one is parsed in a thread. Raises RequestRefused if there is none."""
+    if len(data) <= _LARGE or data.count(b",") <= _MANY:
+        return parse_object(data)
+    return await asyncio.to_thread(parse_object, data)
 
 
 def as_utf8(data: bytes) -> bytes:
@@ -57,7 +86,14 @@ def as_utf8(data: bytes) -> bytes:
 
 def parse_object(data: bytes) -> dict[str, Any]:
     """The JSON object in these bytes. Raises RequestRefused if there is none, or one nested too deeply or too large."""
-    _check_size(data)
+    # What would take very much more memory parsed than in bytes. The brackets and commas of strings count first, too.
+    if len(data) >= 2 * MAX_CONTAINERS and (
+        data.count(b"[") + data.count(b"{") > MAX_CONTAINERS or data.count(b",") > MAX_VALUES
+    ):
+        containers, commas = count_structure(data)
+        if containers > MAX_CONTAINERS or commas > MAX_VALUES:
+            reason = f"the body has more than {MAX_CONTAINERS} objects and lists, or {MAX_VALUES} values"
+            raise RequestRefused(reason, status=413, code="too_many_values")
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -66,18 +102,6 @@ def parse_object(data: bytes) -> dict[str, Any]:
         raise RequestRefused("the body must be a JSON object", code="invalid_type")
     _check_depth(body, data)
     return body
-
-
-def _check_size(data: bytes) -> None:
-    """Raise RequestRefused for what would take very much more memory parsed than in bytes."""
-    if len(data) < 2 * MAX_CONTAINERS:
-        return
-    if data.count(b"[") + data.count(b"{") <= MAX_CONTAINERS and data.count(b",") <= MAX_VALUES:
-        return
-    containers, commas = count_structure(data)
-    if containers > MAX_CONTAINERS or commas > MAX_VALUES:
-        reason = f"the body has more than {MAX_CONTAINERS} objects and lists, or {MAX_VALUES} values"
-        raise RequestRefused(reason, status=413, code="too_many_values")
 
 
 def count_structure(data: bytes) -> tuple[int, int]:
@@ -181,3 +205,42 @@ def finite_number(value: object, param: str, *, bound: float) -> float:
     if not (math.isfinite(value) and abs(value) <= bound):
         raise RequestRefused(f"{param} must lie between {-bound:g} and {bound:g}", code="out_of_range", param=param)
     return float(value)
+
+
+def coerce_bool(value: object, param: str) -> bool:
+    """A boolean, or what stands for one: 1, 0.0, "true", "off". Raises RequestRefused."""
+    return value if isinstance(value, bool) else _coerce(_BOOL, value, param, "a boolean")
+
+
+def coerce_int(value: object, param: str) -> int:
+    """An integer, or what stands for one: 2.0, "2", true. Raises RequestRefused."""
+    return value if type(value) is int else _coerce(_INT, value, param, "an integer")
+
+
+def coerce_float(value: object, param: str) -> float:
+    """A number, or what stands for one: "0.5", true. Raises RequestRefused."""
+    return value if type(value) is float else _coerce(_FLOAT, value, param, "a number")
+
+
+def flag_of(body: Mapping[str, Any], param: str) -> bool:
+    """A boolean field; False where it is absent. Raises RequestRefused."""
+    value = body.get(param)
+    return value is not None and coerce_bool(value, param)
+
+
+def equals(value: object, wanted: object) -> bool:
+    """Whether a value means the `wanted` one to vLLM, perhaps as a string."""
+    if value == wanted or not isinstance(value, str):
+        return value == wanted
+    adapter = _BOOL if isinstance(wanted, bool) else _FLOAT if isinstance(wanted, int | float) else None
+    try:
+        return adapter is not None and adapter.validate_python(value) == wanted
+    except ValidationError:
+        return False
+
+
+def _coerce(adapter: TypeAdapter[T], value: object, param: str, wanted: str) -> T:
+    try:
+        return adapter.validate_python(value)
+    except ValidationError:
+        raise wrong_type(param, wanted) from None

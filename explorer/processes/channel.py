@@ -13,10 +13,10 @@ from typing import Any, cast
 import msgspec
 import structlog
 
-from tuneloop.explorer.access.rate_limits import KeyUsage
+from tuneloop.explorer.access.feedback_tokens import FeedbackBinding
 from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.engines.fleet import EngineView, TrafficSplit
-from tuneloop.explorer.http.caller import FeedbackBinding
+from tuneloop.explorer.limits import KeyUsage
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.shared.errors import ChannelLost
 from tuneloop.shared.ledger.keys import KeyTable
@@ -117,15 +117,12 @@ class CollectMetrics(ChannelMessage, frozen=True):
     """The control process: what have you counted? The answer is a list of samples."""
 
 
+class AnswerAtOnce(ChannelMessage, frozen=True):
+    """The control process: does your event loop turn?"""
+
+
 class StartSegment(ChannelMessage, frozen=True):
     """The control process: begin a new segment of your slot."""
-
-
-class ServeSocket(ChannelMessage, frozen=True):
-    """The control process: take in those who come to this listening socket too; its own worker is no more, or back."""
-
-    socket: int
-    yours: bool
 
 
 class StartInfo(msgspec.Struct, frozen=True):
@@ -152,8 +149,8 @@ _Any = (
     | ShareUsage
     | WaitUntilIdle
     | CollectMetrics
+    | AnswerAtOnce
     | StartSegment
-    | ServeSocket
 )
 
 

@@ -18,14 +18,14 @@ from typing import Any
 
 import structlog
 
-from tuneloop.explorer.access.key_watch import SharedUsage
 from tuneloop.explorer.background_tasks import run_task
-from tuneloop.explorer.bulk_work import CONTROL_TURN_S, take_short_turns
 from tuneloop.explorer.capture.spool_slots import RemoteSlot, Slots
 from tuneloop.explorer.engines.fleet import Engine, EngineView, TrafficSplit
+from tuneloop.explorer.limits import SharedUsage
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.explorer.processes.channel import (
     AnnounceSlot,
+    AnswerAtOnce,
     AnswerMessage,
     Channel,
     ChannelMessage,
@@ -36,7 +36,6 @@ from tuneloop.explorer.processes.channel import (
     ReportFailure,
     ReportMetrics,
     ReportShadowReply,
-    ServeSocket,
     ShareUsage,
     StartInfo,
     StartSegment,
@@ -52,7 +51,6 @@ from tuneloop.explorer.processes.patient_ledger import open_ledger
 from tuneloop.explorer.processes.services import ControlServices, open_control_services
 from tuneloop.shared.errors import ChannelLost, EnvironmentRefused, LedgerError, TuneloopError
 from tuneloop.shared.ledger.keys import KeyTable
-from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.database_file import DatabaseFile
 from tuneloop.shared.operations.older_ledger import report_older
 from tuneloop.shared.settings.hardware import explorer_workers_of
@@ -73,6 +71,10 @@ _EXIT_S = 5.0
 #: memory.
 _KILLED_STARTS = 5
 
+#: How often a worker's event loop is asked for an answer, and how long that may take. A worker that gives none twice in
+#: a row is replaced. The loop of one that computes in a thread turns meanwhile.
+_ASK_S, _ANSWER_S, _MISSES = 1.0, 2.5, 2
+
 #: Between a worker's end and its next start; twice as long each time, unless it lived for _LIVED_S.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _LIVED_S = 60.0
@@ -90,15 +92,20 @@ class WorkerProcess:
         self._process: Process | None = None
         self._channel: Channel
 
-    async def run(self, sockets: Sequence[socket.socket], answering: AnswerMessage) -> int:
+    async def run(self, listening: socket.socket, answering: AnswerMessage) -> int:
         """Start it and wait for its end; the exit code. Raises OSError if it cannot be started."""
         ours, theirs = socket.socketpair()
-        inherited = [theirs.fileno(), *(each.fileno() for each in sockets)]
-        arguments = [inherited[0], self.number, *inherited[1:]]
+        inherited = theirs.fileno(), listening.fileno()
         with theirs:
             try:
                 self._process = process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-P", "-m", "tuneloop.explorer.processes.worker", *map(str, arguments)),
+                    *(
+                        sys.executable,
+                        "-P",
+                        "-m",
+                        "tuneloop.explorer.processes.worker",
+                        *map(str, (*inherited, self.number)),
+                    ),
                     stdin=DEVNULL,
                     pass_fds=inherited,
                     # Ctrl-C is for us, who let the workers end what they have begun.
@@ -135,6 +142,24 @@ class WorkerProcess:
             self._process.kill()
 
 
+async def _kill_when_frozen(worker: WorkerProcess) -> None:
+    """End a worker that serves when its event loop stands still: stopped, or blocked."""
+    misses = 0
+    while misses < _MISSES:
+        await asyncio.sleep(_ASK_S)
+        if worker.slot is None:
+            continue
+        began = asyncio.get_running_loop().time()
+        try:
+            await worker.ask(AnswerAtOnce(), timeout_s=_ANSWER_S)
+            misses = 0
+        except ChannelLost:
+            # One that ends loses its channel at once, and is waited for.
+            misses += asyncio.get_running_loop().time() - began >= _ANSWER_S
+    worker.reason = f"its event loop stood still for {_MISSES * _ANSWER_S:g} seconds"
+    worker.kill()
+
+
 class Workers:
     """All workers. They are the audience of the fleet: no weights change before each of them knows."""
 
@@ -162,7 +187,11 @@ class Workers:
     def serve_with(self, services: ControlServices, database: DatabaseFile) -> None:
         """Let the workers begin, which have only been started until now."""
         self._services, self._database = services, database
-        services.key_watch.subscribe(self._publish_keys)
+
+        async def publish_keys(table: KeyTable) -> None:
+            await self._ask_all(UpdateKeys(table), kill=True, timeout_s=_LEARN_S)
+
+        services.key_watch.subscribe(publish_keys)
         self._begun.set()
 
     async def keep_running(self, number: int) -> None:
@@ -174,19 +203,26 @@ class Workers:
         while not self._stopping.is_set():
             started = loop.time()
             self._running[number] = worker = self._worker_of(next(self._serials), number)
+            watching = asyncio.create_task(_kill_when_frozen(worker))
             try:
-                code = await worker.run(self._sockets, partial(self._answer, worker))
+                code = await worker.run(self._sockets[number], partial(self._answer, worker))
             except OSError as error:
                 code, worker.reason = os.EX_OSERR, f"explorer.workers: a worker cannot be started: {error}"
+            finally:
+                watching.cancel()
             has_served = has_served or worker.slot is not None
-            self._leave(worker)
+            self._running.pop(number)
+            self._usage.retire(worker.serial)
+            if worker.slot is not None:
+                self._slots.leave(worker.slot)
+            if self._begun.is_set():
+                self._services.totals.retire(worker.serial)
             if self._stopping.is_set():
                 return
             killed = killed + 1 if code < 0 and not worker.reason else 0
             if not has_served and not 0 < killed < _KILLED_STARTS:
                 raise EnvironmentRefused(worker.reason or f"explorer.workers: a worker died at start ({code})")
             log.error("worker_down", worker=number, exit_code=code, reason=worker.reason)
-            await self._share_out()
             pause = _PAUSE_S if loop.time() - started > _LIVED_S else min(2 * pause, _LONGEST_PAUSE_S)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
@@ -210,10 +246,6 @@ class Workers:
         """Return when all workers divide their requests so, or are no more."""
         await self._ask_all(UpdateSplit(split), kill=True, timeout_s=_LEARN_S)
 
-    async def _publish_keys(self, table: KeyTable) -> None:
-        """Return when all workers let clients in by these keys, or are no more."""
-        await self._ask_all(UpdateKeys(table), kill=True, timeout_s=_LEARN_S)
-
     async def wait_until_idle(self, engine: Engine) -> None:
         """Return when no worker has a request in flight there."""
         await self._ask_all(WaitUntilIdle(engine.number))
@@ -233,35 +265,18 @@ class Workers:
 
         await asyncio.gather(*map(ask, self._serving))
 
-    def _leave(self, worker: WorkerProcess) -> None:
-        self._running.pop(worker.number)
-        self._usage.retire(worker.serial)
-        if worker.slot is not None:
-            self._slots.leave(worker.slot)
-        if self._begun.is_set():
-            self._services.totals.retire(worker.serial)
-
-    async def _share_out(self) -> None:
-        """Have the others take in whom the kernel sends to workers that are no more."""
-        serving = self._serving
-        for number in set(range(len(self._sockets))) - {worker.number for worker in serving}:
-            if serving:
-                with suppress(ChannelLost):
-                    await serving[number % len(serving)].ask(ServeSocket(number, yours=True), timeout_s=_LEARN_S)
-
-    async def _take_back(self, number: int) -> None:
-        for other in self._serving:
-            with suppress(ChannelLost):
-                await other.ask(ServeSocket(number, yours=False), timeout_s=_LEARN_S)
-
     async def _answer(self, worker: WorkerProcess, question: ChannelMessage) -> object:
         """What a worker asks."""
         await self._begun.wait()
         services = self._services
         match question:
             case GetStartInfo():
-                settings = _share(self._settings).model_dump_json(context=WITH_SECRETS)
-                return StartInfo(settings.encode(), _views(services), self._database.identity)
+                explorer, count = self._settings.explorer, explorer_workers_of(self._settings)
+                # Its share of what all of them may have in flight.
+                shares = {name: -(-getattr(explorer, name) // count) for name in ("max_in_flight", "max_waiting")}
+                settings = self._settings.model_copy(update={"explorer": explorer.model_copy(update=shares)})
+                data = settings.model_dump_json(context=WITH_SECRETS).encode()
+                return StartInfo(data, _views(services), self._database.identity)
             case AnnounceSlot(folder):
                 return await self._let_serve(worker, Path(folder))
             case WaitUntilFlushed(timeout_s):
@@ -288,7 +303,6 @@ class Workers:
         def renew() -> None:
             asyncio.run_coroutine_threadsafe(worker.ask(StartSegment()), loop)
 
-        await self._take_back(worker.number)
         slot = RemoteSlot(folder, renew)
         self._slots.add(slot)
         worker.slot = slot  # from now on it learns of every change
@@ -307,7 +321,6 @@ class Workers:
 
 async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
     """Serve until SIGTERM or SIGINT. Raises TuneloopError if it cannot."""
-    take_short_turns(CONTROL_TURN_S)
     failures: list[TuneloopError] = []
     loop, ending = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -325,9 +338,27 @@ async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
         stack.push_async_callback(_end, workers, serving)
         ledger = await asyncio.to_thread(open_ledger, settings)
         stack.callback(ledger.close)
-        await asyncio.to_thread(_compare, settings, ledger)  # before what the spool still has is forgotten
+        try:  # before what the spool still has is forgotten
+            for sentence in await asyncio.to_thread(report_older, settings, ledger):
+                log.error("ledger_older", sentence=sentence)
+        except (LedgerError, OSError) as error:
+            log.warning("ledger_not_compared", reason=str(error))
         services, tasks = await open_control_services(settings, ledger, slots, stack, on_failure=fail, audience=workers)
-        _say(settings, sockets, services.key_watch.table)
+        host, port = sockets[0].getsockname()[:2]
+        url = f"http://{host}:{port}"
+        log.info(
+            "explorer_listening",
+            url=url,
+            page=f"{url}/ui",
+            model=settings.served_model_name,
+            workers=len(sockets),
+        )
+        if settings.explorer.insecure:
+            log.warning(
+                "no_authentication", sentence="anybody who reaches this port can chat, give feedback and commit"
+            )
+        elif not services.key_watch.table.in_force:
+            log.info("no_keys", sentence="programs of this machine need no key; make one: tuneloop keys create")
         keep_what_is_here()
         workers.serve_with(services, ledger.transactions.file)
         async with asyncio.TaskGroup() as group:
@@ -345,15 +376,6 @@ async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
         raise failures[0]
 
 
-def _compare(settings: Settings, ledger: Ledger) -> None:
-    """Say so if the ledger is older than what was made with it."""
-    try:
-        for sentence in report_older(settings, ledger):
-            log.error("ledger_older", sentence=sentence)
-    except (LedgerError, OSError) as error:
-        log.warning("ledger_not_compared", reason=str(error))
-
-
 async def _end(workers: Workers, serving: Sequence["asyncio.Task[None]"]) -> None:
     """Let the workers end what they have begun, and end those that do not."""
     workers.stop()
@@ -361,16 +383,6 @@ async def _end(workers: Workers, serving: Sequence["asyncio.Task[None]"]) -> Non
     if still:
         workers.kill()
         await asyncio.wait(still)
-
-
-def _say(settings: Settings, sockets: Sequence[socket.socket], keys: KeyTable) -> None:
-    host, port = sockets[0].getsockname()[:2]
-    url = f"http://{host}:{port}"
-    log.info("explorer_listening", url=url, page=f"{url}/ui", model=settings.served_model_name, workers=len(sockets))
-    if settings.explorer.insecure:
-        log.warning("no_authentication", sentence="anybody who reaches this port can chat, give feedback and commit")
-    elif not keys.in_force:
-        log.info("no_keys", sentence="programs of this machine need no key; make one: tuneloop keys create")
 
 
 def _views(services: ControlServices) -> list[EngineView]:
@@ -389,10 +401,3 @@ def _view(engine: Engine, services: ControlServices) -> EngineView:
         renaming=engine.renaming,
         proof=engine.proof,
     )
-
-
-def _share(settings: Settings) -> Settings:
-    """The settings as one of the workers has them: a share of what all of them may have in flight."""
-    explorer, count = settings.explorer, explorer_workers_of(settings)
-    shares = {"max_in_flight": -(-explorer.max_in_flight // count), "max_waiting": -(-explorer.max_waiting // count)}
-    return settings.model_copy(update={"explorer": explorer.model_copy(update=shares)})

@@ -1,7 +1,7 @@
 """Looks at the ledger now and then: the gauges of /metrics and the curves of what was served."""
 
 import asyncio
-from collections.abc import Sequence
+from functools import partial
 
 import structlog
 
@@ -13,7 +13,7 @@ from tuneloop.shared.capacity.pace import find_pace
 from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger, VersionReward
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.operations.diagnosis import WAITING, Code, diagnose
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import spool_status
@@ -46,10 +46,8 @@ class LedgerGauges:
 
     async def run(self) -> None:
         """Update the gauges every `interval_s` seconds."""
-        await every(self._interval_s, self._turn, task="ledger_gauges", metrics=self._metrics)
-
-    async def _turn(self) -> None:
-        await asyncio.to_thread(self.update)
+        update = partial(asyncio.to_thread, self.update)
+        await every(self._interval_s, update, task="ledger_gauges", metrics=self._metrics)
 
     def update(self) -> None:
         """Bring gauges and curves up to date. Raises LedgerError, with the gauges that say so set."""
@@ -70,14 +68,8 @@ class LedgerGauges:
         for sentence in imbalance:
             log.error("ledger_imbalance", sentence=sentence)
         self._metrics.ledger_imbalance.set(len(imbalance))
-        self._set_rewards(rewards := self._ledger.reports.rewards())
-        for served in rewards:
-            now = (served.replies, served.rewarded, served.reward_sum)
-            if self._written.get(served.version) != now and self._curves.add(served.version, _points(served)):
-                self._written[served.version] = now
-
-    def _set_rewards(self, rewards: Sequence[VersionReward]) -> None:
-        """Say what the newest versions earn, and no more of older ones: a label's values must not grow for ever."""
+        rewards = self._ledger.reports.rewards()
+        # What the newest versions earn, and no more of older ones: a label's values must not grow for ever.
         newest = sorted((each for each in rewards if each.rewarded), key=lambda each: each.version)[-_REWARDS_SHOWN:]
         shown = {str(each.version): each.reward_sum / each.rewarded for each in newest}
         for version in self._shown_rewards - set(shown):
@@ -85,6 +77,13 @@ class LedgerGauges:
         for version, mean in shown.items():
             self._metrics.version_reward.labels(version).set(mean)
         self._shown_rewards = set(shown)
+        for served in rewards:
+            now = (served.replies, served.rewarded, served.reward_sum)
+            points: dict[str, float] = {"served/requests": served.replies, "served/rewarded": served.rewarded}
+            if served.rewarded:
+                points["served/reward_mean"] = served.reward_sum / served.rewarded
+            if self._written.get(served.version) != now and self._curves.add(served.version, points):
+                self._written[served.version] = now
 
     def _set_gauges(self, ledger: LedgerFacts | None, *, away: str = "") -> None:
         """Bring the gauges up to date that say what waits where, and why no step is happening."""
@@ -118,10 +117,3 @@ class LedgerGauges:
     def close(self) -> None:
         """Close the curves."""
         self._curves.close()
-
-
-def _points(served: VersionReward) -> dict[str, float]:
-    points: dict[str, float] = {"served/requests": served.replies, "served/rewarded": served.rewarded}
-    if served.rewarded:
-        points["served/reward_mean"] = served.reward_sum / served.rewarded
-    return points

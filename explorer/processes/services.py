@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 from prometheus_client import generate_latest
 
-from tuneloop.explorer.access.feedback_tokens import TokenUses
+from tuneloop.explorer.access.feedback_tokens import FeedbackBinding, TokenUses
 from tuneloop.explorer.access.key_watch import KeyWatch, require_keys
 from tuneloop.explorer.background_tasks import OnFailure, Task
-from tuneloop.explorer.bulk_work import BulkWork
 from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.capture.flusher import Flusher
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
@@ -29,7 +28,6 @@ from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, FleetRep
 from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.engines.vllm import control_of
 from tuneloop.explorer.feedback.judge import JudgeLoop
-from tuneloop.explorer.http.caller import FeedbackBinding
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
 from tuneloop.explorer.processes.supervision.attachment import Attachment, Champions
@@ -113,7 +111,11 @@ async def open_control_services(
 ) -> tuple[ControlServices, list[Task]]:
     """The services, closed by `stack`, and what it must run; `audience` are others who send requests to the engines."""
     metrics = Metrics()
-    own = _own_spool(settings, slots, stack)
+    own: Spool | None = None
+    if settings.judge.url is not None:  # where verdicts are brought to disk; the flusher must not outlive it
+        own = Spool.open(settings.spool_dir, sync=settings.explorer.durability == "fsync")
+        stack.callback(own.close)
+        slots.add(own)
     flusher = Flusher(slots, ledger.recording, quarantined=metrics.quarantined.inc, failed=on_failure)
     flusher.start()
     stack.push_async_callback(asyncio.to_thread, flusher.stop)
@@ -146,54 +148,35 @@ async def open_control_services(
         token_uses=TokenUses(),
         engine_sleep=sleep,
     )
-    judging = [_judging(services, ledger, own, stack).run(interval_s)] if own else []
-    return services, [
-        watch.run(),
-        _version_log(settings, ledger, metrics, stack, interval_s=interval_s).run(),
-        forgetting.run(),
-        reloader.run(),
-        examination.run(),
-        canary_controller.run(),
-        attestation.run(),
-        key_watch.run(metrics),
-        *judging,
-        *([sleep.run()] if sleep else []),
-        *_supervision(services, ledger, sockets, attestation, sleep),
-    ]
-
-
-def _version_log(
-    settings: Settings, ledger: Ledger, metrics: Metrics, stack: AsyncExitStack, *, interval_s: float
-) -> VersionLog:
-    """What tells decisions about versions: to the log, to the metrics, and as spans if traces are wanted."""
     version_log = VersionLog(ledger, metrics, job_dir=settings.job_dir, interval_s=interval_s)
     tracing = open_tracing(settings, "explorer")
     if tracing is not None:
         stack.callback(tracing.close)
         experiment, send = f"{settings.project}/{settings.name}", tracing.send
         version_log.tell = lambda event: send(decision_span(event, experiment))
-    return version_log
+    return services, [
+        watch.run(),
+        version_log.run(),
+        forgetting.run(),
+        reloader.run(),
+        examination.run(),
+        canary_controller.run(),
+        attestation.run(),
+        key_watch.run(metrics),
+        *([_judging(services, ledger, own).run(interval_s)] if own else []),
+        *([sleep.run()] if sleep else []),
+        *_supervision(services, ledger, sockets, attestation, sleep),
+    ]
 
 
-def _own_spool(settings: Settings, slots: Slots, stack: AsyncExitStack) -> Spool | None:
-    """Where verdicts are brought to disk, if there is a judge. The flusher must not outlive it."""
-    if settings.judge.url is None:
-        return None
-    spool = Spool.open(settings.spool_dir, sync=settings.explorer.durability == "fsync")
-    stack.callback(spool.close)
-    slots.add(spool)
-    return spool
-
-
-def _judging(services: ControlServices, ledger: Ledger, spool: Spool, stack: AsyncExitStack) -> JudgeLoop:
-    signer, reading = ReplyIdSigner(load_key(services.settings.job_dir / KEY)), BulkWork(threads=1)
-    stack.callback(reading.close)
+def _judging(services: ControlServices, ledger: Ledger, spool: Spool) -> JudgeLoop:
+    signer = ReplyIdSigner(load_key(services.settings.job_dir / KEY))
     return JudgeLoop(
         services.settings.judge,
         ledger,
         spool,
         metrics=services.metrics,
-        conversation=Conversations(signer, reading, control_client=services, reports=ledger.reports).read,
+        conversation=Conversations(signer, control_client=services, reports=ledger.reports).read,
         wait_until_flushed=services.wait_until_flushed,
     )
 
@@ -223,7 +206,12 @@ def _supervision(
     settings, fleet = services.settings, services.fleet
     verifier, timeout_s = Verifier.of(settings), settings.explorer.rollout_model.health_timeout
     champion = partial(servable_champion, ledger, verifier)
-    trial = FleetTrial(fleet, head_is_seen=_head_is_seen(settings)) if _may_load_in_place(settings) else None
+    trial = None
+    if settings.explorer.on_reload != "restart" and not settings.model.lora.rank:
+        # Whether they can take up versions in place is to be found out. A head that engines do not renew shows, and one
+        # that shares its numbers with the embeddings does on GPUs.
+        config = json.loads((settings.model.model_path / "config.json").read_bytes())
+        trial = FleetTrial(fleet, head_is_seen=settings.cluster.gpu_per_node > 0 or not is_tied(config))
     runs: list[Task] = []
     for engine, socket in zip(fleet.engines, own, strict=False):
         process = EngineProcess(settings, engine, socket=socket, gpu=sleep)
@@ -257,18 +245,7 @@ def _engine_sleep(
     return EngineSleep(locks, fleet, metrics, turn_s=settings.cluster.gpu_turn, is_busy=is_busy)
 
 
-def _may_load_in_place(settings: Settings) -> bool:
-    """Whether it is to be found out whether engines can take up versions in place."""
-    return settings.explorer.on_reload != "restart" and not settings.model.lora.rank
-
-
-def _head_is_seen(settings: Settings) -> bool:
-    """Whether a head that engines do not renew shows: one that shares its numbers with the embeddings does on GPUs."""
-    config = json.loads((settings.model.model_path / "config.json").read_bytes())
-    return settings.cluster.gpu_per_node > 0 or not _is_tied(config)
-
-
-def _is_tied(config: Mapping[str, Any]) -> bool:
+def is_tied(config: Mapping[str, Any]) -> bool:
     """Whether a model's head is its embeddings. What a configuration does not say is as its class has it."""
     default = str(config.get("model_type")).startswith(_TIED_UNLESS_SAID)
     return bool(config.get("tie_word_embeddings", default))

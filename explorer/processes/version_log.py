@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +59,15 @@ class VersionLog:
 
     async def run(self) -> None:
         """Look for new decisions every `interval_s` seconds."""
-        await every(self._interval_s, self._turn, task="version_log", metrics=self._metrics)
-
-    async def _turn(self) -> None:
-        await asyncio.to_thread(self.update)
+        update = partial(asyncio.to_thread, self.update)
+        await every(self._interval_s, update, task="version_log", metrics=self._metrics)
 
     def update(self) -> None:
         """Tell the decisions since the last time; what was made before the experiment's first explorer never is."""
         if self._seen is None:
             self._seen = self._begin()
-            self._champion = self._champion_at(self._seen)
+            promoted = self._versions.events_since(0, (VersionAction.PROMOTED,))
+            self._champion = next((each.version for each in reversed(promoted) if each.id <= self._seen), 0)
         if events := self._versions.events_since(self._seen, DECISIONS):
             with announcing(self._job_dir):
                 announced = newest_announced(self._job_dir) or 0
@@ -85,11 +85,6 @@ class VersionLog:
                 note_announced(self._job_dir, newest)
                 return newest
             return announced
-
-    def _champion_at(self, number: int) -> int:
-        """The champion after the event of that number."""
-        promoted = self._versions.events_since(0, (VersionAction.PROMOTED,))
-        return next((each.version for each in reversed(promoted) if each.id <= number), 0)
 
     def _tell(self, event: VersionEvent, *, anew: bool) -> None:
         if anew:

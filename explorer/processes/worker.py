@@ -1,9 +1,7 @@
-"""`python -m tuneloop.explorer.processes.worker CHANNEL NUMBER SOCKET…`: answers requests.
+"""`python -m tuneloop.explorer.processes.worker CHANNEL SOCKET NUMBER`: answers requests.
 
-The control process starts it.
-
-The arguments but one are inherited file descriptors: its end of the channel, and every worker's listening socket, of
-which the one of that number is its own.
+The control process starts it. The first two arguments are inherited file descriptors: its end of the channel, and the
+listening socket.
 """
 
 import asyncio
@@ -12,37 +10,34 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
-from functools import partial
-from typing import Any
 
 import structlog
 import uvicorn
 import uvloop
 
 from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
-from tuneloop.explorer.access.gatekeeper import Gatekeeper
 from tuneloop.explorer.app import Services, create_app, open_spool
+from tuneloop.explorer.auth import Gatekeeper
 from tuneloop.explorer.background_tasks import Task
-from tuneloop.explorer.bulk_work import take_short_turns
 from tuneloop.explorer.capture.spool import Spool
-from tuneloop.explorer.http.server import FastProtocol
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.processes.channel import (
     Channel,
     GetStartInfo,
     ReportFailure,
-    ServeSocket,
     StartInfo,
 )
 from tuneloop.explorer.processes.garbage import keep_what_is_here
 from tuneloop.explorer.processes.patient_ledger import PatientLedger
 from tuneloop.explorer.processes.worker_link import WorkerLink
+from tuneloop.explorer.protocol import Http11
 from tuneloop.shared.errors import TuneloopError
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.logging import configure_logging
 from tuneloop.shared.privacy.crash_reports import redact_crash_reports
+from tuneloop.shared.settings.hardware import explorer_workers_of
 from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
@@ -57,9 +52,8 @@ _PR_SET_PDEATHSIG = 1
 class _Server(uvicorn.Server):
     """Ends cleanly on SIGTERM and SIGINT, with exit code 0; uvicorn itself dies of the signal in the end."""
 
-    def __init__(self, config: uvicorn.Config, sockets: Sequence[socket.socket], stopping: asyncio.Event) -> None:
+    def __init__(self, config: uvicorn.Config, stopping: asyncio.Event) -> None:
         super().__init__(config)
-        self._sockets = sockets
         self._stopping = stopping
 
     @contextmanager
@@ -71,18 +65,17 @@ class _Server(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End, and leave no socket open where others could wait for us in vain."""
-        self._stopping.set()  # else pages that are open would be waited for
-        await super().shutdown([*self._sockets])
+        """End, and the pages that are open, too."""
+        self._stopping.set()
+        await super().shutdown(sockets)
 
 
 class Worker:
     """One process of those that answer requests."""
 
-    def __init__(self, number: int, sockets: Sequence[socket.socket]) -> None:
+    def __init__(self, number: int, listening: socket.socket) -> None:
         self._number = number
-        self._sockets = sockets
-        self._minded: dict[int, asyncio.Server] = {}
+        self._listening = listening
         self._served = self._failed = self._ended = False
         self._channel: Channel
         self._server: _Server
@@ -90,7 +83,7 @@ class Worker:
 
     async def run(self, end: socket.socket) -> int:
         """Serve until told to stop; the exit code."""
-        self._channel = await Channel.over(end, self._answer)
+        self._channel = await Channel.over(end, lambda question: self._link.answer(question))
         channel_task = asyncio.create_task(self._run_channel())
         beginning: StartInfo = await self._channel.ask(GetStartInfo(), StartInfo)
         settings = Settings.model_validate_json(beginning.settings)
@@ -115,13 +108,24 @@ class Worker:
         gate = Gatekeeper(settings, FeedbackTokens(load_key(settings.job_dir / KEY)))
         gate.count_in(metrics.refused)
         self._link = WorkerLink(
-            self._channel, settings, gate=gate, spool=spool, metrics=metrics, workers=len(self._sockets)
+            self._channel,
+            settings,
+            gate=gate,
+            spool=spool,
+            metrics=metrics,
+            workers=explorer_workers_of(settings),
         )
-        opening = partial(self._open, ledger, beginning)
+
+        async def opening(stack: AsyncExitStack) -> tuple[Services, list[Task]]:
+            opened = await self._link.open(ledger, beginning, stack)
+            keep_what_is_here()
+            return opened
+
         app = create_app(settings, ledger, gate=gate, opening=opening, on_failure=self._fail)
         config = uvicorn.Config(
             app,
-            http=FastProtocol,
+            http=Http11,
+            ws="none",
             lifespan="on",
             access_log=False,
             log_level="warning",
@@ -129,17 +133,10 @@ class Worker:
             timeout_keep_alive=_KEEP_ALIVE_S,
             server_header=False,
         )
-        self._server = server = _Server(config, self._sockets, app.app.state.stopping)
-        await server.serve(sockets=[self._sockets[self._number]])
+        self._server = server = _Server(config, app.app.state.stopping)
+        await server.serve(sockets=[self._listening])
         self._served = server.started and not self._failed
         ledger.close()
-
-    async def _open(
-        self, ledger: PatientLedger, beginning: StartInfo, stack: AsyncExitStack
-    ) -> tuple[Services, list[Task]]:
-        opened = await self._link.open(ledger, beginning, stack)
-        keep_what_is_here()
-        return opened
 
     async def _run_channel(self) -> None:
         try:
@@ -155,41 +152,14 @@ class Worker:
         self._failed = True
         self._server.should_exit = True
 
-    async def _answer(self, question: Any) -> object:
-        """What the control process asks."""
-        match question:
-            case ServeSocket(number, yours):
-                await self._mind(number, yours)
-                return None
-            case _:
-                return await self._link.answer(question)
-
-    async def _mind(self, number: int, yours: bool) -> None:
-        """Take in, or no more, those who come to the socket of a worker that is being started again."""
-        server = self._server
-        if not yours and (minded := self._minded.pop(number, None)):
-            minded.close()
-            server.servers.remove(minded)
-        elif yours and number not in self._minded and not server.should_exit:
-            config = server.config
-            door = partial(
-                FastProtocol, config=config, server_state=server.server_state, app_state=server.lifespan.state
-            )
-            # A copy: a server closes its socket.
-            copy = self._sockets[number].dup()
-            minded = await asyncio.get_running_loop().create_server(door, sock=copy, backlog=config.backlog)
-            self._minded[number] = minded
-            server.servers.append(minded)
-
 
 def main() -> None:
     """Serve until told to stop, or the control process dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     configure_logging()
-    take_short_turns()
     keep_what_is_here()
-    channel, number, *sockets = map(int, sys.argv[1:])
-    worker = Worker(number, [socket.socket(fileno=each) for each in sockets])
+    channel, listening, number = map(int, sys.argv[1:])
+    worker = Worker(number, socket.socket(fileno=listening))
     sys.exit(uvloop.run(worker.run(socket.socket(fileno=channel))))
 
 

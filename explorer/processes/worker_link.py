@@ -5,18 +5,19 @@ from typing import Any
 
 import structlog
 
-from tuneloop.explorer.access.gatekeeper import Gatekeeper
-from tuneloop.explorer.access.rate_limits import KeyUsage
+from tuneloop.explorer.access.feedback_tokens import FeedbackBinding
 from tuneloop.explorer.app import Services, open_services
+from tuneloop.explorer.auth import Gatekeeper
 from tuneloop.explorer.background_tasks import Task, every
 from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.engines.client import EngineHttp
-from tuneloop.explorer.engines.fleet import Engine, EngineView, Fleet
-from tuneloop.explorer.http.caller import FeedbackBinding
+from tuneloop.explorer.engines.fleet import Engine, Fleet
+from tuneloop.explorer.limits import KeyUsage
 from tuneloop.explorer.metrics import Metrics, process_samples
 from tuneloop.explorer.processes.channel import (
     AnnounceSlot,
+    AnswerAtOnce,
     Channel,
     ChannelMessage,
     CollectMetrics,
@@ -109,7 +110,11 @@ class WorkerLink:
 
     async def open(self, ledger: Ledger, beginning: StartInfo, stack: AsyncExitStack) -> tuple[Services, list[Task]]:
         """The services, closed by `stack`, and what must run beside them: from now on the worker serves."""
-        engines = [await self._open_engine(each, stack) for each in beginning.engines]
+        engines, key = [], reveal(self._settings.explorer.rollout_model.engine_key)
+        for view in beginning.engines:
+            http = EngineHttp(url=view.url, socket=view.socket, key=key)
+            stack.push_async_callback(http.close)
+            engines.append(Engine(view.number, http))
         timeout_s = self._settings.explorer.request_timeout
         self._fleet = Fleet(engines, wait_timeout_s=timeout_s, is_alone=self._workers == 1)
         services, tasks = open_services(
@@ -130,12 +135,6 @@ class WorkerLink:
             tasks.append(every(_SHARE_S, self._share_usage, task="key_usage", metrics=self._metrics))
         return services, tasks
 
-    async def _open_engine(self, view: EngineView, stack: AsyncExitStack) -> Engine:
-        key = self._settings.explorer.rollout_model.engine_key
-        http = EngineHttp(url=view.url, socket=view.socket, key=reveal(key))
-        stack.push_async_callback(http.close)
-        return Engine(view.number, http)
-
     async def answer(self, question: ChannelMessage) -> object:
         """What the control process asks; none of it before it has been told what is written to."""
         match question:
@@ -149,6 +148,8 @@ class WorkerLink:
                 await self._fleet.engines[number].idle.wait()
             case CollectMetrics():
                 return process_samples(self._metrics.registry)
+            case AnswerAtOnce():
+                pass
             case StartSegment():
                 self._spool.renew()
             case _:

@@ -9,8 +9,7 @@ import structlog
 from tuneloop.explorer.dialects.dialect import RESPONSES
 from tuneloop.explorer.dialects.responses_native import NativeResponseTranscript
 from tuneloop.explorer.engines.fleet import Engine
-from tuneloop.explorer.http.connections import RequestShare
-from tuneloop.explorer.proxy.in_flight import ReplyInFlight
+from tuneloop.explorer.proxy.request import ReplyInFlight
 from tuneloop.shared.errors import EngineError, SpoolFull
 
 log = structlog.get_logger()
@@ -38,24 +37,20 @@ class BackgroundResponses:
         self._record = record
         self._release = release
         self._timeout_s = timeout_s
-        self._queue: asyncio.Queue[tuple[ReplyInFlight, RequestShare]] = asyncio.Queue()
+        self._queue: asyncio.Queue[ReplyInFlight] = asyncio.Queue()
 
-    def follow(self, in_flight: ReplyInFlight, share: RequestShare) -> None:
-        """Add a reply to wait for; it holds its engine, and counts as one of its key's, until it is finished.
-
-        So long its request's share, which is kept, is not released.
-        """
-        in_flight.request.charge.put_off()
-        in_flight.request.caller.meter.begin_request()
-        self._queue.put_nowait((in_flight, share))
+    def follow(self, in_flight: ReplyInFlight) -> None:
+        """Add a reply to wait for; it holds its engine, and counts as one of its key's, until it is finished."""
+        in_flight.request.meter.keep()
+        self._queue.put_nowait(in_flight)
 
     async def run(self) -> None:
         """Wait for the followed replies, for ever."""
         async with asyncio.TaskGroup() as group:
             while True:
-                group.create_task(self._record_at_end(*await self._queue.get()))
+                group.create_task(self._record_at_end(await self._queue.get()))
 
-    async def _record_at_end(self, in_flight: ReplyInFlight, share: RequestShare) -> None:
+    async def _record_at_end(self, in_flight: ReplyInFlight) -> None:
         msg_id, transcript = in_flight.request.msg_id, in_flight.request.writer.transcript
         assert isinstance(transcript, NativeResponseTranscript)
         try:
@@ -73,8 +68,7 @@ class BackgroundResponses:
         except SpoolFull as error:
             log.error("reply_lost", msg_id=msg_id, reason=str(error))
         finally:
-            in_flight.request.caller.meter.end_request()
-            share.release()
+            in_flight.request.meter.release()
             self._release(in_flight)
 
 

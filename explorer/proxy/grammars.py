@@ -19,8 +19,7 @@ from tuneloop.explorer.capture.sampling import Sampling
 from tuneloop.explorer.dialects.dialect import CHAT, TEXT
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.vllm import EngineControl
-from tuneloop.explorer.proxy.in_flight import ReplyInFlight
-from tuneloop.explorer.proxy.request import Request
+from tuneloop.explorer.proxy.request import ReplyInFlight, Request
 from tuneloop.shared.errors import EngineError
 from tuneloop.shared.experience import Grammar
 from tuneloop.shared.settings.settings import Settings

@@ -122,10 +122,11 @@ def _urls(items: object) -> Iterator[str]:
 
 def _parts(items: object) -> Iterator[Mapping[str, Any]]:
     """Messages and their parts, of any depth."""
-    for item in _objects(items):
-        yield item
-        for name in _PARTS:
-            yield from _parts(item.get(name))
+    for item in items if isinstance(items, list) else ():
+        if isinstance(item, Mapping):
+            yield item
+            for name in _PARTS:
+                yield from _parts(item.get(name))
 
 
 def _change_body(body: Mapping[str, Any], change: _Change) -> dict[str, Any]:
@@ -135,16 +136,14 @@ def _change_body(body: Mapping[str, Any], change: _Change) -> dict[str, Any]:
 def _change_parts(items: Any, change: _Change) -> Any:
     if not isinstance(items, list):
         return items
-    return [_change_part(each, change) if isinstance(each, Mapping) else each for each in items]
-
-
-def _change_part(item: Mapping[str, Any], change: _Change) -> dict[str, Any]:
-    changed = {name: _change_parts(item[name], change) for name in _PARTS if name in item}
-    return {**item, **changed, **change(item)}
-
-
-def _objects(value: object) -> list[Mapping[str, Any]]:
-    return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
+    changed = []
+    for each in items:
+        if isinstance(each, Mapping):
+            parts = {name: _change_parts(each[name], change) for name in _PARTS if name in each}
+            changed.append({**each, **parts, **change(each)})
+        else:
+            changed.append(each)
+    return changed
 
 
 def _is_data(url: str) -> bool:

@@ -8,7 +8,7 @@ import asyncio
 import base64
 import re
 import ssl
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -59,19 +59,15 @@ class MediaFetcher:
             raise RequestRefused(
                 f"a request may name {MAX_FILES} files by URL: send more of them as `data:` URLs", code="too_many"
             )
+        budget = _ByteBudget(self._max_bytes, hold)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return with_files(upstream, await self._fetch_all(urls, _ByteBudget(self._max_bytes, hold)))
+            async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as group:
+                tasks = {url: group.create_task(self._fetch(url, budget)) for url in urls}
         except TimeoutError:
             raise _fetch_error(f"the files did not come within {self._timeout_s:g} seconds") from None
-
-    async def _fetch_all(self, urls: Sequence[str], budget: "_ByteBudget") -> Mapping[str, str]:
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = {url: group.create_task(self._fetch(url, budget)) for url in urls}
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return {url: task.result() for url, task in tasks.items()}
+        return with_files(upstream, {url: task.result() for url, task in tasks.items()})
 
     async def _fetch(self, url: str, budget: "_ByteBudget") -> str:
         """The file as a `data:` URL."""
@@ -118,7 +114,12 @@ class MediaFetcher:
                 extensions={"sni_hostname": url.raw_host.decode("ascii")},
             ) as response,
         ):
-            _check_answer(url.host, response)
+            if response.is_redirect:
+                raise _fetch_error(f"{url.host} answered {response.status_code}: redirects are not followed")
+            if response.status_code != 200:
+                raise _fetch_error(f"{url.host} answered {response.status_code}")
+            if response.headers.get("content-encoding", "identity") != "identity":
+                raise _fetch_error(f"{url.host} compresses what it was asked for as it is")
             data = bytearray()
             async for block in response.aiter_raw():
                 budget.take(len(block))
@@ -145,15 +146,6 @@ class _ByteBudget:
                 f"the files that the request names have more than {self._size} bytes", status=413, code="body_too_large"
             )
         self._hold(count)
-
-
-def _check_answer(host: str, response: httpx.Response) -> None:
-    if response.is_redirect:
-        raise _fetch_error(f"{host} answered {response.status_code}: redirects are not followed")
-    if response.status_code != 200:
-        raise _fetch_error(f"{host} answered {response.status_code}")
-    if response.headers.get("content-encoding", "identity") != "identity":
-        raise _fetch_error(f"{host} compresses what it was asked for as it is")
 
 
 def _fetch_error(reason: str) -> RequestRefused:

@@ -14,18 +14,19 @@ import structlog
 
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
-from tuneloop.explorer.dialects.dialect import Dialect, ReplyWriter
+from tuneloop.explorer.dialects.dialect import Dialect
+from tuneloop.explorer.edge import ClientRequest, Headers
 from tuneloop.explorer.engines.admission import Admission
 from tuneloop.explorer.engines.client import EngineReply
 from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.http import errors
-from tuneloop.explorer.http.raw_request import RawRequest
+from tuneloop.explorer.limits import PIECE_BYTES
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.background_responses import BackgroundResponses
 from tuneloop.explorer.proxy.grammars import Grammars
-from tuneloop.explorer.proxy.in_flight import ReplyInFlight
-from tuneloop.explorer.proxy.request import Request, RequestParser
+from tuneloop.explorer.proxy.request import ReplyInFlight, Request, RequestParser
 from tuneloop.explorer.proxy.system_turns import SystemTurns
+from tuneloop.explorer.traces import Traces
 from tuneloop.shared import engine_flags
 from tuneloop.shared.errors import EngineError, EngineUnreachable, RequestRefused, SpoolFull
 from tuneloop.shared.settings.settings import Settings
@@ -111,12 +112,14 @@ class Proxy:
         recorder: Recorder,
         metrics: Metrics,
         shadow: Callable[[Request], None] = lambda request: None,
+        traces: Traces | None = None,
     ) -> None:
         """`shadow` may send a copy of a request to a shadow version."""
+        self._traces = traces
         explorer = settings.explorer
         self._fleet, self._recorder, self._timeout_s = fleet, recorder, explorer.request_timeout
         self.system_turns = SystemTurns(fleet)
-        self.parser = RequestParser(settings, signer, recorder.bodies, self.system_turns)
+        self.parser = RequestParser(settings, signer, self.system_turns)
         self._metrics, self._failures = metrics, RequestFailures(metrics)
         self._grammars, self._shadow = Grammars(settings), shadow
         self.admission = Admission(
@@ -129,77 +132,99 @@ class Proxy:
             timeout_s=explorer.request_timeout,
         )
 
-    async def answer(self, dialect: Dialect, raw: RawRequest) -> None:
+    async def answer(self, dialect: Dialect, raw: ClientRequest) -> None:
         """Answer a request in one dialect, whole or streamed."""
-        started, outcome = time.monotonic(), RequestOutcome()
+        started, outcome, request, error = time.monotonic(), RequestOutcome(), None, ""
         try:
             request = await self.parser.parse(dialect, raw, started)
+            if self._traces is not None:
+                request = request._replace(trace=self._traces.begin(raw.header(b"traceparent")))
             if request.store:
-                self._recorder.admit(request.caller, len(request.body))
+                self._recorder.admit()
                 self._metrics.captured.labels(request.captured_by).inc()
             await self.admission.acquire(request.caller.identity)
             try:
-                await self._answer_in_time(request, raw, outcome)
+                whole = await self._answer_in_time(request, raw, outcome)
             finally:
                 if not outcome.in_background:
                     self.admission.release(request.caller.identity)
+            if whole is not None:  # its client may read it slowly: it has no engine's place meanwhile
+                await raw.respond(outcome.status, *whole)
         except asyncio.CancelledError:
-            outcome.status = 499
+            outcome.status, error = 499, "the client left"
             raise
-        except Exception as error:
-            outcome.status = errors.refusal_of(error).status
+        except Exception as failure:
+            refusal = errors.refusal_of(failure)
+            outcome.status, error = refusal.status, refusal.code or type(failure).__name__
             raise
         finally:
+            if self._traces is not None and request is not None and request.trace is not None:
+                self._traces.send_request(
+                    request, request.trace, status=outcome.status, version=outcome.version, error=error
+                )
             self._metrics.count_request(dialect.path, outcome.status, outcome.version, time.monotonic() - started)
 
-    async def _answer_in_time(self, request: Request, raw: RawRequest, outcome: RequestOutcome) -> None:
+    async def _answer_in_time(
+        self, request: Request, raw: ClientRequest, outcome: RequestOutcome
+    ) -> tuple[Headers, bytes] | None:
+        """The headers and the body of a whole response; None where it was streamed."""
         # Outside the timeout: it has one of its own, and no engine has the request yet.
         engine = await self._fleet.acquire(request.routing_key, request.prefix_hashes)
-        self._shadow(request)
+        if self._fleet.split is not None:
+            self._shadow(request)
         try:
             async with asyncio.timeout(self._timeout_s):
-                with request.charge.while_asking(request.writer.transcript):
-                    await self._answer_from(engine, request, raw, outcome)
+                with request.meter.while_asking(request.writer.transcript):
+                    return await self._answer_from(engine, request, raw, outcome)
         except TimeoutError:
             if not (raw.client_is_slow or request.writer.done or outcome.in_background):
                 self._failures.alone(outcome.asked, request.caller.identity)
             if not raw.started:
                 raise RequestRefused("the engine did not answer in time", status=504, code="engine_timeout") from None
-            if raw.client_is_slow:  # the client would not read an error either
-                raw.abort()
-            else:
-                raw.end_stream(request.writer.error_event("the engine did not answer in time", "engine_timeout"))
+            if not raw.client_is_slow:  # else the client would not read an error either, and is broken off
+                await raw.end_stream(request.writer.error_event("the engine did not answer in time", "engine_timeout"))
+            return None
 
-    async def _answer_from(self, engine: Engine, request: Request, raw: RawRequest, outcome: RequestOutcome) -> None:
+    async def _answer_from(
+        self, engine: Engine, request: Request, raw: ClientRequest, outcome: RequestOutcome
+    ) -> tuple[Headers, bytes] | None:
+        asked_at = 0 if request.trace is None else time.time_ns()
         in_flight, reply = await self._engine_reply(engine, request, outcome)
         outcome.version = in_flight.version
-        raw.share.keep()
         try:
             if reply.status != 200:
-                _check_refusal(reply.status)
+                if reply.status in {401, 403}:  # not the client's concern
+                    what = "it does not accept explorer.rollout_model.engine_key"
+                    raise EngineError(f"the engine answered {reply.status}: {what}")
+                if not 400 <= reply.status < 600:
+                    raise EngineError(f"the engine answered {reply.status}, which is neither a reply nor an error")
                 outcome.status = reply.status
                 at_fault = reply.status >= _ENGINE_FAULT and in_flight.engine is engine  # else another failed too
                 self._failures.last(in_flight.version, request.caller.identity, at_fault=at_fault)
-                raw.respond(reply.status, in_flight.headers(_JSON), await _error_body(in_flight, reply))
-            elif request.stream:
+                return in_flight.headers(_JSON), await _error_body(in_flight, reply)
+            if request.stream:
                 outcome.status = 200
                 await self._stream_reply(in_flight, raw, reply)
-            else:
-                body = await _whole_answer(request.writer, raw, reply)
-                self._failures.at_end(in_flight)
-                await self._record(in_flight)
-                outcome.status = 200
-                raw.respond(200, in_flight.headers(_JSON), body)
+                return None
+            body = _convert(request.writer.convert_whole, await reply.read())
+            if len(body) > PIECE_BYTES:
+                request.meter.hold(len(body))  # until its client has read it
+            self._failures.at_end(in_flight)
+            await self._record(in_flight)
+            outcome.status = 200
+            return in_flight.headers(_JSON), body
         except EngineError:
             self._failures.alone(in_flight.version, request.caller.identity)
             raise
         finally:
             reply.close()
+            if self._traces is not None and request.trace is not None:
+                number, version = in_flight.engine.number, in_flight.version
+                self._traces.send_engine(request, request.trace, started=asked_at, engine=number, version=version)
             if outcome.status == 200 and request.writer.continues_in_background:
                 outcome.in_background = True
-                self.background.follow(in_flight, raw.share)
+                self.background.follow(in_flight)
             else:
-                raw.share.release()
                 self._fleet.release(in_flight.engine)
 
     async def _engine_reply(
@@ -235,16 +260,15 @@ class Proxy:
         if not isinstance(error, asyncio.CancelledError):
             self._failures.alone(in_flight.version, in_flight.request.caller.identity)
 
-    async def _stream_reply(self, in_flight: ReplyInFlight, raw: RawRequest, reply: EngineReply) -> None:
+    async def _stream_reply(self, in_flight: ReplyInFlight, raw: ClientRequest, reply: EngineReply) -> None:
         """Send the chunks as they arrive. All is on disk before the last one, whatever ends the stream."""
         request, writer = in_flight.request, in_flight.request.writer
 
         def forward(block: bytes) -> bool:
-            if data := _convert_block(writer, block):
-                raw.write(data)
-            return not raw.client_is_slow
+            data = _convert(writer.convert_block, block)
+            return raw.write(data) if data else True
 
-        raw.start_stream(200, in_flight.headers(_EVENTS))
+        await raw.start(200, in_flight.headers(_EVENTS))
         try:
             while not await reply.pipe(forward):
                 await raw.drain()
@@ -252,16 +276,16 @@ class Proxy:
                 raise EngineError("the stream ended without [DONE]")
             self._failures.at_end(in_flight)
             await self._record(in_flight)
-            raw.end_stream(writer.finish())
+            await raw.end_stream(writer.finish())
         except SpoolFull as error:
             log.error("reply_lost", msg_id=request.msg_id, reason=str(error))
-            raw.end_stream(writer.error_event("the reply could not be stored", "storage_full"))
+            await raw.end_stream(writer.error_event("the reply could not be stored", "storage_full"))
         except EngineError as error:
             log.warning("stream_broken", msg_id=request.msg_id, reason=str(error))
             if not writer.continues_in_background:
                 self._failures.alone(in_flight.version, request.caller.identity)
             await self._record_partial(in_flight)
-            raw.end_stream(writer.error_event("the engine broke off its reply", "engine_error"))
+            await raw.end_stream(writer.error_event("the engine broke off its reply", "engine_error"))
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
                 log.info("client_left" if raw.client_left else "stream_cancelled", msg_id=request.msg_id)
@@ -288,15 +312,18 @@ class Proxy:
         """Write the exchange to disk, unless the client wants it not stored; even if this is cancelled meanwhile."""
         request = in_flight.request
         if not request.writer.continues_in_background:
-            request.charge.count(request.writer.transcript)
+            request.meter.count_tokens(request.writer.transcript)
         if not (request.store and request.writer.transcript.choices):
             return
-        sampling = request.sampling
+        sampling, began_at = request.sampling, 0 if request.trace is None else time.time_ns()
         try:
-            sampling = await self._grammars.resolve(in_flight)
+            if sampling.by_grammar:
+                sampling = await self._grammars.resolve(in_flight)
         finally:
             in_flight.recorded = True
             await self._recorder.record(in_flight.exchange(sampling))
+        if self._traces is not None and request.trace is not None:
+            self._traces.send_record(request, request.trace, started=began_at, version=in_flight.version)
 
 
 async def _ask(engine: Engine, request: Request) -> EngineReply:
@@ -322,30 +349,12 @@ async def _first_reply(fleet: Fleet, engine: Engine, request: Request) -> Engine
     return other
 
 
-async def _whole_answer(writer: ReplyWriter, raw: RawRequest, reply: EngineReply) -> bytes:
-    content = await reply.read()
-    await raw.share.take_turn()
+def _convert(convert: Callable[[bytes], bytes], content: bytes) -> bytes:
+    """What the client gets for a whole reply, or for a block of a stream."""
     try:
-        answer = writer.convert_whole(content)
+        return convert(content)
     except _UNREADABLE_REPLY as error:
         raise EngineError(f"the engine's reply cannot be read: {error!r}") from error
-    return raw.hold_answer(answer)
-
-
-def _convert_block(writer: ReplyWriter, block: bytes) -> bytes:
-    """What the client gets for a block of a stream."""
-    try:
-        return writer.convert_block(block)
-    except _UNREADABLE_REPLY as error:
-        raise EngineError(f"the engine's reply cannot be read: {error!r}") from error
-
-
-def _check_refusal(status: int) -> None:
-    """Raise EngineError for a status that is not the client's concern."""
-    if status in {401, 403}:
-        raise EngineError(f"the engine answered {status}: it does not accept explorer.rollout_model.engine_key")
-    if not 400 <= status < 600:
-        raise EngineError(f"the engine answered {status}, which is neither a reply nor an error")
 
 
 async def _error_body(in_flight: ReplyInFlight, reply: EngineReply) -> bytes:

@@ -1,35 +1,73 @@
-"""Parses requests for replies: what goes upstream, who writes the reply, and what is recorded of the two."""
+"""Parses requests for replies: what goes upstream, who writes the reply, and what is recorded of the two.
 
+The labels of a request stand beside its messages: task, run, user, priority, and whether to train on its reply. Ours
+begin with `tuneloop_`, and a wrong value is refused. Without the prefix they are words that an application may have
+used for itself: a value that cannot be a label of ours is the application's own.
+"""
+
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
+import structlog
 
-from tuneloop.explorer.bulk_work import BodyParser
+from tuneloop.explorer.auth import Caller, RunBinding
+from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.sampling import Sampling, sampling_of
 from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter
+from tuneloop.explorer.edge import ClientRequest, Headers
 from tuneloop.explorer.engines import fleet, vllm
-from tuneloop.explorer.engines.fleet import PinParser, VersionPin
+from tuneloop.explorer.engines.fleet import Engine, PinParser, VersionPin, in_share
 from tuneloop.explorer.engines.packing import wire
-from tuneloop.explorer.http.bodies import as_utf8, optional_bool
-from tuneloop.explorer.http.caller import Caller
-from tuneloop.explorer.http.chat_template import check_template
-from tuneloop.explorer.http.coercion import flag_of
-from tuneloop.explorer.http.raw_request import Headers, RawRequest
-from tuneloop.explorer.proxy.capture_choice import CaptureChoice
-from tuneloop.explorer.proxy.labels import Labels, labels_of, refuse_misplaced
+from tuneloop.explorer.http.bodies import (
+    as_utf8,
+    coerce_bool,
+    finite_number,
+    flag_of,
+    id_of,
+    optional_bool,
+    parse_body,
+    wrong_type,
+)
+from tuneloop.explorer.limits import RequestMeter
+from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.media import with_own_uuids
 from tuneloop.explorer.proxy.media_fetching import MediaFetcher
 from tuneloop.explorer.proxy.system_turns import SystemTurns, merged_header
-from tuneloop.explorer.proxy.token_charge import TokenCharge
 from tuneloop.shared import engine_flags, steady_time
 from tuneloop.shared.errors import RequestRefused
+from tuneloop.shared.experience import Exchange, person_name
+from tuneloop.shared.ledger.versions.alarms import Alarms
+from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH
 from tuneloop.shared.settings.feedback import TenantSettings
+from tuneloop.shared.settings.serving import CaptureSettings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.spans import RequestTrace
+
+T = TypeVar("T")
+
+log = structlog.get_logger()
+
+#: Larger than any sensible priority, and safe in every database.
+MAX_PRIORITY = 1e9
+
+#: Bytes of a request's metadata, as JSON: it is stored with each reply, and listed.
+MAX_METADATA_BYTES = 64 << 10
+
+#: Of the keys of `metadata` that can mean nothing else.
+PREFIX = "tuneloop_"
+
+#: The names under which a request may keep its reply out of training.
+_CONSENT = ("train", f"{PREFIX}train")
+
+
+#: How often the alarm is looked for.
+_LOOK_S = 5.0
+
 
 #: Fields for the explorer, which an engine does not get.
 _ANY_TENANT = TenantSettings()
@@ -39,12 +77,29 @@ _EXPLORER_FIELDS = frozenset({"store", "metadata"})
 #: Fields that say what an engine does beside this request: they are the operator's. `vllm_xargs` may hold any of them.
 _OPERATORS_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id", "session_id", "priority", "vllm_xargs")
 
+#: How many tokens the client wants of a choice.
+_LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
 #: Replies may come from a cache only to those of one salt, so that no tenant learns by its clock what another has sent.
 _SALT = "cache_salt"
 
 #: Without one of these no request names a file, nor goes on with a conversation that does. JSON may write any letter of
 #: them as an escape.
 _MEDIA_WORDS = (b"_url", b'"image', b'"video', b'"audio', b'"source"', b'"uuid"', b"previous_response_id", b"\\u")
+
+
+class Labels(NamedTuple):
+    """The labels of a request; `train` False keeps its reply out of training.
+
+    `ignored` names the keys that would be labels, if their values could be.
+    """
+
+    task_id: str | None
+    run_id: str | None
+    user: str | None
+    priority: float
+    train: bool
+    ignored: tuple[str, ...] = ()
 
 
 class Request(NamedTuple):
@@ -71,7 +126,7 @@ class Request(NamedTuple):
     stamp: steady_time.Stamp
     started: float
     writer: ReplyWriter
-    charge: TokenCharge
+    meter: RequestMeter
     prefix_hashes: tuple[int, ...] = ()
     pin: VersionPin | None = None
     model: str = ""
@@ -81,7 +136,7 @@ class Request(NamedTuple):
     @property
     def key(self) -> str:
         """The user, task or reply that decides the version: the same key gets the same version."""
-        return _user_key(self.caller.tenant, self.labels, self.msg_id)
+        return f"{self.caller.tenant}:{self.labels.user or self.labels.task_id or self.msg_id}"
 
     @property
     def routing_key(self) -> str | VersionPin:
@@ -118,21 +173,91 @@ class Request(NamedTuple):
         return [*headers, *merged_header(self.merged_turns)]
 
 
+class ReplyInFlight:
+    """A reply that an engine is sampling, and the versions that may have sampled it."""
+
+    def __init__(self, request: Request, engine: Engine) -> None:
+        self.request = request
+        self.version = engine.version
+        self.recorded = False
+        self.engine = engine
+        self._loads = engine.loads
+
+    def headers(self, kind: tuple[bytes, bytes]) -> Headers:
+        """The headers of the response to the client, whose content is of this kind."""
+        attested = [(b"x-tuneloop-attested", self.engine.proof.encode())] if self.engine.proof else []
+        return [*self.request.headers(self.version, kind), *attested]
+
+    def exchange(self, sampling: Sampling) -> Exchange:
+        """The exchange to record: the request, and the reply as far as it has arrived, sampled so."""
+        request, mixed = self.request, self.engine.loads != self._loads
+        return Exchange(
+            msg_id=request.msg_id,
+            tenant=request.caller.tenant,
+            key=request.caller.name,
+            endpoint=request.dialect.path,
+            request=request.body,
+            received_at=request.received_at,
+            stamp=request.stamp,
+            latency_s=time.monotonic() - request.started,
+            experiences=request.writer.transcript.experiences(
+                sampling,
+                versions=(self.version, self.engine.version if mixed else self.version),
+                mixed=mixed,
+            ),
+            task_id=request.labels.task_id,
+            run_id=request.labels.run_id,
+            user=request.labels.user,
+            priority=request.labels.priority,
+            engine=self.engine.number,
+        )
+
+
+class CaptureChoice:
+    """Which replies engines are asked to tell log-probabilities of; the trainer recomputes those of the others.
+
+    The settings' share of them, by a hash of the reply's name, so that nobody chooses; or all while `mistrusted`: while
+    the alarm is open that the two are not the same.
+    """
+
+    def __init__(self, settings: CaptureSettings) -> None:
+        self._all = settings.logprobs == "all"
+        self._share = settings.captured_share
+        self.mistrusted = False
+
+    def asks(self, msg_id: str, upstream: Mapping[str, Any]) -> bool:
+        """Whether the engine is asked for the log-probabilities of the reply to a request."""
+        wanted = upstream.get("logprobs")  # of a text, 0 is a number of them
+        if self._all or self.mistrusted or not (wanted is None or wanted is False):
+            return True
+        return in_share(b"captured", msg_id, self._share)
+
+    async def watch(self, alarms: Alarms, metrics: Metrics) -> None:
+        """Look for the alarm for ever."""
+
+        async def look() -> None:
+            raised = await asyncio.to_thread(alarms.all)
+            mistrusted = any(alarm.name == CAPTURE_MISMATCH for alarm in raised)
+            if mistrusted != self.mistrusted:
+                log.warning("capture_switched", logprobs="all" if mistrusted else f"a share of {self._share:g}")
+            self.mistrusted = mistrusted
+
+        if not self._all:
+            await every(_LOOK_S, look, task="capture", metrics=metrics)
+
+
 class RequestParser:
     """Parses requests under the settings."""
 
-    def __init__(
-        self, settings: Settings, signer: ReplyIdSigner, bodies: BodyParser, system_turns: SystemTurns
-    ) -> None:
+    def __init__(self, settings: Settings, signer: ReplyIdSigner, system_turns: SystemTurns) -> None:
         explorer = settings.explorer
-        self._bodies, self._system_turns = bodies, system_turns
+        self._system_turns = system_turns
         self.capture = CaptureChoice(explorer.capture)
         self._signer, self._tenants = signer, settings.tenants
         self._pins = PinParser(settings)
         self._default_temperature = settings.model.temperature
         self._default_tokens = settings.model.max_response_tokens
         self._max_body_bytes, self._max_choices = explorer.max_body_bytes, explorer.max_choices
-        self._timeout_s = min(explorer.body_timeout, explorer.request_timeout)
         rollout = explorer.rollout_model
         self._prefix_affinity = explorer.prefix_affinity and max(len(rollout.engine_urls), rollout.engine_num) > 1
         on_cpu = not settings.cluster.gpu_per_node and not explorer.rollout_model.engine_urls
@@ -143,10 +268,11 @@ class RequestParser:
         self._media = MediaFetcher(frozenset(explorer.allowed_media_domains), max_bytes=explorer.max_body_bytes)
         self._holds_tools = engine_flags.holds_tools(rollout.engine_args, rollout.tool_call_parser)
 
-    async def parse(self, dialect: Dialect, raw: RawRequest, started: float) -> Request:
+    async def parse(self, dialect: Dialect, raw: ClientRequest, started: float) -> Request:
         """Read and parse a request. Raises RequestRefused if it is not valid."""
-        raw_body = as_utf8(await raw.body(self._max_body_bytes, self._timeout_s))
-        body = dialect.normalize(await self._bodies.parse(raw_body, raw.caller.identity))
+        caller, tenant = raw.caller, self._tenants.get(raw.caller.tenant, _ANY_TENANT)
+        raw_body = as_utf8(await raw.body(self._max_body_bytes))
+        body = dialect.normalize(await parse_body(raw_body))
         if pin := self._pins.parse(body):
             body["model"] = self._pins.model_name
         stream, store = flag_of(body, "stream"), optional_bool(body, "store")
@@ -154,92 +280,99 @@ class RequestParser:
         check_template(body)
         refuse_misplaced(body)
         dialect = dialect.for_body(body)
-        upstream, merged_turns = await self._system_turns.merge(await dialect.to_upstream(body, raw.caller))
+        upstream, merged_turns = await self._system_turns.merge(await dialect.to_upstream(body, caller))
         if any(word in raw_body for word in _MEDIA_WORDS):
-            upstream = with_own_uuids(await self._media.inline(upstream, raw.hold), raw.caller.tenant)
-        labels = labels_of(upstream, raw.run(), train=self._tenant(raw.caller).train)
-        sampling = self._sampling_of(upstream, labels)
-        unwanted = (*self._unsafe_fields, *_operators_fields(raw.caller))
-        ignored_fields = tuple(param for param in unwanted if upstream.get(param) is not None)
-        salt = _salt_of(raw.caller, upstream)
-        choices = self._count_choices(dialect, upstream)
-        msg_id = self._signer.mint(raw.caller.tenant, choices, dialect.prefix)
-        verbatim = _verbatim(dialect, upstream, msg_id, (ignored_fields, salt))
-        captured = verbatim is not None or self.capture.asks(msg_id, upstream)
-        added_fields = self._added_fields(dialect, upstream, captured=captured) | salt if verbatim is None else {}
-        sent = orjson.dumps(body) if pin else raw_body
-        encode = partial(_encode_upstream, sent, body, upstream, _EXPLORER_FIELDS.union(ignored_fields))
+            upstream = with_own_uuids(await self._media.inline(upstream, raw.meter.hold), caller.tenant)
+        store = tenant.store if store is None else store
+        if upstream.get("background") is True and not store:
+            raise RequestRefused("a response in the background is stored", code="invalid_value", param="background")
+        if (choices := dialect.count_choices(upstream)) > self._max_choices:
+            reason = f"a request may ask for {self._max_choices} choices, and this one asks for {choices}"
+            raise RequestRefused(reason, code="too_many_choices", param="n")
+        labels = labels_of(upstream, raw.run, train=tenant.train)
+        sampling = sampling_of(upstream, default_temperature=self._default_temperature, holds_tools=self._holds_tools)
+        msg_id = self._signer.mint(caller.tenant, choices, dialect.prefix)
+        sent = raw_body if pin is None else orjson.dumps(body)
+        for_engine = self._for_engine(dialect, caller, msg_id, sent, body, upstream)
         writer = dialect.writer(body, msg_id, dialect.upstream_prefix + msg_id.removeprefix(dialect.prefix))
-        writer.transcript.captured = captured
+        writer.transcript.captured = for_engine.captured
+        most = next((value for name in _LENGTHS if (value := upstream.get(name)) is not None), None)
+        raw.meter.expect(body_bytes=len(raw_body), choices=choices, most=most)
         return Request(
             dialect=dialect,
             body=raw_body,
-            upstream_body=verbatim or encode(added_fields),
-            plain_body=partial(encode, {}),
-            added_fields=tuple(added_fields),
+            upstream_body=for_engine.body,
+            plain_body=for_engine.plain_body,
+            added_fields=for_engine.added_fields,
             msg_id=msg_id,
             choices=choices,
             stream=stream,
-            store=self._is_stored(raw.caller, upstream, store),
-            sampling=sampling,
+            store=store,
+            sampling=sampling if labels.train else sampling._replace(drop_reason="opt_out"),
             labels=labels,
-            ignored_fields=ignored_fields,
-            caller=raw.caller,
+            ignored_fields=for_engine.ignored_fields,
+            caller=caller,
             request_id=raw.header(b"x-request-id") or msg_id,
             # The time before its body was read, which may have taken the client long.
             received_at=steady_time.now() - (waited_s := time.monotonic() - started),
             stamp=steady_time.stamp(ago_s=waited_s),
             started=started,
             writer=writer,
-            charge=TokenCharge.of(raw.caller.meter, upstream, body_bytes=len(raw_body), choices=choices),
+            meter=raw.meter,
             prefix_hashes=fleet.hash_prefixes(upstream) if self._prefix_affinity else (),
             pin=pin,
             model=str(body.get("model") or ""),
             merged_turns=merged_turns,
         )
 
-    def _sampling_of(self, upstream: dict[str, Any], labels: Labels) -> Sampling:
-        found = sampling_of(upstream, default_temperature=self._default_temperature, holds_tools=self._holds_tools)
-        return found if labels.train else found._replace(drop_reason="opt_out")
-
-    def _is_stored(self, caller: Caller, upstream: Mapping[str, Any], wanted: bool | None) -> bool:
-        store = self._tenant(caller).store if wanted is None else wanted
-        if upstream.get("background") is True and not store:
-            raise RequestRefused("a response in the background is stored", code="invalid_value", param="background")
-        return store
-
-    def _count_choices(self, dialect: Dialect, upstream: dict[str, Any]) -> int:
-        if (choices := dialect.count_choices(upstream)) <= self._max_choices:
-            return choices
-        reason = f"a request may ask for {self._max_choices} choices, and this one asks for {choices}"
-        raise RequestRefused(reason, code="too_many_choices", param="n")
-
-    def _tenant(self, caller: Caller) -> TenantSettings:
-        return self._tenants.get(caller.tenant, _ANY_TENANT)
+    def _for_engine(
+        self,
+        dialect: Dialect,
+        caller: Caller,
+        msg_id: str,
+        sent: bytes,
+        body: Mapping[str, Any],
+        upstream: dict[str, Any],
+    ) -> "_ForEngine":
+        """The body for the engine, of one that the client `sent`, and what it has more and less than that."""
+        unwanted = self._unsafe_fields if caller.sees_all else (*self._unsafe_fields, *_OPERATORS_FIELDS)
+        ignored = tuple(name for name in unwanted if upstream.get(name) is not None)
+        salt = _salt_of(caller, upstream)
+        wanted = upstream
+        if ignored or salt:
+            wanted = {name: value for name, value in upstream.items() if name not in ignored} | salt
+        if (verbatim := dialect.verbatim(wanted, msg_id)) is not None:
+            return _ForEngine(orjson.dumps(verbatim), partial(orjson.dumps, verbatim), (), ignored, captured=True)
+        captured = self.capture.asks(msg_id, upstream)
+        added = self._added_fields(dialect, upstream, captured=captured) | salt
+        encode = partial(_encode_upstream, sent, body, upstream, _EXPLORER_FIELDS.union(ignored))
+        return _ForEngine(encode(added), partial(encode, {}), tuple(added), ignored, captured=captured)
 
     def _added_fields(self, dialect: Dialect, upstream: Mapping[str, Any], *, captured: bool) -> dict[str, object]:
         """The fields that the engine gets beside the client's: its log-probabilities are `captured` or not."""
         added = {name: value for name, value in self._defaults.items() if name not in upstream}
-        added |= {
-            name: value
-            for name, value in dialect.capture_fields(upstream).items()
-            if not _includes(upstream.get(name), value) and (captured or name != "logprobs")
-        }
+        for name, value in dialect.capture_fields(upstream).items():
+            asked = upstream.get(name)
+            # Whether the client asks for at least what we want.
+            includes = asked == value if isinstance(value, bool) else asked is not None
+            if not includes and (captured or name != "logprobs"):
+                added[name] = value
+        # Zero is a value too, which the engine refuses.
+        has_most = upstream.get("max_tokens") is not None or upstream.get("max_completion_tokens") is not None
         # Not vLLM's own default, max_new_tokens: that one also caps what clients request.
-        if self._default_tokens and dialect.length_field and not _has_max_tokens(upstream):
+        if self._default_tokens and dialect.length_field and not has_most:
             added[dialect.length_field] = self._default_tokens
         return added
 
 
-def _verbatim(
-    dialect: Dialect, upstream: dict[str, Any], msg_id: str, but: tuple[tuple[str, ...], dict[str, object]]
-) -> bytes | None:
-    """The exact body for the engine, if there is one, without the first of `but` and with the second."""
-    ignored, more = but
-    if ignored or more:
-        upstream = {name: value for name, value in upstream.items() if name not in ignored} | more
-    fields = dialect.verbatim(upstream, msg_id)
-    return None if fields is None else orjson.dumps(fields)
+class _ForEngine(NamedTuple):
+    """The body for an engine, how to encode it without `added_fields`, and what of the client's is left out."""
+
+    body: bytes
+    plain_body: Callable[[], bytes]
+    added_fields: tuple[str, ...]
+    ignored_fields: tuple[str, ...]
+    captured: bool
 
 
 def _encode_upstream(
@@ -255,10 +388,6 @@ def _encode_upstream(
     return orjson.dumps({name: value for name, value in upstream.items() if name not in dropped} | added)
 
 
-def _operators_fields(caller: Caller) -> tuple[str, ...]:
-    return () if caller.sees_all else _OPERATORS_FIELDS
-
-
 def _salt_of(caller: Caller, upstream: Mapping[str, Any]) -> dict[str, object]:
     """The salt of a key's tenant, with the client's own, if it has one that the engine can take."""
     own = upstream.get(_SALT)
@@ -267,15 +396,111 @@ def _salt_of(caller: Caller, upstream: Mapping[str, Any]) -> dict[str, object]:
     return {_SALT: caller.tenant if own is None else f"{caller.tenant}:{own}"}
 
 
-def _user_key(tenant: str, labels: Labels, msg_id: str) -> str:
-    return f"{tenant}:{labels.user or labels.task_id or msg_id}"
+def labels_of(body: dict[str, Any], run: RunBinding | None = None, *, train: bool = True) -> Labels:
+    """The labels of a request's body, and of the run that its path binds it to, which wins.
+
+    `train` holds where neither says anything of it. Raises RequestRefused for invalid labels that can only be ours.
+    """
+    labels, consent = _labels_in(body)
+    if run is None:
+        return labels._replace(train=train if consent is None else consent)
+    either = [each for each in (consent, run.train) if each is not None]
+    train = all(either) if either else train  # whoever opts out is heard
+    return labels._replace(task_id=run.task_id, run_id=run.run_id, train=train)
 
 
-def _has_max_tokens(upstream: Mapping[str, Any]) -> bool:
-    # Zero is a value too, which the engine refuses.
-    return upstream.get("max_tokens") is not None or upstream.get("max_completion_tokens") is not None
+def refuse_misplaced(body: dict[str, Any]) -> None:
+    """Raise RequestRefused for consent beside `metadata`: nobody would read it, and the reply would be trained on."""
+    for name in _CONSENT:
+        if name in body:
+            raise RequestRefused(f"write metadata.{name} instead of {name}", code="unknown_parameter", param=name)
 
 
-def _includes(requested: Any, wanted: object) -> bool:
-    """Whether the client requests at least what we want."""
-    return requested == wanted if isinstance(wanted, bool) else requested is not None
+def _labels_in(body: dict[str, Any]) -> tuple[Labels, bool | None]:
+    """The labels of a body, and what it says of training."""
+    metadata = body.get("metadata")
+    if metadata:
+        try:
+            size = len(orjson.dumps(metadata))
+        except orjson.JSONEncodeError:  # nested too deeply, or a number that is too large
+            raise RequestRefused("metadata cannot be stored as JSON", code="invalid_value", param="metadata") from None
+        if size > MAX_METADATA_BYTES:
+            message = f"metadata must have at most {MAX_METADATA_BYTES} bytes as JSON"
+            raise RequestRefused(message, code="too_long", param="metadata")
+    reader = _LabelReader(metadata if isinstance(metadata, dict) else {})
+    priority, train = reader.read("priority", _priority), reader.consent()
+    # Ours first: a client that sets it means it for us. OpenAI's newer name comes before its older one.
+    identifier, user = body.get("safety_identifier"), reader.read("user", _person)
+    if not user and identifier and isinstance(identifier, str):
+        user = person_name(identifier)
+    if not user:
+        if not isinstance(older := body.get("user"), str | None):
+            raise wrong_type("user", "a string")  # vLLM refuses it too
+        user = person_name(older) if older else None
+    labels = Labels(
+        task_id=reader.read("task_id", id_of),
+        run_id=reader.read("run_id", id_of),
+        user=user,
+        priority=0.0 if priority is None else priority,
+        train=train is not False,
+        ignored=tuple(reader.ignored),
+    )
+    return labels, train
+
+
+class _LabelReader:
+    """Reads labels from the metadata of a request."""
+
+    def __init__(self, metadata: dict[str, Any]) -> None:
+        self._metadata = metadata
+        self.ignored: list[str] = []
+
+    def consent(self) -> bool | None:
+        """Whether to train on the reply, which is refused under either name, however written; None if it is not said.
+
+        Raises RequestRefused for what is neither true nor false, null too: nobody knows what was meant by it.
+        """
+        names = [name for name in self._metadata if name.strip().lower() in _CONSENT]
+        said = [coerce_bool(self._metadata[name], f"metadata.{name}") for name in names]
+        return all(said) if said else None
+
+    def read(self, name: str, parse: Callable[[object, str], T]) -> T | None:
+        """A label; None if there is none. Raises RequestRefused if it is invalid, and prefixed."""
+        if (value := self._metadata.get(PREFIX + name)) is not None:
+            return parse(value, f"metadata.{PREFIX}{name}")
+        if (value := self._metadata.get(name)) is None:
+            return None
+        try:
+            return parse(value, f"metadata.{name}")
+        except RequestRefused:
+            self.ignored.append(f"metadata.{name}")
+            return None
+
+
+def _priority(value: object, param: str) -> float:
+    # OpenAI's own clients can send nothing but strings in metadata.
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise wrong_type(param, "a number") from None
+    return finite_number(value, param, bound=MAX_PRIORITY)
+
+
+def _person(value: object, param: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise wrong_type(param, "a string or an integer")
+    return person_name(str(value))
+
+
+def check_template(body: Mapping[str, Any]) -> None:
+    """Raise RequestRefused for a request that brings a chat template of its own.
+
+    vLLM refuses it too, unless it is told to trust requests, as engines that others started may be.
+    """
+    inner = body.get("chat_template_kwargs")
+    for holder, param in ((body, "chat_template"), (inner, "chat_template_kwargs.chat_template")):
+        if isinstance(holder, Mapping) and holder.get("chat_template") is not None:
+            raise RequestRefused(
+                "a chat template is a program: the model's own is used", code="chat_template_not_allowed", param=param
+            )

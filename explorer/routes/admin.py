@@ -12,8 +12,8 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import Response
 from starlette.datastructures import QueryParams
 
+from tuneloop.explorer.auth import caller_of
 from tuneloop.explorer.http.bodies import optional_name, optional_text, read_object, wrong_type
-from tuneloop.explorer.http.caller import caller_of
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.operations.version_comparison import compare_versions

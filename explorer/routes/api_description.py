@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tuneloop.explorer.access.route_scopes import OPEN, required_scopes
+from tuneloop.explorer.auth import OPEN, required_scopes
 from tuneloop.explorer.routes.api_operations import OPERATIONS, TEXT, Schema
 from tuneloop.shared import VERSION
 

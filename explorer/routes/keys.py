@@ -7,8 +7,8 @@ import msgspec
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response
 
+from tuneloop.explorer.auth import Caller, caller_of, operator_only
 from tuneloop.explorer.http.bodies import read_object
-from tuneloop.explorer.http.caller import Caller, caller_of, operator_only
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import KeyRefused, RequestRefused
 from tuneloop.shared.experience import Scope

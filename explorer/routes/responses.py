@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import orjson
@@ -15,7 +14,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.datastructures import QueryParams
 
-from tuneloop.explorer.bulk_work import BulkWork
+from tuneloop.explorer.auth import Caller, caller_of
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.dialects.dialect import RESPONSES
@@ -23,7 +22,6 @@ from tuneloop.explorer.dialects.responses_native import UNFINISHED, restore_clie
 from tuneloop.explorer.dialects.responses_request import normalize, untranslatable_reason
 from tuneloop.explorer.engines.client import EngineReply
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
-from tuneloop.explorer.http.caller import Caller, caller_of
 from tuneloop.explorer.proxy.background_responses import response_path
 from tuneloop.shared.errors import EngineError, LedgerUnavailable, RequestRefused
 from tuneloop.shared.ledger.recording.stored_completions import StoredCompletions, StoredExchange
@@ -71,12 +69,11 @@ class HeldResponse(NamedTuple):
 ReadStored = Callable[[Caller, str], Awaitable[StoredExchange | None]]
 
 
-def stored_reader(stored: StoredCompletions, reading: BulkWork) -> ReadStored:
-    """Reads recorded responses of the database, where callers take turns in `reading`."""
+def stored_reader(stored: StoredCompletions) -> ReadStored:
+    """Reads recorded responses of the database."""
 
     async def read(caller: Caller, response_id: str) -> StoredExchange | None:
-        find = partial(stored.get, caller.tenant, response_id, endpoint=RESPONSES)
-        return await reading.run(caller.identity, find)
+        return await asyncio.to_thread(stored.get, caller.tenant, response_id, endpoint=RESPONSES)
 
     return read
 

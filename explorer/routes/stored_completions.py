@@ -1,5 +1,6 @@
 """OpenAI's stored completions: a tenant lists, reads, relabels and deletes its exchanges of the chat route."""
 
+import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -9,10 +10,10 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response
 from starlette.datastructures import QueryParams
 
+from tuneloop.explorer.auth import caller_of
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.http.bodies import read_object, wrong_type
-from tuneloop.explorer.http.caller import caller_of
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.ledger.recording.stored_completions import (
     ENDPOINT,
@@ -63,11 +64,11 @@ class CompletionReader:
 
     async def wait_until_flushed(self) -> bool:
         """Wait until what is in the spool now is in the database; False if that is unavailable."""
-        return bool(await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S))
+        return await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S)
 
     async def read(self, query: Callable[[], _T]) -> _T:
         """The result of `query`, when it is the caller's turn."""
-        return await self.recorder.lookups.run(self._caller.identity, query)
+        return await asyncio.to_thread(query)
 
     async def find(self, msg_id: str, query: Callable[[], _T | None]) -> _T:
         """The result of `query`. Raises RequestRefused if there is none."""

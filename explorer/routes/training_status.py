@@ -1,6 +1,6 @@
 """GET /training: what the training does now and what a run has asked, for programs that drive it step by step."""
 
-from collections.abc import Callable
+import asyncio
 from dataclasses import replace
 from typing import TypeVar
 
@@ -8,9 +8,8 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from tuneloop.explorer.bulk_work import BulkWork, pages_of
+from tuneloop.explorer.auth import caller_of
 from tuneloop.explorer.capture.recorder import Recorder
-from tuneloop.explorer.http.caller import caller_of
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import State
@@ -36,7 +35,7 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
         served = request.app.state.services.fleet.served_versions
         caller = caller_of(request.scope)
         tenant = None if caller.sees_all else caller.tenant
-        status = await _in_turn(request, lambda: _status(settings, ledger, served, tenant))
+        status = await asyncio.to_thread(lambda: _status(settings, ledger, served, tenant))
         return Response(orjson.dumps(status), media_type="application/json")
 
     @app.get("/training/calls")
@@ -56,13 +55,7 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
                 return ledger.runs.count_tokens(*run)._asdict()
             return {"calls": ledger.runs.count_calls(*run)}
 
-        return Response(orjson.dumps(await _in_turn(request, count)), media_type="application/json")
-
-
-async def _in_turn(request: Request, query: Callable[[], _T]) -> _T:
-    """The result of `query`, when it is the caller's turn."""
-    reading: BulkWork = request.app.state.services.reading
-    return await reading.run(pages_of(caller_of(request.scope).identity), query)
+        return Response(orjson.dumps(await asyncio.to_thread(count)), media_type="application/json")
 
 
 def _status(settings: Settings, ledger: Ledger, served: list[int], tenant: str | None) -> dict[str, object]:

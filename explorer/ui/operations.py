@@ -35,11 +35,11 @@ def add_operations(router: APIRouter, site: Site, counts: LedgerCounts) -> None:
 
     @router.get("/trainer")
     async def trainer(request: Request) -> Response:
-        return site.show(request, "trainer.html", **await site.in_turn(request, _trainer, site.ledger, curves))
+        return site.show(request, "trainer.html", **await site.in_thread(request, _trainer, site.ledger, curves))
 
     @router.get("/trainer/status")
     async def status(request: Request) -> Response:
-        return site.show(request, "_trainer.html", counted=await site.in_turn(request, counts.get))
+        return site.show(request, "_trainer.html", counted=await site.in_thread(request, counts.get))
 
     @router.get("/doctor")
     async def doctor(request: Request) -> Response:

@@ -4,7 +4,7 @@ from functools import partial
 
 from fastapi import APIRouter, FastAPI
 
-from tuneloop.explorer.http.caller import EntryGate
+from tuneloop.explorer.auth import EntryGate
 from tuneloop.explorer.ui.front_door import add_front_door
 from tuneloop.explorer.ui.ledger_counts import LedgerCounts
 from tuneloop.explorer.ui.operations import add_changes, add_operations

@@ -35,13 +35,13 @@ def add_overview(router: APIRouter, site: Site, counts: LedgerCounts) -> None:
     @router.get("")
     @router.get("/")
     async def overview(request: Request) -> Response:
-        context = await site.in_turn(request, build_overview, site.ledger)
+        context = await site.in_thread(request, build_overview, site.ledger)
         engines = request.app.state.services.fleet.engines
         return site.show(request, "overview.html", **context, engines=engines)
 
     @router.get("/waiting")
     async def waiting(request: Request) -> Response:
-        return site.show(request, "_waiting.html", waiting=await site.in_turn(request, find_waiting, counts))
+        return site.show(request, "_waiting.html", waiting=await site.in_thread(request, find_waiting, counts))
 
 
 def add_exchanges(router: APIRouter, site: Site) -> None:
@@ -79,7 +79,7 @@ def add_exchanges(router: APIRouter, site: Site) -> None:
     async def tokens(request: Request, msg_id: str, choice: str) -> Response:
         tenant = site.tenant_of(request)
         number = int(choice) if choice.isascii() and choice.isdigit() and len(choice) < 6 else -1
-        view = await site.in_turn(request, ledger.exchange_views.tokens, tenant, msg_id, number)
+        view = await site.in_thread(request, ledger.exchange_views.tokens, tenant, msg_id, number)
         if view is None:
             raise _no_exchange(msg_id)
         fleet = request.app.state.services.fleet

@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 
+from tuneloop.explorer.auth import Caller
 from tuneloop.explorer.feedback.routes import FeedbackRoutes
-from tuneloop.explorer.http.caller import Caller
 from tuneloop.explorer.ui.pages import SENTENCES, show_exchange
 from tuneloop.explorer.ui.reading.conversation import read_calls, read_request
 from tuneloop.explorer.ui.reading.reply_query import parse_cursor

@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 from fastapi import Request
 from fastapi.responses import Response
 
-from tuneloop.explorer.access.loopback import is_from_here
-from tuneloop.explorer.http.caller import Caller, EntryGate, operator_only
+from tuneloop.explorer.auth import Caller, EntryGate, is_from_here, operator_only
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.held_files import change_unlinked, read_unlinked

@@ -1,7 +1,7 @@
 """The routes below /ui."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, quote, urlsplit
 
@@ -11,9 +11,8 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
-from tuneloop.explorer.bulk_work import BulkWork, pages_of
+from tuneloop.explorer.auth import EntryGate
 from tuneloop.explorer.http.bodies import read_bytes
-from tuneloop.explorer.http.caller import EntryGate
 from tuneloop.explorer.http.errors import refusal_of
 from tuneloop.explorer.ui.rendering import FOLDER, Renderer
 from tuneloop.explorer.ui.sessions import (
@@ -67,7 +66,7 @@ class Site:
         """A page of what `read` finds, which may be long: read and made HTML when it is the turn of who asks."""
         session = self.guard.admit(request)
         known = self._context_of(request, session)
-        response = await self.in_turn(request, lambda: self.renderer.page(template, {**known, **read()}, status))
+        response = await self.in_thread(request, lambda: self.renderer.page(template, {**known, **read()}, status))
         self.guard.admit(request)  # its key may have been revoked, or have expired, meanwhile
         self.guard.keep(response, session, secure=request.url.scheme == "https")
         return response
@@ -89,11 +88,10 @@ class Site:
         context = {"status": refusal.status, "sentence": str(refusal), "path": request.url.path, "token": ""}
         return self.renderer.page("error.html", context, refusal.status)
 
-    async def in_turn(self, request: Request, work: Callable[..., _T], *arguments: Any) -> _T:
-        """The result of what waits for the database, when it is the turn of who asks. Raises RequestRefused."""
-        reading: BulkWork = request.app.state.services.reading
-        identity = self.guard.caller_of(self.guard.admit(request)).identity
-        return await reading.run(pages_of(identity), partial(work, *arguments))
+    async def in_thread(self, request: Request, work: Callable[..., _T], *arguments: Any) -> _T:
+        """The result of what waits for the database. Raises RequestRefused for who may not see it."""
+        self.guard.admit(request)
+        return await asyncio.to_thread(work, *arguments)
 
     async def form(self, request: Request) -> tuple[BrowserSession, Mapping[str, str]]:
         """The session and the fields of a form that a page of ours has sent. Raises RequestRefused."""

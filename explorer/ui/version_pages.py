@@ -58,7 +58,7 @@ def add_versions(router: APIRouter, site: Site) -> None:
 
     @router.get("/versions")
     async def versions(request: Request) -> Response:
-        return site.show(request, "versions.html", **await site.in_turn(request, _list, site.ledger))
+        return site.show(request, "versions.html", **await site.in_thread(request, _list, site.ledger))
 
     @router.get("/versions/compare")
     async def compare(request: Request) -> Response:
@@ -69,7 +69,7 @@ def add_versions(router: APIRouter, site: Site) -> None:
     @router.get("/versions/{version}")
     async def version(request: Request, version: str) -> Response:
         done = request.query_params.get("done", "")
-        context = await site.in_turn(request, _describe, site.ledger, version)
+        context = await site.in_thread(request, _describe, site.ledger, version)
         return site.show(request, "version.html", **context, done=_DONE.get(done, ""), wrong="")
 
     @router.post("/versions/{version}/{action}")
@@ -78,10 +78,10 @@ def add_versions(router: APIRouter, site: Site) -> None:
         if action not in _DECISIONS:
             raise RequestRefused(f"{action[:20]} is not a decision about a version", status=404, code="not_found")
         try:
-            await site.in_turn(request, _decide, site.ledger, version, action, form)
+            await site.in_thread(request, _decide, site.ledger, version, action, form)
         except (VersionRefused, RequestRefused) as error:
             status = error.status if isinstance(error, RequestRefused) else 409
-            context = await site.in_turn(request, _describe, site.ledger, version)
+            context = await site.in_thread(request, _describe, site.ledger, version)
             return site.show(request, "version.html", status, **context, done="", wrong=str(error))
         return RedirectResponse(f"{PATH}/versions/{version}?done={action}", 303)
 

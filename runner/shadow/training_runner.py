@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast, overload
+from typing import Any, ClassVar, Self, TypeVar, cast, overload
 
 from tuneloop.runner.feedback.feedback_client import Feedback
 from tuneloop.runner.shadow.call_queue import CallQueue, NotJson, call_as_json
@@ -109,6 +109,11 @@ class TrainingRunner:
         strategy: Any = self.selection_strategy
         self._select = cast(Callable[[ProductionCall], bool], getattr(strategy, "should_select", strategy))
         self._asked_after = bool(getattr(strategy, "after_call", False))
+
+    @staticmethod
+    def builder() -> "TrainingRunnerBuilder":
+        """What AgentScope's Java API begins with: a method for each setting, then `build()`."""
+        return TrainingRunnerBuilder()
 
     def start(self) -> Self:
         """Begin, in a forked child anew. Before, wrapped functions do as they would without this."""
@@ -297,3 +302,30 @@ class TrainingRunner:
                     loop=running_loop(),
                 )
             )
+
+
+class TrainingRunnerBuilder:
+    """A `TrainingRunner`, setting by setting: each is a method of its name that returns the builder.
+
+    `trinity_endpoint` and `model_name` are the names that AgentScope's Java API has for `service` and `model`.
+    """
+
+    _NAMES: ClassVar = {"trinity_endpoint": "service", "model_name": "model"}
+
+    def __init__(self) -> None:
+        self._settings: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Callable[[Any], "TrainingRunnerBuilder"]:
+        setting = self._NAMES.get(name, name)
+        if setting not in TrainingRunner.__dataclass_fields__:
+            raise AttributeError(f"TrainingRunner has no setting {name!r}")
+
+        def give(value: Any) -> "TrainingRunnerBuilder":
+            self._settings[setting] = value
+            return self
+
+        return give
+
+    def build(self) -> TrainingRunner:
+        """The runner, which `start()` begins. Raises ValueError as TrainingRunner does."""
+        return TrainingRunner(**self._settings)

@@ -259,8 +259,8 @@ class ExplorerSettings(Section):
     max_body_bytes: Positive = 16 << 20
     """Bytes of the largest request that is accepted. _Serve._"""
     max_held_bytes: Positive = 512 << 20
-    """Bytes that one worker holds of all requests and large answers together; a key's and its tenant's, added up, are
-    at most as many as are left to all others. Those beyond it are refused with 503. _Serve._"""
+    """Bytes that one worker holds of all requests and large answers together; those beyond it are refused with 503.
+    _Serve._"""
     head_timeout: Seconds = 30.0
     """Seconds that a request's headers may take to come, and that a new connection may wait with its first request.
     _Serve._"""
@@ -291,8 +291,6 @@ class ExplorerSettings(Section):
     spool_max_age: ClassVar[float] = 86400.0
     #: A reply counts as kept when it is on disk, which survives a power cut.
     durability: ClassVar[Literal["fsync", "write"]] = "fsync"
-    #: What the experiences of a key may take in the database, in bytes.
-    max_stored_bytes_per_key: ClassVar[int | None] = 64 << 30
     #: Engines that go on answering while another one takes new weights. None: 1 with `rollout.mode: rolling`, else 0.
     min_running_model_num: ClassVar[int | None] = None
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import uvicorn
 
-from tuneloop.explorer.http.server import FastProtocol
+from tuneloop.explorer.protocol import Http11
 
 
-class Resettable(FastProtocol):
+class Resettable(Http11):
     """Lets an app get at its connection, which real servers lose and ASGI has no word for."""
 
     def on_message_begin(self) -> None:
@@ -47,6 +47,7 @@ def serving(app: Any, *, drain_s: int = 5) -> Iterator[str]:
             app,
             log_level="critical",
             http=Resettable,
+            ws="none",
             timeout_graceful_shutdown=drain_s,
             timeout_keep_alive=75,  # as a worker's: a client that stood still for 5 s could ask on what is just closed
         )

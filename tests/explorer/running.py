@@ -21,8 +21,8 @@ from tests.explorer.checkpoints import write_model
 from tests.explorer.whole import create_app
 from tuneloop.explorer.app import Services
 from tuneloop.explorer.capture import spool
+from tuneloop.explorer.edge import Edge
 from tuneloop.explorer.feedback import routes
-from tuneloop.explorer.http.server import FastRoutes
 from tuneloop.explorer.processes.services import ControlServices
 from tuneloop.explorer.routes import responses, stored_completions
 from tuneloop.shared.errors import LedgerForbidden, LedgerUnavailable, TuneloopError
@@ -128,7 +128,7 @@ class RunningExplorer:
     """An explorer that is up, and what a test wants to know of it."""
 
     url: str
-    app: FastRoutes
+    app: Edge
     settings: Settings
     ledger: MoodyLedger
     http: httpx.Client

@@ -24,11 +24,12 @@ from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.dialects.dialect import ChatDialect
+from tuneloop.explorer.edge import Edge
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.engines.vllm import EngineControl, open_session
-from tuneloop.explorer.http.server import FastProtocol, FastRoutes
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.protocol import Http11
 from tuneloop.explorer.proxy.proxy import Proxy
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
@@ -48,10 +49,10 @@ async def chat_by_hand(tmp_path: Path, double: EngineDouble, *, patience_s: floa
         proxy = Proxy(
             settings_for(tmp_path), fleet, signer=ReplyIdSigner(b"k" * 32), recorder=recorder, metrics=metrics
         )
-        app = FastRoutes(FastAPI(), {("POST", CHAT): partial(proxy.answer, ChatDialect())})
+        app = Edge(FastAPI(), {CHAT: partial(proxy.answer, ChatDialect())})
         config = uvicorn.Config(app, log_level="critical", lifespan="off")
         state = ServerState()
-        server = await asyncio.get_running_loop().create_server(lambda: FastProtocol(config, state, {}), "127.0.0.1", 0)
+        server = await asyncio.get_running_loop().create_server(lambda: Http11(config, state, {}), "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         async with server, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
             yield client, fleet

@@ -5,16 +5,15 @@ All that the two know of one another goes over a socket, as between processes.
 
 import asyncio
 import socket
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from tuneloop.explorer import app
 from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
-from tuneloop.explorer.access.gatekeeper import Gatekeeper
 from tuneloop.explorer.app import Services, open_spool
+from tuneloop.explorer.auth import Gatekeeper
 from tuneloop.explorer.background_tasks import OnFailure, Task
 from tuneloop.explorer.capture.spool_slots import Slots
-from tuneloop.explorer.http.server import FastRoutes
+from tuneloop.explorer.edge import Edge
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.processes.channel import AnswerMessage, Channel, ChannelMessage, GetStartInfo, StartInfo
 from tuneloop.explorer.processes.control import WorkerProcess, Workers
@@ -32,7 +31,7 @@ class LoopWorker(WorkerProcess):
         super().__init__(serial, number)
         self._ours = ours
 
-    async def run(self, sockets: Sequence[socket.socket], answering: AnswerMessage) -> int:
+    async def run(self, listening: socket.socket, answering: AnswerMessage) -> int:
         self._channel = await Channel.over(self._ours, answering)
         await self._channel.run()
         return 0
@@ -41,7 +40,7 @@ class LoopWorker(WorkerProcess):
         raise AssertionError("it did not take up a change in time")
 
 
-def create_app(settings: Settings, ledger: Ledger, *, on_failure: OnFailure) -> FastRoutes:
+def create_app(settings: Settings, ledger: Ledger, *, on_failure: OnFailure) -> Edge:
     """The routes, and in the same loop what runs beside them."""
     metrics = Metrics()
     gate = Gatekeeper(settings, FeedbackTokens(load_key(settings.job_dir / KEY)))
@@ -51,7 +50,8 @@ def create_app(settings: Settings, ledger: Ledger, *, on_failure: OnFailure) -> 
         spool = open_spool(settings, stack)
         slots = Slots(settings.spool_dir)
         stack.callback(slots.close)
-        workers = Workers(settings, [], slots, worker_of=lambda serial, number: LoopWorker(ours, serial, number))
+        unused = stack.enter_context(socket.socket())
+        workers = Workers(settings, [unused], slots, worker_of=lambda serial, number: LoopWorker(ours, serial, number))
         services, tasks = await open_control_services(
             settings, ledger, slots, stack, on_failure=on_failure, audience=workers
         )

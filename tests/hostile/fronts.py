@@ -22,57 +22,59 @@ Front = Literal["direct", "nginx", "haproxy"]
 
 _UNPACKED = Path(__file__).parents[2] / ".venv" / "clients" / "fronts"
 
+_SHIPPED = Path(__file__).parents[2] / "deploy" / "proxy"
+
+#: What tells the service that a request was forwarded.
+_FORWARDED = (
+    "proxy_set_header X-Forwarded-For $proxy_add_x_forwarded_for;",
+    "proxy_set_header X-Forwarded-Proto $scheme;",
+    "http-request set-header X-Forwarded-For %[src]",
+)
+
 _NGINX = """
 daemon off; master_process off; worker_processes 1; pid {folder}/pid; error_log {folder}/errors;
 events {{ worker_connections 512; }}
 http {{
-  access_log off; client_max_body_size 0; client_header_timeout 5s; client_body_timeout 5s;
-  client_body_temp_path {folder}/bodies; proxy_temp_path {folder}/proxied; fastcgi_temp_path {folder}/fastcgi;
-  uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
-  upstream explorer {{ server {explorer}; keepalive 1; }}
-  server {{
-    listen 127.0.0.1:{port};
-    location / {{
-      proxy_pass http://explorer; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_set_header Host $host;
-      proxy_buffering off; proxy_request_buffering off; proxy_next_upstream off; proxy_read_timeout 20s;
-      {more}
-    }}
-  }}
+  access_log off; client_body_temp_path {folder}/bodies; proxy_temp_path {folder}/proxied;
+  fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
+  {shipped}
 }}
 """
 
-_HAPROXY = """
-global
-  nbthread 1
-defaults
-  mode http
-  retries 0
-  http-reuse always
-  timeout connect 5s
-  timeout client 20s
-  timeout server 20s
-  timeout http-request 5s
-frontend users
-  bind 127.0.0.1:{port}
-  default_backend explorer
-backend explorer
-  server one {explorer} pool-max-conn 1
-"""
+
+def settings_of(kind: Front, *, explorer: str, port: int, folder: Path, forwards: bool) -> str:
+    """The shipped file for these addresses, with one kept connection. Unless it `forwards`, it says of no client's."""
+    shipped = (_SHIPPED / ("nginx.conf" if kind == "nginx" else "haproxy.cfg")).read_text()
+    changes = {
+        "127.0.0.1:8010": explorer,
+        "listen 80;": f"listen 127.0.0.1:{port};",
+        "bind :80": f"bind 127.0.0.1:{port}",
+        "keepalive 32;": "keepalive 1;",
+        f"server one {explorer}": f"server one {explorer} pool-max-conn 1",
+        "http-reuse safe": "http-reuse always",
+        "timeout http-request 30s": "timeout http-request 5s",
+        "_header_timeout 30s;": "_header_timeout 5s;",
+        "_body_timeout 30s;": "_body_timeout 5s;",
+    }
+    if not forwards:
+        changes |= dict.fromkeys(_FORWARDED, "")
+    for before, now in changes.items():
+        shipped = shipped.replace(before, now)
+    return _NGINX.format(folder=folder, shipped=shipped) if kind == "nginx" else shipped
 
 
 @contextmanager
-def front_before(url: str, kind: Front, folder: Path, more: str = "") -> Iterator[str]:
-    """The URL at which users reach the service at `url`. Skips the test where the front is not to be had.
+def front_before(url: str, kind: Front, folder: Path, *, forwards: bool = False) -> Iterator[str]:
+    """The URL at which users reach the service at `url`, behind the shipped files.
 
-    `more` are directives of nginx.
+    Skips the test where the front is not to be had. Without keys the service answers nothing that a front forwards.
     """
     if kind == "direct":
         yield url
         return
     program = program_of(kind)
     port, settings = free_port(), folder / f"{kind}.conf"
-    template = _NGINX if kind == "nginx" else _HAPROXY
-    settings.write_text(template.format(folder=folder, port=port, explorer=urlsplit(url).netloc, more=more))
+    settings.write_text(settings_of(kind, explorer=urlsplit(url).netloc, port=port, folder=folder, forwards=forwards))
     arguments = ["-p", folder, "-e", folder / "errors", "-c", settings] if kind == "nginx" else ["-db", "-f", settings]
     with (folder / f"{kind}.log").open("wb") as log:
         running = subprocess.Popen([program, *map(str, arguments)], stdout=log, stderr=log, env=environment())

@@ -13,15 +13,16 @@ from tests.doubles.engine import CHAT, MODEL, EnginePlace
 from tests.explorer.running import HELLO, RunningExplorer, explorer_running, settings_for
 from tests.explorer.wire import BODY, Wire, chunked
 from tests.hostile.bed import ADMIN_KEY
-from tuneloop.explorer.access import feedback_tokens, rate_limits
-from tuneloop.explorer.capture import recorder
+from tuneloop.explorer import protocol
+from tuneloop.explorer.access import feedback_tokens
 from tuneloop.explorer.capture.flusher import STOP_S
 from tuneloop.explorer.dialects import conversations
 from tuneloop.explorer.feedback import bound, commit, request, routes
-from tuneloop.explorer.http import bodies, server
-from tuneloop.explorer.http.connections import ConnectionLimits
+from tuneloop.explorer.http import bodies
+from tuneloop.explorer.limits import ConnectionLimits
 from tuneloop.explorer.processes import worker
-from tuneloop.explorer.proxy import labels, media_fetching
+from tuneloop.explorer.proxy import media_fetching
+from tuneloop.explorer.proxy import request as chat_request
 from tuneloop.explorer.routes import admin, keys, passthrough, stored_completions
 from tuneloop.explorer.ui import operations, site
 from tuneloop.shared import logging
@@ -38,9 +39,8 @@ _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 FIXED: dict[str, object] = {
     "what a [key](keys.md#limits) allows": None,
     "keys of a tenant, revoked ones included, that its administrators make": keys.MAX_KEYS,
-    "refusals of a key, or of all who come without one, before a body is read": rate_limits._PROMPT_REFUSALS,
     "a connection without another request": worker._KEEP_ALIVE_S,
-    "a request's headers; what is sent between a body's chunks": server._MAX_HEAD_BYTES,
+    "a request's headers; what is sent between a body's chunks": protocol.MAX_HEAD_BYTES,
     "headers after a chunked body (trailers)": (),
     "how deep a body is nested": bodies.MAX_DEPTH,
     "objects and lists in a body": bodies.MAX_CONTAINERS,
@@ -49,7 +49,6 @@ FIXED: dict[str, object] = {
     "how long the database has taken nothing": ExplorerSettings.spool_max_age,
     "what a client does not read": None,
     "an answer over 64 KiB of which its client reads nothing, whole or streamed": ConnectionLimits.read_timeout_s,
-    "bodies and such answers of one key, and of a tenant, or of all who come without a key": None,
     "[files that a request names by URL](operations.md#files-from-urls)": media_fetching.MAX_FILES,
     "how long they may take to come": media_fetching.FETCH_TIMEOUT_S,
     "a body for `/tokenize`, `/detokenize` or `/v1/messages/count_tokens`": passthrough._MAX_TEXT_BYTES,
@@ -62,9 +61,7 @@ FIXED: dict[str, object] = {
     "those of them of one key, or of one source without a key": MAX_SAID_BY_ONE,
     "a tenant's events about runs without a reply, and replies that are not stored": MAX_EARLY,
     "moving the spool when the service ends": STOP_S,
-    "`metadata` of a request": labels.MAX_METADATA_BYTES,
-    "ids of one key in unanswered calls of feedback of more than 100": routes.MAX_IDS_AT_WORK,
-    "one key's large requests that wait for redaction": recorder.MAX_UNREDACTED,
+    "`metadata` of a request": chat_request.MAX_METADATA_BYTES,
     "text in one call of feedback, counted once for each id": request.MAX_CHARACTERS,
     "`task_id`, `run_id`, `source`, `metric`, `label`, `idempotency_key`": MAX_NAME,
     "tasks named in one commit": commit.MAX_TASKS,

@@ -2,7 +2,6 @@
 
 import json
 import re
-import select
 import socket
 import threading
 import time
@@ -146,26 +145,6 @@ def test_bodies_that_never_end_are_held_up_to_a_bound(bed: Bed, neighbour: httpx
         assert refused
         assert all(is_closed(each) for each in strangers)
     assert most_memory(bed) - before < 4 * HELD
-
-
-def test_bodies_of_one_key_that_never_end_leave_room_for_anothers(tmp_path: Path, echo: EchoDouble) -> None:
-    with bed_with(tmp_path, [echo.url], max_held_bytes=HELD) as bed, ExitStack() as stack:
-        slow, other = bed.key("slow"), bed.key("other")
-        head = (
-            f"POST {CHAT} HTTP/1.1\r\nAuthorization: {slow}\r\nContent-Length: 8000000\r\n".encode() + _HOST + b"\r\n"
-        )
-        strangers = [stack.enter_context(connected(bed)) for _ in range(12)]
-        for each in strangers:
-            with suppress(OSError):
-                each.sendall(head + b" " * 7_900_000)
-        with httpx.Client(base_url=bed.url, timeout=60, headers={"Authorization": other}) as neighbour:
-            for _ in range(20):
-                bed.ask(neighbour, user="x" * 4_000_000)
-        assert any(select.select([each], [], [], 0)[0] == [] for each in strangers), "some of them are held still"
-        for each in strangers:
-            each.close()
-        bed.http.headers["Authorization"] = f"Bearer {ADMIN_KEY}"
-        bed.is_sound()
 
 
 def _first(connection: socket.socket) -> bytes:

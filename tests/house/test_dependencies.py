@@ -13,8 +13,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from sources import ROOT, SOURCES
 
-from tuneloop.explorer.http.server import UVICORN
-
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RUNNER = tomllib.loads((ROOT / "runner" / "pyproject.toml").read_text())["project"]
 LOCK = ROOT / "requirements" / "lock.txt"
@@ -79,10 +77,6 @@ def test_every_dependency_is_imported():
 def test_imports_are_found():
     code = "import os, a.b\nfrom c.d import e\nfrom . import f\nfrom tuneloop.shared import g\ndef h():\n    import i"
     assert imported(ast.parse(code)) == {"a", "c", "i"}
-
-
-def test_the_uvicorn_that_is_asked_for_is_the_one_that_a_refusal_names():
-    assert UVICORN in PROJECT["dependencies"]
 
 
 # The lock.

@@ -33,7 +33,8 @@ def test_no_file_is_in_both(contents: dict[str, list[str]]) -> None:
 def test_all_modules_and_data_are_in_them(contents: dict[str, list[str]]) -> None:
     modules = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py") if "build" not in file.parts]
     ui = ROOT / "explorer" / "ui"
-    data = [*(ROOT / "migrations").glob("*.mako"), ROOT / "runner" / "py.typed"]
+    sql = (ROOT / "migrations").rglob("*.sql")
+    data = [*(ROOT / "migrations").glob("*.mako"), *sql, ROOT / "runner" / "py.typed"]
     data += [*(ui / "static").iterdir(), *(ui / "templates").iterdir()]
     wanted = {f"tuneloop/{file.relative_to(ROOT)}" for file in modules + data}
     assert any(name.startswith("tuneloop/migrations/versions/0") for name in wanted)

@@ -266,7 +266,7 @@ class Failing(Recording):
 def test_a_ledger_that_goes_away_says_how_far_it_came(source: Ledger, lines: Path, ledger: Ledger) -> None:
     source.recording.record([asked() for _ in range(501)])
     away = Ledger(ledger.transactions.engine)
-    away.recording = Failing(away.transactions, away.settlement)
+    away.recording = Failing(away.transactions, away.rewards)
     with pytest.raises(FileRefused, match="the server is gone\nThe first 500 rows are in"):
         moved(source, lines, away)
     assert import_file(ledger, lines) == ImportResult(501, 1, 0)

@@ -10,8 +10,13 @@ import pytest
 from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually
-from tuneloop.explorer.access.feedback_tokens import MAX_TOKENS_OF_KEY, FeedbackTokens, TokenClaims, TokenUses
-from tuneloop.explorer.http.caller import FeedbackBinding
+from tuneloop.explorer.access.feedback_tokens import (
+    MAX_TOKENS_OF_KEY,
+    FeedbackBinding,
+    FeedbackTokens,
+    TokenClaims,
+    TokenUses,
+)
 from tuneloop.shared.experience import Scope
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.keys import KeyGrant

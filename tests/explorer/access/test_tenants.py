@@ -14,7 +14,7 @@ from starlette.routing import Route
 from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running, settings_for
-from tuneloop.explorer.access.route_scopes import PAGE, required_scopes
+from tuneloop.explorer.auth import PAGE, required_scopes
 from tuneloop.explorer.routes import keys
 from tuneloop.shared.experience import Scope
 from tuneloop.shared.ledger.keys import KeyGrant, KeyLimits
@@ -90,7 +90,7 @@ def routes_of(explorer: RunningExplorer) -> set[tuple[str, str]]:
     found = {(method, each.path) for each in routes for method in each.methods or () if method != "HEAD"}
     return {
         (method, path.removeprefix("/trinity"))
-        for method, path in found | set(app.fast_routes)
+        for method, path in found | {("POST", path) for path in app.routes}
         if not path.startswith(PAGE)
     }
 

@@ -11,7 +11,7 @@ from tests.explorer.running import HELLO, RunningExplorer, eventually
 from tests.explorer.wire import Wire, http_request
 from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields, TextTranscript, Transcript
 from tuneloop.explorer.dialects.responses_native import NativeResponseTranscript
-from tuneloop.explorer.proxy.token_charge import TokenCharge
+from tuneloop.explorer.limits import BodyLimits, KeyMeter, KeyUsage, RequestMeter
 from tuneloop.shared.experience import Scope
 from tuneloop.shared.ledger.keys import KeyLimits
 
@@ -20,19 +20,12 @@ __all__ = ["make_key"]
 USAGE = {"prompt_tokens": 400, "completion_tokens": 100, "total_tokens": 500}
 
 
-class Counted:
-    """A meter that knows what was counted."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    def count_tokens(self, count: int) -> None:
-        self.tokens.append(count)
-
-    def begin_request(self) -> None: ...
-    def end_request(self) -> None: ...
-    def count_bytes(self, count: int) -> None: ...
-    def take_feedback(self, count: int) -> None: ...
+def meter_of(body_bytes: int) -> tuple[RequestMeter, KeyUsage]:
+    """The meter of a request, and what its key has taken."""
+    key = KeyMeter(KeyLimits())
+    found = RequestMeter(BodyLimits(), key)
+    found.expect(body_bytes=body_bytes, choices=1, most=None)
+    return found, key.usage
 
 
 def fed(transcript: Transcript, piece: dict[str, Any]) -> Transcript:
@@ -80,18 +73,17 @@ def test_a_count_that_cannot_be_read_leaves_that_of_the_ids(usage: object) -> No
     ids=["text", "chat", "response"],
 )
 def test_what_the_engine_counts_is_counted_where_it_tells_no_ids(heard: Transcript) -> None:
-    meter = Counted()
-    TokenCharge(meter, body_bytes=10, choices=1, most=None).count(heard)
-    assert meter.tokens == [500]
+    meter, usage = meter_of(10)
+    meter.count_tokens(heard)
+    assert usage.tokens == 500
 
 
 def test_without_any_count_text_is_counted_by_its_length_and_once() -> None:
     heard = fed(TextTranscript("cmpl-x", RequestedFields()), {"id": "cmpl-x", "choices": [text_choice(0, None, None)]})
-    meter = Counted()
-    charge = TokenCharge(meter, body_bytes=392, choices=1, most=None)
-    charge.count(heard)
-    charge.count(heard, broken_off=True)
-    assert meter.tokens == [100]
+    meter, usage = meter_of(392)
+    meter.count_tokens(heard)
+    meter.count_tokens(heard, broken_off=True)
+    assert usage.tokens == 100
 
 
 @pytest.mark.parametrize("body", [HELLO, HELLO | {"stream": True}])

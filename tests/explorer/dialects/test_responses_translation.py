@@ -19,7 +19,7 @@ from tuneloop.explorer.dialects.responses_request import (
     untranslatable_reason,
 )
 from tuneloop.explorer.dialects.responses_stream import ResponseStream
-from tuneloop.explorer.proxy.labels import Labels, labels_of
+from tuneloop.explorer.proxy.request import Labels, labels_of
 from tuneloop.shared.errors import RequestRefused
 
 pytestmark = pytest.mark.contract

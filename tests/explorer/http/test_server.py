@@ -29,9 +29,11 @@ from tests.doubles.engine import CHAT, EnginePlace
 from tests.doubles.serving import serving
 from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running, settings_for
 from tests.explorer.wire import BODY, Wire, WireResponse, chunked, http_request, streamed
-from tuneloop.explorer.http.raw_request import RawRequest
-from tuneloop.explorer.http.server import FastProtocol, FastRoutes
+from tuneloop.explorer.edge import ClientRequest, Edge
+from tuneloop.explorer.protocol import Http11
 from tuneloop.shared.errors import RequestRefused
+
+pytestmark = pytest.mark.contract
 
 HOT = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
 MAX_BODY = 1 << 20
@@ -383,16 +385,16 @@ def test_http_client_and_curl_read_whole_and_streamed(shared: RunningExplorer) -
     connection.close()
 
 
-async def read_all(request: RawRequest) -> None:
-    request.respond(200, [], b"%d" % len(await request.body(MAX_BODY, 1)))
+async def read_all(request: ClientRequest) -> None:
+    await request.respond(200, [], b"%d" % len(await request.body(MAX_BODY)))
 
 
 async def test_connections_hold_nothing_longer_than_they_must() -> None:
-    config, state = uvicorn.Config(FastRoutes(None, {("POST", CHAT): read_all}), lifespan="off"), ServerState()
-    protocols: weakref.WeakSet[FastProtocol] = weakref.WeakSet()
+    config, state = uvicorn.Config(Edge(None, {CHAT: read_all}), ws="none", lifespan="off"), ServerState()
+    protocols: weakref.WeakSet[Http11] = weakref.WeakSet()
 
-    def create_protocol() -> FastProtocol:
-        protocols.add(made := FastProtocol(config, state, {}))
+    def create_protocol() -> Http11:
+        protocols.add(made := Http11(config, state, {}))
         return made
 
     server = await asyncio.get_running_loop().create_server(create_protocol, "127.0.0.1", 0)
@@ -419,39 +421,38 @@ async def test_connections_hold_nothing_longer_than_they_must() -> None:
 begun: list[str] = []
 
 
-async def bug(request: RawRequest) -> None:
+async def bug(request: ClientRequest) -> None:
     raise ZeroDivisionError("a secret")
 
 
-async def late_bug(request: RawRequest) -> None:
-    request.start_stream(200, [])
+async def late_bug(request: ClientRequest) -> None:
+    await request.start(200, [])
     request.write(b"said")
     raise ZeroDivisionError("a secret")
 
 
-async def late_end(request: RawRequest) -> None:
-    request.start_stream(200, [])
+async def late_end(request: ClientRequest) -> None:
+    await request.start(200, [])
     request.write(b"said")
     begun.append("late_end")
     await asyncio.sleep(0.3)
-    request.end_stream(b" all")
+    await request.end_stream(b" all")
 
 
-async def never(request: RawRequest) -> None:
+async def never(request: ClientRequest) -> None:
     begun.append("never")
     await asyncio.sleep(60)
 
 
-async def long_refusal(request: RawRequest) -> None:
+async def long_refusal(request: ClientRequest) -> None:
     raise RequestRefused("no", extra={"why": "x" * 1_000_000})
 
 
-WAYS = {("POST", f"/{way.__name__}"): way for way in (bug, late_bug, late_end, long_refusal, never)}
-WAYS |= {("POST", "/v1/messages"): bug}
+WAYS = {f"/{way.__name__}": way for way in (bug, late_bug, late_end, long_refusal, never)} | {"/v1/messages": bug}
 
 
 def test_a_bug_is_logged_and_told_without_its_insides() -> None:
-    with capture_logs() as logs, serving(FastRoutes(FastAPI(), WAYS)) as url:
+    with capture_logs() as logs, serving(Edge(FastAPI(), WAYS)) as url:
         answer = httpx.post(f"{url}/bug", headers={"x-request-id": "mine"}, timeout=60)
         anthropic = httpx.post(f"{url}/v1/messages", timeout=60).json()
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal")
@@ -462,14 +463,14 @@ def test_a_bug_is_logged_and_told_without_its_insides() -> None:
 
 
 def test_a_refusal_of_any_length_is_sent_in_full_and_the_connection_serves_on() -> None:
-    with serving(FastRoutes(FastAPI(), WAYS)) as url, httpx.Client(base_url=url, timeout=5) as client:
+    with serving(Edge(FastAPI(), WAYS)) as url, httpx.Client(base_url=url, timeout=5) as client:
         for _ in range(2):
             answer = client.post("/long_refusal")
             assert (answer.status_code, len(answer.json()["why"])) == (400, 1_000_000)
 
 
 def test_a_bug_in_mid_answer_breaks_it_off() -> None:
-    with capture_logs() as logs, serving(FastRoutes(FastAPI(), WAYS)) as url:
+    with capture_logs() as logs, serving(Edge(FastAPI(), WAYS)) as url:
         with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
             httpx.post(f"{url}/late_bug", timeout=60)
         assert logs[0]["event"] == "answer_broken_off"
@@ -481,7 +482,7 @@ def test_a_server_that_stops_ends_what_it_can_and_tells_the_others() -> None:
     def ask(path: str) -> None:
         answer[path] = httpx.post(url + path, timeout=10)
 
-    with serving(FastRoutes(FastAPI(), WAYS), drain_s=1) as url:
+    with serving(Edge(FastAPI(), WAYS), drain_s=1) as url:
         asking = [threading.Thread(target=ask, args=(path,)) for path in ("/late_end", "/never")]
         for each in asking:
             each.start()

@@ -16,7 +16,9 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.serving import serving
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
 from tests.explorer.wire import BODY, http_request
-from tuneloop.explorer.http.connections import ConnectionLimits
+from tuneloop.explorer.limits import BodyLimits
+
+pytestmark = pytest.mark.contract
 
 SIZE = 24 << 20  # more than the system takes of it
 
@@ -46,13 +48,14 @@ def double() -> Iterator[EngineDouble]:
 
 @pytest.fixture
 def explorer(tmp_path: Path, double: EngineDouble) -> Iterator[RunningExplorer]:
-    with explorer_running(settings_for(tmp_path, [double.url], max_held_bytes=3 * SIZE, request_timeout=600)) as found:
+    with explorer_running(
+        settings_for(tmp_path, [double.url], max_held_bytes=3 * SIZE // 2, request_timeout=600)
+    ) as found:
         yield found
 
 
-def limits(explorer: RunningExplorer) -> ConnectionLimits:
-    found: ConnectionLimits = explorer.app.limits
-    return found
+def limits(explorer: RunningExplorer) -> BodyLimits:
+    return explorer.app.limits
 
 
 @contextmanager
@@ -83,7 +86,7 @@ def test_a_whole_reply_is_held_while_it_is_read_and_takes_no_engines_place_meanw
 
 
 def test_a_whole_reply_that_nobody_reads_is_not_held_for_ever(explorer: RunningExplorer) -> None:
-    limits(explorer).read_timeout_s = 0.2
+    explorer.app.connections.read_timeout_s = 0.2
     with asking(explorer, http_request(BODY)) as connection:
         eventually(lambda: limits(explorer).held_bytes > SIZE)
         eventually(lambda: limits(explorer).held_bytes == 0)
@@ -104,7 +107,7 @@ def is_cut(connection: socket.socket) -> bool:
 def test_a_stream_that_nobody_reads_ends_as_if_its_client_had_left(
     explorer: RunningExplorer, double: EngineDouble
 ) -> None:
-    limits(explorer).read_timeout_s = 0.2
+    explorer.app.connections.read_timeout_s = 0.2
     with asking(explorer, http_request(STREAM)):
         eventually(lambda: double.left == 1)
         eventually(lambda: in_flight(explorer) == 0)

@@ -1,50 +1,53 @@
-"""uvicorn's private methods, which the fast routes use: where they differ, the explorer does not start."""
+"""The installed uvicorn has what the protocol uses of its internals, and pyproject.toml asks for such a one."""
 
+import importlib.metadata
+import inspect
+import re
+import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from packaging.requirements import Requirement
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from tuneloop.explorer import __main__
-from tuneloop.explorer.http import server
-from tuneloop.explorer.http.server import UVICORN, check_uvicorn
-from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.settings.loader import load_settings
+from tuneloop.explorer import protocol
 
+pytestmark = pytest.mark.contract
 
-class Older:
-    """As uvicorn 0.44 has it: without the method that starts a response."""
-
-    _should_upgrade = HttpToolsProtocol._should_upgrade
-    _unset_keepalive_if_required = HttpToolsProtocol._unset_keepalive_if_required
-    send_400_response = HttpToolsProtocol.send_400_response
-
-
-class Newer(HttpToolsProtocol):
-    """As a later version may be."""
-
-    def _start_asgi_task(self, cycle: Any) -> None:  # type: ignore[override]
-        pass
-
-
-def test_the_installed_one_is_fine() -> None:
-    check_uvicorn()
+#: What is overridden or called, with its parameters. `on_…` are the parser's callbacks.
+METHODS = {
+    "_should_upgrade": ["self"],
+    "_unset_keepalive_if_required": ["self"],
+    "connection_made": ["self", "transport"],
+    "connection_lost": ["self", "exc"],
+    "data_received": ["self", "data"],
+    "on_message_begin": ["self"],
+    "on_header": ["self", "name", "value"],
+    "on_headers_complete": ["self"],
+    "on_body": ["self", "body"],
+    "on_message_complete": ["self"],
+    "on_response_complete": ["self"],
+    "pause_writing": ["self"],
+    "resume_writing": ["self"],
+}
 
 
-@pytest.mark.parametrize(
-    ("protocol", "what"),
-    [(Older, r"Older\._start_asgi_task is missing"), (Newer, r"Newer\._start_asgi_task has other parameters")],
-)
-def test_other_private_methods_are_refused_and_the_right_version_is_named(protocol: type[Any], what: str) -> None:
-    with pytest.raises(EnvironmentRefused, match=rf"^uvicorn \d+\.\d+\.\d+ is installed, whose {what}: ") as caught:
-        check_uvicorn(protocol)
-    assert str(caught.value).endswith(f"pip install '{UVICORN}'")
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_that_is_used_is_there(name: str) -> None:
+    assert list(inspect.signature(getattr(HttpToolsProtocol, name)).parameters) == METHODS[name]
 
 
-def test_the_explorer_checks_before_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(server._PRIVATE_METHODS, "_begin", ("self",))
-    (tmp_path / "settings.yaml").write_text(yaml.safe_dump({"mode": "serve", "model": {"model_path": "/nowhere"}}))
-    with pytest.raises(EnvironmentRefused, match=r"HttpToolsProtocol\._begin is missing"):
-        __main__.serve(load_settings(tmp_path / "settings.yaml"))
+def test_the_state_of_a_request_that_is_used_is_there() -> None:
+    used = set(re.findall(r"\bcycle\.(\w+)", Path(protocol.__file__).read_text()))
+    assert used - {"scope", "send"} <= set(RequestResponseCycle.__init__.__code__.co_names)
+    assert used > {"more_body", "disconnected"}
+
+
+def test_a_connection_takes_its_app_from_where_the_protocol_puts_it() -> None:
+    assert "app = self.app\n" in inspect.getsource(HttpToolsProtocol.on_headers_complete)
+
+
+def test_the_installed_one_is_one_that_is_asked_for() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    [wanted] = [each for each in map(Requirement, project["dependencies"]) if each.name == "uvicorn"]
+    assert wanted.specifier.contains(importlib.metadata.version("uvicorn"))

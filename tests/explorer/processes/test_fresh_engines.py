@@ -22,7 +22,7 @@ from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.processes.services import _is_tied
+from tuneloop.explorer.processes.services import is_tied
 from tuneloop.explorer.processes.supervision import engine_supervisor
 from tuneloop.explorer.processes.supervision.engine_supervisor import EngineSupervisor, FleetTrial
 from tuneloop.explorer.versions.attestation import Attestation
@@ -492,7 +492,7 @@ async def test_a_head_that_may_stay_behind_unseen_is_not_trusted_to_a_reload(
 def test_a_head_is_tied_as_its_class_has_it_where_the_configuration_is_silent(
     config: dict[str, Any], tied: bool
 ) -> None:
-    assert _is_tied(config) is tied
+    assert is_tied(config) is tied
 
 
 def test_of_an_engine_of_others_that_does_not_come_back_it_is_said_that_it_is_not_ours_to_start(

@@ -8,8 +8,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from tuneloop.explorer.capture import spool
 from tuneloop.explorer.capture.spool_slots import RemoteSlot, Slots
 from tuneloop.explorer.http.sockets import listen
 from tuneloop.explorer.processes import control
-from tuneloop.explorer.processes.channel import AnswerMessage
+from tuneloop.explorer.processes.channel import AnswerMessage, Channel
 from tuneloop.explorer.processes.control import WorkerProcess, Workers
 from tuneloop.shared import spool_format
 from tuneloop.shared.errors import EnvironmentRefused
@@ -249,6 +250,70 @@ def test_a_worker_that_is_killed_costs_nobody_else_anything(staff: Staff) -> Non
         assert after["tuneloop_requests_in_flight"] == 0
 
 
+@pytest.mark.contract
+def test_a_worker_that_is_stopped_is_replaced_within_ten_seconds(staff: Staff) -> None:
+    frozen, _ = staff.pids()
+    os.kill(frozen, signal.SIGSTOP)
+    eventually(lambda: frozen not in staff.pids(), within_s=10)
+    eventually(lambda: len([pid for pid in staff.pids() if staff.slot_of(pid)]) == 2)
+    assert chat(staff.http)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("at_work", ["in its event loop", "in a thread"])
+async def test_a_worker_whose_loop_is_blocked_is_ended_and_one_that_computes_in_a_thread_is_not(
+    tmp_path: Path, at_work: str
+) -> None:
+    def compute(until: float) -> None:
+        while time.monotonic() < until:
+            pass
+
+    async def serve(end: socket.socket) -> None:
+        async def answer(_: object) -> None:
+            pass
+
+        channel = await Channel.over(end, answer)
+        running = asyncio.create_task(channel.run())
+        await asyncio.sleep(0.1)
+        if at_work == "in a thread":
+            await asyncio.to_thread(compute, time.monotonic() + 9)
+            workers.stop()
+        else:
+            compute(time.monotonic() + 9)
+        channel.close()
+        await asyncio.gather(running, return_exceptions=True)
+
+    class Worker(WorkerProcess):
+        async def run(self, listening: socket.socket, answering: AnswerMessage) -> int:
+            ours, theirs = socket.socketpair()
+            serving = threading.Thread(target=asyncio.run, args=(serve(theirs),))
+            self._channel = await Channel.over(ours, answering)
+            (folder := tmp_path / str(self.serial)).mkdir()
+            self.slot = RemoteSlot(folder, lambda: None)
+            slots.add(self.slot)
+            serving.start()
+            await self._channel.run()
+            await asyncio.to_thread(serving.join)
+            return -signal.SIGKILL
+
+        def stop(self) -> None:
+            pass
+
+        def kill(self) -> None:
+            killed.append(time.monotonic() - began)
+            workers.stop()
+
+    killed: list[float] = []
+    with closing(Slots(tmp_path / "spool")) as slots, socket.socket() as unused:
+        workers, began = Workers(settings_for(tmp_path), [unused], slots, worker_of=Worker), time.monotonic()
+        await workers.keep_running(0)
+    if at_work == "in a thread":
+        assert killed == []
+    else:
+        assert len(killed) == 1
+        assert killed[0] < 10
+
+
 def test_a_port_that_is_shared_among_workers_is_shared_with_nobody_else(tmp_path: Path) -> None:
     def wanted(port: int, workers: int) -> Settings:
         return settings_for(tmp_path, proxy_port=port, workers=workers)
@@ -258,8 +323,6 @@ def test_a_port_that_is_shared_among_workers_is_shared_with_nobody_else(tmp_path
         for workers in (1, 2):
             with pytest.raises(EnvironmentRefused, match=f"127.0.0.1:{port}"):
                 listen(wanted(port, workers), stack)
-    with ExitStack() as stack:
-        assert len({each.fileno() for each in listen(wanted(port, 3), stack)}) == 3
 
 
 def test_when_the_control_process_dies_nothing_of_it_stays(staff: Staff) -> None:
@@ -326,9 +389,9 @@ async def test_a_worker_that_the_machine_cannot_start_is_tried_again(
     serves: set[int] = set()
 
     class Worker(WorkerProcess):
-        async def run(self, sockets: Sequence[socket.socket], answering: AnswerMessage) -> int:
+        async def run(self, listening: socket.socket, answering: AnswerMessage) -> int:
             if self.serial not in serves:
-                return await super().run(sockets, answering)
+                return await super().run(listening, answering)
             (folder := tmp_path / str(self.serial)).mkdir()
             self.slot = RemoteSlot(folder, lambda: None)
             slots.add(self.slot)
@@ -336,10 +399,10 @@ async def test_a_worker_that_the_machine_cannot_start_is_tried_again(
                 workers.stop()
             return 1
 
-    with closing(Slots(tmp_path / "spool")) as slots, capture_logs() as logs:
-        workers = Workers(settings_for(tmp_path), [], slots, worker_of=Worker)
+    with closing(Slots(tmp_path / "spool")) as slots, socket.socket() as unused, capture_logs() as logs:
+        workers = Workers(settings_for(tmp_path), [unused], slots, worker_of=Worker)
         with pytest.raises(EnvironmentRefused, match="a worker cannot be started"):
             await workers.keep_running(0)
-        serves, workers = {0, 3}, Workers(settings_for(tmp_path), [], slots, worker_of=Worker)
+        serves, workers = {0, 3}, Workers(settings_for(tmp_path), [unused], slots, worker_of=Worker)
         await workers.keep_running(0)
     assert [each["exit_code"] for each in logs if each["event"] == "worker_down"] == [1, os.EX_OSERR, os.EX_OSERR]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.doubles.engine import EngineDouble
 from tests.explorer.running import HELLO, RunningExplorer
-from tuneloop.explorer.proxy.labels import MAX_METADATA_BYTES, MAX_PRIORITY, labels_of
+from tuneloop.explorer.proxy.request import MAX_METADATA_BYTES, MAX_PRIORITY, labels_of
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import MAX_NAME, person_name
 

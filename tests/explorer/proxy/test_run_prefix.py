@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.doubles.engine import MODEL, EngineDouble
 from tests.explorer.running import HELLO, RunningExplorer, eventually
-from tuneloop.explorer.http.run_prefix import RunBinding, parse_token
+from tuneloop.explorer.auth import RunBinding, binding_of
 from tuneloop.runner.models.run import Run
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import MAX_NAME, Exchange
@@ -116,13 +116,13 @@ def test_a_broken_token_is_refused_with_the_reason(explorer: RunningExplorer, to
 @given(st.text(min_size=1, max_size=30).filter(lambda name: "\0" not in name), st.booleans())
 def test_the_runners_tokens_say_what_they_were_made_of(name: str, train: bool) -> None:
     run = Run(service="http://there", task_id=name, run_id=name[::-1], train=train)
-    assert parse_token(run.token) == RunBinding(name, name[::-1], None if train else False)
+    assert binding_of({"tuneloop.run_token": run.token}) == RunBinding(name, name[::-1], None if train else False)
 
 
 @given(st.text(max_size=30))
 def test_any_other_token_is_refused_and_nothing_else_happens(token: str) -> None:
     with pytest.raises(RequestRefused):
-        parse_token(token)
+        binding_of({"tuneloop.run_token": token})
 
 
 def test_a_hundred_runs_at_once_each_get_their_own_calls(explorer: RunningExplorer) -> None:

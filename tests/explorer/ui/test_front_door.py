@@ -8,7 +8,7 @@ from fastapi.routing import APIRoute
 
 from tests.explorer.running import RunningExplorer, eventually
 from tests.explorer.ui.test_pages import words
-from tuneloop.explorer.http.server import FastRoutes
+from tuneloop.explorer.edge import Edge
 from tuneloop.explorer.routes.api_description import describe_api
 from tuneloop.explorer.ui.sessions import PATH
 from tuneloop.shared.ledger.keys import KeyGrant
@@ -25,7 +25,7 @@ def documented_routes() -> set[tuple[str, str]]:
     }
 
 
-def app_routes(app: FastRoutes) -> set[tuple[str, str]]:
+def app_routes(app: Edge) -> set[tuple[str, str]]:
     """The routes of the app but those of the page, of preflights, and the peer's names of ours."""
     return {
         (method, re.sub(r"{[\w:]+}", "{}", route.path))

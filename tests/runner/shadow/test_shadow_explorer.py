@@ -57,18 +57,25 @@ def test_shadow_runs_are_rewarded_and_committed_in_their_groups(explorer: Runnin
 
 
 def test_lambdas_in_a_thread_of_the_app_are_enough(explorer: RunningExplorer) -> None:
-    runner = TrainingRunner(
-        service=explorer.url,
-        model=MODEL,
-        agent=lambda run: lambda text: agent(run)(text)[:1],
-        selection_strategy=SamplingRateStrategy.of(1.0),
-        reward_calculator=lambda result: 0.25,
-        commit_interval_seconds=300,
+    runner = (
+        TrainingRunner.builder()
+        .trinity_endpoint(explorer.url)
+        .model_name(MODEL)
+        .agent(lambda run: lambda text: agent(run)(text)[:1])
+        .selection_strategy(SamplingRateStrategy.of(1.0))
+        .reward_calculator(lambda result: 0.25)
+        .commit_interval_seconds(300)
+        .build()
     )
     runner.start()
     assert runner.wrap(lambda text: f"GPT-4 says {text}")("hello") == "GPT-4 says hello"
     assert runner.stop()
     assert [tuple(row) for row in explorer.rows("SELECT reward, state FROM experiences")] == [(0.25, "committed")] * 2
+
+
+def test_the_builder_has_no_other_settings() -> None:
+    with pytest.raises(AttributeError, match="no setting 'sampling'"):
+        TrainingRunner.builder().sampling(0.1)
 
 
 async def test_in_an_asyncio_app_with_a_model_of_ours(explorer: RunningExplorer) -> None:

@@ -1,0 +1,273 @@
+"""The limits of a worker: on its connections, on what it holds of bodies and answers, and on what each key takes.
+
+A key has a bucket for each rate, which fills again in a minute. Tokens are counted when they have come: a bucket may go
+below nothing, and then nobody is let in before it is filled again. Other workers of the service take from the same key:
+what they took is subtracted a moment later.
+"""
+
+import asyncio
+import math
+import resource
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tuneloop.shared.errors import RequestRefused
+from tuneloop.shared.ledger.keys import KeyLimits
+
+if TYPE_CHECKING:
+    from tuneloop.explorer.capture.transcript import Transcript
+
+#: What is written of an answer at once. More is written when its client has read most of this.
+PIECE_BYTES = 64 << 10
+
+#: Of text, for which an engine told no tokens.
+BYTES_A_TOKEN = 4
+
+#: How fast a reply is taken to be sampled of which the client did not wait to hear.
+_TOKENS_PER_S = 50
+
+_MINUTE_S = 60.0
+
+#: Until a place is likely to be free.
+_RETRY_S = 1.0
+
+#: Descriptors that are left for the spool, the database, engines and logs; the fewest connections with few of them.
+_RESERVED_DESCRIPTORS, _FEWEST_CONNECTIONS = 256, 16
+
+Receive = Callable[[], Awaitable[Any]]
+
+
+@dataclass(eq=False)
+class ConnectionLimits:
+    """The bounds of a process's connections. `idle` has those without a request, the one that waits longest first."""
+
+    max_connections: int = 1 << 16
+    head_timeout_s: float = 30.0
+    read_timeout_s: float = 60.0  # in which a client must read something of what is sent
+    idle: dict[Any, None] = field(default_factory=dict)
+
+
+def most_connections(wanted: int | None) -> int:
+    """The connections that fit into this process's file descriptors, at most `wanted` of them."""
+    room = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _RESERVED_DESCRIPTORS, _FEWEST_CONNECTIONS)
+    return room if wanted is None else min(wanted, room)
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process, and those that it starts, open as many files as it may."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+@dataclass(eq=False)
+class BodyLimits:
+    """What all requests of a process may hold together of bodies and large answers; how long a body may take."""
+
+    max_held_bytes: int = 512 << 20
+    body_timeout_s: float = 300.0
+    held_bytes: int = 0
+
+
+class KeyUsage(msgspec.Struct):
+    """What one worker has let a key take since it started, and how many requests it is answering."""
+
+    requests: int = 0
+    tokens: int = 0
+    feedback: int = 0
+    concurrent: int = 0
+
+
+class Bucket:
+    """So much a minute, as much of it at once as a minute brings."""
+
+    __slots__ = ("_at", "_per_s", "capacity", "level")
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.capacity = self.level = float(per_minute)
+        self._per_s = per_minute / _MINUTE_S
+        self._at = now
+
+    def fill(self, now: float) -> float:
+        """What can be taken now."""
+        self.level = min(self.capacity, self.level + (now - self._at) * self._per_s)
+        self._at = now
+        return self.level
+
+    def wait_s(self, amount: float) -> float:
+        """The seconds until so much can be taken."""
+        return (amount - self.level) / self._per_s
+
+
+class KeyMeter:
+    """Counts what a key takes, and says when it has had enough."""
+
+    def __init__(self, limits: KeyLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.usage = KeyUsage()
+        self._others = KeyUsage()
+        self._max_concurrent = limits.max_concurrent
+        rates = {name: getattr(limits, f"{name}_per_minute") for name in ("requests", "tokens", "feedback")}
+        self._buckets = {name: Bucket(rate, clock()) for name, rate in rates.items() if rate is not None}
+
+    def admit(self, *, brings_feedback: bool = False) -> None:
+        """Count a request. Raises RequestRefused for one beyond a limit.
+
+        Feedback that is sure to be refused is refused here, before its body costs others anything.
+        """
+        usage, now = self.usage, self._clock()
+        if self._max_concurrent is not None and usage.concurrent + self._others.concurrent >= self._max_concurrent:
+            raise _too_much(f"{self._max_concurrent} requests of this key are being answered", "concurrency", _RETRY_S)
+        for name, bucket in self._buckets.items():
+            level = bucket.fill(now)
+            if (level <= 0 if name == "tokens" else level < 1) and (name != "feedback" or brings_feedback):
+                raise _too_much(_sentence(name, bucket), name, bucket.wait_s(1))
+        usage.requests += 1
+        if (requests := self._buckets.get("requests")) is not None:
+            requests.level -= 1
+
+    def count_tokens(self, count: int) -> None:
+        """So many tokens were read and sampled."""
+        self.usage.tokens += count
+        if (bucket := self._buckets.get("tokens")) is not None:
+            bucket.level -= count
+
+    def take_feedback(self, count: int) -> None:
+        """So many events are to be stored. Raises RequestRefused where they are more than it may bring now."""
+        if (bucket := self._buckets.get("feedback")) is not None:
+            if bucket.fill(self._clock()) < count:
+                wait_s = bucket.wait_s(min(count, bucket.capacity))
+                raise _too_much(f"{_sentence('feedback', bucket)}, and these are {count}", "feedback", wait_s)
+            bucket.level -= count
+        self.usage.feedback += count
+
+    def subtract_others(self, others: KeyUsage) -> None:
+        """Subtract what other workers have let the key take since the last time."""
+        for name, bucket in self._buckets.items():
+            # A worker that ended takes its count with it: nothing is given back for that.
+            bucket.level -= max(0, getattr(others, name) - getattr(self._others, name))
+        self._others = others
+
+
+def _sentence(name: str, bucket: Bucket) -> str:
+    what = "events of feedback" if name == "feedback" else name
+    return f"this key allows {bucket.capacity:.0f} {what} a minute"
+
+
+def _too_much(message: str, what: str, wait_s: float) -> RequestRefused:
+    return RequestRefused(
+        f"{message}: try again later", status=429, code=f"key_limit_{what}", retry_after_s=max(wait_s, 0.05)
+    )
+
+
+class SharedUsage:
+    """What each worker's keys have taken, so that several workers hold a key to one limit."""
+
+    def __init__(self) -> None:
+        self._by_worker: dict[int, Mapping[str, KeyUsage]] = {}
+
+    def exchange(self, worker: int, usage: Mapping[str, KeyUsage]) -> dict[str, KeyUsage]:
+        """Note what a worker's keys have taken; the answer is what they have taken of all others."""
+        self._by_worker[worker] = usage
+        found: dict[str, KeyUsage] = {}
+        for number, each in self._by_worker.items():
+            for key_id, taken in each.items() if number != worker else ():
+                sums = found.setdefault(key_id, KeyUsage())
+                for name in KeyUsage.__struct_fields__:
+                    setattr(sums, name, getattr(sums, name) + getattr(taken, name))
+        return found
+
+    def retire(self, worker: int) -> None:
+        """A worker is no more."""
+        self._by_worker.pop(worker, None)
+
+
+class RequestMeter:
+    """What one request takes of its key's limits and of its worker's.
+
+    What it holds is given back when it has been answered and, where that goes on without its client, when the work for
+    it has ended: `keep` and `release`.
+    """
+
+    def __init__(self, limits: BodyLimits, key: KeyMeter) -> None:
+        self._limits, self._key = limits, key
+        self._held_bytes, self._users, self._is_counted, self._asked_at = 0, 1, False, math.inf
+        self._body_bytes, self._choices = 0, 1
+        self._most: int | None = None
+        key.usage.concurrent += 1
+
+    def receiver(self, receive: Receive) -> Receive:
+        """ASGI's `receive` within the limits: it raises RequestRefused for a body that is slow, or has no room."""
+        until, is_whole = asyncio.get_running_loop().time() + self._limits.body_timeout_s, False
+
+        async def receive_bounded() -> Any:
+            nonlocal is_whole
+            if is_whole:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(until):
+                    message = await receive()
+            except TimeoutError:
+                raise RequestRefused("the body did not come in time", status=408, code="body_timeout") from None
+            self.hold(len(message.get("body", b"")))
+            is_whole = not message.get("more_body", False)
+            return message
+
+        return receive_bounded
+
+    def hold(self, size: int) -> None:
+        """Count bytes that are held for it: of its body, of what it names, or of its answer. Raises RequestRefused."""
+        if self._limits.held_bytes + size > self._limits.max_held_bytes:
+            reason = "requests and answers are too large together now; read what is answered, and try again in a moment"
+            raise RequestRefused(reason, status=503, code="overloaded", retry_after_s=1.0)
+        self._held_bytes += size
+        self._limits.held_bytes += size
+
+    def keep(self) -> None:
+        """It is held for work that goes on when it is answered, until `release`."""
+        self._users += 1
+
+    def release(self) -> None:
+        """It is answered, or that work has ended."""
+        self._users -= 1
+        if not self._users:
+            self._key.usage.concurrent -= 1
+            self._limits.held_bytes -= self._held_bytes
+
+    def expect(self, *, body_bytes: int, choices: int, most: object) -> None:
+        """What tokens are estimated by where an engine tells none: `most` of each choice, if the client says so."""
+        self._body_bytes, self._choices, self._most = body_bytes, choices, most if isinstance(most, int) else None
+
+    @contextmanager
+    def while_asking(self, transcript: "Transcript") -> Iterator[None]:
+        """An engine is asked meanwhile; what is broken off is counted as far as it has come."""
+        self._asked_at = time.monotonic()
+        try:
+            yield
+        except asyncio.CancelledError:  # a time limit, too
+            if self._users == 1:  # else the engine goes on without the client, and its end is counted
+                self.count_tokens(transcript, broken_off=True)
+            raise
+
+    def count_tokens(self, transcript: "Transcript", *, broken_off: bool = False) -> None:
+        """Count the tokens of a reply as far as it has come, once; `broken_off`: nobody waited for the rest."""
+        if self._is_counted:
+            return
+        self._is_counted = True
+        self._key.count_tokens(transcript.tokens or self._estimate(transcript, broken_off or transcript.broken))
+
+    def _estimate(self, transcript: "Transcript", broken_off: bool) -> int:
+        characters = sum(len(text) for choice in transcript.choices.values() for text in choice.text)
+        sampled = math.ceil(max(0.0, time.monotonic() - self._asked_at) * _TOKENS_PER_S) if broken_off else 0
+        if self._most is not None:
+            sampled = min(sampled, max(0, self._most))
+        return tokens_of(self._body_bytes + characters) + sampled * self._choices
+
+
+def tokens_of(size: int) -> int:
+    """About how many tokens so many bytes of text are."""
+    return -(-size // BYTES_A_TOKEN)

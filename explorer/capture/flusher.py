@@ -277,17 +277,12 @@ def _groups(sources: Sequence[_Source]) -> Iterator[Sequence[_SlotRecord]]:
 def _with_order(source: _Source) -> Iterator[tuple[tuple[bool, float], _SlotRecord]]:
     order = (False, 0.0)
     for record in _records(source):
-        order = max(order, _order_of(record.payload))
+        if _FEEDBACK in record.payload[:24]:
+            with contextlib.suppress(msgspec.MsgspecError):  # it is set aside later
+                said = decode(record.payload)
+                if isinstance(said, Feedback) and said.stamp is not None:
+                    order = max(order, said.stamp.order)
         yield order, record
-
-
-def _order_of(payload: bytes) -> tuple[bool, float]:
-    if _FEEDBACK in payload[:24]:
-        with contextlib.suppress(msgspec.MsgspecError):  # it is set aside later
-            record = decode(payload)
-            if isinstance(record, Feedback) and record.stamp is not None:
-                return record.stamp.order
-    return False, 0.0
 
 
 def _records(source: _Source) -> Iterator[_SlotRecord]:

@@ -78,7 +78,10 @@ def sampling_of(request: Mapping[str, Any], *, default_temperature: float, holds
     temperature = max(temperature, _LOWEST) if temperature else 0.0
     changed = _first_that_is_not_neutral(request, NEUTRAL) if temperature else "sampling:temperature=0"
     held = None if changed else _why_held(request, holds_tools)
-    return Sampling(temperature, changed or held, _why_beyond_ids(request), by_grammar=held is not None)
+    beyond_ids = _first_that_is_not_neutral(request, BEYOND_IDS)
+    if beyond_ids is None and _has_media(request.get("messages")):
+        beyond_ids = "sampling:media"
+    return Sampling(temperature, changed or held, beyond_ids, by_grammar=held is not None)
 
 
 def _why_held(request: Mapping[str, Any], holds_tools: bool) -> str | None:
@@ -98,12 +101,6 @@ def _why_held(request: Mapping[str, Any], holds_tools: bool) -> str | None:
         return "sampling:parallel_tool_calls"
     strict = holds_tools or (isinstance(tools, list) and any(map(_is_strict, tools)))
     return "sampling:tools" if strict else None
-
-
-def _why_beyond_ids(request: Mapping[str, Any]) -> str | None:
-    if why := _first_that_is_not_neutral(request, BEYOND_IDS):
-        return why
-    return "sampling:media" if _has_media(request.get("messages")) else None
 
 
 def _first_that_is_not_neutral(request: Mapping[str, Any], parameters: Mapping[str, tuple[object, ...]]) -> str | None:

@@ -13,6 +13,8 @@ from tests.explorer import adapters, checkpoints
 from tests.explorer.conftest import Run
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
 from tests.explorer.versions.test_attestation import mismatches, outcomes
+from tests.explorer.versions.test_reload import until_ready
+from tests.explorer.versions.test_trial import SHARE, answered, by_hash
 from tuneloop.explorer.engines.adapter_names import ModelRenaming
 from tuneloop.explorer.engines.client import RenamedEngineReply, _Connection
 from tuneloop.explorer.engines.fleet import EngineState
@@ -21,6 +23,7 @@ from tuneloop.shared.checkpoints.manifest import Probe
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.settings.serving import LoraSettings
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.versions import RolloutSettings
 
 Start = Callable[..., RunningExplorer]
 
@@ -171,3 +174,57 @@ def test_a_reply_is_renamed_wherever_its_blocks_are_cut(size: int) -> None:
         reply.receive(body[at : at + size])
     reply.receive_end()
     assert received == event % b"ours" * 3 + b'{"model":"ours"}'
+
+
+@pytest.fixture
+def start_both() -> Iterator[Callable[[Settings], RunningExplorer]]:
+    """Starts an explorer with two places for a version on one engine."""
+    with ExitStack() as stack:
+
+        def run(settings: Settings) -> RunningExplorer:
+            running = stack.enter_context(explorer_running(settings))
+            until_ready(running, 2)
+            return running
+
+        yield run
+
+
+def tried(tmp_path: Path, double: EngineDouble, **rollout: Any) -> Settings:
+    return adapted(tmp_path, double).model_copy(
+        update={"rollout": RolloutSettings(**{"mode": "canary", "share": SHARE} | rollout)}
+    )
+
+
+def test_a_version_is_tried_beside_the_champion_and_rolled_back(
+    start_both: Callable[[Settings], RunningExplorer], tmp_path: Path, double: EngineDouble
+) -> None:
+    explorer = start_both(tried(tmp_path, double))
+    candidate(explorer)
+    until(explorer, 1, VersionState.CANARY)
+    until_ready(explorer, 2)
+    assert answered(explorer) == by_hash()
+    request = {str(each.body["user"]): str(each.body["model"]) for each in double.chats if "user" in each.body}
+    assert {user: name.startswith("tuneloop-adapter-1-") for user, name in request.items()} == {
+        user: bool(version) for user, version in by_hash().items()
+    }
+    assert not {"/pause", "/collective_rpc"} & set(double.posts)
+    explorer.ledger.versions.roll_back(1, by="admin:anna", reason="to see")
+    eventually(lambda: explorer.services.fleet.split is None)
+    until_ready(explorer, 2)
+    assert set(answered(explorer).values()) == {0}
+
+
+def test_an_engine_that_was_started_again_gets_the_champion_s_adapter(
+    tmp_path: Path, places: list[EnginePlace], start_both: Callable[[Settings], RunningExplorer]
+) -> None:
+    explorer = start_both(tried(tmp_path, places[0].fresh()))
+    candidate(explorer)
+    until(explorer, 1, VersionState.CANARY)
+    explorer.ledger.versions.promote(1, by="admin:anna", reason="to see")
+    eventually(lambda: [each.version for each in explorer.services.fleet.engines] == [1, 1])
+    places[0].fresh().dead = True
+    eventually(lambda: {each.state for each in explorer.services.fleet.engines} == {EngineState.DOWN})
+    again = places[0].fresh()
+    until_ready(explorer, 2)
+    assert explorer.version() == 1
+    assert str(again.chats[-1].body["model"]).startswith("tuneloop-adapter-1-")

@@ -1,10 +1,14 @@
-"""The command `tuneloop doctor`."""
+"""The commands `tuneloop doctor` and `tuneloop explain`."""
+
+from contextlib import closing
+from typing import Annotated
 
 import typer
 
-from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json
+from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json, existing_ledger
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.operations.doctor import as_json, as_text, examine_experiment
+from tuneloop.shared.operations.explain import explain as explain_reply
 from tuneloop.shared.settings.loader import read_settings
 
 
@@ -23,3 +27,20 @@ def doctor(config: ConfigOption, set_: SetOption = None, for_programs: JsonOptio
         raise EnvironmentRefused(report.facts.away)
     if report.imbalance or report.older or report.restoring:
         raise typer.Exit(1)
+
+
+def explain(
+    msg_id: Annotated[str, typer.Argument(help="The id of a reply; ID:1 is its second choice.")],
+    config: ConfigOption,
+    set_: SetOption = None,
+    for_programs: JsonOption = False,
+) -> None:
+    """Tell what happened to one reply, and what it waits for. Exit code 1: the ledger does not have it."""
+    settings, ledger = existing_ledger(config, set_)
+    with closing(ledger):
+        found = explain_reply(ledger, settings, msg_id)
+    if for_programs:
+        echo_json(found.as_json())
+    else:
+        echo("\n".join(found.lines))
+    raise typer.Exit(0 if found.replies else 1)

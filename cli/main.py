@@ -69,6 +69,7 @@ app.command("erase")(erase_)
 app.command()(backup.backup)
 app.command()(backup.restore)
 app.command()(doctor.doctor)
+app.command()(doctor.explain)
 
 
 def main() -> None:

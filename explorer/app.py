@@ -52,7 +52,7 @@ from tuneloop.explorer.routes import (
     training_status,
 )
 from tuneloop.explorer.routes.metrics_json import TRINITY
-from tuneloop.explorer.routes.responses import StoredResponses, stored_reader
+from tuneloop.explorer.routes.responses import StoredResponses
 from tuneloop.explorer.traces import Traces
 from tuneloop.explorer.ui import page
 from tuneloop.shared import VERSION
@@ -121,7 +121,7 @@ def create_app(
     errors.install_error_handlers(app)
     _add_routes(app)
     passthrough.add_routes(app, PinParser(settings), max_body_bytes=settings.explorer.max_body_bytes)
-    stored_completions.add_routes(app, ledger.stored, default_model=settings.served_model_name)
+    stored_completions.add_routes(app, settings, ledger)
     responses.add_routes(app)
     metrics_json.add_routes(app)
     admin.add_routes(app, settings, ledger)
@@ -264,9 +264,8 @@ def open_services(
     )
     stored_responses = StoredResponses(
         signer=signer,
-        read=stored_reader(ledger.stored),
+        stored=ledger.stored,
         control_client=control_client,
-        fleet=fleet,
         rebuild=responses.rebuild,
         default_model=settings.served_model_name,
     )
@@ -292,7 +291,7 @@ def open_services(
         spool=spool,
     )
     watching = proxy.parser.capture.watch(ledger.alarms, metrics)
-    tasks = [limits.run(metrics), proxy.background.run(), shadow.run(), watching]
+    tasks = [limits.run(metrics), shadow.run(), watching]
 
     async def tell_traffic() -> None:
         """Keep the trainer told of whether requests are being answered."""

@@ -166,9 +166,7 @@ _BELOW: tuple[tuple[str, str, Scopes], ...] = (
     ("GET", "/v1/chat/completions/", _READ),
     ("POST", "/v1/chat/completions/", _COMMIT),
     ("DELETE", "/v1/chat/completions/", _COMMIT),
-    # Who may ask for a response in the background must be able to fetch it.
     ("GET", "/v1/responses/", _INFERENCE | _READ),
-    ("POST", "/v1/responses/", _INFERENCE),
     ("GET", "/v1/models/", _INFERENCE | _READ),
 )
 

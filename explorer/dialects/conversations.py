@@ -30,7 +30,6 @@ class _Size:
         self._bytes = self._containers = self._commas = self._responses = 0
 
     def add(self, request: bytes, text: str) -> None:
-        """Count a response and its request. Raises RequestRefused if that is too much."""
         containers, commas = count_structure(request)
         self._responses += 1
         self._bytes += len(request) + len(text)
@@ -84,14 +83,10 @@ class Conversations:
                 )
             size.add(reply.request, reply.text)
             request = orjson.loads(reply.request)
-            turns.append((request, _response(reply.text)))
+            output = [{"type": "message", "content": [{"text": reply.text}]}] if reply.text else []
+            turns.append((request, {"output": output}))
             name = request.get("previous_response_id")
         messages: list[dict[str, Any]] = []
         for request, response in reversed(turns):
             messages = responses_request.continued_messages(request, response, messages)
         return messages
-
-
-def _response(text: str) -> dict[str, Any]:
-    """The part of a response that a conversation continues from."""
-    return {"output": [{"type": "message", "content": [{"text": text}]}] if text else []}

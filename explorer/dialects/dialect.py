@@ -6,6 +6,7 @@ completions, whose replies are translated back.
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import orjson
@@ -14,8 +15,6 @@ from tuneloop.explorer.auth import Caller
 from tuneloop.explorer.capture.reply_id import MAX_CHOICES, minted_at
 from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields, TextTranscript, Transcript
 from tuneloop.explorer.dialects import messages, responses_reply, responses_request
-from tuneloop.explorer.dialects.messages_stream import MessageStream
-from tuneloop.explorer.dialects.responses_stream import ResponseStream
 from tuneloop.explorer.dialects.token_pieces import TokenPieces
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.http.bodies import coerce_int, flag_of
@@ -67,11 +66,6 @@ class ReplyWriter:
         if tokens is not None:
             tokens.learn(data)
         return b"" if chunk is None else b"data: %b\n\n" % chunk
-
-    @property
-    def continues_in_background(self) -> bool:
-        """Whether the engine goes on with the reply after the client has its response."""
-        return False
 
     def finish(self) -> bytes:
         """The last bytes of a stream, after the exchange has been recorded."""
@@ -181,45 +175,33 @@ class TextDialect(Dialect):
 
 
 class _TranslatedWriter(ReplyWriter):
-    """Translates a chat completion into another dialect."""
+    """Translates a chat completion into another dialect: `translate` a whole one, `stream` the chunks of one."""
+
+    def __init__(
+        self,
+        transcript: Transcript,
+        translate: Callable[[Json], Json],
+        stream: messages.MessageStream | responses_reply.ResponseStream,
+    ) -> None:
+        super().__init__(transcript)
+        self._translate, self._stream = translate, stream
 
     def convert_whole(self, reply: bytes) -> bytes:
-        """See ReplyWriter."""
-        return orjson.dumps(self._convert_reply(orjson.loads(super().convert_whole(reply))))
+        return orjson.dumps(self._translate(orjson.loads(super().convert_whole(reply))))
 
     def _convert_data(self, data: bytes) -> bytes:
         chunk = self.transcript.feed(data)
-        return b"" if chunk is None else self._convert_chunk(orjson.loads(chunk))
+        return b"" if chunk is None else self._stream.add_chunk(orjson.loads(chunk))
 
-    def _convert_reply(self, reply: Json) -> Json:
-        raise NotImplementedError
-
-    def _convert_chunk(self, chunk: Json) -> bytes:
-        raise NotImplementedError
+    def finish(self) -> bytes:
+        return self._stream.end()
 
 
 class _MessageWriter(_TranslatedWriter):
-    def __init__(self, msg_id: str, upstream_id: str) -> None:
-        super().__init__(ChatTranscript(upstream_id, RequestedFields()))
-        self._msg_id = msg_id
-        self._stream = MessageStream(msg_id=msg_id)
-
-    def _convert_reply(self, reply: Json) -> Json:
-        return messages.to_message(reply, msg_id=self._msg_id)
-
-    def _convert_chunk(self, chunk: Json) -> bytes:
-        return self._stream.add_chunk(chunk)
-
-    def finish(self) -> bytes:
-        """See ReplyWriter."""
-        return self._stream.end()
-
     def error_event(self, message: str, code: str) -> bytes:
-        """See ReplyWriter."""
         return b"event: error\ndata: %b\n\n" % orjson.dumps(anthropic_error(message, status=500))
 
     def convert_error(self, error_body: Json, status: int) -> Json:
-        """See ReplyWriter."""
         return anthropic_engine_error(error_body, status=status)
 
 
@@ -234,32 +216,14 @@ class MessagesDialect(Dialect):
 
     def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
-        return _MessageWriter(msg_id, upstream_id)
+        translate = partial(messages.to_message, msg_id=msg_id)
+        return _MessageWriter(
+            ChatTranscript(upstream_id, RequestedFields()), translate, messages.MessageStream(msg_id=msg_id)
+        )
 
 
 class _ResponseWriter(_TranslatedWriter):
-    def __init__(self, body: Json, msg_id: str, upstream_id: str, context_length: int | None) -> None:
-        super().__init__(ChatTranscript(upstream_id, RequestedFields(logprobs=responses_request.wants_logprobs(body))))
-        self._body = body
-        self._identity: dict[str, Any] = {
-            "response_id": msg_id,
-            "created_at": int(minted_at(msg_id)),
-            "context_length": context_length,
-        }
-        self._stream = ResponseStream(body, **self._identity)
-
-    def _convert_reply(self, reply: Json) -> Json:
-        return responses_reply.to_response(self._body, reply, **self._identity)
-
-    def _convert_chunk(self, chunk: Json) -> bytes:
-        return self._stream.add_chunk(chunk)
-
-    def finish(self) -> bytes:
-        """See ReplyWriter."""
-        return self._stream.end()
-
     def error_event(self, message: str, code: str) -> bytes:
-        """See ReplyWriter."""
         return self._stream.add_chunk({"error": {"message": message, "code": code}})
 
 
@@ -289,7 +253,11 @@ class ResponsesDialect(Dialect):
 
     def normalize(self, body: Json) -> Json:
         """See Dialect."""
-        return responses_request.normalize(body)
+        normal = responses_request.normalize(body)
+        if normal.get("background"):
+            message = "responses in the background are not served: send the request without `background`"
+            raise RequestRefused(message, code="invalid_value", param="background")
+        return normal
 
     def for_body(self, body: Json) -> Dialect:
         """See Dialect."""
@@ -304,7 +272,17 @@ class ResponsesDialect(Dialect):
 
     def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
-        return _ResponseWriter(body | self._missing_defaults(body), msg_id, upstream_id, self._context_length)
+        body = body | self._missing_defaults(body)
+        requested = RequestedFields(logprobs=responses_request.wants_logprobs(body))
+        identity: dict[str, Any] = {
+            "response_id": msg_id,
+            "created_at": int(minted_at(msg_id)),
+            "context_length": self._context_length,
+        }
+        translate = partial(responses_reply.to_response, body, **identity)
+        return _ResponseWriter(
+            ChatTranscript(upstream_id, requested), translate, responses_reply.ResponseStream(body, **identity)
+        )
 
     async def rebuild(self, body: Json, reply: Json, msg_id: str) -> Json:
         """The response of a recorded chat completion."""

@@ -18,7 +18,7 @@ from tuneloop.shared.ledger.recording.stored_completions import metadata_as_text
 Json = dict[str, Any]
 
 #: The statuses of a response that is not finished.
-UNFINISHED = ("queued", "in_progress")
+_UNFINISHED = ("queued", "in_progress")
 
 #: The last event of a stream is one of these.
 _FINAL_EVENTS = ("response.completed", "response.incomplete", "response.failed", "error")
@@ -27,10 +27,9 @@ _FINAL_EVENTS = ("response.completed", "response.incomplete", "response.failed",
 class NativeResponseTranscript(Transcript):
     """A response of the engine's own route. It has no choice before it is finished."""
 
-    def __init__(self, msg_id: str, body: Json, *, background: bool) -> None:
+    def __init__(self, msg_id: str, body: Json) -> None:
         super().__init__(msg_id, RequestedFields())
         self._body = body
-        self._background = background
         #: The last state of the response.
         self.latest: Json = {"id": msg_id, "object": "response", "output": []}
 
@@ -42,8 +41,10 @@ class NativeResponseTranscript(Transcript):
 
     def update(self, response: Json) -> Json:
         """Store the state of a response; returns it as the client gets it."""
-        self.latest = restore_client_fields(self._body, response)
-        if response["status"] not in UNFINISHED:
+        # The client's own value of the fields that were changed for the engine.
+        changed = ("previous_response_id", "metadata", "instructions")
+        self.latest = response | {name: self._body[name] for name in changed if self._body.get(name) is not None}
+        if response["status"] not in _UNFINISHED:
             usage = response.get("usage")
             if isinstance(usage, Mapping) and isinstance(total := usage.get("total_tokens"), int):
                 self.reported_tokens = max(self.reported_tokens, total)
@@ -54,15 +55,21 @@ class NativeResponseTranscript(Transcript):
             finish_reason = "tool_calls" if calls else "stop"
             self.choices[0] = CapturedChoice(
                 text=[part["text"] for part in parts if part["type"] == "output_text"],
-                tool_calls={number: _call(item) for number, item in enumerate(calls)},
+                tool_calls={
+                    number: {
+                        "id": item["call_id"],
+                        "type": "function",
+                        "function": {"name": item["name"], "arguments": item["arguments"]},
+                    }
+                    for number, item in enumerate(calls)
+                },
                 finish_reason={"completed": finish_reason, "incomplete": "length"}.get(response["status"]),
             )
         return self.latest
 
     def add_text(self, text: str) -> None:
         """Store a part of the text, in case no more comes."""
-        if not self._background:
-            self.choices.setdefault(0, CapturedChoice()).text.append(text)
+        self.choices.setdefault(0, CapturedChoice()).text.append(text)
 
     def mark_broken(self) -> None:
         """Mark a response of which no more will come."""
@@ -74,16 +81,10 @@ class NativeReplyWriter(ReplyWriter):
     """Writes a response of the engine's own route."""
 
     def __init__(self, body: Json, msg_id: str) -> None:
-        self._response = NativeResponseTranscript(msg_id, body, background=body.get("background") is True)
+        self._response = NativeResponseTranscript(msg_id, body)
         super().__init__(self._response)
-        self._background = body.get("background") is True
         self._final_event = b""
         self._number = 0
-
-    @property
-    def continues_in_background(self) -> bool:
-        """See ReplyWriter."""
-        return self._background and not self._response.choices
 
     def convert_event(self, event: bytes) -> bytes:
         """See ReplyWriter. The last event waits until the reply is recorded."""
@@ -153,11 +154,9 @@ class NativeResponsesDialect(Dialect):
 
     def verbatim(self, upstream: Json, msg_id: str) -> Json:
         """See Dialect."""
-        fields = {**upstream, "request_id": msg_id}
+        fields = {**upstream, "request_id": msg_id, "store": False}  # the engine would keep the response for ever
         if isinstance(upstream.get("metadata"), dict):
             fields["metadata"] = metadata_as_text(upstream["metadata"])  # the engine takes strings only
-        if not upstream.get("background"):
-            fields["store"] = False  # it would keep the response for ever
         return fields
 
     def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
@@ -165,46 +164,35 @@ class NativeResponsesDialect(Dialect):
         return NativeReplyWriter(body, msg_id)
 
 
-def restore_client_fields(body: Json, response: Json) -> Json:
-    """An engine's response with the client's own value of the fields that were changed for the engine."""
-    changed = ("previous_response_id", "metadata", "instructions")
-    fields = {name: body[name] for name in changed if body.get(name) is not None}
-    return response | fields
-
-
 def input_items(messages: Sequence[Json]) -> list[Json]:
     """Chat messages, as `responses_request` makes them, as the items of an input."""
-    return [item for message in messages for item in _items(message)]
-
-
-def _items(message: Json) -> list[Json]:
-    content = message.get("content")
-    if message["role"] == "tool":
-        return [{"type": "function_call_output", "call_id": message["tool_call_id"], "output": _parts(content)}]
-    if message["role"] != "assistant":
-        return [{"role": message["role"], "content": _parts(content)}]
     items: list[Json] = []
-    if message.get("reasoning") is not None:
-        thought = {"type": "reasoning_text", "text": message["reasoning"]}
-        items.append({"type": "reasoning", "summary": [], "content": [thought]})
-    if content is not None:
-        items.append({"role": "assistant", "content": content})
-    for call in message.get("tool_calls") or ():
-        items.append({"type": "function_call", "call_id": call["id"], **call["function"]})
+    for message in messages:
+        role, content = message["role"], message.get("content")
+        if role == "tool":
+            call_id = message["tool_call_id"]
+            items.append({"type": "function_call_output", "call_id": call_id, "output": _parts(content)})
+        elif role != "assistant":
+            items.append({"role": role, "content": _parts(content)})
+        else:
+            if message.get("reasoning") is not None:
+                thought = {"type": "reasoning_text", "text": message["reasoning"]}
+                items.append({"type": "reasoning", "summary": [], "content": [thought]})
+            if content is not None:
+                items.append({"role": role, "content": content})
+            for call in message.get("tool_calls") or ():
+                items.append({"type": "function_call", "call_id": call["id"], **call["function"]})
     return items
 
 
 def _parts(content: Any) -> Any:
-    return content if isinstance(content, str) else [_part(part) for part in content]
-
-
-def _part(part: Json) -> Json:
-    if part["type"] == "image_url":
-        image = part["image_url"]
-        return {"type": "input_image", "image_url": image["url"], "detail": image["detail"]}
-    return {"type": "input_text", "text": part["text"]}
-
-
-def _call(item: Json) -> Json:
-    function = {"name": item["name"], "arguments": item["arguments"]}
-    return {"id": item["call_id"], "type": "function", "function": function}
+    if isinstance(content, str):
+        return content
+    parts = []
+    for part in content:
+        if part["type"] == "image_url":
+            image = part["image_url"]
+            parts.append({"type": "input_image", "image_url": image["url"], "detail": image["detail"]})
+        else:
+            parts.append({"type": "input_text", "text": part["text"]})
+    return parts

@@ -68,11 +68,12 @@ def normalize(body: Json) -> Json:
 
 def untranslatable_reason(body: Json) -> str | None:
     """Why the request cannot be translated into a chat completion; None if it can, or if it is invalid anyway."""
-    for param in ("background", "enable_response_messages", "previous_input_messages"):
+    for param in ("enable_response_messages", "previous_input_messages"):
         if body.get(param):
             return param
-    for tool in _objects(body.get("tools")):
-        if tool.get("type") not in (None, "function"):
+    tools = body.get("tools")
+    for tool in tools if isinstance(tools, list) else ():
+        if isinstance(tool, dict) and tool.get("type") not in (None, "function"):
             return f"tools: {tool['type']}"
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") != "function":
@@ -88,7 +89,8 @@ def to_chat(body: Json, previous: Sequence[Json] = ()) -> Json:
     _check(body)
     items = body.get("input")
     chat = {name: body[name] for name in _SHARED_FIELDS if body.get(name) is not None}
-    chat["messages"] = [*_instructions(body), *previous, *_messages(items)]
+    instructions = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
+    chat["messages"] = [*instructions, *previous, *_messages(items)]
     if (most := body.get("max_output_tokens")) is not None:
         chat["max_completion_tokens"] = most
     if body.get("truncation") == "auto":
@@ -97,7 +99,10 @@ def to_chat(body: Json, previous: Sequence[Json] = ()) -> Json:
         chat["reasoning_effort"] = effort
     if wants_logprobs(body):
         chat |= {"logprobs": True, "top_logprobs": body.get("top_logprobs") or 0}
-    if isinstance(items, list) and _is_unfinished(items[-1]):
+    last = items[-1] if isinstance(items, list) else {}
+    is_unfinished = last.get("status") in ("in_progress", "incomplete")
+    if is_unfinished and last.get("type", "message") in ("message", "reasoning"):
+        # The model is to continue this item rather than answer it.
         chat |= {"add_generation_prompt": False, "continue_final_message": True}
     if body.get("stream"):
         # The response shows at its start how long it may get, which depends on the prompt.
@@ -146,10 +151,6 @@ def _check(body: Json) -> None:
         raise RequestRefused("prompt templates are not supported", code="unsupported", param="prompt")
 
 
-def _instructions(body: Json) -> list[Json]:
-    return [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
-
-
 def _messages(items: Any) -> list[Json]:
     """The input as messages; the items of one turn of the assistant are merged into one."""
     if isinstance(items, str):
@@ -186,7 +187,17 @@ def _merge_into(turn: Json, message: Json) -> bool:
 def _message(item: Json, param: str) -> Json:
     match item.get("type", "message"):
         case "message":
-            return _plain_message(item, param)
+            role = item.get("role")
+            _one_of(role, ("user", "assistant", "system", "developer"), f"{param}.role")
+            parts = _INPUT_PARTS | _OUTPUT_PARTS if role == "assistant" else _INPUT_PARTS
+            param = f"{param}.content"
+            content = _content(item.get("content"), param, parts)
+            if role != "assistant" or not isinstance(content, list):
+                return {"role": role, "content": content}
+            if not content:
+                raise RequestRefused(f"{param} must not be empty", code="invalid_value", param=param)
+            # vLLM's own route reads only the first part of an assistant's message.
+            return {"role": role, "content": _text(content[0], "text", f"{param}[0]")}
         case "function_call":
             return {"role": "assistant", "tool_calls": [_call(item, param)]}
         case "custom_tool_call":
@@ -204,19 +215,6 @@ def _message(item: Json, param: str) -> Json:
             raise RequestRefused(f"{param}: items of type {other!r} are not supported", code="unsupported", param=param)
 
 
-def _plain_message(item: Json, param: str) -> Json:
-    role = item.get("role")
-    _one_of(role, ("user", "assistant", "system", "developer"), f"{param}.role")
-    parts = _INPUT_PARTS | _OUTPUT_PARTS if role == "assistant" else _INPUT_PARTS
-    content = _content(item.get("content"), f"{param}.content", parts)
-    if role == "assistant" and isinstance(content, list):
-        if not content:
-            raise RequestRefused(f"{param}.content must not be empty", code="invalid_value", param=f"{param}.content")
-        # vLLM's own route reads only the first part of an assistant's message.
-        return {"role": role, "content": _text(content[0], "text", f"{param}.content[0]")}
-    return {"role": role, "content": content}
-
-
 def _content(content: Any, param: str, parts: Collection[str]) -> str | list[Json]:
     if isinstance(content, str):
         return content
@@ -226,18 +224,18 @@ def _content(content: Any, param: str, parts: Collection[str]) -> str | list[Jso
         if not isinstance(part, dict):
             raise wrong_type(f"{param}[{number}]", "an object")
         _one_of(part.get("type"), parts, f"{param}[{number}].type")
-    return [_part(part, f"{param}[{number}]") for number, part in enumerate(content)]
-
-
-def _part(part: Json, param: str) -> Json:
-    if part["type"] == "input_image":
-        return {"type": "image_url", "image_url": {"url": _text(part, "image_url", param), "detail": _detail(part)}}
-    return {"type": "text", "text": _text(part, "refusal" if part["type"] == "refusal" else "text", param)}
-
-
-def _detail(part: Json) -> str:
-    # vLLM ignores it, and a chat completion has fewer values.
-    return "low" if part.get("detail") == "low" else "high" if part.get("detail") == "high" else "auto"
+    found: list[Json] = []
+    for number, part in enumerate(content):
+        place = f"{param}[{number}]"
+        if part["type"] == "input_image":
+            # vLLM ignores the detail, and a chat completion has fewer values.
+            detail = part["detail"] if part.get("detail") in ("low", "high") else "auto"
+            image = {"url": _text(part, "image_url", place), "detail": detail}
+            found.append({"type": "image_url", "image_url": image})
+        else:
+            key = "refusal" if part["type"] == "refusal" else "text"
+            found.append({"type": "text", "text": _text(part, key, place)})
+    return found
 
 
 def _call(item: Json, param: str) -> Json:
@@ -295,23 +293,23 @@ def _tools(body: Json) -> Json:
         if requested == "required":
             raise RequestRefused("tool_choice needs tools", code="invalid_value", param="tool_choice")
         return {}
-    functions = [_function(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
+    functions: list[Json] = []
+    for number, tool in enumerate(tools):
+        param = f"tools[{number}]"
+        if not isinstance(tool, dict):
+            raise wrong_type(param, "an object")
+        _one_of(tool.get("type"), ("function",), f"{param}.type")
+        _text(tool, "name", param)
+        if not isinstance(tool.get("parameters"), dict | None):
+            raise wrong_type(f"{param}.parameters", "an object")
+        fields = ("name", "description", "parameters", "strict", "defer_loading")
+        stated = {key: tool[key] for key in fields if tool.get(key) is not None}
+        functions.append({"type": "function", "function": stated})
     choice = {"type": "function", "function": {"name": requested["name"]}} if isinstance(requested, dict) else requested
     chat: Json = {"tools": functions, "tool_choice": choice}
     if body.get("parallel_tool_calls") is not None:
         chat["parallel_tool_calls"] = body["parallel_tool_calls"]
     return chat
-
-
-def _function(tool: Any, param: str) -> Json:
-    if not isinstance(tool, dict):
-        raise wrong_type(param, "an object")
-    _one_of(tool.get("type"), ("function",), f"{param}.type")
-    _text(tool, "name", param)
-    if not isinstance(tool.get("parameters"), dict | None):
-        raise wrong_type(f"{param}.parameters", "an object")
-    fields = ("name", "description", "parameters", "strict", "defer_loading")
-    return {"type": "function", "function": {key: tool[key] for key in fields if tool.get(key) is not None}}
 
 
 def _text(holder: Json, key: str, param: str) -> str:
@@ -324,15 +322,3 @@ def _text(holder: Json, key: str, param: str) -> str:
 def _one_of(value: object, values: Collection[str], param: str) -> None:
     if not isinstance(value, str) or value not in values:
         raise RequestRefused(f"{param} must be one of {', '.join(sorted(values))}", code="invalid_value", param=param)
-
-
-def _is_unfinished(item: Any) -> bool:
-    """Whether the model is to continue this item rather than answer it."""
-    return item.get("type", "message") in ("message", "reasoning") and item.get("status") in (
-        "in_progress",
-        "incomplete",
-    )
-
-
-def _objects(values: Any) -> list[Json]:
-    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []

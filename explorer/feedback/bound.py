@@ -37,6 +37,9 @@ class TokenRoute:
         if self._signer.parse(msg_id, caller.tenant) is None:
             message = "msg_id is no id of our replies"
             raise RequestRefused(message, status=404, code="unknown_msg_id", param="msg_id")
+        most = _within(body, "max_events", _EVENTS, MAX_EVENTS)
+        if not most.is_integer():  # half an event would allow none
+            raise RequestRefused("max_events must be a whole number", code="invalid_value", param="max_events")
         expires_at = steady_time.now() + _within(body, "expires_in", _LIFE_S, MAX_LIFE_S)
         claims = TokenClaims(
             key_id=caller.key_id,
@@ -44,7 +47,7 @@ class TokenRoute:
             msg_id=msg_id,
             source=optional_name(body, "source") or "",
             expires_at=expires_at,
-            max_events=_whole(_within(body, "max_events", _EVENTS, MAX_EVENTS), "max_events"),
+            max_events=int(most),
         )
         return {"token": self._tokens.sign(claims), "expires_at": expires_at}
 
@@ -68,10 +71,3 @@ def _within(body: dict[str, object], param: str, default: float, most: float) ->
     if not 0 < value <= most:
         raise RequestRefused(f"{param} must lie between 0 and {most:g}", code="out_of_range", param=param)
     return value
-
-
-def _whole(value: float, param: str) -> int:
-    """A whole number. Raises RequestRefused for any other: half an event would allow none."""
-    if not value.is_integer():
-        raise RequestRefused(f"{param} must be a whole number", code="invalid_value", param=param)
-    return int(value)

@@ -32,14 +32,19 @@ class CommitRoute:
     async def commit(self, request: Request) -> dict[str, object]:
         """Release what has been rewarded until now to the trainer, and say how much that was."""
         body = await read_body(request, may_be_empty=True)
-        task_id, run_id = self._as_stored(optional_id(body, "task_id")), self._as_stored(optional_id(body, "run_id"))
-        task_ids, until = _task_ids(body), optional_time(body, "time_threshold")
+        as_stored, task_ids = self._recorder.name_as_stored, body.get("task_ids")
+        task_id, run_id = (optional_id(body, name) for name in ("task_id", "run_id"))
+        if not isinstance(task_ids, list | None):
+            raise wrong_type("task_ids", "a list of strings or integers")
+        if task_ids and len(task_ids) > MAX_TASKS:
+            message = f"task_ids has {len(task_ids)} ids, {MAX_TASKS} are allowed in one call"
+            raise RequestRefused(message, status=413, code="too_many_ids", param="task_ids")
         caller = caller_of(request.scope)
         limits: CommitLimits = {
-            "task_id": task_id,
-            "run_id": run_id,
-            "task_ids": task_ids and [self._recorder.name_as_stored(each) for each in task_ids],
-            "until": until,
+            "task_id": task_id and as_stored(task_id),
+            "run_id": run_id and as_stored(run_id),
+            "task_ids": task_ids and [as_stored(id_of(each, "task_ids")) for each in task_ids],
+            "until": optional_time(body, "time_threshold"),
         }
         try:
             if not await self._control_client.wait_until_flushed(_PATIENCE_S):
@@ -52,23 +57,3 @@ class CommitRoute:
             log.warning("commit_put_off", reason=str(error))
             raise
         return {"status": "success", "committed": committed}
-
-    def _as_stored(self, name: str | None) -> str | None:
-        return name and self._recorder.name_as_stored(name)
-
-
-def _task_ids(body: dict[str, object]) -> list[str] | None:
-    """The tasks that a commit names; None if it names none. Raises RequestRefused."""
-    task_ids = body.get("task_ids")
-    if task_ids is None:
-        return None
-    if not isinstance(task_ids, list):
-        raise wrong_type("task_ids", "a list of strings or integers")
-    if len(task_ids) > MAX_TASKS:
-        raise RequestRefused(
-            f"task_ids has {len(task_ids)} ids, {MAX_TASKS} are allowed in one call",
-            status=413,
-            code="too_many_ids",
-            param="task_ids",
-        )
-    return [id_of(each, "task_ids") for each in task_ids]

@@ -72,18 +72,19 @@ class EventFactory:
         for about in dict.fromkeys(entry.msg_ids):
             reply = self._signer.parse(about, self._tenant)
             if reply is not None and reply not in events:
-                _must_differ(reply, other)
-                events[reply] = [self._about(entry, signal, number, reply, other) for signal in entry.signals]
+                of_one = other is not None and reply.msg_id == other.msg_id
+                if of_one and (reply == other or None in (reply.choice, other and other.choice)):
+                    message = "a reply cannot be preferred over itself"
+                    raise RequestRefused(message, code="invalid_value", param="preferred_over")
+                events[reply] = [
+                    self._event(entry, signal, number, reply)
+                    if signal.kind is not Kind.PREFERENCE
+                    else other and self._event(entry, signal, number, reply, other)
+                    for signal in entry.signals
+                ]
             made = events[reply] if reply is not None else [None] * len(entry.signals)
             for signal, event in zip(entry.signals, made, strict=True):
                 yield FeedbackEvent(about, signal.kind, event)
-
-    def _about(
-        self, entry: Entry, signal: Signal, number: int, reply: ParsedReplyId, other: ParsedReplyId | None
-    ) -> Feedback | None:
-        if signal.kind is not Kind.PREFERENCE:
-            return self._event(entry, signal, number, reply)
-        return None if other is None else self._event(entry, signal, number, reply, other)
 
     def _event(
         self,
@@ -93,8 +94,15 @@ class EventFactory:
         reply: ParsedReplyId | None = None,
         other: ParsedReplyId | None = None,
     ) -> Feedback:
+        if entry.key is None:
+            event_id = f"{self._call_id}-{next(self._numbers)}"
+        else:  # its place in its call counts, too: two entries under the call's one key are not the same for that
+            names = (entry.key, entry.task_id, entry.run_id, entry.source)
+            key, task_id, run_id, source = (name and self._as_stored(name) for name in names)
+            same = [self._tenant, key, number, *(reply or (None, None)), task_id, run_id]
+            event_id = hashlib.sha256(orjson.dumps([*same, source, signal.metric, signal.kind])).hexdigest()
         return Feedback(
-            event_id=self._event_id(entry, signal, number, reply),
+            event_id=event_id,
             call_id=self._call_id,
             tenant=self._tenant,
             key=self._caller.name,
@@ -114,15 +122,6 @@ class EventFactory:
             stamp=self._stamp,
         )
 
-    def _event_id(self, entry: Entry, signal: Signal, number: int, reply: ParsedReplyId | None) -> str:
-        """The entry's place in its call counts, too: two entries under the call's one key are not the same for that."""
-        if entry.key is None:
-            return f"{self._call_id}-{next(self._numbers)}"
-        names = (entry.key, entry.task_id, entry.run_id, entry.source)
-        key, task_id, run_id, source = (name and self._as_stored(name) for name in names)
-        same = [self._tenant, key, number, *(reply or (None, None)), task_id, run_id]
-        return hashlib.sha256(orjson.dumps([*same, source, signal.metric, signal.kind])).hexdigest()
-
 
 def _refuse_floods(entries: Sequence[Entry], signer: ReplyIdSigner, tenant: str) -> None:
     """Raise RequestRefused if one reply, choice or run gets more events than a call may bring it."""
@@ -140,8 +139,3 @@ def _refuse_floods(entries: Sequence[Entry], signer: ReplyIdSigner, tenant: str)
             code="too_many_events",
             param="feedback",
         )
-
-
-def _must_differ(reply: ParsedReplyId, other: ParsedReplyId | None) -> None:
-    if other is not None and reply.msg_id == other.msg_id and (None in (reply.choice, other.choice) or reply == other):
-        raise RequestRefused("a reply cannot be preferred over itself", code="invalid_value", param="preferred_over")

@@ -12,17 +12,20 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
+import orjson
 import structlog
 
+from tuneloop.explorer.auth import Caller
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.capture.spool import Spool
-from tuneloop.explorer.dialects.dialect import ReadConversation
+from tuneloop.explorer.dialects import messages, responses_request
+from tuneloop.explorer.dialects.dialect import MESSAGES, RESPONSES, TEXT, Json, ReadConversation, choice_count
 from tuneloop.explorer.engines.fleet import in_share
-from tuneloop.explorer.feedback.judge_input import reading_of
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.runner.errors import JudgeAway, JudgeError, JudgeFailed
 from tuneloop.runner.judging.judge import Judge, Verdict
 from tuneloop.runner.judging.rubric import Rubric
+from tuneloop.runner.rewards.reply import Message, Reply, calls_of
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable, RequestRefused, SpoolFull
 from tuneloop.shared.experience import Feedback, Kind, State, encode
@@ -101,7 +104,8 @@ class JudgeLoop:
         outcomes = await asyncio.gather(*(self._judge_reply(each, exchanges.get(each.reply.id)) for each in found))
         waits = [outcome for outcome in outcomes if outcome is not None]
         if waits:
-            return max(self._longer_pause(), *waits)  # those are found again
+            pause, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            return max(pause, *waits)  # those are found again
         self._away, self._pause_s = False, _SHORTEST_PAUSE_S
         more, self._last = last > self._last, last
         return _NOW if more else None
@@ -122,7 +126,6 @@ class JudgeLoop:
         return True
 
     def _next(self) -> tuple[Sequence[UnjudgedReply], int]:
-        """The next replies to judge, and the id up to which that are all."""
         now, last, found = steady_time.now(), self._last, []
         most = 1 if self._away else 4 * self._settings.concurrency
         for reply in self._ledger.judging.replies_after(last, limit=_PAGE):
@@ -178,10 +181,6 @@ class JudgeLoop:
         # Not all that an error says: it may quote what a user wrote.
         reason = error.reason if isinstance(error, JudgeError) else type(error).__name__
         log.warning(f"judge_{outcome}", msg_id=candidate.reply.msg_id, reason=reason)
-
-    def _longer_pause(self) -> float:
-        pause, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        return pause
 
 
 #: Seconds after which there is more to do: at once, but others come first.
@@ -241,3 +240,37 @@ def events_of(source: str, candidate: UnjudgedReply, verdict: Verdict) -> list[F
         words = {"kind": Kind.COMMENT, "metric": "comment", "text": verdict.reason[:_MAX_COMMENT]}
         events.append(Feedback(event_id=event_id(source, reply, "comment"), **words, **common))  # type: ignore[arg-type]
     return events
+
+
+async def reading_of(exchange: JudgedExchange, tenant: str, conversation: ReadConversation) -> Reply:
+    """A tenant's reply. Raises RequestRefused if what it answers cannot be read, or is gone."""
+    try:
+        body = orjson.loads(exchange.request)
+        if exchange.endpoint == TEXT:
+            prompt = body["prompt"]
+            if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+                prompt = prompt[exchange.choice // choice_count(body)]  # each has `n` choices
+            if not isinstance(prompt, str):
+                raise RequestRefused("the prompt is token ids, which only the model can read")
+            chat: Json = {"messages": [{"role": "prompt", "content": prompt}]}
+        elif exchange.endpoint == MESSAGES:
+            chat = messages.to_chat(body)
+        elif exchange.endpoint == RESPONSES:
+            continued = body.get("previous_response_id")
+            previous = await conversation(continued, Caller(tenant=tenant)) if isinstance(continued, str) else ()
+            chat = responses_request.to_chat(body, previous)
+        else:
+            chat = body
+        before: list[Message] = chat["messages"]
+        if not isinstance(before, list) or not all(isinstance(each, dict) for each in before):
+            raise RequestRefused("the request has no messages")
+        calls = calls_of({"tool_calls": orjson.loads(exchange.tool_calls or b"[]")})
+        tools = [str(each.get("function", each).get("name", "")) for each in body.get("tools") or ()]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise RequestRefused(f"the request cannot be read: {type(error).__name__}") from None
+    return Reply(
+        text=exchange.text,
+        messages=tuple(before),
+        tool_calls=tuple(calls),
+        tools=tuple(tools),
+    )

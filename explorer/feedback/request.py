@@ -61,7 +61,14 @@ class Entry(NamedTuple):
 
 def parse_entries(body: dict[str, Any], key_header: str | None) -> list[Entry]:
     """The entries of a body, of which there is one unless it has a list under `feedback`."""
-    key = _key(body, key_header)
+    key = optional_name(body, "idempotency_key")
+    # In the header it stands in quotes by the book.
+    of_header = optional_name({"Idempotency-Key": (key_header or "").strip().strip('"')}, "Idempotency-Key")
+    if key and of_header and key != of_header:
+        raise RequestRefused(
+            "idempotency_key and the header Idempotency-Key differ", code="invalid_value", param="idempotency_key"
+        )
+    key = key or of_header
     _refuse_unknown_numbers(body)
     entries = body.get("feedback")
     parsed = [_parse_entry(body, key)] if entries is None else list(_entries_of_list(body, entries, key))
@@ -72,7 +79,12 @@ def parse_entries(body: dict[str, Any], key_header: str | None) -> list[Entry]:
             code="too_many_ids",
             param="msg_ids",
         )
-    if sum(map(_characters, parsed)) > MAX_CHARACTERS:
+    characters = 0
+    for entry in parsed:
+        names = sum(len(text or "") for text in (entry.task_id, entry.run_id, entry.source))
+        of_one = sum(names + len(signal.metric) + len(signal.text or "") for signal in entry.signals)
+        characters += of_one * len(entry.msg_ids or "1")
+    if characters > MAX_CHARACTERS:
         raise RequestRefused(
             f"so long a text for so many ids: {MAX_CHARACTERS} characters, counted once for each id, are allowed in"
             " one call",
@@ -187,7 +199,14 @@ def _signals(entry: dict[str, Any]) -> Iterator[Signal]:
         yield Signal(Kind.LABEL, "reward" if rating is None else "label", text=label)
     if optional_name(entry, "preferred_over"):
         yield Signal(Kind.PREFERENCE, "preference")
-    if answer := _demonstration(entry):
+    answer = entry.get("demonstration")
+    if not isinstance(answer, dict):
+        answer = optional_text(entry, "demonstration")
+    elif answer.get("role", "assistant") != "assistant" or not (answer.get("content") or answer.get("tool_calls")):
+        raise wrong_type("demonstration", "a string, or a message of the assistant with content or tool_calls")
+    else:
+        answer = orjson.dumps({"role": "assistant"} | answer).decode()
+    if answer:
         yield Signal(Kind.DEMONSTRATION, "demonstration", text=answer)
     if comment := optional_text(entry, "comment"):
         yield Signal(Kind.COMMENT, "comment", text=comment)
@@ -209,31 +228,3 @@ def _rating(entry: dict[str, Any]) -> Signal | None:
         case number if isinstance(number, int | float):
             return Signal(Kind.NUMBER, "reward", value=finite_number(number, "value", bound=MAX_REWARD))
     raise wrong_type("value", "a number, a boolean or a string")
-
-
-def _demonstration(entry: dict[str, Any]) -> str | None:
-    """The answer as it should have been: its text, or its message as JSON."""
-    answer = entry.get("demonstration")
-    if not isinstance(answer, dict):
-        return optional_text(entry, "demonstration")
-    if answer.get("role", "assistant") != "assistant" or not (answer.get("content") or answer.get("tool_calls")):
-        raise wrong_type("demonstration", "a string, or a message of the assistant with content or tool_calls")
-    return orjson.dumps({"role": "assistant"} | answer).decode()
-
-
-def _key(body: dict[str, Any], header: str | None) -> str | None:
-    """The idempotency key of the body or of the header, where it stands in quotes by the book."""
-    key = optional_name(body, "idempotency_key")
-    of_header = optional_name({"Idempotency-Key": (header or "").strip().strip('"')}, "Idempotency-Key")
-    if key and of_header and key != of_header:
-        raise RequestRefused(
-            "idempotency_key and the header Idempotency-Key differ", code="invalid_value", param="idempotency_key"
-        )
-    return key or of_header
-
-
-def _characters(entry: Entry) -> int:
-    names = (entry.task_id, entry.run_id, entry.source)
-    each = sum(len(text or "") for text in names) * len(entry.signals)
-    each += sum(len(signal.metric) + len(signal.text or "") for signal in entry.signals)
-    return each * len(entry.msg_ids or "1")

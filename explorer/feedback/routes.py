@@ -116,7 +116,15 @@ class FeedbackRoutes:
         for entry in entries if isinstance(entries, list) else [body]:
             ids = entry.get("msg_ids") if isinstance(entry, dict) else None
             named += len(ids) if isinstance(ids, list) else 1
-        parsed, events = await self._aside(named, partial(self._parse, caller, body, key))
+
+        def parse() -> tuple[list[FeedbackEvent], list[Feedback]]:
+            as_stored = self._recorder.name_as_stored
+            factory = EventFactory(self._signer, caller, as_stored=as_stored, judge=self._judge_source)
+            entries = parse_entries(body, key)
+            parsed = factory.events_of(bind(entries, caller.binding) if caller.binding else entries)
+            return parsed, list(_first_of_each(parsed).values())
+
+        parsed, events = await self._aside(named, parse)
         if (bound := caller.binding) is not None and not await self._control_client.take_of_token(bound, len(events)):
             message = f"this token allows {bound.max_events} events, or too many tokens of its key are in use"
             raise RequestRefused(message, status=403, code="token_used_up")
@@ -141,29 +149,37 @@ class FeedbackRoutes:
             return work()
         return await asyncio.to_thread(work)
 
-    def _parse(
-        self, caller: Caller, body: dict[str, object], key: str | None
-    ) -> tuple[list[FeedbackEvent], list[Feedback]]:
-        """What a body says of what it names, and the events that are to be stored."""
-        as_stored = self._recorder.name_as_stored
-        factory = EventFactory(self._signer, caller, as_stored=as_stored, judge=self._judge_source)
-        entries = parse_entries(body, key)
-        parsed = factory.events_of(bind(entries, caller.binding) if caller.binding else entries)
-        return parsed, list(_first_of_each(parsed).values())
-
     def _answer(self, parsed: Sequence[FeedbackEvent], found: Results) -> dict[str, object]:
         """What became of each; it is counted, too."""
         stored = _first_of_each(parsed)
-        results = [_outcome_of(each.event, stored, found.outcomes) for each in parsed]
+        results = [
+            Outcome.UNKNOWN
+            if (event := each.event) is None
+            else found.outcomes[event.event_id]
+            if event == stored[event.event_id]
+            else Outcome.DUPLICATE
+            for each in parsed
+        ]
         pairs = Counter((each.kind.value, outcome.value) for each, outcome in zip(parsed, results, strict=True))
         for (kind, outcome), count in pairs.items():
             self._metrics.feedback.labels(kind, outcome).inc(count)
-        answer = _answer(parsed, results) | self._not_counted(parsed)
-        if any(each.event is not None and self._is_clipped(each.event) for each in parsed):
+        answer, named = _answer(parsed, results), [(each.about, each.event) for each in parsed if each.event]
+        rated = {event.metric for _, event in named if event.kind in _RATINGS}
+        if unweighted := sorted(rated - self._rule.weights.keys()):
+            answer["not_counted"] = unweighted
+        numbers = [event for _, event in named if event.kind is Kind.NUMBER]
+        if any(is_clipped(self._rule, event.metric, event.value or 0.0) for event in numbers):
             answer["clipped"] = True
-        if choices := dict(_choices(parsed, found.apart)):
+        if choices := {about: found.apart[event.event_id] for about, event in named if event.event_id in found.apart}:
             answer["choices"] = choices
-        if reasons := dict(_reasons(parsed, found.not_trained)):
+        reasons: dict[str, str] = {}
+        for about, event in named if found.not_trained else ():
+            why = found.not_trained.get(event.msg_id or "", {})
+            # That of a choice of the reply, if the event names none.
+            reason = next(iter(why.values()), None) if event.choice is None else why.get(event.choice)
+            if reason is not None:
+                reasons[about] = reason
+        if reasons:
             answer["not_trained"] = reasons
         if replies := dict(_replies_of_runs(parsed, found.of_runs)):
             answer["replies"] = replies
@@ -181,41 +197,25 @@ class FeedbackRoutes:
         except (LedgerUnavailable, TimeoutError):
             return pending  # it went away again; the events are on disk all the same
 
-    def _not_counted(self, parsed: Sequence[FeedbackEvent]) -> dict[str, object]:
-        """The metrics of what was rated here that have no weight in the reward."""
-        rated = {each.event.metric for each in parsed if each.event is not None and each.kind in _RATINGS}
-        unweighted = sorted(rated - self._rule.weights.keys())
-        return {"not_counted": unweighted} if unweighted else {}
-
-    def _is_clipped(self, event: Feedback) -> bool:
-        """Whether it is a number that counts as a smaller one."""
-        return event.kind is Kind.NUMBER and is_clipped(self._rule, event.metric, event.value or 0.0)
-
     def _look_up(self, events: Sequence[Feedback]) -> Results:
         """What became of events by the database, and why their replies will not be trained on."""
-        outcomes, apart = self._outcomes(events)
-        of_runs = self._of_runs(events, outcomes)
+        recording = self._ledger.recording
+        outcomes = recording.outcomes(events[0].call_id, [event.event_id for event in events])
+        absent = [event for event in events if outcomes[event.event_id] is Outcome.DUPLICATE]
+        outcomes |= dict.fromkeys(recording.without_room(absent), Outcome.FULL)
+        outcomes |= dict.fromkeys(self._ledger.stored.about_deleted(absent), Outcome.UNKNOWN)
+        outcomes |= dict.fromkeys(self._about_lost(events, outcomes), Outcome.UNKNOWN)
+        late = [event for event in events if outcomes[event.event_id] is Outcome.LATE][:_MOST_APART]
+        apart = {event.event_id: choices for event in late if (choices := recording.outcomes_apart(event))}
+        # The replies whose reward each of the first events about runs makes.
+        rated = [event for event in events if event.msg_id is None and event.kind in _RATINGS]
+        told = [event for event in rated if outcomes[event.event_id] is not Outcome.PENDING][:_MOST_OF_RUNS]
+        of_runs = {event.event_id: recording.replies_decided_by(event) for event in told}
         ids = {event.msg_id for event in events if event.msg_id}
         if not 0 < len(ids) <= _MAX_EXPLAINED or Outcome.PENDING in outcomes.values():
             return Results(outcomes, apart, of_runs=of_runs)
         why = self._ledger.reports.not_trained(ids, any_reply=self._any_reply)
         return Results(outcomes, apart, why, of_runs)
-
-    def _of_runs(self, events: Sequence[Feedback], outcomes: Mapping[str, Outcome]) -> dict[str, list[str]]:
-        """The replies whose reward each of the first events about runs makes."""
-        rated = [event for event in events if event.msg_id is None and event.kind in _RATINGS]
-        told = [event for event in rated if outcomes[event.event_id] is not Outcome.PENDING][:_MOST_OF_RUNS]
-        return {event.event_id: self._ledger.recording.replies_decided_by(event) for event in told}
-
-    def _outcomes(self, events: Sequence[Feedback]) -> tuple[Mapping[str, Outcome], Mapping[str, _Apart]]:
-        results = self._ledger.recording.outcomes(events[0].call_id, [event.event_id for event in events])
-        absent = [event for event in events if results[event.event_id] is Outcome.DUPLICATE]
-        results |= dict.fromkeys(self._ledger.recording.without_room(absent), Outcome.FULL)
-        results |= dict.fromkeys(self._ledger.stored.about_deleted(absent), Outcome.UNKNOWN)
-        results |= dict.fromkeys(self._about_lost(events, results), Outcome.UNKNOWN)
-        late = [event for event in events if results[event.event_id] is Outcome.LATE][:_MOST_APART]
-        apart = {event.event_id: self._ledger.recording.outcomes_apart(event) for event in late}
-        return results, {event_id: choices for event_id, choices in apart.items() if choices}
 
     def _about_lost(self, events: Sequence[Feedback], results: Mapping[str, Outcome]) -> Iterator[str]:
         """The events that wait in vain: a restored backup does not have their reply."""
@@ -227,12 +227,6 @@ class FeedbackRoutes:
         ids = {each for about in named.values() for each in about}
         missing = self._ledger.restoration.missing({each: minted_at(each) for each in ids}) if ids else set()
         yield from (event_id for event_id, about in named.items() if not missing.isdisjoint(about))
-
-
-def _choices(parsed: Sequence[FeedbackEvent], apart: Mapping[str, _Apart]) -> Iterator[tuple[str, _Apart]]:
-    for each in parsed:
-        if each.event is not None and each.event.event_id in apart:
-            yield each.about, apart[each.event.event_id]
 
 
 def _replies_of_runs(
@@ -247,13 +241,6 @@ def _replies_of_runs(
         yield about, {"count": len(msg_ids), "msg_ids": list(msg_ids)[:_MOST_OF_RUNS]}
 
 
-def _reasons(parsed: Sequence[FeedbackEvent], why: Mapping[str, Mapping[int, str]]) -> Iterator[tuple[str, str]]:
-    """Why replies will not be trained on, by the names that the client wrote."""
-    for about, _, event in parsed if why else ():
-        if event is not None and (reason := _reason_of(event, why)) is not None:
-            yield about, reason
-
-
 def _first_of_each(parsed: Sequence[FeedbackEvent]) -> dict[str, Feedback]:
     """Of the events with one id the first, which is stored."""
     first: dict[str, Feedback] = {}
@@ -261,18 +248,6 @@ def _first_of_each(parsed: Sequence[FeedbackEvent]) -> dict[str, Feedback]:
         if event is not None:
             first.setdefault(event.event_id, event)
     return first
-
-
-def _outcome_of(event: Feedback | None, stored: Mapping[str, Feedback], outcomes: Mapping[str, Outcome]) -> Outcome:
-    if event is None:
-        return Outcome.UNKNOWN
-    return outcomes[event.event_id] if event == stored[event.event_id] else Outcome.DUPLICATE
-
-
-def _reason_of(event: Feedback, why: Mapping[str, Mapping[int, str]]) -> str | None:
-    """Why the choice that an event is about will not be trained on, or a choice of the reply if it names none."""
-    reasons = why.get(event.msg_id or "", {})
-    return next(iter(reasons.values()), None) if event.choice is None else reasons.get(event.choice)
 
 
 def _answer(parsed: Sequence[FeedbackEvent], results: Sequence[Outcome]) -> dict[str, object]:

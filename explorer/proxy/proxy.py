@@ -22,7 +22,6 @@ from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.http import errors
 from tuneloop.explorer.limits import PIECE_BYTES
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.proxy.background_responses import BackgroundResponses
 from tuneloop.explorer.proxy.grammars import Grammars
 from tuneloop.explorer.proxy.request import ReplyInFlight, Request, RequestParser
 from tuneloop.explorer.proxy.system_turns import SystemTurns
@@ -55,7 +54,6 @@ class RequestOutcome:
     status = 500
     version: int | None = None
     asked: int
-    in_background = False
 
 
 class RequestFailures:
@@ -86,10 +84,8 @@ class RequestFailures:
             self._metrics.count_reply(version, "refused")
 
     def at_end(self, in_flight: ReplyInFlight) -> None:
-        """Count a reply that has ended, as the engine itself says; not yet one that goes on in the background."""
+        """Count a reply that has ended, as the engine itself says."""
         request, version = in_flight.request, in_flight.version
-        if request.writer.continues_in_background:
-            return
         if request.writer.transcript.broken:
             self.alone(version, request.caller.identity)
         else:
@@ -125,12 +121,6 @@ class Proxy:
         self.admission = Admission(
             limit=explorer.max_in_flight, max_waiting=explorer.max_waiting, wait_timeout_s=explorer.wait_timeout
         )
-        self.background = BackgroundResponses(
-            count=self._failures.at_end,
-            record=self._record,
-            release=self._release,
-            timeout_s=explorer.request_timeout,
-        )
 
     async def answer(self, dialect: Dialect, raw: ClientRequest) -> None:
         """Answer a request in one dialect, whole or streamed."""
@@ -146,8 +136,7 @@ class Proxy:
             try:
                 whole = await self._answer_in_time(request, raw, outcome)
             finally:
-                if not outcome.in_background:
-                    self.admission.release(request.caller.identity)
+                self.admission.release(request.caller.identity)
             if whole is not None:  # its client may read it slowly: it has no engine's place meanwhile
                 await raw.respond(outcome.status, *whole)
         except asyncio.CancelledError:
@@ -177,7 +166,7 @@ class Proxy:
                 with request.meter.while_asking(request.writer.transcript):
                     return await self._answer_from(engine, request, raw, outcome)
         except TimeoutError:
-            if not (raw.client_is_slow or request.writer.done or outcome.in_background):
+            if not (raw.client_is_slow or request.writer.done):
                 self._failures.alone(outcome.asked, request.caller.identity)
             if not raw.started:
                 raise RequestRefused("the engine did not answer in time", status=504, code="engine_timeout") from None
@@ -221,11 +210,7 @@ class Proxy:
             if self._traces is not None and request.trace is not None:
                 number, version = in_flight.engine.number, in_flight.version
                 self._traces.send_engine(request, request.trace, started=asked_at, engine=number, version=version)
-            if outcome.status == 200 and request.writer.continues_in_background:
-                outcome.in_background = True
-                self.background.follow(in_flight)
-            else:
-                self._fleet.release(in_flight.engine)
+            self._fleet.release(in_flight.engine)
 
     async def _engine_reply(
         self, engine: Engine, request: Request, outcome: RequestOutcome
@@ -282,8 +267,7 @@ class Proxy:
             await raw.end_stream(writer.error_event("the reply could not be stored", "storage_full"))
         except EngineError as error:
             log.warning("stream_broken", msg_id=request.msg_id, reason=str(error))
-            if not writer.continues_in_background:
-                self._failures.alone(in_flight.version, request.caller.identity)
+            self._failures.alone(in_flight.version, request.caller.identity)
             await self._record_partial(in_flight)
             await raw.end_stream(writer.error_event("the engine broke off its reply", "engine_error"))
         except BaseException as error:
@@ -304,15 +288,10 @@ class Proxy:
         except SpoolFull as error:
             log.error("reply_lost", msg_id=in_flight.request.msg_id, reason=str(error))
 
-    def _release(self, in_flight: ReplyInFlight) -> None:
-        self._fleet.release(in_flight.engine)
-        self.admission.release(in_flight.request.caller.identity)
-
     async def _record(self, in_flight: ReplyInFlight) -> None:
         """Write the exchange to disk, unless the client wants it not stored; even if this is cancelled meanwhile."""
         request = in_flight.request
-        if not request.writer.continues_in_background:
-            request.meter.count_tokens(request.writer.transcript)
+        request.meter.count_tokens(request.writer.transcript)
         if not (request.store and request.writer.transcript.choices):
             return
         sampling, began_at = request.sampling, 0 if request.trace is None else time.time_ns()

@@ -284,8 +284,6 @@ class RequestParser:
         if any(word in raw_body for word in _MEDIA_WORDS):
             upstream = with_own_uuids(await self._media.inline(upstream, raw.meter.hold), caller.tenant)
         store = tenant.store if store is None else store
-        if upstream.get("background") is True and not store:
-            raise RequestRefused("a response in the background is stored", code="invalid_value", param="background")
         if (choices := dialect.count_choices(upstream)) > self._max_choices:
             reason = f"a request may ask for {self._max_choices} choices, and this one asks for {choices}"
             raise RequestRefused(reason, code="too_many_choices", param="n")

@@ -5,10 +5,10 @@ The gate lets in who has a key with the scope `admin`, or `explorer.admin_key`.
 
 import asyncio
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 from starlette.datastructures import QueryParams
 
@@ -42,14 +42,62 @@ _DIGITS = 9
 #: The author of a decision that names none.
 _DEFAULT_AUTHOR = "api"
 
-_Decision = Callable[[Ledger, DecisionRequest], DecisionResult]
+_Decision = Callable[[Ledger, Any, DecisionRequest], DecisionResult]
 
 
 def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
     """Add the routes to the app."""
     router = APIRouter(prefix="/admin/versions")
-    _add_reports(router, ledger)
-    _add_decisions(router, ledger, within_s=settings.explorer.service_status_check_interval)
+
+    @router.get("")
+    async def get_versions() -> Response:
+        return _json({"object": "list", "data": await asyncio.to_thread(list_versions, ledger)})
+
+    @router.get("/events")
+    async def get_events(request: Request) -> Response:
+        query = request.query_params
+        last = _parse_number_param(query, "last", MAX_EVENTS)
+        if not 1 <= last <= MAX_EVENTS:
+            raise RequestRefused(f"last must be from 1 to {MAX_EVENTS}", code="out_of_range", param="last")
+        version = _parse_number_param(query, "version") if "version" in query else None
+        return _json({"object": "list", "data": await asyncio.to_thread(list_events, ledger, version, last=last)})
+
+    @router.get("/compare")
+    async def compare(request: Request) -> Response:
+        query = request.query_params
+        sides = [str(_parse_number_param(query, side)) for side in ("a", "b")]
+        return _json(
+            await asyncio.to_thread(lambda: compare_versions(ledger, *(parse_version(side, ledger) for side in sides)))
+        )
+
+    @router.get("/{version}")
+    async def get_version(version: str) -> Response:
+        return _json(await asyncio.to_thread(lambda: report_version(ledger, parse_version(version, ledger))))
+
+    within_s = settings.explorer.service_status_check_interval
+
+    def add_decision(path: str, decision: _Decision, *, needs_reason: bool = False) -> None:
+        async def decide(request: Request) -> Response:
+            decided = parse_decision(await read_object(request, max_bytes=_MAX_BODY_BYTES, empty_is={}))
+            if needs_reason and not decided.reason:
+                message = "reason is missing: a version that is rolled back is never served again"
+                raise RequestRefused(message, code="missing_required_parameter", param="reason")
+            version = request.path_params.get("version")
+
+            def make() -> DecisionResult:
+                return decision(ledger, version and parse_version(version, ledger), decided)
+
+            result = await asyncio.to_thread(make)
+            return _json(result._asdict() | {"taken_up_within_s": within_s})
+
+        router.post(path)(decide)
+
+    add_decision("/unpin", lambda ledger, _, decided: unpin(ledger, decided))
+    add_decision("/rollback", roll_back, needs_reason=True)
+    add_decision("/{version}/rollback", roll_back, needs_reason=True)
+    add_decision("/{version}/reject", reject, needs_reason=True)
+    add_decision("/{version}/promote", promote)
+    add_decision("/{version}/pin", pin)
     app.router.routes += router.routes  # include_router would build each of them again
 
     @app.get("/admin/raters")
@@ -83,79 +131,6 @@ def parse_decision(body: dict[str, Any]) -> DecisionRequest:
             message = f"{param} must be one line without control characters"
             raise RequestRefused(message, code="invalid_value", param=param)
     return DecisionRequest(by, reason, expect)
-
-
-def _add_reports(router: APIRouter, ledger: Ledger) -> None:
-    @router.get("")
-    async def get_versions() -> Response:
-        return _json({"object": "list", "data": await asyncio.to_thread(list_versions, ledger)})
-
-    @router.get("/events")
-    async def get_events(request: Request) -> Response:
-        query = request.query_params
-        last = _parse_number_param(query, "last", MAX_EVENTS)
-        if not 1 <= last <= MAX_EVENTS:
-            raise RequestRefused(f"last must be from 1 to {MAX_EVENTS}", code="out_of_range", param="last")
-        version = _parse_number_param(query, "version") if "version" in query else None
-        return _json({"object": "list", "data": await asyncio.to_thread(list_events, ledger, version, last=last)})
-
-    @router.get("/compare")
-    async def compare(request: Request) -> Response:
-        query = request.query_params
-        sides = [str(_parse_number_param(query, side)) for side in ("a", "b")]
-        return _json(
-            await asyncio.to_thread(lambda: compare_versions(ledger, *(parse_version(side, ledger) for side in sides)))
-        )
-
-    @router.get("/{version}")
-    async def get_version(version: str) -> Response:
-        return _json(await asyncio.to_thread(lambda: report_version(ledger, parse_version(version, ledger))))
-
-
-def _add_decisions(router: APIRouter, ledger: Ledger, *, within_s: float) -> None:
-    async def decide(decision: _Decision, decided: DecisionRequest) -> Response:
-        ruling = await asyncio.to_thread(decision, ledger, decided)
-        return _json(ruling._asdict() | {"taken_up_within_s": within_s})
-
-    @router.post("/unpin")
-    async def unpin_version(decided: DecidedOf) -> Response:
-        return await decide(unpin, decided)
-
-    @router.post("/rollback")
-    async def roll_back_champion(decided: DecidedOf) -> Response:
-        _require_reason(decided)
-        return await decide(lambda ledger, decided: roll_back(ledger, None, decided), decided)
-
-    @router.post("/{version}/rollback")
-    async def roll_back_version(version: str, decided: DecidedOf) -> Response:
-        _require_reason(decided)
-        return await decide(lambda ledger, decided: roll_back(ledger, parse_version(version, ledger), decided), decided)
-
-    @router.post("/{version}/reject")
-    async def reject_version(version: str, decided: DecidedOf) -> Response:
-        _require_reason(decided)
-        return await decide(lambda ledger, decided: reject(ledger, parse_version(version, ledger), decided), decided)
-
-    @router.post("/{version}/promote")
-    async def promote_version(version: str, decided: DecidedOf) -> Response:
-        return await decide(lambda ledger, decided: promote(ledger, parse_version(version, ledger), decided), decided)
-
-    @router.post("/{version}/pin")
-    async def pin_version(version: str, decided: DecidedOf) -> Response:
-        return await decide(lambda ledger, decided: pin(ledger, parse_version(version, ledger), decided), decided)
-
-
-async def _read_decision(request: Request) -> DecisionRequest:
-    return parse_decision(await read_object(request, max_bytes=_MAX_BODY_BYTES, empty_is={}))
-
-
-DecidedOf = Annotated[DecisionRequest, Depends(_read_decision)]
-
-
-def _require_reason(decided: DecisionRequest) -> None:
-    if not decided.reason:
-        message = "reason is missing: a version that is rolled back is never served again"
-        raise RequestRefused(message, code="missing_required_parameter", param="reason")
 
 
 def _parse_number_param(query: QueryParams, param: str, default: int | None = None) -> int:

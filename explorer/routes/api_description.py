@@ -26,6 +26,7 @@ def describe_api() -> dict[str, Any]:
     for (method, path), operation in OPERATIONS.items():
         scopes = scopes_of(method, path)
         needs = f"A key with the scope {' or '.join(f'`{each}`' for each in scopes)}." if scopes else "No key."
+        words = path.replace("{", "").replace("}", "").strip("/").replace(".", "_")
         in_path = [each.partition("}")[0] for each in path.split("{")[1:]]
         parameters = [_parameter(name, "path", TEXT) for name in in_path]
         parameters += [_parameter(name, "query", schema) for name, schema in operation.query.items()]
@@ -37,7 +38,7 @@ def describe_api() -> dict[str, Any]:
             "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
         }
         described: dict[str, Any] = {
-            "operationId": _operation_id(method, path),
+            "operationId": "_".join([method.lower(), *words.split("/")]),
             "tags": [operation.group],
             "summary": operation.summary,
             "description": needs,
@@ -73,8 +74,3 @@ def scopes_of(method: str, path: str) -> list[str]:
 
 def _parameter(name: str, place: str, schema: Schema) -> dict[str, Any]:
     return {"name": name, "in": place, "required": place == "path", "schema": schema}
-
-
-def _operation_id(method: str, path: str) -> str:
-    words = path.replace("{", "").replace("}", "").strip("/").replace(".", "_")
-    return "_".join([method.lower(), *words.split("/")])

@@ -168,14 +168,14 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/chat/completions/{id}/messages"): Operation(
         _STORED, "The messages of a stored chat", "stored.md", query=_PAGE
     ),
+    ("GET", "/v1/chat/completions/{id}/explain"): Operation(
+        _STORED, "What happened to a reply of any route, and what it waits for", "explain.md"
+    ),
     ("GET", "/v1/responses/{id}"): Operation(
         _STORED,
-        "A stored response, or its events from a point on",
+        "A stored response",
         "responses.md",
-        query={"stream": FLAG, "starting_after": INTEGER},
-        streams=True,
     ),
-    ("POST", "/v1/responses/{id}/cancel"): Operation(_STORED, "End a response in the background", "responses.md"),
     ("GET", "/training"): Operation(
         _TRAINING, "What is served, what of the key's tenant waits, and why; how it trains", "runs.md"
     ),

@@ -1,10 +1,10 @@
 """The admin API of keys, /admin/keys: makes, lists and revokes them, and shows the audit log."""
 
 import asyncio
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from tuneloop.explorer.auth import Caller, caller_of, operator_only
@@ -25,24 +25,18 @@ MAX_KEYS = 1000
 _Number = TypeVar("_Number", int, float)
 
 
-def _caller(request: Request) -> Caller:
-    return caller_of(request.scope)
-
-
-CallerOf = Annotated[Caller, Depends(_caller)]
-
-
 def add_routes(app: FastAPI, keys: Keys) -> None:
     """Add the routes to the app."""
 
     @app.get("/admin/keys")
-    async def list_keys(caller: CallerOf) -> Response:
-        found = await asyncio.to_thread(lambda: keys.all(tenant=_tenant_of(caller)))
+    async def list_keys(request: Request) -> Response:
+        tenant = _tenant_of(caller_of(request.scope))
+        found = await asyncio.to_thread(lambda: keys.all(tenant=tenant))
         return _json({"object": "list", "data": [_report(key) for key in found]})
 
     @app.post("/admin/keys")
-    async def create_key(request: Request, caller: CallerOf) -> Response:
-        body = await read_object(request, max_bytes=_MAX_BODY_BYTES)
+    async def create_key(request: Request) -> Response:
+        caller, body = caller_of(request.scope), await read_object(request, max_bytes=_MAX_BODY_BYTES)
         if not caller.sees_all:
             body.setdefault("tenant", caller.tenant)
         grant = parse_grant(body)
@@ -53,12 +47,14 @@ def add_routes(app: FastAPI, keys: Keys) -> None:
         return _json(_report(key) | {"key": secret}, no_store=True)
 
     @app.get("/admin/keys/audit")
-    async def audit(caller: CallerOf) -> Response:
-        events = await asyncio.to_thread(lambda: keys.events(last=_MAX_EVENTS, tenant=_tenant_of(caller)))
+    async def audit(request: Request) -> Response:
+        tenant = _tenant_of(caller_of(request.scope))
+        events = await asyncio.to_thread(lambda: keys.events(last=_MAX_EVENTS, tenant=tenant))
         return _json({"object": "list", "data": [event._asdict() for event in events]})
 
     @app.delete("/admin/keys/{key_id}")
-    async def revoke_key(key_id: str, caller: CallerOf) -> Response:
+    async def revoke_key(key_id: str, request: Request) -> Response:
+        caller = caller_of(request.scope)
         tenant = _tenant_of(caller)
         if not await asyncio.to_thread(lambda: keys.revoke(key_id, actor=caller.name, tenant=tenant)):
             raise RequestRefused(f"no key {key_id[:64]!r} is in force", status=404, code="not_found", param="key_id")

@@ -1,7 +1,6 @@
 """The metrics, for Prometheus or as JSON, and the prefix for clients of Trinity-RFT, whose metrics are JSON."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
@@ -38,7 +37,11 @@ def add_routes(app: FastAPI) -> None:
 def samples_by_name(families: Iterable[Metric]) -> dict[str, float]:
     """Every sample, under its name and its labels as Prometheus writes them."""
     samples = [sample for family in families for sample in family.samples]
-    return {_name(sample.name, sample.labels): sample.value for sample in samples}
+    found = {}
+    for sample in samples:
+        written = ",".join(f'{label}="{value}"' for label, value in sample.labels.items())
+        found[f"{sample.name}{{{written}}}" if written else sample.name] = sample.value
+    return found
 
 
 def trinity_figures(families: Iterable[Metric], engines: Iterable[Engine]) -> dict[str, float]:
@@ -57,8 +60,3 @@ def trinity_figures(families: Iterable[Metric], engines: Iterable[Engine]) -> di
         figures[f"rollout/model_{engine.number}/total_request_count"] = sums.get("tuneloop_request_seconds_count", 0.0)
         figures[f"rollout/model_{engine.number}/model_version"] = float(engine.version)
     return figures
-
-
-def _name(name: str, labels: dict[str, Any]) -> str:
-    written = ",".join(f'{label}="{value}"' for label, value in labels.items())
-    return f"{name}{{{written}}}" if written else name

@@ -140,18 +140,14 @@ async def ask_engine(
         raise RequestRefused("the engine did not answer in time", status=504, code="engine_timeout") from None
     finally:
         fleet.release(engine)
-    if reply.status != 200 and not _is_error(answer):
+    try:
+        parsed = orjson.loads(answer)
+    except orjson.JSONDecodeError:
+        parsed = None
+    if reply.status != 200 and not (isinstance(parsed, dict) and isinstance(parsed.get("error"), dict)):
         status = reply.status if 400 <= reply.status < 600 else 502
         raise RequestRefused(f"the engine answered {reply.status}", status=status, code="engine_error")
     return Response(answer, reply.status, media_type="application/json")
-
-
-def _is_error(body: bytes) -> bool:
-    try:
-        parsed = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return False
-    return isinstance(parsed, dict) and isinstance(parsed.get("error"), dict)
 
 
 def _json(body: object) -> Response:

@@ -15,6 +15,7 @@ from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.http.bodies import read_object, wrong_type
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
+from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.stored_completions import (
     ENDPOINT,
     MAX_EXAMINED,
@@ -22,7 +23,6 @@ from tuneloop.shared.ledger.recording.stored_completions import (
     MAX_PAIRS,
     MAX_VALUE,
     Deletion,
-    PageCursor,
     StoredCompletion,
     StoredCompletions,
     StoredExchange,
@@ -31,6 +31,8 @@ from tuneloop.shared.ledger.recording.stored_completions import (
     tag_of_model,
     tag_of_pair,
 )
+from tuneloop.shared.operations.explain import Explanation, explain
+from tuneloop.shared.settings.settings import Settings
 
 MAX_LIMIT, DEFAULT_LIMIT = 100, 20
 
@@ -60,11 +62,16 @@ class CompletionReader:
         self._control_client: ControlClient = request.app.state.services.control_client
         self.recorder: Recorder = request.app.state.services.recorder
         caller = caller_of(request.scope)
-        self.tenant, self._caller = caller.tenant, caller
+        self.tenant, self.sees_all, self._caller = caller.tenant, caller.sees_all, caller
 
     async def wait_until_flushed(self) -> bool:
         """Wait until what is in the spool now is in the database; False if that is unavailable."""
         return await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S)
+
+    async def require_flushed(self) -> None:
+        """The same. Raises LedgerUnavailable where that does not happen in time."""
+        if not await self.wait_until_flushed():
+            raise LedgerUnavailable("the database is unavailable; acknowledged data is safe on disk: try again later")
 
     async def read(self, query: Callable[[], _T]) -> _T:
         """The result of `query`, when it is the caller's turn."""
@@ -74,10 +81,7 @@ class CompletionReader:
         """The result of `query`. Raises RequestRefused if there is none."""
         found = await self.read(query)
         if found is None:
-            if not await self.wait_until_flushed():
-                raise LedgerUnavailable(
-                    "the database is unavailable; acknowledged data is safe on disk: try again later"
-                )
+            await self.require_flushed()
             found = await self.read(query)
         if found is None:
             message = f"no stored completion has the id {msg_id!r}"
@@ -88,8 +92,9 @@ class CompletionReader:
 CompletionReaderOf = Annotated[CompletionReader, Depends(CompletionReader)]
 
 
-def add_routes(app: FastAPI, completions: StoredCompletions, *, default_model: str) -> None:
-    """Add the routes to the app. `default_model` answered the requests that named none."""
+def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
+    """Add the routes to the app."""
+    completions, default_model = ledger.stored, settings.served_model_name
 
     def to_object(stored: StoredExchange) -> StoredCompletion:
         return completion(stored, default_model=default_model)
@@ -123,6 +128,19 @@ def add_routes(app: FastAPI, completions: StoredCompletions, *, default_model: s
         query = parse_page_query(request.query_params)
         stored = await reader.find(msg_id, lambda: completions.get(reader.tenant, msg_id))
         return _list(*_slice(messages(stored), query))
+
+    @app.get(f"{ENDPOINT}/{{msg_id}}/explain")
+    async def explain_reply(msg_id: str, reader: CompletionReaderOf) -> Response:
+        def read() -> Explanation:
+            return explain(ledger, settings, msg_id, tenant=reader.tenant, sees_all=reader.sees_all)
+
+        found = await reader.read(read)
+        if not found.replies:
+            await reader.require_flushed()
+            found = await reader.read(read)
+        if not found.replies:
+            raise RequestRefused("; ".join(found.sentences), status=404, code="not_found", param="completion_id")
+        return _json(found.as_json())
 
 
 def parse_page_query(query: QueryParams) -> PageQuery:
@@ -194,7 +212,9 @@ def _page(
     tags: set[bytes],
     to_object: Callable[[StoredExchange], StoredCompletion],
 ) -> tuple[list[tuple[str, StoredCompletion]], bool]:
-    cursor = _cursor(completions, tenant, query.after)
+    cursor = None if query.after is None else completions.cursor_of(tenant, query.after)
+    if query.after is not None and cursor is None:
+        raise _unknown_after(query.after)
     page = completions.page(tenant, wanted=tags, after=cursor, order=query.order, limit=query.limit)
     if page is None:
         message = (
@@ -205,17 +225,7 @@ def _page(
     return [(each.msg_id, to_object(each)) for each in page.found], page.more
 
 
-def _cursor(completions: StoredCompletions, tenant: str, after: str | None) -> PageCursor | None:
-    if after is None:
-        return None
-    cursor = completions.cursor_of(tenant, after)
-    if cursor is None:
-        raise _unknown_after(after)
-    return cursor
-
-
 def _slice(found: Sequence[dict[str, Any]], query: PageQuery) -> tuple[list[tuple[str, dict[str, Any]]], bool]:
-    """The messages of a page, with their ids, and whether there are more."""
     items = [(each["id"], each) for each in (found if query.order == "asc" else reversed(found))]
     if query.after is not None:
         ids = [item_id for item_id, _ in items]

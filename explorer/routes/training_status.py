@@ -64,11 +64,16 @@ def _status(settings: Settings, ledger: Ledger, served: list[int], tenant: str |
     facts = ledger.reports.facts(BatchPolicy.of(settings), batch=rules.least)
     reasons = diagnose(Facts(now=now, rules=rules, spool=spool_status(settings.spool_dir), ledger=facts))
     if tenant is not None:
-        facts, reasons = _of_tenant(facts, settings, ledger, tenant), []
+        counts, reasons = ledger.reports.counts(tenant), []
+        facts = replace(
+            facts,
+            states={state: StateCount(count) for state, count in counts.items()},
+            claimable=ledger.reports.claimable(BatchPolicy.of(settings), tenant) if counts[State.COMMITTED] else 0,
+        )
     new = _LOOKS * settings.trainer.poll_interval
     committed_at = ledger.reports.newest_commit(tenant)
     looked_at = committed_at is None or now - committed_at > new
-    weights = facts.weights
+    weights, buffer, model = facts.weights, settings.buffer, settings.model
     return {
         "served": min(served, default=weights.champion or 0 if weights else 0),
         "newest": weights.newest if weights else 0,
@@ -77,32 +82,17 @@ def _status(settings: Settings, ledger: Ledger, served: list[int], tenant: str |
         "trainer_up": facts.trainer is not None and facts.trainer.up(now),
         "experiences": {state.value: facts.count(state).rows for state in State},
         "reasons": [{"code": reason.code.value, "sentence": reason.sentence} for reason in reasons],
-        "configured": _training_options(settings),
-    }
-
-
-def _of_tenant(facts: LedgerFacts, settings: Settings, ledger: Ledger, tenant: str) -> LedgerFacts:
-    counts = ledger.reports.counts(tenant)
-    return replace(
-        facts,
-        states={state: StateCount(count) for state, count in counts.items()},
-        claimable=ledger.reports.claimable(BatchPolicy.of(settings), tenant) if counts[State.COMMITTED] else 0,
-    )
-
-
-def _training_options(settings: Settings) -> dict[str, object]:
-    """How it trains, which `tune()` compares with what it was told; no path of this machine."""
-    buffer, model = settings.buffer, settings.model
-    return {
-        "algorithm_type": settings.algorithm.algorithm_type,
-        "learning_rate": settings.algorithm.optimizer.lr,
-        "group_size": buffer.group_size if buffer.group_by == "task" else None,
-        "train_batch_size": buffer.train_batch_size,
-        "batch_timeout": buffer.batch_timeout,
-        "save_interval": settings.trainer.save_interval,
-        "model": model.model_path.name,
-        "max_model_len": model.max_model_len,
-        "lora_rank": model.lora.rank or None,
+        "configured": {  # how it trains, which `tune()` compares with what it was told; no path of this machine
+            "algorithm_type": settings.algorithm.algorithm_type,
+            "learning_rate": settings.algorithm.optimizer.lr,
+            "group_size": buffer.group_size if buffer.group_by == "task" else None,
+            "train_batch_size": buffer.train_batch_size,
+            "batch_timeout": buffer.batch_timeout,
+            "save_interval": settings.trainer.save_interval,
+            "model": model.model_path.name,
+            "max_model_len": model.max_model_len,
+            "lora_rank": model.lora.rank or None,
+        },
     }
 
 

@@ -20,7 +20,7 @@ _INTERVAL_S, _INTERVAL_COUNTS = 5.0, 20.0
 _PATIENCE_S = 0.05
 
 
-class Counted(NamedTuple):
+class NewestCounts(NamedTuple):
     """The newest counts and when they were made; `counting`: newer ones are being made. No facts: the first are."""
 
     facts: Facts | None
@@ -54,10 +54,12 @@ class LedgerCounts:
         self._running: Future[_Count] | None = None
         self._newest: _Count | None = None
 
-    def get(self) -> Counted:
+    def get(self) -> NewestCounts:
         """What is known, after a moment's patience. Raises what the last attempt to count did."""
         with self._lock:
-            if self._running is None and self._is_old():
+            last = self._newest
+            due = last is None or self._now() - last.ended >= max(_INTERVAL_S, _INTERVAL_COUNTS * last.seconds)
+            if self._running is None and due:
                 self._running = self._thread.submit(self._count)
             running = self._running
         if running is not None:
@@ -68,19 +70,14 @@ class LedgerCounts:
                 self._newest = running.result()
             newest, counting = self._newest, self._running is not None
         if newest is None:
-            return Counted(None, 0.0, counting)
+            return NewestCounts(None, 0.0, counting)
         facts = Facts(
             now=newest.counted_at,  # what was silent for long by now may have been heard of since
             rules=Rules.of(self._settings),
             spool=spool_status(self._settings.spool_dir),
             ledger=newest.facts,
         )
-        return Counted(facts, newest.counted_at, counting)
-
-    def _is_old(self) -> bool:
-        if self._newest is None:
-            return True
-        return self._now() - self._newest.ended >= max(_INTERVAL_S, _INTERVAL_COUNTS * self._newest.seconds)
+        return NewestCounts(facts, newest.counted_at, counting)
 
     def _count(self) -> _Count:
         at, began = steady_time.now(), self._now()

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 
 from tuneloop.explorer.ui.ledger_counts import LedgerCounts
-from tuneloop.explorer.ui.reading.curves import Curve, CurveReader
+from tuneloop.explorer.ui.reading.curves import CurveReader
 from tuneloop.explorer.ui.site import Site
 from tuneloop.shared.errors import LedgerError, RequestRefused
 from tuneloop.shared.ledger.ledger import Ledger
@@ -111,11 +111,19 @@ def _trainer(ledger: Ledger, curves: CurveReader) -> dict[str, Any]:
     )
     versions = [each for each in ledger.versions.all() if each.version][::-1]
     return {
-        "charts": [(name, _chart_of(name, found[name])) for name in order if found[name]],
+        "charts": [
+            (
+                name,
+                {
+                    "kind": "line",
+                    "x": "step",
+                    "y": name,
+                    "data": [list(each) for each in zip(*found[name], strict=True)],
+                },
+            )
+            for name in order
+            if found[name]
+        ],
         "steps": versions[:STEPS],
         "more": max(0, len(versions) - STEPS),
     }
-
-
-def _chart_of(name: str, curve: Curve) -> dict[str, Any]:
-    return {"kind": "line", "x": "step", "y": name, "data": [list(each) for each in zip(*curve, strict=True)]}

@@ -9,7 +9,7 @@ from tuneloop.shared.evaluation.samples import SampleStatistics
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.facts import LedgerFacts
 from tuneloop.shared.ledger.ledger import Ledger, Version
-from tuneloop.shared.operations.diagnosis import Reason, diagnose
+from tuneloop.shared.operations.diagnosis import diagnose
 from tuneloop.shared.operations.doctor import WAITS_FOR
 
 #: Versions of which the curve shows the rewards, and the newest replies of each by which it does.
@@ -33,37 +33,20 @@ class RewardPoint(NamedTuple):
     high: float | None
 
 
-class Wait(NamedTuple):
-    """What waits in one state, and for what."""
-
-    state: State
-    rows: int
-    what: str
-    oldest: float | None
-
-
-class WaitingRows(NamedTuple):
-    """What waits where, and why no step is happening; `counting`: newer counts are being made."""
-
-    waits: list[Wait]
-    counts: dict[str, int]
-    reasons: list[Reason]
-    facts: LedgerFacts
-    counted_at: float
-    counting: bool
-
-
-def find_waiting(counts: LedgerCounts) -> WaitingRows | None:
-    """What waits; None while that is counted for the first time."""
+def find_waiting(counts: LedgerCounts) -> dict[str, Any] | None:
+    """What waits where, and why no step is happening; None while that is counted for the first time."""
     facts, counted_at, counting = counts.get()
     if facts is None:
         return None
     ledger = facts.ledger or LedgerFacts(states={})
-    waits = [
-        Wait(state, *ledger.count(state)[:1], what, ledger.count(state).oldest) for state, what in WAITS_FOR.items()
-    ]
-    states = {state.value: ledger.count(state).rows for state in State}
-    return WaitingRows(waits, states, diagnose(facts), ledger, counted_at, counting)
+    return {
+        "waits": [ledger.count(state)._asdict() | {"state": state, "what": what} for state, what in WAITS_FOR.items()],
+        "counts": {state.value: ledger.count(state).rows for state in State},
+        "reasons": diagnose(facts),
+        "facts": ledger,
+        "counted_at": counted_at,
+        "counting": counting,
+    }
 
 
 def build_overview(ledger: Ledger) -> dict[str, Any]:
@@ -73,9 +56,23 @@ def build_overview(ledger: Ledger) -> dict[str, Any]:
     tried = next((each for each in versions if each.state is VersionState.CANARY), None)
     waiting = next((each for each in reversed(versions) if each.state is VersionState.CANDIDATE), None)
     points = reward_points(ledger, versions)
+    served = [each for each in versions if each.served_at is not None]
+    others = [each for each in served if champion is not None and each.version < champion.version]
+    if champion is None or len(served) < 2:
+        verdict = RewardVerdict(
+            "open",
+            "Only the base model has been served: there is nothing to compare yet",
+            "the first version is trained once enough replies are rewarded and committed",
+        )
+    elif not others:
+        verdict = RewardVerdict(
+            "open", f"Version {champion.version} serves again: newer ones were taken back", "see Versions"
+        )
+    else:
+        verdict = compare_versions_by_reward(ledger, champion.version, others[-1].version)
     delays = ledger.reward_history.feedback_to_served(champion.version) if champion else []
     return {
-        "verdict": _verdict(ledger, versions, champion),
+        "verdict": verdict,
         "canary_verdict": champion and tried and compare_versions_by_reward(ledger, tried.version, champion.version),
         "champion": champion,
         "canary": tried,
@@ -108,22 +105,6 @@ def chart_of(points: list[RewardPoint]) -> dict[str, Any]:
     """The points as the page's script draws them."""
     data = [[getattr(each, name) for each in points] for name in ("version", "low", "high", "mean")]
     return {"kind": "interval", "x": "version", "y": "reward", "data": data}
-
-
-def _verdict(ledger: Ledger, versions: list[Version], champion: Version | None) -> RewardVerdict:
-    served = [each for each in versions if each.served_at is not None]
-    if champion is None or len(served) < 2:
-        return RewardVerdict(
-            "open",
-            "Only the base model has been served: there is nothing to compare yet",
-            "the first version is trained once enough replies are rewarded and committed",
-        )
-    others = [each for each in served if each.version != champion.version and each.version < champion.version]
-    if not others:
-        return RewardVerdict(
-            "open", f"Version {champion.version} serves again: newer ones were taken back", "see Versions"
-        )
-    return compare_versions_by_reward(ledger, champion.version, others[-1].version)
 
 
 def compare_versions_by_reward(ledger: Ledger, version: int, before: int) -> RewardVerdict:

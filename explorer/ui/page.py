@@ -1,19 +1,28 @@
-"""All of the page: its parts put together."""
+"""All of the page put together, and what answers at / and /docs: nobody who comes by a bare curl meets a 404."""
 
+from collections.abc import Mapping
 from functools import partial
+from itertools import groupby
 
-from fastapi import APIRouter, FastAPI
+import orjson
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import Response
 
 from tuneloop.explorer.auth import EntryGate
-from tuneloop.explorer.ui.front_door import add_front_door
+from tuneloop.explorer.routes.api_description import describe_api, scopes_of
+from tuneloop.explorer.routes.api_operations import OPERATIONS, Operation
 from tuneloop.explorer.ui.ledger_counts import LedgerCounts
 from tuneloop.explorer.ui.operations import add_changes, add_operations
 from tuneloop.explorer.ui.pages import add_exchanges, add_overview
 from tuneloop.explorer.ui.rating import add_rating
+from tuneloop.explorer.ui.sessions import PATH
 from tuneloop.explorer.ui.site import Site, add_site
 from tuneloop.explorer.ui.version_pages import add_versions
+from tuneloop.shared import VERSION
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
+
+_LINKS = {"page": PATH, "api": "/docs", "openapi": "/openapi.json", "models": "/v1/models", "ready": "/health/ready"}
 
 
 def add_routes(app: FastAPI, settings: Settings, ledger: Ledger, gate: EntryGate) -> None:
@@ -22,6 +31,58 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger, gate: EntryGate
     operations = partial(add_operations, counts=counts)
     overview = partial(add_overview, counts=counts)
     add_site(app, site, overview, add_exchanges, add_versions, add_rating, operations, add_changes)
-    front_door = APIRouter(include_in_schema=False)
-    add_front_door(front_door, site)
-    app.router.routes += front_door.routes
+    router = APIRouter(include_in_schema=False)
+    description = orjson.dumps(describe_api())
+    model = site.settings.served_model_name
+
+    @router.get("/")
+    async def start(request: Request) -> Response:
+        if "text/html" not in request.headers.get("accept", ""):
+            answer = {"name": "tuneloop", "version": VERSION, "base_url": f"{_origin(request)}/v1", "links": _LINKS}
+            return Response(orjson.dumps(answer), media_type="application/json")
+        known = {"path": "/", "token": "", "origin": _origin(request), "model": model, "links": _LINKS}
+        return site.renderer.page("start.html", known)
+
+    @router.get("/docs")
+    async def docs(request: Request) -> Response:
+        known = {"path": "/docs", "token": "", "origin": _origin(request), "groups": _GROUPS}
+        return site.renderer.page("api.html", known)
+
+    @router.get("/openapi.json")
+    async def openapi() -> Response:
+        return Response(description, media_type="application/json")
+
+    app.router.routes += router.routes
+
+
+def _origin(request: Request) -> str:
+    return f"{request.url.scheme}://{request.url.netloc}"
+
+
+def _row(method: str, path: str, operation: Operation) -> Mapping[str, object]:
+    schema = operation.body or {}
+    required = schema.get("required", ())
+    fields = schema.get("properties", {}) or operation.query
+    return {
+        "name": f"{method} {path}",
+        "summary": operation.summary,
+        "guide": operation.guide,
+        "scopes": " or ".join(scopes_of(method, path)),
+        "streams": operation.streams,
+        "fields": [
+            (
+                name,
+                kind if isinstance(kind := each.get("type", "any"), str) else " or ".join(kind),
+                name in required,
+                each.get("description", ""),
+            )
+            for name, each in fields.items()
+        ],
+    }
+
+
+#: The operations by group, as the template shows them.
+_GROUPS = [
+    (group, [_row(*route, operation) for route, operation in operations])
+    for group, operations in groupby(OPERATIONS.items(), key=lambda each: each[1].group)
+]

@@ -15,6 +15,7 @@ from tuneloop.explorer.ui.site import Site
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Outcome, State
 from tuneloop.shared.ledger.browsing.reply_pages import PREVIEW
+from tuneloop.shared.operations.explain import explain
 
 #: Replies on one page.
 PAGE = 50
@@ -85,6 +86,15 @@ def add_exchanges(router: APIRouter, site: Site) -> None:
         fleet = request.app.state.services.fleet
         found = await list_tokens(fleet, site.settings.served_model_name, view)
         return site.show(request, "_tokens.html", tokens=found)
+
+    @router.get("/exchanges/{msg_id}/explain")
+    async def explain_exchange(request: Request, msg_id: str) -> Response:
+        tenant = site.tenant_of(request)
+        sees_all = site.guard.is_operators(site.guard.admit(request))
+        found = await site.in_thread(
+            request, lambda: explain(ledger, site.settings, msg_id, tenant=tenant, sees_all=sees_all)
+        )
+        return site.show(request, "_explained.html", explanation=found)
 
 
 async def show_exchange(

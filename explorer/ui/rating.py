@@ -16,7 +16,6 @@ from tuneloop.explorer.ui.sessions import PATH
 from tuneloop.explorer.ui.site import Site
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Outcome
-from tuneloop.shared.ledger.browsing.same_prompts import AnswerPair
 
 #: Who says it, in feedback events.
 SOURCE = "page"
@@ -45,7 +44,14 @@ def add_rating(router: APIRouter, site: Site) -> None:
 
         def read() -> dict[str, Any]:
             pair = site.ledger.same_prompts.next_pair(tenant, after)
-            return {**_view_of(pair), "after": after, "notice": notice}
+            view: dict[str, Any] = {"turns": [], "answers": [], "skip": "", "after": after, "notice": notice}
+            if pair is None:
+                return view
+            # In an order that tells nothing; the older one says where to look on.
+            answers = random.sample((pair.one, pair.other), 2)
+            shown = [{"name": each.name, "text": each.text, "calls": read_calls(each.tool_calls)} for each in answers]
+            skip = f"{pair.other.sampled_at!r}_{pair.other.id}"
+            return view | {"turns": read_request(pair.request).turns, "answers": shown, "skip": skip}
 
         return await site.show_long(request, "preferences.html", read)
 
@@ -74,7 +80,10 @@ def parse_rating(msg_id: str, form: Mapping[str, str]) -> dict[str, Any]:
     if thumb in {"up", "down"}:
         body["value"] = thumb == "up"
     elif reward:
-        body["reward"] = _number(reward)
+        try:
+            body["reward"] = float(reward)
+        except ValueError:
+            raise RequestRefused("The reward must be a number.", code="invalid_value", param="reward") from None
     if comment := form.get("comment", "").strip():
         body["comment"] = comment
     edited = form.get("demonstration", "").replace("\r\n", "\n")
@@ -87,26 +96,9 @@ def parse_rating(msg_id: str, form: Mapping[str, str]) -> dict[str, Any]:
     return body
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise RequestRefused("The reward must be a number.", code="invalid_value", param="reward") from None
-
-
 async def _give(request: Request, caller: Caller, body: dict[str, Any]) -> str:
     feedback: FeedbackRoutes = request.app.state.services.feedback
     answer = await feedback.take(caller, body)
     outcomes = answer["outcomes"]
     assert isinstance(outcomes, dict)
     return str(next(iter(outcomes.values())))
-
-
-def _view_of(pair: AnswerPair | None) -> dict[str, Any]:
-    """The pair in an order that tells nothing; the older one says where to look on."""
-    if pair is None:
-        return {"turns": [], "answers": [], "skip": ""}
-    answers = random.sample((pair.one, pair.other), 2)
-    shown = [{"name": each.name, "text": each.text, "calls": read_calls(each.tool_calls)} for each in answers]
-    skip = f"{pair.other.sampled_at!r}_{pair.other.id}"
-    return {"turns": read_request(pair.request).turns, "answers": shown, "skip": skip}

@@ -93,7 +93,6 @@ class SessionGuard:
     """Gives sessions, and recognises them."""
 
     def __init__(self, gate: EntryGate, secret: bytes, ended: EndedSessions) -> None:
-        """`secret` signs the sessions."""
         self._gate = gate
         self._ended = ended
         self._key = hashlib.blake2b(secret, person=b"tuneloop-ui", digest_size=32).digest()
@@ -112,7 +111,16 @@ class SessionGuard:
             if not (self.is_operators(session) or _OF_TENANT(request.url.path)):
                 raise operator_only()
             return session
-        _require_local(request)
+        client = request.client.host if request.client else ""
+        matched = _HOST(request.headers.get("host", ""))
+        # Any site may give its own name the address 127.0.0.1.
+        name = (matched["v6"] or matched["name"]).lower() if matched else ""
+        if name not in _LOCAL_NAMES or not is_from_here(client, request.headers.raw):
+            message = (
+                "without keys this page is only for this machine itself, at http://localhost:<port>/ui: to reach it "
+                "from elsewhere, make a key with the scope admin (tuneloop keys create), or set explorer.admin_key"
+            )
+            raise RequestRefused(message, status=403, code="not_local")
         return session or self._begin("")
 
     def log_in(self, admin_key: str) -> BrowserSession | None:
@@ -189,32 +197,11 @@ def _line_of(session: BrowserSession) -> bytes:
 def require_same_origin(request: Request) -> None:
     """Raise RequestRefused if the browser says that another site's page has sent this."""
     origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "same-origin")
-    same = origin is None or _host_of(origin) == request.headers.get("host")
+    try:
+        same = origin is None or urlsplit(origin).netloc == request.headers.get("host")
+    except ValueError:
+        same = False
     if not same or site not in {"same-origin", "none"}:
         raise RequestRefused(
             "the request came from another site's page: nothing was done", status=403, code="other_origin"
         )
-
-
-def _host_of(origin: str) -> str | None:
-    try:
-        return urlsplit(origin).netloc
-    except ValueError:
-        return None
-
-
-def _require_local(request: Request) -> None:
-    """Raise RequestRefused unless it comes from this machine, to this machine by a name that only it can have.
-
-    The name is checked because any site may give its own name the address 127.0.0.1.
-    """
-    client = request.client.host if request.client else ""
-    matched = _HOST(request.headers.get("host", ""))
-    name = (matched["v6"] or matched["name"]).lower() if matched else ""
-    if name in _LOCAL_NAMES and is_from_here(client, request.headers.raw):
-        return
-    message = (
-        "without keys this page is only for this machine itself, at http://localhost:<port>/ui: to reach it from "
-        "elsewhere, make a key with the scope admin (tuneloop keys create), or set explorer.admin_key"
-    )
-    raise RequestRefused(message, status=403, code="not_local")

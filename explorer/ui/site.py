@@ -45,7 +45,7 @@ _MAX_FORM_BYTES, _MAX_FIELDS = 1 << 20, 50
 
 
 class Site:
-    """What the pages share: sessions, templates, the ledger. `Visit`s are made of it."""
+    """What the pages share: sessions, templates, the ledger."""
 
     def __init__(self, settings: Settings, ledger: Ledger, gate: EntryGate) -> None:
         self.settings, self.ledger = settings, ledger
@@ -83,8 +83,19 @@ class Site:
         if isinstance(error, LoginNeeded):
             if request.headers.get("hx-request"):  # the whole page goes there, not the part that was asked for
                 return Response(status_code=401, headers={"hx-redirect": f"{PATH}/login"})
-            return RedirectResponse(f"{PATH}/login?next={quote(_here(request))}", 303)
-        refusal = _refusal_of(error, request)
+            here = f"{request.url.path}?{request.url.query}" if request.url.query else request.url.path
+            return RedirectResponse(f"{PATH}/login?next={quote(here)}", 303)
+        if isinstance(error, HTTPException):
+            message = f"there is no page {request.url.path}" if error.status_code == 404 else str(error.detail)
+            refusal = RequestRefused(message, status=error.status_code)
+        elif isinstance(error, LedgerUnavailable | EnvironmentRefused):
+            message = (
+                "The database cannot be read at the moment. Replies are served and feedback is taken all the same: it "
+                "waits on this machine's disk until the database is back."
+            )
+            refusal = RequestRefused(message, status=503)
+        else:
+            refusal = refusal_of(error)
         context = {"status": refusal.status, "sentence": str(refusal), "path": request.url.path, "token": ""}
         return self.renderer.page("error.html", context, refusal.status)
 
@@ -173,23 +184,6 @@ def _target(wanted: str) -> str:
         return PATH
     ours = not parts.scheme and not parts.netloc and (wanted == PATH or wanted.startswith((f"{PATH}/", f"{PATH}?")))
     return wanted if ours and "\\" not in wanted and wanted.isprintable() else PATH
-
-
-def _here(request: Request) -> str:
-    return f"{request.url.path}?{request.url.query}" if request.url.query else request.url.path
-
-
-def _refusal_of(error: Exception, request: Request) -> RequestRefused:
-    if isinstance(error, HTTPException):
-        message = f"there is no page {request.url.path}" if error.status_code == 404 else str(error.detail)
-        return RequestRefused(message, status=error.status_code)
-    if isinstance(error, LedgerUnavailable | EnvironmentRefused):
-        message = (
-            "The database cannot be read at the moment. Replies are served and feedback is taken all the same: it "
-            "waits on this machine's disk until the database is back."
-        )
-        return RequestRefused(message, status=503)
-    return refusal_of(error)
 
 
 def _route_of(site: Site) -> type[APIRoute]:

@@ -78,21 +78,19 @@ def add_versions(router: APIRouter, site: Site) -> None:
         if action not in _DECISIONS:
             raise RequestRefused(f"{action[:20]} is not a decision about a version", status=404, code="not_found")
         try:
-            await site.in_thread(request, _decide, site.ledger, version, action, form)
+            expect = form.get("expect", "")
+            seen = int(expect) if expect.isascii() and expect.isdigit() else None
+            decided = parse_decision({"reason": form.get("reason", ""), "by": AUTHOR, "expect": seen})
+            if not decided.reason:
+                raise RequestRefused("Say why: the reason stays with the version.", code="missing", param="reason")
+            await site.in_thread(
+                request, lambda: _DECISIONS[action](site.ledger, parse_version(version, site.ledger), decided)
+            )
         except (VersionRefused, RequestRefused) as error:
             status = error.status if isinstance(error, RequestRefused) else 409
             context = await site.in_thread(request, _describe, site.ledger, version)
             return site.show(request, "version.html", status, **context, done="", wrong=str(error))
         return RedirectResponse(f"{PATH}/versions/{version}?done={action}", 303)
-
-
-def _decide(ledger: Ledger, version: str, action: str, form: Mapping[str, str]) -> None:
-    number, expect = parse_version(version, ledger), form.get("expect", "")
-    seen = int(expect) if expect.isascii() and expect.isdigit() else None
-    decided = parse_decision({"reason": form.get("reason", ""), "by": AUTHOR, "expect": seen})
-    if not decided.reason:
-        raise RequestRefused("Say why: the reason stays with the version.", code="missing", param="reason")
-    _DECISIONS[action](ledger, number, decided)
 
 
 def _list(ledger: Ledger) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from sqlalchemy import Engine, select
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.ledger.browsing.exchange_view import ExchangeViews
+from tuneloop.shared.ledger.browsing.reply_history import ReplyHistories
 from tuneloop.shared.ledger.browsing.reply_pages import ReplyPages
 from tuneloop.shared.ledger.browsing.same_prompts import SamePrompts
 from tuneloop.shared.ledger.export import Exports
@@ -84,6 +85,7 @@ class Ledger:
         self.keys = Keys(self.transactions)
         self.reply_pages = ReplyPages(self.transactions)
         self.exchange_views = ExchangeViews(self.transactions)
+        self.reply_histories = ReplyHistories(self.transactions, self.rewards)
         self.reward_history = RewardHistory(self.transactions)
         self.same_prompts = SamePrompts(self.transactions)
 

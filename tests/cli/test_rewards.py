@@ -1,3 +1,4 @@
+import json
 import os
 from collections.abc import Iterator
 from contextlib import closing
@@ -5,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import Result
 from typer.testing import CliRunner
 
 from tests.conftest import Place
@@ -83,3 +85,20 @@ def test_a_database_without_our_tables_is_not_touched(file: Path) -> None:
 def test_mistakes_in_the_settings_are_told(file: Path) -> None:
     with pytest.raises(SettingsError, match=r"reward\.clip"):
         recompute(file, "--set", "reward.clip=[1, 0]")
+
+
+@pytest.mark.contract
+def test_explain_tells_of_one_reply_and_ends_with_1_without_it(file: Path, ledger: Ledger) -> None:
+    [said] = rewarded(ledger)
+
+    def explained(*arguments: str) -> Result:
+        return CliRunner().invoke(app, ["explain", *arguments, "-c", str(file)], catch_exceptions=False)
+
+    found = explained(said.msg_id)
+    assert found.exit_code == 0
+    assert "choice 0: it waits (not_committed): it is not committed: POST /commit" in found.output.splitlines()
+    [reply] = json.loads(explained(said.msg_id, "--json").output)["replies"]
+    assert (reply["state"], reply["reward"], reply["feedback"][0]["fate"]) == ("rewarded", 1.0, "counts")
+    unknown = explained("chatcmpl-none")
+    assert unknown.exit_code == 1
+    assert "the ledger has no reply 'chatcmpl-none'" in unknown.output

@@ -115,16 +115,11 @@ def _beginning(turn: msgspec.Raw, most: int) -> str:
             return msgspec.json.decode(content, type=str)[:most]
         case b"[":
             parts = _items(content)
-            texts = [_part_text(each) for each in parts if _first(each) == b"{"]
-            spoken = [each for each in texts if each is not None]
+            texts = [msgspec.json.decode(each, type=_Part).text for each in parts if _first(each) == b"{"]
+            spoken = [msgspec.json.decode(each, type=str) for each in texts if _first(each) == b'"']
             if spoken or len(texts) == len(parts):
                 return "\n".join(spoken)[:most]
     return _start_of(memoryview(content), most)
-
-
-def _part_text(part: msgspec.Raw) -> str | None:
-    text = msgspec.json.decode(part, type=_Part).text
-    return msgspec.json.decode(text, type=str) if _first(text) == b'"' else None
 
 
 def _start_of(data: bytes | memoryview, most: int) -> str:

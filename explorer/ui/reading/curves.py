@@ -31,15 +31,13 @@ class CurveReader:
     def read(self) -> dict[str, Curve]:
         """The curves as they are now: by name, points by step. Empty while there is no run."""
         with self._lock:
-            for file in self._files():
+            try:
+                files = sorted(self._folder.glob("events.out.tfevents.*"), key=lambda file: file.stat().st_mtime_ns)
+            except OSError:  # a file was deleted just now
+                files = []
+            for file in files:
                 self._read_on(file)
             return {name: thin(sorted(points.items())) for name, points in sorted(self._curves.items())}
-
-    def _files(self) -> list[Path]:
-        try:
-            return sorted(self._folder.glob("events.out.tfevents.*"), key=lambda file: file.stat().st_mtime_ns)
-        except OSError:  # a file was deleted just now
-            return []
 
     def _read_on(self, path: Path) -> None:
         begin = self._read_to.get(path, 0)
@@ -88,16 +86,13 @@ def _event(event: bytes) -> tuple[int, list[tuple[str, float]], bool]:
         if field == 2 and isinstance(value, int):
             step = value
         elif field == 5 and isinstance(value, bytes):
-            values += [scalar for _, each in _fields(value) if isinstance(each, bytes) and (scalar := _scalar(each))]
+            for scalar in (dict(_fields(each)) for _, each in _fields(value) if isinstance(each, bytes)):
+                name, number = scalar.get(1), scalar.get(2)
+                if isinstance(name, bytes) and isinstance(number, float):
+                    values.append((name.decode(errors="replace"), number))
         elif field == 7:
             restarted = True
     return step, values, restarted
-
-
-def _scalar(value: bytes) -> tuple[str, float] | None:
-    found = dict(_fields(value))
-    name, number = found.get(1), found.get(2)
-    return (name.decode(errors="replace"), number) if isinstance(name, bytes) and isinstance(number, float) else None
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | float | bytes]]:

@@ -14,7 +14,8 @@ names cost nothing.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -60,6 +61,33 @@ class Reward(NamedTuple):
     value: float | None
     at: float
     edit: int | None = None
+
+
+class Fate(StrEnum):
+    """What became of a feedback event in the reward of one reply."""
+
+    COUNTS = "counts"
+    EDIT_STANDS = "edit_stands"
+    REPLACED = "replaced"  # by a later event of the same source, or a later edited answer
+    RETRACTED = "retracted"
+    RETRACTION = "retraction"
+    COMMENT = "comment"
+    NO_WEIGHT = "no_weight"  # in reward.weights
+    NO_VALUE = "no_value"  # a label that is not in reward.label_values
+    OUT_OF_WINDOW = "out_of_window"
+    SETTLED = "settled"  # by a trusted rater
+    RUN_FEEDBACK_UNUSED = "run_feedback_unused"  # the reply has feedback of its own under the metric
+    QUARANTINED = "quarantined"
+    LATE = "late"  # it came after the reply was leased or trained on
+
+
+class EventFate(NamedTuple):
+    """What became of an event: its value, that times the metric's weight, and the id of what came in its place."""
+
+    fate: Fate
+    value: float | None = None
+    part: float | None = None
+    replaced_by: int | None = None
 
 
 def definition(rule: RewardRule) -> str:
@@ -114,7 +142,7 @@ def reward_of(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -
     if not heard:
         return None
     return Reward(
-        _weighted_sum(rule, counting) if counting else None,
+        _clip(rule, sum(parts(rule, counting).values())) if counting else None,
         max(event.received_at for event in heard),
         edit.id if edit else None,
     )
@@ -140,6 +168,53 @@ def counting_events(rule: RewardRule, events: Iterable[Event], *, sampled_at: fl
     return counting
 
 
+def fates(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -> dict[int, EventFate]:
+    """What becomes of each of the events about a reply, by their ids."""
+    said = list(events)
+    values = {event.id: value for event, value in counting_events(rule, said, sampled_at=sampled_at)}
+    own = {event.metric for event in said if event.id in values and not event.of_run}
+    reward = reward_of(rule, said, sampled_at=sampled_at)
+    edit = reward.edit if reward else None
+    latest: dict[object, Event] = {}
+    for event in _in_time(rule, said, sampled_at):
+        about = event.metric, event.source, event.of_run
+        if event.kind is not Kind.DEMONSTRATION:
+            latest[about, False] = event
+        if event.kind in (Kind.DEMONSTRATION, Kind.RETRACTION):
+            latest[about, True] = event
+
+    found = {}
+    for event in said:
+        about = event.metric, event.source, event.of_run
+        by = latest.get((about, event.kind is Kind.DEMONSTRATION), event)
+        if (value := values.get(event.id)) is not None:
+            part = rule.weights[event.metric] * value
+            found[event.id] = EventFate(Fate.COUNTS, value, _clip(rule, part) if rule.aggregate == "median" else part)
+        elif event.id == edit:
+            found[event.id] = EventFate(Fate.EDIT_STANDS)
+        elif not rewarding(event.kind):
+            found[event.id] = EventFate(Fate.COMMENT)
+        elif not in_window(rule, sampled_at=sampled_at, received_at=event.received_at):
+            found[event.id] = EventFate(Fate.OUT_OF_WINDOW)
+        elif event.kind is Kind.RETRACTION:
+            found[event.id] = EventFate(Fate.RETRACTION)
+        elif by is not event or event.kind is Kind.DEMONSTRATION:
+            fate = Fate.RETRACTED if by.kind is Kind.RETRACTION else Fate.REPLACED
+            found[event.id] = EventFate(fate, replaced_by=edit if by is event else by.id)
+        else:
+            found[event.id] = EventFate(_why_uncounted(rule, event, own))
+    return found
+
+
+def _why_uncounted(rule: RewardRule, event: Event, own: Collection[str]) -> Fate:
+    if event.metric not in rule.weights:
+        return Fate.NO_WEIGHT
+    if _value(rule, event) is None:
+        return Fate.NO_VALUE
+    unused = rule.run_feedback == "fallback" and event.of_run and event.metric in own
+    return Fate.RUN_FEEDBACK_UNUSED if unused else Fate.SETTLED
+
+
 def _in_time(rule: RewardRule, events: Iterable[Event], sampled_at: float) -> Iterator[Event]:
     """The events that can count, in their order."""
     for event in events:
@@ -154,18 +229,20 @@ def default_of(rule: RewardRule, *, sampled_at: float) -> Reward | None:
     return Reward(rule.default, sampled_at + rule.attribution_window)
 
 
-def _weighted_sum(rule: RewardRule, counting: Iterable[tuple[Event, float]]) -> float:
+def parts(rule: RewardRule, counting: Iterable[tuple[Event, float]]) -> dict[tuple[str, bool], float]:
+    """What each metric adds to the reward, before this is clipped: of the reply itself, and (True) of its run."""
     by_subject: dict[tuple[str, bool], list[tuple[Event, float]]] = {}
     for event, value in counting:
         by_subject.setdefault((event.metric, event.of_run), []).append((event, value))
-    return _clip(rule, sum(_part(rule, rule.weights[metric], said) for (metric, _), said in by_subject.items()))
-
-
-def _part(rule: RewardRule, weight: float, events: Sequence[tuple[Event, float]]) -> float:
-    """A metric's part of the reward."""
-    if rule.aggregate == "mean":
-        return weight * fmean(value for _, value in events)
-    return median_by_voice((_voice(event), _clip(rule, weight * value), event.weight) for event, value in events)
+    found = {}
+    for (metric, of_run), said in by_subject.items():
+        weight = rule.weights[metric]
+        if rule.aggregate == "mean":
+            found[metric, of_run] = weight * fmean(value for _, value in said)
+        else:
+            words = ((_voice(event), _clip(rule, weight * value), event.weight) for event, value in said)
+            found[metric, of_run] = median_by_voice(words)
+    return found
 
 
 def _voice(event: Event) -> object:

@@ -3,6 +3,7 @@
 Everything here runs inside a transaction of the ledger: that of the verb that recorded the feedback.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -16,11 +17,15 @@ from tuneloop.shared.experience import Feedback, Kind, Outcome, State
 from tuneloop.shared.ledger.raters import Rater, rater_of, voice_of, without_quarantined
 from tuneloop.shared.ledger.recording.reward_rule import (
     Event,
+    EventFate,
+    Fate,
     Reward,
     counting_events,
     default_of,
     definition,
+    fates,
     in_window,
+    parts,
     reward_of,
     rewarding,
     rule_of,
@@ -36,6 +41,9 @@ OPEN = (State.RECORDED, State.REWARDED, State.COMMITTED, State.EXPIRED, State.DR
 Trajectory = tuple[str, str, str]
 
 TRAJECTORY = ("tenant", "task_id", "run_id")
+
+#: So many of the newest events about a closed row are looked at, for whether they came too late.
+_MAX_LATE = 100
 
 #: From so many rows with the same values on, they have a statement of their own.
 _MANY_ALIKE = 16
@@ -154,6 +162,44 @@ def weighted_rewards(
     return found
 
 
+class FeedbackHistory(NamedTuple):
+    """The feedback about a row, event by event, what each metric adds to its reward, and the reward that this makes."""
+
+    events: list[tuple[Any, EventFate]]
+    parts: dict[tuple[str, bool], float]
+    reward: float | None
+
+
+def read_history(
+    connection: Connection, msg_id: str, rule_of_row: Callable[[int], RewardRule], trusted: TrustedRaters
+) -> dict[int, FeedbackHistory]:
+    """The feedback about each row of a reply, by the rows' ids.
+
+    A row that is leased or trained on has the reward of what had been said by then: of the first events, as many as
+    make its reward.
+    """
+    _, rows, events = _read(connection, [msg_id], trusted, _UNLOCKED_ROWS)
+    found = {}
+    for row in rows:
+        rule, mine = rule_of_row(row.id), [event for event in events.all if _bears_on(event, row)]
+        for end in (math.inf, *(event.id for event in reversed(mine[-_MAX_LATE:])), math.inf):
+            heard = [event for event in events.all if event.id < end]
+            about = _Events(heard, [event for event in heard if event.id in events.bearing], trusted, {}).about(row)
+            reward = reward_of(rule, about, sampled_at=row.sampled_at)
+            made = reward or default_of(rule, sampled_at=row.sampled_at)
+            if row.state in OPEN or (made and made[:2] == (row.reward, row.rewarded_at)):
+                break
+        known, retracted = fates(rule, about, sampled_at=row.sampled_at), {*retracted_preferences(heard)}
+        for event in mine:
+            if event.id not in known:
+                left = Fate.RETRACTED if event.id in retracted else Fate.LATE
+                known[event.id] = EventFate(left if event.id in events.bearing else Fate.QUARANTINED)
+        counting = counting_events(rule, about, sampled_at=row.sampled_at)
+        said = [(event, known[event.id]) for event in mine]
+        found[row.id] = FeedbackHistory(said, parts(rule, counting), reward and reward.value)
+    return found
+
+
 def replies_decided_by(
     connection: Connection, event: Feedback, msg_ids: Sequence[str], rule: RewardRule, trusted: TrustedRaters
 ) -> Iterator[str]:
@@ -257,7 +303,8 @@ class _Events:
         self._by_key: dict[object, list[Event]] = {}
         self._made: dict[tuple[int, bool], Event] = {}
         self._by_target: dict[object, list[Any]] = defaultdict(list)
-        numbers = {event.id for event in bearing} - {*retracted_preferences(self.all)}
+        self.bearing = {event.id for event in bearing}
+        numbers = self.bearing - {*retracted_preferences(self.all)}
         for event in self.all:
             if event.id not in numbers:
                 continue
@@ -277,13 +324,9 @@ class _Events:
             targets = _targets_of(row)
             found = {event.id: event for target in targets for event in self._by_target.get(target, ())}
             self._by_key[key] = [
-                self._borne(event, is_about)
+                self._borne(event, _is_about(event, row))
                 for event in sorted(found.values(), key=event_order)
-                if event.tenant == row.tenant
-                and (
-                    (is_about := _is_about(event, row))
-                    or (event.other_msg_id == row.msg_id and event.other_choice in (None, row.choice))
-                )
+                if _bears_on(event, row)
             ]
         return self._by_key[key]
 
@@ -339,6 +382,12 @@ def _is_about(event: Any, row: RewardRow) -> bool:
     if event.msg_id is None:
         return (event.tenant, event.task_id, event.run_id) == (row.tenant, row.task_id, row.run_id)
     return event.msg_id == row.msg_id and event.choice in (None, row.choice)
+
+
+def _bears_on(event: Any, row: RewardRow) -> bool:
+    """Whether the event is about the row, or prefers another to it."""
+    against = event.other_msg_id == row.msg_id and event.other_choice in (None, row.choice)
+    return event.tenant == row.tenant and (against or _is_about(event, row))
 
 
 def retractions(connection: Connection, msg_ids: Collection[str]) -> Iterator[Any]:

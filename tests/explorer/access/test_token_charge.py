@@ -66,7 +66,7 @@ def test_a_count_that_cannot_be_read_leaves_that_of_the_ids(usage: object) -> No
         ),
         fed(ChatTranscript("chatcmpl-x", RequestedFields()), {"id": "chatcmpl-x", "choices": [], "usage": USAGE}),
         fed(
-            NativeResponseTranscript("resp_x", {}, background=False),
+            NativeResponseTranscript("resp_x", {}),
             {"id": "resp_x", "status": "completed", "output": [], "usage": {"total_tokens": 500}},
         ),
     ],

@@ -3,8 +3,7 @@ from typing import Any
 
 import pytest
 
-from tuneloop.explorer.dialects.messages import to_chat, to_message
-from tuneloop.explorer.dialects.messages_stream import MessageStream
+from tuneloop.explorer.dialects.messages import MessageStream, to_chat, to_message
 from tuneloop.explorer.http.errors import anthropic_engine_error, anthropic_error
 from tuneloop.explorer.proxy.request import Labels, labels_of
 from tuneloop.shared.errors import RequestRefused

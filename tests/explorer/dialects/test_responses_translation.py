@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from tuneloop.explorer.dialects.responses_reply import to_response
+from tuneloop.explorer.dialects.responses_reply import ResponseStream, to_response
 from tuneloop.explorer.dialects.responses_request import (
     LOGPROBS,
     continued_messages,
@@ -18,7 +18,6 @@ from tuneloop.explorer.dialects.responses_request import (
     to_chat,
     untranslatable_reason,
 )
-from tuneloop.explorer.dialects.responses_stream import ResponseStream
 from tuneloop.explorer.proxy.request import Labels, labels_of
 from tuneloop.shared.errors import RequestRefused
 
@@ -96,7 +95,6 @@ def streamed(*chunks: Json, body: Json | None = None, context: int | None = None
     [
         ({"input": "Hi."}, None),
         (RICH, None),
-        ({"background": True}, "background"),
         ({"background": False}, None),
         ({"enable_response_messages": True}, "enable_response_messages"),
         ({"tools": [ADD, {"type": "web_search"}]}, "tools: web_search"),

@@ -10,7 +10,7 @@ from tests.doubles.engine import pieces, recorded
 from tests.explorer.capture.test_packed import pack, packed
 from tuneloop.explorer.capture.sampling import Sampling
 from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields
-from tuneloop.explorer.dialects.dialect import ChatDialect, ReplyWriter
+from tuneloop.explorer.dialects.dialect import ReplyWriter
 from tuneloop.explorer.dialects.token_pieces import TokenPieces
 
 ID = "chatcmpl-recorded"
@@ -62,16 +62,6 @@ def test_a_stream_is_the_same_read_either_way(name: str, size: int) -> None:
     assert heard(quick) == heard(slow)
     assert quick.done
     assert heard(quick)[0].logprobs
-
-
-def test_nearly_all_pieces_of_a_chat_are_read_without_the_transcript(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, feed = [], ChatTranscript.feed
-    monkeypatch.setattr(ChatTranscript, "feed", lambda self, piece: asked.append(piece) or feed(self, piece))
-    found = ChatDialect().writer({}, ID, ID)
-    for event in events("stream_captured.sse"):
-        found.convert_block(event)
-    assert len(asked) <= 4
-    assert len(heard(found)[0].completion_ids) > 4 * len(asked)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from tuneloop.explorer.feedback.judge import (
     event_id,
     events_of,
     judge_of,
+    reading_of,
 )
-from tuneloop.explorer.feedback.judge_input import reading_of
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.runner import Judge, JudgeFailed, Reply, Rubric
 from tuneloop.shared.errors import EnvironmentRefused, RequestRefused

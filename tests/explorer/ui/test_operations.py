@@ -75,13 +75,6 @@ def test_half_a_record_waits_for_its_rest(tmp_path: Path):
     assert reader.read() == {"loss": [(1, 0.5)]}
 
 
-def test_a_damaged_file_is_read_as_far_as_it_goes(tmp_path: Path):
-    Curves(tmp_path).add(1, {"loss": 0.5})
-    [file] = tmp_path.iterdir()
-    file.write_bytes(file.read_bytes() + b"\xff" * 100)
-    assert CurveReader(tmp_path).read() == {"loss": [(1, 0.5)]}
-
-
 def test_a_long_curve_keeps_its_last_point_and_what_is_finite():
     curve = thin([(step, float("nan") if step == 5 else 1.0) for step in range(10_000)])
     assert len(curve) <= 400

@@ -1,10 +1,7 @@
 """The overview and the exchanges: what they show, what they refuse, and that nothing of a client's gets through."""
 
 import html
-import json
 import re
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -32,10 +29,6 @@ def words(page: str) -> str:
 )
 def test_a_figure_has_so_many_digits_and_no_exponent(value: float | None, shown: str):
     assert figure(value) == shown
-
-
-def test_a_figure_of_fewer_digits_has_no_exponent_either():
-    assert [figure(each, 2) for each in (99.6, 456.0, 0.004567)] == ["100", "456", "0.0046"]
 
 
 def test_the_overview_says_whether_it_helped(filled: Filled):
@@ -218,21 +211,6 @@ def test_without_a_database_a_page_says_so(filled: Filled, monkeypatch: pytest.M
         page = filled.text(path, 503)
         assert "The database cannot be read at the moment." in page
         assert "secret" not in page
-
-
-def test_long_requests_keep_nobody_else_waiting(explorer: RunningExplorer):
-    long = {"messages": [{"content": "Hello", "more": [{"a": 0, "b": 1}] * 40_000}]}
-    said = [factories.exchange(tenant=DEFAULT_TENANT, request=json.dumps(long).encode()) for _ in range(8)]
-    explorer.ledger.recording.record(said)
-    with ThreadPoolExecutor() as pool:
-        for path in (f"/ui/exchanges/{said[0].msg_id}", "/ui/exchanges"):
-            page, began, waited = pool.submit(explorer.http.get, path), time.monotonic(), [0.0]
-            while not page.done():
-                asked = time.monotonic()
-                explorer.http.get("/ui/login")
-                waited.append(time.monotonic() - asked)
-            assert "Hello" in page.result().text
-            assert max(waited) < max(0.5 * (time.monotonic() - began), 0.3), path
 
 
 def test_what_is_no_page_is_said_to_be_none(filled: Filled):

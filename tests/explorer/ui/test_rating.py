@@ -48,12 +48,6 @@ def test_a_reward_a_comment_and_an_edited_answer_come_together(filled: Filled):
     assert "<script>alert" not in filled.text(f"/ui/exchanges/{msg_id}")
 
 
-def test_a_comment_may_come_with_a_thumb(filled: Filled):
-    msg_id = newest(filled, 7)
-    say(filled, msg_id, thumb="down", reward=" ", comment="wrong")
-    assert [(kind, value) for kind, value, *_ in events(filled, msg_id)] == [("boolean", 0.0), ("comment", None)]
-
-
 def test_an_answer_that_was_not_edited_is_no_demonstration(filled: Filled):
     msg_id = newest(filled, 5)
     say(filled, msg_id, thumb="up", demonstration="As it was.\r\nYes.", was="As it was.\nYes.")
@@ -118,11 +112,6 @@ def test_preferences_are_asked_blind_and_stored(filled: Filled):
         "SELECT msg_id, choice, other_msg_id, other_choice, source FROM feedback WHERE kind = 'preference'"
     )
     assert [(f"{row[0]}:{row[1]}", f"{row[2]}:{row[3]}", row[4]) for row in rows] == [(one, other, "page")]
-
-
-def test_the_order_of_the_two_is_drawn(filled: Filled):
-    seen = {names(filled.text("/ui/preferences")) for _ in range(40)}
-    assert len(seen) == 2
 
 
 def test_a_pair_may_be_skipped_until_there_are_no_more(filled: Filled):

@@ -159,7 +159,6 @@ _BODIES: dict[str, Json] = {
     "/tokenize": _body({"model": _MODEL, "prompt": _TEXT}, "prompt"),
     "/detokenize": _body({"model": _MODEL, "tokens": {"type": "array", "items": {"type": "integer"}}}, "tokens"),
     CHAT + "/{id}": _body({"metadata": {"type": "object", "additionalProperties": _TEXT}}, "metadata"),
-    "/v1/responses/{id}/cancel": _body({}),
     "/admin/versions/{version}/pin": _body({"reason": _TEXT, "by": _TEXT}),
     "/admin/versions/{version}/promote": _body({"reason": _TEXT, "by": _TEXT, "expect": {"type": "integer"}}),
     "/admin/versions/{version}/reject": _body({"reason": _TEXT}, "reason"),

@@ -482,7 +482,7 @@ def test_models_are_told_as_by_vllm(engine_http: httpx.Client, ours: httpx.Clien
 
 #: All that clients can ask of an engine through us. Everything else that it has is for its owner.
 PUBLIC = {
-    *(CHAT, TEXT, "/v1/responses", "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"),
+    *(CHAT, TEXT, "/v1/responses", "/v1/responses/{response_id}"),
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/models", "/tokenize", "/detokenize"),
     *("/version", "/ping", "/tokenizer_info"),
     # Both have these, and ours tell of us.

@@ -11,8 +11,7 @@ import pytest
 
 from tests.loop.harness.bare_engine import MODEL
 from tests.loop.on_vllm.likeness import Together, chosen
-from tuneloop.explorer.dialects.messages import to_chat, to_message
-from tuneloop.explorer.dialects.messages_stream import MessageStream
+from tuneloop.explorer.dialects.messages import MessageStream, to_chat, to_message
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.http.errors import anthropic_engine_error
 from tuneloop.shared.errors import RequestRefused

@@ -11,9 +11,8 @@ import pytest
 import yaml
 
 from tests.loop.harness.bare_engine import MODEL, attached_to
-from tests.loop.harness.services import Service, ledger_of, wait_for, write_settings
+from tests.loop.harness.services import Service, ledger_of, write_settings
 from tests.loop.on_vllm.likeness import NATS, Json, assert_alike, is_old, masked, nearly
-from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
 
 pytestmark = pytest.mark.vllm
@@ -92,8 +91,6 @@ PASSED: dict[str, Json] = {
     "an unknown tool": {"tools": [{"type": "unknown"}]},
     "a nameless custom tool": {"tools": [{"type": "custom"}]},
     "an unknown choice": {"tools": [FUNCTION], "tool_choice": {"type": "unknown"}},
-    "background unstored": {"background": True, "store": False},
-    "background stored by null": {"background": True, "store": None},
     "nobody's previous": {"tools": [CUSTOM], "previous_response_id": "resp_x"},
     "two previous": {"previous_input_messages": [{}], "previous_response_id": "resp_x"},
     "an unknown model": {"tools": [CUSTOM], "model": "unknown"},
@@ -123,76 +120,6 @@ def test_what_is_no_chat_completion_is_answered_as_by_vllm(
         assert _is_part(part, whole)
 
 
-def test_a_background_response_is_told_as_by_vllm(
-    engine: httpx.Client, anybody: Callable[[], httpx.Client], kept: Ledger, common: Json
-) -> None:
-    body = common | {"background": True, "metadata": {"task_id": "t"}}
-    for _ in range(4):  # so that both workers take a part
-        with anybody() as first:
-            begun = first.post(RESPONSES, json=body)
-        theirs = engine.post(RESPONSES, json=body)
-        assert (begun.status_code, _comparable(begun.json())) == (200, _comparable(theirs.json()))
-        name = begun.json()["id"]
-        over = wait_for(lambda name=name: _over(anybody, name))
-        expected = wait_for(lambda told=theirs: _over(lambda: engine, told.json()["id"]))
-        assert _comparable(over) == _comparable(expected)
-        with anybody() as late:
-            cancelled = late.post(f"{RESPONSES}/{name}/cancel")
-            counts = late.post("/feedback", json={"msg_ids": [name], "reward": 1}).json()["counts"]
-            assert counts["accepted"] + counts["pending"] == 1
-        refused = engine.post(f"{RESPONSES}/{theirs.json()['id']}/cancel")
-        assert (cancelled.status_code, refused.status_code) == (400, 400)
-        assert cancelled.json()["error"]["message"] == refused.json()["error"]["message"]
-    wait_for(lambda: kept.reports.counts()[State.DROPPED] >= 4)
-
-
-def _over(anybody: Callable[[], httpx.Client], name: str) -> Json | None:
-    client = anybody()
-    reply = client.get(f"{RESPONSES}/{name}")
-    assert reply.status_code == 200
-    told: Json = reply.json()
-    return None if told["status"] in ("queued", "in_progress") else told
-
-
-def test_a_background_stream_is_told_again_from_any_event(
-    engine: httpx.Client, anybody: Callable[[], httpx.Client], common: Json
-) -> None:
-    body = common | {"background": True, "stream": True}
-    with anybody() as first:
-        reply = first.post(RESPONSES, json=body)
-    told = _events(reply.text)
-    name = told[0]["response"]["id"]
-    assert nearly(_joined(reply.text)) == _joined(engine.post(RESPONSES, json=body).text)
-    for after, query in ((-1, ""), (3, "&starting_after=3")):
-        with anybody() as again:
-            assert _events(again.get(f"{RESPONSES}/{name}?stream=true{query}").text) == told[after + 1 :]
-    with anybody() as again:
-        assert again.get(f"{RESPONSES}/{name}").json() == told[-1]["response"]
-
-
-def test_a_background_response_is_cancelled(
-    engine: httpx.Client, anybody: Callable[[], httpx.Client], common: Json
-) -> None:
-    body = common | {"background": True, "max_output_tokens": 3900, "ignore_eos": True}
-    names, told = zip(*(_cancelled(each, body) for each in (anybody, lambda: engine)), strict=True)
-    assert told[0]["status"] == "cancelled"
-    assert _comparable(told[0]) == _comparable(told[1])
-    assert anybody().get(f"{RESPONSES}/{names[0]}").json()["status"] == "cancelled"
-    clients = (anybody(), engine)
-    again = [client.post(f"{RESPONSES}/{name}/cancel") for client, name in zip(clients, names, strict=True)]
-    assert [each.status_code for each in again] == [400, 400]
-
-
-def _cancelled(anybody: Callable[[], httpx.Client], body: Json) -> tuple[str, Json]:
-    """The id of a response that was cancelled in time, and what was said to that."""
-    for _ in range(3):  # a machine that stands still may let it end before
-        name: str = anybody().post(RESPONSES, json=body).json()["id"]
-        told = anybody().post(f"{RESPONSES}/{name}/cancel")
-        if told.status_code == 200:
-            return name, told.json()
-    raise AssertionError(told.text)
-
-
 def test_a_response_is_told_again_as_by_vllm(
     engine: httpx.Client, anybody: Callable[[], httpx.Client], common: Json
 ) -> None:
@@ -205,28 +132,23 @@ def test_a_response_is_told_again_as_by_vllm(
         told = _events(reply.text)[-1]["response"] if "stream" in more else reply.json()
         with anybody() as second:
             again = second.get(f"{RESPONSES}/{told['id']}")
-            refused = second.post(f"{RESPONSES}/{told['id']}/cancel")
         assert (again.status_code, again.json()) == (200, told)
         name = engine.post(RESPONSES, json=body | {"stream": False}).json()["id"]
         theirs = engine.get(f"{RESPONSES}/{name}").json()
         assert _comparable(again.json()) == nearly(_comparable(theirs))
-        expected = engine.post(f"{RESPONSES}/{name}/cancel")
-        assert refused.status_code == expected.status_code
-        assert refused.json()["error"]["message"] == expected.json()["error"]["message"]
     for client in (engine, anybody()):
-        for reply in (client.get(f"{RESPONSES}/resp_x"), client.post(f"{RESPONSES}/resp_x/cancel")):
-            assert reply.status_code == 404
-            assert reply.json()["error"]["message"] == "Response with id 'resp_x' not found."
+        reply = client.get(f"{RESPONSES}/resp_x")
+        assert reply.status_code == 404
+        assert reply.json()["error"]["message"] == "Response with id 'resp_x' not found."
 
 
 def test_conversations_go_on_across_both_ways(engine: httpx.Client, ours: httpx.Client, common: Json) -> None:
     """The prompts have the same tokens as vLLM's, whichever of the two answered what went before."""
-    ways: list[Json] = [{"background": True}, {"tools": [CUSTOM]}, {}]
-    for first, second in itertools.product(ways, ways[1:]):
+    ways: list[Json] = [{"tools": [CUSTOM]}, {}]
+    for first, second in itertools.product(ways, ways):
         told = []
         for client in (engine, ours):
             name = client.post(RESPONSES, json={**common, **first, "instructions": "Be kind."}).json()["id"]
-            wait_for(lambda client=client, name=name: _over(lambda: client, name))
             body = {**common, **second, "input": "And?", "previous_response_id": name}
             told.append(client.post(RESPONSES, json=body).json())
         assert told[1]["usage"]["input_tokens"] == told[0]["usage"]["input_tokens"], (first, second)

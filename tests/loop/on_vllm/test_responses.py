@@ -14,9 +14,8 @@ from pydantic import TypeAdapter
 
 from tests.loop.harness.bare_engine import MODEL
 from tests.loop.on_vllm.likeness import Together, chosen
-from tuneloop.explorer.dialects.responses_reply import to_response
+from tuneloop.explorer.dialects.responses_reply import ResponseStream, to_response
 from tuneloop.explorer.dialects.responses_request import continued_messages, to_chat, untranslatable_reason
-from tuneloop.explorer.dialects.responses_stream import ResponseStream
 from tuneloop.explorer.engines import vllm
 from tuneloop.shared.errors import RequestRefused
 

@@ -403,4 +403,4 @@ def test_a_restore_killed_at_any_point_is_given_again(
             assert ledger.reports.audit() == []
             assert sum(ledger.reports.counts().values()) == 9
         check_files(there.job_dir / "global_step_2", read_manifest(there.job_dir / "global_step_2"))
-    assert half > 100 // points_apart
+    assert half >= 100 // points_apart

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from tests.explorer.rollouts import Draw, Traffic, Trial, bernoulli, normal, trials
-from tuneloop.explorer.versions.comparison import decide
+from tuneloop.explorer.versions.trial import decide
 from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, spread
 from tuneloop.shared.settings.versions import RolloutSettings
 

@@ -33,8 +33,7 @@ from tuneloop.explorer.dialects.dialect import (
 )
 from tuneloop.explorer.dialects.responses_native import NativeResponsesDialect
 from tuneloop.explorer.edge import ClientRequest, Edge
-from tuneloop.explorer.engines.fleet import Fleet
-from tuneloop.explorer.engines.version_routing import PinParser
+from tuneloop.explorer.engines.fleet import Fleet, PinParser
 from tuneloop.explorer.feedback.bound import TokenRoute
 from tuneloop.explorer.feedback.commit import CommitRoute
 from tuneloop.explorer.feedback.routes import FeedbackRoutes

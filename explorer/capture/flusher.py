@@ -2,25 +2,30 @@
 
 import asyncio
 import contextlib
+import errno
+import heapq
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import msgspec
 import structlog
 
 from tuneloop.explorer.capture import spool
-from tuneloop.explorer.capture.control_client import EVERYTHING, Flushed, FlushTarget
 from tuneloop.explorer.capture.intake import Intake, Patience
-from tuneloop.explorer.capture.merge import Owner, SlotQueue, Source
 from tuneloop.explorer.capture.spool_slots import FlushedMark, Predecessors, Slot, Slots
 from tuneloop.shared.errors import LedgerError, TuneloopError
+from tuneloop.shared.experience import Feedback, decode
 from tuneloop.shared.ledger.recording.recording import Recording
-from tuneloop.shared.spool_format import Position, segments, slots
+from tuneloop.shared.spool_format import Position, segment_path, segments, slots
 
 log = structlog.get_logger()
+
+#: Records that go into the database in one transaction, and their bytes.
+GROUP, GROUP_BYTES = 512, 32 << 20
 
 #: How often we look for what processes that died meanwhile have left.
 ADOPT_S = 2.0
@@ -33,112 +38,45 @@ _DISK_PAUSE_S = 0.5
 #: How often writers are looked at until none has moved: a look takes microseconds, what they write takes longer.
 _LOOKS_AT_ENDS = 1000
 
-#: Who has waited for nothing for so long is not there.
-_ABSENT_S = 1.0
-
-#: How long is moved what was read, before the slots are looked at for who has written since: his turn comes then.
-_SLICE_S = 0.5
-
 #: So long is moved at the end, and what is left then stays in the spool: who stops us does not wait for ever.
 STOP_S = 5.0
+
+#: What feedback has among its first bytes. An exchange is not decoded for its place in the order: it has none.
+_FEEDBACK = b"\xa8feedback"
+
+
+class _Source(NamedTuple):
+    """A slot to be read from `mark` to `end`; None: all that the `segments` hold."""
+
+    folder: Path
+    mark: FlushedMark
+    end: Position | None
+    segments: Sequence[int] = ()
+
+
+class _SlotRecord(NamedTuple):
+    """A record of a slot, and the position after it there."""
+
+    folder: Path
+    payload: bytes
+    position: Position
 
 
 class _Waiter(NamedTuple):
     ends: Sequence[tuple[Slot, Position]]
-    future: "asyncio.Future[Flushed]"
-    target: FlushTarget
-    begins: bool  # what is waited for is moved at once, not with the next group
+    future: "asyncio.Future[bool]"
 
     @property
     def reached(self) -> bool:
         return all(slot.flushed.position >= end for slot, end in self.ends)
 
-    def progress(self, queue: SlotQueue | None) -> Flushed:
-        """How much is done: of the tenant's, or key's, by the `queue`, though others' is not."""
-        if self.reached:
-            return Flushed.ALL
-        if queue is None or (tenant := self.target.tenant) is None:
-            return Flushed.NO
-        left = [(slot.folder, end) for slot, end in self.ends if slot.flushed.position < end]
-
-        def is_done(**which: Any) -> bool:
-            return all(queue.is_done(tenant, folder, end, **which) for folder, end in left)
-
-        if is_done():
-            return Flushed.ALL
-        if self.target.rewards_only:
-            asked = is_done(rewards_only=True) and is_done(key=self.target.asker)
-        else:
-            asked = self.target.key is not None and is_done(key=self.target.key)
-        return Flushed.ASKED if asked else Flushed.NO
-
-
-class _Waiters:
-    """Those who wait, and what decides what they are told; under the flusher's lock."""
-
-    def __init__(self) -> None:
-        self.adopted = False  # once what dead processes left behind was moved
-        self.away = False
-        self.due_at = 0.0  # when the next group begins, whoever waits for it
-        self._waiting: list[_Waiter] = []
-
-    def are_due(self) -> bool:
-        """Whether a group is to begin now.
-
-        Who asks and has nothing in it does not begin others': it would keep him from writing to the database.
-        """
-        return not self.adopted or time.monotonic() >= self.due_at or any(waiter.begins for waiter in self._waiting)
-
-    def add(self, waiter: _Waiter) -> None:
-        self._waiting.append(waiter)
-        self.tell()
-
-    def remove(self, waiter: _Waiter) -> None:
-        with contextlib.suppress(ValueError):
-            self._waiting.remove(waiter)
-
-    def tell(self, queue: SlotQueue | None = None) -> None:
-        """What became of tenants is told by the `queue`'s own thread alone."""
-        for waiter in list(self._waiting):
-            flushed = waiter.progress(queue) if self.adopted else Flushed.NO
-            if flushed or self.away:
-                self._waiting.remove(waiter)
-                waiter.future.get_loop().call_soon_threadsafe(_settle, waiter.future, flushed)
-
-
-class _Urgency:
-    """Decides who has the flusher begin at once.
-
-    Who is alone always has. Of several each has it once in `_LOOK_S` for each target: what one asks more often goes
-    with the next group that anybody begins. Else one that says a little all the time would have it at work all the
-    time, and each of the others' would wait for a transaction, or for several.
-    """
-
-    def __init__(self) -> None:
-        self._began: dict[Owner, dict[FlushTarget, float]] = {}  # the first of them asked longest ago
-        self._asked_at: dict[Owner, float] = {}
-
-    def begins(self, target: FlushTarget, now: float) -> bool:
-        """Whether something is begun for a target now."""
-        if target.tenant is None:
-            return True
-        owner = Owner(target.tenant, target.key or target.asker)
-        began = self._began[owner] = self._began.pop(owner, {})
-        self._asked_at[owner] = now
-        while now - self._asked_at[first := next(iter(self._began))] > _ABSENT_S:
-            del self._began[first], self._asked_at[first]
-        if len(self._began) > 1 and now - began.get(target, -math.inf) < _LOOK_S:
-            return False
-        began[target] = now
-        return True
-
 
 class Flusher:
     """One thread that reads the slots behind their writers, in this process or in others of ours.
 
-    Tenants take turns, and the keys of each. While the database is away, or forbids it, all waits. A record that is
-    refused by itself is offered as long as `patience` says. `quarantined` is called once for each that was given up,
-    `failed` if the thread cannot go on. `stop_s`: how long it moves on when it is told to stop.
+    While the database is away, or forbids it, all waits. A record that is refused by itself is offered as long as
+    `patience` says. `quarantined` is called once for each that was given up, `failed` if the thread cannot go on.
+    `stop_s`: how long it moves on when it is told to stop.
     """
 
     def __init__(
@@ -151,6 +89,7 @@ class Flusher:
         patience: Patience | None = None,
         stop_s: float = STOP_S,
     ) -> None:
+        self.away = False  # whether the database did not take what it was last given
         self._stop_s, self._stopped_at = stop_s, math.inf
         self._slots = slots
         self._failed = failed
@@ -163,9 +102,9 @@ class Flusher:
             quarantined=quarantined,
             say_away=self._say_away,
         )
-        self._moved = threading.Lock()
-        self._queue, self._more = SlotQueue(), False
-        self._waiters, self._urgency = _Waiters(), _Urgency()
+        self._lock = threading.Lock()  # of what those who wait are told by
+        self._adopted = False  # once what dead processes left behind was moved
+        self._waiting: list[_Waiter] = []
         self._thread = threading.Thread(target=self._run, name="flusher", daemon=True)
 
     def start(self) -> None:
@@ -179,29 +118,21 @@ class Flusher:
         self._wake.set()
         self._thread.join()
 
-    @property
-    def away(self) -> bool:
-        """Whether the database did not take what it was last given."""
-        return self._waiters.away
-
-    async def wait_until_flushed(self, timeout_s: float, target: FlushTarget = EVERYTHING) -> Flushed:
-        """Wait until what is on disk of the target is in the database. NO if it is not by then, or away."""
+    async def wait_until_flushed(self, timeout_s: float) -> bool:
+        """Wait until all that is on disk now is in the database. False if it is not by then, or away."""
         ends = [(slot, slot.end) for slot in self._slots.ours]
-        begins = self._urgency.begins(target, time.monotonic())
-        waiter = _Waiter(ends, asyncio.get_running_loop().create_future(), target, begins)
-        with self._moved:
-            self._waiters.add(waiter)
-        if begins:
-            self._wake.set()
+        waiter = _Waiter(ends, asyncio.get_running_loop().create_future())
+        with self._lock:
+            self._waiting.append(waiter)
+            self._tell()
+        self._wake.set()
         try:
             # Not in a thread: a slow database would soon have all of the pool's waiting for it.
             await asyncio.wait([waiter.future], timeout=timeout_s)
         finally:
-            with self._moved:
-                self._waiters.remove(waiter)
-        if waiter.future.done() and (told := waiter.future.result()):
-            return told
-        return Flushed.ALL if self._waiters.adopted and waiter.reached else Flushed.NO
+            with self._lock, contextlib.suppress(ValueError):
+                self._waiting.remove(waiter)
+        return (waiter.future.done() and waiter.future.result()) or (self._adopted and waiter.reached)
 
     def _run(self) -> None:
         try:
@@ -223,34 +154,43 @@ class Flusher:
                 self._stop.wait(_LOOK_S)
                 continue
             adopts_all = stopping or time.monotonic() >= adopt_at
-            # Drain our slots together with those that can be taken of `left_behind`, and leave no segment of the
-            # latter. False if something could not be drained yet.
-            left_behind = _left_behind(self._slots, everywhere=adopts_all and not self._stop.is_set())
-            with contextlib.ExitStack() as stack:
-                taken = [source for folder in left_behind if (source := _take(folder, stack)) is not None]
-                folders = {source.folder for source in taken}
-                ours = [slot for slot in self._slots.ours if slot.folder not in folders]
-                ends = _ends_at_one_moment(ours)
-                moved = self._drained(
-                    [*taken, *(Source(slot.folder, slot.flushed, end) for slot, end in zip(ours, ends, strict=True))]
-                )
-                if moved:
-                    for source in taken:
-                        if source.segments:
-                            self._mark(source, Position(source.segments[-1] + 1, 0))
-                        self._slots.mark_adopted(source.folder)
-            all_moved = moved
-            if adopts_all and not self._more:
-                with self._moved:
-                    self._waiters.adopted = True
-                    self._waiters.tell()
+            moved = self._move(everywhere=adopts_all and not self._stop.is_set())
+            if adopts_all:
+                with self._lock:
+                    self._adopted = True
+                    self._tell()
                 adopt_at = time.monotonic() + ADOPT_S
-            if stopping or (self._stop.is_set() and not all_moved and not self._more):
+            if stopping or (self._stop.is_set() and not moved):
                 return
-            if not self._more:
-                self._wake.wait(max(0.0, self._waiters.due_at - time.monotonic()))
+            self._wake.wait(_LOOK_S)
 
-    def _drained(self, sources: Sequence[Source]) -> bool:
+    def _move(self, *, everywhere: bool) -> bool:
+        """Move what our writers have written, and what dead ones of ours, or `everywhere` of any process, have left.
+
+        Of the latter no segment is left. False if something could not be moved yet.
+        """
+        found = [slot.folder for slot in self._slots.ours]
+        found += [each for each in slots(self._slots.root) if segments(each)] if everywhere else []
+        with contextlib.ExitStack() as stack:
+            left_behind = [folder for folder in dict.fromkeys(found) if not self._slots.lives(folder)]
+            taken = [source for folder in left_behind if (source := _take(folder, stack)) is not None]
+            folders = {source.folder for source in taken}
+            ours = [slot for slot in self._slots.ours if slot.folder not in folders]
+            # Looked at once, one after the other, writers could show a correction and not what it corrects.
+            ends = [slot.end for slot in ours]
+            for _ in range(_LOOKS_AT_ENDS if len(ours) > 1 else 0):
+                before, ends = ends, [slot.end for slot in ours]
+                if before == ends:
+                    break
+            living = [_Source(slot.folder, slot.flushed, end) for slot, end in zip(ours, ends, strict=True)]
+            moved = self._drained([*taken, *living])
+            for source in taken if moved else ():
+                if source.segments:
+                    self._mark(source, Position(source.segments[-1] + 1, 0))
+                self._slots.mark_adopted(source.folder)
+        return moved
+
+    def _drained(self, sources: Sequence[_Source]) -> bool:
         try:
             return self._drain(sources)
         except OSError as error:  # such as no place for the quarantine: what is not marked is read again
@@ -260,101 +200,99 @@ class Flusher:
             self._stop.wait(_DISK_PAUSE_S)
             return False
 
-    def _drain(self, sources: Sequence[Source]) -> bool:
-        """Move what there is before each one's end, now or with the next group.
-
-        False if not all of it is: we were told to stop, or there is `more`, and it is time to look who came since.
-        """
-        self._more, began = False, time.monotonic()
-        marks = {source.folder: source for source in sources}
-        try:
-            complete = self._queue.read(sources)
-            is_due = self._tell_of_tenants() or self._stop.is_set() or any(source.end is None for source in sources)
-            if len(self._queue) and not is_due:
-                return True
-            self._waiters.due_at = time.monotonic() + _LOOK_S
-            while group := self._queue.take():
-                work = time.thread_time()
-                if not self._intake.move([(entry.folder, entry.payload) for entry in group]):
-                    self._queue.clear()
-                    return False
-                for folder, position in self._queue.finish(group, time.thread_time() - work).items():
-                    self._mark(marks[folder], position)
-                self._tell_of_tenants()
-                if (len(self._queue) or not complete) and self._is_over(began):
-                    return False
-        except OSError:
-            self._queue.clear()
-            raise
-        if not complete:
-            self._more = not self._stop.is_set()
-            return False
+    def _drain(self, sources: Sequence[_Source]) -> bool:
+        """Move what there is before each one's end. False if not all of it is: we were told to stop."""
+        of = {source.folder: source for source in sources}
+        for group in _groups(sources):
+            if time.monotonic() - self._stopped_at >= self._stop_s:
+                log.warning("spool_left_for_the_next_start", reason="there is more than can be moved now")
+                return False
+            if not self._intake.move([(each.folder, each.payload) for each in group]):
+                return False
+            for folder, position in {each.folder: each.position for each in group}.items():
+                self._mark(of[folder], position)
         for source in sources:
             # What lies between the last record and the end was torn by a crash, or is a segment still empty.
-            reached = self._queue.position(source)
-            self._mark(source, max(source.end or reached, reached))
+            if source.end is not None:
+                self._mark(source, source.end)
         return True
 
-    def _is_over(self, began: float) -> bool:
-        """Whether no more is to be moved now."""
-        if time.monotonic() - self._stopped_at >= self._stop_s:
-            log.warning("spool_left_for_the_next_start", reason="there is more than can be moved now")
-            return True
-        self._more = time.monotonic() - began >= _SLICE_S and not self._stop.is_set()
-        return self._more
-
-    def _tell_of_tenants(self) -> bool:
-        """Whether somebody waits for a group to begin."""
-        with self._moved:
-            self._waiters.tell(self._queue)
-            return self._waiters.are_due()
-
-    def _mark(self, source: Source, position: Position) -> None:
+    def _mark(self, source: _Source, position: Position) -> None:
         if position <= source.mark.position:
             return
-        with self._moved:
+        with self._lock:
             source.mark.move(position)
-            self._waiters.tell()
+            self._tell()
         spool.forget(source.folder, position)
 
     def _say_away(self, away: bool) -> None:
-        with self._moved:
-            self._waiters.away = away
-            self._waiters.tell()
+        with self._lock:
+            self.away = away
+            self._tell()
+
+    def _tell(self) -> None:
+        for waiter in list(self._waiting):
+            reached = self._adopted and waiter.reached
+            if reached or self.away:
+                self._waiting.remove(waiter)
+                waiter.future.get_loop().call_soon_threadsafe(_settle, waiter.future, reached)
 
 
-def _settle(future: "asyncio.Future[Flushed]", flushed: Flushed) -> None:
+def _settle(future: "asyncio.Future[bool]", reached: bool) -> None:
     if not future.done():
-        future.set_result(flushed)
+        future.set_result(reached)
 
 
-def _ends_at_one_moment(ours: Sequence[Slot]) -> Sequence[Position]:
-    """Where the writers are. What one of them acknowledged before another got what lies before its end is included.
-
-    Looked at once, one after the other, they could show a correction and not what it corrects.
-    """
-    ends = [slot.end for slot in ours]
-    for _ in range(_LOOKS_AT_ENDS if len(ours) > 1 else 0):
-        before, ends = ends, [slot.end for slot in ours]
-        if before == ends:
-            break
-    return ends
-
-
-def _left_behind(slots_: Slots, *, everywhere: bool) -> list[Path]:
-    """The folders of writers of ours that died, and `everywhere` those of all processes that are no more."""
-    found = [slot.folder for slot in slots_.ours]
-    found += [each for each in slots(slots_.root) if segments(each)] if everywhere else []
-    return [folder for folder in dict.fromkeys(found) if not slots_.lives(folder)]
-
-
-def _take(folder: Path, stack: contextlib.ExitStack) -> Source | None:
+def _take(folder: Path, stack: contextlib.ExitStack) -> _Source | None:
     try:
         stack.enter_context(spool.take_slot(folder))
         mark = stack.enter_context(contextlib.closing(FlushedMark(folder / "flushed")))
-        return Source(folder, mark, None, segments(folder))
+        return _Source(folder, mark, None, segments(folder))
     except BlockingIOError:  # somebody writes there again
         return None
     except OSError as error:
         log.error("spool_not_adopted", folder=str(folder), reason=str(error))
         return None
+
+
+def _groups(sources: Sequence[_Source]) -> Iterator[Sequence[_SlotRecord]]:
+    """The records of all the slots, by transactions: each slot's in their order, feedback of several by its stamps.
+
+    What was said before the machine was last started comes before what was said since.
+    """
+    full = [source for source in sources if source.end is None or source.end > source.mark.position]
+    group: list[_SlotRecord] = []
+    size = 0
+    merged = heapq.merge(*map(_with_order, full), key=lambda each: each[0])
+    for record in _records(full[0]) if len(full) == 1 else (record for _order, record in merged):
+        group.append(record)
+        size += len(record.payload)
+        if len(group) == GROUP or size >= GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _with_order(source: _Source) -> Iterator[tuple[tuple[bool, float], _SlotRecord]]:
+    order = (False, 0.0)
+    for record in _records(source):
+        if _FEEDBACK in record.payload[:24]:
+            with contextlib.suppress(msgspec.MsgspecError):  # it is set aside later
+                said = decode(record.payload)
+                if isinstance(said, Feedback) and said.stamp is not None:
+                    order = max(order, said.stamp.order)
+        yield order, record
+
+
+def _records(source: _Source) -> Iterator[_SlotRecord]:
+    _check_place(source)
+    for payload, position in spool.read(source.folder, source.mark.position, source.end):
+        yield _SlotRecord(source.folder, payload, position)
+    _check_place(source)
+
+
+def _check_place(source: _Source) -> None:
+    """A folder that was moved away looks empty: what it holds must not count as read."""
+    if source.end is not None and not segment_path(source.folder, source.end.segment).exists():
+        raise FileNotFoundError(errno.ENOENT, "the folder of a slot was deleted or moved", str(source.folder))

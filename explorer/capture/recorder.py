@@ -78,17 +78,22 @@ class SpoolLimits:
 
     async def run(self, metrics: Metrics) -> None:
         """Bring the limits up to date every half a second."""
-        await every(_LOOK_S, self._turn, task="spool_limits", metrics=metrics)
 
-    async def _turn(self) -> None:
-        try:
-            await asyncio.to_thread(self.look)
-        except OSError as error:
-            log.error("spool_limits_not_updated", folder=str(self._root), reason=str(error))
+        async def look() -> None:
+            try:
+                await asyncio.to_thread(self.look)
+            except OSError as error:
+                log.error("spool_limits_not_updated", folder=str(self._root), reason=str(error))
+
+        await every(_LOOK_S, look, task="spool_limits", metrics=metrics)
 
     def look(self) -> None:
         """Bring what `admit` goes by up to date."""
-        self._misplaced = self._why_misplaced()
+        try:
+            self._check_database()
+            self._misplaced = None
+        except LedgerForbidden as error:
+            self._misplaced = f"the database is not there any more: {error}"
         self._own.check()
         found = slots(self._root)
         self._refusal = refusal_of(self._root)
@@ -136,13 +141,6 @@ class SpoolLimits:
         if not self.bytes():
             return 0.0
         return max((steady_time.now() - waits.since for waits in self._waits.values()), default=0.0)
-
-    def _why_misplaced(self) -> str | None:
-        try:
-            self._check_database()
-        except LedgerForbidden as error:
-            return f"the database is not there any more: {error}"
-        return None
 
     def _disk_is_full(self) -> bool:
         return self._free - (self._own.written - self._written) < self._reserve

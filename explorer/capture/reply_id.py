@@ -46,8 +46,14 @@ class ReplyIdSigner:
 
     def mint(self, tenant: str, choices: int, prefix: str = PREFIX) -> str:
         """A new msg_id for a reply of `choices` choices (1 to MAX_CHOICES); `prefix` is one of PREFIXES."""
-        name = (time.time_ns() // 1_000_000).to_bytes(6) + _choice_bytes(choices)
-        return prefix + _base32(name + self._mac(name, tenant, prefix))
+        if choices < _MANY:
+            counted = os.urandom(9) + bytes([choices])
+        else:
+            counted = os.urandom(9 - _MANY_BYTES) + choices.to_bytes(_MANY_BYTES) + bytes([_MANY])
+        name = (time.time_ns() // 1_000_000).to_bytes(6) + counted
+        number = int.from_bytes(name + self._mac(name, tenant, prefix))
+        # What base64.b32hexencode makes of 25 bytes, in half its time.
+        return prefix + "".join([_TWO_DIGITS[number >> shift & 1023] for shift in _SHIFTS])
 
     def parse(self, text: str, tenant: str) -> ParsedReplyId | None:
         """What `text` names, or None if we never minted it for this tenant."""
@@ -74,19 +80,6 @@ class ReplyIdSigner:
         whose = f"{tenant}\0{prefix}" if prefix != PREFIX else tenant
         # A MAC as HMAC is one, at a fifth of its price.
         return hashlib.blake2b(name + whose.encode(), key=self._key, digest_size=_MAC_BYTES).digest()
-
-
-def _choice_bytes(choices: int) -> bytes:
-    """The random bytes and the number of choices: 10 bytes."""
-    if choices < _MANY:
-        return os.urandom(9) + bytes([choices])
-    return os.urandom(9 - _MANY_BYTES) + choices.to_bytes(_MANY_BYTES) + bytes([_MANY])
-
-
-def _base32(data: bytes) -> str:
-    """What base64.b32hexencode makes of 25 bytes, in half its time."""
-    number = int.from_bytes(data)
-    return "".join([_TWO_DIGITS[number >> shift & 1023] for shift in _SHIFTS])
 
 
 def minted_at(msg_id: str) -> float:

@@ -2,23 +2,34 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 import structlog
+from msgspec.structs import replace
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.capture.spool import take_slot
-from tuneloop.explorer.capture.spool_erasure import clear, kept_files
 from tuneloop.explorer.capture.spool_slots import Slots
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.shared.experience import time_received
+from tuneloop.shared.held_files import read_unlinked
 from tuneloop.shared.job_marks import KEY, load_key
-from tuneloop.shared.ledger.recording.retention import PURGEABLE, Person, Retention, bounds_of, bounds_of_tenants
+from tuneloop.shared.ledger.recording.retention import (
+    PURGEABLE,
+    Person,
+    Retention,
+    bounds_of,
+    bounds_of_tenants,
+    names_in,
+    without_erased,
+)
 from tuneloop.shared.privacy.redactor import pseudonym
-from tuneloop.shared.quarantine import clear_drafts
+from tuneloop.shared.quarantine import clear_drafts, keeping, pieces_of, replace_pieces
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.spool_format import slots
+from tuneloop.shared.spool_format import QUARANTINE, slots
 
 log = structlog.get_logger()
 
@@ -57,13 +68,14 @@ class SpoolRetention:
 
     async def run(self) -> None:
         """Apply the retention and the erasures every `interval_s` seconds."""
-        await every(self._interval_s, self._turn, task="retention", metrics=self._metrics)
 
-    async def _turn(self) -> None:
-        try:
-            await asyncio.to_thread(self.look)
-        except OSError as error:  # the disk is away
-            log.warning("retention_put_off", reason=str(error))
+        async def look() -> None:
+            try:
+                await asyncio.to_thread(self.look)
+            except OSError as error:  # the disk is away
+                log.warning("retention_put_off", reason=str(error))
+
+        await every(self._interval_s, look, task="retention", metrics=self._metrics)
 
     def look(self) -> None:
         """Forget what is to be forgotten by now."""
@@ -99,23 +111,19 @@ class SpoolRetention:
             self._cleared.clear()
         self._deleted = deleted
         for folder, files in kept.items() if erased or deleted else ():
-            if new := [path for path in files if self._cleared.get(path) != _looks(path)]:
-                self._clear(folder, new)
-
-    def _clear(self, folder: Path, new: Sequence[Path]) -> None:
-        try:
-            # Only the flusher writes to files that stay, and those of our own writers' slots are ours to change.
-            with nullcontext() if self._slots.lives(folder) else take_slot(folder):
+            new = [path for path in files if self._cleared.get(path) != _looks(path)]
+            # Only the flusher writes to files that stay, and those of our own writers' slots are ours to change; those
+            # of another process that lives are its own.
+            with (
+                suppress(BlockingIOError),
+                nullcontext() if self._slots.lives(folder) or not new else take_slot(folder),
+            ):
                 for path in new:
-                    done = clear(path, self._erased, self._retention.deleted_among, hidden=self._hidden)
-                    say = log.warning if done.unread_bytes else log.info
-                    say("records_erased", file=str(path), records=done.removed, unread_bytes=done.unread_bytes)
+                    hidden = partial(pseudonym, key=self._key)
+                    removed, unread = clear(path, erased, self._retention.deleted_among, hidden=hidden)
+                    say = log.warning if unread else log.info
+                    say("records_erased", file=str(path), records=removed, unread_bytes=unread)
                     self._cleared[path] = _looks(path)
-        except BlockingIOError:
-            pass  # its own process does it
-
-    def _hidden(self, name: str) -> str:
-        return pseudonym(name, self._key)
 
 
 def _looks(path: Path) -> tuple[int, int, int]:
@@ -124,3 +132,32 @@ def _looks(path: Path) -> tuple[int, int, int]:
     except FileNotFoundError:  # nothing was left of it
         return 0, 0, 0
     return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def kept_files(slot: Path) -> list[Path]:
+    """The files of a slot that are not deleted when the database has what the spool held."""
+    return sorted(path for name in ("*.torn", "*.kept", QUARANTINE) for path in slot.glob(name))
+
+
+def clear(
+    path: Path,
+    erased: Mapping[Person, float],
+    deleted_among: Callable[[Collection[str]], Collection[str]] = lambda msg_ids: (),
+    *,
+    hidden: Callable[[str], str] = lambda name: name,
+) -> tuple[int, int]:
+    """Write the file anew without what the erased people had said until then, and without what names a deleted reply.
+
+    Returns how many records were taken out, and how many bytes were left that are no record. People are among the
+    `erased` by their names, or by what is written in their place: `hidden`. The caller holds the slot.
+    """
+    with keeping(path.parent):
+        pieces = list(pieces_of(read_unlinked(path)))
+        dated = [each.record and replace(each.record, received_at=time_received(each.record)) for each in pieces]
+        records = [each for each in dated if each is not None]
+        deleted = deleted_among({msg_id for each in records for msg_id in names_in(each)})
+        kept = {id(record) for record in without_erased(records, erased, deleted=deleted, hidden=hidden)}
+        left = [each for each, record in zip(pieces, dated, strict=True) if record is None or id(record) in kept]
+        if len(left) < len(pieces):
+            replace_pieces(path, left)
+    return len(pieces) - len(left), sum(len(each.data) for each in left if each.record is None)

@@ -71,24 +71,17 @@ def sampling_of(request: Mapping[str, Any], *, default_temperature: float, holds
 
     `holds_tools`: the engines may hold tool calls to a grammar of their own accord.
     """
-    temperature = _temperature(request.get("temperature"), default_temperature)
-    changed = _why_changed(request, temperature)
-    held = None if changed else _why_held(request, holds_tools)
-    return Sampling(temperature, changed or held, _why_beyond_ids(request), by_grammar=held is not None)
-
-
-def _temperature(asked: Any, default: float) -> float:
-    """What vLLM makes of it: a number may come as a string."""
-    temperature = default if asked is None else coerce_float(asked, "temperature")
+    asked = request.get("temperature")  # a number may come as a string
+    temperature = default_temperature if asked is None else coerce_float(asked, "temperature")
     if not 0 <= temperature < math.inf:
         raise RequestRefused("temperature must be a number from 0", code="invalid_value", param="temperature")
-    return max(temperature, _LOWEST) if temperature else 0.0
-
-
-def _why_changed(request: Mapping[str, Any], temperature: float) -> str | None:
-    if not temperature:
-        return "sampling:temperature=0"
-    return _first_that_is_not_neutral(request, NEUTRAL)
+    temperature = max(temperature, _LOWEST) if temperature else 0.0
+    changed = _first_that_is_not_neutral(request, NEUTRAL) if temperature else "sampling:temperature=0"
+    held = None if changed else _why_held(request, holds_tools)
+    beyond_ids = _first_that_is_not_neutral(request, BEYOND_IDS)
+    if beyond_ids is None and _has_media(request.get("messages")):
+        beyond_ids = "sampling:media"
+    return Sampling(temperature, changed or held, beyond_ids, by_grammar=held is not None)
 
 
 def _why_held(request: Mapping[str, Any], holds_tools: bool) -> str | None:
@@ -108,12 +101,6 @@ def _why_held(request: Mapping[str, Any], holds_tools: bool) -> str | None:
         return "sampling:parallel_tool_calls"
     strict = holds_tools or (isinstance(tools, list) and any(map(_is_strict, tools)))
     return "sampling:tools" if strict else None
-
-
-def _why_beyond_ids(request: Mapping[str, Any]) -> str | None:
-    if why := _first_that_is_not_neutral(request, BEYOND_IDS):
-        return why
-    return "sampling:media" if _has_media(request.get("messages")) else None
 
 
 def _first_that_is_not_neutral(request: Mapping[str, Any], parameters: Mapping[str, tuple[object, ...]]) -> str | None:
@@ -136,8 +123,6 @@ def _has_media(messages: Any) -> bool:
     if not isinstance(messages, list):
         return False
     contents = [each.get("content") for each in messages if isinstance(each, dict)]
-    return any(not _is_words(part) for content in contents if isinstance(content, list) for part in content)
-
-
-def _is_words(part: Any) -> bool:
-    return isinstance(part, str) or (isinstance(part, dict) and part.get("type") in _WORDS)
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    texts = [isinstance(part, str) or (isinstance(part, dict) and part.get("type") in _WORDS) for part in parts]
+    return not all(texts)

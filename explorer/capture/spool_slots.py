@@ -195,8 +195,13 @@ class Predecessors:
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._until = time.monotonic() + PREDECESSOR_PATIENCE_S
-        ends = {folder: _size_of(folder) for folder in slots_in(slots.root)}
-        self._ends = {folder: end for folder, end in ends.items() if self._waits(folder, end)}
+        self._ends: dict[Path, Position] = {}
+        for folder in slots_in(slots.root):
+            # The end of what lies there, whether its writer has told of it or not.
+            number = max(segments(folder), default=0)
+            end = Position(number, size_of(segment_path(folder, number)))
+            if self._waits(folder, end):
+                self._ends[folder] = end
 
     @property
     def hold(self) -> bool:
@@ -209,9 +214,3 @@ class Predecessors:
 
     def _waits(self, folder: Path, end: Position) -> bool:
         return not self._slots.lives(folder) and flushed_of(folder) < end and is_taken(folder)
-
-
-def _size_of(folder: Path) -> Position:
-    """The end of what lies in a slot, whether its writer has told of it or not."""
-    number = max(segments(folder), default=0)
-    return Position(number, size_of(segment_path(folder, number)))

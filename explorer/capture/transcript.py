@@ -186,6 +186,7 @@ class Transcript(ABC):
         found = []
         for index, choice in sorted(self.choices.items()):
             ids = _pack(choice.completion_ids)
+            calls = [call for _, call in sorted(choice.tool_calls.items())]
             reason = self._why_not_trainable(choice, ids)
             found.append(
                 Experience(
@@ -198,7 +199,7 @@ class Transcript(ABC):
                     temperature=sampling.temperature,
                     finish_reason=choice.finish_reason,
                     text="".join(choice.text),
-                    tool_calls=_as_list(choice.tool_calls),
+                    tool_calls=orjson.dumps(calls) if calls else None,
                     drop_reason=reason or sampling.drop_reason,
                     unsampled="mixed_version" if mixed else sampling.unsampled,
                     grammar=None if mixed else sampling.grammar,
@@ -388,8 +389,3 @@ def _add_tool_calls(calls: dict[int, dict[str, Any]], deltas: Iterable[dict[str,
                 function[key] = function.get(key, "") + (value or "")
             elif value is not None:
                 function[key] = value
-
-
-def _as_list(calls: dict[int, dict[str, Any]]) -> bytes | None:
-    """The calls as JSON, in the order of their index."""
-    return orjson.dumps([call for _, call in sorted(calls.items())]) if calls else None

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from tuneloop.explorer.auth import Caller
-from tuneloop.explorer.capture.control_client import ControlClient, FlushTarget
+from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.dialects import responses_request
 from tuneloop.explorer.http.bodies import MAX_CONTAINERS, MAX_VALUES, count_structure
@@ -63,11 +63,7 @@ class Conversations:
 
         Raises LedgerUnavailable while that is unknown: it may be in a spool that waits for the database.
         """
-        flushed = bool(
-            await self._control_client.wait_until_flushed(
-                _FLUSH_TIMEOUT_S, FlushTarget(caller.tenant, asker=caller.name)
-            )
-        )
+        flushed = await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S)
         return await asyncio.to_thread(self._read, response_id, caller.tenant, flushed=flushed)
 
     def _read(self, response_id: str, tenant: str, *, flushed: bool) -> list[dict[str, Any]]:

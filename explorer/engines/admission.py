@@ -65,7 +65,10 @@ class Admission:
         """Count one request of a caller less in flight, and let the next one proceed."""
         self._count(caller, -1)
         while self._queues:
-            following = min(self._queues, key=self._share)  # of several the one that waits longest
+            # The tenant that has the least in flight, and of it the caller; of several the one that waits longest.
+            following = min(
+                self._queues, key=lambda each: (self._of_tenant[_tenant_of(each)], self._in_flight_of[each])
+            )
             turn = self._pop(following, first=True)
             if not turn.done():  # else the waiting request has just been cancelled
                 self._count(following, 1)
@@ -94,10 +97,6 @@ class Admission:
         turn = self._pop(most, first=False)
         if not turn.done():
             turn.set_exception(refusal)
-
-    def _share(self, caller: str) -> tuple[int, int]:
-        """What the tenant of a caller has in flight, and the caller of that."""
-        return self._of_tenant[_tenant_of(caller)], self._in_flight_of[caller]
 
     def _count(self, caller: str, change: int) -> None:
         self._free -= change

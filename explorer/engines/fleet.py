@@ -1,21 +1,133 @@
 """The engines, and which of them answers a request.
 
 The decisions are synchronous, so no lock is needed: nothing else runs between looking and taking.
+
+Versions: every worker decides by itself and all decide alike, by a hash, so that the same key gets the same version
+every time. Prefix affinity: the engine that answered a conversation before still has its beginning in the prefix cache.
+A prefix hash is a hash of a conversation up to some point. Each request is recorded under the hash of all its messages,
+and the next one of its conversation finds it there. Where several workers answer, the last one may have come to
+another. So what no worker remembers goes where all of them would send it, by the hash of the conversation's beginning:
+rendezvous hashing, with a bound on how much busier that engine may be.
 """
 
 import asyncio
-from collections.abc import Container, Iterable, Sequence
+import hashlib
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import orjson
 
 from tuneloop.explorer.engines.adapter_names import ModelRenaming
-from tuneloop.explorer.engines.affinity import PrefixAffinity, is_overloaded, is_too_busy_for_rendezvous, rendezvous
 from tuneloop.explorer.engines.client import EngineHttp
-from tuneloop.explorer.engines.version_routing import TrafficSplit, VersionPin
 from tuneloop.explorer.engines.vllm import EngineControl
 from tuneloop.shared.errors import RequestRefused
+from tuneloop.shared.settings.settings import Settings
+
+#: How many requests are recorded; the least recently used are dropped first. All together take some megabytes.
+MAX_ENTRIES = 8192
+
+#: A prompt of a text completion has no turns: it is cut into blocks of so many characters, or token ids.
+_BLOCK_CHARACTERS, _BLOCK_TOKENS = 1024, 256
+
+#: So many more requests than the least busy one an engine that has a prefix may have, and one that may have it, beside
+#: a quarter more. The latter is of each worker: all of them prefer the same engine for the same beginning.
+_SLACK, _RENDEZVOUS_SLACK = 8, 1
+
+_WHOLE = 2**64
+
+
+class TrafficSplit(msgspec.Struct, frozen=True):
+    """What a canary version gets: the share of the keys that it answers, and of those it gets shadow requests of."""
+
+    version: int
+    share: float = 0.0
+    shadow_share: float = 0.0
+
+    def answers(self, key: str) -> bool:
+        """Whether the version answers the requests of a key."""
+        return bucket_of(self.version, key) < self.share
+
+    def shadows(self, key: str) -> bool:
+        """Whether the version gets shadow copies of the requests of a key."""
+        return bucket_of(self.version, key) < self.shadow_share
+
+    def without_traffic(self) -> "TrafficSplit":
+        """The same version without any requests."""
+        return TrafficSplit(self.version)
+
+
+def bucket_of(version: int, key: str) -> float:
+    """Where in [0, 1) a key lies. Each version has an order of its own, so that the canary users change with it."""
+    return _bucket(b"%d" % version, key)
+
+
+def _bucket(salt: bytes, key: str) -> float:
+    digest = hashlib.blake2b(b"%b:%b" % (salt, key.encode("utf-8", "surrogatepass")), digest_size=8).digest()
+    return int.from_bytes(digest) / _WHOLE
+
+
+def in_share(purpose: bytes, msg_id: str, share: float) -> bool:
+    """Whether a reply is one of the share that is taken for a purpose; always the same for the same reply."""
+    return _bucket(purpose, msg_id) < share
+
+
+def split_of(mode: str, version: int, share: float) -> TrafficSplit:
+    """The split of a rollout in a mode: shadow or canary."""
+    return TrafficSplit(version, shadow_share=share) if mode == "shadow" else TrafficSplit(version, share=share)
+
+
+_DIGITS = 9
+
+
+class VersionPin(NamedTuple):
+    """A request for one version, `model@version`."""
+
+    version: int
+
+    def filter(self, engines: "Iterable[Engine]") -> "list[Engine]":
+        """The engines that serve the version."""
+        return [each for each in engines if each.version == self.version]
+
+    def not_served_error(self, served: Sequence[int]) -> RequestRefused:
+        """The error of a request for a version that no engine serves."""
+        versions = ", ".join(map(str, served)) or "none"
+        message = f"the model does not exist: version {self.version} is not served; these are: {versions}"
+        return RequestRefused(message, status=404, code="model_not_found", param="model")
+
+
+class PinParser:
+    """Reads the version that a request is pinned to."""
+
+    def __init__(self, settings: Settings) -> None:
+        #: The model's own name, as engines know it.
+        self.model_name = settings.served_model_name
+        #: Whether clients may pin a version.
+        self.allowed = settings.explorer.version_pins
+
+    def parse(self, body: Mapping[str, Any]) -> VersionPin | None:
+        """The version that a body is pinned to. Raises RequestRefused if it is not a number."""
+        model = body.get("model")
+        if not self.allowed or not isinstance(model, str) or not model.startswith(f"{self.model_name}@"):
+            return None
+        number = model.removeprefix(f"{self.model_name}@")
+        if not (number.isascii() and number.isdigit() and len(number) <= _DIGITS):
+            message = f"the model does not exist: {self.model_name}@ must be followed by the number of a version"
+            raise RequestRefused(message, status=404, code="model_not_found", param="model")
+        return VersionPin(int(number))
+
+    def with_versions(self, models: Iterable[dict[str, Any]], served: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """The models of an engine's list, and behind each the versions that may be requested."""
+        for model in models:
+            yield model
+            if self.allowed and model.get("id") == self.model_name:
+                yield from (model | {"id": f"{self.model_name}@{version}"} for version in served)
+
 
 #: What the engine of a request is chosen by: the key of its user or task, or the version that must answer it.
 RoutingKey = str | VersionPin
@@ -30,7 +142,7 @@ class EngineState(StrEnum):
     #: In the trainer's turn at the GPU: it answers afterwards.
     ASLEEP = "asleep"
     DOWN = "down"
-    #: Nothing runs there: room for a fresh engine beside the one that it will replace.
+    #: Nothing runs there: room for a new engine beside the one that it will replace.
     SPARE = "spare"
 
 
@@ -106,32 +218,17 @@ class Engine:
             self.http.renaming = self._control.renaming
 
 
-class EngineStatus(Protocol):
-    """The state of an engine as another process publishes it."""
+class EngineView(msgspec.Struct, frozen=True):
+    """An engine as the workers know it: where it is, and what it does."""
 
-    @property
-    def number(self) -> int:
-        """Its number."""
-
-    @property
-    def state(self) -> EngineState:
-        """Its state."""
-
-    @property
-    def version(self) -> int:
-        """The version that it serves."""
-
-    @property
-    def loads(self) -> int:
-        """How often its weights changed."""
-
-    @property
-    def proof(self) -> str:
-        """What its weights were proven by."""
-
-    @property
-    def renaming(self) -> ModelRenaming | None:
-        """The adapter that it serves."""
+    number: int
+    url: str | None
+    socket: str | None
+    state: EngineState
+    version: int
+    loads: int
+    renaming: ModelRenaming | None = None
+    proof: str = ""
 
 
 class FleetReplicas(Protocol):
@@ -208,7 +305,7 @@ class Fleet:
         async with self._changed:
             self._changed.notify_all()
 
-    async def apply(self, status: Sequence[EngineStatus]) -> None:
+    async def apply(self, status: Sequence[EngineView]) -> None:
         """Take over the state of engines that another process has published."""
         for each in status:
             engine = self.engines[each.number]
@@ -242,7 +339,7 @@ class Fleet:
     async def acquire(self, key: RoutingKey | None = None, prefix_hashes: Sequence[int] = ()) -> Engine:
         """The engine that answers a request of a key, counted as busy until it is released.
 
-        Without a key it is one of the champion's. `prefix_hashes` are the request's (`explorer/engines/affinity.py`).
+        Without a key it is one of the champion's. `prefix_hashes` are the request's (`hash_prefixes`).
         """
         engine = self._choose(self.engines, key, prefix_hashes)
         return self._mark_busy(engine or await self._wait_for_one(self.engines, key, prefix_hashes), prefix_hashes)
@@ -358,18 +455,17 @@ def pick_engine(
         return None
     for numbers in with_prefix:
         preferred = least_busy(engine for engine in ready if engine.number in numbers)
-        if preferred and not is_overloaded(preferred.in_flight, least.in_flight):
+        # Where it has so much more in flight, a cold prefix elsewhere is faster.
+        if preferred and preferred.in_flight <= least.in_flight + _SLACK + least.in_flight // 4:
             return preferred
     by_number = {engine.number: engine for engine in ready}
     preferred_first = (by_number[number] for number in rendezvous_order if number in by_number)
-    return next(
-        (engine for engine in preferred_first if not is_too_busy_for_rendezvous(engine.in_flight, least.in_flight)),
-        least,
-    )
+    most = least.in_flight + _RENDEZVOUS_SLACK + least.in_flight // 4
+    return next((engine for engine in preferred_first if engine.in_flight <= most), least)
 
 
-def spare_place(engines: Iterable[Engine]) -> Engine | None:
-    """Where a fresh engine can be started now, beside those that run."""
+def surge_capacity(engines: Iterable[Engine]) -> Engine | None:
+    """Where one more engine can be started now, beside those that run."""
     places = (each for each in engines if each.state is EngineState.SPARE and each.starter)
     return next((each for each in places if each.starter and each.starter.has_room()), None)
 
@@ -378,3 +474,76 @@ def least_busy(engines: Iterable[Engine]) -> Engine | None:
     """The ready engine with the least in flight, if any."""
     ready = [engine for engine in engines if engine.state is EngineState.READY]
     return min(ready, key=lambda engine: engine.in_flight, default=None)
+
+
+class PrefixAffinity:
+    """Which engines have which prefixes cached. Only hashes of the text are kept."""
+
+    def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
+        self._max_entries = max_entries
+        #: By prefix hash: the engines' numbers, and how often their weights had changed by then.
+        self._engines: OrderedDict[int, dict[int, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def record(self, prefix_hashes: Sequence[int], engine: Engine) -> None:
+        """Record that the engine answers a request with these prefixes."""
+        if not prefix_hashes:
+            return
+        last = prefix_hashes[-1]
+        self._engines.setdefault(last, {})[engine.number] = engine.loads
+        self._engines.move_to_end(last)
+        if len(self._engines) > self._max_entries:
+            self._engines.popitem(last=False)
+
+    def engines_with_prefix(self, prefix_hashes: Sequence[int], engines: Sequence[Engine]) -> list[set[int]]:
+        """The numbers of the engines that have a prefix cached, those with the longest prefix first."""
+        found = []
+        for prefix_hash in reversed(prefix_hashes):
+            loads = self._engines.get(prefix_hash)
+            if loads and (cached := {each.number for each in engines if loads.get(each.number) == each.loads}):
+                found.append(cached)
+        return found
+
+
+def rendezvous(prefix_hashes: Sequence[int], engines: Sequence[Engine]) -> list[int]:
+    """The numbers of the engines, in the order in which every worker prefers them for a conversation."""
+    # Python's hash of numbers is the same in every process.
+    ranked = sorted((hash((*prefix_hashes[:1], each.number)), each.number) for each in engines)
+    return [number for _, number in ranked]
+
+
+def hash_prefixes(body: Mapping[str, Any]) -> tuple[int, ...]:
+    """The hashes of the prefixes of a request that an earlier request may have been; the last one is of all of it.
+
+    The first one is the same for all requests of a conversation, and all of them in every process.
+    """
+    messages = body.get("messages")
+    if isinstance(messages, list):
+        # One before each reply: only there a request of this conversation can have ended, so that a system prompt
+        # alone, which many conversations share, draws no request to an engine.
+        found, prefix_hash = [], 0
+        for message in messages:
+            if isinstance(message, dict) and message.get("role") == "assistant":
+                found.append(prefix_hash)
+            prefix_hash = _extend(prefix_hash, orjson.dumps(message))
+        return (*found, prefix_hash)
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        return _of_blocks(prompt, _BLOCK_CHARACTERS)
+    if isinstance(prompt, list) and all(isinstance(each, int) for each in prompt):
+        return _of_blocks(tuple(prompt), _BLOCK_TOKENS)
+    return ()
+
+
+def _of_blocks(prompt: str | tuple[int, ...], size: int) -> tuple[int, ...]:
+    found, prefix_hash = [], 0
+    for end in range(size, len(prompt) + 1, size):
+        prefix_hash = _extend(prefix_hash, repr(prompt[end - size : end]).encode())
+        found.append(prefix_hash)
+    return tuple(found)
+
+
+def _extend(prefix_hash: int, piece: bytes) -> int:
+    return int.from_bytes(blake2b(piece, digest_size=8, salt=prefix_hash.to_bytes(8)).digest())

@@ -114,10 +114,12 @@ class EngineProcess:
                         stage = start_stage(_lines(self._log, self._log_start))
                         log.info("engine_start_goes_on", engine=self._engine.number, seconds=round(waited), stage=stage)
                     if self._process.returncode is not None:
-                        last_error = _last_error(self._log, self._log_start)
+                        # The line that most likely says why it died.
+                        lines = [line for line in _lines(self._log, self._log_start)[-200:] if line.strip()]
+                        errors = [line for line in lines if "Error" in line] or lines or ["no output"]
                         raise EnvironmentRefused(
                             f"explorer.rollout_model: engine {self._engine.number} died at start (exit code "
-                            f"{self._process.returncode}): {last_error} - the full log is {self._log}"
+                            f"{self._process.returncode}): {errors[-1].strip()[-300:]} - the full log is {self._log}"
                         )
                     await asyncio.sleep(0.25)
         except TimeoutError:
@@ -132,7 +134,12 @@ class EngineProcess:
         settings = self._settings
         command = vllm.command(settings, model=model, socket=self._socket)
         if settings.cluster.node_num == 1:
-            return command, vllm.environment(settings, self._gpu_place())
+            rollout, number = settings.explorer.rollout_model, self._engine.number
+            if number >= rollout.engine_num and settings.cluster.gpu_per_node:
+                # The surge capacity is on the last GPUs, or shares those of the only engine.
+                last = settings.cluster.gpu_per_node // rollout.tensor_parallel_size - 1
+                number = last if settings.has_spare_gpus else 0
+            return command, vllm.environment(settings, number)
         spec = RayEngineSpec(
             ray_address=settings.cluster.ray_address,
             insecure=settings.explorer.insecure,
@@ -145,14 +152,6 @@ class EngineProcess:
         )
         environment = {**os.environ, SPEC_VARIABLE: msgspec.json.encode(spec).decode()}
         return [sys.executable, "-P", "-m", "tuneloop.explorer.engines.ray_engine"], environment
-
-    def _gpu_place(self) -> int:
-        """Which GPUs it gets: the spare place has the last ones, or shares those of the only engine."""
-        settings, rollout = self._settings, self._settings.explorer.rollout_model
-        number = self._engine.number
-        if number < rollout.engine_num or not settings.cluster.gpu_per_node:
-            return number
-        return settings.cluster.gpu_per_node // rollout.tensor_parallel_size - 1 if settings.has_spare_gpus else 0
 
     def has_room(self) -> bool:
         """Whether this machine has room for it beside what runs now; that of GPUs, and of others, is the settings'."""
@@ -183,13 +182,6 @@ class EngineProcess:
                 await self._process.wait()
         if self._gpu is not None:
             self._gpu.let_go()
-
-
-def _last_error(path: Path, start: int) -> str:
-    """The line of an engine's log, from the byte `start` on, that most likely says why it died."""
-    lines = _lines(path, start)[-200:]
-    errors = [line for line in lines if "Error" in line] or [line for line in lines if line.strip()] or ["no output"]
-    return errors[-1].strip()[-300:]
 
 
 def _lines(path: Path, start: int) -> list[str]:

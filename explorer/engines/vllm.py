@@ -8,6 +8,7 @@ import asyncio
 import importlib.metadata
 import json
 import os
+import re
 import ssl
 import sys
 from collections.abc import Mapping
@@ -17,18 +18,20 @@ from typing import Any
 
 import httpx
 import orjson
+import structlog
 
-from tuneloop.explorer.engines.adapter_names import ModelRenaming, is_adapter
+from tuneloop.explorer.engines.adapter_names import ModelRenaming, adapter_name_of, is_adapter
 from tuneloop.explorer.engines.proof.fingerprint import differing_from_files
-from tuneloop.explorer.engines.proof.life import START_TIME, instance_id, start_time
 from tuneloop.explorer.engines.proof.log_probabilities import ProbeFindings, mean_distance, probe_text
-from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, LIFE, METHOD
-from tuneloop.explorer.engines.vllm_plugin import FORKS, PACKS, SLEEPS, UNPACKED
+from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, INSTANCE_ID, METHOD
+from tuneloop.explorer.engines.vllm_plugin import PACKS, UNPACKED
 from tuneloop.shared.checkpoints.manifest import PROBE_LENGTH, PROBE_ROOM, Probe, VerifiedProbe
-from tuneloop.shared.engine_flags import gates_renderer
+from tuneloop.shared.engine_flags import drafts, gates_renderer
 from tuneloop.shared.errors import CheckpointRejected, EngineError
 from tuneloop.shared.settings.hardware import api_servers_of, gpus_from
 from tuneloop.shared.settings.settings import Settings
+
+log = structlog.get_logger()
 
 #: Requested with every reply, and stripped again where the client did not request it.
 CAPTURE: dict[str, object] = {"logprobs": True, "return_token_ids": True}
@@ -43,7 +46,7 @@ _TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, "auto": 0.1}
 #: On GPUs vLLM's attention multiplies float32 in TF32: 0.002 was measured on an H200.
 _TF32_TOLERANCE = 1e-2
 
-#: How long an engine may take to say which life of it this is, in seconds: the id's route looks at the machine first.
+#: How long an engine may take to say which instance it is, in seconds: the id's route looks at the machine first.
 _ASK_S = 30.0
 
 #: How long an engine may take to swap its weights, in seconds.
@@ -54,8 +57,14 @@ _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 #: Adapters that may sample at the same time: the newest, and those that older replies are still sampled from.
 _MAX_LORAS = 4
 
+#: Adapters that stay loaded: the version served and those before it, for a rollback.
+_KEPT = 4
+
 #: A host that there never will be (RFC 6761).
 _NO_DOMAIN = "none.invalid"
+
+#: The metric that says when the process began that answers, in seconds since 1970. Of several API servers none has it.
+_START_TIME = "process_start_time_seconds"
 
 #: A metric that only engines have which draft tokens: speculative decoding.
 _DRAFTS = "vllm:spec_decode_num_drafts"
@@ -159,7 +168,7 @@ def engine_variables(settings: Settings) -> dict[str, str]:
         PACKS: os.environ.get(PACKS, "1"),
     }
     if not settings.cluster.gpu_per_node:
-        defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", SLEEPS: "1", UNPACKED: "1", FORKS: "1"}
+        defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", UNPACKED: "1"}
         variables |= {name: os.environ.get(name, value) for name, value in defaults.items()} | {"OMP_NUM_THREADS": "1"}
     return variables
 
@@ -224,18 +233,22 @@ class EngineControl:
         except (httpx.HTTPError, TimeoutError):
             return False
 
-    async def life(self) -> str | None:
+    async def instance_id(self) -> str | None:
         """What differs between any two starts of the engine: when it began, or an id. Raises EngineError.
 
-        None if it does not say: of several API servers none has a start time or the others' id, and without our
+        None if it does not say: of several API servers none has a start time, and each an id of its own; without our
         extension its workers have none either; without dev mode there is no id.
         """
         # Without the slash at the end vLLM answers with all metrics.
-        if began := start_time(await self._get("/metrics/", **{"name[]": START_TIME})):
-            return began
+        metrics = await self._get("/metrics/", **{"name[]": _START_TIME})
+        if began := re.search(rf"^{_START_TIME} (\S+)$", metrics, re.MULTILINE):
+            return began[1]
         if await self._has_fingerprint():
-            return str(orjson.loads(await self._post("/collective_rpc", json={"method": LIFE}))["results"])
-        return instance_id(await self._get("/server_info", config_format="json"))
+            return str(orjson.loads(await self._post("/collective_rpc", body={"method": INSTANCE_ID}))["results"])
+        info = await self._get("/server_info", config_format="json")
+        servers = re.search(r'"_api_process_count": ?(\d+)', info)
+        found = re.search(r'"instance_id": ?"([^"]+)"', info)
+        return found[1] if found and not (servers and int(servers[1]) > 1) else None
 
     async def drafts_tokens(self) -> bool:
         """Whether it drafts tokens: it was told to, or has counters of them."""
@@ -260,7 +273,7 @@ class EngineControl:
         """Load weights in place. The engine must be paused and the files verified: a bad one kills the engine."""
         if is_adapter(actor):
             raise CheckpointRejected("the checkpoint is an adapter, and model.lora.rank is 0")
-        await self._post("/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": str(actor)}})
+        await self._post("/collective_rpc", body={"method": "reload_weights", "kwargs": {"weights_path": str(actor)}})
 
     async def reset_prefix_cache(self) -> None:
         """Drop all cached keys and values of the old weights; paused requests recompute theirs with the new ones."""
@@ -288,24 +301,25 @@ class EngineControl:
     async def measure_probe(self, probe: Probe) -> ProbeFindings:
         """Compare the engine with the probe. Raises CheckpointRejected if its answer cannot be read."""
         try:
-            logprobs = await self._logprobs(list(probe.prompt_ids))
+            prompt_ids, parts = list(probe.prompt_ids), None
+            logprobs = await self._logprobs(prompt_ids)
+            # Its log-probabilities with the prompt from its prefix cache, and without.
+            choice = await self._complete(prompt=prompt_ids, max_tokens=_PROBE_TOKENS, ignore_eos=True, **CAPTURE_TEXT)
+            ids, with_cache = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            without_cache = await self._logprobs([*prompt_ids, *ids])
+            if isinstance(probe, VerifiedProbe) and probe.fingerprints and await self._has_fingerprint():
+                shares = orjson.loads(await self._post("/collective_rpc", body={"method": METHOD}))["results"]
+                parts = differing_from_files(shares, probe.fingerprints)
             found = ProbeFindings(
                 weights=mean_distance(logprobs, probe.logprobs),
-                cache=await self._distance_by_cache(list(probe.prompt_ids)),
+                cache=mean_distance(with_cache, without_cache[-len(ids) :]),
                 allowed=max(probe.tolerance, self.tolerance),
-                parts=await self._differing_parts(probe),
+                parts=parts,
             )
             self.proof = found.proof
             return found
         except (LookupError, TypeError, ValueError, ZeroDivisionError) as error:
             raise CheckpointRejected(f"the engine's answer to the probe cannot be read: {error!r}") from error
-
-    async def _differing_parts(self, probe: Probe) -> list[str] | None:
-        """Which parts of the engine's weights are not the verified files'; None if either is not known."""
-        if not isinstance(probe, VerifiedProbe) or not probe.fingerprints or not await self._has_fingerprint():
-            return None
-        shares = orjson.loads(await self._post("/collective_rpc", json={"method": METHOD}))["results"]
-        return differing_from_files(shares, probe.fingerprints)
 
     async def _has_fingerprint(self) -> bool:
         """Whether its workers have our extension: one that is asked for a method that they lack may end."""
@@ -316,12 +330,12 @@ class EngineControl:
     async def cache_probe(self, probe: Probe) -> None:
         """Put the probe's prompt into the prefix cache, so that a cache that outlives its weights is noticed."""
         body = {"model": self._model_name, "prompt": list(probe.prompt_ids), "max_tokens": 1}
-        await self._post("/v1/completions", json=body)
+        await self._post("/v1/completions", body=body)
 
     async def create_probe(self) -> Probe:
         """A probe from this engine: others of the same weights, and itself later, must match it."""
         try:
-            body = orjson.loads(await self._post("/tokenize", json={"model": self._model_name, "prompt": probe_text()}))
+            body = await self.query("/tokenize", prompt=probe_text())
             ids = body["tokens"][: min(PROBE_LENGTH, body["max_model_len"] - PROBE_ROOM)]
             return Probe(prompt_ids=tuple(ids), logprobs=tuple(await self._logprobs(ids)), tolerance=0.0)
         except (LookupError, TypeError, ValueError) as error:
@@ -330,8 +344,7 @@ class EngineControl:
     async def max_sequence_length(self) -> int:
         """How many tokens a prompt and its reply may have together. Raises EngineError."""
         try:
-            body = orjson.loads(await self._post("/tokenize", json={"model": self._model_name, "prompt": "a"}))
-            return int(body["max_model_len"])
+            return int((await self.query("/tokenize", prompt="a"))["max_model_len"])
         except (LookupError, TypeError, ValueError) as error:
             raise EngineError(f"/tokenize: its answer cannot be read: {error!r}") from error
 
@@ -341,22 +354,15 @@ class EngineControl:
         rows = choice["prompt_logprobs"][1:]
         return [row[str(token)]["logprob"] for token, row in zip(prompt_ids[1:], rows, strict=True)]
 
-    async def _distance_by_cache(self, prompt_ids: list[int]) -> float:
-        """The distance between its log-probabilities with the prompt from its prefix cache and without."""
-        choice = await self._complete(prompt=prompt_ids, max_tokens=_PROBE_TOKENS, ignore_eos=True, **CAPTURE_TEXT)
-        ids, with_cache = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        without_cache = await self._logprobs([*prompt_ids, *ids])
-        return mean_distance(with_cache, without_cache[-len(ids) :])
-
     async def _complete(self, **fields: object) -> dict[str, Any]:
         body = {"model": self._model_name, "temperature": 1.0, **NEUTRAL_SAMPLING, **fields}
-        choice: dict[str, Any] = orjson.loads(await self._post("/v1/completions", json=body))["choices"][0]
+        choice: dict[str, Any] = orjson.loads(await self._post("/v1/completions", body=body))["choices"][0]
         return choice
 
     async def query(self, path: str, **fields: object) -> dict[str, Any]:
         """The engine's answer to a request of our own, which is not recorded. Raises EngineError."""
         try:
-            reply: dict[str, Any] = orjson.loads(await self._post(path, json={"model": self._model_name, **fields}))
+            reply: dict[str, Any] = orjson.loads(await self._post(path, body={"model": self._model_name, **fields}))
         except ValueError as error:
             raise EngineError(f"{path}: its answer is not JSON") from error
         return reply
@@ -371,9 +377,10 @@ class EngineControl:
         return reply.text if reply.status_code == 200 else ""
 
     async def _post(
-        self, path: str, *, params: Mapping[str, str] | None = None, json: Mapping[str, object] | None = None
+        self, path: str, *, params: Mapping[str, str] | None = None, body: Mapping[str, object] | None = None
     ) -> bytes:
-        content, headers = (None, None) if json is None else (_encode_json(json), _JSON)
+        # As ASCII: a prompt may contain a lone surrogate, which has no UTF-8.
+        content, headers = (None, None) if body is None else (json.dumps(body).encode(), _JSON)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 reply = await self._session.post(path, params=params, content=content, headers=headers)
@@ -384,6 +391,86 @@ class EngineControl:
         return reply.content
 
 
-def _encode_json(body: Mapping[str, object]) -> bytes:
-    """As ASCII: a prompt may contain a lone surrogate, which has no UTF-8."""
-    return json.dumps(body).encode()
+class AdapterControl(EngineControl):
+    """The same methods where versions are adapters of the weights in `base`, with which the engine was started.
+
+    They are side by side, each under its own name. A name never means another adapter, so its cached keys and values
+    are always right, and nothing changes under what is in flight: a request ends with the adapter that it began with.
+    So nothing is paused, and no prefix cache is reset.
+    """
+
+    loads_in_place = False
+
+    def __init__(self, session: httpx.AsyncClient, *, model_name: str, tolerance: float, base: Path) -> None:
+        super().__init__(session, model_name=model_name, tolerance=tolerance)
+        self._public_name, self._base = model_name, base
+        self._loaded: list[str] = []
+
+    def reset(self) -> None:
+        """Forget which adapters were loaded."""
+        super().reset()
+        self._loaded.clear()
+        self._use(None)
+
+    def initial_weights(self, actor: Path) -> Path:
+        """The base model: adapters are added to it."""
+        self.reset()
+        return self._base
+
+    async def finish_start(self, actor: Path) -> None:
+        """Load the adapter."""
+        await self.load(actor)
+
+    async def pause(self, mode: str) -> None:
+        """Nothing to do: a new adapter changes nothing that is in flight or cached."""
+
+    async def reset_prefix_cache(self) -> None:
+        """Nothing to do: a new adapter changes nothing that is in flight or cached."""
+
+    async def resume(self) -> None:
+        """Nothing to do: nothing was paused."""
+
+    async def load(self, actor: Path) -> None:
+        """Make the engine answer with the adapter in `actor`, or with the base model. Verify it first."""
+        if is_adapter(actor):
+            name = adapter_name_of(actor)
+            try:
+                await self._post("/v1/load_lora_adapter", body={"lora_name": name, "lora_path": str(actor)})
+            except EngineError as error:
+                if '"Not Found"' in str(error):
+                    how = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+                    raise EngineError(f"the engine accepts no adapters; start it with {how}") from error
+                if "already been loaded" not in str(error):  # by an explorer before us, and it is the same
+                    raise
+            self._loaded = [*(each for each in self._loaded if each != name), name]
+            while len(self._loaded) > _KEPT:
+                oldest = self._loaded.pop(0)
+                try:
+                    await self._post("/v1/unload_lora_adapter", body={"lora_name": oldest})
+                except EngineError as error:
+                    log.warning("adapter_not_unloaded", adapter=oldest, reason=str(error))
+            self._use(name)
+        elif actor == self._base:
+            self._use(None)
+        else:
+            raise CheckpointRejected("the checkpoint holds full weights, and model.lora.rank is not 0")
+
+    def _use(self, name: str | None) -> None:
+        self._model_name = name or self._public_name
+        self.renaming = ModelRenaming(public_name=self._public_name, adapter_name=name) if name else None
+
+
+def control_of(settings: Settings, session: httpx.AsyncClient, *, tolerance: float) -> EngineControl:
+    """The weight routes of an engine, for full weights or adapters as the settings say."""
+    name, rollout = settings.served_model_name, settings.explorer.rollout_model
+    if settings.model.lora.rank:
+        base = settings.model.model_path.absolute()
+        control: EngineControl = AdapterControl(session, model_name=name, tolerance=tolerance, base=base)
+    else:
+        control = EngineControl(session, model_name=name, tolerance=tolerance)
+    control.rebuilds_grammars = settings.explorer.rebuilds_grammars
+    control.drafts = drafts(rollout.engine_args)
+    # Of an engine of ours it is known; of another one it is asked.
+    extended = None if rollout.engine_urls else "--worker-extension-cls" not in " ".join(rollout.engine_args)
+    control.has_fingerprint = control.is_extended = extended
+    return control

@@ -1,20 +1,17 @@
 """Takes commits, on Trinity's wire: its bodies are understood and its answers' keys kept."""
 
 import asyncio
-import time
 from functools import partial
 
-import msgspec
 import structlog
 from fastapi import Request
 
-from tuneloop.explorer.auth import Caller, caller_of
-from tuneloop.explorer.capture.control_client import ControlClient, Flushed, FlushTarget
+from tuneloop.explorer.auth import caller_of
+from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.feedback.routes import read_body
 from tuneloop.explorer.http.bodies import id_of, optional_id, optional_time, wrong_type
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
-from tuneloop.shared.experience import Scope
 from tuneloop.shared.ledger.recording.recording import CommitLimits, Recording
 
 log = structlog.get_logger()
@@ -22,9 +19,8 @@ log = structlog.get_logger()
 #: Tasks in one commit.
 MAX_TASKS = 10_000
 
-#: How long a commit waits: for all of the tenant's, where there is something of the caller's own, and at all.
-_PATIENCE_S = 2.0
-_LONGEST_S = 8.0  # the clients of Trinity give up after ten
+#: How long a commit waits for what was acknowledged before it: the clients of Trinity give up after ten seconds.
+_PATIENCE_S = 8.0
 
 
 class CommitRoute:
@@ -51,39 +47,13 @@ class CommitRoute:
             "until": optional_time(body, "time_threshold"),
         }
         try:
-            committed, complete = await self._release(caller, limits)
+            if not await self._control_client.wait_until_flushed(_PATIENCE_S):
+                raise LedgerUnavailable(
+                    "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
+                )
+            release = partial(self._recording.commit, caller.tenant, **limits)
+            committed = await asyncio.to_thread(release)
         except LedgerUnavailable as error:
             log.warning("commit_put_off", reason=str(error))
             raise
-        return {"status": "success", "committed": committed} | ({} if complete else {"complete": False})
-
-    async def _release(self, caller: Caller, limits: CommitLimits) -> tuple[int, bool]:
-        """How many were released, and whether the database had all that the commit is about. Raises LedgerUnavailable.
-
-        That is the tenant's, or at least what the caller itself said. Who may only commit has said nothing: all that
-        others did is meant. Others' replies that can have no reward yet are not waited for: they may come all the time.
-        """
-        has_own, wait = bool(caller.name) and Scope.FEEDBACK in caller.scopes, self._control_client.wait_until_flushed
-        began, everybodys = time.monotonic(), FlushTarget(caller.tenant, asker=caller.name)
-        all_by = began + (_PATIENCE_S if has_own else _LONGEST_S)
-        flushed = await wait(_left_s(all_by), msgspec.structs.replace(everybodys, rewards_only=True))
-        if flushed is Flushed.ASKED:
-            without_some = partial(self._recording.commit_recorded, caller.tenant, **limits)
-            committed = await asyncio.to_thread(without_some)
-            if committed is not None:
-                return committed, True
-            flushed = await wait(_left_s(all_by), everybodys)
-        complete = bool(flushed)
-        if not flushed and has_own:
-            flushed = await wait(_left_s(began + _LONGEST_S), FlushTarget(caller.tenant, caller.name))
-            complete = flushed is Flushed.ALL
-        if not flushed:
-            raise LedgerUnavailable(
-                "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
-            )
-        with_all = partial(self._recording.commit, caller.tenant, **limits)
-        return await asyncio.to_thread(with_all), complete
-
-
-def _left_s(until: float) -> float:
-    return max(0.0, until - time.monotonic())
+        return {"status": "success", "committed": committed}

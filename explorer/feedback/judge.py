@@ -17,11 +17,10 @@ import structlog
 
 from tuneloop.explorer.auth import Caller
 from tuneloop.explorer.background_tasks import every
-from tuneloop.explorer.capture.control_client import Flushed
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.dialects import messages, responses_request
 from tuneloop.explorer.dialects.dialect import MESSAGES, RESPONSES, TEXT, Json, ReadConversation, choice_count
-from tuneloop.explorer.engines.version_routing import in_share
+from tuneloop.explorer.engines.fleet import in_share
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.runner.errors import JudgeAway, JudgeError, JudgeFailed
 from tuneloop.runner.judging.judge import Judge, Verdict
@@ -73,7 +72,7 @@ class JudgeLoop:
         *,
         metrics: Metrics,
         conversation: ReadConversation,
-        wait_until_flushed: Callable[[float], Awaitable[Flushed]],
+        wait_until_flushed: Callable[[float], Awaitable[bool]],
     ) -> None:
         self._settings = settings
         self._judge = judge_of(settings)

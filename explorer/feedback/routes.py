@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 from fastapi import Request
 
 from tuneloop.explorer.auth import Caller, caller_of
-from tuneloop.explorer.capture.control_client import ControlClient, Flushed, FlushTarget
+from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner, minted_at
 from tuneloop.explorer.feedback.bound import bind
@@ -38,7 +38,7 @@ _Apart = Mapping[str, Outcome]
 
 
 class Results(NamedTuple):
-    """What became of each event, and of the choices of those that it differs for; how far the database was then.
+    """What became of each event, and of the choices of those that it differs for.
 
     `not_trained` is why replies will not be trained on, by msg_id and choice. `of_runs`: the replies whose reward an
     event about their run makes.
@@ -48,7 +48,6 @@ class Results(NamedTuple):
     apart: Mapping[str, _Apart] = {}
     not_trained: Mapping[str, Mapping[int, str]] = {}
     of_runs: Mapping[str, Sequence[str]] = {}
-    flushed: Flushed = Flushed.NO
 
 
 #: Late events of a call whose choices are told apart: each is a query.
@@ -189,28 +188,14 @@ class FeedbackRoutes:
     async def _store(self, events: Sequence[Feedback], caller: Caller) -> Results:
         """Bring events to disk, and say what became of each as far as that is known soon, and of their choices."""
         events = await self._recorder.take(events)
-        until = time.monotonic() + _PATIENCE_S
-        results = await self._what_became(events, caller, caller.name or None, until)
-        if results is not None and results.flushed is Flushed.ASKED and Outcome.PENDING in results.outcomes.values():
-            # Perhaps another key's reply is behind.
-            results = await self._what_became(events, caller, None, until) or results
-        return results or Results(dict.fromkeys([event.event_id for event in events], Outcome.PENDING))
-
-    async def _what_became(
-        self, events: Sequence[Feedback], caller: Caller, key: str | None, until: float
-    ) -> Results | None:
-        """What became of events, once what came before them of a key, or of the tenant, is in the database."""
-        left_s = max(0.0, until - time.monotonic())
-        target = FlushTarget(caller.tenant, key, asker=caller.name)
-        flushed = await self._control_client.wait_until_flushed(left_s, target)
-        if not flushed:
-            return None
+        pending = Results(dict.fromkeys([event.event_id for event in events], Outcome.PENDING))
+        if not await self._control_client.wait_until_flushed(_PATIENCE_S):
+            return pending
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                found = await asyncio.to_thread(self._look_up, events)
-                return found._replace(flushed=flushed)
+                return await asyncio.to_thread(self._look_up, events)
         except (LedgerUnavailable, TimeoutError):
-            return None  # it went away again; the events are on disk all the same
+            return pending  # it went away again; the events are on disk all the same
 
     def _look_up(self, events: Sequence[Feedback]) -> Results:
         """What became of events by the database, and why their replies will not be trained on."""

@@ -14,10 +14,8 @@ import msgspec
 import structlog
 
 from tuneloop.explorer.access.feedback_tokens import FeedbackBinding
-from tuneloop.explorer.capture.control_client import EVERYTHING, FlushTarget, ShadowReply
-from tuneloop.explorer.engines.adapter_names import ModelRenaming
-from tuneloop.explorer.engines.fleet import EngineState
-from tuneloop.explorer.engines.version_routing import TrafficSplit
+from tuneloop.explorer.capture.control_client import ShadowReply
+from tuneloop.explorer.engines.fleet import EngineView, TrafficSplit
 from tuneloop.explorer.limits import KeyUsage
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.shared.errors import ChannelLost
@@ -26,19 +24,6 @@ from tuneloop.shared.ledger.keys import KeyTable
 log = structlog.get_logger()
 
 _LENGTH = struct.Struct("<I")
-
-
-class EngineView(msgspec.Struct, frozen=True):
-    """An engine as the workers know it: where it is, and what it does."""
-
-    number: int
-    url: str | None
-    socket: str | None
-    state: EngineState
-    version: int
-    loads: int
-    renaming: ModelRenaming | None = None
-    proof: str = ""
 
 
 class ChannelMessage(msgspec.Struct, frozen=True, tag=True):
@@ -64,10 +49,9 @@ class AnnounceSlot(ChannelMessage, frozen=True):
 
 
 class WaitUntilFlushed(ChannelMessage, frozen=True):
-    """A worker: wait until what is on disk of the target, in all slots, is in the database. The answer is a Flushed."""
+    """A worker: wait until all that is on disk, in all slots, is in the database. The answer is whether it is."""
 
     timeout_s: float
-    target: FlushTarget = EVERYTHING
 
 
 class TakeOfToken(ChannelMessage, frozen=True):

@@ -20,8 +20,7 @@ import structlog
 
 from tuneloop.explorer.background_tasks import run_task
 from tuneloop.explorer.capture.spool_slots import RemoteSlot, Slots
-from tuneloop.explorer.engines.fleet import Engine
-from tuneloop.explorer.engines.version_routing import TrafficSplit
+from tuneloop.explorer.engines.fleet import Engine, EngineView, TrafficSplit
 from tuneloop.explorer.limits import SharedUsage
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.explorer.processes.channel import (
@@ -31,7 +30,6 @@ from tuneloop.explorer.processes.channel import (
     Channel,
     ChannelMessage,
     CollectMetrics,
-    EngineView,
     FleetView,
     GetExposition,
     GetStartInfo,
@@ -281,8 +279,8 @@ class Workers:
                 return StartInfo(data, _views(services), self._database.identity)
             case AnnounceSlot(folder):
                 return await self._let_serve(worker, Path(folder))
-            case WaitUntilFlushed(timeout_s, target):
-                return await services.wait_until_flushed(timeout_s, target)
+            case WaitUntilFlushed(timeout_s):
+                return await services.wait_until_flushed(timeout_s)
             case TakeOfToken(binding, count):
                 return await services.take_of_token(binding, count)
             case ReportShadowReply(copied):

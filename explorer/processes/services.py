@@ -15,7 +15,7 @@ from prometheus_client import generate_latest
 from tuneloop.explorer.access.feedback_tokens import FeedbackBinding, TokenUses
 from tuneloop.explorer.access.key_watch import KeyWatch, require_keys
 from tuneloop.explorer.background_tasks import OnFailure, Task
-from tuneloop.explorer.capture.control_client import EVERYTHING, Flushed, FlushTarget, ShadowReply
+from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.capture.flusher import Flusher
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.retention import SpoolRetention
@@ -26,7 +26,7 @@ from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, FleetReplicas
 from tuneloop.explorer.engines.process import EngineProcess
-from tuneloop.explorer.engines.vllm_adapters import control_of
+from tuneloop.explorer.engines.vllm import control_of
 from tuneloop.explorer.feedback.judge import JudgeLoop
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
@@ -35,10 +35,10 @@ from tuneloop.explorer.processes.supervision.engine_sleep import EngineSleep
 from tuneloop.explorer.processes.supervision.engine_supervisor import EngineSupervisor, FleetTrial
 from tuneloop.explorer.processes.version_log import VersionLog, decision_span
 from tuneloop.explorer.versions.attestation import Attestation
-from tuneloop.explorer.versions.canary import CanaryController
 from tuneloop.explorer.versions.evaluation import CandidateEvaluation
 from tuneloop.explorer.versions.loading import Verifier, servable_champion
 from tuneloop.explorer.versions.reload import Reloader
+from tuneloop.explorer.versions.trial import CanaryController
 from tuneloop.shared import steady_time
 from tuneloop.shared.job_marks import KEY, GpuLocks, load_key
 from tuneloop.shared.ledger.ledger import Ledger
@@ -77,9 +77,9 @@ class ControlServices:
     token_uses: TokenUses
     engine_sleep: EngineSleep | None
 
-    async def wait_until_flushed(self, timeout_s: float, target: FlushTarget = EVERYTHING) -> Flushed:
-        """Wait until what is on disk of the target is in the database. NO if it is not by then, or away."""
-        return await self.flusher.wait_until_flushed(timeout_s, target)
+    async def wait_until_flushed(self, timeout_s: float) -> bool:
+        """Wait until all that is on disk now is in the database. False if it is not by then, or away."""
+        return await self.flusher.wait_until_flushed(timeout_s)
 
     async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
         """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""

@@ -9,7 +9,7 @@ from tuneloop.explorer.access.feedback_tokens import FeedbackBinding
 from tuneloop.explorer.app import Services, open_services
 from tuneloop.explorer.auth import Gatekeeper
 from tuneloop.explorer.background_tasks import Task, every
-from tuneloop.explorer.capture.control_client import EVERYTHING, Flushed, FlushTarget, ShadowReply
+from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, Fleet
@@ -56,15 +56,13 @@ class ChannelControlClient:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    async def wait_until_flushed(self, timeout_s: float, target: FlushTarget = EVERYTHING) -> Flushed:
-        """Wait until what is on disk of the target is in the database. NO if it is not by then, or away."""
+    async def wait_until_flushed(self, timeout_s: float) -> bool:
+        """Wait until all that is on disk now is in the database. False if it is not by then, or away."""
         try:
-            question = WaitUntilFlushed(timeout_s, target)
-            answer: Flushed = await self._channel.ask(question, Flushed, timeout_s=timeout_s + _GRACE_S)
-            return answer
+            return bool(await self._channel.ask(WaitUntilFlushed(timeout_s), bool, timeout_s=timeout_s + _GRACE_S))
         except ChannelLost as error:  # what is on disk is safe there all the same
             log.warning("control_process_silent", reason=str(error))
-            return Flushed.NO
+            return False
 
     async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
         """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""

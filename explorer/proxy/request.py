@@ -20,10 +20,9 @@ from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.sampling import Sampling, sampling_of
 from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter
 from tuneloop.explorer.edge import ClientRequest, Headers
-from tuneloop.explorer.engines import affinity, vllm
-from tuneloop.explorer.engines.fleet import Engine
+from tuneloop.explorer.engines import fleet, vllm
+from tuneloop.explorer.engines.fleet import Engine, PinParser, VersionPin, in_share
 from tuneloop.explorer.engines.packing import wire
-from tuneloop.explorer.engines.version_routing import PinParser, VersionPin, in_share
 from tuneloop.explorer.http.bodies import (
     as_utf8,
     coerce_bool,
@@ -318,7 +317,7 @@ class RequestParser:
             started=started,
             writer=writer,
             meter=raw.meter,
-            prefix_hashes=affinity.hash_prefixes(upstream) if self._prefix_affinity else (),
+            prefix_hashes=fleet.hash_prefixes(upstream) if self._prefix_affinity else (),
             pin=pin,
             model=str(body.get("model") or ""),
             merged_turns=merged_turns,

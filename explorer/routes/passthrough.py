@@ -10,8 +10,7 @@ from fastapi.responses import Response
 from tuneloop.explorer.auth import caller_of
 from tuneloop.explorer.engines.adapter_names import without_adapters
 from tuneloop.explorer.engines.admission import Admission
-from tuneloop.explorer.engines.fleet import Fleet
-from tuneloop.explorer.engines.version_routing import PinParser, VersionPin
+from tuneloop.explorer.engines.fleet import Fleet, PinParser, VersionPin
 from tuneloop.explorer.http.bodies import as_utf8, parse_object, read_bytes
 from tuneloop.explorer.limits import tokens_of
 from tuneloop.explorer.proxy.media import remote_files, with_own_uuids

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from tuneloop.explorer.auth import Caller, caller_of
-from tuneloop.explorer.capture.control_client import ControlClient, FlushTarget
+from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.dialects.dialect import RESPONSES
 from tuneloop.explorer.dialects.responses_request import normalize, untranslatable_reason
@@ -48,8 +48,7 @@ class StoredResponses:
         find = partial(self._stored.get, caller.tenant, response_id, endpoint=RESPONSES)
         found = await asyncio.to_thread(find)
         if found is None:
-            target = FlushTarget(caller.tenant, asker=caller.name)
-            if not await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S, target):
+            if not await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S):
                 raise LedgerUnavailable(
                     "the database is unavailable; acknowledged data is safe on disk: try again later"
                 )

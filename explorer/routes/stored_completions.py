@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from starlette.datastructures import QueryParams
 
 from tuneloop.explorer.auth import caller_of
-from tuneloop.explorer.capture.control_client import ControlClient, FlushTarget
+from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder
 from tuneloop.explorer.http.bodies import read_object, wrong_type
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
@@ -66,11 +66,7 @@ class CompletionReader:
 
     async def wait_until_flushed(self) -> bool:
         """Wait until what is in the spool now is in the database; False if that is unavailable."""
-        return bool(
-            await self._control_client.wait_until_flushed(
-                _FLUSH_TIMEOUT_S, FlushTarget(self.tenant, asker=self._caller.name)
-            )
-        )
+        return await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S)
 
     async def require_flushed(self) -> None:
         """The same. Raises LedgerUnavailable where that does not happen in time."""

@@ -6,25 +6,31 @@ The champion is asked on an engine that answers clients, a few questions at a ti
 import asyncio
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 
 import structlog
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
+from tuneloop.explorer.engines.vllm import priority_of
+from tuneloop.explorer.feedback.judge import judge_of as model_judge_of
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.versions.engine_queries import EngineQueries, Judge, judging
 from tuneloop.explorer.versions.loading import Verifier, is_away, load, verify_wanted
 from tuneloop.explorer.versions.reload import Reloader
+from tuneloop.runner.errors import JudgeAway, JudgeFailed
+from tuneloop.runner.rewards.reply import Reply
 from tuneloop.shared.errors import (
     CheckpointRejected,
     EngineError,
     EnvironmentRefused,
     LedgerUnavailable,
     NotEvaluated,
+    TuneloopError,
 )
-from tuneloop.shared.evaluation.scores import Figure, figures_of
-from tuneloop.shared.evaluation.tasks import fingerprint
+from tuneloop.shared.evaluation.evaluation_log import EvaluationProgress
+from tuneloop.shared.evaluation.scores import Figure, TaskReply, figures_of
+from tuneloop.shared.evaluation.tasks import Task, fingerprint, judge_of, without_reasoning
 from tuneloop.shared.experience import VersionAction
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.settings.settings import Settings
@@ -38,6 +44,39 @@ _APART, _BESIDE = 8, 2
 _DEATHS = 2
 
 AGAIN_S = 60.0
+
+Judge = Callable[[Task, str], Awaitable[float | None]]
+
+
+@asynccontextmanager
+async def judging(settings: Settings) -> AsyncIterator[Judge]:
+    """How replies are judged, for one evaluation. Raises EnvironmentRefused if who judges is not there."""
+    known = judge_of(settings.monitor.evaluation)
+    if known is not None:
+        judge = known
+
+        async def by_itself(task: Task, reply: str) -> float | None:
+            return await asyncio.to_thread(judge, task, reply)
+
+        yield by_itself
+        return
+    if settings.judge.url is None:
+        raise EnvironmentRefused("monitor.evaluation.judge: model needs judge.url and judge.model: which model judges")
+    model = model_judge_of(settings.judge)
+
+    async def by_model(task: Task, reply: str) -> float | None:
+        candidate = Reply(text=without_reasoning(reply), messages=tuple(task.messages), expected=task.answer)
+        try:
+            return (await model.score_async(candidate)).normalised
+        except JudgeFailed:
+            return None
+        except JudgeAway as error:
+            raise NotEvaluated(f"the judge is away: {error.reason}") from None
+
+    try:
+        yield by_model
+    finally:
+        await model.close_async()
 
 
 class CandidateEvaluation:
@@ -60,7 +99,7 @@ class CandidateEvaluation:
         self._gate = reloader.gate
         self._verifier = Verifier.of(settings)
         self._metrics = metrics
-        self._asking = EngineQueries(settings, self._gate.tasks)
+        self._priority = priority_of(settings)
         self._refusals = settings.monitor.drift.refusals_found
         self._fingerprint = fingerprint(self._gate.tasks, settings.monitor.evaluation, settings.judge)
         self._again_s = again_s
@@ -93,7 +132,7 @@ class CandidateEvaluation:
     async def _evaluate(self, candidate: Version, champion: Version) -> None:
         started = time.monotonic()
         async with judging(self._settings) as judge:
-            await self._know(champion, judge)
+            await self._record_champion(champion, judge)
             figures = await self._try(candidate, champion, judge)
         if figures is None:
             return
@@ -110,7 +149,7 @@ class CandidateEvaluation:
         seconds = round(time.monotonic() - started, 3)
         log.info("version_evaluated", version=candidate.version, passed=verdict.passed, reason=reason, seconds=seconds)
 
-    async def _know(self, champion: Version, judge: Judge) -> None:
+    async def _record_champion(self, champion: Version, judge: Judge) -> None:
         """Have the champion's figures."""
         if await self._gate.figures(champion.version):
             return
@@ -190,7 +229,33 @@ class CandidateEvaluation:
                 await self._reloader.put_back(engine, champion)
 
     async def _figures(self, engine: Engine, judge: Judge, *, at_once: int) -> tuple[Figure, ...]:
-        answered = await self._asking.answers(engine, judge, at_once=at_once)
+        """From greedy replies, past the proxy: nobody records them, so they never become training data.
+
+        Where one question fails, the others are not waited for.
+        """
+        tasks = self._gate.tasks
+        places, progress = asyncio.Semaphore(at_once), EvaluationProgress(len(tasks))
+
+        async def answer(task: Task) -> TaskReply:
+            how = {"temperature": 0.0, "max_tokens": self._settings.monitor.evaluation.most_tokens, **self._priority}
+            async with places:
+                if isinstance(task.question, str):
+                    completion = await engine.control.query("/v1/completions", prompt=task.question, **how)
+                else:
+                    completion = await engine.control.query("/v1/chat/completions", messages=task.question, **how)
+                choice, usage = completion["choices"][0], completion["usage"]
+                reply = (choice["text"] if "text" in choice else choice["message"]["content"]) or ""
+                whole = choice["finish_reason"] != "length"
+                answered = TaskReply(task, reply, usage["completion_tokens"], await judge(task, reply), whole)
+            progress.add()
+            return answered
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                answers = [group.create_task(answer(each)) for each in tasks]
+        except* (TuneloopError, LookupError, TypeError, ValueError) as errors:
+            raise errors.exceptions[0] from None
+        answered = [each.result() for each in answers]
         return figures_of(answered, fingerprint=self._fingerprint, refusals=self._refusals)
 
     def _one_of(self, version: Version) -> Engine | None:

@@ -43,8 +43,19 @@ class Gate:
         if self.mode == "off":
             return True
         verdict = await self.verdict(candidate, champion)
+        if verdict is None and self.mode == "report":
+            # The trainer reports by itself, whenever it is done.
+            return not self.on_engine or candidate.version in self._unanswered
         if verdict is None:
-            return await self._without_figures(candidate)
+            if candidate.version not in self._reported and steady_time.now() - candidate.created_at > self._patience_s:
+                self._reported.add(candidate.version)
+                whose = "an engine to be tried on" if self.on_engine else "the trainer's evaluation"
+                why = self._unanswered.get(candidate.version, "there is none yet")
+                reason = f"waits for {whose} before it may be served: {why}"
+                log.warning("version_waits_at_the_gate", version=candidate.version, reason=reason)
+                note = self._ledger.versions.note
+                await asyncio.to_thread(note, candidate.version, VersionAction.EVALUATED, by="explorer", reason=reason)
+            return False
         if verdict.passed or self.mode == "report":
             return True
         reason = f"it did not pass the gate: {'; '.join(verdict.reasons)}"
@@ -78,17 +89,3 @@ class Gate:
     async def reject(self, version: Version, reason: str, figures: dict[str, object] | None = None) -> None:
         """The candidate must not be served."""
         await asyncio.to_thread(self._ledger.versions.reject, version.version, reason, details=figures)
-
-    async def _without_figures(self, candidate: Version) -> bool:
-        if self.mode == "report":
-            # The trainer reports by itself, whenever it is done.
-            return not self.on_engine or candidate.version in self._unanswered
-        if candidate.version not in self._reported and steady_time.now() - candidate.created_at > self._patience_s:
-            self._reported.add(candidate.version)
-            whose = "an engine to be tried on" if self.on_engine else "the trainer's evaluation"
-            why = self._unanswered.get(candidate.version, "there is none yet")
-            reason = f"waits for {whose} before it may be served: {why}"
-            log.warning("version_waits_at_the_gate", version=candidate.version, reason=reason)
-            note = self._ledger.versions.note
-            await asyncio.to_thread(note, candidate.version, VersionAction.EVALUATED, by="explorer", reason=reason)
-        return False

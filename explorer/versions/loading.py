@@ -14,7 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import structlog
 
-from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, spare_place
+from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, surge_capacity
 from tuneloop.shared.checkpoints.layout import ACTOR
 from tuneloop.shared.checkpoints.manifest import Probe, VerifiedProbe, read_manifest
 from tuneloop.shared.errors import (
@@ -171,7 +171,7 @@ async def load_paused(engine: Engine, version: Version, fleet: Fleet) -> None:
     log.info("version_loaded", version=version.version, engine=engine.number, seconds=seconds)
 
 
-class FreshEngines:
+class Replacements:
     """Engines that are started beside those whose place they take, for as long as there is room."""
 
     def __init__(self, fleet: Fleet, probes: KnownProbes, *, drain: Callable[[Engine], Awaitable[None]]) -> None:
@@ -180,22 +180,22 @@ class FreshEngines:
         self._probes = probes
         self._drain = drain
 
-    def place_beside(self, engine: Engine) -> Engine | None:
-        """Where a fresh engine can be started that takes an engine's place; None if it is reloaded where it is."""
-        return spare_place(self._fleet.engines) if engine.restarts else None
+    def room_beside(self, engine: Engine) -> Engine | None:
+        """Where an engine can be started that takes an engine's place; None if it is reloaded where it is."""
+        return surge_capacity(self._fleet.engines) if engine.restarts else None
 
     async def replace(self, engine: Engine, version: Version, *, prove: Prove, back_to: Version) -> bool:
-        """Whether a fresh engine has taken an engine's place, which has answered until then.
+        """Whether another engine has taken an engine's place, which has answered until then.
 
         Raises CheckpointRejected if the version is not what it should be, or if no engine runs with it where one does
         with the version `back_to`. If that does not run there either, there is no room, and the place is given up.
         """
-        if (place := self.place_beside(engine)) is None:
+        if (place := self.room_beside(engine)) is None:
             return False
         try:
             await self._start(place, version, prove)
         except EngineError as error:
-            log.error("fresh_engine_failed", engine=place.number, version=version.version, reason=str(error))
+            log.error("replacement_failed", engine=place.number, version=version.version, reason=str(error))
             if not await self._runs_in(place, back_to):
                 return False
             await self._vacate(place)
@@ -204,8 +204,8 @@ class FreshEngines:
         return True
 
     async def follow(self, engine: Engine, champion: Version) -> bool:
-        """Whether a fresh engine with the champion has taken an engine's place."""
-        place = self.place_beside(engine)
+        """Whether another engine with the champion has taken an engine's place."""
+        place = self.room_beside(engine)
         if place is None or not await self._runs_in(place, champion):
             return False
         await self._take_over(engine, place)
@@ -220,7 +220,7 @@ class FreshEngines:
         try:
             await self._start(place, version, prove)
         except (EngineError, CheckpointRejected) as error:
-            log.warning("no_second_place", engine=place.number, reason=str(error), sentence=_NO_ROOM)
+            log.warning("no_surge_capacity", engine=place.number, reason=str(error), sentence=_NO_ROOM)
             place.starter = None
             return False
         return True
@@ -239,9 +239,9 @@ class FreshEngines:
             await self._vacate(place)
             raise
 
-    async def _take_over(self, engine: Engine, fresh: Engine) -> None:
-        """Let a fresh engine answer in an engine's stead, which ends what it has in flight, and then itself."""
-        await self._fleet.set_state(fresh, EngineState.READY)
+    async def _take_over(self, engine: Engine, replacement: Engine) -> None:
+        """Let another engine answer in an engine's stead, which ends what it has in flight, and then itself."""
+        await self._fleet.set_state(replacement, EngineState.READY)
         await self._fleet.set_state(engine, EngineState.RELOADING)
         await self._drain(engine)
         await self._vacate(engine)
@@ -368,7 +368,12 @@ async def _replace(champion: Version, ledger: Ledger, verifier: Verifier, *, rea
     log.error("champion_damaged", version=champion.version, reason=reason)
     for number in await asyncio.to_thread(ledger.versions.champions_before):
         version = await asyncio.to_thread(ledger.versions.get, number)
-        if version is None or not await _is_whole(version, verifier):
+        if version is None or not await asyncio.to_thread(os.path.exists, version.path):  # Such as one that was pruned.
+            continue
+        try:
+            await _verify(version, verifier)
+        except CheckpointRejected as error:
+            log.warning("version_damaged", version=version.version, reason=str(error))
             continue
         damaged = f"version {champion.version}, the champion, is damaged: {reason}"
         with suppress(VersionRefused):  # another supervisor, or an administrator, was faster
@@ -378,14 +383,3 @@ async def _replace(champion: Version, ledger: Ledger, verifier: Verifier, *, rea
             await asyncio.to_thread(ledger.alarms.raise_alarm, alarm)
         return True
     return False
-
-
-async def _is_whole(version: Version, verifier: Verifier) -> bool:
-    if not await asyncio.to_thread(os.path.exists, version.path):  # Such as one that was pruned.
-        return False
-    try:
-        await _verify(version, verifier)
-    except CheckpointRejected as error:
-        log.warning("version_damaged", version=version.version, reason=str(error))
-        return False
-    return True

@@ -9,20 +9,18 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import structlog
 
 from tuneloop.explorer.background_tasks import every
-from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
-from tuneloop.explorer.engines.version_routing import split_of
+from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, split_of
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.versions.canary import CanaryTrial, current_trial, division, to_try_on
 from tuneloop.explorer.versions.gate import Gate
 from tuneloop.explorer.versions.loading import (
-    FreshEngines,
     KnownProbes,
+    Replacements,
     Verifier,
     is_away,
     load,
@@ -31,6 +29,7 @@ from tuneloop.explorer.versions.loading import (
     tell_unreadable,
     verify_wanted,
 )
+from tuneloop.explorer.versions.trial import CanaryTrial, current_trial, division, to_try_on
 from tuneloop.shared.checkpoints.manifest import Probe
 from tuneloop.shared.errors import CheckpointRejected, EngineError, LedgerError, VersionRefused
 from tuneloop.shared.experience import VersionState
@@ -80,7 +79,7 @@ class WeightSwapper:
         self._metrics = metrics
         self._drain_s = drain_s
         self._least_running = least_running
-        self._fresh = FreshEngines(fleet, probes, drain=self._drain)
+        self._replacements = Replacements(fleet, probes, drain=self._drain)
         #: Held while versions are taken up. Who sets an engine's state in the same breath as he sees that it is ready
         #: has that engine to himself without it.
         self.swapping = asyncio.Lock()
@@ -103,7 +102,7 @@ class WeightSwapper:
             if entering:
                 await entering()
 
-        if await self._fresh.replace(engine, version, prove=prove, back_to=back_to):
+        if await self._replacements.replace(engine, version, prove=prove, back_to=back_to):
             return self._metrics.reload_seconds.observe(time.monotonic() - started)
         await self._fleet.set_state(engine, EngineState.RELOADING)
         if drain or engine.restarts:
@@ -140,7 +139,7 @@ class WeightSwapper:
         """Give an engine in rotation the champion; one whose version is not `fit` answers nobody from now on."""
         if not fit:
             await self._fleet.set_state(engine, EngineState.RELOADING)
-        if await self._fresh.follow(engine, champion):
+        if await self._replacements.follow(engine, champion):
             return
         await self._fleet.set_state(engine, EngineState.RELOADING)
         if fit and (drain or engine.restarts):
@@ -170,18 +169,12 @@ class WeightSwapper:
         else:
             await self._fleet.set_state(engine, EngineState.READY)
 
-    def _without(self, version: Version) -> Iterator[Engine]:
-        """The engines that are ready with another version, when it is their turn."""
-        for engine in self._fleet.engines:
-            if engine.state is EngineState.READY and engine.version != version.version:
-                yield engine
-
     def _may_leave(self, engine: Engine) -> bool:
         """Whether an engine may leave the rotation: not if too few others would answer, where there are so many.
 
-        It may where a fresh one takes its place before.
+        It may where another one takes its place before.
         """
-        if self._fresh.place_beside(engine):
+        if self._replacements.room_beside(engine):
             return True
         others = [each.state is EngineState.READY for each in self._fleet.engines if each is not engine]
         return sum(others) >= min(self._least_running, len(others))
@@ -219,17 +212,18 @@ class Reloader(WeightSwapper):
 
     async def run(self) -> None:
         """Look for a new version every `service_status_check_interval` seconds, or when one is registered here."""
-        await every(self._interval_s, self._turn, task="reload", metrics=self._metrics)
 
-    async def _turn(self) -> float:
-        seen = registration_stamp(self._job_dir)
-        try:
-            await self.turn()
-        except VersionRefused as error:  # somebody else has decided meanwhile
-            log.warning("version_not_taken_up", reason=str(error))
-        await wait_for_registration(self._job_dir, seen, at_most_s=self._interval_s)
-        await self._fleet.wait_until_awake()
-        return 0.0
+        async def look() -> float:
+            seen = registration_stamp(self._job_dir)
+            try:
+                await self.turn()
+            except VersionRefused as error:  # somebody else has decided meanwhile
+                log.warning("version_not_taken_up", reason=str(error))
+            await wait_for_registration(self._job_dir, seen, at_most_s=self._interval_s)
+            await self._fleet.wait_until_awake()
+            return 0.0
+
+        await every(self._interval_s, look, task="reload", metrics=self._metrics)
 
     async def turn(self) -> None:
         """Take up the newest candidate, if there is one; bring engines that missed a turn to what they should serve.
@@ -293,7 +287,11 @@ class Reloader(WeightSwapper):
         for engine in self._fleet.engines:
             if engine.state is not EngineState.READY or engine.version == champion.version or engine in tried:
                 continue
-            whole = whole or await self._is_whole(champion)
+            if not whole:  # Damaged, another one is the champion from the next turn on.
+                try:
+                    whole = (await servable_champion(self._ledger, self._verifier))[0].version == champion.version
+                except CheckpointRejected:
+                    return
             if not whole:
                 return
             fit = await self._is_fit(engine.version)
@@ -302,14 +300,6 @@ class Reloader(WeightSwapper):
         for engine in tried:
             if trial and engine.state is EngineState.READY and engine.version != trial.version.version:
                 await self._try_on(engine, trial.version, champion)
-
-    async def _is_whole(self, champion: Version) -> bool:
-        """Whether the champion's files are as they were; damaged, another one is the champion from the next turn on."""
-        try:
-            whole, _ = await servable_champion(self._ledger, self._verifier)
-        except CheckpointRejected:
-            return False
-        return whole.version == champion.version
 
     async def _is_fit(self, number: int) -> bool:
         """Whether replies of a version may be let to their end."""
@@ -355,7 +345,9 @@ class Reloader(WeightSwapper):
     async def _take_up(self, candidate: Version, champion: Version) -> None:
         try:
             probe = await verify_wanted(candidate, self._verifier, self._ledger)
-            for engine in self._without(candidate):
+            for engine in self._fleet.engines:
+                if engine.state is not EngineState.READY or engine.version == candidate.version:
+                    continue
                 if not await self._is_fit(candidate.version):  # somebody else has decided meanwhile
                     return
                 if self._may_leave(engine):

@@ -6,10 +6,10 @@ import multiprocessing
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -65,7 +65,14 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
 
     Where there is an index, it is what an engine goes by: a file that it does not name would be left aside.
     """
-    index = _index(folder)
+    try:
+        index = dict(json.loads((folder / _INDEX).read_bytes())["weight_map"])
+        if not all(isinstance(file, str) and "/" not in file for file in index.values()):
+            raise TypeError("it names a file that is not in this folder")
+    except FileNotFoundError:
+        index = None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointRejected(f"{_INDEX} cannot be read: {error!r}") from None
     files = (
         sorted(folder.glob(f"*{_SUFFIX}")) if index is None else [folder / name for name in sorted({*index.values()})]
     )
@@ -157,19 +164,6 @@ def _read_all(read: Callable[[_In], _Out], each: Sequence[_In], tensors: Iterabl
         return list(pool.map(read, each))
 
 
-def _index(folder: Path) -> dict[str, str] | None:
-    """Which file holds which tensor, if the folder says so."""
-    try:
-        weight_map = json.loads((folder / _INDEX).read_bytes())["weight_map"]
-        if not all(isinstance(file, str) and "/" not in file for file in weight_map.values()):
-            raise TypeError("it names a file that is not in this folder")
-    except FileNotFoundError:
-        return None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointRejected(f"{_INDEX} cannot be read: {error!r}") from None
-    return dict(weight_map)
-
-
 def _header(file: Path) -> dict[str, StoredTensor]:
     try:
         size = file.stat().st_size
@@ -178,32 +172,19 @@ def _header(file: Path) -> dict[str, StoredTensor]:
             if size < 8 or length > min(size - 8, _LONGEST_HEADER):
                 raise CheckpointRejected(f"{file.name}: its header claims {length} bytes, the file has {size}")
             header = json.loads(opened.read(length).decode())
-        found = {
-            name: _tensor(name, entry, file, 8 + length)
-            for name, entry in _object(header).items()
-            if name != "__metadata__"
-        }
-        _check_metadata(header.get("__metadata__"))
+        if not isinstance(header, dict):
+            raise ValueError("it is not a JSON object")
+        # What safetensors or transformers refuse.
+        if (metadata := header.pop("__metadata__", None)) is not None:
+            if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+                raise ValueError("its metadata are not texts")
+            if metadata.get("format") != "pt":
+                raise ValueError(f"its metadata say format {metadata.get('format')!r}, not 'pt'")
+        found = {name: _tensor(name, entry, file, 8 + length) for name, entry in header.items()}
         _cover(found, 8 + length, size)
     except (FileNotFoundError, ValueError, RecursionError) as error:
         raise CheckpointRejected(f"{file.name}: its header is damaged: {error}") from None
     return found
-
-
-def _object(header: object) -> dict[str, Any]:
-    if not isinstance(header, dict):
-        raise ValueError("it is not a JSON object")
-    return header
-
-
-def _check_metadata(metadata: object) -> None:
-    """Raise ValueError for metadata that safetensors or transformers refuse."""
-    if metadata is None:
-        return
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("its metadata are not texts")
-    if metadata.get("format") != "pt":
-        raise ValueError(f"its metadata say format {metadata.get('format')!r}, not 'pt'")
 
 
 def _tensor(name: str, entry: object, file: Path, offset: int) -> StoredTensor:
@@ -225,7 +206,7 @@ def _counts(numbers: object) -> bool:
 
 def _cover(found: Mapping[str, StoredTensor], start: int, end: int) -> None:
     """Raise ValueError unless the tensors fill the file from `start` to `end`, each as long as its shape says."""
-    for name, tensor in _in_order(found.items()):
+    for name, tensor in sorted(found.items(), key=lambda each: (each[1].start, each[1].end)):
         if tensor.start != start or tensor.end < start:
             raise ValueError(f"{name} lies at bytes {tensor.start} to {tensor.end}, which do not follow byte {start}")
         if tensor.dtype in EXPONENTS:
@@ -237,7 +218,3 @@ def _cover(found: Mapping[str, StoredTensor], start: int, end: int) -> None:
         start = tensor.end
     if start != end:
         raise ValueError(f"the tensors end at byte {start} of {end}")
-
-
-def _in_order(found: Collection[tuple[str, StoredTensor]]) -> list[tuple[str, StoredTensor]]:
-    return sorted(found, key=lambda each: (each[1].start, each[1].end))

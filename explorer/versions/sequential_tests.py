@@ -102,22 +102,15 @@ def standard_error(one: SampleStatistics, other: SampleStatistics) -> float:
     within = first * one.units * (one.units - 1) + second * other.units * (other.units - 1)
     between = difference**2 * one.units * other.units / total
     together = (within + between) / (total - 1) * (1 / one.units + 1 / other.units)
-    return math.sqrt(max(together, _widen(first + second, difference, _freedom(one, other))))
-
-
-def _freedom(one: SampleStatistics, other: SampleStatistics) -> float:
-    """The degrees of freedom of the spread within both (Welch, Satterthwaite)."""
-    first, second = one.variance / one.replies, other.variance / other.replies
-    if not first + second > 0:
-        return float(one.units + other.units - 2)
-    weight = first / (first + second)
-    return 1 / (weight**2 / (one.units - 1) + (1 - weight) ** 2 / (other.units - 1))
-
-
-def _widen(variance: float, difference: float, freedom: float) -> float:
-    """The variance with which a normal score is as rare as Student's with so few degrees of freedom."""
-    excess = difference**2 / variance / freedom if variance > 0 else 0.0
-    return variance * excess / math.log1p(excess) if excess > 1e-9 else variance
+    variance = first + second
+    if variance > 0:
+        # The degrees of freedom of the spread within both (Welch, Satterthwaite), and the variance with which a normal
+        # score is as rare as Student's with so few of them.
+        weight = first / variance
+        freedom = 1 / (weight**2 / (one.units - 1) + (1 - weight) ** 2 / (other.units - 1))
+        excess = difference**2 / variance / freedom
+        variance *= excess / math.log1p(excess) if excess > 1e-9 else 1.0
+    return math.sqrt(max(together, variance))
 
 
 @cache
@@ -126,11 +119,8 @@ def _level(error: float) -> float:
     low, high = 0.0, 40.0
     while high - low > 1e-9:
         middle = (low + high) / 2
-        low, high = (middle, high) if _crossing(middle) > error else (low, middle)
+        density = math.exp(-(middle**2) / 2) / math.sqrt(2 * math.pi)
+        below = math.erfc(-middle / math.sqrt(2)) / 2
+        crossing = math.erfc(middle / math.sqrt(2)) / 2 + density * (middle + density / below)
+        low, high = (middle, high) if crossing > error else (low, middle)
     return high
-
-
-def _crossing(a: float) -> float:
-    density = math.exp(-(a**2) / 2) / math.sqrt(2 * math.pi)
-    below = math.erfc(-a / math.sqrt(2)) / 2
-    return math.erfc(a / math.sqrt(2)) / 2 + density * (a + density / below)

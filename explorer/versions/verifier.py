@@ -8,6 +8,7 @@ What it cannot see is wrong numbers that are numbers: those are for the probe.
 """
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -15,10 +16,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tuneloop.explorer.engines.proof.fingerprint import Fingerprint
-from tuneloop.explorer.versions.safetensors import StoredTensor, find_not_finite, fingerprints_of, tensors
-from tuneloop.explorer.versions.verifier_lora import verify_adapter
+from tuneloop.explorer.versions.safetensors import (
+    EXPONENTS,
+    StoredTensor,
+    adapter_fingerprints_of,
+    find_not_finite,
+    fingerprints_of,
+    is_finite,
+    tensors,
+)
 from tuneloop.shared.checkpoints.file_checks import check_files
-from tuneloop.shared.checkpoints.layout import ACTOR
+from tuneloop.shared.checkpoints.layout import ACTOR, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tuneloop.shared.checkpoints.manifest import read_manifest
 from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable
@@ -50,6 +58,22 @@ _INDEX = ".index.json"
 #: What may be there though the base model has none: transformers makes the first of config.json, and that is the base
 #: model's, so it names no code that the base model lacks.
 _MAY_COME = ("generation_config.json", ".py")
+
+
+_ADAPTER_PREFIX = "base_model.model."
+_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
+
+#: What of peft would be added in another way than by two matrices for each layer, with what it is when unused.
+_UNUSED: Mapping[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "use_dora": (None, False),
+    "use_rslora": (None, False),
+    "fan_in_fan_out": (None, False),
+    "modules_to_save": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "layers_to_transform": (None, []),
+}
 
 
 def verify(checkpoint: Path, *, manifest_sha256: str, version: int, base: Path) -> dict[str, Fingerprint]:
@@ -111,13 +135,13 @@ def _of_base(read: Callable[[Path], _T], base: Path) -> _T:
         raise CheckpointUnreadable(f"the base model in {base} cannot be read: {error}") from None
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     try:
-        config = json.loads((folder / "config.json").read_bytes())
+        config = json.loads((folder / name).read_bytes())
     except (FileNotFoundError, ValueError, RecursionError) as error:
-        raise CheckpointRejected(f"config.json cannot be read: {error}") from None
+        raise CheckpointRejected(f"{name} cannot be read: {error}") from None
     if not isinstance(config, dict):
-        raise CheckpointRejected("config.json is not a JSON object")
+        raise CheckpointRejected(f"{name} is not a JSON object")
     return config
 
 
@@ -140,7 +164,8 @@ def _same_companions(actor: Path, base: Path) -> None:
             raise CheckpointRejected(f"{name} is missing, the base model has it")
         if name not in wanted and not name.endswith(_MAY_COME):
             raise CheckpointRejected(f"{name} is not the base model's: that has none")
-        if name in wanted and not _same_content(found[name], wanted[name]):
+        same = name not in wanted or found[name].read_bytes() == wanted[name].read_bytes()
+        if not same and _meaning(found[name]) != _meaning(wanted[name]):
             raise CheckpointRejected(f"{name} is not the base model's: they differ")
 
 
@@ -152,19 +177,13 @@ def _companions(folder: Path) -> dict[str, Path]:
     }
 
 
-def _same_content(found: Path, wanted: Path) -> bool:
-    ours, theirs = found.read_bytes(), wanted.read_bytes()
-    if ours == theirs or found.suffix != ".json":
-        return ours == theirs
+def _meaning(file: Path) -> Any:
+    """What a file says; of JSON but for the release that wrote it."""
+    text = file.read_bytes()
     try:
-        return bool(_meaning(ours) == _meaning(theirs))
+        value = json.loads(text) if file.suffix == ".json" else text
     except (ValueError, RecursionError):
-        return False
-
-
-def _meaning(text: bytes) -> Any:
-    """What a JSON file says, but for the release that wrote it."""
-    value = json.loads(text)
+        return text
     return {key: each for key, each in value.items() if key not in _HARMLESS} if isinstance(value, dict) else value
 
 
@@ -187,6 +206,74 @@ def _same_tensors(
                 f"{name} is of type {found[name].dtype}; the base model's is {wanted[name].dtype}, "
                 f"the manifest says {dtype}"
             )
+
+
+def verify_adapter(actor: Path, *, base: Path, weights: Mapping[str, StoredTensor]) -> dict[str, Fingerprint]:
+    """The fingerprints of an adapter, by the dtype that it is served in.
+
+    Raises CheckpointRejected unless it is peft's two files and nothing else, which fit the base model's `weights`. That
+    it was trained on that very base model its numbers do not say; the probe does.
+    """
+    there = {file.name for file in actor.iterdir() if not file.name.startswith(".")}
+    if odd := there ^ {ADAPTER_CONFIG, ADAPTER_WEIGHTS}:
+        raise CheckpointRejected(
+            f"an adapter is {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}; {min(odd)} is missing or extra"
+        )
+    config = _config(actor, ADAPTER_CONFIG)
+    rank, targets = _check_adapter_config(config, base)
+    found = tensors(actor)
+    _fits(found, weights, rank=rank, targets=targets)
+    for name, tensor in found.items():
+        if not is_finite(tensor):
+            raise CheckpointRejected(f"{name} holds NaN or infinity")
+    return adapter_fingerprints_of(found, scale=config["lora_alpha"] / rank)
+
+
+def _check_adapter_config(config: Mapping[str, Any], base: Path) -> tuple[int, frozenset[str]]:
+    """Rank and targets of an adapter that is served."""
+    rank, alpha, targets = (config.get(key) for key in ("r", "lora_alpha", "target_modules"))
+    if config.get("peft_type") != "LORA":
+        raise CheckpointRejected(f"{ADAPTER_CONFIG}: peft_type is {config.get('peft_type')!r}, not 'LORA'")
+    if type(rank) is not int or rank < 1:
+        raise CheckpointRejected(f"{ADAPTER_CONFIG}: r is {rank!r}")
+    if not isinstance(alpha, int | float) or not (math.isfinite(alpha) and alpha > 0):
+        raise CheckpointRejected(f"{ADAPTER_CONFIG}: lora_alpha is {alpha!r}")
+    if not (isinstance(targets, list) and targets and all(isinstance(each, str) for each in targets)):
+        raise CheckpointRejected(f"{ADAPTER_CONFIG}: target_modules is {targets!r}")
+    for key, unused in _UNUSED.items():
+        if key in config and config[key] not in unused:
+            raise CheckpointRejected(f"{ADAPTER_CONFIG}: {key} is {config[key]!r}, which is not served")
+    of = config.get("base_model_name_or_path")
+    if not isinstance(of, str) or Path(of).resolve() != base.resolve():
+        raise CheckpointRejected(f"{ADAPTER_CONFIG}: it belongs to {of!r}, the base model is {base}")
+    return rank, frozenset(targets)
+
+
+def _fits(
+    found: Mapping[str, StoredTensor], base: Mapping[str, StoredTensor], *, rank: int, targets: frozenset[str]
+) -> None:
+    layers = {name.removeprefix(_ADAPTER_PREFIX).removesuffix(_DOWN).removesuffix(_UP) for name in found}
+    wanted = {_ADAPTER_PREFIX + layer + part for layer in layers for part in (_DOWN, _UP)}
+    if missing := wanted ^ found.keys():
+        raise CheckpointRejected(f"{min(missing)} has no counterpart, or is not part of an adapter")
+    for layer in sorted(layers):
+        weight = base.get(f"{layer}.weight")
+        if weight is None or len(weight.shape) != 2 or layer.rpartition(".")[2] not in targets:
+            raise CheckpointRejected(f"{layer} is not a layer of the base model that adapters are added to")
+        outputs, inputs = weight.shape
+        _require(found[_ADAPTER_PREFIX + layer + _DOWN], f"{layer}{_DOWN}", (rank, inputs))
+        _require(found[_ADAPTER_PREFIX + layer + _UP], f"{layer}{_UP}", (outputs, rank))
+    # Experts lie in other tensors on disk than in memory, where adapters are made.
+    named = {name.removesuffix(".weight") for name in base if name.endswith(".weight") and ".experts." not in name}
+    if without := {layer for layer in named if layer.rpartition(".")[2] in targets} - layers:
+        raise CheckpointRejected(f"{len(without)} layers have no adapter, {min(without)} among them")
+
+
+def _require(tensor: StoredTensor, name: str, shape: tuple[int, int]) -> None:
+    if tensor.shape != shape:
+        raise CheckpointRejected(f"{name} has shape {tensor.shape}, not {shape}")
+    if tensor.dtype not in EXPONENTS:
+        raise CheckpointRejected(f"{name} is of type {tensor.dtype}")
 
 
 def main() -> int:

@@ -1,4 +1,3 @@
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,13 +72,6 @@ def test_what_is_in_quarantine_is_listed_without_its_text(file: Path, said: list
     assert "exchange" in lines[0]
     assert "feedback" in lines[1]
     assert "not a record" in lines[2]
-
-
-def test_one_is_shown_whole(file: Path, said: list[Exchange]) -> None:
-    shown = json.loads(ran("spool", "show", names(file)[0], "-c", file).stdout)
-    assert shown["msg_id"] == said[0].msg_id
-    with pytest.raises(TuneloopError, match="no record abc is in quarantine"):
-        ran("spool", "show", "abc", "-c", file)
 
 
 def test_what_the_database_takes_leaves_the_quarantine(file: Path, said: list[Exchange], ledger: Ledger) -> None:

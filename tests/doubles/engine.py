@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from tests.doubles.serving import reset, serving
 from tuneloop.explorer.engines.proof.fingerprint import Fingerprint
-from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, LIFE, METHOD
+from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, INSTANCE_ID, METHOD
 from tuneloop.explorer.versions.safetensors import adapter_fingerprints_of, fingerprints_of, tensors
 from tuneloop.shared.checkpoints.layout import ADAPTER_CONFIG
 from tuneloop.shared.checkpoints.manifest import read_manifest
@@ -257,7 +257,7 @@ class EngineDouble:
             if not self.keeps_prefixes:
                 self.prefixes.clear()
             return 200, b'{"success":true}'
-        if path == _LOAD and json.loads(body)["method"] in {LIFE, METHOD}:
+        if path == _LOAD and json.loads(body)["method"] in {INSTANCE_ID, METHOD}:
             self.posts.pop()
             return self._extension(json.loads(body)["method"])
         if path == _LOAD:
@@ -269,7 +269,7 @@ class EngineDouble:
     def _extension(self, method: str) -> tuple[int, bytes]:
         """What our extension of its worker answers."""
         assert self.extended
-        if method == LIFE:
+        if method == INSTANCE_ID:
             return 200, json.dumps({"results": [f"worker {self.began_at}"]}).encode()
         adapters = {name: dict(adapter_fingerprint_of(weights)) for name, weights in self.adapters.items()}
         for each in adapters.values():

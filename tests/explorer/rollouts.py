@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tuneloop.explorer.versions.comparison import RolloutDecision, decide
+from tuneloop.explorer.versions.trial import RolloutDecision, decide
 from tuneloop.shared.evaluation.samples import Figures, SampleStatistics
 from tuneloop.shared.settings.versions import RolloutSettings
 

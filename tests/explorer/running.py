@@ -58,11 +58,6 @@ class MoodyRecording(Recording):
             raise LedgerUnavailable("away")
         return super().commit(tenant, **limits)
 
-    def commit_recorded(self, tenant: str, **limits: Unpack[CommitLimits]) -> int | None:
-        if self.away:
-            raise LedgerUnavailable("away")
-        return super().commit_recorded(tenant, **limits)
-
 
 class CountingVersions(Versions):
     """Counts how often it is looked at for a new version."""

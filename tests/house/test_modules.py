@@ -16,7 +16,6 @@ MEANINGS = {
     "attestation": "the periodic proof of the weights that an engine holds",
     "batches": "which rows become a step, and as which tensors",
     "checkpoints": "the folders of versions: written, published and read",
-    "comparison": "figures of two versions side by side",
     "doctor": "whether the ledger balances, and why nothing is trained",
     "drift": "whether the newest replies differ from earlier ones",
     "engines": "the engines that answer requests",

@@ -10,7 +10,6 @@ import pytest
 
 from tuneloop.shared import engine_flags
 from tuneloop.shared.engine_flags import FLAGS, HOLDING_PARSERS, holds_tools, problems_of, sounds_like_sampling
-from tuneloop.shared.settings.settings import options
 
 
 @pytest.mark.parametrize(
@@ -37,26 +36,6 @@ def test_what_makes_replies_of_another_distribution_is_refused(arguments: list[s
     [problem] = problems_of(["--max-num-seqs", "64", *arguments, "--enforce-eager"])
     assert problem.startswith("--")
     assert len(problem.split()) > 5
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--max-num-seqs", "64"],
-        ["--logprobs-mode=processed_logprobs"],
-        ["--generation-config", "vllm"],
-        ["--scheduling-policy", "priority"],
-        ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'],
-        ["--structured-outputs-config", '{"backend": "xgrammar"}'],
-        ["--reasoning-parser", "qwen3"],
-        ["--default-chat-template-kwargs", '{"enable_thinking": false}'],
-        ["--no-enable-trace-replay"],
-        ["--tool-strict-level", "parameter"],
-        ["--use-fp64-gumbel"],
-    ],
-)
-def test_what_does_not_is_passed_on(arguments: list[str]) -> None:
-    assert list(problems_of(arguments)) == []
 
 
 @pytest.mark.parametrize(
@@ -137,11 +116,6 @@ def test_what_an_engine_says_of_its_arguments_names_our_settings() -> None:
     assert engine_flags.name_settings(other) == other
 
 
-def test_every_setting_that_an_argument_is_named_by_exists() -> None:
-    names = {name for name, _ in options()}
-    assert set(engine_flags._SETTINGS.values()) <= names
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -158,7 +132,3 @@ def test_every_setting_that_an_argument_is_named_by_exists() -> None:
 )
 def test_arguments_that_run_what_others_wrote_or_open_an_engine_are_refused(arguments: list[str]) -> None:
     assert len(list(problems_of(arguments))) == 1
-
-
-def test_formats_that_are_not_unpickled_may_be_chosen() -> None:
-    assert list(problems_of(["--load-format", "fastsafetensors"])) == []

@@ -28,7 +28,10 @@ def install() -> None:
             return update(self, scheduler_output, model_runner_output)
         rows = model_runner_output.req_id_to_index
         # gpu_worker.py leaves token ids out where all requests are marked
-        marked = rows.keys() if computed.logprob_token_ids is None else _marked_among(self.requests, rows)
+        marked: Set[str] = rows.keys()
+        if computed.logprob_token_ids is not None:  # those, too, that have been given up
+            of = self.requests
+            marked = {each for each in rows if each not in of or is_marked(of[each].sampling_params)}
         if all_are := len(marked) == len(rows):
             model_runner_output.logprobs = None  # there is nobody to slice for
         outputs = update(self, scheduler_output, model_runner_output)
@@ -37,11 +40,6 @@ def install() -> None:
         return outputs
 
     scheduler.update_from_output = update_from_output
-
-
-def _marked_among(requests: dict[str, Any], rows: dict[str, int]) -> Set[str]:
-    """Those whose log-probabilities are packed; those, too, that have been given up."""
-    return {each for each in rows if each not in requests or is_marked(requests[each].sampling_params)}
 
 
 def _clear(of_client: Any, marked: Set[str]) -> bool:

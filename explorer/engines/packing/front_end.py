@@ -195,12 +195,10 @@ def _telling(tell: Callable[..., Any], reply: Any, empty: dict[str, Any], *, lat
         if not isinstance(top_logprobs, ReplyLogprobs):
             return tell(self, token_ids, top_logprobs, *more, **named)
         numbers = top_logprobs.due(len(token_ids))
-        return later if numbers is None else reply.model_construct(**empty, packed=_as_base64(numbers))
+        if numbers is None:
+            return later
+        if numbers and min(numbers) < _LEAST:
+            numbers = array("f", [max(each, _LEAST) for each in numbers])
+        return reply.model_construct(**empty, packed=b64encode(numbers.tobytes()).decode())
 
     return telling
-
-
-def _as_base64(numbers: "array[float]") -> str:
-    if numbers and min(numbers) < _LEAST:
-        numbers = array("f", [max(each, _LEAST) for each in numbers])
-    return b64encode(numbers.tobytes()).decode()

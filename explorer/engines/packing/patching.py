@@ -36,7 +36,8 @@ def method(owner: Any, name: str, *parameters: str) -> Callable[..., Any]:
 
 def require_fields(owner: Any, *names: str) -> None:
     """Raises UnknownVllm unless the class has all of these fields."""
-    known = {*getattr(owner, "__struct_fields__", ()), *getattr(owner, "model_fields", ()), *_annotations_of(owner)}
+    annotated = {name for each in owner.__mro__ for name in inspect.get_annotations(each)}
+    known = {*getattr(owner, "__struct_fields__", ()), *getattr(owner, "model_fields", ()), *annotated}
     if missing := [name for name in names if name not in known]:
         raise UnknownVllm(f"{owner.__qualname__} has no {', '.join(missing)}")
 
@@ -44,7 +45,3 @@ def require_fields(owner: Any, *names: str) -> None:
 def is_marked(sampling: Any) -> bool:
     """Whether these sampling parameters are of a request whose log-probabilities are packed."""
     return sampling is not None and sampling.extra_args is not None and MARK in sampling.extra_args
-
-
-def _annotations_of(owner: Any) -> set[str]:
-    return {name for each in owner.__mro__ for name in inspect.get_annotations(each)}

@@ -5,6 +5,7 @@ of its elements. An engine adds up what it holds, the verifier what the files ho
 """
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -57,7 +58,7 @@ def describe_part(part: str) -> str:
 def differing_parts(one: Fingerprint, other: Fingerprint) -> list[str]:
     """The parts that are not the same, layers first, in order."""
     parts = {part for part in {*one, *other} if (one.get(part, 0) - other.get(part, 0)) % MODULUS}
-    return sorted(parts, key=_order)
+    return sorted(parts, key=lambda part: (part.startswith(_ADAPTER), int(part.removeprefix(_ADAPTER) or sys.maxsize)))
 
 
 def differing_from_files(
@@ -75,23 +76,16 @@ def differing_from_files(
     if adapter := {part: total for part, total in wanted.items() if part.startswith(_ADAPTER)}:
         if any(share.get("adapters") is None for share in shares):
             return None
-        held += _adapter_most_like([share["adapters"] for share in shares], adapter)
+        # That of the engine's adapters that is most like it.
+        numbers = {number for share in shares for number in share["adapters"]}
+        adapters = [_total(share["adapters"].get(number, {}) for share in shares) for number in numbers]
+        most_like = min(adapters, key=lambda each: len(differing_parts(each, adapter)), default=Counter[str]())
+        held += most_like
     return differing_parts(held, wanted)
-
-
-def _adapter_most_like(shares: Sequence[Mapping[str, Fingerprint]], adapter: Fingerprint) -> Counter[str]:
-    numbers = {number for share in shares for number in share}
-    held = [_total(share.get(number, {}) for share in shares) for number in numbers]
-    return min(held, key=lambda each: len(differing_parts(each, adapter)), default=Counter[str]())
 
 
 def _total(shares: Iterable[Fingerprint]) -> Counter[str]:
     return sum((Counter[str](share) for share in shares), Counter[str]())
-
-
-def _order(part: str) -> tuple[bool, bool, int]:
-    number = part.removeprefix(_ADAPTER)
-    return part.startswith(_ADAPTER), not number, int(number or 0)
 
 
 def stored_sums(data: npt.NDArray[np.uint8], stored: str, *, scale: float = 1.0) -> dict[str, int]:

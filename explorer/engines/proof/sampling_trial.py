@@ -34,9 +34,6 @@ _OTHERWISE = (
     "allowed: it samples otherwise than it is asked to; start it without speculative decoding"
 )
 
-#: By the token's id, as vLLM names it where it is asked to: its log-probability.
-_Alternatives = dict[str, float]
-
 
 async def require_samples_of_the_policy(control: EngineControl) -> None:
     """Raise EngineError unless the engine samples from the policy and tells its log-probabilities, as far as is seen.
@@ -44,7 +41,10 @@ async def require_samples_of_the_policy(control: EngineControl) -> None:
     One that drafts tokens must do so with drafts, too. Nothing is proven where it drafts nothing in so short a reply.
     """
     try:
-        if not await _tells_what_it_samples_from(control):
+        # With `top_k` 1 there is one token to sample, with log-probability 0; by the raw logits there are others.
+        choice = await _complete(control, prompt="a", max_tokens=1, temperature=1.0, top_k=1, logprobs=1)
+        [logprob] = choice["logprobs"]["token_logprobs"]
+        if not logprob > -_CERTAIN_LOGPROB:
             raise EngineError(_PROCESSED)
         if not await control.drafts_tokens():
             return
@@ -53,13 +53,6 @@ async def require_samples_of_the_policy(control: EngineControl) -> None:
         raise EngineError(f"its log-probabilities cannot be read: {error!r}") from error
     if not off <= allowed:
         raise EngineError(_OTHERWISE.format(temperature=_TEMPERATURE, off=off, allowed=allowed))
-
-
-async def _tells_what_it_samples_from(control: EngineControl) -> bool:
-    """With `top_k` 1 there is one token to sample, with log-probability 0; by the raw logits there are others."""
-    choice = await _complete(control, prompt="a", max_tokens=1, temperature=1.0, top_k=1, logprobs=1)
-    [logprob] = choice["logprobs"]["token_logprobs"]
-    return bool(logprob > -_CERTAIN_LOGPROB)
 
 
 async def _distance_at_temperature(control: EngineControl) -> float:
@@ -80,7 +73,10 @@ async def _distance_at_temperature(control: EngineControl) -> float:
         {token.removeprefix("token_id:"): logprob for token, logprob in each.items()}
         for each in reply["logprobs"]["top_logprobs"]
     ]
-    of_model = [_of_prompt(each) for each in again["prompt_logprobs"][-len(as_sampled) :]]
+    of_model = [
+        {token: each["logprob"] for token, each in alternatives.items()}
+        for alternatives in again["prompt_logprobs"][-len(as_sampled) :]
+    ]
     return fmean(
         abs(_TEMPERATURE * (told[one] - told[other]) - (model[one] - model[other]))
         for told, model in zip(as_sampled, of_model, strict=True)
@@ -92,7 +88,3 @@ async def _complete(control: EngineControl, **fields: object) -> dict[str, Any]:
     answer = await control.query("/v1/completions", **fields, return_tokens_as_token_ids=True)
     choice: dict[str, Any] = answer["choices"][0]
     return choice
-
-
-def _of_prompt(alternatives: dict[str, dict[str, float]]) -> _Alternatives:
-    return {token: each["logprob"] for token, each in alternatives.items()}

@@ -26,7 +26,7 @@ _Sums = TypeVar("_Sums")
 #: How vLLM names the class, and the method as routes call it.
 EXTENSION = "tuneloop.explorer.engines.proof.vllm_worker.FingerprintWorker"
 METHOD = "tuneloop_fingerprint"
-LIFE = "tuneloop_life"
+INSTANCE_ID = "tuneloop_instance_id"
 
 #: Elements that are mixed at once: 8 bytes each, several times over.
 _BLOCK = 1 << 24
@@ -41,7 +41,7 @@ class FingerprintWorker:
 
     model_runner: Any
     model_config: Any
-    _tuneloop_life = ""
+    _tuneloop_instance_id = ""
 
     def tuneloop_fingerprint(self) -> dict[str, Any]:
         """The `sums` of this worker's share of the weights; those of all workers together are the model's.
@@ -52,14 +52,16 @@ class FingerprintWorker:
         rank, runner, dtype = _rank(), self.model_runner, self.model_config.dtype
         return {
             "dtype": str(dtype).removeprefix("torch."),
-            "sums": _unless_unknown(lambda: _weights(runner.model, rank)),
+            "sums": _unless_unknown(
+                lambda: _add_up((part_of(name), tensor) for name, tensor in _own_share(runner.model, rank))
+            ),
             "adapters": _unless_unknown(lambda: _adapters(getattr(runner, "lora_manager", None), rank, dtype)),
         }
 
-    def tuneloop_life(self) -> str:
-        """Which life of this worker it is, by an id that all API servers hear, and that no other start has."""
-        self._tuneloop_life = self._tuneloop_life or uuid.uuid4().hex
-        return self._tuneloop_life
+    def tuneloop_instance_id(self) -> str:
+        """An id of this worker that all API servers hear, and that no other start has."""
+        self._tuneloop_instance_id = self._tuneloop_instance_id or uuid.uuid4().hex
+        return self._tuneloop_instance_id
 
 
 def _unless_unknown(add_up: Callable[[], _Sums]) -> _Sums | None:
@@ -78,10 +80,6 @@ def _add_up(tensors: Iterable[tuple[str, Any]]) -> dict[str, int]:
     for part, tensor in tensors:
         sums[part] = (sums[part] + _sum(tensor)) % MODULUS
     return dict(sums)
-
-
-def _weights(model: Any, rank: int) -> dict[str, int]:
-    return _add_up((part_of(name), tensor) for name, tensor in _own_share(model, rank))
 
 
 def _adapters(of_worker: Any, rank: int, dtype: Any) -> dict[str, dict[str, int]]:
@@ -153,16 +151,12 @@ def _sum(tensor: Any) -> int:
     kind, mask = kinds[size]
     flat, total = tensor.reshape(-1).view(kind), 0
     for at in range(0, flat.numel(), _BLOCK):
-        total += int(_mix(flat[at : at + _BLOCK].to(torch.int64) & mask).sum())
+        mixed = (flat[at : at + _BLOCK].to(torch.int64) & mask) * _to_signed(MULTIPLIERS[0])
+        for shift, multiplier in zip(SHIFTS, MULTIPLIERS[1:], strict=True):
+            mixed ^= (mixed >> shift) & ((1 << (64 - shift)) - 1)
+            mixed *= _to_signed(multiplier)
+        total += int(mixed.sum())
     return total % MODULUS
-
-
-def _mix(bits: Any) -> Any:
-    mixed = bits * _to_signed(MULTIPLIERS[0])
-    for shift, multiplier in zip(SHIFTS, MULTIPLIERS[1:], strict=True):
-        mixed ^= (mixed >> shift) & ((1 << (64 - shift)) - 1)
-        mixed *= _to_signed(multiplier)
-    return mixed
 
 
 def _to_signed(number: int) -> int:

@@ -87,7 +87,7 @@ class Attachment:
         self._host = host
         self._misses = 0
         self._failures = 0
-        self._life: str | None = None
+        self._instance: str | None = None
         self._alive_at = 0.0
 
     async def run(self, metrics: Metrics) -> None:
@@ -105,7 +105,7 @@ class Attachment:
         if healthy and engine.state in {EngineState.STARTING, EngineState.DOWN}:
             return await self._attach()
         if healthy and engine.state is EngineState.READY:
-            await self._see_life(looked_at, missed=missed)
+            await self._see_instance(looked_at, missed=missed)
         elif self._misses >= _MISSES and engine.state is EngineState.READY:
             log.error("engine_down", engine=engine.number, reason="it does not say that it is healthy")
             await self._fleet.set_state(engine, EngineState.DOWN)
@@ -116,36 +116,36 @@ class Attachment:
         engine, control, began = self._engine, self._engine.control, steady_time.since_boot()
         try:
             control.reset()
-            life = await control.life()
+            instance = await control.instance_id()
             await require_samples_of_the_policy(control)
             await give_first_grammar(control)
             champion = await self._champions.give(engine, self._fleet)
-            if await control.life() != life:
+            if await control.instance_id() != instance:
                 raise EngineError("it was restarted while its weights were loaded")
         except (EngineError, CheckpointRejected) as error:
             log.warning("engine_not_attached", engine=engine.number, reason=str(error))
             self._failures += 1
             return min(_LOOK_S * float(2**self._failures), _LONGEST_PAUSE_S)
-        if life is None:
+        if instance is None:
             log.warning("engine_life_unknown", engine=engine.number, sentence=_NO_LIFE)
-        self._failures, self._life, self._alive_at = 0, life, began
+        self._failures, self._instance, self._alive_at = 0, instance, began
         await self._fleet.set_state(engine, EngineState.READY)
         log.info("engine_attached", engine=engine.number, version=champion.version)
         return None
 
-    async def _see_life(self, looked_at: float, *, missed: bool) -> None:
+    async def _see_instance(self, looked_at: float, *, missed: bool) -> None:
         """Take an engine out of rotation that was started anew since it was proven, and maybe answered since."""
         engine = self._engine
         try:
-            life = await engine.control.life()
+            instance = await engine.control.instance_id()
         except EngineError:
             self._misses += 1
             return
-        restarted = missed if self._life is None else life != self._life
+        restarted = missed if self._instance is None else instance != self._instance
         if not restarted:
             self._alive_at = looked_at
         elif engine.state is EngineState.READY:
             log.error("engine_restarted", engine=engine.number, version=engine.version)
             await self._fleet.set_state(engine, EngineState.DOWN)
-            if life is not None:
+            if instance is not None:
                 await self._doubt_restarted(engine, self._alive_at)

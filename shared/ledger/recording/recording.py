@@ -109,12 +109,6 @@ _PRESENT: Executable = select(
 )
 
 #: Whether `its_tenant` has feedback about a reply that waits for it, and whether any reply was preferred to another.
-_ANY_EARLY = select(
-    exists().where(
-        literal_column("outcome = 'pending' AND msg_id IS NOT NULL"), feedback.c.tenant == bindparam("its_tenant")
-    ),
-    exists().where(feedback.c.other_msg_id.is_not(None)),
-)
 _RATED, _PREFERRED_TO = (
     select(named).where(is_among(named, "replies")) for named in (feedback.c.msg_id, feedback.c.other_msg_id)
 )
@@ -269,26 +263,11 @@ class Recording(LedgerPart):
     def commit(self, tenant: str, **limits: Unpack[CommitLimits]) -> int:
         """Release the tenant's rewarded experiences to the trainer and return how many."""
         with self._write() as connection:
-            return self._release(connection, tenant, limits)
-
-    def commit_recorded(self, tenant: str, **limits: Unpack[CommitLimits]) -> int | None:
-        """The same while replies of no run may not be recorded yet.
-
-        None, and nothing is released, if one of them may have a reward as soon as it is: it was rated before, or the
-        rule rewards what nobody rates.
-        """
-        if self._rewards.rule.default is not None:
-            return None
-        with self._write() as connection:
-            early = connection.execute(_ANY_EARLY, {"its_tenant": tenant}).one()
-            return None if any(early) else self._release(connection, tenant, limits)
-
-    def _release(self, connection: Connection, tenant: str, limits: CommitLimits) -> int:
-        now = self._clock()
-        given = {f"its_{name}": value for name, value in limits.items() if value is not None}
-        names, values = frozenset(given), {**given, "its_tenant": tenant, "now": now}
-        self._give_default(connection, names, values, now)
-        return connection.execute(_committing(names), values).rowcount
+            now = self._clock()
+            given = {f"its_{name}": value for name, value in limits.items() if value is not None}
+            names, values = frozenset(given), {**given, "its_tenant": tenant, "now": now}
+            self._give_default(connection, names, values, now)
+            return connection.execute(_committing(names), values).rowcount
 
     def end_silent_leases(self) -> None:
         """Give back what a trainer holds that has not been heard of for LEASE_S, as long as we have listened."""

@@ -7,21 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, Engine, select
+from sqlalchemy import Engine, select
 
 from tests.doubles.clock import Clock
 from tests.explorer.running import eventually
-from tests.factories import exchange, experience, feedback
+from tests.factories import exchange, feedback
 from tuneloop.explorer.capture import spool, spool_slots
-from tuneloop.explorer.capture.control_client import Flushed
-from tuneloop.explorer.capture.flusher import Flusher
+from tuneloop.explorer.capture.flusher import GROUP, Flusher
 from tuneloop.explorer.capture.intake import PATIENCE_S, RECORD_PATIENCE_S, Patience
-from tuneloop.explorer.capture.merge import GROUP
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.capture.spool_slots import RemoteSlot, Slots
 from tuneloop.shared import spool_format, steady_time
 from tuneloop.shared.errors import LedgerError, LedgerForbidden, LedgerUnavailable, RecordRefused, TuneloopError
-from tuneloop.shared.experience import Record, State, encode
+from tuneloop.shared.experience import Record, encode
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
 from tuneloop.shared.spool_format import Position
@@ -125,18 +123,6 @@ async def test_records_reach_the_ledger_in_their_order(own: Spool) -> None:
     assert own.backlog_bytes() == 0
 
 
-async def test_what_was_spooled_while_the_database_was_away_comes_later(own: Spool) -> None:
-    notebook, said = Notebook(), [exchange() for _ in range(50)]
-    notebook.away = True
-    with flushing(own, notebook) as (flusher, _):
-        for each in said:
-            await append(own, each)
-        assert not await flusher.wait_until_flushed(0.2)
-        notebook.away = False
-        await until_caught_up(flusher)
-    assert notebook.records == said
-
-
 async def test_stopping_while_the_database_is_away_is_quick_and_loses_nothing(tmp_path: Path) -> None:
     notebook, said = Notebook(), [exchange() for _ in range(5)]
     notebook.away = True
@@ -168,46 +154,6 @@ async def test_what_a_killed_process_wrote_comes_first_though_its_lock_stays_for
         assert await flusher.wait_until_flushed(60)
     own.close()
     assert notebook.records == [before, since]
-
-
-async def test_what_lies_in_the_slot_of_a_writer_that_has_not_announced_itself_is_not_overtaken(tmp_path: Path) -> None:
-    notebook = Notebook()
-    first, second = feedback(stamp=steady_time.stamp()), feedback(stamp=steady_time.stamp())
-    one, two = Spool.open(tmp_path, sync=False), Spool.open(tmp_path, sync=False)
-    await append(one, first)
-    await append(two, second)
-    one.close()
-    two.close()
-    again, slots = Spool.open(tmp_path, sync=False), Slots(tmp_path)
-    with flushing(again, notebook, slots) as (flusher, _):
-        assert not await flusher.wait_until_flushed(0.5)
-        slots.add(again)
-        assert await flusher.wait_until_flushed(60)
-    again.close()
-    assert notebook.records == [first, second]
-
-
-async def test_a_process_that_keeps_its_slot_for_ever_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spool_slots, "PREDECESSOR_PATIENCE_S", 0.5)
-    notebook, said = Notebook(), feedback()
-    stopped, own = Spool.open(tmp_path, sync=False), Spool.open(tmp_path, sync=False)
-    await append(stopped, feedback())
-    with flushing(own, notebook) as (flusher, _):
-        await append(own, said)
-        assert await flusher.wait_until_flushed(60)
-    own.close()
-    stopped.close()
-    assert notebook.records == [said]
-
-
-async def test_what_came_right_before_the_stop_is_moved(own: Spool) -> None:
-    for _ in range(20):
-        notebook, said = Notebook(), exchange()
-        with flushing(own, notebook):
-            await append(own, said)
-        assert notebook.records == [said]
 
 
 async def test_a_long_backlog_does_not_keep_a_stop_waiting_and_is_not_lost(own: Spool) -> None:
@@ -274,56 +220,6 @@ def test_a_refusal_is_waited_out_for_the_documented_time(clock: Clock) -> None:
         assert patience.waits(error)
 
 
-async def test_a_right_that_is_taken_away_for_a_while_costs_nothing(own: Spool, engine: Engine) -> None:
-    said = [exchange() for _ in range(9)]
-    others = [feedback(msg_id=each.msg_id) for each in said]
-    with (
-        flushing(own, Ledger(engine).recording, patience=Patience(0, 0)) as (flusher, set_aside),
-        engine.connect() as it,
-    ):
-        _refuse_feedback(it, refuse=True)
-        await append(own, *said, *others)
-        eventually(lambda: spool_format.refusal_of(own.folder.parent) is not None)
-        _refuse_feedback(it, refuse=False)
-        await until_caught_up(flusher)
-    assert (Ledger(engine).reports.counts()[State.REWARDED], set_aside) == (9, [])
-
-
-def _refuse_feedback(connection: Connection, *, refuse: bool) -> None:
-    if connection.dialect.name == "sqlite":
-        tables = ("feedback", "elsewhere") if refuse else ("elsewhere", "feedback")
-        connection.exec_driver_sql("ALTER TABLE {} RENAME TO {}".format(*tables))
-    elif refuse:
-        body = "BEGIN RAISE EXCEPTION 'permission denied' USING ERRCODE = '42501'; END"
-        connection.exec_driver_sql(f"CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ {body} $$")
-        connection.exec_driver_sql(
-            "CREATE TRIGGER refusing BEFORE INSERT ON feedback FOR EACH ROW EXECUTE FUNCTION refuse()"
-        )
-    else:
-        connection.exec_driver_sql("DROP TRIGGER refusing ON feedback")
-        connection.exec_driver_sql("DROP FUNCTION refuse()")
-    connection.commit()
-
-
-async def test_bytes_that_are_no_record_go_aside(own: Spool) -> None:
-    notebook, said = Notebook(), exchange()
-    with flushing(own, notebook) as (flusher, set_aside):
-        await own.append([b"nonsense", encode(said)])
-        assert await flusher.wait_until_flushed(60)
-    assert (notebook.records, set_aside) == ([said], [1])
-
-
-@pytest.mark.parametrize("place", ["sqlite"], indirect=True)
-async def test_the_real_ledger_refuses_and_the_rest_goes_in(own: Spool, ledger: Ledger) -> None:
-    said = exchange()
-    mangled = exchange(experiences=(experience(logprobs=b"\0\0"),))
-    with flushing(own, ledger.recording) as (flusher, set_aside):
-        await append(own, said, mangled, feedback(msg_id=said.msg_id))
-        await until_caught_up(flusher)
-    assert ledger.reports.counts()[State.REWARDED] == 1
-    assert set_aside == [1]
-
-
 async def test_a_quarantine_that_cannot_be_written_is_tried_again(own: Spool) -> None:
     notebook, said = Notebook(), [exchange(), exchange()]
     notebook.refuses = lambda record: record.msg_id == said[0].msg_id
@@ -372,17 +268,6 @@ async def test_what_a_process_leaves_that_dies_later_is_adopted_too(tmp_path: Pa
     assert len(list(spool.read(again.folder, again.flushed.position))) == 1
     again.close()
     first.close()
-
-
-async def test_slots_of_living_processes_are_left_alone(tmp_path: Path) -> None:
-    first, second = (Spool.open(tmp_path, sync=False) for _ in range(2))
-    await append(second, exchange())
-    notebook = Notebook()
-    with flushing(first, notebook) as (flusher, _):
-        assert await flusher.wait_until_flushed(60)
-    assert notebook.records == []
-    first.close()
-    second.close()
 
 
 @pytest.fixture
@@ -496,38 +381,6 @@ async def test_what_is_read_again_after_a_kill_does_not_become_the_last_word(tmp
     assert [(row.metric, row.value) for row in _events(engine)] == [("reward", 0.0), ("reward", 1.0), ("speed", 2.0)]
 
 
-async def test_the_first_use_of_a_key_counts_whichever_writer_heard_it(tmp_path: Path, engine: Engine) -> None:
-    writers = [Spool.open(tmp_path, sync=False) for _ in range(2)]
-    said = [exchange() for _ in range(20)]
-    for number, each in enumerate(said):
-        await append(writers[0], each)
-        for turn, value in enumerate((1.0, 0.0)):
-            same = {"event_id": f"key-{number}", "call_id": f"call-{turn}", "stamp": steady_time.stamp()}
-            await append(writers[(number + turn) % 2], feedback(msg_id=each.msg_id, value=value, **same))
-    slots = slots_of(writers[0])
-    slots.add(writers[1])
-    ledger = Ledger(engine)
-    with flushing(writers[0], ledger.recording, slots) as (flusher, _):
-        assert await flusher.wait_until_flushed(60)
-    assert [row.reward_sum for row in ledger.reports.rewards()] == [20.0]
-    for each in writers:
-        each.close()
-
-
-async def test_what_a_folder_holds_that_was_moved_away_comes_when_it_is_back(own: Spool) -> None:
-    notebook, said = Notebook(), [exchange() for _ in range(5)]
-    notebook.away = True
-    with flushing(own, notebook) as (flusher, _):
-        await append(own, *said)
-        elsewhere = own.folder.rename(own.folder.parent / "elsewhere")
-        notebook.away = False
-        await asyncio.sleep(1)
-        assert not await flusher.wait_until_flushed(1)
-        elsewhere.rename(own.folder)
-        await until_caught_up(flusher)
-    assert notebook.records == said
-
-
 async def test_what_several_dead_writers_left_comes_in_the_order_in_which_it_was_said(tmp_path: Path) -> None:
     writers = [Spool.open(tmp_path, sync=False) for _ in range(3)]
     now = steady_time.stamp()
@@ -560,75 +413,16 @@ async def test_what_a_writer_that_died_had_acknowledged_is_waited_for(own: Spool
         slot.flushed.move(Position(9, 9))
 
 
-async def test_a_slot_that_is_taken_again_is_followed_on(own: Spool, remote: See) -> None:
-    folder, notebook, said = own.folder.parent / "1", Notebook(), [exchange() for _ in range(5)]
-    slots, before = slots_of(own), None
-    with flushing(own, notebook, slots) as (flusher, _):
-        for each in said:
-            other = Spool(folder, sync=False)
-            slots.add(slot := remote(other))
-            if before is not None:
-                slots.leave(before)  # said late: another is there already
-            assert slots.lives(folder)
-            await append(other, each)
-            other.close()
-            before = slot
-        assert await flusher.wait_until_flushed(60)
-    assert notebook.records == said
-
-
-async def test_an_idle_spool_is_caught_up_at_once(own: Spool) -> None:
-    with flushing(own, Notebook()) as (flusher, _):
-        assert await flusher.wait_until_flushed(60)
-        await append(own, exchange())
-        assert await flusher.wait_until_flushed(60)
-        assert await flusher.wait_until_flushed(0)
-
-
-async def test_the_end_is_reached_across_a_change_of_segment(tmp_path: Path) -> None:
-    own = Spool(tmp_path / "0", sync=False, segment_bytes=300)
-    notebook, said = Notebook(), [exchange() for _ in range(20)]
-    with flushing(own, notebook) as (flusher, _):
-        for each in said:
-            await append(own, each)
-            assert await flusher.wait_until_flushed(60)
-            assert await flusher.wait_until_flushed(0)
-    assert notebook.records == said
-    assert len(spool_format.segments(own.folder)) <= 2
-    own.close()
-
-
-async def test_an_empty_segment_at_the_end_is_reached_with_records_before_it(own: Spool) -> None:
-    notebook = Notebook()
-    notebook.away = True
-    with flushing(own, notebook) as (flusher, _):
-        await append(own, exchange())
-        own._begin_segment()
-        notebook.away = False
-        await until_caught_up(flusher)
-
-
-async def test_those_who_wait_take_no_threads_from_others(own: Spool) -> None:
-    notebook, slow = Notebook(), threading.Event()
-    notebook.refuses = lambda record: not slow.wait(60)
-    with flushing(own, notebook) as (flusher, _):
-        await append(own, exchange())
-        waiting = [asyncio.ensure_future(flusher.wait_until_flushed(60)) for _ in range(200)]
-        await asyncio.sleep(0)
-        await asyncio.to_thread(slow.set)
-        assert await asyncio.gather(*waiting) == [Flushed.ALL] * 200
-
-
 async def test_many_wait_and_are_all_told(own: Spool) -> None:
     notebook = Notebook()
     notebook.away = True
     with flushing(own, notebook) as (flusher, _):
         await append(own, exchange())
         waiting = [asyncio.ensure_future(flusher.wait_until_flushed(60)) for _ in range(4)]
-        assert await asyncio.gather(*waiting) == [Flushed.NO] * 4, "nobody waits for a database that is away"
+        assert await asyncio.gather(*waiting) == [False] * 4, "nobody waits for a database that is away"
         notebook.away = False
         await until_caught_up(flusher)
-        assert await asyncio.gather(*(flusher.wait_until_flushed(60) for _ in range(4))) == [Flushed.ALL] * 4
+        assert await asyncio.gather(*(flusher.wait_until_flushed(60) for _ in range(4))) == [True] * 4
     assert not [each for each in threading.enumerate() if each.name == "flusher"]
 
 

@@ -14,9 +14,8 @@ from tests.factories import exchange, feedback
 from tuneloop.cli.erasure import erase
 from tuneloop.explorer.capture import spool
 from tuneloop.explorer.capture.flusher import Flusher
-from tuneloop.explorer.capture.retention import PURGE_S, SEGMENT_S, SpoolRetention
+from tuneloop.explorer.capture.retention import SEGMENT_S, SpoolRetention, clear
 from tuneloop.explorer.capture.spool import Spool
-from tuneloop.explorer.capture.spool_erasure import Cleared, clear
 from tuneloop.explorer.capture.spool_slots import Slots
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared import quarantine
@@ -125,23 +124,6 @@ def test_retention_is_applied_by_the_explorer(tmp_path: Path, double: EngineDoub
         assert explorer.counts()[State.RECORDED] == 1
 
 
-def test_without_retention_nothing_is_deleted(explorer: RunningExplorer) -> None:
-    explorer.ledger.recording.record([exchange(received_at=1.0)])
-    explorer.chat()
-    assert explorer.counts()[State.RECORDED] == 2
-    assert explorer.metrics()["tuneloop_purged_total"] == 0
-
-
-def test_retention_is_applied_at_the_start_and_then_every_hour(
-    forgetting: SpoolRetention, ledger: Ledger, clock: Clock
-) -> None:
-    for now, left in ((0.0, 0), (PURGE_S - 1, 1), (PURGE_S, 0)):
-        ledger.recording.record([exchange(received_at=1.0)] if not sum(ledger.reports.counts().values()) else [])
-        clock.now = now
-        forgetting.look()
-        assert sum(ledger.reports.counts().values()) == left
-
-
 async def test_a_segment_that_the_database_has_is_left_after_a_while(
     forgetting: SpoolRetention, own: Spool, flusher: Flusher, clock: Clock
 ) -> None:
@@ -158,16 +140,6 @@ async def test_a_segment_that_the_database_has_is_left_after_a_while(
     forgetting.look()
     await own.append([encode(exchange())])
     assert own.end.segment == end.segment + 1, "an empty one is not left"
-
-
-async def test_a_segment_that_the_database_lacks_is_not_left(
-    forgetting: SpoolRetention, own: Spool, clock: Clock
-) -> None:
-    end = await own.append([encode(exchange())])
-    for clock.now in (0.0, 10 * SEGMENT_S):
-        forgetting.look()
-    await own.append([encode(exchange())])
-    assert own.end.segment == end.segment
 
 
 def of_ann(**but: object) -> bytes:
@@ -192,21 +164,6 @@ def test_files_that_stay_are_cleared_once_and_again_when_they_grow(
     quarantine.set_aside(own.folder, of_ann())
     forgetting.look()
     assert (own.folder / "quarantine.seg").read_bytes() == left
-
-
-def test_what_others_say_of_their_replies_is_cleared_too(
-    forgetting: SpoolRetention, own: Spool, ledger: Ledger
-) -> None:
-    ann, bob = exchange(user="ann"), exchange(user="bob")
-    ledger.recording.record([ann, bob])
-    words = {"kind": Kind.COMMENT, "value": None, "text": "goldfinch", "source": "carol"}
-    other = encode(feedback(msg_id=bob.msg_id))
-    for payload in (encode(feedback(msg_id=ann.msg_id, **words)), other):
-        quarantine.set_aside(own.folder, payload)
-    ledger.retention.erase("acme", "ann")
-    forgetting.look()
-    assert holding(own.folder, other) == {"quarantine.seg"}
-    assert holding(own.folder) == set()
 
 
 def test_files_that_stay_lose_a_person_whose_name_is_redacted_since(
@@ -239,14 +196,6 @@ def test_files_that_stay_lose_a_completion_that_is_deleted(
     assert (holding(own.folder), holding(own.folder, bobs)) == (set(), {name})
 
 
-def test_a_second_erasure_clears_again(forgetting: SpoolRetention, own: Spool, ledger: Ledger) -> None:
-    quarantine.set_aside(own.folder, encode(exchange(user="bob", request=b"goldfinch")))
-    for user, left in (("ann", {"quarantine.seg"}), ("bob", set())):
-        ledger.retention.erase("acme", user)
-        forgetting.look()
-        assert holding(own.folder) == left
-
-
 def test_slots_of_dead_processes_are_cleared_and_those_of_living_ones_left_to_them(
     forgetting: SpoolRetention, own: Spool, ledger: Ledger
 ) -> None:
@@ -273,7 +222,7 @@ async def test_the_tail_of_a_torn_segment_is_cleared_too(tmp_path: Path) -> None
     path = tmp_path / "0" / "00000001.torn"
     (tmp_path / "0" / "00000001.seg").rename(path)
     path.write_bytes(path.read_bytes().replace(b"damaged", b"dAmaged"))
-    assert clear(path, ERASED) == Cleared(3, 148)
+    assert clear(path, ERASED) == (3, 148)
     data = path.read_bytes()
     assert (data.count(b"goldfinch"), data.count(b"dAmaged"), encode(bob) in data, encode(other) in data) == (
         0,
@@ -281,18 +230,7 @@ async def test_the_tail_of_a_torn_segment_is_cleared_too(tmp_path: Path) -> None
         True,
         True,
     )
-    assert clear(path, ERASED) == Cleared(0, 148)
-
-
-def test_a_file_with_nothing_left_goes(tmp_path: Path) -> None:
-    quarantine.set_aside(tmp_path, of_ann())
-    assert clear(tmp_path / "quarantine.seg", ERASED) == Cleared(1, 0)
-    assert not list(tmp_path.glob("*.seg"))
-
-
-def test_what_they_said_after_it_stays(tmp_path: Path) -> None:
-    quarantine.set_aside(tmp_path, of_ann(received_at=1e9 + 1))
-    assert clear(tmp_path / "quarantine.seg", ERASED) == Cleared(0, 0)
+    assert clear(path, ERASED) == (0, 148)
 
 
 def test_what_a_killed_process_left_half_written_goes_with_a_person(
@@ -313,6 +251,6 @@ def test_a_file_is_written_anew_by_no_link_that_was_planted(tmp_path: Path) -> N
     path.chmod(0o640)
     precious.write_text("precious")
     (tmp_path / "quarantine.partial").symlink_to(precious)
-    assert clear(path, ERASED) == Cleared(1, 0)
+    assert clear(path, ERASED) == (1, 0)
     assert (precious.read_text(), kept in path.read_bytes(), path.is_symlink()) == ("precious", True, False)
     assert path.stat().st_mode & 0o777 == 0o640

@@ -1,6 +1,3 @@
-import asyncio
-import errno
-import io
 import os
 import random
 import shutil
@@ -13,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.moving_folder import moving
 from tuneloop.explorer.capture import spool
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.capture.spool_slots import FlushedMark
@@ -55,32 +51,6 @@ async def test_what_was_appended_is_read_in_order(own: Spool) -> None:
     assert payloads(own.folder, end) == []
 
 
-async def test_many_appends_at_once_share_their_syncs(tmp_path: Path) -> None:
-    found = opened(tmp_path, sync=True)
-    await asyncio.gather(*(found.append([b"%d" % number]) for number in range(500)))
-    assert sorted(payloads(found.folder), key=int) == [b"%d" % number for number in range(500)]
-    found.close()
-
-
-async def test_where_several_come_a_sync_waits_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spool, "_GATHER_S", 2.0)
-    found = opened(tmp_path, sync=True)
-    await asyncio.gather(*(found.append([b"%d" % number]) for number in range(50)))
-    first = asyncio.create_task(found.append([b"first"]))
-    await asyncio.sleep(0.02)
-    assert await found.append([b"second"]) == await first
-    found.close()
-
-
-async def test_who_comes_alone_is_not_kept_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spool, "_GATHER_S", 60.0)
-    found = opened(tmp_path, sync=True)
-    async with asyncio.timeout(30):
-        for _ in range(5):
-            await found.append([b"alone"])
-    found.close()
-
-
 async def test_a_new_process_begins_a_new_segment_and_reads_the_old(tmp_path: Path) -> None:
     for number in range(3):
         found = opened(tmp_path)
@@ -88,25 +58,6 @@ async def test_a_new_process_begins_a_new_segment_and_reads_the_old(tmp_path: Pa
         found.close()
     assert spool_format.segments(found.folder) == [1, 2, 3]
     assert payloads(found.folder) == [b"0", b"1", b"2"]
-
-
-def test_a_folder_that_goes_while_it_is_looked_at_has_no_segments(tmp_path: Path) -> None:
-    folder = tmp_path / "0"
-    folder.mkdir()
-    spool_format.segment_path(folder, 7).touch()
-    with moving(folder):
-        found = {tuple(spool_format.segments(folder)) for _ in range(20_000)}
-    assert found == {(), (7,)}
-
-
-def test_a_folder_that_may_not_be_read_has_no_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    spool_format.segment_path(tmp_path, 7).touch()
-    assert spool_format.segments(tmp_path) == [7]
-    monkeypatch.setattr(os, "listdir", refuse)
-    assert spool_format.segments(tmp_path) == []
 
 
 async def test_zeros_at_the_end_are_no_records(tmp_path: Path) -> None:
@@ -144,17 +95,6 @@ async def test_a_torn_tail_is_passed_over(tmp_path: Path, lost: int) -> None:
     assert payloads(again.folder) == [b"whole", b"after"]
 
 
-async def test_bytes_that_changed_on_disk_are_no_record(tmp_path: Path) -> None:
-    found = opened(tmp_path)
-    await found.append([b"first", b"second"])
-    found.close()
-    path = tmp_path / "0" / "00000001.seg"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    assert payloads(found.folder) == [b"first"]
-
-
 async def test_segments_rotate_and_are_forgotten(tmp_path: Path) -> None:
     own = Spool(tmp_path / "0", sync=False, segment_bytes=100)
     ends = [await own.append([b"%02d" % number * 20]) for number in range(12)]
@@ -166,16 +106,6 @@ async def test_segments_rotate_and_are_forgotten(tmp_path: Path) -> None:
     assert len(spool_format.segments(own.folder)) == 3
     assert own.backlog_bytes() == 6 * 48
     own.close()
-
-
-def test_living_processes_have_slots_of_their_own(tmp_path: Path) -> None:
-    first, second = opened(tmp_path), opened(tmp_path)
-    assert [each.name for each in spool_format.slots(tmp_path)] == ["0", "1"]
-    with pytest.raises(BlockingIOError):
-        spool.take_slot(first.folder)
-    first.close()
-    assert opened(tmp_path).folder == first.folder
-    second.close()
 
 
 @pytest.mark.parametrize("torn", [0, 1])
@@ -193,16 +123,6 @@ def test_the_mark_survives_a_torn_place(tmp_path: Path, torn: int) -> None:
     again.move(Position(3, 30))  # over the torn place, not over the good one
     again.close()
     assert marked(path) == Position(3, 30)
-
-
-@pytest.mark.parametrize("data", [b"", b"\0" * 32, b"x" * 32, b"x" * 5])
-def test_a_mark_of_nonsense_is_the_beginning(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "flushed").write_bytes(data)
-    mark = FlushedMark(tmp_path / "flushed")
-    assert mark.position == START
-    mark.move(Position(1, 1))
-    mark.close()
-    assert marked(tmp_path / "flushed") == Position(1, 1)
 
 
 def test_a_writer_killed_at_any_moment_loses_nothing_acknowledged(tmp_path: Path) -> None:
@@ -255,17 +175,6 @@ async def main(full, room):
 """
 
 
-def test_a_segment_that_cannot_grow_is_refused_and_left_behind(tmp_path: Path) -> None:
-    script = (
-        _FULL
-        + """
-limit = lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-asyncio.run(main(lambda: limit(1000), lambda: limit(resource.RLIM_INFINITY)))
-"""
-    )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=120)
-
-
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="only root may mount")
 def test_a_full_disk_is_refused_and_recovered_from(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
@@ -297,21 +206,6 @@ asyncio.run(main(full, room))
         subprocess.run(["umount", str(disk)], check=True)
 
 
-async def test_what_a_refused_write_left_is_written_over(own: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = spool._write_whole
-
-    def refused_once(file: io.FileIO, data: bytes) -> None:
-        monkeypatch.setattr(spool, "_write_whole", write)
-        write(file, data[: len(data) // 2])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    await own.append([b"first"])
-    monkeypatch.setattr(spool, "_write_whole", refused_once)
-    await own.append([b"second " * 100])
-    await own.append([b"third"])
-    assert payloads(own.folder) == [b"first", b"second " * 100, b"third"]
-
-
 @pytest.mark.parametrize("sync", [True, False])
 async def test_a_folder_that_is_moved_away_takes_nothing_until_it_is_back(tmp_path: Path, sync: bool) -> None:
     own = opened(tmp_path / "spool", sync=sync)
@@ -327,25 +221,3 @@ async def test_a_folder_that_is_moved_away_takes_nothing_until_it_is_back(tmp_pa
         assert own.broken is None
     assert payloads(own.folder) == [b"a", b"c", b"c"]
     own.close()
-
-
-@pytest.mark.parametrize("again", [True, False])
-async def test_a_folder_that_is_deleted_takes_nothing_any_more(tmp_path: Path, again: bool) -> None:
-    own = opened(tmp_path)
-    await own.append([b"a"])
-    shutil.rmtree(own.folder)
-    if again:
-        opened(tmp_path).close()
-    for _ in range(3):
-        with pytest.raises(SpoolFull, match="was deleted or moved"):
-            await own.append([b"b"])
-    own.close()
-
-
-async def test_a_segment_that_is_deleted_takes_nothing_but_the_next_one_does(own: Spool) -> None:
-    await own.append([b"a"])
-    spool_format.segment_path(own.folder, 1).unlink()
-    with pytest.raises(SpoolFull, match="a segment was deleted"):
-        await own.append([b"b"])
-    await own.append([b"c"])
-    assert payloads(own.folder) == [b"c"]

@@ -1,7 +1,4 @@
-import asyncio
-import errno
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +10,6 @@ from tests.explorer.running import eventually
 from tests.factories import exchange, feedback
 from tuneloop.explorer.capture.recorder import RESERVE_BYTES, SpoolLimits
 from tuneloop.explorer.capture.spool import Spool
-from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared import spool_format
 from tuneloop.shared.errors import SpoolFull
 from tuneloop.shared.experience import encode
@@ -36,14 +32,6 @@ def limits(own: Spool, *, max_bytes: int = GIB, max_age_s: float = 3600.0, **mor
 def disk(free: int, total: int = 1000 * GIB) -> Callable[[Path], os.statvfs_result]:
     """A file system of that many bytes, whatever lies on it."""
     return lambda _path: os.statvfs_result((1, 1, total, free, free, 1, 1, 1, 0, 255))
-
-
-def refused(found: SpoolLimits) -> bool:
-    try:
-        found.admit()
-    except SpoolFull:
-        return True
-    return False
 
 
 async def test_the_bound_is_kept_until_the_database_has_caught_up(own: Spool) -> None:
@@ -71,14 +59,6 @@ async def test_what_other_processes_hold_counts_dead_or_alive(own: Spool) -> Non
     found.look()
     found.admit()
     alive.close()
-
-
-async def test_asking_reads_nothing(own: Spool) -> None:
-    found = limits(own, max_bytes=100)
-    await own.append([b"x" * 42])
-    shutil.rmtree(own.folder)
-    found.admit()
-    assert found.bytes() == 50
 
 
 async def test_what_the_process_before_left_counts(own: Spool) -> None:
@@ -115,18 +95,6 @@ async def test_on_a_full_disk_what_the_database_has_is_given_back(own: Spool) ->
     assert own.end.segment == 2, "so is one that the database has not taken"
 
 
-async def test_a_segment_ends_before_the_disk_has_no_room_beside_it(own: Spool) -> None:
-    small = RESERVE_BYTES + 300
-    found = limits(own, disk=disk(small))
-    await own.append([b"x" * 200])
-    found.look()
-    await own.append([b"x" * 200])
-    assert len(spool_format.segments(own.folder)) == 1
-    found.look()
-    eventually(lambda: own.end == Position(2, 0))
-    found.admit()
-
-
 async def test_the_age_is_that_of_the_oldest_record_in_any_slot(own: Spool) -> None:
     now = time.time()
     found = limits(own, max_age_s=50)
@@ -155,31 +123,3 @@ async def test_what_has_waited_too_long_refuses_more(own: Spool) -> None:
         found.admit()
     own.flushed.move(end)
     found.admit()
-
-
-async def test_bytes_that_are_no_record_are_as_old_as_their_segment(own: Spool) -> None:
-    found = limits(own)
-    await own.append([b"nonsense"])
-    os.utime(own.folder / "00000001.seg", (0, time.time() - 70))
-    found.look()
-    assert found.oldest_s() == pytest.approx(70, abs=5)
-    with (own.folder / "00000001.seg").open("r+b") as file:
-        file.truncate(5)
-    found = limits(own)
-    assert found.oldest_s() == pytest.approx(0, abs=5)
-
-
-async def test_a_disk_that_cannot_be_looked_at_is_looked_at_again(own: Spool) -> None:
-    answers = iter([OSError(errno.EIO, "Input/output error"), os.statvfs_result((1, 1, GIB, 0, 0, 1, 1, 1, 0, 255))])
-
-    def disk(_path: Path) -> os.statvfs_result:
-        answer = next(answers, None)
-        if isinstance(answer, OSError):
-            raise answer
-        return answer or os.statvfs(own.folder)
-
-    found = limits(own)
-    found._disk = disk
-    running = asyncio.ensure_future(found.run(Metrics()))
-    await asyncio.to_thread(eventually, lambda: refused(found))
-    running.cancel()

@@ -1,6 +1,5 @@
 """Versions that are adapters: clients see what they would see of all weights, and nothing in flight is disturbed."""
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -14,14 +13,17 @@ from tests.explorer import adapters, checkpoints
 from tests.explorer.conftest import Run
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
 from tests.explorer.versions.test_attestation import mismatches, outcomes
+from tests.explorer.versions.test_reload import until_ready
+from tests.explorer.versions.test_trial import SHARE, answered, by_hash
 from tuneloop.explorer.engines.adapter_names import ModelRenaming
-from tuneloop.explorer.engines.client import _HIGH_WATER, RenamedEngineReply, _Connection
+from tuneloop.explorer.engines.client import RenamedEngineReply, _Connection
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.explorer.engines.vllm import command, environment
 from tuneloop.shared.checkpoints.manifest import Probe
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.settings.serving import LoraSettings
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.versions import RolloutSettings
 
 Start = Callable[..., RunningExplorer]
 
@@ -73,18 +75,6 @@ def test_a_version_is_loaded_beside_the_others_and_named_in_requests(start: Star
     assert not {"/pause", "/collective_rpc", "/reset_prefix_cache"} & set(double.posts)
 
 
-def test_clients_see_their_own_name_of_the_model_only(start: Start, double: EngineDouble) -> None:
-    explorer = start(double)
-    candidate(explorer)
-    until(explorer, 1, VersionState.CHAMPION)
-    reply = explorer.chat(stream=True).text
-    assert f'"model":"{MODEL}"' in reply
-    assert "tuneloop-adapter" not in reply
-    assert [each["id"] for each in explorer.http.get("/v1/models").json()["data"]] == [MODEL]
-    assert explorer.http.get(f"/v1/models/{requested_model(double)}").status_code == 404
-    assert explorer.chat(model="another").status_code == 404
-
-
 @pytest.mark.parametrize("on_reload", ["keep", "wait"])
 def test_a_reply_in_flight_ends_with_the_adapter_that_it_began_with(
     start: Start, double: EngineDouble, on_reload: str
@@ -105,19 +95,6 @@ def test_a_reply_in_flight_ends_with_the_adapter_that_it_began_with(
     assert [(each.version_min, each.version_max, each.unsampled) for each in kept] == [(1, 1, None), (2, 2, None)]
 
 
-def test_an_adapter_that_is_not_the_trainer_s_is_rejected_and_the_old_one_serves_on(
-    start: Start, double: EngineDouble
-) -> None:
-    explorer = start(double)
-    candidate(explorer)
-    until(explorer, 1, VersionState.CHAMPION)
-    candidate(explorer, Probe(prompt_ids=checkpoints.PROMPT, logprobs=(-9.0, -9.0, -9.0), tolerance=0.01))
-    until(explorer, 2, VersionState.REJECTED)
-    assert "nats from the trainer's" in str(explorer.ledger.versions.all()[2].reason)
-    assert explorer.version() == 1
-    assert requested_model(double).startswith("tuneloop-adapter-1-")
-
-
 @pytest.mark.parametrize("extended", [True, False])
 def test_an_adapter_that_is_not_the_files_to_the_bit_is_found_by_its_fingerprint(
     start: Start, double: EngineDouble, tmp_path: Path, extended: bool
@@ -135,22 +112,6 @@ def test_an_adapter_that_is_not_the_files_to_the_bit_is_found_by_its_fingerprint
     else:
         seen = outcomes(explorer)["matched"]
         eventually(lambda: outcomes(explorer)["matched"] >= seen + 2)
-
-
-def test_an_adapter_that_the_engine_refuses_is_rejected(start: Start, double: EngineDouble) -> None:
-    explorer = start(double)
-    double.refuses_load_of = {"global_step_1"}
-    candidate(explorer)
-    until(explorer, 1, VersionState.REJECTED)
-    assert explorer.version() == 0
-
-
-def test_old_names_are_forgotten_but_the_last_ones(start: Start, double: EngineDouble) -> None:
-    explorer = start(double)
-    for number in range(1, 7):
-        candidate(explorer)
-        until(explorer, number, VersionState.CHAMPION)
-    assert [name.split("-")[2] for name in double.adapters] == ["3", "4", "5", "6"]
 
 
 @pytest.mark.parametrize("engine_too", [False, True])
@@ -203,17 +164,6 @@ THEIRS = "tuneloop-adapter-2-abc"
 RENAMING = ModelRenaming(public_name="ours", adapter_name=THEIRS)
 
 
-@pytest.mark.parametrize("model", ["ours", "", None])
-def test_a_request_for_what_we_serve_is_for_the_adapter(model: str | None) -> None:
-    requested_model = RENAMING.rename_request(json.dumps({"model": model, "max_tokens": 1}).encode())
-    assert json.loads(requested_model or b"") == {"model": THEIRS, "max_tokens": 1}
-
-
-@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"model":"another"}', b'{"model":["ours"]}'])
-def test_any_other_request_is_left_as_it_is(body: bytes) -> None:
-    assert RENAMING.rename_request(body) is None
-
-
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_a_reply_is_renamed_wherever_its_blocks_are_cut(size: int) -> None:
     event = b'data: {"model":"%b","text":"\\"model\\":\\"tuneloop-adapter-2-abc\\""}\n\n'
@@ -226,18 +176,55 @@ def test_a_reply_is_renamed_wherever_its_blocks_are_cut(size: int) -> None:
     assert received == event % b"ours" * 3 + b'{"model":"ours"}'
 
 
-def test_a_long_line_is_passed_on_in_parts_and_renamed_all_the_same() -> None:
-    for length in range(_HIGH_WATER - 120, _HIGH_WATER + 40, 7):
-        body = b'{"text":"%b","model":"%b","choices":"%b"}' % (b"x" * length, THEIRS.encode(), b"y" * 3 * _HIGH_WATER)
-        reply, received = RenamedEngineReply(cast(_Connection, None), RENAMING), list[bytes]()
-        reply._sink = lambda block, into=received: into.append(block) is None
-        for at in range(0, len(body), 20_000):
-            reply.receive(body[at : at + 20_000])
-        reply.receive_end()
-        assert b"".join(received) == body.replace(THEIRS.encode(), b"ours")
-        assert max(map(len, received)) < 2 * _HIGH_WATER
+@pytest.fixture
+def start_both() -> Iterator[Callable[[Settings], RunningExplorer]]:
+    """Starts an explorer with two places for a version on one engine."""
+    with ExitStack() as stack:
+
+        def run(settings: Settings) -> RunningExplorer:
+            running = stack.enter_context(explorer_running(settings))
+            until_ready(running, 2)
+            return running
+
+        yield run
 
 
-def test_a_long_line_that_nobody_reads_is_not_held() -> None:
-    reply = RenamedEngineReply(cast(_Connection, None), RENAMING)
-    assert not all(reply.receive(b"x" * 20_000) for _ in range(2 * _HIGH_WATER // 20_000))
+def tried(tmp_path: Path, double: EngineDouble, **rollout: Any) -> Settings:
+    return adapted(tmp_path, double).model_copy(
+        update={"rollout": RolloutSettings(**{"mode": "canary", "share": SHARE} | rollout)}
+    )
+
+
+def test_a_version_is_tried_beside_the_champion_and_rolled_back(
+    start_both: Callable[[Settings], RunningExplorer], tmp_path: Path, double: EngineDouble
+) -> None:
+    explorer = start_both(tried(tmp_path, double))
+    candidate(explorer)
+    until(explorer, 1, VersionState.CANARY)
+    until_ready(explorer, 2)
+    assert answered(explorer) == by_hash()
+    request = {str(each.body["user"]): str(each.body["model"]) for each in double.chats if "user" in each.body}
+    assert {user: name.startswith("tuneloop-adapter-1-") for user, name in request.items()} == {
+        user: bool(version) for user, version in by_hash().items()
+    }
+    assert not {"/pause", "/collective_rpc"} & set(double.posts)
+    explorer.ledger.versions.roll_back(1, by="admin:anna", reason="to see")
+    eventually(lambda: explorer.services.fleet.split is None)
+    until_ready(explorer, 2)
+    assert set(answered(explorer).values()) == {0}
+
+
+def test_an_engine_that_was_started_again_gets_the_champion_s_adapter(
+    tmp_path: Path, places: list[EnginePlace], start_both: Callable[[Settings], RunningExplorer]
+) -> None:
+    explorer = start_both(tried(tmp_path, places[0].fresh()))
+    candidate(explorer)
+    until(explorer, 1, VersionState.CANARY)
+    explorer.ledger.versions.promote(1, by="admin:anna", reason="to see")
+    eventually(lambda: [each.version for each in explorer.services.fleet.engines] == [1, 1])
+    places[0].fresh().dead = True
+    eventually(lambda: {each.state for each in explorer.services.fleet.engines} == {EngineState.DOWN})
+    again = places[0].fresh()
+    until_ready(explorer, 2)
+    assert explorer.version() == 1
+    assert str(again.chats[-1].body["model"]).startswith("tuneloop-adapter-1-")

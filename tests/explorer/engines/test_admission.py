@@ -148,34 +148,6 @@ TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=25)
 
 
-async def test_first_come_first_served() -> None:
-    admission = Admission(limit=1, max_waiting=5, wait_timeout_s=10)
-    order = []
-
-    async def send(number: int) -> None:
-        await admission.acquire()
-        order.append(number)
-        await asyncio.sleep(0)
-        admission.release()
-
-    await asyncio.gather(*(send(number) for number in range(6)))
-    assert order == list(range(6))
-
-
-@pytest.mark.parametrize("waiting", [0, 2])
-async def test_a_refusal_says_how_many_there_are(waiting: int) -> None:
-    admission = Admission(limit=3, max_waiting=waiting, wait_timeout_s=0.01)
-    for _ in range(3):
-        await admission.acquire()
-    queue = [asyncio.ensure_future(admission.acquire()) for _ in range(waiting)]
-    await asyncio.sleep(0)
-    with pytest.raises(RequestRefused, match=f"3 requests are in flight and {waiting} wait"):
-        await admission.acquire()
-    for each in queue:
-        with pytest.raises(RequestRefused, match=r"too many requests are in flight: this one waited for 0\.01 seconds"):
-            await each
-
-
 def places(limit: int, max_waiting: int = 100) -> Admission:
     return Admission(limit=limit, max_waiting=max_waiting, wait_timeout_s=60)
 
@@ -258,15 +230,6 @@ async def test_the_tenant_with_the_most_waiting_gives_way_by_its_key_with_the_mo
     await asyncio.gather(*tasks, late, return_exceptions=True)
 
 
-async def test_one_caller_alone_is_served_in_its_order() -> None:
-    admission = places(1)
-    await admission.acquire()
-    async with waiting(admission, "aaa") as (tasks, _):
-        admission.release()
-        await asyncio.sleep(0)
-        assert [task.done() for task in tasks] == [True, False, False]
-
-
 async def test_who_fills_the_queue_gives_way_to_others() -> None:
     admission = places(1, max_waiting=4)
     await admission.acquire("a")
@@ -282,15 +245,3 @@ async def test_who_fills_the_queue_gives_way_to_others() -> None:
         for caller in "ab":
             with pytest.raises(RequestRefused):
                 await admission.acquire(caller)
-
-
-async def test_nothing_is_left_of_who_came_and_went() -> None:
-    admission = places(2)
-    for _ in range(2):
-        await admission.acquire("x")
-    async with waiting(admission, "abab"):
-        assert admission.waiting == 4
-    assert (admission.waiting, admission.in_flight) == (0, 2)
-    for _ in range(2):
-        admission.release("x")
-    assert admission.in_flight == 0

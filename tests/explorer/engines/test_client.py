@@ -16,12 +16,11 @@ import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tuneloop.explorer.engines.client import IDLE_TIMEOUT_S, EngineHttp
+from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.shared.errors import EngineError, EngineUnreachable
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-BODY = bytes(range(256)) * 3
 
 Answer = Callable[[StreamWriter], Awaitable[None]]
 
@@ -141,16 +140,6 @@ def sized(body: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
 
 
-@pytest.mark.parametrize("framed", [sized(BODY), chunked(BODY, 1), chunked(BODY, 7), chunked(BODY, 10_000)])
-@pytest.mark.parametrize("cut", ["nowhere", "everywhere"])
-@on_uvloop
-async def test_a_reply_arrives_however_it_is_framed_and_cut(framed: bytes, cut: str) -> None:
-    cuts = list(range(1, len(framed), 3)) if cut == "everywhere" else []
-    async with asking(in_pieces(framed, cuts)) as (http, engine):
-        assert [await whole(http) for _ in range(3)] == [(200, BODY)] * 3
-        assert engine.connections == 1
-
-
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), body=st.binary(min_size=1, max_size=200), chunk=st.integers(1, 50), sizes=st.booleans())
 def test_no_cut_of_the_bytes_changes_a_reply(data: Any, body: bytes, chunk: int, sizes: bool) -> None:
@@ -178,49 +167,6 @@ def test_whatever_an_engine_says_it_is_a_reply_or_an_error(noise: bytes, at: int
     uvloop.run(check())
 
 
-@on_uvloop
-async def test_a_connection_that_is_kept_is_used_again() -> None:
-    async with asking(OK) as (http, engine):
-        assert [await whole(http) for _ in range(5)] == [(200, b"hello")] * 5
-        assert engine.connections == 1
-
-
-@on_uvloop
-async def test_a_connection_too_old_is_not_used_again() -> None:
-    async with asking(OK) as (http, engine):
-        await whole(http)
-        http._idle[0].idle_since -= IDLE_TIMEOUT_S + 1
-        assert await whole(http) == (200, b"hello")
-        assert engine.connections == 2
-        await asyncio.wait_for(engine.left.wait(), 5)
-
-
-@on_uvloop
-async def test_what_says_that_it_closes_is_not_used_again() -> None:
-    reply = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 5\r\n\r\nhello"
-    async with asking(reply) as (http, engine):
-        assert [await whole(http) for _ in range(2)] == [(200, b"hello")] * 2
-        assert engine.connections == 2
-
-
-@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-@on_uvloop
-async def test_a_reply_that_ends_with_its_connection_is_whole(version: bytes) -> None:
-    async with asking(closing(b"HTTP/%b 200 OK\r\nconnection: close\r\n\r\nhello" % version)) as (http, engine):
-        assert [await whole(http) for _ in range(2)] == [(200, b"hello")] * 2
-        assert engine.connections == 2
-
-
-@on_uvloop
-async def test_to_continue_is_no_reply_yet() -> None:
-    async with asking(b"HTTP/1.1 100 Continue\r\ncontent-length: 3\r\n\r\n" + OK) as (http, engine):
-        for _ in range(2):
-            reply = await http.request("POST", "/x", b"{}")
-            assert (reply.status, await reply.read()) == (200, b"hello")
-            assert reply.headers == {b"content-length": b"5"}
-        assert engine.connections == 1
-
-
 @pytest.mark.parametrize(
     "reply",
     [
@@ -245,28 +191,6 @@ async def test_a_reply_that_breaks_off_is_an_error_and_not_asked_for_again(reply
             await whole(http)
         assert not isinstance(caught.value, EngineUnreachable)
         assert len(engine.received) == 1
-
-
-@on_uvloop
-async def test_what_nobody_asked_for_is_not_taken_for_the_next_reply() -> None:
-    async with asking(OK + b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nbad", OK) as (http, engine):
-        assert [await whole(http) for _ in range(3)] == [(200, b"hello")] * 3
-        assert engine.connections == 2
-
-
-@on_uvloop
-async def test_what_comes_late_is_not_taken_for_the_next_reply() -> None:
-    async def late(writer: StreamWriter) -> None:
-        writer.write(OK)
-        await asyncio.sleep(0.05)
-        writer.write(b"HTTP/1.1 408 Timeout\r\ncontent-length: 3\r\n\r\nbad")
-
-    async with asking(late, OK) as (http, _):
-        await whole(http)
-        async with asyncio.timeout(60):
-            while http._idle and not http._idle[0].closing:  # noqa: ASYNC110 - nobody tells
-                await asyncio.sleep(0.01)
-        assert await whole(http) == (200, b"hello")
 
 
 @on_uvloop
@@ -313,16 +237,6 @@ async def test_an_engine_is_asked_at_its_url_with_its_key() -> None:
     assert {f"Host: {at}", "Authorization: Bearer secret", "X-Request-Id: 7", "Content-Length: 2"} < set(lines)
 
 
-@on_uvloop
-async def test_an_engine_may_be_at_an_ipv6_address() -> None:
-    engine = RawEngine(OK)
-    async with served(engine, host="::1") as url:
-        http = EngineHttp(url=url)
-        assert await whole(http) == (200, b"hello")
-        await http.close()
-    assert b"Host: [::1]:" in engine.received[0]
-
-
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A key and its self-signed certificate for 127.0.0.1, in one file."""
@@ -360,15 +274,6 @@ async def test_who_is_cancelled_before_the_reply_closes_the_connection() -> None
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
                 await http.request("POST", "/x")
-        await asyncio.wait_for(engine.left.wait(), 5)
-
-
-@on_uvloop
-async def test_who_closes_a_reply_before_its_end_closes_the_connection() -> None:
-    async with asking(CHUNKED + b"5\r\nhello\r\n") as (http, engine):
-        reply = await http.request("POST", "/x")
-        assert await anext(reply.blocks()) == b"hello"
-        reply.close()
         await asyncio.wait_for(engine.left.wait(), 5)
 
 

@@ -76,20 +76,6 @@ async def test_an_engine_is_given_a_grammar_if_these_are_rebuilt(tmp_path: Path,
     assert json.loads(body)["structured_outputs"] == {"regex": "a"}
 
 
-async def test_it_keeps_its_connection_to_a_socket(tmp_path: Path) -> None:
-    listening = Listening()
-    async with controlling(tmp_path, listening, key="secret") as control:
-        assert await control.healthy()
-        await control.pause("keep")
-        assert await control.query("/v1/completions", prompt="\ud83d half of a character", top=float("inf")) == {}
-    (health, _), (pause, nothing), (ask, body) = listening.received
-    assert listening.connections == 1
-    assert (health.split()[1], pause.split()[1]) == (b"/health", b"/pause?mode=keep&clear_cache=false")
-    assert all(b"Authorization: Bearer secret" in head for head in (health, pause, ask))
-    assert (nothing, b"content-type: application/json" in ask.lower()) == (b"", True)
-    assert json.loads(body)["prompt"] == "\ud83d half of a character"
-
-
 @pytest.mark.parametrize("by_url", [None, "http://127.0.0.1"])
 async def test_it_asks_no_proxy_of_the_environment(
     tmp_path: Path, by_url: str | None, monkeypatch: pytest.MonkeyPatch
@@ -105,27 +91,4 @@ async def test_an_engine_that_is_silent_is_not_waited_for(tmp_path: Path, monkey
     async with controlling(tmp_path, Listening(silent=True)) as control:
         assert not await control.healthy(timeout_s=0.1)
         with pytest.raises(EngineError, match=r"^/resume: TimeoutError$"):
-            await control.resume()
-
-
-async def test_an_engine_that_is_gone_is_an_error_of_ours(tmp_path: Path) -> None:
-    async with open_session(url=None, socket=str(tmp_path / "none"), key=None) as session:
-        control = EngineControl(session, model_name="m")
-        assert not await control.healthy()
-        with pytest.raises(EngineError, match=r"^/resume: .+"):
-            await control.resume()
-
-
-@pytest.mark.parametrize(
-    ("answer", "reply"),
-    [
-        (b"HTTP/1.1 404 Not Found\r\ncontent-length: 4\r\n\r\nno\xff!", "^/resume: 404 no\N{REPLACEMENT CHARACTER}!$"),
-        (b"HTTP/1.1 307 Gone\r\nlocation: /elsewhere\r\ncontent-length: 0\r\n\r\n", "^/resume: 307"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{", "^/resume: .+"),
-        (b"nonsense\r\n\r\n", "^/resume: .+"),
-    ],
-)
-async def test_what_is_no_good_answer_is_an_error_of_ours(tmp_path: Path, answer: bytes, reply: str) -> None:
-    async with controlling(tmp_path, Listening(answer, ends=True)) as control:
-        with pytest.raises(EngineError, match=reply):
             await control.resume()

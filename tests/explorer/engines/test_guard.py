@@ -86,24 +86,10 @@ def test_all_of_a_command_dies_when_the_owners_child_is_killed(tmp_path: Path) -
     eventually(lambda: not any(map(lives, all_of_them)))
 
 
-def test_a_command_dies_when_the_guard_behind_it_is_killed(tmp_path: Path) -> None:
-    with guarded(*family(tmp_path / "pids")) as running:
-        command, grandchild = sorted(pids(tmp_path / "pids"))
-        os.kill(int(Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text()), signal.SIGKILL)
-        assert running.wait(60) == 128 + signal.SIGKILL
-    eventually(lambda: not lives(command))
-    os.kill(grandchild, signal.SIGKILL)
-
-
 @pytest.mark.parametrize("code", [0, 1, 3, 77])
 def test_the_exit_code_is_passed_on(code: int) -> None:
     with guarded(sys.executable, "-c", f"raise SystemExit({code})") as running:
         assert running.wait(60) == code
-
-
-def test_a_command_that_dies_of_a_signal_is_told_as_a_shell_does() -> None:
-    with guarded(sys.executable, "-c", "import os; os.abort()") as running:
-        assert running.wait(60) == 128 + signal.SIGABRT
 
 
 def test_what_a_command_leaves_behind_is_ended(tmp_path: Path) -> None:
@@ -137,18 +123,3 @@ async def test_an_engine_that_is_starting_says_how_far_it_is(tmp_path: Path, mon
     said = [(each["engine"], each["stage"]) for each in logs if each["event"] == "engine_start_goes_on"]
     assert len(said) >= 2
     assert said[-1] == (0, "loading weights")
-
-
-@pytest.mark.parametrize(
-    ("lines", "stage"),
-    [
-        ([], "importing"),
-        (["WARNING [vllm.py:1703] Enforce eager set, disabling torch.compile, CUDAGraphs"], "importing"),
-        (["INFO [default_loader.py:501] Starting to load model m...", "INFO took 0.6 s"], "loading weights"),
-        (["INFO [base.py] Starting to load model m...", "INFO [backends.py] Dynamo bytecode took 4 s"], "compiling"),
-        (["INFO [gpu_model_runner.py] Graph capturing finished in 2 secs"], "capturing CUDA graphs"),
-        (["INFO [entry.py:140] Starting vLLM server on unix:/tmp/0.sock"], "starting its server"),
-    ],
-)
-def test_the_stage_of_a_start_is_that_of_the_last_line_that_says_one(lines: list[str], stage: str) -> None:
-    assert process.start_stage(lines) == stage

@@ -10,7 +10,6 @@ import pytest
 
 from tests.doubles.engine import MODEL, PASSED, EngineDouble
 from tests.explorer.checkpoints import register
-from tests.explorer.conftest import Run
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
 
 
@@ -49,14 +48,6 @@ def test_the_version_that_is_named_answers(trying: RunningExplorer, doubles: lis
     assert [each.experiences[0].version_max for each in trying.exchanges()[-9:]] == [0, 0, 1, 1, 1, 1, 0, 0, 0]
 
 
-def test_messages_and_responses_may_name_one_too(trying: RunningExplorer) -> None:
-    request = {"model": f"{MODEL}@1", "max_tokens": 12, "messages": [{"role": "user", "content": "3+4="}]}
-    message = trying.http.post("/v1/messages", json=request)
-    assert (message.status_code, message.headers["x-tuneloop-version"]) == (200, "1")
-    response = trying.http.post("/v1/responses", json={"model": f"{MODEL}@1", "input": "3+4="})
-    assert (response.status_code, response.headers["x-tuneloop-version"]) == (200, "1")
-
-
 @pytest.mark.parametrize("path", PASSED)
 def test_routes_that_sample_nothing_take_it_too(
     trying: RunningExplorer, doubles: list[EngineDouble], path: str
@@ -72,18 +63,6 @@ def test_routes_that_sample_nothing_take_it_too(
         assert (refused.status_code, refused.json()["error"]["message"]) == (answer[0], answer[2])
         assert (refused.json().get("type") == "error") == path.startswith("/v1/messages")
     assert [of_version[version].passed.count(request) for version in (0, 1)] == [1, 2], "no engine got those"
-
-
-@pytest.mark.parametrize("body", [b'{"model":"t", "prompt": "ab"}', b'{"prompt":  "ab"}'])
-def test_what_names_no_version_goes_to_the_engine_as_it_is(
-    trying: RunningExplorer, doubles: list[EngineDouble], body: bytes
-) -> None:
-    trying.http.post("/tokenize", content=body)
-    assert sum(each.passed.count(("/tokenize", body)) for each in doubles) == 1
-    before = [len(each.passed) for each in doubles]
-    for wrong in (b"[5]", b"nonsense", b'{"a":' * 300 + b"1" + b"}" * 300):
-        assert trying.http.post("/tokenize", content=wrong).status_code == 400
-    assert [len(each.passed) for each in doubles] == before, "no engine got those"
 
 
 def test_a_version_that_is_not_served_is_no_model(trying: RunningExplorer) -> None:
@@ -109,9 +88,3 @@ def test_the_models_that_may_be_named_are_listed(trying: RunningExplorer) -> Non
     assert listed == ["t", "t@0", "t@1"]
     assert trying.http.get("/v1/models/t@1").json()["id"] == "t@1"
     assert trying.http.get("/v1/models/t@7").status_code == 404
-
-
-def test_without_the_option_the_engine_is_asked(running_explorer: Run, double: EngineDouble) -> None:
-    explorer = running_explorer(double)
-    assert explorer.chat(model=f"{MODEL}@0").status_code == 404
-    assert [each["id"] for each in explorer.http.get("/v1/models").json()["data"]] == ["t"]

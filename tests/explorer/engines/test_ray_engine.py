@@ -138,11 +138,3 @@ async def test_a_proof_is_good_for_one_connection(tmp_path: Path, far_end: tuple
         writer.close()
     assert len(nonces) == 2
     await _all_closed()
-
-
-async def test_where_the_far_end_is_gone_a_connection_ends(tmp_path: Path) -> None:
-    async with await open_local_end(tmp_path / "near", SECRET, ("127.0.0.1", 9)):
-        reader, writer = await asyncio.open_unix_connection(tmp_path / "near")
-        assert await reader.read() == b""
-        writer.close()
-        await _all_closed()

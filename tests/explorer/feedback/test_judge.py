@@ -16,9 +16,8 @@ from tests.explorer.running import RunningExplorer, eventually, explorer_running
 from tests.explorer.test_main import attached_to, job, service, write_settings
 from tests.factories import exchange, experience
 from tuneloop.explorer.capture import spool
-from tuneloop.explorer.capture.control_client import Flushed
 from tuneloop.explorer.capture.spool import Spool
-from tuneloop.explorer.engines.version_routing import in_share
+from tuneloop.explorer.engines.fleet import in_share
 from tuneloop.explorer.feedback.judge import (
     METRIC,
     SWEEP_S,
@@ -292,8 +291,8 @@ class Bench:
             wait_until_flushed=self.wait_until_flushed,
         )
 
-    async def wait_until_flushed(self, timeout_s: float) -> Flushed:
-        return Flushed.ALL if self.all_there else Flushed.NO
+    async def wait_until_flushed(self, timeout_s: float) -> bool:
+        return self.all_there
 
     def chat(self) -> Exchange:
         request = json.dumps({"messages": [USER]}).encode()

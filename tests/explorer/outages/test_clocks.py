@@ -8,11 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import text
 
 import tests
 from tests.conftest import Place, tables_at
-from tests.doubles import postgres
 from tests.doubles.engine import CHAT, EngineDouble
 from tests.explorer.checkpoints import write_model
 from tests.explorer.running import HELLO, eventually
@@ -142,31 +140,3 @@ def clocks_are_told(http: httpx.Client, *, ahead_s: float) -> bool:
         if line.startswith('tuneloop_clock_skew_seconds{clock="machine"}'):
             return abs(float(line.split()[-1]) - ahead_s) < HOUR / 2
     return False
-
-
-@pytest.mark.postgres
-def test_what_was_taken_while_the_database_was_away_is_dated_by_the_ledgers_time(
-    tmp_path: Path, doubles: list[EngineDouble], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By an explorer that was started then, with a clock that is a day wrong, and had nobody to ask."""
-    server = postgres.started(durable=True)
-    try:
-        explorers = Explorers(tmp_path, Place(server.url, "away"), {"one": doubles[0]}, monkeypatch)
-        with explorers.running("one", ahead_s=0.0) as first:
-            chat(first)
-            assert commit(first) == 0
-        server.stop()
-        with explorers.running("one", ahead_s=DAY) as ahead:
-            replies = [chat(ahead) for _ in range(3)]
-            assert rate(ahead, replies[0]) == "pending"
-            server.start()
-            assert commit(ahead) == 1
-        ledger = explorers.ledger()
-        with ledger.transactions.engine.connect() as connection:
-            for table, rows in (("exchanges", 4), ("feedback", 1)):
-                found = connection.execute(text(f"SELECT received_at FROM {table}")).scalars().all()
-                assert len(found) == rows
-                assert all(abs(each - time.time()) < HOUR / 2 for each in found)
-        ledger.close()
-    finally:
-        server.close()

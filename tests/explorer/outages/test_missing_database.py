@@ -1,10 +1,13 @@
-"""An explorer whose SQLite file is deleted or replaced while it serves."""
+"""An explorer whose SQLite file is deleted or replaced while it serves, or put back alone from a backup."""
 
+import json
 import os
 import shutil
 import signal
+import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -12,11 +15,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.doubles.engine import CHAT, EngineDouble
+from tests.doubles.warm.commands import run_tuneloop
 from tests.explorer.running import HELLO, eventually
-from tests.explorer.test_main import attached_to, job, kept, service, stored, write_settings
+from tests.explorer.test_main import attached_to, job, service, stored, write_settings
 from tests.loop.harness.services import command_of, descendants
 from tuneloop.shared.experience import State
-from tuneloop.shared.spool_format import spool_status
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.settings.loader import load_settings
 
 Change = Callable[[Path], object]
 
@@ -81,25 +86,63 @@ def test_without_its_file_nothing_is_taken_on_until_it_is_back(
         eventually(lambda: stored(tmp_path)[State.RECORDED] == 1)
 
 
-def test_what_was_in_the_spool_is_kept_and_stored_after_a_restart(tmp_path: Path, double: EngineDouble) -> None:
-    settings = write_settings(tmp_path, **attached_to(double))
-    database = job(tmp_path) / "buffer" / "exp_buffer.db"
-    with service(settings) as (running, http):
-        eventually(lambda: stored(tmp_path)[State.RECORDED] == 0)
-        _replaced(database)
-        replies = [http.post(CHAT, json=HELLO) for _ in range(3)]
-        taken = [each.json()["id"] for each in replies if each.status_code == 200]
-        time.sleep(0.5)
-        running.send_signal(signal.SIGTERM)
-        running.wait(60)
-    assert [each.msg_id for each in kept(tmp_path)] == taken
-    assert bool(spool_status(job(tmp_path) / "spool").bytes) == bool(taken)
-    with service(settings):
-        eventually(lambda: stored(tmp_path)[State.RECORDED] == len(taken))
-
-
 def _status(http: httpx.Client) -> int:
     try:
         return http.post(CHAT, json=HELLO).status_code
     except httpx.TransportError:
         return 0
+
+
+def chat(http: httpx.Client, count: int) -> list[str]:
+    said = [str(http.post(CHAT, json=HELLO).json()["id"]) for _ in range(count)]
+    assert http.post("/feedback", json={"msg_ids": said, "reward": 1}).status_code == 200
+    eventually(lambda: http.post("/commit").status_code == 200)
+    return said
+
+
+def serve_once(settings: Path, count: int = 0) -> list[str]:
+    """A service's life, in which it answers so many requests; it is killed with all of them in the database."""
+    with service(settings) as (running, http):
+        said = chat(http, count) if count else []
+        running.send_signal(signal.SIGKILL)
+        running.wait()
+    return said
+
+
+def alarms(settings: Path) -> list[str]:
+    with closing(Ledger.of(load_settings(settings))) as ledger:
+        return [each.name for each in ledger.alarms.all()]
+
+
+def test_a_database_that_was_put_back_alone_is_noticed_and_gets_back_what_the_spool_has(
+    tmp_path: Path, double: EngineDouble
+) -> None:
+    settings = write_settings(tmp_path, explorer__service_status_check_interval=0.1, **attached_to(double))
+    serve_once(settings, 5)
+    database, copy = job(tmp_path) / "buffer" / "exp_buffer.db", tmp_path / "copy.db"
+    with closing(sqlite3.connect(database)) as present, closing(sqlite3.connect(copy)) as other:
+        present.backup(other)
+    lost = serve_once(settings, 5)
+    code, said, _ = run_tuneloop("doctor", "-c", settings)
+    assert (code, "older" in said) == (0, False)
+    for path in database.parent.glob("exp_buffer.db-*"):
+        path.unlink()
+    shutil.copyfile(copy, database)
+    code, said, _ = run_tuneloop("doctor", "-c", settings)
+    assert code == 1
+    assert "the last replies that it took from 1 slot are not in it, unless they were purged" in said
+    assert json.loads(run_tuneloop("doctor", "-c", settings, "--json")[1])["older"]
+    serve_once(settings, 3)
+    assert alarms(settings) == ["ledger_older"]
+    assert [each.suffix for each in (job(tmp_path) / "spool" / "0").glob("*.kept")] == [".kept"]
+    code, said, error = run_tuneloop("db", "adopt", "-c", settings)
+    assert (code, error) == (0, "")
+    assert "16 records of the spool were offered to the database again, 0 were refused" in said
+    assert "the next version is 1001" in said
+    code, said, _ = run_tuneloop("doctor", "-c", settings)
+    assert (code, "older" in said) == (0, False)
+    assert alarms(settings) == []
+    assert not list((job(tmp_path) / "spool" / "0").glob("*.kept"))
+    with closing(Ledger.of(load_settings(settings))) as ledger:
+        assert ledger.restoration.absent(lost) == set()
+        assert sum(ledger.reports.counts().values()) == 13

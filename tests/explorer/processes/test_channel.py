@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tuneloop.explorer.capture.control_client import ShadowReply
-from tuneloop.explorer.engines.fleet import EngineState
-from tuneloop.explorer.engines.version_routing import TrafficSplit
+from tuneloop.explorer.engines.fleet import EngineState, TrafficSplit
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.explorer.processes.channel import (
     AnnounceSlot,

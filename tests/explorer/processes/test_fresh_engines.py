@@ -305,7 +305,7 @@ async def test_where_no_engine_runs_beside_the_old_one_versions_are_taken_up_in_
             ["base", "global_step_1", "global_step_2"],
             ["global_step_1", "base"],
         ]
-        assert [each["engine"] for each in logs if each["event"] == "no_second_place"] == [1]
+        assert [each["engine"] for each in logs if each["event"] == "no_surge_capacity"] == [1]
 
 
 @pytest.mark.parametrize("spare", [0, 1])

@@ -16,7 +16,7 @@ from tests.explorer.versions.test_reload import actor, all_ready, candidate, mod
 from tests.explorer.versions.test_trial import answered, by_hash, one_explorer, trying
 from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.metrics import Metrics, ProcessTotals, process_samples
-from tuneloop.explorer.versions.canary import CanaryController, figures_of, request_counts
+from tuneloop.explorer.versions.trial import CanaryController, figures_of, request_counts
 from tuneloop.shared.errors import VersionRefused
 from tuneloop.shared.evaluation.samples import Figures, Share
 from tuneloop.shared.experience import VersionState

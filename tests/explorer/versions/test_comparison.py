@@ -1,14 +1,12 @@
 """What becomes of a version that is tried: simulated rollouts, and each reason to decide."""
 
-import json
-import math
 import statistics
 from typing import Any
 
 import pytest
 
 from tests.explorer.rollouts import Traffic, bernoulli, normal, trials
-from tuneloop.explorer.versions.comparison import decide
+from tuneloop.explorer.versions.trial import decide
 from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share
 from tuneloop.shared.settings.versions import RolloutSettings
 
@@ -90,41 +88,11 @@ def test_a_broken_guard_rolls_it_back(but, word, rollout):
     assert word in decision.reason
 
 
-def test_a_version_that_is_slow_is_tried_on_where_that_is_not_looked_at():
-    assert action(CANARY.model_copy(update={"latency": None}), latency=sample(0.05, deviation=0.02)) == "wait"
-
-
-@pytest.mark.parametrize(
-    "but",
-    [
-        {"failures": Share(19, 19)},
-        {"refusals": Share(19, 19)},
-        {"failures": Share(8, 400)},
-        {"latency": sample(9.0, 19, deviation=0.1)},
-        {"latency": SampleStatistics.of([0.02] * 99 + [60.0])},  # one slow reply
-        {"length": SampleStatistics.of([100.0] * 99 + [100_000.0])},
-        {"latency": sample(0.029, deviation=0.01)},
-        {"reward": sample(0.5, deviation=0.5)},
-        {"reward": sample(-100.0, 49)},
-        {"reward": sample(-100.0, units=9)},
-    ],
-)
-def test_few_observations_or_small_differences_break_no_guard(but):
-    assert action(**but) == "wait"
-
-
 def test_a_shadow_is_promoted_at_the_end_if_it_had_replies():
     unrewarded = fine(reward=SampleStatistics())
     assert decide(SHADOW, fine(), unrewarded, elapsed_s=0.0).action == "wait"
     assert decide(SHADOW, fine(), unrewarded, elapsed_s=SHADOW.window).action == "promote"
     assert decide(SHADOW, fine(), Figures(), elapsed_s=SHADOW.window).action == "roll_back"
-
-
-def test_rewards_that_are_all_alike_decide_only_if_they_differ():
-    alike = sample(1.0, deviation=0.0)
-    assert action(champion=fine(reward=alike), reward=alike) == "wait"
-    assert action(champion=fine(reward=alike), reward=sample(0.0, deviation=0.0)) == "roll_back"
-    assert action(champion=fine(reward=sample(0.0, deviation=0.0)), reward=alike) == "promote"
 
 
 def test_the_reason_has_the_numbers_and_says_what_is_missing():
@@ -137,14 +105,3 @@ def test_the_reason_has_the_numbers_and_says_what_is_missing():
     assert late.reason == "the window has ended: the champion has only 0 of 50 rewarded replies"
     users = decide(CANARY, fine(), fine(reward=sample(0.1, units=9)), elapsed_s=0.0)
     assert "fewer than 10 users or tasks" in users.reason
-
-
-@pytest.mark.parametrize("mean", [1e100, -1e100, math.inf, math.nan])
-@pytest.mark.parametrize("variance", [0.0, 1e200, math.inf, math.nan])
-def test_details_are_json_whatever_the_figures(mean, variance):
-    odd = SampleStatistics(100, 100, mean, variance)
-    tried = fine(reward=odd, latency=odd, length=odd)
-    for champion in (fine(), tried, Figures()):
-        decision = decide(CANARY, champion, tried, elapsed_s=1.5)
-        told = json.loads(json.dumps(dict(decision.details), allow_nan=False))
-        assert told["elapsed_s"] == 1.5

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tuneloop.explorer.versions.sequential_tests import contrast, exceeds, largest_allowed, scale
+from tuneloop.explorer.versions.sequential_tests import contrast, exceeds
 from tuneloop.shared.evaluation.samples import SampleStatistics, Share
 
 
@@ -64,25 +64,6 @@ def test_units_count_not_replies():
     assert errors[0].error == pytest.approx(errors[1].error)
 
 
-def test_no_contrast_of_too_few_or_of_what_is_no_number():
-    for odd in (sample(0.0, 49), SampleStatistics(100, 9, 0.0, 1.0), sample(math.nan), sample(0.0, variance=math.inf)):
-        assert contrast(odd, sample(0.0), least=50, error=0.025) is None
-        assert contrast(sample(0.0), odd, least=50, error=0.025) is None
-
-
-def test_scaled_values_have_a_scaled_mean_and_variance():
-    assert scale(SampleStatistics.of([1.0, 2.0, 4.0]), 2.0) == SampleStatistics.of([2.0, 4.0, 8.0])
-
-
-def test_a_share_exceeds_the_limit_only_when_that_is_shown():
-    assert not exceeds(Share(19, 19), 0.05, error=0.05)  # too few
-    assert not exceeds(Share(2, 20), 0.05, error=0.05)
-    assert exceeds(Share(8, 20), 0.05, error=0.05)
-    assert exceeds(Share(1000, 1000), 0.05, error=0.05)
-    assert not exceeds(Share(0, 10**6), 0.05, error=0.05)
-    assert not exceeds(Share(20, 20), 1.0, error=0.05)
-
-
 def test_a_share_at_the_limit_is_wrongly_said_to_exceed_it_no_more_often_than_the_error():
     rng = np.random.default_rng(2)
     wrong = 0
@@ -90,15 +71,6 @@ def test_a_share_at_the_limit_is_wrongly_said_to_exceed_it_no_more_often_than_th
         found = np.cumsum(rng.random(1000) < 0.1)
         wrong += any(exceeds(Share(int(found[of - 1]), of), 0.1, error=0.05) for of in range(20, 1001, 10))
     assert wrong <= 300 * 0.05
-
-
-def test_what_is_allowed_is_the_highest_share_that_may_be_true_and_the_margin():
-    # Clopper and Pearson: with 5 of 100 or fewer the probability is `error`.
-    assert stats.binom.cdf(5, 100, largest_allowed(Share(5, 100), 0.0, error=0.05)) == pytest.approx(0.05)
-    assert largest_allowed(Share(5, 100), 0.02, error=0.05) == pytest.approx(
-        largest_allowed(Share(5, 100), 0.0, error=0.05) + 0.02
-    )
-    assert largest_allowed(Share(0, 0), 0.02, error=0.05) == 1.0
 
 
 def test_the_ratio_of_totals_has_the_spread_of_its_linear_approximation():

@@ -12,14 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
-from tests.explorer.engines.test_version_routing import engine
+from tests.explorer.engines.test_fleet import engine
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
 from tests.explorer.versions.test_reload import actor, all_ready, candidate, model, until, until_ready, version
-from tuneloop.explorer.engines.fleet import EngineState
-from tuneloop.explorer.engines.version_routing import TrafficSplit
+from tuneloop.explorer.engines.fleet import EngineState, TrafficSplit
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.proxy.proxy import RequestFailures
-from tuneloop.explorer.versions.canary import CanaryTrial, division, request_counts, to_try_on
+from tuneloop.explorer.versions.trial import CanaryTrial, division, request_counts, to_try_on
 from tuneloop.shared.experience import VersionState
 
 pytestmark = pytest.mark.contract

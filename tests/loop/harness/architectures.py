@@ -20,7 +20,7 @@ from examples.sums.model import save, tokenizer
 from tests.loop.harness.oracle import Oracle
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.proof.reload_trial import ServedWeights, reload_fault
-from tuneloop.explorer.engines.vllm_adapters import control_of
+from tuneloop.explorer.engines.vllm import control_of
 from tuneloop.explorer.versions.verifier import verify
 from tuneloop.shared.checkpoints.layout import ACTOR
 from tuneloop.shared.checkpoints.manifest import PROBE_LENGTH, Manifest, Probe

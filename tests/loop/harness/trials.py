@@ -14,7 +14,7 @@ from sqlalchemy import Select
 from tests.doubles.postgres import PostgresServer
 from tests.loop.harness.regulars import USERS, Failure, Regulars
 from tests.loop.harness.services import Service, wait_for
-from tuneloop.explorer.engines.version_routing import TrafficSplit
+from tuneloop.explorer.engines.fleet import TrafficSplit
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.database import connect

@@ -236,7 +236,7 @@ def test_a_reload_through_any_api_server_holds_for_all(
     async def whole() -> None:
         async with each_server(two_servers) as ((one, asks_one, *_), (other, asks_other, *_)):
             by_one, by_other = control(one), control(other)
-            assert await by_one.life() == await by_other.life()
+            assert await by_one.instance_id() == await by_other.instance_id()
             for folder, first, second in ((new, by_one, by_other), (model, by_other, by_one)):
                 wanted = VerifiedProbe.of(Oracle(folder).probe(ROW), fingerprints_of(tensors(folder), tied=False))
                 await second.cache_probe(wanted)

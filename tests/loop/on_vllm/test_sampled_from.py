@@ -153,14 +153,6 @@ OFF_POLICY: dict[str, tuple[str, Json, str]] = {
     "message, greedy": (MESSAGES, {"temperature": 0}, "sampling:temperature=0"),
 }
 
-#: Where each single token has the policy's log-probability all the same: what was chosen from it, or when it was
-#: stopped, is not the policy's. vLLM tells those of temperature 1 at temperature 0.
-SAME_LOGPROBS = {
-    "sampling:temperature=0",
-    "sampling:ignore_eos",
-    "sampling:continue_final_message",
-    "sampling:repetition_detection",
-}
 
 _MSG_ID = re.compile(r'"id": ?"((?:chatcmpl-|cmpl-|resp_|msg_)[0-9a-v]{40,})"')
 
@@ -269,20 +261,6 @@ def test_without_its_grammar_a_reply_that_was_held_would_not_match(recorded: Rec
     assert matches <= RARELY_HELD
 
 
-def test_a_reply_that_was_held_is_no_sample_in_a_file(recorded: Recorded) -> None:
-    for msg_id, name in recorded.kept.items():
-        expected = "sampling:grammar" if name in HELD else None
-        assert {(name, reply.unsampled) for reply in recorded.replies[msg_id]} == {(name, expected)}
-
-
-def test_log_probabilities_of_another_temperature_would_be_noticed(recorded: Recorded) -> None:
-    # A single token may happen to be as probable as before, and one that a grammar forces always is.
-    long = [sample for sample in recorded.leased if len(sample.completion_ids) >= 4 and sample.grammar is None]
-    assert len(long) > len(recorded.leased) / 2
-    for ratio in ratios(recorded.actor, long, heat=1.1).values():
-        assert float((ratio - 1).abs().max()) > TOLERANCE
-
-
 @pytest.mark.contract
 def test_what_was_sampled_otherwise_is_marked_and_kept(recorded: Recorded) -> None:
     for msg_id, name in recorded.dropped.items():
@@ -294,40 +272,6 @@ def test_what_was_sampled_otherwise_is_marked_and_kept(recorded: Recorded) -> No
             if reason.startswith("sampling:"):
                 assert len(prompt_ids) > 0
                 assert len(completion_ids) == len(logprobs) > 0
-
-
-def test_marks_are_not_set_without_need(recorded: Recorded) -> None:
-    """What is marked differs from what the trainer would recompute, at some token of some reply."""
-    furthest: dict[str, float] = {}
-    for msg_id, name in recorded.dropped.items():
-        reason = OFF_POLICY[name][2]
-        if reason.startswith("sampling:"):
-            samples = [_as_sample(reply) for reply in recorded.replies[msg_id]]
-            found = max(float((ratio - 1).abs().max()) for ratio in ratios(recorded.actor, samples).values())
-            furthest[name] = max(furthest.get(name, 0.0), found)
-    same = {name for name, by in furthest.items() if by <= TOLERANCE}
-    assert same == {name for name, (_, _, reason) in OFF_POLICY.items() if reason in SAME_LOGPROBS}
-
-
-def _as_sample(reply: ExportedReply) -> Sample:
-    """As if it had been leased; at temperature 0, as if at 1."""
-    prompt_ids, completion_ids, logprobs = reply.numbers
-    return Sample(
-        id=reply.id,
-        prompt_ids=prompt_ids,
-        completion_ids=completion_ids,
-        logprobs=logprobs,
-        reward=1.0,
-        temperature=reply.temperature or 1.0,
-        version_min=reply.version_min,
-        version_max=reply.version_max,
-        tenant=reply.tenant,
-        task_id=None,
-        run_id=None,
-        group_id=None,
-        rewarded_at=0.0,
-        committed_at=0.0,
-    )
 
 
 def _rows(path: Path) -> dict[str, Json]:

@@ -14,7 +14,7 @@ import torch
 from tests.doubles.engine import EngineDouble
 from tests.explorer.running import RunningExplorer
 from tuneloop.explorer.engines.packing import gpu_scores, gpu_worker
-from tuneloop.explorer.engines.packing.patching import MARK, UnknownVllm
+from tuneloop.explorer.engines.packing.patching import MARK
 from tuneloop.explorer.engines.packing.wire import HEADER, PACKED
 from tuneloop.explorer.engines.vllm_plugin import PACKS
 
@@ -164,12 +164,6 @@ def test_a_place_that_another_request_takes_is_told_in_full(worker: Sampler) -> 
     assert worker(logits, Batch(np.array([0]))).selected_token_ranks is not None
 
 
-def test_a_sampler_of_another_kind_is_left_alone(worker: Sampler) -> None:
-    type(worker).returns_logprobs = None  # type: ignore[method-assign, assignment]
-    with pytest.raises(UnknownVllm):
-        gpu_worker.install()
-
-
 class Kernel:
     """What vLLM's kernel is called with, and does."""
 
@@ -205,10 +199,3 @@ def test_a_row_of_the_vocabulary_is_read_in_large_pieces(scoring: Any) -> None:
     two = torch.stack([sampled, sampled], 1).long()
     assert torch.equal(scoring.compute_token_logprobs(logits, two), score(logits, two))
     assert not kernel.options
-
-
-def test_a_kernel_of_another_kind_is_left_alone(scoring: Any) -> None:
-    scoring._topk_log_softmax_kernel.arg_names = ["others"]
-    with pytest.raises(UnknownVllm):
-        gpu_scores.install()
-    assert scoring.compute_token_logprobs is score

@@ -1,0 +1,293 @@
+"""Ends what was begun: decides, as long as a version is being tried, whether it is promoted, rolled back or tried on.
+
+Rewards, lengths and refusals come from the ledger, and so they outlive a restart; what was counted of failed requests
+and of copies begins anew with the explorer.
+"""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import structlog
+
+from tuneloop.explorer.background_tasks import every
+from tuneloop.explorer.capture.control_client import ShadowReply
+from tuneloop.explorer.engines.fleet import Engine, EngineState, TrafficSplit, split_of
+from tuneloop.explorer.metrics import Metrics, ProcessTotals
+from tuneloop.explorer.versions.sequential_tests import (
+    LEAST_REPLIES,
+    LEAST_UNITS,
+    Contrast,
+    contrast,
+    exceeds,
+    largest_allowed,
+    scale,
+)
+from tuneloop.shared import steady_time
+from tuneloop.shared.errors import LedgerError, LedgerUnavailable
+from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share
+from tuneloop.shared.experience import VersionAction, VersionState
+from tuneloop.shared.ledger.ledger import Ledger, Version
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.versions import RolloutSettings
+
+log = structlog.get_logger()
+
+
+class CanaryTrial(NamedTuple):
+    """A version that is being tried since `began`, and what it gets."""
+
+    version: Version
+    mode: str
+    share: float
+    began: float
+
+    @property
+    def split(self) -> TrafficSplit:
+        """How the requests are divided."""
+        return split_of(self.mode, self.version.version, self.share)
+
+
+def current_trial(ledger: Ledger, rollout: RolloutSettings) -> CanaryTrial | None:
+    """The trial that is under way, on the terms that it was begun with, if there is one."""
+    canary = ledger.versions.canary()
+    if canary is None:
+        return None
+    begun = [each for each in ledger.versions.events(canary.version) if each.action is VersionAction.CANARY][-1]
+    mode, share = begun.details.get("mode", rollout.mode), begun.details.get("share", rollout.tried_share)
+    return CanaryTrial(canary, mode if mode in {"canary", "shadow", "ab"} else "canary", share, begun.at)
+
+
+#: How long to wait from one look to the next, at most.
+_LOOK_S = 5.0
+
+#: So many of the newest copies are compared.
+_COPIES = 5000
+
+_REPLIES = "tuneloop_replies"
+
+
+class CanaryController:
+    """The trial that is under way, if there is one."""
+
+    def __init__(self, settings: Settings, ledger: Ledger, *, totals: ProcessTotals, metrics: Metrics) -> None:
+        self._rollout = settings.rollout
+        self._interval_s = min(settings.explorer.service_status_check_interval, _LOOK_S)
+        self._refusals = settings.monitor.drift.refusals_found
+        self._ledger = ledger
+        self._totals = totals
+        self._metrics = metrics
+        self._tried: int | None = None
+        self._before: Mapping[str, Share] = {}
+        self._copies: deque[ShadowReply] = deque(maxlen=_COPIES)
+
+    async def run(self) -> None:
+        """Compare the canary with the champion every few seconds, and decide when the figures do."""
+
+        async def look() -> None:
+            try:
+                await self.turn()
+            except LedgerUnavailable:
+                raise
+            except LedgerError as error:  # somebody else has decided meanwhile
+                log.warning("rollout_not_decided", reason=str(error))
+
+        await every(self._interval_s, look, task="canary", metrics=self._metrics)
+
+    def record_shadow_reply(self, reply: ShadowReply) -> None:
+        """Take down what became of the copy of a request."""
+        if reply.version == self._tried:
+            self._copies.append(reply)
+
+    async def turn(self) -> None:
+        """Decide once."""
+        trial = await asyncio.to_thread(current_trial, self._ledger, self._rollout)
+        number = trial.version.version if trial else None
+        if number != self._tried:
+            self._tried, self._before = number, request_counts(self._totals)
+            self._copies.clear()
+        if trial is None:
+            return
+        champion = await asyncio.to_thread(self._ledger.versions.champion)
+        rollout = self._rollout.model_copy(update={"mode": trial.mode, "share": trial.share})
+        failures = request_counts(self._totals)
+        figures = []
+        for number in (champion.version, trial.version.version):
+            of = self._ledger.comparisons.figures
+            found = await asyncio.to_thread(of, number, trial.began, refusals=self._refusals)
+            now, then = (counts.get(str(number), Share()) for counts in (failures, self._before))
+            figures.append(found._replace(failures=Share(now.found - then.found, now.of - then.of)))
+        if trial.mode == "shadow":
+            figures[1] = figures_of(self._copies)
+        champions, tried = figures
+        decision = decide(rollout, champions, tried, elapsed_s=steady_time.now() - trial.began)
+        why: dict[str, Any] = {"by": "explorer", "reason": decision.reason, "details": decision.details}
+        if decision.action == "roll_back":
+            roll_back = partial(self._ledger.versions.roll_back, only_as=VersionState.CANARY)
+            await asyncio.to_thread(roll_back, trial.version.version, **why)
+        elif decision.action == "promote" and not await asyncio.to_thread(self._ledger.alarms.promotion_held):
+            await asyncio.to_thread(self._ledger.versions.promote, trial.version.version, **why)
+
+
+def request_counts(totals: ProcessTotals) -> dict[str, Share]:
+    """How many requests each version's engines were asked, and how many of them failed there, in all processes."""
+    whole: dict[str, int] = {}
+    failed: dict[str, int] = {}
+    for family in totals.collect():
+        for sample in family.samples if family.name == _REPLIES else ():
+            if sample.name == f"{_REPLIES}_total":
+                version, outcome = sample.labels["version"], sample.labels["outcome"]
+                into = {"failed": failed, "whole": whole}.get(outcome)
+                if into is not None:  # what an engine refuses is the request's own fault
+                    into[version] = into.get(version, 0) + int(sample.value)
+    return {each: Share(failed.get(each, 0), failed.get(each, 0) + whole.get(each, 0)) for each in whole | failed}
+
+
+def figures_of(copies: Collection[ShadowReply]) -> Figures:
+    """How a version did that only got copies."""
+    whole = [each for each in copies if not each.failed]
+    return Figures(
+        failures=Share(len(copies) - len(whole), len(copies)),
+        refusals=Share(sum(each.refused for each in whole), len(whole)),
+        latency=SampleStatistics.ratio([(each.seconds, each.tokens) for each in whole]),
+        length=SampleStatistics.of([float(each.tokens) for each in whole]),
+    )
+
+
+def to_try_on(engines: Sequence[Engine], version: int, share: float) -> list[Engine]:
+    """The engines that get a version which is being tried: about its share of those that are up, but at least one.
+
+    At least one is left to the champion, which comes first where there is but one. Who has the version keeps it.
+    """
+    up = _up(engines)
+    count = min(max(1, round(share * len(up))), len(up) - 1)
+    by_preference = sorted(up, key=lambda engine: (engine.version != version, -engine.number))
+    return by_preference[: max(count, 0)]
+
+
+def division(
+    engines: Sequence[Engine], now: TrafficSplit | None, champion: int, trial: CanaryTrial | None
+) -> TrafficSplit | None:
+    """How the requests are to be divided, after `now`.
+
+    Engines of a version that is tried no more, and did not become the champion, get nothing as long as they have it.
+    """
+    if now is None or now.version in {champion, trial and trial.version.version}:
+        left = False
+    else:
+        left = any(each.version == now.version for each in _up(engines))
+    if now is not None and left:
+        return now.without_traffic()
+    return trial.split if trial else None
+
+
+def _up(engines: Sequence[Engine]) -> list[Engine]:
+    """Those that answer, or will in a moment, with the version that they have."""
+    up = {EngineState.READY, EngineState.RELOADING, EngineState.ASLEEP}
+    return [engine for engine in engines if engine.state in up]
+
+
+_Action = Literal["promote", "roll_back", "wait"]
+
+
+class RolloutDecision(NamedTuple):
+    """What becomes of the version that is tried; `details` are the figures behind the reason, fit for JSON."""
+
+    action: _Action
+    reason: str
+    details: Mapping[str, Any]
+
+
+def decide(rollout: RolloutSettings, champion: Figures, tried: Figures, *, elapsed_s: float) -> RolloutDecision:
+    """What is to be done now, `elapsed_s` after the rollout began. It may be asked as often as one likes.
+
+    A version that breaks a guard or earns less is rolled back at once, and one that earns more is promoted; the end of
+    the window decides about the others.
+    """
+    details = {"elapsed_s": elapsed_s, "champion": _plain(champion), "tried": _plain(tried)}
+    # Half of the error is for "better", half for "worse".
+    overall = contrast(tried.reward, champion.reward, least=rollout.rewards, error=rollout.error / 2)
+    if overall is not None:
+        interval, error = list(overall.interval), overall.error
+        details["reward"] = {"difference": overall.difference, "interval": interval, "standard_error": error}
+    faults = [*_guards(rollout, champion, tried)]
+    if overall is not None and overall.lower:
+        faults.append(_sentence("it earns less", overall, tried.reward, champion.reward))
+    if faults:
+        return RolloutDecision("roll_back", "; ".join(faults), details)
+    ended = elapsed_s >= rollout.window
+    if rollout.mode == "shadow":  # users do not reward what they do not see
+        if not ended:
+            return RolloutDecision("wait", "no guard has been broken; the window has not ended", details)
+        if max(tried.failures.of, tried.length.replies) < LEAST_REPLIES:
+            few = f"the window has ended with fewer than {LEAST_REPLIES} replies"
+            return RolloutDecision(rollout.undecided, few, details)
+        return RolloutDecision("promote", "the window has ended, and no guard was broken", details)
+    if overall is None or not overall.higher:
+        why = _why_not(rollout, overall, champion, tried)
+        if ended:
+            return RolloutDecision(rollout.undecided, f"the window has ended: {why}", details)
+        return RolloutDecision("wait", why, details)
+    return RolloutDecision("promote", _sentence("it earns more", overall, tried.reward, champion.reward), details)
+
+
+def _guards(rollout: RolloutSettings, champion: Figures, tried: Figures) -> Iterator[str]:
+    """What must not be, whatever the rewards."""
+    error = rollout.error
+    yield from _higher_share("failed requests", tried.failures, champion.failures, rollout.failures, error)
+    yield from _higher_share("refusals", tried.refusals, champion.refusals, rollout.refusals, error)
+    yield from _higher_mean("seconds per token", tried.latency, champion.latency, rollout.latency, error)
+    yield from _higher_mean("tokens per reply", tried.length, champion.length, rollout.reply_length, error)
+    if _larger(champion.length, tried.length, rollout.reply_length, error):
+        yield (
+            f"its replies are shorter by more than {rollout.reply_length:.4g} times: "
+            f"{tried.length.mean:.4g} tokens against {champion.length.mean:.4g}"
+        )
+
+
+def _higher_share(what: str, mine: Share, other: Share, margin: float, error: float) -> Iterator[str]:
+    if other.of < LEAST_REPLIES:
+        return
+    if exceeds(mine, largest_allowed(other, margin, error=error), error=error):
+        counts = f"{mine.found} of {mine.of} against {other.found} of {other.of}"
+        yield f"more {what}: {counts}, a share higher by {margin:.4g} is allowed"
+
+
+def _higher_mean(
+    what: str, mine: SampleStatistics, other: SampleStatistics, times: float | None, error: float
+) -> Iterator[str]:
+    if times is not None and _larger(mine, other, times, error):
+        yield f"more {what}: {mine.mean:.4g} against {other.mean:.4g}, {times:.4g} times as many are allowed"
+
+
+def _larger(one: SampleStatistics, other: SampleStatistics, times: float, error: float) -> bool:
+    outcome = contrast(one, scale(other, times), least=LEAST_REPLIES, error=error)
+    return outcome is not None and outcome.higher
+
+
+def _why_not(rollout: RolloutSettings, overall: Contrast | None, champion: Figures, tried: Figures) -> str:
+    if overall is not None:
+        return _sentence("it earns neither more nor less", overall, tried.reward, champion.reward)
+    for whose, sample in (("it", tried.reward), ("the champion", champion.reward)):
+        if sample.replies < rollout.rewards:
+            return f"{whose} has only {sample.replies} of {rollout.rewards} rewarded replies"
+    return f"the rewarded replies of one of the two are to fewer than {LEAST_UNITS} users or tasks"
+
+
+def _sentence(what: str, outcome: Contrast, mine: SampleStatistics, other: SampleStatistics) -> str:
+    low, high = outcome.interval
+    return (
+        f"{what}: {mine.mean:.4g} in {mine.replies} replies against {other.mean:.4g} in {other.replies}, "
+        f"the difference lies between {low:.4g} and {high:.4g}"
+    )
+
+
+def _plain(figures: Figures) -> dict[str, Any]:
+    """The figures as JSON has them; None for what is no number."""
+    return {
+        name: {part: number if math.isfinite(number) else None for part, number in value._asdict().items()}
+        for name, value in figures._asdict().items()
+    }

@@ -8,11 +8,11 @@ from collections import Counter
 
 from sources import ROOT, SOURCES, functions
 
-SOURCE_LINES = 66_800
-TEST_LINES = 82_450
+SOURCE_LINES = 64_050
+TEST_LINES = 76_330
 OPTIONS = 160
 #: Per thousand of all functions.
-PRIVATE_USED_ONCE = 217
+PRIVATE_USED_ONCE = 167
 
 
 def test_the_source_does_not_grow() -> None:

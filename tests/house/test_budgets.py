@@ -9,7 +9,7 @@ from collections import Counter
 from sources import ROOT, SOURCES, functions
 
 SOURCE_LINES = 64_050
-TEST_LINES = 76_330
+TEST_LINES = 76_340
 OPTIONS = 160
 #: Per thousand of all functions.
 PRIVATE_USED_ONCE = 167

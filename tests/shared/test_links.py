@@ -5,19 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.explorer.running import settings_for
+from tests.explorer.running import open_ledger, settings_for
 from tests.factories import exchange
-from tuneloop.explorer.access.key_watch import _recall
+from tuneloop.explorer.access.key_watch import KeyWatch
 from tuneloop.explorer.capture import spool
 from tuneloop.explorer.capture.spool_slots import FlushedMark, SharedEnd
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.processes.patient_ledger import ServedVersions, recall_versions, remember
-from tuneloop.shared.errors import EnvironmentRefused, TuneloopError
+from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable, TuneloopError
 from tuneloop.shared.experience import VersionState, encode
 from tuneloop.shared.held_files import read_unlinked
 from tuneloop.shared.job_marks import load_key, note_registered, registered_in
+from tuneloop.shared.ledger.keys import KeyTable
 from tuneloop.shared.ledger.ledger import Version
 from tuneloop.shared.quarantine import pieces_below, set_aside
 from tuneloop.shared.spool_format import Position, next_after, segment_path, slots
@@ -116,10 +117,27 @@ def test_marks_and_keys_that_are_links_say_nothing(tmp_path: Path) -> None:
     replaced_by_link(key)
     with pytest.raises((OSError, TuneloopError), match="link"):
         load_key(key)
-    (tmp_path / "keys.json").write_bytes(b'{"keys": [], "in_force": false}')
-    assert not _recall(tmp_path / "keys.json").in_force
-    replaced_by_link(tmp_path / "keys.json")
-    assert _recall(tmp_path / "keys.json").in_force  # nobody comes in
+
+
+def test_keys_that_are_a_link_let_nobody_in_while_the_database_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for(tmp_path)
+    ledger = open_ledger(settings)
+
+    def away() -> KeyTable:
+        raise LedgerUnavailable("away")
+
+    monkeypatch.setattr(ledger.keys, "table", away)
+    watch, remembered = KeyWatch(settings, ledger.keys), settings.job_dir / "keys.json"
+    remembered.parent.mkdir(parents=True, exist_ok=True)
+    remembered.write_bytes(b'{"keys": [], "in_force": false}')
+    watch.open()
+    assert not watch.table.in_force
+    replaced_by_link(remembered)
+    watch.open()
+    assert watch.table.in_force
+    ledger.close()
 
 
 def test_what_was_served_last_is_not_read_through_a_link(tmp_path: Path) -> None:

@@ -156,14 +156,18 @@ def test_each_machine_has_its_own_alarm_where_their_spools_lie_at_one_path(
     ledger.close()
 
 
-def test_the_newest_versions_that_were_rewarded_say_what_they_earn(tmp_path: Path) -> None:
+def test_the_newest_versions_that_were_rewarded_say_what_they_earn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = settings_for(tmp_path)
-    metrics = Metrics()
-    gauges = LedgerGauges(open_ledger(settings), metrics, settings, interval_s=1)
-    gauges._set_rewards(
-        [VersionReward(version, 4, 2, version / 2) for version in range(9)] + [VersionReward(9, 1, 0, 0)]
-    )
-    gauges._set_rewards([VersionReward(version, 4, 2, version / 2) for version in range(10)])
+    metrics, ledger = Metrics(), open_ledger(settings)
+    gauges = LedgerGauges(ledger, metrics, settings, interval_s=1)
+    rewarded = [VersionReward(version, 4, 2, version / 2) for version in range(10)]
+    for rewards in ([*rewarded[:9], VersionReward(9, 1, 0, 0)], rewarded):
+        monkeypatch.setattr(ledger.reports, "rewards", lambda rewards=rewards: rewards)
+        gauges.update()
+    gauges.close()
+    ledger.close()
     [family] = [each for each in metrics.registry.collect() if each.name == "tuneloop_version_reward"]
     assert {int(each.labels["version"]): each.value for each in family.samples} == {
         version: version / 4 for version in range(2, 10)

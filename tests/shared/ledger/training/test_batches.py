@@ -359,16 +359,16 @@ def test_the_settings_make_the_policy(tmp_path: Path) -> None:
         "batch_timeout": 2.0,
     }
     backlog = {"train_batch_size": 16, "max_backlog": 3}
-    bounds = {"max_staleness": 5, "max_age": 9.0}
-    raters = {"max_rater_share": 0.25, "trusted_raters": TrustedRaters(frozenset({("default", "ann")}), "judge:m")}
+    bounds = {"max_staleness": 5}
+    raters = {"max_rater_share": 0.1, "trusted_raters": TrustedRaters(frozenset({("default", "ann")}), "judge:m")}
     settings = Settings(
         model={"model_path": tmp_path},
         buffer=chosen | backlog,
         trainer=bounds,
-        feedback={"max_rater_share": 0.25, "trusted_raters": ["ann"]},
+        feedback={"trusted_raters": ["ann"]},
         judge={"url": "http://judge", "model": "m"},
     )
-    others = {"any_reply": False, "edited": False, "by_result": False, "max_backlog": 48}
+    others = {"any_reply": False, "edited": False, "by_result": False, "max_backlog": 48, "max_age": None}
     assert BatchPolicy.of(settings)._asdict() == chosen | bounds | raters | others
     unset = BatchPolicy.of(Settings(model={"model_path": tmp_path}))
     assert unset == BatchPolicy(max_rater_share=0.1, max_backlog=8 * 32)

@@ -9,8 +9,8 @@ import numpy as np
 from sqlalchemy import ColumnElement, Select, and_, case, delete, exists, func, insert, or_, select, true, tuple_
 
 from tuneloop.shared.experience import Float32s, Int32s, State
-from tuneloop.shared.ledger.raters import QUARANTINED, rater_of
-from tuneloop.shared.ledger.recording.rewards import event_order
+from tuneloop.shared.ledger.raters import without_quarantined
+from tuneloop.shared.ledger.recording.rewards import bears_on, event_order
 from tuneloop.shared.ledger.storage import codec
 from tuneloop.shared.ledger.storage.schema import erasures, exchanges, experiences, exports, feedback, reward_rules
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, alone, portions
@@ -174,9 +174,8 @@ class Exports(LedgerPart):
             found |= {event.id: event for event in self._read(select(feedback).where(about))}
         events: Collection[Any] = found.values()
         if not everything:
-            names = {name for _, name in map(rater_of, events)}
-            quarantined = {tuple(row) for some in portions(names) for row in self._read(QUARANTINED, {"names": some})}
-            events = [event for event in events if rater_of(event) not in quarantined]
+            with self._snapshot() as connection:
+                events = without_quarantined(connection, events)
         by_target: dict[object, list[Any]] = defaultdict(list)
         for event in sorted(events, key=event_order):
             for target in {event.msg_id, event.other_msg_id} - {None} if event.msg_id else {_trajectory(event)}:
@@ -184,7 +183,7 @@ class Exports(LedgerPart):
         replies = []
         for row in rows:
             of_row = [*by_target.get(row.msg_id, ()), *by_target.get(_trajectory(row), ())]
-            heard = [event for event in of_row if event.tenant == row.tenant and _is_relevant(event, row)]
+            heard = [event for event in of_row if bears_on(event, row)]
             fields = {"request": codec.unpack_text(row.request), "events": sorted(heard, key=event_order)}
             replies.append(ExportedReply(**{**row._mapping, **fields}))
         return replies
@@ -240,8 +239,3 @@ def _erasures(tenant: str) -> Any:
 
 def _trajectory(row: Any) -> tuple[str, str | None, str | None]:
     return row.tenant, row.task_id, row.run_id
-
-
-def _is_relevant(event: Any, row: Any) -> bool:
-    about_it = event.msg_id in (None, row.msg_id) and event.choice in (None, row.choice)
-    return about_it or (event.other_msg_id == row.msg_id and event.other_choice in (None, row.choice))

@@ -65,19 +65,36 @@ class Reason(NamedTuple):
 
 def diagnose(facts: Facts) -> list[Reason]:
     """Every reason that holds, the first to be cured first."""
-    reasons = list(_of_the_spool(facts))
-    if facts.ledger is None:
+    reasons = []
+    spool, ledger = facts.spool, facts.ledger
+    if spool.refused is not None:
+        told = (
+            f"the database answers, but refuses what the spool holds ({spool.refused}): let it; nothing acknowledged is"
+        )
+        reasons.append(Reason(Code.DATABASE_REFUSES, f"{told} lost meanwhile"))
+    elif spool.bytes and spool.since is not None and facts.now - spool.since > SPOOL_WAITS_S:
+        told = (
+            f"{number(spool.bytes, 'byte')} of the spool have waited for {ago(facts.now, spool.since)}: an explorer on"
+        )
+        told += " this machine moves them when the database takes them; start one, or see in its log what keeps it"
+        reasons.append(Reason(Code.SPOOL_NOT_FLUSHED, told))
+    if ledger is None:
         away = "the database cannot be read: start it or correct its URL; what is acknowledged waits in the spool"
         return [Reason(Code.DATABASE_AWAY, away), *reasons]
-    reasons += _of_the_trainer(facts, facts.ledger)
-    reasons += _of_the_disk(facts, facts.ledger)
-    if not _busy(facts, facts.ledger) or facts.rules.save_interval > 1:
-        reasons += _of_the_batch(facts, facts.ledger)
-    reasons += _of_the_versions(facts.ledger)
+    reasons += _of_the_trainer(facts, ledger)
+    full = next((alarm.reason for alarm in ledger.alarms if alarm.name == DISK_FULL), None)
+    if facts.disk is not None:
+        full = facts.disk.sentence if facts.disk.missing else None
+    if full is not None:
+        cure = "make room, or lower trainer.max_checkpoints_to_keep; the trainer waits for it and goes on by itself"
+        reasons.append(Reason(Code.DISK_FULL, f"{full}: {cure}"))
+    if not _busy(facts, ledger) or facts.rules.save_interval > 1:
+        reasons += _of_the_batch(facts, ledger)
+    reasons += _of_the_versions(ledger)
     if not reasons:
         reasons.append(Reason(Code.NONE, "a full batch waits, and a trainer that lives is about to take it"))
-    if facts.ledger.edited:
-        edits = number(facts.ledger.edited, "committed edited answer")
+    if ledger.edited:
+        edits = number(ledger.edited, "committed edited answer")
         cure = "rate the replies too, or let algorithm_type: sft learn the answers"
         reasons.append(Reason(Code.EDITS_NOT_LEARNT, f"{edits}, of which {facts.rules.method} learns nothing: {cure}"))
     return sorted(reasons, key=lambda reason: list(Code).index(reason.code))
@@ -107,22 +124,6 @@ def moment(then: float) -> str:
     return f"{datetime.fromtimestamp(then, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
-def _of_the_spool(facts: Facts) -> Iterator[Reason]:
-    spool = facts.spool
-    if spool.refused is not None:
-        yield Reason(
-            Code.DATABASE_REFUSES,
-            f"the database answers, but refuses what the spool holds ({spool.refused}): let it; nothing acknowledged is"
-            " lost meanwhile",
-        )
-    elif spool.bytes and spool.since is not None and facts.now - spool.since > SPOOL_WAITS_S:
-        yield Reason(
-            Code.SPOOL_NOT_FLUSHED,
-            f"{number(spool.bytes, 'byte')} of the spool have waited for {ago(facts.now, spool.since)}: an explorer on"
-            " this machine moves them when the database takes them; start one, or see in its log what keeps it",
-        )
-
-
 def _of_the_trainer(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
     trainer, total = ledger.trainer, facts.rules.total_steps
     if total is not None and ledger.weights is not None and ledger.weights.step >= total:
@@ -149,18 +150,6 @@ def _of_the_trainer(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
         yield Reason(Code.LEASED, f"{count} in training{since}: wait, or see what the trainer logs")
 
 
-def _of_the_disk(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
-    reason = next((alarm.reason for alarm in ledger.alarms if alarm.name == DISK_FULL), None)
-    if facts.disk is not None:
-        reason = facts.disk.sentence if facts.disk.missing else None
-    if reason is not None:
-        yield Reason(
-            Code.DISK_FULL,
-            f"{reason}: make room, or lower trainer.max_checkpoints_to_keep; the trainer waits for it and goes on by"
-            " itself",
-        )
-
-
 def _busy(facts: Facts, ledger: LedgerFacts) -> bool:
     """Whether a living trainer holds a whole batch."""
     return _up(facts, ledger) and ledger.count(State.LEASED).rows >= facts.rules.least
@@ -174,7 +163,15 @@ def _of_the_batch(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
     size, leased = facts.rules.least, ledger.count(State.LEASED).rows
     ready = ledger.claimable + (leased % size if _up(facts, ledger) else leased)
     if ready >= size:
-        yield from _of_the_shares(ledger)
+        if ledger.held_back:
+            told = [f"{visible(each.rater)} ({each.tenant}) {each.rows}" for each in ledger.held_back]
+            more = f" and {len(told) - _NAMED} more" if len(told) > _NAMED else ""
+            yield Reason(
+                Code.RATER_SHARE,
+                "feedback.max_rater_share keeps experiences of these raters out of the next batch:"
+                f" {', '.join(told[:_NAMED])}{more}. Let others give feedback too, name a source of your own in"
+                " feedback.trusted_raters or send its feedback without a source, or raise the share",
+            )
         return
     yield from _before_feedback(ledger, facts.rules.ignored_feedback)
     rewarded, expired = ledger.count(State.REWARDED).rows, ledger.count(State.EXPIRED).lately
@@ -208,19 +205,6 @@ def _of_the_batch(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
             Code.BATCH_NOT_FULL,
             f"{missing}: give feedback on more replies and commit them, or lower buffer.train_batch_size",
         )
-
-
-def _of_the_shares(ledger: LedgerFacts) -> Iterator[Reason]:
-    if not ledger.held_back:
-        return
-    named = ", ".join(f"{visible(each.rater)} ({each.tenant}) {each.rows}" for each in ledger.held_back[:_NAMED])
-    more = f" and {len(ledger.held_back) - _NAMED} more" if len(ledger.held_back) > _NAMED else ""
-    yield Reason(
-        Code.RATER_SHARE,
-        f"feedback.max_rater_share keeps experiences of these raters out of the next batch: {named}{more}. Let others"
-        " give feedback too, name a source of your own in feedback.trusted_raters or send its feedback without a"
-        " source, or raise the share",
-    )
 
 
 def _before_feedback(ledger: LedgerFacts, ignored_feedback: str | None) -> Iterator[Reason]:

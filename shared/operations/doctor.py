@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tuneloop.shared.capacity.pace import TrainerPace, find_pace
 from tuneloop.shared.checkpoints.file_checks import newest_with_state
@@ -13,7 +13,7 @@ from tuneloop.shared.errors import CheckpointRejected, EnvironmentRefused, Ledge
 from tuneloop.shared.experience import State
 from tuneloop.shared.job_marks import require_restored
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
-from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.versions.versions import SERVABLE
 from tuneloop.shared.operations.clock_skew import ClockSkew
@@ -37,6 +37,8 @@ WAITS_FOR = {
     State.LEASED: "its version",
 }
 
+_HOW = {"pinned": "is pinned", "canary": "is the canary", "waits": "waits"}
+
 
 class DoctorReport(NamedTuple):
     """The facts, a sentence for each sum of the ledger that does not balance, and why no step is happening.
@@ -57,81 +59,56 @@ class DoctorReport(NamedTuple):
     pace: TrainerPace | None = None
 
 
-class _LedgerReading(NamedTuple):
-    """What the database says at its time `now`. The database's clock is `skew_s` ahead of that."""
-
-    facts: LedgerFacts
-    imbalance: list[str]
-    open_versions: tuple[OpenVersion, ...]
-    disk: DiskSpace | None
-    older: tuple[str, ...]
-    now: float
-    skew_s: float
-
-
 def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None = None) -> DoctorReport:
     """Look at the ledger and the spool, and ask the explorer of its engines; nothing is changed.
 
     `clock` tells the time in the place of the ledger's.
     """
-    found, away, skew, waits_by = None, "", None, SteadyClock()
+    schema, waits_by, now = settings.buffer.trainer_input.experience_buffer.name, SteadyClock(), time.time()
+    ledger, counts, disk, away, restoring = None, None, None, "", ""
+    report: dict[str, Any] = {"imbalance": [], "open_versions": ()}
     try:
-        found = _read_ledger(settings)
+        present, newest = revisions.current(settings.database_url, schema=schema), revisions.newest()
+        if present is None:  # nothing has run yet
+            counts, report["clock"] = LedgerFacts(states={}), ClockSkew(0.0, 0.0)
+        elif present != newest:
+            away = f"the database has the schema {present}, this release works with {newest}: `tuneloop db upgrade`"
+        else:
+            ledger = Ledger.of(settings)
+            policy, least = BatchPolicy.of(settings), Rules.of(settings).least
+            found = ledger.reports.facts(policy, drops=MAX_DROP_REASONS, batch=least)
+            now = ledger.transactions.time()
+            report = {
+                "imbalance": ledger.reports.audit(),
+                "open_versions": find_open_versions(ledger, settings),
+                "older": tuple(find_older(settings, ledger)),
+                "clock": ClockSkew(time.time() - now, ledger.transactions.clock_skew()),
+            }
+            waits_by.follow(now)
+            counts, disk = found, _space(ledger, settings)
     except EnvironmentRefused as error:
         away = str(error)
     except LedgerError as error:
         away = f"cannot use the database {without_password(settings.database_url)}: {error}"
-    now = time.time()
-    if found is not None:
-        skew, now = ClockSkew(now - found.now, found.skew_s), found.now
-        waits_by.follow(now)
+    finally:
+        if ledger is not None:
+            ledger.close()
     facts = Facts(
         now=clock() if clock else now,
         rules=Rules.of(settings),
         spool=spool_status(settings.spool_dir, waits_by),
-        ledger=found and found.facts,
+        ledger=counts,
         away=away,
-        disk=found and found.disk,
+        disk=disk,
     )
-    restoring, engines = _restoring(settings), read_engines(settings)
-    if found is None:
-        return DoctorReport(facts, [], diagnose(facts), (), restoring=restoring, engines=engines)
-    pace = find_pace(settings.job_dir, facts.now)
-    return DoctorReport(
-        facts, found.imbalance, diagnose(facts), found.open_versions, found.older, restoring, engines, skew, pace
-    )
-
-
-def _restoring(settings: Settings) -> str:
     try:
         require_restored(settings.job_dir)
     except EnvironmentRefused as error:
-        return str(error)
-    return ""
-
-
-def _read_ledger(settings: Settings) -> _LedgerReading:
-    schema = settings.buffer.trainer_input.experience_buffer.name
-    present, newest = revisions.current(settings.database_url, schema=schema), revisions.newest()
-    if present is None:  # nothing has run yet
-        return _LedgerReading(LedgerFacts(states={}), [], (), None, (), time.time(), 0.0)
-    if present != newest:
-        raise EnvironmentRefused(
-            f"the database has the schema {present}, this release works with {newest}: `tuneloop db upgrade`"
-        )
-    ledger = Ledger.of(settings)
-    try:
-        return _LedgerReading(
-            ledger.reports.facts(BatchPolicy.of(settings), drops=MAX_DROP_REASONS, batch=Rules.of(settings).least),
-            ledger.reports.audit(),
-            find_open_versions(ledger, settings),
-            _space(ledger, settings),
-            tuple(find_older(settings, ledger)),
-            ledger.transactions.time(),
-            ledger.transactions.clock_skew(),
-        )
-    finally:
-        ledger.close()
+        restoring = str(error)
+    pace = find_pace(settings.job_dir, facts.now) if counts is not None else None
+    return DoctorReport(
+        facts, reasons=diagnose(facts), restoring=restoring, engines=read_engines(settings), pace=pace, **report
+    )
 
 
 def _space(ledger: Ledger, settings: Settings) -> DiskSpace | None:
@@ -171,16 +148,31 @@ def as_sections(report: DoctorReport, settings: Settings) -> dict[str, list[str]
         sections["Waiting"] = list(_waiting(facts.ledger, facts))
         pace = [report.pace.sentence] if report.pace else []
         sections["Trainer"] = [_trainer(facts.ledger, facts.now), *pace]
-        open_versions = (_open_version(each, facts.now) for each in report.open_versions)
+        open_versions = (
+            f"version {each.version} {_HOW[each.how]} for {ago(facts.now, each.since)}, since {moment(each.since)}:"
+            f" {each.why}"
+            for each in report.open_versions
+        )
         sections["Versions"] = [_versions(facts.ledger, facts.now), *open_versions]
-        sections["Alarms"] = [_alarm(alarm, facts.now) for alarm in facts.ledger.alarms]
+        sections["Alarms"] = [
+            f"{each.name}: {each.reason}; raised {ago(facts.now, each.raised_at)} ago"
+            + ("; no new version is served" if each.holds else "")
+            for each in facts.ledger.alarms
+        ]
     if report.engines is not None:
         sections["Engines"] = [each.sentence for each in report.engines]
     if report.clock is not None and report.clock.wrong:
         sections["Clocks"] = [f"by the ledger's time {report.clock.sentence}: correct them; they age nothing"]
     if facts.disk is not None:
         sections["Disk"] = [facts.disk.sentence]
-    sections["Spool"] = [f"{settings.spool_dir}: {_spool(facts)}"]
+    spool = facts.spool
+    held = f"{number(spool.slots, 'slot')}, {number(spool.bytes, 'byte')} not in the database yet"
+    held += _oldest(facts.now, spool.since)
+    if spool.quarantined_bytes:
+        held += f"; {number(spool.quarantined_bytes, 'byte')} in quarantine: `tuneloop spool list`"
+    if spool.refused:
+        held += f"; the database refuses it: {spool.refused}"
+    sections["Spool"] = [f"{settings.spool_dir}: {held}"]
     if report.restoring:
         sections["Restore"] = [report.restoring]
     sections["Diagnosis"] = [f"{reason.code}: {reason.sentence}" for reason in report.reasons]
@@ -221,29 +213,6 @@ def _versions(ledger: LedgerFacts, now: float) -> str:
     rejected = f"; {number(weights.rejected, 'newest version')} rejected: {weights.reason}" if weights.rejected else ""
     registered = f"registered {ago(now, weights.registered_at)} ago"
     return f"newest {weights.newest}, {registered}; served {served}; {number(weights.step, 'step')} done{rejected}"
-
-
-def _open_version(version: OpenVersion, now: float) -> str:
-    how = {"pinned": "is pinned", "canary": "is the canary", "waits": "waits"}[version.how]
-    since = f"for {ago(now, version.since)}, since {moment(version.since)}"
-    return f"version {version.version} {how} {since}: {version.why}"
-
-
-def _alarm(alarm: Alarm, now: float) -> str:
-    holds = "; no new version is served" if alarm.holds else ""
-    return f"{alarm.name}: {alarm.reason}; raised {ago(now, alarm.raised_at)} ago{holds}"
-
-
-def _spool(facts: Facts) -> str:
-    spool = facts.spool
-    waits = f"{number(spool.bytes, 'byte')} not in the database yet{_oldest(facts.now, spool.since)}"
-    drops = (
-        f"; {number(spool.quarantined_bytes, 'byte')} in quarantine: `tuneloop spool list`"
-        if spool.quarantined_bytes
-        else ""
-    )
-    refused = f"; the database refuses it: {spool.refused}" if spool.refused else ""
-    return f"{number(spool.slots, 'slot')}, {waits}{drops}{refused}"
 
 
 def as_json(report: DoctorReport) -> Mapping[str, object]:

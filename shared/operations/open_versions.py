@@ -1,7 +1,7 @@
 """Versions without a decision yet, and the pinned one: since when, and why."""
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from tuneloop.shared.evaluation.gate import evaluator_of, same_tasks
 from tuneloop.shared.experience import Evaluator, VersionAction
@@ -12,29 +12,28 @@ from tuneloop.shared.settings.settings import Settings
 
 
 class OpenVersion(NamedTuple):
-    """A version that is pinned, serves as canary beside the champion, or waits to be served."""
+    """A version that is `pinned`, serves as `canary` beside the champion, or `waits` to be served."""
 
     version: int
-    how: Literal["pinned", "canary", "waits"]
+    how: str
     since: float
     why: str
 
 
 def find_open_versions(ledger: Ledger, settings: Settings) -> tuple[OpenVersion, ...]:
     """The pinned version, the canary and the waiting candidate; nothing is changed."""
-    return tuple(_open_versions(ledger, settings))
-
-
-def _open_versions(ledger: Ledger, settings: Settings) -> Iterator[OpenVersion]:
     pinned, canary, candidate = ledger.versions.pinned_version(), ledger.versions.canary(), ledger.versions.candidate()
-    holding = _holding_alarms(ledger)
-    if pinned:
-        begun = _last(ledger, pinned, VersionAction.PINNED)
-        yield OpenVersion(pinned.version, "pinned", begun.at, _actor_and_reason(begun))
-    if canary:
-        begun = _last(ledger, canary, VersionAction.CANARY)
-        why = "; ".join([_actor_and_reason(begun), *(f"not promoted while {each}" for each in holding)])
-        yield OpenVersion(canary.version, "canary", begun.at, why)
+    holding = [
+        f"the alarm {each.name} holds, since {moment(each.raised_at)}" for each in ledger.alarms.all() if each.holds
+    ]
+    found = []
+    for version, how, action in ((pinned, "pinned", VersionAction.PINNED), (canary, "canary", VersionAction.CANARY)):
+        if version is not None:
+            begun = _find(ledger, version, action)
+            assert begun is not None  # written in the transaction that did it
+            why = [f"by {begun.actor}{f': {begun.reason}' if begun.reason else ''}"]
+            why += [f"not promoted while {each}" for each in holding] if version is canary else []
+            found.append(OpenVersion(version.version, how, begun.at, "; ".join(why)))
     if candidate:
         reasons = [
             *([f"version {canary.version} is decided about first"] if canary else []),
@@ -42,14 +41,9 @@ def _open_versions(ledger: Ledger, settings: Settings) -> Iterator[OpenVersion]:
             *holding,
             *_at_the_gate(ledger, settings, candidate),
         ]
-        why = "; ".join(reasons) or "the explorer has not taken it up yet; if that lasts, its log says why"
-        yield OpenVersion(candidate.version, "waits", candidate.created_at, why)
-
-
-def _holding_alarms(ledger: Ledger) -> list[str]:
-    return [
-        f"the alarm {each.name} holds, since {moment(each.raised_at)}" for each in ledger.alarms.all() if each.holds
-    ]
+        lasting = "the explorer has not taken it up yet; if that lasts, its log says why"
+        found.append(OpenVersion(candidate.version, "waits", candidate.created_at, "; ".join(reasons) or lasting))
+    return tuple(found)
 
 
 def _at_the_gate(ledger: Ledger, settings: Settings, candidate: Version) -> Iterator[str]:
@@ -73,15 +67,5 @@ def _at_the_gate(ledger: Ledger, settings: Settings, candidate: Version) -> Iter
     yield f"{lacks} ({event.reason})" if event and event.reason and not event.details else lacks
 
 
-def _last(ledger: Ledger, version: Version, action: VersionAction) -> VersionEvent:
-    event = _find(ledger, version, action)
-    assert event is not None  # written in the transaction that did it
-    return event
-
-
 def _find(ledger: Ledger, version: Version, action: VersionAction) -> VersionEvent | None:
     return next((each for each in reversed(ledger.versions.events(version.version)) if each.action is action), None)
-
-
-def _actor_and_reason(event: VersionEvent) -> str:
-    return f"by {event.actor}{f': {event.reason}' if event.reason else ''}"

@@ -1,14 +1,12 @@
 """Two versions side by side: how their replies were rewarded, how long they are, how they did on tasks."""
 
 import math
-from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from tuneloop.shared.evaluation.samples import SampleStatistics
 from tuneloop.shared.experience import Evaluator, VersionState
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.versions.evaluations import Evaluation
 from tuneloop.shared.operations.version_report import ScoreRow, require_version, score_row
 
 #: With fewer sources of rewards on either side no interval is given for the difference.
@@ -66,6 +64,10 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 def compare_versions(ledger: Ledger, a: int, b: int) -> Comparison:
     """Two versions side by side. Raises VersionRefused if there is no such version."""
     versions = [require_version(ledger, number) for number in (a, b)]
+    scores = {
+        (each.evaluator, each.metric, each.slice, each.version): score_row(each)
+        for each in ledger.evaluations.of_versions([a, b])
+    }
     one, other = (ledger.comparisons.figures(each.version, each.created_at) for each in versions)
     sides = [
         Side(
@@ -83,7 +85,10 @@ def compare_versions(ledger: Ledger, a: int, b: int) -> Comparison:
         b=sides[1],
         difference=other.reward.mean - one.reward.mean if one.reward.replies and other.reward.replies else None,
         interval=welch(one.reward, other.reward),
-        evaluations=list(_pairs(ledger.evaluations.of_versions([a, b]), a, b)),
+        evaluations=[
+            ScorePair(evaluator=key[0], metric=key[1], slice=key[2], a=scores.get((*key, a)), b=scores.get((*key, b)))
+            for key in dict.fromkeys(key[:3] for key in scores)
+        ],
     )
 
 
@@ -96,15 +101,11 @@ def welch(one: SampleStatistics, other: SampleStatistics) -> tuple[float, float]
     if first + second == 0:
         return difference, difference
     freedom = (first + second) ** 2 / (first**2 / (one.units - 1) + second**2 / (other.units - 1))
-    half = _quantile(freedom) * math.sqrt(first + second)
-    return difference - half, difference + half
-
-
-def _quantile(freedom: float) -> float:
-    """Student's t at the upper end of the interval."""
     from scipy.special import stdtrit  # only when needed: every worker of the explorer would hold it in memory
 
-    return float(stdtrit(freedom, (1 + _LEVEL) / 2))
+    # Student's t at the upper end of the interval.
+    half = float(stdtrit(freedom, (1 + _LEVEL) / 2)) * math.sqrt(first + second)
+    return difference - half, difference + half
 
 
 def _mean(sample: SampleStatistics) -> Mean | None:
@@ -112,10 +113,3 @@ def _mean(sample: SampleStatistics) -> Mean | None:
         return None
     error = math.sqrt(sample.variance / sample.replies) if sample.units > 1 else None
     return Mean(mean=sample.mean, error=error, replies=sample.replies, sources=sample.units)
-
-
-def _pairs(evaluations: Sequence[Evaluation], a: int, b: int) -> Iterator[ScorePair]:
-    by_metric = {(each.evaluator, each.metric, each.slice, each.version): score_row(each) for each in evaluations}
-    for evaluator, metric, part in dict.fromkeys(key[:3] for key in by_metric):
-        one, other = (by_metric.get((evaluator, metric, part, version)) for version in (a, b))
-        yield ScorePair(evaluator=evaluator, metric=metric, slice=part, a=one, b=other)

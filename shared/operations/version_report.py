@@ -1,6 +1,6 @@
 """Reports about the versions, for the command line and the admin API alike."""
 
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -10,7 +10,6 @@ from tuneloop.shared.errors import CheckpointRejected, VersionRefused
 from tuneloop.shared.experience import Evaluator, VersionAction, VersionState
 from tuneloop.shared.ledger.ledger import Ledger, Version, VersionReward
 from tuneloop.shared.ledger.versions.evaluations import Evaluation
-from tuneloop.shared.ledger.versions.versions import VersionEvent
 
 
 class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,11 +88,15 @@ def report_version(ledger: Ledger, number: int) -> VersionReport:
     """Everything about a version. Raises VersionRefused if there is none of that number."""
     version = require_version(ledger, number)
     rewards = next((each for each in ledger.reports.rewards() if each.version == number), None)
+    parent = None
+    if version.manifest_sha256:
+        with suppress(CheckpointRejected):
+            parent = read_manifest(version.path).parent
     return VersionReport(
         version=_row(version, rewards),
         path=str(version.path),
         manifest_sha256=version.manifest_sha256,
-        parent=_parent(version.path) if version.manifest_sha256 else None,
+        parent=parent,
         trained_on_replies_of=ledger.evaluations.trained_on(number),
         evaluations=[score_row(each) for each in ledger.evaluations.of_versions([number])],
         events=list_events(ledger, number),
@@ -102,7 +105,7 @@ def report_version(ledger: Ledger, number: int) -> VersionReport:
 
 def list_events(ledger: Ledger, version: int | None = None, *, last: int | None = None) -> list[EventRow]:
     """What happened to the versions, or to one, oldest first; only the `last` so many."""
-    return [_event(each) for each in ledger.versions.events(version, last=last)]
+    return [EventRow(**each._asdict()) for each in ledger.versions.events(version, last=last)]
 
 
 def _row(version: Version, rewards: VersionReward | None) -> VersionRow:
@@ -122,19 +125,8 @@ def _row(version: Version, rewards: VersionReward | None) -> VersionRow:
     )
 
 
-def _event(event: VersionEvent) -> EventRow:
-    return EventRow(**event._asdict())
-
-
 def score_row(evaluation: Evaluation) -> ScoreRow:
     """A row of `evaluations` without its version."""
     fields = evaluation._asdict()
     del fields["version"]
     return ScoreRow(**fields)
-
-
-def _parent(path: Path) -> int | None:
-    try:
-        return read_manifest(path).parent
-    except CheckpointRejected:
-        return None

@@ -86,7 +86,10 @@ def fit_to_machine(settings: Settings, *, gpus_here: int) -> Settings:
     rollout = settings.explorer.rollout_model
     elsewhere = rollout.engine_urls or settings.cluster.node_num > 1
     if settings.mode == "train" and settings.cluster.node_num == 1 and 0 < gpus_here < settings.cluster.gpu_per_node:
-        return _with_gpus(settings, gpus_here)
+        sentence = f"cluster.gpu_per_node is {settings.cluster.gpu_per_node}, but there are {gpus_here} GPUs here"
+        log.warning("fewer_gpus", sentence=sentence)
+        cluster = settings.cluster.model_copy(update={"gpu_per_node": gpus_here})
+        return settings.model_copy(update={"cluster": cluster})
     if gpus_here or elsewhere or not settings.cluster.gpu_per_node:
         return settings
     log.warning(
@@ -99,13 +102,6 @@ def fit_to_machine(settings: Settings, *, gpus_here: int) -> Settings:
     )
     cluster = settings.cluster.model_copy(update={"gpu_per_node": 0})
     return settings.model_copy(update={"explorer": explorer, "cluster": cluster})
-
-
-def _with_gpus(settings: Settings, gpus_here: int) -> Settings:
-    sentence = f"cluster.gpu_per_node is {settings.cluster.gpu_per_node}, but there are {gpus_here} GPUs here"
-    log.warning("fewer_gpus", sentence=sentence)
-    cluster = settings.cluster.model_copy(update={"gpu_per_node": gpus_here})
-    return settings.model_copy(update={"cluster": cluster})
 
 
 def trainer_on_gpu(settings: Settings) -> bool:

@@ -35,48 +35,40 @@ _TRINITYS_VALUES: Mapping[str, tuple[Sequence[object], str]] = {
 }
 
 
-#: Options that there were, and what to do without them.
+#: Options that there were, by what to do without them.
 _REMOVED: Mapping[str, str] = {
-    **dict.fromkeys(
+    name: f"removed: {instead}"
+    for names, instead in (
         (
-            "algorithm.group.drop_constant",
-            "algorithm.merge_calls",
-            "buffer.fair_share",
-            "algorithm.overlong.train",
-            "algorithm.whiten_advantages",
-            "explorer.train_on_grammars",
+            "algorithm.group.drop_constant algorithm.merge_calls algorithm.overlong.train algorithm.whiten_advantages"
+            " buffer.fair_share explorer.train_on_grammars",
+            "it is always true. Delete the line",
         ),
-        "removed: it is always true. Delete the line",
-    ),
-    "algorithm.reward_clip": "removed: reward.clip bounds rewards. Delete the line",
-    "algorithm.reward_normalization": "removed: each method scales its advantages by itself. Delete the line",
-    "monitor.evaluation.samples": "removed: all tasks of the file are asked. Shorten it, and delete the line",
-    "explorer.max_stored_bytes_per_key": "removed: retention bounds what is stored. Delete the line",
-    "algorithm.critic_optimizer.bits": "removed: algorithm.optimizer.bits counts for the critic too. Delete the line",
-    **dict.fromkeys(
-        ("algorithm.dpo.reference_free", "algorithm.group.step_norm"), "removed: it is always false. Delete the line"
-    ),
-    "algorithm.baseline.scale": "removed: it is always 'batch'. Delete the line",
-    "algorithm.dpo.label_smoothing": "removed: it is always 0. Delete the line",
-    **dict.fromkeys(
-        ("algorithm.kto.desirable_weight", "algorithm.kto.undesirable_weight"),
-        "removed: it is always 1. Delete the line",
-    ),
-    "algorithm.off_policy.level": "removed: it is always 'token'. Delete the line",
-    "algorithm.negative_scale": "removed: use algorithm.dual_clip, which bounds what late feedback does",
-    "explorer.min_running_model_num": "removed: use rollout.mode: rolling, which keeps an engine answering",
-    "trainer.max_age": "removed: use trainer.max_staleness, which counts versions",
-    **dict.fromkeys(("judge.scale", "judge.weights"), "removed: use judge.rubric, a file with both"),
-    "model.critic_model_path": "removed: the critic starts from model.model_path. Delete the line",
-    "trainer.longest_yield": "removed: what yields waits until there is no traffic. Delete the line",
-    "gate.kl": "removed: scores, lengths and refusals are compared. Delete the line",
-    "gate.replay": "removed: a candidate is compared on the tasks of monitor.evaluation.path. Delete the section",
-    "reward.demonstration_value": "removed: sft learns edited answers, whatever the reward. Delete the line",
-    **dict.fromkeys(
-        ("feedback.quarantine_after", "feedback.quarantine_below"),
-        "removed: raters are not compared any more. Delete the line; `tuneloop raters quarantine` puts one into"
-        " quarantine",
-    ),
+        ("algorithm.dpo.reference_free algorithm.group.step_norm", "it is always false. Delete the line"),
+        ("algorithm.kto.desirable_weight algorithm.kto.undesirable_weight", "it is always 1. Delete the line"),
+        ("algorithm.dpo.label_smoothing", "it is always 0. Delete the line"),
+        ("algorithm.baseline.scale", "it is always 'batch'. Delete the line"),
+        ("algorithm.off_policy.level", "it is always 'token'. Delete the line"),
+        ("algorithm.reward_clip", "reward.clip bounds rewards. Delete the line"),
+        ("algorithm.reward_normalization", "each method scales its advantages by itself. Delete the line"),
+        ("algorithm.critic_optimizer.bits", "algorithm.optimizer.bits counts for the critic too. Delete the line"),
+        ("algorithm.negative_scale", "use algorithm.dual_clip, which bounds what late feedback does"),
+        ("monitor.evaluation.samples", "all tasks of the file are asked. Shorten it, and delete the line"),
+        ("explorer.max_stored_bytes_per_key", "retention bounds what is stored. Delete the line"),
+        ("explorer.min_running_model_num", "use rollout.mode: rolling, which keeps an engine answering"),
+        ("trainer.max_age", "use trainer.max_staleness, which counts versions"),
+        ("trainer.longest_yield", "what yields waits until there is no traffic. Delete the line"),
+        ("judge.scale judge.weights", "use judge.rubric, a file with both"),
+        ("model.critic_model_path", "the critic starts from model.model_path. Delete the line"),
+        ("gate.kl", "scores, lengths and refusals are compared. Delete the line"),
+        ("gate.replay", "a candidate is compared on the tasks of monitor.evaluation.path. Delete the section"),
+        ("reward.demonstration_value", "sft learns edited answers, whatever the reward. Delete the line"),
+        (
+            "feedback.quarantine_after feedback.quarantine_below",
+            "raters are not compared any more. Delete the line; `tuneloop raters quarantine` puts one into quarantine",
+        ),
+    )
+    for name in names.split()
 }
 
 
@@ -109,31 +101,26 @@ def sort_unknown(at: Keys, value: object, ignored: list[str]) -> Iterator[tuple[
 
 
 def _sentence(at: Keys, error: ErrorDetails) -> str:
-    key, value = dotted_name(at), error["input"]
-    if error["type"] == "missing":
+    key, value, kind = dotted_name(at), error["input"], error["type"]
+    if kind == "missing":
         return "is required and missing"
     if isinstance(value, str) and value.startswith("${"):
         variable = ENV_PREFIX + key.upper().replace(".", "__")
         return f"{value} is not expanded here: write the value, or set the environment variable {variable}"
-    message = error["msg"] if error["type"] == "literal_error" else error["msg"].split(",")[0]
-    must = _MUST.get(error["type"], message.replace("Input should be", "must be"))
-    given = (
-        "the value given"
-        if (holds_secret(key) and (key in SECRETS or not isinstance(value, int | float | None)))
-        else reprlib.repr(value)
-    )
-    return f"{must}, not {given}{_cure(key, error['type'], value)}"
-
-
-def _cure(key: str, kind: str, value: object) -> str:
-    trinitys, sentence = _TRINITYS_VALUES.get(key, ((), ""))
+    message = error["msg"] if kind == "literal_error" else error["msg"].split(",")[0]
+    must = _MUST.get(kind, message.replace("Input should be", "must be"))
+    is_hidden = holds_secret(key) and (key in SECRETS or not isinstance(value, int | float | None))
+    cure = ""
+    trinitys, instead = _TRINITYS_VALUES.get(key, ((), ""))
     if value in trinitys:
-        return f". {sentence}"
-    if kind == "literal_error":
+        cure = f". {instead}"
+    elif kind == "literal_error":
         choices = [str(each) for each in get_args(dict(options())[key].annotation)]
         near = difflib.get_close_matches(str(value).lower(), choices, n=1)
-        return f". Did you mean '{near[0]}'?" if near else ""
-    return ". Write it in quotes" if kind == "string_type" and isinstance(value, int | float | date) else ""
+        cure = f". Did you mean '{near[0]}'?" if near else ""
+    elif kind == "string_type" and isinstance(value, int | float | date):
+        cure = ". Write it in quotes"
+    return f"{must}, not {'the value given' if is_hidden else reprlib.repr(value)}{cure}"
 
 
 _MUST = {

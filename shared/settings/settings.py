@@ -61,106 +61,9 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _options_fit_each_other(self) -> "Settings":
-        pairs = (self.algorithm.algorithm_type, self.buffer.group_by) == ("dpo", "preference")
-        contradictions = [
-            *self._engines_beyond_the_machine(),
-            *self._engines_in_the_trainers_way(),
-            *_turns_of_several(self),
-            *_workers_beyond_the_machines(self),
-            *_rows_shared_unevenly(self),
-            *self._response_beyond_the_model(),
-            *self.explorer.rollout_model.contradictions(
-                adapters=self.model.lora.rank > 0, on_cpu=self.mode != "train" and not self.cluster.gpu_per_node
-            ),
-            *self.reward.contradictions(of_pairs=self.mode != "serve" and pairs),
-            *self._groups_out_of_order(),
-            *self.algorithm.contradictions(),
-            *self.algorithm.overlong.contradictions(self.model.max_response_tokens),
-            *self._groups_missing(),
-            *self._runs_torn_apart(),
-            *self.monitor.contradictions(),
-            *self.judge.contradictions(),
-            *self.privacy.contradictions(),
-            *_verdicts_too_late(self),
-            *self.rollout.contradictions(),
-            *self._one_engine_for_two_versions(),
-            *self.explorer.contradictions(self.cluster, serves=self.mode != "train", spare_gpus=self.has_spare_gpus),
-            *_adapters_in_float32(self),
-            *_bits_without_an_adapter(self),
-            *self.gate.contradictions(tasks=self.monitor.evaluation.path is not None),
-            *_evaluation_without_a_judge(self),
-        ]
-        if contradictions:
+        if contradictions := [*_contradictions(self)]:
             raise ValueError("\n".join(contradictions))
         return self
-
-    def _engines_beyond_the_machine(self) -> Iterator[str]:
-        rollout, there, nodes = self.explorer.rollout_model, self.cluster.gpu_per_node, self.cluster.node_num
-        room = there // rollout.tensor_parallel_size * nodes
-        if self.mode != "train" and there and not rollout.engine_urls and rollout.engine_num > room:
-            machines = "this machine has" if nodes == 1 else f"{nodes} machines have"
-            yield (
-                f"explorer.rollout_model.engine_num: {rollout.engine_num} engines of {rollout.tensor_parallel_size}"
-                f" GPUs need {self.gpus_of_engines}, {machines} {there * nodes} (mode: {self.mode}); an engine has all"
-                " of its GPUs on one machine. Lower engine_num or tensor_parallel_size, raise cluster.gpu_per_node or"
-                " cluster.node_num, or name engines elsewhere in engine_urls"
-            )
-        if self.mode == "both" and there and nodes > 1 and not rollout.engine_urls and self.trainer.device != "cpu":
-            yield (
-                f"cluster.node_num: {nodes} machines' GPUs are given to engines by Ray, which knows nothing of the"
-                " trainer's. Run the two apart: mode: serve here, and mode: train where GPUs are that Ray was not given"
-            )
-
-    def _engines_in_the_trainers_way(self) -> Iterator[str]:
-        share, there = self.explorer.rollout_model.gpu_memory_utilization, self.cluster.gpu_per_node
-        shares = self.mode == "both" and self.trainer.device != "cpu" and 0 < there <= self.gpus_of_engines
-        if shares and share > 0.5 and self.cluster.gpu_turn is None:
-            yield (
-                f"explorer.rollout_model.gpu_memory_utilization: {share} leaves the trainer too little of the GPU that"
-                f" it shares with an engine (cluster.gpu_per_node: {there}, mode: both). Write 0.4"
-            )
-
-    def _response_beyond_the_model(self) -> Iterator[str]:
-        length, response = self.model.max_model_len, self.model.max_response_tokens
-        if length and response and response > length:
-            yield (
-                f"model.max_response_tokens: {response} do not fit into model.max_model_len, {length}."
-                " Lower the one or raise the other"
-            )
-
-    def _groups_out_of_order(self) -> Iterator[str]:
-        if self.buffer.order == "priority" and self.buffer.group_by != "none":
-            yield (
-                "buffer.order: priority orders single experiences; with buffer.group_by write oldest or freshest, or"
-                " write group_by: none"
-            )
-
-    def _groups_missing(self) -> Iterator[str]:
-        kind, group_by = self.algorithm.algorithm_type, self.buffer.group_by
-        if self.mode != "serve" and kind in OF_GROUPS and group_by != "task":
-            yield (
-                f"buffer.group_by: {kind} compares the runs of a task with each other; write task, and"
-                " buffer.group_size: how many runs a task has"
-            )
-        if self.mode != "serve" and kind == "dpo" and group_by not in {"preference", "task"}:
-            yield (
-                "buffer.group_by: dpo learns from pairs of replies to one prompt; write preference, where somebody says"
-                " which of two is better, or task, where rewards do"
-            )
-
-    def _runs_torn_apart(self) -> Iterator[str]:
-        if self.mode != "serve" and self.algorithm.credit != "call" and self.buffer.group_by not in {"run", "task"}:
-            yield (
-                f"algorithm.credit: {self.algorithm.credit} needs whole trajectories; write buffer.group_by: run, or"
-                " task"
-            )
-
-    def _one_engine_for_two_versions(self) -> Iterator[str]:
-        if self.mode != "train" and self.rollout.tries and self.engine_places < 2:
-            yield (
-                f"rollout.mode: {self.rollout.mode} serves two versions side by side, which needs two engines, or"
-                " adapters; raise explorer.rollout_model.engine_num or model.lora.rank, or write rollout.mode: all"
-            )
 
     @property
     def engine_places(self) -> int:
@@ -232,63 +135,71 @@ class Settings(Section):
         return self.model.served_model_name or str(self.model.model_path)
 
 
-def _verdicts_too_late(settings: Settings) -> Iterator[str]:
+def _contradictions(settings: Settings) -> Iterator[str]:
+    """What makes no sense together."""
+    serves, trains = settings.mode != "train", settings.mode != "serve"
+    explorer, cluster, algorithm = settings.explorer, settings.cluster, settings.algorithm
+    yield from _contradictions_of_hardware(settings)
+    yield from explorer.rollout_model.contradictions(
+        adapters=settings.model.lora.rank > 0, on_cpu=serves and not cluster.gpu_per_node
+    )
+    of_pairs = trains and (algorithm.algorithm_type, settings.buffer.group_by) == ("dpo", "preference")
+    yield from settings.reward.contradictions(of_pairs=of_pairs)
+    yield from _contradictions_of_training(settings)
+    yield from algorithm.contradictions()
+    yield from algorithm.overlong.contradictions(settings.model.max_response_tokens)
+    for section in (settings.monitor, settings.judge, settings.privacy, settings.rollout):
+        yield from section.contradictions()
+    yield from explorer.contradictions(cluster, serves=serves, spare_gpus=settings.has_spare_gpus)
+    yield from settings.gate.contradictions(tasks=settings.monitor.evaluation.path is not None)
     window, after = settings.reward.attribution_window, settings.judge.after
     if settings.judge.url and window is not None and after >= window:
         yield (
             f"judge.after: after {after:g} s verdicts come too late for reward.attribution_window, {window:g} s."
             " Lower the one or raise the other"
         )
-
-
-def _adapters_in_float32(settings: Settings) -> Iterator[str]:
-    rollout, on_gpus = settings.explorer.rollout_model, settings.cluster.gpu_per_node > 0
-    if settings.mode != "train" and settings.model.lora.rank and on_gpus and rollout.dtype == "float32":
-        yield (
-            "explorer.rollout_model.dtype: vLLM serves adapters on GPUs in bfloat16 and float16 only; write one of"
-            " these, or model.lora.rank: 0"
-        )
-
-
-def _bits_without_an_adapter(settings: Settings) -> Iterator[str]:
-    bits, capture = settings.model.lora.base_bits, settings.explorer.capture.logprobs
-    if bits and not settings.model.lora.rank:
-        yield (
-            f"model.lora.base_bits: {bits} bits are too few to train, and model.lora.rank: 0 trains all weights; write"
-            " null, or a rank"
-        )
-    if bits and settings.mode != "serve" and capture != "all":
-        yield (
-            f"explorer.capture.logprobs: {capture} has the trainer recompute what an engine with the whole base model"
-            f" sampled, and model.lora.base_bits: {bits} would compute something else; write all, or base_bits: null"
-        )
-
-
-def _evaluation_without_a_judge(settings: Settings) -> Iterator[str]:
     if settings.monitor.evaluation.judge == "model" and settings.judge.url is None:
         yield "monitor.evaluation.judge: model needs judge.url and judge.model: which model judges"
 
 
-def _workers_beyond_the_machines(settings: Settings) -> Iterator[str]:
-    workers, free, mode = settings.trainer.workers or 1, _gpus_beside_engines(settings), settings.mode
-    if mode != "serve" and _trains_on_gpus(settings) and workers > 1 and free < workers:
+def _contradictions_of_hardware(settings: Settings) -> Iterator[str]:
+    """What does not fit the machines, or the models."""
+    rollout, cluster, trainer, mode = (
+        settings.explorer.rollout_model,
+        settings.cluster,
+        settings.trainer,
+        settings.mode,
+    )
+    there, nodes, on_gpu = cluster.gpu_per_node, cluster.node_num, trainer.device != "cpu"
+    room = there // rollout.tensor_parallel_size * nodes
+    if mode != "train" and there and not rollout.engine_urls and rollout.engine_num > room:
+        machines = "this machine has" if nodes == 1 else f"{nodes} machines have"
         yield (
-            f"trainer.workers: {workers} need a GPU each, and {max(free, 0)} are free of engines (mode: {mode},"
-            f" cluster.gpu_per_node: {settings.cluster.gpu_per_node}). Lower it, or write null: all that are free"
+            f"explorer.rollout_model.engine_num: {rollout.engine_num} engines of {rollout.tensor_parallel_size}"
+            f" GPUs need {settings.gpus_of_engines}, {machines} {there * nodes} (mode: {mode}); an engine has all"
+            " of its GPUs on one machine. Lower engine_num or tensor_parallel_size, raise cluster.gpu_per_node or"
+            " cluster.node_num, or name engines elsewhere in engine_urls"
         )
-
-
-def _turns_of_several(settings: Settings) -> Iterator[str]:
-    cluster, rollout, trainer = settings.cluster, settings.explorer.rollout_model, settings.trainer
+    if mode == "both" and there and nodes > 1 and not rollout.engine_urls and on_gpu:
+        yield (
+            f"cluster.node_num: {nodes} machines' GPUs are given to engines by Ray, which knows nothing of the"
+            " trainer's. Run the two apart: mode: serve here, and mode: train where GPUs are that Ray was not given"
+        )
+    shares = mode == "both" and on_gpu and 0 < there <= settings.gpus_of_engines
+    if shares and rollout.gpu_memory_utilization > 0.5 and cluster.gpu_turn is None:
+        yield (
+            f"explorer.rollout_model.gpu_memory_utilization: {rollout.gpu_memory_utilization} leaves the trainer too"
+            f" little of the GPU that it shares with an engine (cluster.gpu_per_node: {there}, mode: both). Write 0.4"
+        )
     obstacles = {
-        "cluster.node_num": cluster.node_num > 1,
-        "cluster.gpu_per_node": cluster.gpu_per_node > 1,
+        "cluster.node_num": nodes > 1,
+        "cluster.gpu_per_node": there > 1,
         "explorer.rollout_model.engine_num": rollout.engine_num > 1,
         "explorer.rollout_model.engine_urls": bool(rollout.engine_urls),
         "explorer.rollout_model.spare_place": bool(rollout.spare_place),
         "trainer.workers": settings.trainer_workers > 1,
         "trainer.yield_to_traffic": trainer.yield_to_traffic,
-        "trainer.device": cluster.gpu_per_node > 0 and trainer.device == "cpu",
+        "trainer.device": there > 0 and not on_gpu,
         "algorithm.distill.teacher_path": bool(settings.algorithm.distill.teacher_path),
     }
     found = [name for name, is_one in obstacles.items() if is_one]
@@ -297,14 +208,69 @@ def _turns_of_several(settings: Settings) -> Iterator[str]:
             "cluster.gpu_turn: turns are taken by one engine that the explorer starts and one trainer's process, with"
             f" nothing else on the one GPU of one machine; write null, or change {', '.join(found)}"
         )
-
-
-def _rows_shared_unevenly(settings: Settings) -> Iterator[str]:
-    together, workers = settings.trainer.ulysses_sequence_parallel_size, settings.trainer_workers
-    if settings.mode != "serve" and workers % together:
+    workers, free = trainer.workers or 1, _gpus_beside_engines(settings)
+    if mode != "serve" and _trains_on_gpus(settings) and workers > 1 and free < workers:
+        yield (
+            f"trainer.workers: {workers} need a GPU each, and {max(free, 0)} are free of engines (mode: {mode},"
+            f" cluster.gpu_per_node: {there}). Lower it, or write null: all that are free"
+        )
+    together = trainer.ulysses_sequence_parallel_size
+    if mode != "serve" and settings.trainer_workers % together:
         yield (
             f"trainer.ulysses_sequence_parallel_size: {together} workers share each row of tokens, and trainer.workers"
-            f" is {workers}; write 1, or raise trainer.workers to a multiple of {together}"
+            f" is {settings.trainer_workers}; write 1, or raise trainer.workers to a multiple of {together}"
+        )
+    length, response = settings.model.max_model_len, settings.model.max_response_tokens
+    if length and response and response > length:
+        yield (
+            f"model.max_response_tokens: {response} do not fit into model.max_model_len, {length}."
+            " Lower the one or raise the other"
+        )
+    if mode != "train" and settings.rollout.tries and settings.engine_places < 2:
+        yield (
+            f"rollout.mode: {settings.rollout.mode} serves two versions side by side, which needs two engines, or"
+            " adapters; raise explorer.rollout_model.engine_num or model.lora.rank, or write rollout.mode: all"
+        )
+    if mode != "train" and settings.model.lora.rank and there > 0 and rollout.dtype == "float32":
+        yield (
+            "explorer.rollout_model.dtype: vLLM serves adapters on GPUs in bfloat16 and float16 only; write one of"
+            " these, or model.lora.rank: 0"
+        )
+
+
+def _contradictions_of_training(settings: Settings) -> Iterator[str]:
+    """What the method does not learn from, or not so."""
+    kind, group_by, trains = settings.algorithm.algorithm_type, settings.buffer.group_by, settings.mode != "serve"
+    if settings.buffer.order == "priority" and group_by != "none":
+        yield (
+            "buffer.order: priority orders single experiences; with buffer.group_by write oldest or freshest, or"
+            " write group_by: none"
+        )
+    if trains and kind in OF_GROUPS and group_by != "task":
+        yield (
+            f"buffer.group_by: {kind} compares the runs of a task with each other; write task, and"
+            " buffer.group_size: how many runs a task has"
+        )
+    if trains and kind == "dpo" and group_by not in {"preference", "task"}:
+        yield (
+            "buffer.group_by: dpo learns from pairs of replies to one prompt; write preference, where somebody says"
+            " which of two is better, or task, where rewards do"
+        )
+    if trains and settings.algorithm.credit != "call" and group_by not in {"run", "task"}:
+        yield (
+            f"algorithm.credit: {settings.algorithm.credit} needs whole trajectories; write buffer.group_by: run, or"
+            " task"
+        )
+    bits, capture = settings.model.lora.base_bits, settings.explorer.capture.logprobs
+    if bits and not settings.model.lora.rank:
+        yield (
+            f"model.lora.base_bits: {bits} bits are too few to train, and model.lora.rank: 0 trains all weights; write"
+            " null, or a rank"
+        )
+    if bits and trains and capture != "all":
+        yield (
+            f"explorer.capture.logprobs: {capture} has the trainer recompute what an engine with the whole base model"
+            f" sampled, and model.lora.base_bits: {bits} would compute something else; write all, or base_bits: null"
         )
 
 

@@ -1,14 +1,12 @@
 import json
-import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import structlog
 
-from tuneloop.shared.logging import LINES_AT_ONCE, LINES_PER_S, LineLimiter
+from tuneloop.shared.logging import LINES_AT_ONCE
 
 _SCRIPT = """
 import sys
@@ -84,33 +82,6 @@ def test_an_event_that_comes_too_often_is_counted_and_the_others_are_written() -
     summaries = [line for line in said.splitlines() if "lines_left_out" in line]
     assert any("request_failed=" in each for each in summaries)
     assert any("library:" in each for each in summaries)
-
-
-def test_lines_come_back_with_time_and_are_told_once() -> None:
-    told: list[dict[str, int]] = []
-    now = [0.0]
-    limiter = LineLimiter(told.append, clock=lambda: now[0])
-    assert sum(limiter.admits("one") for _ in range(LINES_AT_ONCE + 7)) == LINES_AT_ONCE
-    assert limiter.admits("another")
-    limiter.summarise()
-    limiter.summarise()
-    assert told == [{"one": 7}]
-    now[0] = 1.0
-    assert sum(limiter.admits("one") for _ in range(100)) == LINES_PER_S
-    now[0] = 1e6
-    assert sum(limiter.admits("one") for _ in range(2 * LINES_AT_ONCE)) == LINES_AT_ONCE
-
-
-def test_both_kinds_of_lines_are_limited_and_the_summary_is_not() -> None:
-    limiter = LineLimiter(lambda lines: None)
-    record = logging.LogRecord("a", logging.WARNING, "a.py", 1, "x", (), None)
-    assert sum(limiter.filter(record) for _ in range(2 * LINES_AT_ONCE)) == LINES_AT_ONCE
-    for _ in range(2 * LINES_AT_ONCE):
-        assert limiter.process(None, "", {"event": "lines_left_out"})
-    for _ in range(LINES_AT_ONCE):
-        limiter.process(None, "", {"event": "x"})
-    with pytest.raises(structlog.DropEvent):
-        limiter.process(None, "", {"event": "x"})
 
 
 _LEVELS = """

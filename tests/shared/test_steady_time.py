@@ -1,7 +1,7 @@
 import pytest
 
 from tests.doubles.clock import Clock
-from tuneloop.shared.steady_time import SteadyClock, stamp
+from tuneloop.shared.steady_time import SteadyClock
 
 
 @pytest.mark.parametrize("step", [-86400.0, 86400.0])
@@ -11,9 +11,3 @@ def test_a_step_of_the_clock_changes_nothing(clock: Clock, step: float) -> None:
     clock.now += step
     ticks.now += 3.0
     assert now() == 1003.0
-
-
-def test_stamps_grow() -> None:
-    first, second = stamp(), stamp()
-    assert first.boot == second.boot
-    assert first < second

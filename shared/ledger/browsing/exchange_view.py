@@ -1,7 +1,7 @@
 """One exchange whole: its request, its replies with their log-probabilities, and what was said of them."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sqlalchemy import and_, or_, select
 
@@ -12,16 +12,6 @@ from tuneloop.shared.ledger.storage.transactions import LedgerPart
 
 #: Feedback events of one exchange that are shown: the newest.
 MAX_EVENTS = 200
-
-_REPLY = (
-    *("id", "choice", "correction", "state", "reason", "reward", "version_min", "version_max", "temperature"),
-    *("finish_reason", "text", "tool_calls", "completion_tokens", "task_id", "run_id", "rewarded_at"),
-    *("committed_at", "lease_until", "trained_version", "unsampled"),
-)
-_EVENT = (
-    *("id", "choice", "kind", "metric", "value", "text", "other_msg_id", "other_choice", "source"),
-    *("received_at", "outcome", "msg_id"),
-)
 
 
 class ReplyView(NamedTuple):
@@ -100,10 +90,10 @@ class ExchangeViews(LedgerPart):
         changed = changed_metadata.c.msg_id == exchanges.c.msg_id
         query = select(*(exchanges.c[name] for name in names), changed_metadata.c.metadata)
         query = query.outerjoin_from(exchanges, changed_metadata, changed)
-        replies = select(*(experiences.c[name] for name in _REPLY), reward_rules.c.definition)
+        replies = select(*(experiences.c[name] for name in ReplyView._fields[:-1]), reward_rules.c.definition)
         replies = replies.outerjoin_from(experiences, reward_rules, reward_rules.c.id == experiences.c.reward_rule)
         about = or_(feedback.c.msg_id == msg_id, feedback.c.other_msg_id == msg_id)
-        events = select(*(feedback.c[name] for name in _EVENT)).where(feedback.c.tenant == tenant, about)
+        events = select(*(feedback.c[name] for name in FeedbackView._fields)).where(feedback.c.tenant == tenant, about)
         found, sampled, feedback_events = self._read_together(
             query.where(exchanges.c.msg_id == msg_id, exchanges.c.tenant == tenant),
             replies.where(experiences.c.msg_id == msg_id).order_by(experiences.c.choice, experiences.c.correction),
@@ -111,19 +101,13 @@ class ExchangeViews(LedgerPart):
         )
         if not found:
             return None
-        row = found[0]
-        return ExchangeView(
-            msg_id=row.msg_id,
-            endpoint=row.endpoint,
-            user=row.user_id,
-            received_at=row.received_at,
-            latency_s=row.latency_s,
-            engine=row.engine,
-            request=codec.unpack_text(row.request),
-            metadata=row.metadata,
-            replies=[_reply(each) for each in sampled],
-            events=[_event(each) for each in reversed(feedback_events)],
-        )
+        views = [ReplyView(*each)._replace(state=State(each.state)) for each in sampled]
+        said = [
+            FeedbackView(*each)._replace(kind=Kind(each.kind), outcome=Outcome(each.outcome))
+            for each in reversed(feedback_events)
+        ]
+        exchange = ExchangeView(*(*found[0], views, said))
+        return exchange._replace(request=codec.unpack_text(exchange.request))
 
     def tokens(self, tenant: str, msg_id: str, choice: int) -> TokenView | None:
         """The tokens of one choice; None if there is none."""
@@ -135,14 +119,3 @@ class ExchangeViews(LedgerPart):
         prompt_ids, completion_ids, logprobs = codec.from_blob(rows[0].blob)
         captured = [None if math.isnan(each) else each for each in logprobs.tolist()]
         return TokenView(len(prompt_ids), completion_ids.tolist(), captured, rows[0].text)
-
-
-def _reply(row: Any) -> ReplyView:
-    fields = {name: getattr(row, name) for name in _REPLY}
-    fields["state"] = State(row.state)
-    return ReplyView(**fields, rule=row.definition)
-
-
-def _event(row: Any) -> FeedbackView:
-    fields = {name: getattr(row, name) for name in _EVENT}
-    return FeedbackView(**fields | {"kind": Kind(row.kind), "outcome": Outcome(row.outcome)})

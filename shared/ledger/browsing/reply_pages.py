@@ -32,9 +32,13 @@ class ReplyTexts(LedgerPart):
         total = 0
         for begin in range(0, len(keys), _PORTION):
             rest = list(keys[begin : begin + _PORTION])
+            head = func.substr(exchanges.c.request, 1, codec.TEXT_HEAD, type_=LargeBinary).label("head")
+            reply = func.length(experiences.c.text) + func.coalesce(func.length(experiences.c.tool_calls), 0)
+            columns = experiences.c.id, head, func.length(exchanges.c.request).label("stored"), reply.label("reply")
+            query = select(*columns).join_from(experiences, exchanges, exchanges.c.msg_id == experiences.c.msg_id)
             sizes = {
-                row.id: (codec.text_size(row.head or b"", row.stored) + int(row.reply))
-                for row in self._read(_select_sizes([key.id for key in rest]))
+                row.id: codec.text_size(row.head or b"", row.stored) + int(row.reply)
+                for row in self._read(query.where(experiences.c.id.in_([key.id for key in rest])))
             }
             while rest and total < MAX_READ_BYTES:
                 some = first_of_size(rest, [sizes.get(key.id, 0) for key in rest])
@@ -43,14 +47,6 @@ class ReplyTexts(LedgerPart):
                 rest = rest[len(some) :]
             if rest:
                 return
-
-
-def _select_sizes(ids: Sequence[int]) -> Select[Any]:
-    head = func.substr(exchanges.c.request, 1, codec.TEXT_HEAD, type_=LargeBinary).label("head")
-    reply = func.length(experiences.c.text) + func.coalesce(func.length(experiences.c.tool_calls), 0)
-    columns = experiences.c.id, head, func.length(exchanges.c.request).label("stored"), reply.label("reply")
-    query = select(*columns).join_from(experiences, exchanges, exchanges.c.msg_id == experiences.c.msg_id)
-    return query.where(experiences.c.id.in_(ids))
 
 
 #: Replies that are looked at for one page by their columns; those whose words are read, which costs more.
@@ -62,12 +58,9 @@ _RARE = 2_000
 #: Characters of a reply that a list shows.
 PREVIEW = 300
 
-_ROW = (
-    *("id", "msg_id", "choice", "sampled_at", "state", "reason", "reward", "version_min", "version_max"),
-    *("task_id", "run_id", "completion_tokens"),
+_EXAMINED = (
+    *("id", "sampled_at", "tenant", "correction", "state", "reward", "version_min", "version_max", "task_id", "run_id"),
 )
-_EXAMINED = ("id", "sampled_at", "tenant", "correction", "state", "reward", "version_min", "version_max")
-_EXAMINED_NAMES = (*_EXAMINED, "task_id", "run_id")
 
 
 class ReplyCursor(NamedTuple):
@@ -144,7 +137,7 @@ class ReplyPages(ReplyTexts):
 
     def _select_examined(self, tenant: str, wanted: ReplyFilter, after: ReplyCursor | None) -> tuple[Any, int | None]:
         """The replies that are looked at, and how many those are at most; None: all that could be wanted."""
-        names = [experiences.c[name] for name in _EXAMINED_NAMES]
+        names = [experiences.c[name] for name in _EXAMINED]
         # The stretch of time, and what is not on an earlier page.
         conditions: list[ColumnElement[bool]] = [true()]
         if wanted.since is not None:
@@ -208,11 +201,15 @@ class ReplyPages(ReplyTexts):
 
     def _rows(self, keys: list[ReplyCursor], *, whole: bool = False) -> list[ReplyRow]:
         text = experiences.c.text if whole else func.substr(experiences.c.text, 1, PREVIEW).label("text")
-        columns = (*(experiences.c[name] for name in _ROW), exchanges.c.user_id, text, exchanges.c.request)
+        names = ReplyRow._fields[:-3]
+        columns = (*(experiences.c[name] for name in names), exchanges.c.user_id, text, exchanges.c.request)
         joined = exchanges.c.msg_id == experiences.c.msg_id
         query = select(*columns).join_from(experiences, exchanges, joined)
         rows = self._read(query.where(experiences.c.id.in_([key.id for key in keys])))
-        found = {row.id: _row(row) for row in rows}
+        found = {
+            row.id: ReplyRow(*row)._replace(state=State(row.state), request=codec.unpack_text(row.request))
+            for row in rows
+        }
         return [found[key.id] for key in keys if key.id in found]
 
 
@@ -245,9 +242,3 @@ def _matching(examined: Any, tenant: str, wanted: ReplyFilter) -> Select[Any]:
     # The sum: no index is gone through for the sake of the order.
     order = (columns.sampled_at + 0).desc(), columns.id.desc()
     return select(columns.sampled_at, columns.id).where(*conditions).order_by(*order)
-
-
-def _row(row: Any) -> ReplyRow:
-    fields = {name: getattr(row, name) for name in _ROW}
-    fields["state"] = State(row.state)
-    return ReplyRow(**fields, user=row.user_id, text=row.text, request=codec.unpack_text(row.request))

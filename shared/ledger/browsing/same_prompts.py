@@ -66,22 +66,25 @@ class SamePrompts(ReplyTexts):
         seen: dict[bytes, _Digests] = {}
         for answer in self._newest(experiences.c.tenant == tenant, after, AMONG_ALL):
             other = seen.setdefault(answer.prompt, answer)
-            if other.reply == answer.reply or self._is_compared(tenant, answer.msg_id, other.msg_id):
+            compared = or_(
+                and_(feedback.c.msg_id == answer.msg_id, feedback.c.other_msg_id == other.msg_id),
+                and_(feedback.c.msg_id == other.msg_id, feedback.c.other_msg_id == answer.msg_id),
+            )
+            preferences = and_(feedback.c.tenant == tenant, feedback.c.kind == Kind.PREFERENCE, compared)
+            if other.reply == answer.reply or self._read(select(feedback.c.id).where(preferences).limit(1)):
                 continue
             if pairs := self._pairs([(other.id, answer.id)]):
                 return pairs[0]
         return None
 
-    def _is_compared(self, tenant: str, one: str, other: str) -> bool:
-        pair = or_(
-            and_(feedback.c.msg_id == one, feedback.c.other_msg_id == other),
-            and_(feedback.c.msg_id == other, feedback.c.other_msg_id == one),
-        )
-        compared = and_(feedback.c.tenant == tenant, feedback.c.kind == Kind.PREFERENCE, pair)
-        return bool(self._read(select(feedback.c.id).where(compared).limit(1)))
-
     def _newest(self, which: ColumnElement[bool], after: ReplyCursor | None, among: int) -> Iterator["_Digests"]:
-        keys = [row for row in self._read(_select_newest(which, after, among)) if row.correction == 0]
+        behind: ColumnElement[bool] = true()
+        if after is not None:
+            key = tuple_(experiences.c.sampled_at, experiences.c.id)
+            behind = and_(experiences.c.sampled_at <= after.sampled_at, key < after)
+        newest = select(experiences.c.id, experiences.c.correction).where(which, behind)
+        newest = newest.order_by(experiences.c.sampled_at.desc(), experiences.c.id.desc()).limit(among)
+        keys = [row for row in self._read(newest) if row.correction == 0]
         for portion in self._split(keys):
             rows = {row.id: row for row in self._read(_select_texts([key.id for key in portion]))}
             for key in portion:
@@ -151,15 +154,6 @@ _ANSWER = (
     *(experiences.c[name] for name in ("id", "msg_id", "choice", "sampled_at")),
     *(experiences.c[name] for name in ("version_min", "reward", "text", "tool_calls")),
 )
-
-
-def _select_newest(which: ColumnElement[bool], after: ReplyCursor | None, among: int) -> Select[Any]:
-    behind: ColumnElement[bool] = true()
-    if after is not None:
-        key = tuple_(experiences.c.sampled_at, experiences.c.id)
-        behind = and_(experiences.c.sampled_at <= after.sampled_at, key < after)
-    query = select(experiences.c.id, experiences.c.correction).where(which, behind)
-    return query.order_by(experiences.c.sampled_at.desc(), experiences.c.id.desc()).limit(among)
 
 
 def _select_texts(ids: Sequence[int]) -> Select[Any]:

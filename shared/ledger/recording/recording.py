@@ -1,9 +1,9 @@
 """The explorer's verbs: record exchanges and feedback, commit experiences, recompute rewards."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import NamedTuple, TypedDict, Unpack
 
 import msgspec
 from sqlalchemy import (
@@ -90,22 +90,13 @@ _STORED_REPLIES = select(exchanges.c.msg_id).where(is_among(exchanges.c.msg_id, 
 _NEWEST_EPOCH = select(epochs.c.epoch, epochs.c.seen_at).order_by(epochs.c.epoch.desc()).limit(1)
 
 
-class _Present(NamedTuple):
-    """Whether there are any rows of kinds that most ledgers have none of, by one query."""
-
-    deletions: bool
-    erasures: bool
-    mismatches: bool
-    pending: bool  # feedback that waits for its reply
-    preferences: bool  # feedback about two replies
-    of_runs: bool  # feedback about whole runs
-
-
+#: Whether there are any rows of kinds that most ledgers have none of, by one query.
 _PRESENT: Executable = select(
-    *(exists().select_from(table) for table in (deletions, erasures, mismatches)),
-    exists().where(literal_column("outcome = 'pending'"), feedback.c.id > 0),  # the latter has the index used
-    exists().where(feedback.c.other_msg_id.is_not(None)),
-    exists().where(feedback.c.msg_id.is_(None)),
+    *(exists().select_from(table).label(table.name) for table in (deletions, erasures, mismatches)),
+    # Feedback that waits for its reply; the second condition has the index used.
+    exists().where(literal_column("outcome = 'pending'"), feedback.c.id > 0).label("pending"),
+    exists().where(feedback.c.other_msg_id.is_not(None)).label("preferences"),
+    exists().where(feedback.c.msg_id.is_(None)).label("of_runs"),
 )
 
 #: Whether `its_tenant` has feedback about a reply that waits for it, and whether any reply was preferred to another.
@@ -133,22 +124,6 @@ class CommitLimits(TypedDict, total=False):
     until: float | None
 
 
-class _Heartbeats:
-    """How long the trainer has been silent, by our own `ticks`: its clock and ours need not agree."""
-
-    def __init__(self, ticks: Callable[[], float]) -> None:
-        self._ticks = ticks
-        self._last: object = None
-        self._since = ticks()
-
-    def silent_s(self, beat: object) -> float:
-        """The seconds since `beat`, what the trainer last wrote, was first seen here."""
-        now = self._ticks()
-        if beat != self._last:
-            self._last, self._since = beat, now
-        return now - self._since
-
-
 class Recording(LedgerPart):
     """Exchanges and feedback come in, and are committed for training.
 
@@ -164,7 +139,9 @@ class Recording(LedgerPart):
         self._boot_time = transactions.boot_time
         self._rewards = rewards
         self._voters: set[Rater] = set()
-        self._heartbeats, self._early = _Heartbeats(ticks), EarlyFeedback(ticks)
+        self._ticks, self._early = ticks, EarlyFeedback(ticks)
+        #: What the trainer last wrote, and since when by our own ticks: its clock and ours need not agree.
+        self._heartbeat: tuple[object, float] = None, ticks()
 
     def record(self, records: Sequence[Record], slots: Sequence[object] = ()) -> None:
         """Store exchanges and feedback in their order; what is there already stays as it is.
@@ -187,7 +164,7 @@ class Recording(LedgerPart):
             new_feedback = [record for record in dated if isinstance(record, Feedback)]
             # Else a reply and its feedback, recorded by two processes at once, would not see each other.
             alone(connection, "record", shared=not new_feedback)
-            present = _Present(*connection.execute(_PRESENT).one())
+            present = connection.execute(_PRESENT).one()
             new_exchanges, new_feedback = not_erased(
                 connection, new_exchanges, new_feedback, deletions=present.deletions, erasures=present.erasures
             )
@@ -266,13 +243,25 @@ class Recording(LedgerPart):
             now = self._clock()
             given = {f"its_{name}": value for name, value in limits.items() if value is not None}
             names, values = frozenset(given), {**given, "its_tenant": tenant, "now": now}
-            self._give_default(connection, names, values, now)
+            rule = self._rewards.rule
+            if rule.default is not None and rule.attribution_window is not None:
+                # What had no feedback until its window closed.
+                recorded = update(experiences).where(experiences.c.state == State.RECORDED, _limited_to(names))
+                rewarding = recorded.where(experiences.c.sampled_at < now - rule.attribution_window).values(
+                    reward=rule.default,
+                    rewarded_at=experiences.c.sampled_at + rule.attribution_window,
+                    reward_rule=self._rewards.rule_id(connection),
+                    state=State.REWARDED,
+                )
+                connection.execute(rewarding, values)
             return connection.execute(_committing(names), values).rowcount
 
     def end_silent_leases(self) -> None:
         """Give back what a trainer holds that has not been heard of for LEASE_S, as long as we have listened."""
         for beat in self._read(_NEWEST_EPOCH):
-            if self._heartbeats.silent_s(tuple(beat)) > LEASE_S:
+            if beat != self._heartbeat[0]:
+                self._heartbeat = beat, self._ticks()
+            if self._ticks() - self._heartbeat[1] > LEASE_S:
                 with self._write() as connection:
                     if connection.execute(_NEWEST_EPOCH).one() == beat:
                         self._rewards.release(connection, experiences.c.lease_epoch <= beat.epoch)
@@ -286,7 +275,9 @@ class Recording(LedgerPart):
         """
         replies = changed = 0
         last = ""
-        while page := self._untrained_after(last):
+        open_ = experiences.c.state.not_in((State.LEASED, State.TRAINED))
+        query = select(experiences.c.msg_id).distinct().where(open_).order_by(experiences.c.msg_id).limit(_PAGE)
+        while page := [row.msg_id for row in self._read(query.where(experiences.c.msg_id > last))]:
             with self._write() as connection:
                 alone(connection, "record")
                 decided = self._rewards.plan(connection, page)
@@ -294,37 +285,11 @@ class Recording(LedgerPart):
                     rule_id = self._rewards.rule_id(connection)
                     write(connection, decided._replace(repeats=[]), rule_id, repeat=False)
                     # Store that these rewards are the rule's, unchanged ones included.
-                    open_ = experiences.c.state.not_in((State.LEASED, State.TRAINED))
                     same = and_(experiences.c.msg_id.in_(page), experiences.c.rewarded_at.is_not(None), open_)
                     connection.execute(update(experiences).where(same).values(reward_rule=rule_id))
             replies, changed, last = replies + len(page), changed + len(decided.changes), page[-1]
             examined(len(page))
         return RecomputeResult(replies, changed)
-
-    def _untrained_after(self, msg_id: str) -> list[str]:
-        untrained = experiences.c.state.in_(
-            (State.RECORDED, State.REWARDED, State.COMMITTED, State.DROPPED, State.EXPIRED)
-        )
-        query = select(experiences.c.msg_id).distinct().where(untrained, experiences.c.msg_id > msg_id)
-        return [row[0] for row in self._read(query.order_by(experiences.c.msg_id).limit(_PAGE))]
-
-    def _give_default(
-        self, connection: Connection, given: frozenset[str], values: Mapping[str, Any], now: float
-    ) -> None:
-        """Reward what had no feedback until its attribution window closed, if the rule says so."""
-        rule = self._rewards.rule
-        if rule.default is None or rule.attribution_window is None:
-            return
-        wanted = _limited_to(given)
-        closed = experiences.c.sampled_at < now - rule.attribution_window
-        default = {
-            "reward": rule.default,
-            "rewarded_at": experiences.c.sampled_at + rule.attribution_window,
-            "reward_rule": self._rewards.rule_id(connection),
-        }
-        recorded = experiences.c.state == State.RECORDED
-        rewarding = update(experiences).where(recorded, wanted, closed).values(**default, state=State.REWARDED)
-        connection.execute(rewarding, values)
 
 
 def _limited_to(given: frozenset[str]) -> ColumnElement[bool]:

@@ -105,14 +105,16 @@ def not_erased(
     `deletions` and `erasures`: whether there are any.
     """
     if deletions:
-        new_exchanges, new_feedback = _not_deleted(connection, new_exchanges, new_feedback)
+        named = {each.msg_id for each in new_exchanges} | {name for each in new_feedback for name in names_in(each)}
+        if deleted := deleted_among(named, connection.execute):
+            new_exchanges = [each for each in new_exchanges if each.msg_id not in deleted]
+            new_feedback = [each for each in new_feedback if not deleted & names_in(each)]
     if not erasures:
         return list(new_exchanges), list(new_feedback)
     people = [(each.tenant, each.user) for each in new_exchanges] + [
         (each.tenant, each.source and person_behind(each.source)) for each in new_feedback
     ]
-    named = {(tenant, stored_name(name)) for tenant, name in people if name is not None}
-    erased = erased_among(connection, named)
+    erased = erased_among(connection, {(tenant, stored_name(name)) for tenant, name in people if name is not None})
     if not erased:
         return list(new_exchanges), list(new_feedback)
     remaining = list(without_erased([*new_exchanges, *new_feedback], erased))
@@ -124,9 +126,10 @@ def not_erased(
     return remaining_exchanges, [each for each in remaining if isinstance(each, Feedback)]
 
 
-def deleted_of(msg_ids: Sequence[str]) -> Select[tuple[str]]:
-    """Those that were deleted one by one; a portion of names at a time."""
-    return select(deletions.c.msg_id).where(deletions.c.msg_id.in_(msg_ids))
+def deleted_among(msg_ids: Collection[str], read: Callable[[Select[Any]], Iterable[Any]]) -> set[str]:
+    """Those of these exchanges that were deleted one by one, or with their person; `read` finds what a query asks."""
+    query = select(deletions.c.msg_id)
+    return {row.msg_id for some in portions(msg_ids) for row in read(query.where(deletions.c.msg_id.in_(some)))}
 
 
 def erased_among(connection: Connection, people: Collection[Person]) -> dict[Person, float]:
@@ -154,20 +157,6 @@ def mark_deleted(connection: Connection, rows: Iterable[Any], *, at: float) -> N
 def stored_name(name: str) -> str:
     """The name of a person as the ledger holds it."""
     return Utf8Text.storable(name)
-
-
-def _not_deleted(
-    connection: Connection, new_exchanges: Sequence[Exchange], new_feedback: Sequence[Feedback]
-) -> tuple[Sequence[Exchange], Sequence[Feedback]]:
-    """Those that are neither a deleted completion nor about one."""
-    named = {each.msg_id for each in new_exchanges} | {msg_id for each in new_feedback for msg_id in names_in(each)}
-    deleted = {row.msg_id for portion in portions(named) for row in connection.execute(deleted_of(portion))}
-    if not deleted:
-        return new_exchanges, new_feedback
-    return (
-        [each for each in new_exchanges if each.msg_id not in deleted],
-        [each for each in new_feedback if not deleted & names_in(each)],
-    )
 
 
 def names_in(record: Record) -> set[str]:
@@ -287,10 +276,12 @@ class Retention(LedgerPart):
             msg_ids = {each.msg_id for each in theirs}
             events = {event.id: event for event in _feedback_to_erase(connection, tenant, user, rows, msg_ids)}
             if not dry_run:
-                touched = set(_replies(connection, events.values())) - msg_ids
+                runs = {(each.tenant, each.task_id, each.run_id) for each in events.values() if each.msg_id is None}
+                named = {name for each in events.values() for name in (each.msg_id, each.other_msg_id)}
+                touched = {*replies_of(connection, runs), *named} - msg_ids - {None}
                 at = self._clock() if at is None else at
-                named = and_(erasures.c.tenant == tenant, erasures.c.user_id == user)
-                if not connection.execute(update(erasures).where(named).values(erased_at=at)).rowcount:
+                person = and_(erasures.c.tenant == tenant, erasures.c.user_id == user)
+                if not connection.execute(update(erasures).where(person).values(erased_at=at)).rowcount:
                     connection.execute(insert(erasures).values(tenant=tenant, user_id=user, erased_at=at))
                 mark_deleted(connection, theirs, at=at)
                 regroup(connection, rows)
@@ -311,7 +302,7 @@ class Retention(LedgerPart):
 
     def deleted_among(self, msg_ids: Collection[str]) -> set[str]:
         """Those of these exchanges that were deleted one by one, or with their person."""
-        return {row.msg_id for portion in portions(msg_ids) for row in self._read(deleted_of(portion))}
+        return deleted_among(msg_ids, self._read)
 
     def deletions(self) -> int:
         """How many exchanges were deleted so; a number that never falls."""
@@ -422,14 +413,6 @@ def _may_be(name: ColumnElement[str], user: str) -> ColumnElement[bool]:
     """Whether a rater's name is the person's, or ends in it behind the name of a client's key."""
     by_key = and_(name.startswith(KEY_SOURCE), name.endswith(f"/{user}", autoescape=True))
     return or_(name == user, by_key)
-
-
-def _replies(connection: Connection, events: Collection[Any]) -> Iterator[str]:
-    """The replies that the events bear on."""
-    for event in events:
-        yield from (msg_id for msg_id in (event.msg_id, event.other_msg_id) if msg_id is not None)
-    runs = {(event.tenant, event.task_id, event.run_id) for event in events if event.msg_id is None}
-    yield from replies_of(connection, runs)
 
 
 def regroup(connection: Connection, rows: Sequence[Any]) -> None:

@@ -181,7 +181,7 @@ def read_history(
     _, rows, events = _read(connection, [msg_id], trusted, _UNLOCKED_ROWS)
     found = {}
     for row in rows:
-        rule, mine = rule_of_row(row.id), [event for event in events.all if _bears_on(event, row)]
+        rule, mine = rule_of_row(row.id), [event for event in events.all if bears_on(event, row)]
         for end in (math.inf, *(event.id for event in reversed(mine[-_MAX_LATE:])), math.inf):
             heard = [event for event in events.all if event.id < end]
             about = _Events(heard, [event for event in heard if event.id in events.bearing], trusted, {}).about(row)
@@ -326,7 +326,7 @@ class _Events:
             self._by_key[key] = [
                 self._borne(event, _is_about(event, row))
                 for event in sorted(found.values(), key=event_order)
-                if _bears_on(event, row)
+                if bears_on(event, row)
             ]
         return self._by_key[key]
 
@@ -384,7 +384,7 @@ def _is_about(event: Any, row: RewardRow) -> bool:
     return event.msg_id == row.msg_id and event.choice in (None, row.choice)
 
 
-def _bears_on(event: Any, row: RewardRow) -> bool:
+def bears_on(event: Any, row: RewardRow) -> bool:
     """Whether the event is about the row, or prefers another to it."""
     against = event.other_msg_id == row.msg_id and event.other_choice in (None, row.choice)
     return event.tenant == row.tenant and (against or _is_about(event, row))

@@ -6,7 +6,7 @@ Fields of a request that are only passed on stay the JSON that they were.
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from itertools import accumulate
@@ -34,7 +34,7 @@ from tuneloop.shared.experience import Exchange, Feedback, State
 from tuneloop.shared.ledger.recording.retention import (
     delete_by,
     delete_with_exchanges,
-    deleted_of,
+    deleted_among,
     forget_feedback,
     mark_deleted,
     names_in,
@@ -43,7 +43,7 @@ from tuneloop.shared.ledger.recording.retention import (
 from tuneloop.shared.ledger.recording.rewards import Rewards
 from tuneloop.shared.ledger.storage import codec
 from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, exchanges, experiences, feedback, tags
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions, put
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, put
 
 #: OpenAI's bounds of metadata.
 MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512
@@ -154,8 +154,10 @@ _search_fields = msgspec.json.Decoder(_SearchFields)
 
 def completion(stored: StoredExchange, *, default_model: str) -> StoredCompletion:
     """The object of an exchange. `default_model` answered a request that named none."""
-    request = _read(stored.request)
-    changed = stored.metadata
+    try:
+        request = _requests.decode(stored.request)
+    except msgspec.MsgspecError:  # an imported row may hold anything
+        request = StoredRequest()
     prompt_tokens = max((each.prompt_tokens for each in stored.choices), default=0)
     completion_tokens = sum(each.completion_tokens for each in stored.choices)
     sampled_at = next((each.temperature for each in stored.choices), 1.0)
@@ -174,8 +176,20 @@ def completion(stored: StoredExchange, *, default_model: str) -> StoredCompletio
         input_user=request.user,
         service_tier=request.service_tier,
         tools=request.tools,
-        metadata=metadata_as_text(request.metadata) if changed is None else msgspec.json.decode(changed),
-        choices=tuple(_choice(each) for each in stored.choices),
+        metadata=metadata_as_text(request.metadata)
+        if stored.metadata is None
+        else msgspec.json.decode(stored.metadata),
+        choices=tuple(
+            Choice(
+                index=each.choice,
+                message=AssistantMessage(
+                    content=each.text if each.text or not each.tool_calls else None,
+                    tool_calls=Raw(each.tool_calls) if each.tool_calls else _NULL,
+                ),
+                finish_reason=each.finish_reason,
+            )
+            for each in stored.choices
+        ),
         response_format=request.response_format,
     )
 
@@ -214,7 +228,11 @@ def tags_of(tenant: str, request: bytes, metadata: Mapping[str, str] | None = No
         read = _SearchFields()
     found = {tag_of_model(tenant, read.model)} if isinstance(read.model, str) else set()
     pairs = metadata_as_text(read.metadata) if metadata is None else metadata
-    return found | {tag_of_pair(tenant, key, value) for key, value in _findable(pairs)}
+    # OpenAI's clients cannot ask for more, and a request may bring any number.
+    findable = ((key, value) for key, value in [*pairs.items()][:MAX_PAIRS])
+    return found | {
+        tag_of_pair(tenant, key, value) for key, value in findable if len(key) <= MAX_KEY and len(value) <= MAX_VALUE
+    }
 
 
 @lru_cache
@@ -228,33 +246,12 @@ def tag_of_pair(tenant: str, key: str, value: str) -> bytes:
     return _digest(tenant, "metadata", key, value)
 
 
-def _findable(pairs: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """OpenAI's clients cannot ask for more, and a request may bring any number."""
-    for key, value in list(pairs.items())[:MAX_PAIRS]:
-        if len(key) <= MAX_KEY and len(value) <= MAX_VALUE:
-            yield key, value
-
-
 def _digest(*words: str) -> bytes:
     return hashlib.blake2b(json.dumps(words).encode(), digest_size=16).digest()
 
 
-def _read(request: bytes) -> StoredRequest:
-    try:
-        return _requests.decode(request)
-    except msgspec.MsgspecError:  # an imported row may hold anything
-        return StoredRequest()
-
-
 def _or(value: Raw, neutral: bytes) -> Raw:
     return value if bytes(value) != b"null" else Raw(neutral)
-
-
-def _choice(choice: StoredChoice) -> Choice:
-    calls = choice.tool_calls
-    content = choice.text if choice.text or not calls else None
-    message = AssistantMessage(content=content, tool_calls=Raw(calls) if calls else _NULL)
-    return Choice(index=choice.choice, message=message, finish_reason=choice.finish_reason)
 
 
 def _message(its_id: str, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,7 +279,7 @@ def tag(connection: Connection, exchanges: Sequence[Exchange]) -> None:
     What is stored already has its tags, perhaps of other metadata.
     """
     rows = [
-        {"tag": tag, "received_at": each.received_at, "msg_id": each.msg_id}
+        _tag_row(tag, each.received_at, each.msg_id)
         for each in exchanges
         if each.endpoint == ENDPOINT
         for tag in tags_of(each.tenant, each.request)
@@ -290,14 +287,8 @@ def tag(connection: Connection, exchanges: Sequence[Exchange]) -> None:
     put(connection, tags, rows)
 
 
-def change(connection: Connection, cursor: PageCursor, *, found_by: Collection[bytes], metadata: str) -> None:
-    """Give a completion other metadata, and let it be found by that."""
-    connection.execute(delete(changed_metadata).where(changed_metadata.c.msg_id == cursor.msg_id))
-    connection.execute(insert(changed_metadata).values(msg_id=cursor.msg_id, metadata=metadata))
-    connection.execute(delete(tags).where(tags.c.msg_id == cursor.msg_id))
-    rows = [{"tag": tag, **cursor._asdict()} for tag in found_by]
-    if rows:
-        connection.execute(insert(tags), rows)
+def _tag_row(tag: bytes, received_at: float, msg_id: str) -> dict[str, object]:
+    return {"tag": tag, "received_at": received_at, "msg_id": msg_id}
 
 
 Order = Literal["asc", "desc"]
@@ -357,7 +348,10 @@ class StoredCompletions(LedgerPart):
             rows = self._read(of_one[0] if of_one else select_page(tenant, after, order, limit + 1))
             keys, more = [row.msg_id for row in rows[:limit]], len(rows) > limit
         # The first of the completions whose requests are not too long together, and one at least.
-        sizes = {row.msg_id: codec.text_size(row.head or b"", row.size) for row in self._read(_sizes(keys))}
+        head = func.substr(exchanges.c.request, 1, codec.TEXT_HEAD, type_=LargeBinary).label("head")
+        columns = exchanges.c.msg_id, head, func.length(exchanges.c.request).label("size")
+        rows = self._read(select(*columns).where(exchanges.c.msg_id.in_(keys)))
+        sizes = {row.msg_id: codec.text_size(row.head or b"", row.size) for row in rows}
         if len(some := first_of_size(keys, [sizes.get(key, 0) for key in keys])) < len(keys):
             keys, more = some, True
         found = self._read_stored(tenant, keys)
@@ -376,8 +370,11 @@ class StoredCompletions(LedgerPart):
             alone(connection, "record")
             row = connection.execute(_exchange(tenant, msg_id)).one_or_none()
             if row is not None:
+                for table in (changed_metadata, tags):
+                    connection.execute(delete(table).where(table.c.msg_id == msg_id))
+                connection.execute(insert(changed_metadata).values(msg_id=msg_id, metadata=as_json(pairs)))
                 found_by = tags_of(tenant, codec.unpack_text(row.request), pairs)
-                change(connection, PageCursor(row.received_at, msg_id), found_by=found_by, metadata=as_json(pairs))
+                put(connection, tags, [_tag_row(each, row.received_at, msg_id) for each in found_by])
             return row is not None
 
     def delete(self, tenant: str, msg_id: str) -> Deletion | None:
@@ -391,17 +388,27 @@ class StoredCompletions(LedgerPart):
             exchange = connection.execute(_exchange(tenant, msg_id)).one_or_none()
             if exchange is None:
                 return None
-            rows = connection.execute(_rows_of([msg_id])).all()
+            names = ("id", "msg_id", "tenant", "task_id", "run_id", "group_id", "trained_version", "state")
+            columns = (experiences.c[name] for name in names)
+            query = select(*columns).where(experiences.c.msg_id == msg_id)
+            rows = connection.execute(query.with_for_update()).all()
             if any(row.state == State.LEASED for row in rows):
                 return Deletion.LEASED
-            self._rewards.recompute(connection, _delete_named(connection, [msg_id], rows))
+            about = or_(feedback.c.msg_id == msg_id, feedback.c.other_msg_id == msg_id)
+            compared = connection.execute(select(feedback.c.msg_id, feedback.c.other_msg_id).where(about)).all()
+            regroup(connection, rows)
+            delete_with_exchanges(connection, rows)
+            delete_by(connection, exchanges, exchanges.c.msg_id, [msg_id])
+            forget_feedback(connection, [msg_id])
+            others = {name for row in compared for name in row if name is not None} - {msg_id}
+            self._rewards.recompute(connection, others)
             mark_deleted(connection, [exchange], at=self._clock())
         return Deletion.DONE
 
     def about_deleted(self, events: Sequence[Feedback]) -> list[str]:
         """The ids of those events that name a deleted completion, and so were not stored."""
         named = {msg_id for event in events for msg_id in names_in(event)}
-        deleted = {row.msg_id for portion in portions(named) for row in self._read(deleted_of(portion))}
+        deleted = deleted_among(named, self._read)
         return [event.event_id for event in events if deleted & names_in(event)]
 
     def _with_several(
@@ -428,27 +435,21 @@ class StoredCompletions(LedgerPart):
         ours = and_(exchanges.c.tenant == tenant, exchanges.c.endpoint == endpoint, exchanges.c.msg_id.in_(msg_ids))
         columns = exchanges.c.msg_id, exchanges.c.received_at, exchanges.c.request, changed_metadata.c.metadata
         changed = changed_metadata.c.msg_id == exchanges.c.msg_id
-        names = ("msg_id", "choice", "text", "tool_calls", "finish_reason", "completion_tokens", "temperature")
+        names = ("choice", "text", "tool_calls", "finish_reason", "completion_tokens", "temperature")
         # Of the blob only how many prompt ids it has: shared/ledger/storage/codec.py.
         prompt = func.substr(experiences.c.blob, 1, 4, type_=LargeBinary).label("prompt")
-        replies = select(*(experiences.c[name] for name in names), prompt).order_by(experiences.c.choice)
+        replies = select(experiences.c.msg_id, *(experiences.c[name] for name in names), prompt).order_by(
+            experiences.c.choice
+        )
         found, sampled = self._read_together(
             select(*columns).outerjoin_from(exchanges, changed_metadata, changed).where(ours),
             replies.where(experiences.c.msg_id.in_(msg_ids), experiences.c.correction == 0),
         )
         choices: dict[str, list[StoredChoice]] = defaultdict(list)
         for row in sampled:
-            choices[row.msg_id].append(
-                StoredChoice(
-                    choice=row.choice,
-                    text=row.text,
-                    tool_calls=row.tool_calls,
-                    finish_reason=row.finish_reason,
-                    prompt_tokens=int.from_bytes(row.prompt, "little"),
-                    completion_tokens=row.completion_tokens,
-                    temperature=row.temperature,
-                )
-            )
+            fields = {name: getattr(row, name) for name in names}
+            tokens = int.from_bytes(row.prompt, "little")
+            choices[row.msg_id].append(StoredChoice(**fields, prompt_tokens=tokens))
         return {
             row.msg_id: StoredExchange(
                 msg_id=row.msg_id,
@@ -494,29 +495,7 @@ def _next(query: Select[Any], table: Any, after: PageCursor | None, order: Order
     return query.order_by(*(column.asc() if order == "asc" else column.desc() for column in columns))
 
 
-def _sizes(msg_ids: Sequence[str]) -> Select[Any]:
-    head = func.substr(exchanges.c.request, 1, codec.TEXT_HEAD, type_=LargeBinary).label("head")
-    size = func.length(exchanges.c.request).label("size")
-    return select(exchanges.c.msg_id, head, size).where(exchanges.c.msg_id.in_(msg_ids))
-
-
 def _exchange(tenant: str, msg_id: str) -> Select[Any]:
     ours = and_(exchanges.c.tenant == tenant, exchanges.c.endpoint == ENDPOINT, exchanges.c.msg_id == msg_id)
     names = ("msg_id", "tenant", "received_at", "request")
     return select(*(exchanges.c[name] for name in names)).where(ours).with_for_update()
-
-
-def _rows_of(msg_ids: Collection[str]) -> Select[Any]:
-    names = ("id", "msg_id", "tenant", "task_id", "run_id", "group_id", "trained_version", "state")
-    return select(*(experiences.c[name] for name in names)).where(experiences.c.msg_id.in_(msg_ids)).with_for_update()
-
-
-def _delete_named(connection: Connection, msg_ids: Collection[str], rows: Sequence[Any]) -> set[str]:
-    """Delete exchanges with their experiences, the `rows`; the replies that they were compared with."""
-    about = or_(feedback.c.msg_id.in_(msg_ids), feedback.c.other_msg_id.in_(msg_ids))
-    compared = connection.execute(select(feedback.c.msg_id, feedback.c.other_msg_id).where(about)).all()
-    regroup(connection, rows)
-    delete_with_exchanges(connection, rows)
-    delete_by(connection, exchanges, exchanges.c.msg_id, msg_ids)
-    forget_feedback(connection, msg_ids)
-    return {name for row in compared for name in row if name is not None} - set(msg_ids)

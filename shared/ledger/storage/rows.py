@@ -3,11 +3,19 @@
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec import structs
+
 from tuneloop.shared.experience import Exchange, Experience, Feedback, Outcome, Sample, State
 from tuneloop.shared.ledger.storage import codec
 
 #: Plain text: a driver may take an enumeration for its name.
 _DROPPED, _RECORDED = State.DROPPED.value, State.RECORDED.value
+
+#: The columns that a sample has as they are.
+_SAME = (
+    *("id", "temperature", "version_min", "version_max", "tenant", "task_id", "run_id", "group_id", "rewarded_at"),
+    *("committed_at", "msg_id", "choice", "finish_reason", "unsampled", "sampled_at"),
+)
 
 
 def exchange_row(exchange: Exchange) -> Mapping[str, object]:
@@ -53,51 +61,20 @@ def experience_row(exchange: Exchange, experience: Experience) -> Mapping[str, o
 
 def feedback_row(event: Feedback) -> Mapping[str, object]:
     """A row of `feedback`, as it is before it is applied."""
-    return {
-        "event_id": event.event_id,
-        "call_id": event.call_id,
-        "tenant": event.tenant,
-        "msg_id": event.msg_id,
-        "choice": event.choice,
-        "task_id": event.task_id,
-        "run_id": event.run_id,
-        "kind": event.kind,
-        "metric": event.metric,
-        "value": event.value,
-        "text": event.text,
-        "other_msg_id": event.other_msg_id,
-        "other_choice": event.other_choice,
-        "source": event.source,
-        "received_at": event.received_at,
-        "occurred_at": event.occurred_at,
-        "outcome": Outcome.PENDING,
-        "key": event.key or None,
-    }
+    row = structs.asdict(event)
+    del row["stamp"]
+    return row | {"outcome": Outcome.PENDING, "key": event.key or None}
 
 
 def sample(row: Any, *, demonstration: str | None = None) -> Sample:
     """What the trainer sees of a row of `experiences`, and of the answer as somebody edited it."""
     prompt_ids, completion_ids, logprobs = codec.from_blob(row.blob)
     return Sample(
-        id=row.id,
+        **{name: getattr(row, name) for name in _SAME},
         prompt_ids=prompt_ids,
         completion_ids=completion_ids,
         logprobs=logprobs,
         reward=row.edit_similarity if row.reward is None else row.reward,
-        temperature=row.temperature,
-        version_min=row.version_min,
-        version_max=row.version_max,
-        tenant=row.tenant,
-        task_id=row.task_id,
-        run_id=row.run_id,
-        group_id=row.group_id,
-        rewarded_at=row.rewarded_at,
-        committed_at=row.committed_at,
-        msg_id=row.msg_id,
-        choice=row.choice,
-        finish_reason=row.finish_reason,
         demonstration=demonstration,
-        unsampled=row.unsampled,
-        sampled_at=row.sampled_at,
         grammar=codec.unpack_grammar(row.grammar),
     )

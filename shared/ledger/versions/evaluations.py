@@ -35,21 +35,10 @@ class Evaluations(LedgerPart):
 
     def of_versions(self, versions: Sequence[int]) -> list[Evaluation]:
         """How these versions did on tasks that they were not trained on."""
+        columns = (evaluations.c[name] for name in Evaluation._fields)
         order = (evaluations.c[name] for name in ("metric", "slice", "evaluator", "version"))
-        rows = self._read(select(evaluations).where(evaluations.c.version.in_(versions)).order_by(*order))
-        return [
-            Evaluation(
-                version=row.version,
-                evaluator=Evaluator(row.evaluator),
-                metric=row.metric,
-                slice=row.slice,
-                value=row.value,
-                deviation=row.deviation,
-                samples=row.samples,
-                evaluated_at=row.evaluated_at,
-            )
-            for row in rows
-        ]
+        rows = self._read(select(*columns).where(evaluations.c.version.in_(versions)).order_by(*order))
+        return [Evaluation(*row)._replace(evaluator=Evaluator(row.evaluator)) for row in rows]
 
     def record(self, version: int, evaluator: Evaluator, figures: Sequence[Figure]) -> None:
         """Keep what the evaluator found of the version, instead of what it found before."""

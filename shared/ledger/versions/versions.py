@@ -55,63 +55,6 @@ class Decision(NamedTuple):
         return self._replace(reason=reason, details=None)
 
 
-class VersionEvents(LedgerPart):
-    """What happened to the versions."""
-
-    def note(
-        self, version: int, action: VersionAction, *, by: str, reason: str = "", details: Details | None = None
-    ) -> None:
-        """Record an event of a version that did not change its state."""
-        with self._write() as connection:
-            note(connection, version, action, Decision(by, self._clock(), reason, details))
-
-    def events(self, version: int | None = None, *, last: int | None = None) -> list[VersionEvent]:
-        """What happened to the versions, or to one, oldest first; only the `last` so many."""
-        of_it = true() if version is None else version_events.c.version == version
-        rows = self._read(select(version_events).where(of_it).order_by(version_events.c.id.desc()).limit(last))
-        return [_event_of(row) for row in reversed(rows)]
-
-    def last_event(self, actions: Sequence[VersionAction]) -> int:
-        """The number of the newest event of these actions; 0 if there is none."""
-        newest = select(func.max(version_events.c.id)).where(version_events.c.action.in_(actions))
-        return int(self._read(newest)[0][0] or 0)
-
-    def events_since(self, number: int, actions: Sequence[VersionAction]) -> list[VersionEvent]:
-        """The events of these actions after the one of that number, oldest first.
-
-        Decisions are made one at a time, so that none with a smaller number is committed later.
-        """
-        newer = (version_events.c.id > number, version_events.c.action.in_(actions))
-        return [
-            _event_of(row) for row in self._read(select(version_events).where(*newer).order_by(version_events.c.id))
-        ]
-
-
-def _event_of(row: Any) -> VersionEvent:
-    return VersionEvent(
-        id=row.id,
-        version=row.version,
-        at=row.at,
-        action=VersionAction(row.action),
-        actor=row.actor,
-        reason=row.reason,
-        details=json.loads(row.details) if row.details else {},
-    )
-
-
-def note(connection: Connection, version: int, action: VersionAction, decision: Decision) -> None:
-    """Record an event of a version, in the transaction that changes it."""
-    row = {
-        "version": version,
-        "at": decision.at,
-        "action": action,
-        "actor": decision.by,
-        "reason": decision.reason or None,
-        "details": json.dumps(decision.details, allow_nan=False) if decision.details else None,
-    }
-    connection.execute(insert(version_events).values(row))
-
-
 SERVABLE = (VersionState.CANDIDATE, VersionState.CANARY, VersionState.CHAMPION, VersionState.RETIRED)
 
 #: Says the same as the partial index.
@@ -133,8 +76,30 @@ class Version(NamedTuple):
     pinned: bool = False
 
 
-class VersionStates(VersionEvents):
-    """The states of the versions."""
+class VersionsNow(NamedTuple):
+    """All versions, oldest first, and which would be served if the champion were rolled back, as of one moment."""
+
+    versions: list[Version]
+    champion_before: int | None
+
+    @property
+    def newest(self) -> int:
+        """The newest version that was not rejected: where training goes on from."""
+        return max((each.version for each in self.versions if each.state in SERVABLE), default=0)
+
+    def newest_without(self, version: int) -> int:
+        """The same, were that version rejected or rolled back."""
+        older = [each.version for each in self.versions if each.state in SERVABLE and each.version < version]
+        # What descends from it ends with it, but for what has been served and retired.
+        served = (each for each in self.versions if each.state == VersionState.RETIRED and each.served_at is not None)
+        return max([*older, *(each.version for each in served if each.version > version)], default=0)
+
+
+class Versions(LedgerPart):
+    """The versions, what happened to them, and the decisions about them.
+
+    Each decision names the champion that was seen, so that of two at once only one is taken.
+    """
 
     def ensure_base(self, path: Path) -> None:
         """Register the base model as version 0, served, if no version is registered.
@@ -242,7 +207,7 @@ class VersionStates(VersionEvents):
 
     def all(self) -> list[Version]:
         """All versions, oldest first."""
-        return [version_of(row) for row in self._read(select(versions).order_by(versions.c.version))]
+        return [_version_of(row) for row in self._read(select(versions).order_by(versions.c.version))]
 
     def _version(self, query: Executable) -> Version:
         found = self._one_or_none(query)
@@ -252,98 +217,7 @@ class VersionStates(VersionEvents):
 
     def _one_or_none(self, query: Executable) -> Version | None:
         rows = self._read(query)
-        return version_of(rows[0]) if rows else None
-
-
-def state_of(connection: Connection, version: int) -> str | None:
-    """The state of a version, None if there is none of that number."""
-    found: str | None = connection.execute(select(versions.c.state).where(versions.c.version == version)).scalar()
-    return found
-
-
-def _require_unpinned(connection: Connection, version: int) -> None:
-    pinned = connection.execute(select(versions.c.version).where(PINNED)).scalar()
-    if pinned not in {None, version}:
-        raise VersionRefused(f"version {pinned} is pinned; unpin it first")
-
-
-def appoint(connection: Connection, version: int, decision: Decision) -> None:
-    """Make it the champion; the champion, a canary and older candidates retire."""
-    answering = versions.c.state.in_((VersionState.CHAMPION, VersionState.CANARY))
-    others = and_(answering, versions.c.version != version)
-    retire(connection, or_(others, _older_candidates(version)), decision.because(_took_its_place(version)))
-    _serve(connection, version, VersionState.CHAMPION, decision)
-    note(connection, version, VersionAction.PROMOTED, decision)
-
-
-def retire(connection: Connection, which: ColumnElement[bool], decision: Decision) -> None:
-    """Take versions out of service that nothing is wrong with."""
-    gone = connection.execute(select(versions.c.version).where(which)).scalars().all()
-    connection.execute(update(versions).where(which).values(state=VersionState.RETIRED))
-    for number in gone:
-        note(connection, number, VersionAction.RETIRED, decision)
-
-
-def end(connection: Connection, version: int, state: VersionState, decision: Decision) -> None:
-    """Reject it, or roll it back."""
-    ended = {"state": state, "reason": decision.reason}
-    connection.execute(update(versions).where(versions.c.version == version).values(ended))
-    note(connection, version, VersionAction(state), decision)
-
-
-def _serve(connection: Connection, version: int, state: VersionState, decision: Decision) -> None:
-    served = {"state": state, "served_at": func.coalesce(versions.c.served_at, decision.at)}
-    connection.execute(update(versions).where(versions.c.version == version).values(served))
-
-
-def _older_candidates(version: int) -> ColumnElement[bool]:
-    return and_(versions.c.state == VersionState.CANDIDATE, versions.c.version < version)
-
-
-def _took_its_place(version: int) -> str:
-    return f"version {version} took its place"
-
-
-def version_of(row: Any) -> Version:
-    """What a row of the table says."""
-    return Version(
-        version=row.version,
-        state=VersionState(row.state),
-        step=row.step,
-        path=Path(row.path),
-        manifest_sha256=row.manifest_sha256,
-        consumed=row.consumed,
-        created_at=row.created_at,
-        served_at=row.served_at,
-        reason=row.reason,
-        pinned=row.pinned,
-    )
-
-
-class VersionsNow(NamedTuple):
-    """All versions, oldest first, and which would be served if the champion were rolled back, as of one moment."""
-
-    versions: list[Version]
-    champion_before: int | None
-
-    @property
-    def newest(self) -> int:
-        """The newest version that was not rejected: where training goes on from."""
-        return max((each.version for each in self.versions if each.state in SERVABLE), default=0)
-
-    def newest_without(self, version: int) -> int:
-        """The same, were that version rejected or rolled back."""
-        older = [each.version for each in self.versions if each.state in SERVABLE and each.version < version]
-        # What descends from it ends with it, but for what has been served and retired.
-        served = (each for each in self.versions if each.state == VersionState.RETIRED and each.served_at is not None)
-        return max([*older, *(each.version for each in served if each.version > version)], default=0)
-
-
-class Versions(VersionStates):
-    """The versions, and the decisions about them.
-
-    Each decision names the champion that was seen, so that of two at once only one is taken.
-    """
+        return _version_of(rows[0]) if rows else None
 
     def appoint(self, version: int, *, instead_of: int, by: str, reason: str, details: Details | None = None) -> None:
         """Make any servable version the champion, an older one too, in place of the champion `instead_of`.
@@ -355,8 +229,7 @@ class Versions(VersionStates):
             alone(connection, "promote")
             _expect_champion(connection, instead_of)
             _require_servable(connection, version)
-            if _pinned_version(connection) not in {None, version}:
-                raise _other_pinned(connection)
+            _require_unpinned(connection, version)
             if version != instead_of:
                 appoint(connection, version, Decision(by, self._clock(), reason, details))
 
@@ -385,7 +258,7 @@ class Versions(VersionStates):
                 raise VersionRefused(f"version {version} is {state} by now, not {only_as}")
             if _pinned_version(connection) == version:
                 raise VersionRefused(f"version {version} is pinned; unpin it first")
-            before = _champion_before(connection) if state == VersionState.CHAMPION else None
+            before = connection.execute(_champions_before()).scalar() if state == VersionState.CHAMPION else None
             if state == VersionState.CHAMPION and before is None:
                 raise VersionRefused(f"there is no version to go back to from version {version}")
             end(connection, version, VersionState.ROLLED_BACK, decision)
@@ -452,8 +325,7 @@ class Versions(VersionStates):
             _require_servable(connection, version)
             if _pinned_version(connection) == version:
                 return
-            if _pinned_version(connection) is not None:
-                raise _other_pinned(connection)
+            _require_unpinned(connection, version)
             decision = Decision(by, self._clock(), reason)
             connection.execute(update(versions).where(versions.c.version == version).values(pinned=True))
             note(connection, version, VersionAction.PINNED, decision)
@@ -474,18 +346,56 @@ class Versions(VersionStates):
             note(connection, pinned, VersionAction.UNPINNED, Decision(by, self._clock(), reason))
             return pinned
 
+    def note(
+        self, version: int, action: VersionAction, *, by: str, reason: str = "", details: Details | None = None
+    ) -> None:
+        """Record an event of a version that did not change its state."""
+        with self._write() as connection:
+            note(connection, version, action, Decision(by, self._clock(), reason, details))
 
-_ALL = select(versions).order_by(versions.c.version)
+    def events(self, version: int | None = None, *, last: int | None = None) -> list[VersionEvent]:
+        """What happened to the versions, or to one, oldest first; only the `last` so many."""
+        of_it = true() if version is None else version_events.c.version == version
+        rows = self._read(select(version_events).where(of_it).order_by(version_events.c.id.desc()).limit(last))
+        return [_event_of(row) for row in reversed(rows)]
+
+    def last_event(self, actions: Sequence[VersionAction]) -> int:
+        """The number of the newest event of these actions; 0 if there is none."""
+        newest = select(func.max(version_events.c.id)).where(version_events.c.action.in_(actions))
+        return int(self._read(newest)[0][0] or 0)
+
+    def events_since(self, number: int, actions: Sequence[VersionAction]) -> list[VersionEvent]:
+        """The events of these actions after the one of that number, oldest first.
+
+        Decisions are made one at a time, so that none with a smaller number is committed later.
+        """
+        newer = (version_events.c.id > number, version_events.c.action.in_(actions))
+        return [
+            _event_of(row) for row in self._read(select(version_events).where(*newer).order_by(version_events.c.id))
+        ]
 
 
-def _versions_now(registered: Collection[Any], before: Collection[Any]) -> VersionsNow:
-    return VersionsNow([version_of(row) for row in registered], next((row.version for row in before), None))
+def _event_of(row: Any) -> VersionEvent:
+    event = VersionEvent(*(getattr(row, name) for name in VersionEvent._fields))
+    return event._replace(action=VersionAction(row.action), details=json.loads(row.details) if row.details else {})
 
 
-def _champion(connection: Connection) -> int:
-    found: int = connection.execute(
-        select(versions.c.version).where(versions.c.state == VersionState.CHAMPION)
-    ).scalar_one()
+def note(connection: Connection, version: int, action: VersionAction, decision: Decision) -> None:
+    """Record an event of a version, in the transaction that changes it."""
+    row = {
+        "version": version,
+        "at": decision.at,
+        "action": action,
+        "actor": decision.by,
+        "reason": decision.reason or None,
+        "details": json.dumps(decision.details, allow_nan=False) if decision.details else None,
+    }
+    connection.execute(insert(version_events).values(row))
+
+
+def state_of(connection: Connection, version: int) -> str | None:
+    """The state of a version, None if there is none of that number."""
+    found: str | None = connection.execute(select(versions.c.state).where(versions.c.version == version)).scalar()
     return found
 
 
@@ -494,8 +404,66 @@ def _pinned_version(connection: Connection) -> int | None:
     return found
 
 
-def _other_pinned(connection: Connection) -> VersionRefused:
-    return VersionRefused(f"version {_pinned_version(connection)} is pinned; unpin it first")
+def _require_unpinned(connection: Connection, version: int) -> None:
+    pinned = _pinned_version(connection)
+    if pinned not in {None, version}:
+        raise VersionRefused(f"version {pinned} is pinned; unpin it first")
+
+
+def appoint(connection: Connection, version: int, decision: Decision) -> None:
+    """Make it the champion; the champion, a canary and older candidates retire."""
+    answering = versions.c.state.in_((VersionState.CHAMPION, VersionState.CANARY))
+    others = and_(answering, versions.c.version != version)
+    retire(connection, or_(others, _older_candidates(version)), decision.because(_took_its_place(version)))
+    _serve(connection, version, VersionState.CHAMPION, decision)
+    note(connection, version, VersionAction.PROMOTED, decision)
+
+
+def retire(connection: Connection, which: ColumnElement[bool], decision: Decision) -> None:
+    """Take versions out of service that nothing is wrong with."""
+    gone = connection.execute(select(versions.c.version).where(which)).scalars().all()
+    connection.execute(update(versions).where(which).values(state=VersionState.RETIRED))
+    for number in gone:
+        note(connection, number, VersionAction.RETIRED, decision)
+
+
+def end(connection: Connection, version: int, state: VersionState, decision: Decision) -> None:
+    """Reject it, or roll it back."""
+    ended = {"state": state, "reason": decision.reason}
+    connection.execute(update(versions).where(versions.c.version == version).values(ended))
+    note(connection, version, VersionAction(state), decision)
+
+
+def _serve(connection: Connection, version: int, state: VersionState, decision: Decision) -> None:
+    served = {"state": state, "served_at": func.coalesce(versions.c.served_at, decision.at)}
+    connection.execute(update(versions).where(versions.c.version == version).values(served))
+
+
+def _older_candidates(version: int) -> ColumnElement[bool]:
+    return and_(versions.c.state == VersionState.CANDIDATE, versions.c.version < version)
+
+
+def _took_its_place(version: int) -> str:
+    return f"version {version} took its place"
+
+
+def _version_of(row: Any) -> Version:
+    version = Version(*(getattr(row, name) for name in Version._fields))
+    return version._replace(state=VersionState(row.state), path=Path(row.path))
+
+
+_ALL = select(versions).order_by(versions.c.version)
+
+
+def _versions_now(registered: Collection[Any], before: Collection[Any]) -> VersionsNow:
+    return VersionsNow([_version_of(row) for row in registered], next((row.version for row in before), None))
+
+
+def _champion(connection: Connection) -> int:
+    found: int = connection.execute(
+        select(versions.c.version).where(versions.c.state == VersionState.CHAMPION)
+    ).scalar_one()
+    return found
 
 
 def _expect_champion(connection: Connection, expected: int) -> None:
@@ -510,11 +478,6 @@ def _require_servable(connection: Connection, version: int) -> None:
         raise VersionRefused(f"there is no version {version}")
     if row.state not in SERVABLE:
         raise VersionRefused(f"version {version} is {row.state}: {row.reason}")
-
-
-def _champion_before(connection: Connection) -> int | None:
-    found: int | None = connection.execute(_champions_before()).scalar()
-    return found
 
 
 def _champions_before() -> Select[Any]:

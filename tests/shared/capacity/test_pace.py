@@ -38,22 +38,6 @@ def test_what_takes_the_most_time_is_what_is_mended(tmp_path: Path, spent: dict[
     assert cure in pace.sentence
 
 
-def test_what_is_left_waiting_was_committed_too(tmp_path: Path) -> None:
-    for at in range(3):
-        note(tmp_path, 10.0 * at, waiting=100 + 60 * at)
-    pace = find_pace(tmp_path, 20.0)
-    assert pace is not None
-    assert (pace.committed, pace.trained, pace.lag) == (9.0, 3.0, 3.0)
-
-
-def test_a_trainer_that_keeps_up_is_said_to(tmp_path: Path) -> None:
-    for at in range(3):
-        note(tmp_path, 10.0 * at)
-    pace = find_pace(tmp_path, 20.0)
-    assert pace is not None
-    assert pace.sentence.endswith("the trainer keeps up")
-
-
 def test_only_the_last_minutes_count_and_no_pace_is_told_of_a_trainer_that_stopped(tmp_path: Path) -> None:
     for at, set_aside in ((0.0, 0), (10.0, 9999), (10.0 + WINDOW_S, 0), (20.0 + WINDOW_S, 0)):
         note(tmp_path, at, set_aside=set_aside)

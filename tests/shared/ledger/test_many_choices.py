@@ -9,7 +9,6 @@ from sqlalchemy import Engine, event, select
 from tests.factories import exchange, experience, feedback, ids, published
 from tuneloop.shared.experience import Exchange, Feedback, Kind, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
-from tuneloop.shared.ledger.recording import rewards
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.settings.feedback import RewardRule
 
@@ -85,30 +84,3 @@ def test_trained_choices_whose_rewards_change(ledger: Ledger, engine: Engine, st
     again = sorted(each for each in values(engine, said) if each != 1.0)
     assert again == [(1.0 + number + 2.0) / 2 for number in range(EVENTS)]
     assert ledger.reports.counts()[State.REWARDED] == EVENTS
-
-
-def test_choices_of_many_groups_that_lose_their_rewards(ledger: Ledger, engine: Engine, statements: Statements) -> None:
-    said = recorded(ledger)
-    ledger.recording.record([feedback(msg_id=said.msg_id, source="ann")])
-    ledger.recording.commit("acme")
-    with engine.begin() as connection:
-        connection.execute(experiences.update().values(group_id=experiences.c.choice / 2 + 1))
-    retraction = feedback(msg_id=said.msg_id, source="ann", kind=Kind.RETRACTION, value=None)
-    assert statements(lambda: ledger.recording.record([retraction])) < 20
-    assert ledger.reports.counts()[State.RECORDED] == CHOICES
-
-
-def test_what_is_said_of_one_choice_is_not_looked_at_for_each_other(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked: list[int] = []
-    real = rewards._is_about
-    monkeypatch.setattr(rewards, "_is_about", lambda *both: looked.append(1) or real(*both))
-    said = recorded(ledger)
-    ledger.recording.record([*about_each(said, value=1.0)])
-    assert len(looked) < 5 * CHOICES
-    looked.clear()
-    another = recorded(ledger)
-    whole = [feedback(msg_id=another.msg_id, source=f"{n % 5} {n}", value=float(n)) for n in range(EVENTS)]
-    ledger.recording.record(whole)
-    assert len(looked) < 5 * CHOICES

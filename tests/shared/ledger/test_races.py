@@ -39,12 +39,6 @@ def test_two_leasers_never_share_a_row(ledger: Ledger, engine: Engine) -> None:
     assert sorted(taken) == list(range(1, 401))
 
 
-def test_two_who_take_an_epoch_at_once_get_different_ones(ledger: Ledger) -> None:
-    """The first of them in an empty table."""
-    taken = [at_once(*[lambda: ledger.training.take_epoch("trainer")] * 4) for _ in range(5)]
-    assert sorted(epoch for four in taken for epoch in four) == list(range(1, 21))
-
-
 def test_whoever_was_overtaken_holds_nothing(ledger: Ledger, engine: Engine) -> None:
     """A lease that waited for a new epoch to be taken must see that epoch."""
     fill(engine, 200)
@@ -175,9 +169,3 @@ def test_a_version_is_promoted_or_rejected_but_not_both(ledger: Ledger) -> None:
         at_once(lambda: ledger.versions.promote(version), lambda: ledger.versions.reject(version, "worse"))  # noqa: B023
         found = ledger.versions.all()[version]
         assert found.state == (VersionState.REJECTED if found.reason else VersionState.CHAMPION)
-
-
-def test_many_may_register_the_base_model_at_once(ledger: Ledger) -> None:
-    assert at_once(*[lambda: ledger.versions.ensure_base(Path("/base"))] * 4) == [None] * 4
-    assert at_once(*[lambda: ledger.own("shop", "assistant")] * 4) == [None] * 4
-    assert len(ledger.versions.all()) == 1

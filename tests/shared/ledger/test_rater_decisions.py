@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from sqlalchemy import Connection, Engine, select
 
-from tests.factories import exchange, feedback, trained
+from tests.factories import exchange, feedback
 from tuneloop.shared.errors import UnknownRater
 from tuneloop.shared.experience import Kind
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
@@ -57,12 +57,6 @@ def test_a_source_that_the_operator_trusts_outweighs_others_at_its_tenant_only(e
     heard = [feedback(tenant="globex", msg_id=other.msg_id, source=who, value=v) for who, v in (("ann", 1), ("qa", 0))]
     ledger.recording.record([other, *heard])
     assert rewards(engine) == [0.0, 0.0, 0.5]
-
-
-def test_the_mean_counts_the_application_and_its_users_alike(engine: Engine) -> None:
-    ledger, said = Ledger(engine, rule=RewardRule(aggregate="mean")), exchange()
-    ledger.recording.record([said, feedback(msg_id=said.msg_id, value=0.0), feedback(msg_id=said.msg_id, source="ann")])
-    assert rewards(engine) == [0.5]
 
 
 @pytest.mark.contract
@@ -132,12 +126,6 @@ def test_a_crash_before_the_rewards_are_made_anew_leaves_nothing_behind(ledger: 
     assert rewards(engine) == [1.0]
     ledger.raters.settle()
     assert rewards(engine) == [None]
-
-
-def test_what_was_trained_on_stays(ledger: Ledger, engine: Engine) -> None:
-    trained(ledger)
-    ledger.raters.quarantine("acme", "", by="eve", reason="it lied")
-    assert rewards(engine) == [1.0]
 
 
 def test_labels_edits_and_preferences_of_a_rater_in_quarantine_count_for_nothing(ledger: Ledger) -> None:

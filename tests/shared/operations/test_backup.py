@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from sqlalchemy import text
 
 from tests.conftest import Place
 from tests.databases import Schemas
@@ -25,7 +24,7 @@ from tuneloop.shared.experience import Kind, State, encode
 from tuneloop.shared.job_marks import KEY, require_restored, restoring_in
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database, dump, revisions
-from tuneloop.shared.operations.backup import back_up, check_backup, require_stopped, restore
+from tuneloop.shared.operations.backup import back_up, check_backup, restore
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import frame, segment_path, spool_status
 
@@ -197,13 +196,6 @@ def test_what_is_there_is_never_replaced(source: Experiment, tmp_path: Path) -> 
     (tmp_path / "killed.partial").mkdir()
     with pytest.raises(FileRefused, match=r"killed\.partial is there: another backup writes it, or was killed"):
         back_up(source.settings, tmp_path / "killed")
-
-
-def test_a_trainer_is_seen_where_this_machines_clock_is_behind(source: Experiment) -> None:
-    with source.ledger.transactions.engine.begin() as connection:
-        connection.execute(text("UPDATE epochs SET seen_at = seen_at + 1000"))
-    with pytest.raises(EnvironmentRefused, match="stop all services first"):
-        require_stopped(source.settings)
 
 
 def test_the_numbers_of_versions_that_may_have_been_published_are_left_out(

@@ -13,9 +13,7 @@ from tests.factories import (
     exchange,
     experience,
     feedback,
-    ids,
     leased,
-    published,
     rewarded,
     trained,
 )
@@ -23,7 +21,7 @@ from tuneloop.shared.experience import Kind, State
 from tuneloop.shared.ledger.facts import TRAINER_SEEN_S, Facts, LedgerFacts, Rules, StateCount, Trainer, Weights
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.versions.alarms import Alarm
-from tuneloop.shared.operations.diagnosis import Code, Reason, ago, diagnose, equation
+from tuneloop.shared.operations.diagnosis import Code, ago, diagnose, equation
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.spool_format import SpoolStatus
 
@@ -58,11 +56,6 @@ def test_an_experiment_that_has_just_begun(ledger: Ledger) -> None:
     found = reasons(served(ledger))
     assert list(found) == [Code.NOTHING_RECORDED]
     assert found[Code.NOTHING_RECORDED].startswith("no experience was recorded yet: send requests")
-
-
-def test_nothing_was_recorded_since_the_last_step(ledger: Ledger) -> None:
-    trained(ledger, 2)
-    assert reasons(ledger)[Code.NOTHING_RECORDED].startswith("no experience was recorded since the last that was")
 
 
 def test_no_feedback_has_come(ledger: Ledger) -> None:
@@ -219,12 +212,6 @@ def test_a_step_is_being_made(ledger: Ledger) -> None:
     assert re.match(r"2 experiences in training, for 2\d s at most", found[Code.LEASED])
 
 
-def test_between_two_versions_what_is_leased_may_wait_for_the_next_batch(ledger: Ledger) -> None:
-    leased(served(ledger), 2)
-    rewarded(ledger, 1)
-    assert list(reasons(ledger, Rules(2, save_interval=2))) == [Code.LEASED, Code.NOT_COMMITTED]
-
-
 def test_all_steps_are_done(ledger: Ledger) -> None:
     ledger.training.end(1 if trained(ledger, 2) == 1 else 0)
     committed(ledger, 2)
@@ -263,11 +250,6 @@ def test_one_version_that_was_rejected_is_no_reason(ledger: Ledger) -> None:
     assert list(reasons(ledger)) == [Code.NONE]
 
 
-def test_nothing_stands_in_the_way(ledger: Ledger) -> None:
-    committed(served(ledger), 2)
-    assert list(reasons(ledger)) == [Code.NONE]
-
-
 def test_reasons_come_in_the_order_of_the_road(ledger: Ledger) -> None:
     committed(ledger, 1)
     rewarded(ledger, 1)
@@ -294,13 +276,6 @@ def test_what_waits_in_the_spool_for_long_is_a_reason(now: float, codes: list[Co
     assert [reason.code for reason in found] == codes
 
 
-def test_a_reason_is_a_code_and_a_sentence(ledger: Ledger) -> None:
-    assert diagnose(Facts(now=0.0, rules=Rules(2), spool=NO_SPOOL, ledger=None))[0] == Reason(
-        Code.DATABASE_AWAY,
-        "the database cannot be read: start it or correct its URL; what is acknowledged waits in the spool",
-    )
-
-
 def test_the_equation_of_a_ledger(ledger: Ledger, engine: Engine) -> None:
     trained(ledger, 3)
     rewarded(ledger, 2)
@@ -312,11 +287,6 @@ def test_the_equation_of_a_ledger(ledger: Ledger, engine: Engine) -> None:
         "3 trained + 1 purged = 4 consumed by 1 version",
     ]
     assert ledger.reports.audit() == []
-
-
-def test_an_equation_that_does_not_come_out_is_not_written_as_one() -> None:
-    facts = LedgerFacts(states={State.TRAINED: StateCount(3)}, consumed=5, versions=2)
-    assert equation(facts)[1] == "3 trained + 0 purged ≠ 5 consumed by 2 versions"
 
 
 @pytest.mark.parametrize(
@@ -350,16 +320,3 @@ def test_the_audit_finds_what_does_not_add_up(ledger: Ledger, engine: Engine, st
     with engine.begin() as connection:
         connection.exec_driver_sql(statement)
     assert sentence in ledger.reports.audit()
-
-
-def test_trained_rows_that_went_to_another_version_are_found(ledger: Ledger, engine: Engine) -> None:
-    for count in (2, 1):
-        epoch, samples = leased(ledger, count)
-        ledger.training.register(epoch, ids(samples), step=1, publish=published)
-    with engine.begin() as connection:
-        connection.exec_driver_sql("UPDATE experiences SET trained_version = 1 WHERE trained_version = 2")
-    assert ledger.reports.imbalance() == []
-    assert ledger.reports.audit() == [
-        "version 1 consumed 2, but 3 rows name it and 0 are purged",
-        "version 2 consumed 1, but 0 rows name it and 0 are purged",
-    ]

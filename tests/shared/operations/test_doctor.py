@@ -153,12 +153,6 @@ def test_a_trainer_that_has_stopped_and_one_that_died_are_told_apart(settings: S
     assert re.fullmatch(r"host:1, epoch 1: stopped \d s ago", trainer)
 
 
-def test_versions_that_are_rejected_are_told_with_the_reason(settings: Settings, made: Ledger) -> None:
-    made.versions.ensure_base(Path("/base"))
-    made.versions.reject(trained(made), "NaN in lm_head")
-    assert page(settings)["Versions"][0].endswith("served 0; 0 steps done; 1 newest version rejected: NaN in lm_head")
-
-
 def test_the_most_frequent_reasons_of_what_is_aside_are_told(settings: Settings, made: Ledger) -> None:
     for number in range(8):
         said = experience(drop_reason=f"reason {number}")
@@ -210,15 +204,6 @@ def test_a_database_of_another_release_is_left_alone(settings: Settings, made: L
     assert as_json(report)["holds"] is None
 
 
-def test_a_database_that_breaks_while_it_is_asked_is_away(settings: Settings, made: Ledger) -> None:
-    with made.transactions.write() as connection:
-        connection.exec_driver_sql("DROP TABLE feedback")
-    report = examine_experiment(settings)
-    assert report.facts.ledger is None
-    assert [reason.code for reason in report.reasons] == [Code.DATABASE_AWAY]
-    assert "cannot use the database" in report.facts.away
-
-
 def test_open_alarms_are_told(settings: Settings, made: Ledger) -> None:
     assert "Alarms" not in page(settings)
     made.alarms.raise_alarm(Alarm("length", "replies got long", step=3, holds=True))
@@ -228,13 +213,6 @@ def test_open_alarms_are_told(settings: Settings, made: Ledger) -> None:
     assert re.fullmatch(r"length: replies got long; raised \d s ago; no new version is served", line)
     [told] = json.loads(json.dumps(as_json(examine_experiment(settings))["alarms"]))
     assert (told["name"], told["step"], told["holds"]) == ("length", 3, True)
-
-
-def test_clocks_that_agree_are_no_line_of_the_page(settings: Settings, made: Ledger) -> None:
-    made.training.take_epoch("host:1")
-    assert "Clocks" not in page(settings)
-    assert as_json(examine_experiment(settings))["clock"] == pytest.approx({"machine_s": 0, "database_s": 0}, abs=2)
-    assert re.search(r"epoch 1: up, last seen \d+ s ago", page(settings)["Trainer"][0])
 
 
 def test_how_far_the_trainer_lags_is_told(settings: Settings, made: Ledger) -> None:

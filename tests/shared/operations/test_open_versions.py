@@ -1,6 +1,5 @@
 """What `tuneloop doctor` says of versions that nobody has decided about yet."""
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,11 +74,6 @@ def test_where_all_is_decided_nothing_is_told(made: Ledger, options: dict[str, A
     assert as_json(examine_experiment(Settings.model_validate(options)))["undecided"] == []
 
 
-def test_before_anything_ran_nothing_is_told(options: dict[str, Any]) -> None:
-    report = examine_experiment(Settings.model_validate(options))
-    assert (report.facts.ledger is not None, report.open_versions) == (True, ())
-
-
 def test_the_one_that_is_tried_is_told_and_the_one_behind_it(made: Ledger, options: dict[str, Any]) -> None:
     made.versions.begin_canary(2, by="explorer", reason="rollout.mode: ab, with 0.5 of the requests")
     trained(made)
@@ -142,23 +136,3 @@ def test_what_the_gate_lacks_is_told(made: Ledger, options: dict[str, Any], engi
 def test_who_only_reports_holds_up_what_an_engine_evaluates_and_nothing_else(options: dict[str, Any]) -> None:
     assert "at the gate, until the engine has evaluated it" in lines(options, "report", 2)[0]
     assert "the explorer has not taken it up yet" in lines(options, "report", 1)[0]
-
-
-def test_every_reason_that_holds_is_told(made: Ledger, options: dict[str, Any]) -> None:
-    made.versions.pin(1, instead_of=1, by="admin:anna", reason="the demo")
-    made.alarms.raise_alarm(Alarm("length", "replies got long", holds=True))
-    waits = lines(options, "block")[1]
-    assert re.search(
-        "UTC: version 1 is pinned; the alarm length holds, since .*; at the gate, until the trainer", waits
-    )
-
-
-def test_programs_are_told(made: Ledger, options: dict[str, Any]) -> None:
-    made.versions.pin(1, instead_of=1, by="admin:anna", reason="the demo")
-    told = json.loads(json.dumps(as_json(examine_experiment(Settings.model_validate(options)))["undecided"]))
-    assert [(each["version"], each["how"], each["why"]) for each in told] == [
-        (1, "pinned", "by admin:anna: the demo"),
-        (2, "waits", "version 1 is pinned"),
-    ]
-    assert (waiting := made.versions.get(2)) is not None
-    assert told[1]["since"] == waiting.created_at

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuneloop.shared.privacy.detection import Detector, Span
-from tuneloop.shared.privacy.patterns import FINDERS, passes_luhn, passes_mod_97
+from tuneloop.shared.privacy.detection import Detector
+from tuneloop.shared.privacy.patterns import FINDERS
 from tuneloop.shared.settings.feedback import BuiltIn, PrivacySettings
 
 PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIB\n-----END RSA PRIVATE KEY-----"
@@ -101,10 +101,6 @@ def test_digits_that_are_not_ascii_are_digits() -> None:
         assert found(kind, f"it is {value.translate(wide)}") == [value.translate(wide)]
 
 
-def test_an_iban_ends_where_its_country_says() -> None:
-    assert found("iban", "DE89 3704 0044 0532 0130 00 IS MINE") == ["DE89 3704 0044 0532 0130 00"]
-
-
 _PIECES = [
     *(each for values in FOUND.values() for each in values),
     *(each for values in LEFT.values() for each in values),
@@ -131,27 +127,8 @@ def test_texts_that_are_searched_together_hold_what_each_holds_alone(texts: list
     ]
 
 
-def test_a_hundred_thousand_short_texts_take_little_longer_than_a_long_one() -> None:
-    detector = Detector(PrivacySettings(redact=tuple(FINDERS)))
-    texts = [f"field {number}" for number in range(100_000)]
-    began = time.thread_time()
-    for each in texts[:2000]:
-        detector.spans(each)
-    alone = (time.thread_time() - began) * 50
-    began = time.thread_time()
-    assert detector.spans_of([*texts, "ann@example.org"]) == {"ann@example.org": [Span(0, 15, "email")]}
-    assert time.thread_time() - began < alone / 2
-
-
 def test_a_key_that_was_cut_off_goes_to_the_end() -> None:
     assert found("private_key", f"a {PEM[:40]}") == [PEM[:40]]
-
-
-def test_check_digits() -> None:
-    assert passes_luhn("4111111111111111")
-    assert not passes_luhn("4111111111111112")
-    assert passes_mod_97("GB82WEST12345698765432")
-    assert not passes_mod_97("GB83WEST12345698765432")
 
 
 EVIL = (

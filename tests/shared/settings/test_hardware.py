@@ -15,10 +15,6 @@ def settings(**but: Any) -> Settings:
     return Settings.model_validate(values | but)
 
 
-def test_where_there_are_gpus_the_settings_stay_as_they_are() -> None:
-    assert fit_to_machine(settings(), gpus_here=5) == settings()
-
-
 def test_without_a_gpu_everything_runs_on_the_cpu_and_engines_are_one_process_each() -> None:
     here = fit_to_machine(settings(), gpus_here=0)
     assert here.cluster.gpu_per_node == 0
@@ -30,11 +26,6 @@ def test_without_a_gpu_everything_runs_on_the_cpu_and_engines_are_one_process_ea
 def test_engines_of_others_need_no_gpu_here() -> None:
     attached = settings(rollout={"engine_urls": ["http://gpu-box:8000"]})
     assert fit_to_machine(attached, gpus_here=0) == attached
-
-
-def test_engines_on_several_machines_need_no_gpu_here() -> None:
-    spread = settings(cluster={"gpu_per_node": 5, "node_num": 2}, mode="serve")
-    assert fit_to_machine(spread, gpus_here=0) == spread
 
 
 def test_a_trainer_alone_takes_the_gpus_that_there_are() -> None:

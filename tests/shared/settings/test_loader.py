@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from tuneloop.shared.errors import SettingsError
 from tuneloop.shared.settings.loader import SettingsReport, load_settings, read_settings
 
 TRINITY = Path(__file__).parents[2] / "fixtures" / "trinity"
@@ -67,10 +66,6 @@ def test_rights_that_are_none_are_refused(tmp_path, written):
     assert "trainer.checkpoint_mode" in problem
 
 
-def test_settings_without_idle_keys_warn_of_nothing(tmp_path):
-    assert report(tmp_path, MODEL).warning is None
-
-
 def test_keys_that_only_trinity_knows_are_accepted_and_named(tmp_path):
     text = (
         MODEL
@@ -79,11 +74,6 @@ def test_keys_that_only_trinity_knows_are_accepted_and_named(tmp_path):
     found = report(tmp_path, text)
     assert found.settings is not None
     assert found.warning == "settings ignored: group, service, stages, trainer.critic_warmup"
-
-
-def test_a_key_below_trinitys_free_ones_is_accepted(tmp_path):
-    text = MODEL + "algorithm: {policy_loss_fn_args: {clip_range: 0.3}}\n"
-    assert report(tmp_path, text).ignored == ("algorithm.policy_loss_fn_args",)
 
 
 def test_every_mistake_is_told_at_once_with_its_place(tmp_path):
@@ -104,22 +94,6 @@ def test_every_mistake_is_told_at_once_with_its_place(tmp_path):
         "x.yaml:6:3: explorer.proxy_port: must be less than or equal to 65535, not 99999",
         "x.yaml:7:19: explorer.rollout_model.engine_num: must be greater than 0, not 0",
     ]
-
-
-def test_there_are_no_more_choices_than_the_ledger_can_number(tmp_path):
-    text = MODEL + "explorer: {max_choices: 32768}\n"
-    [problem] = problems(tmp_path, text)
-    assert problem.endswith("explorer.max_choices: must be less than or equal to 32767, not 32768")
-
-
-def test_loading_raises_all_problems_one_a_line(tmp_path):
-    (tmp_path / "x.yaml").write_text("mode: srve\nnmae: x\n")
-    with pytest.raises(SettingsError, match=r"(?s)1:1: mode.*\n.*1:1: model.model_path.*\n.*2:1: nmae"):
-        load_settings(tmp_path / "x.yaml")
-
-
-def test_a_missing_section_is_told_at_the_head_of_the_file(tmp_path):
-    assert problems(tmp_path, "mode: both\n") == ["x.yaml:1:1: model.model_path: is required and missing"]
 
 
 def test_an_empty_section_has_its_defaults(tmp_path):
@@ -233,16 +207,6 @@ def test_engines_that_do_not_fit_the_cluster_are_refused(tmp_path):
     ]
 
 
-def test_more_machines_make_room_for_more_engines_but_not_for_larger_ones(tmp_path):
-    text = MODEL + "mode: serve\ncluster: {node_num: 2, gpu_per_node: 3}\nexplorer: {rollout_model: %s}\n"
-    assert problems(tmp_path, text % "{engine_num: 6}") == []
-    assert problems(tmp_path, text % "{engine_num: 2, tensor_parallel_size: 3}") == []
-    (found,) = problems(tmp_path, text % "{engine_num: 3, tensor_parallel_size: 2}")
-    assert "3 engines of 2 GPUs need 6, 2 machines have 6" in found
-    (found,) = problems(tmp_path, text % "{tensor_parallel_size: 4}")
-    assert "1 engines of 4 GPUs need 4, 2 machines have 6" in found
-
-
 def test_a_trainer_is_kept_out_of_the_way_of_engines_on_several_machines(tmp_path):
     (found,) = problems(tmp_path, MODEL + "mode: both\ncluster: {node_num: 2, gpu_per_node: 4}\n")
     assert "cluster.node_num: 2 machines' GPUs are given to engines by Ray" in found
@@ -299,15 +263,6 @@ def test_engines_are_not_told_to_sample_otherwise(tmp_path):
     assert "explorer.rollout_model.engine_args: --logprobs-mode raw_logprobs: log-probabilities must be" in found
 
 
-def test_engines_on_a_cpu_draft_nothing(tmp_path):
-    text = "mode: %s\nmodel: {model_path: x}\ncluster: {gpu_per_node: %d}\n"
-    text += "explorer: {rollout_model: {dtype: float16, engine_args: [--speculative-config, '{}'], engine_urls: %s}}\n"
-    (found,) = problems(tmp_path, text % ("serve", 0, []))
-    assert "explorer.rollout_model.engine_args: speculative decoding: on a CPU" in found
-    for elsewhere in (("serve", 1, []), ("train", 0, []), ("serve", 0, ["http://127.0.0.1:8000"])):
-        assert problems(tmp_path, text % elsewhere) == []
-
-
 def test_contradictions_are_told_along_with_plain_mistakes(tmp_path):
     text = "model: {model_path: x, max_model_len: 5, max_response_tokens: 10}\ntrainer: {seed: x}\nbatch: 3\n"
     assert [each.split(": ")[1] for each in problems(tmp_path, text)] == [
@@ -361,12 +316,6 @@ def test_anchors_and_merges_work(tmp_path):
     assert settings.algorithm.critic_optimizer.lr == settings.algorithm.optimizer.lr == 1e-3
 
 
-def test_a_number_like_1e_6_is_a_number(tmp_path):
-    settings = report(tmp_path, MODEL + "algorithm: {optimizer: {lr: 5e-6}}\n").settings
-    assert settings is not None
-    assert settings.algorithm.optimizer.lr == 5e-6
-
-
 def test_an_environment_variable_wins_over_the_file(tmp_path):
     text = MODEL + "explorer: {proxy_port: 1}\n"
     settings = report(tmp_path, text, TUNELOOP__EXPLORER__PROXY_PORT="9000", TUNELOOPX="3").settings
@@ -378,12 +327,6 @@ def test_the_processs_environment_is_read(tmp_path, monkeypatch):
     (tmp_path / "x.yaml").write_text("mode: both\n")
     monkeypatch.setenv("TUNELOOP__MODEL__MODEL_PATH", "a/b")
     assert load_settings(tmp_path / "x.yaml").model.model_path == Path("a/b")
-
-
-def test_a_set_flag_wins_over_the_environment(tmp_path):
-    settings = report(tmp_path, MODEL, "explorer.proxy_port=7", TUNELOOP__EXPLORER__PROXY_PORT="9000").settings
-    assert settings is not None
-    assert settings.explorer.proxy_port == 7
 
 
 def test_overrides_take_text_numbers_truth_lists_and_null(tmp_path):

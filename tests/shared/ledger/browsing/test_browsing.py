@@ -8,7 +8,7 @@ import pytest
 from tests import factories
 from tuneloop.shared.experience import Kind, State
 from tuneloop.shared.ledger.browsing import reply_pages
-from tuneloop.shared.ledger.browsing.reply_pages import ReplyCursor, ReplyFilter
+from tuneloop.shared.ledger.browsing.reply_pages import ReplyFilter
 from tuneloop.shared.ledger.browsing.same_prompts import digest_of_prompt
 from tuneloop.shared.ledger.ledger import Ledger
 
@@ -123,21 +123,6 @@ def test_the_newest_rewards_count_each_person_once(ledger: Ledger):
     assert ledger.reward_history.newest(5, among=10).replies == 0
 
 
-def test_people_of_two_tenants_are_two_whatever_they_are_called(ledger: Ledger):
-    for tenant, value in (("acme", 1.0), ("acme", 1.0), ("another", 0.0)):
-        said = factories.exchange(user="1", tenant=tenant)
-        ledger.recording.record([said, factories.feedback(msg_id=said.msg_id, tenant=tenant, value=value)])
-    assert ledger.reward_history.newest(0, among=100).units == 2
-
-
-def test_marks_grow_with_what_comes_in(ledger: Ledger):
-    before = ledger.reward_history.marks()
-    factories.rewarded(ledger)
-    after = ledger.reward_history.marks()
-    assert after[0] > before[0]
-    assert after[1] > before[1]
-
-
 def answers(ledger: Ledger, *texts: str, request: bytes = b'{"messages": [{"content": "1+1="}]}') -> list[str]:
     said = [factories.exchange(request=request, experiences=(factories.experience(text=each),)) for each in texts]
     ledger.recording.record(said)
@@ -154,13 +139,6 @@ def test_two_different_answers_to_one_prompt_are_a_pair_until_somebody_compared_
         preferred = {"kind": Kind.PREFERENCE, "metric": "preference", "value": None, "other_msg_id": other}
         ledger.recording.record([factories.feedback(msg_id=better, **preferred)])
     assert ledger.same_prompts.next_pair(TENANT, None) is None
-
-
-def test_pairs_behind_a_place_are_older(ledger: Ledger):
-    answers(ledger, "2", "3")
-    pair = ledger.same_prompts.next_pair(TENANT, None)
-    assert pair is not None
-    assert ledger.same_prompts.next_pair(TENANT, ReplyCursor(pair.other.sampled_at, pair.other.id)) is None
 
 
 def test_what_was_sampled_with_makes_no_other_prompt():

@@ -67,14 +67,6 @@ def test_what_goes_takes_the_correction_that_came_while_it_was_leased(ledger: Le
     assert ledger.reports.imbalance() == []
 
 
-def test_later_feedback_does_not_bring_them_back(ledger: Ledger) -> None:
-    said = rewarded(ledger, **in_doubt())
-    ledger.attestations.distrust(FOUND)
-    ledger.recording.record([feedback(msg_id=said[0].msg_id, value=0.25)])
-    ledger.recording.commit("acme")
-    assert all_dropped(ledger, said)
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -136,18 +128,3 @@ def test_said_twice_it_is_kept_once(ledger: Ledger) -> None:
     assert ledger.attestations.distrust(FOUND).dropped == 1
     assert ledger.attestations.distrust(FOUND) == (0, {})
     assert len(ledger.versions.events(0)) == 1
-
-
-def test_what_is_left_of_a_group_is_gathered_anew(ledger: Ledger) -> None:
-    policy = BatchPolicy(group_by="task", group_size=2, group_timeout=1e9)
-    for engine, run in ((0, "a"), (1, "b")):
-        committed(ledger, **in_doubt(engine=engine, task_id="t", run_id=run))
-    epoch = ledger.training.take_epoch("trainer")
-    assert len(ledger.training.lease(epoch, 2, policy)) == 2
-    ledger.training.release(epoch)
-
-    assert ledger.attestations.distrust(FOUND).dropped == 1
-
-    assert ledger.training.lease(epoch, 1, policy) == []
-    committed(ledger, **in_doubt(engine=0, task_id="t", run_id="c"))
-    assert {sample.run_id for sample in ledger.training.lease(epoch, 2, policy)} == {"a", "c"}

@@ -156,9 +156,3 @@ def test_nothing_is_found_by_what_only_looks_alike() -> None:
     }
     assert not found & others
     assert tags_of("acme", request, {"c": "d"}) == {tag_of_model("acme", "m"), tag_of_pair("acme", "c", "d")}
-
-
-def test_what_no_client_can_ask_for_has_no_tag() -> None:
-    pairs = {"k" * 64: "v" * 512, "k" * 65: "v", "long": "v" * 513}
-    assert tags_of("acme", b"{}", pairs) == {tag_of_pair("acme", "k" * 64, "v" * 512)}
-    assert len(tags_of("acme", b"{}", {str(number): "v" for number in range(1000)})) == 16

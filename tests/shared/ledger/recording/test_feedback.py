@@ -12,11 +12,9 @@ from tests.factories import committed, exchange, experience, feedback, ids, leas
 from tuneloop.shared.experience import Feedback, Kind, Outcome, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.recording.reward_rule import definition
-from tuneloop.shared.ledger.storage.ledger_clock import LedgerClock
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, reward_rules
 from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
 from tuneloop.shared.settings.feedback import RewardRule
-from tuneloop.shared.steady_time import Stamp, boot
 
 LATE = 1e9
 
@@ -94,13 +92,6 @@ def test_feedback_waits_for_its_reply_and_is_then_accepted(ledger: Ledger, engin
     assert rewards(engine) == [0.5]
 
 
-def test_feedback_of_another_tenant_waits_for_ever(ledger: Ledger, engine: Engine) -> None:
-    said = exchange()
-    ledger.recording.record([said])
-    assert hear(ledger, msg_id=said.msg_id, tenant="other") == Outcome.PENDING
-    assert rewards(engine) == [None]
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_feedback_on_a_trajectory_reaches_its_replies_whichever_came_first(
     ledger: Ledger, engine: Engine, first: bool
@@ -132,15 +123,6 @@ def test_what_is_offered_again_changes_nothing(ledger: Ledger, engine: Engine) -
     assert rewards(engine) == [0.0, 0.5], "what another slot holds had not been offered"
 
 
-def test_a_request_that_is_sent_again_does_not_hide_what_was_said_before_it(ledger: Ledger, engine: Engine) -> None:
-    said = exchange()
-    sent = {"event_id": "a key", "msg_id": said.msg_id, "value": 0.0}
-    ledger.recording.record([said, feedback(**sent, call_id="once")])
-    again = [feedback(msg_id=said.msg_id, value=1.0), feedback(**sent, call_id="twice")]
-    ledger.recording.record(again, ["slot", "slot"])
-    assert rewards(engine) == [1.0]
-
-
 @pytest.mark.parametrize(
     ("once", "again"),
     [
@@ -160,18 +142,6 @@ def test_a_request_that_is_sent_again_does_not_hide_what_is_said_with_it(
     ledger.recording.record([feedback(**about | key | again, call_id="twice"), feedback(**about, **again)])
     assert rewards(engine) == [again["value"]]
     assert len(events(engine)) == 3
-
-
-def test_a_request_that_is_sent_twice_at_once_does_not_hide_what_is_said_with_it(
-    ledger: Ledger, engine: Engine
-) -> None:
-    said = exchange()
-    sent = {"event_id": "a key", "msg_id": said.msg_id, "value": 1.0}
-    since = [feedback(msg_id=said.msg_id, value=value) for value in (0.0, 1.0)]
-    ledger.recording.record(
-        [said, feedback(**sent, call_id="once"), since[0], feedback(**sent, call_id="twice"), since[1]]
-    )
-    assert rewards(engine) == [1.0]
 
 
 def test_a_reply_joins_the_trajectory_that_its_feedback_names(ledger: Ledger, engine: Engine) -> None:
@@ -252,15 +222,6 @@ def test_feedback_after_training_is_late(ledger: Ledger, engine: Engine) -> None
     assert [(row.reward, row.state) for row in rows(engine)] == [(1.0, State.TRAINED)]
 
 
-def test_feedback_after_expiry_is_late(ledger: Ledger, engine: Engine) -> None:
-    committed(ledger)
-    trained(ledger)
-    ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy(max_age=1.0))
-    expired = [row for row in rows(engine) if row.state == State.EXPIRED]
-    assert expired
-    assert hear(ledger, msg_id=expired[0].msg_id, value=0.5) == Outcome.LATE
-
-
 def test_feedback_after_its_window_is_late_and_does_not_count(under: Any, engine: Engine) -> None:
     ledger = under(attribution_window=10.0, clock=lambda: 115.0)
     said = exchange(received_at=100.0)
@@ -278,21 +239,6 @@ def test_a_reply_without_feedback_gets_the_default_with_the_commit_after_its_win
     now[0] = 111.0
     assert ledger.recording.commit("acme") == 1
     assert rewards(engine) == [-1.0, None]
-
-
-def test_late_feedback_makes_a_compensating_experience_once(under: Any, engine: Engine) -> None:
-    ledger = under(compensate_late=True)
-    trained(ledger)
-    before = rows(engine)[0]
-    heard = feedback(msg_id=before.msg_id, value=-0.5, received_at=LATE)
-    for _ in range(3):
-        ledger.recording.record([heard])
-    [same, copy] = rows(engine)
-    assert same == before
-    assert (copy.correction, copy.state, copy.reward, copy.blob) == (1, State.REWARDED, -0.5, before.blob)
-    assert ledger.recording.commit("acme") == 1
-    samples = ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy())
-    assert [sample.reward for sample in samples] == [-0.5]
 
 
 def test_a_compensating_experience_takes_corrections_until_it_is_trained_on(under: Any, engine: Engine) -> None:
@@ -342,21 +288,6 @@ def test_each_choice_is_told_apart(ledger: Ledger) -> None:
     assert ledger.recording.outcomes_apart(feedback(msg_id=None, task_id="task", run_id="other")) == {}
 
 
-def test_each_choice_is_told_apart_where_what_the_event_made_is_dated_by_the_ledger(under: Any, engine: Engine) -> None:
-    clock = LedgerClock(engine, ticks=lambda: 5.0, database=lambda _connection: 1000.0)
-    ledger = under(compensate_late=True, clock=clock)
-    said = exchange(experiences=(experience(), experience(choice=1)), received_at=900.0)
-    ledger.recording.record([said, feedback(msg_id=said.msg_id, choice=0, value=1.0)])
-    ledger.recording.commit("acme")
-    epoch = ledger.training.take_epoch("trainer")
-    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
-    late = feedback(msg_id=said.msg_id, value=-0.5, received_at=2000.0, stamp=Stamp(boot(), 5.0))
-    ledger.recording.record([late])
-    assert [row.correction for row in rows(engine)] == [0, 0, 1]
-    apart = {f"{said.msg_id}:0": Outcome.LATE, f"{said.msg_id}:1": Outcome.ACCEPTED}
-    assert ledger.recording.outcomes_apart(late) == apart
-
-
 @pytest.mark.parametrize("said", [{"value": 1.0, "source": "who agrees"}, retraction()])
 def test_late_feedback_that_leaves_no_other_reward_is_not_compensated(
     under: Any, engine: Engine, said: dict[str, Any]
@@ -364,12 +295,6 @@ def test_late_feedback_that_leaves_no_other_reward_is_not_compensated(
     ledger = under(compensate_late=True)
     trained(ledger)
     assert hear(ledger, msg_id=rows(engine)[0].msg_id, received_at=LATE, **said) == Outcome.LATE
-    assert rewards(engine) == [1.0]
-
-
-def test_without_the_setting_late_feedback_makes_nothing(ledger: Ledger, engine: Engine) -> None:
-    trained(ledger)
-    hear(ledger, msg_id=rows(engine)[0].msg_id, value=-0.5, received_at=LATE)
     assert rewards(engine) == [1.0]
 
 
@@ -399,44 +324,6 @@ def test_rewards_are_reckoned_anew_but_not_of_what_is_leased_or_trained(under: A
     assert rewards(engine) == [1.0, 1.0, 3.0, 3.0]
     assert [row.state for row in rows(engine)] == [row.state for row in before]
     assert new.recording.recompute_rewards() == (2, 0)
-
-
-def test_a_dry_run_writes_nothing_at_all(under: Any, engine: Engine) -> None:
-    rewarded(under())
-    under(weights={"reward": 3.0}).recording.recompute_rewards(dry_run=True)
-    with engine.connect() as connection:
-        assert len(connection.execute(select(reward_rules)).all()) == 1
-
-
-def test_what_a_new_rule_leaves_as_it_was_is_under_the_new_rule(under: Any, engine: Engine) -> None:
-    rewarded(under())
-    new = under(clip=(-5.0, 5.0))
-    assert new.recording.recompute_rewards() == (1, 0)
-    with engine.connect() as connection:
-        rules = list(connection.execute(select(reward_rules).order_by(reward_rules.c.id)))
-    assert [row.reward_rule for row in rows(engine)] == [rules[-1].id]
-
-
-def test_a_new_rule_may_reward_what_had_no_reward_and_take_others(under: Any, engine: Engine) -> None:
-    old, new = under(), under(weights={"help": 1.0})
-    said = [exchange(), exchange()]
-    old.recording.record(
-        [*said, feedback(msg_id=said[0].msg_id), feedback(msg_id=said[1].msg_id, metric="help", value=0.5)]
-    )
-    assert new.recording.recompute_rewards() == (2, 2)
-    assert [(row.state, row.reward) for row in rows(engine)] == [(State.RECORDED, None), (State.REWARDED, 0.5)]
-
-
-def test_more_replies_than_a_page_are_reckoned_anew(under: Any, engine: Engine) -> None:
-    said = [exchange() for _ in range(2_500)]
-    under().recording.record([*said, *(feedback(msg_id=each.msg_id) for each in said)])
-    assert under(weights={"reward": 2.0}).recording.recompute_rewards() == (2_500, 2_500)
-    assert set(rewards(engine)) == {2.0}
-
-
-def test_the_outcomes_of_a_hundred_thousand_events_are_told(ledger: Ledger) -> None:
-    outcomes = ledger.recording.outcomes("this call", [f"event {number}" for number in range(100_000)])
-    assert len(outcomes) == 100_000
 
 
 _values = st.sampled_from([-1.0, 0.0, 0.5, 1.0])

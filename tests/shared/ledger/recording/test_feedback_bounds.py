@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, event, func, select
+from sqlalchemy import Engine, func, select
 
 from tests.factories import exchange, experience, feedback
 from tuneloop.shared.experience import Feedback, Kind, Outcome, State
@@ -47,40 +47,6 @@ def test_beyond_so_many_events_nothing_is_stored_but_what_is_taken_back(
     assert stored(engine) == MAX_SAID + 2
 
 
-def test_what_others_are_preferred_to_a_reply_counts_as_said_of_it(ledger: Ledger, engine: Engine) -> None:
-    worse, better = exchange(), [exchange() for _ in range(12)]
-    ledger.recording.record([worse, *better])
-    record(
-        ledger,
-        [
-            feedback(
-                msg_id=each.msg_id,
-                kind=Kind.PREFERENCE,
-                value=None,
-                other_msg_id=worse.msg_id,
-                other_choice=0,
-                source=f"rater {number}",
-            )
-            for each in better
-            for number in range(100)
-        ],
-    )
-    assert stored(engine) == MAX_SAID
-    late = feedback(msg_id=worse.msg_id, source="one more")
-    ledger.recording.record([late])
-    assert stored(engine) == MAX_SAID
-    assert ledger.recording.without_room([late]) == {late.event_id}
-
-
-def test_what_was_taken_back_is_not_taken_back_without_end(ledger: Ledger, engine: Engine) -> None:
-    said = exchange()
-    ledger.recording.record([said])
-    record(ledger, [feedback(msg_id=said.msg_id, source=f"rater {number}") for number in range(MAX_SAID)])
-    taken_back = {"msg_id": said.msg_id, "source": "rater 3", "kind": Kind.RETRACTION, "value": None}
-    record(ledger, [feedback(**taken_back, task_id=f"task {number}") for number in range(50)])
-    assert stored(engine) == MAX_SAID + 1
-
-
 def test_one_key_leaves_room_for_others_whatever_names_it_uses(ledger: Ledger, engine: Engine) -> None:
     said = exchange()
     ledger.recording.record([said])
@@ -90,21 +56,6 @@ def test_one_key_leaves_room_for_others_whatever_names_it_uses(ledger: Ledger, e
     ledger.recording.record([quiet])
     assert ledger.recording.without_room([feedback(msg_id=said.msg_id, source="key:loud/new"), quiet]) != set()
     assert ledger.recording.outcomes("call", [quiet.event_id])[quiet.event_id] == Outcome.ACCEPTED
-
-
-def test_a_judge_has_room_for_what_it_says_of_each_of_many_choices(ledger: Ledger, engine: Engine) -> None:
-    said = exchange(experiences=tuple(experience(choice=number) for number in range(64)))
-    ledger.recording.record([said])
-    metrics = [f"judge/{number}" for number in range(5)]
-    verdicts = [
-        feedback(msg_id=said.msg_id, choice=choice, metric=metric, source="judge:j")
-        for choice in range(64)
-        for metric in metrics
-    ]
-    record(ledger, verdicts)
-    assert stored(engine) == 64 * 5
-    again = [feedback(msg_id=said.msg_id, choice=choice, value=0.5, source="judge:j") for choice in range(64)]
-    assert ledger.recording.without_room(again) == set()
 
 
 @pytest.mark.parametrize(("choices", "times"), [(1, 1), (3, 3), (30, MAX_CHOICES_SAID)])
@@ -133,26 +84,6 @@ def test_a_long_text_is_a_repetition_only_if_it_is_the_same(ledger: Ledger, engi
         assert stored(engine) == count
 
 
-def test_what_was_said_before_costs_no_statements(ledger: Ledger, engine: Engine) -> None:
-    said = exchange()
-    ledger.recording.record([said])
-
-    def statements(count: int, names: str) -> int:
-        executed: list[str] = []
-
-        def note(*args: Any) -> None:
-            executed.append(args[2])
-
-        event.listen(engine, "before_cursor_execute", note)
-        ledger.recording.record([feedback(msg_id=said.msg_id, source=f"{names} {number}") for number in range(count)])
-        event.remove(engine, "before_cursor_execute", note)
-        return len(executed)
-
-    first = statements(400, "first")
-    assert statements(400, "second") <= first
-    assert first < 30
-
-
 def test_a_run_of_many_replies_with_many_events_is_settled_soon(ledger: Ledger) -> None:
     replies = [exchange(task_id="task", run_id="run") for _ in range(1000)]
     ledger.recording.record(replies)
@@ -160,25 +91,6 @@ def test_a_run_of_many_replies_with_many_events_is_settled_soon(ledger: Ledger) 
     record(ledger, [feedback(**RUN, source=f"rater {number}", value=number % 2) for number in range(MAX_SAID)])
     assert time.thread_time() - began < 10.0  # events times replies, one by one, took minutes
     assert ledger.reports.counts()[State.REWARDED] == 1000
-
-
-def test_names_of_runs_that_do_not_exist_are_not_kept_without_end(
-    ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tuneloop.shared.ledger.recording.new_feedback.MAX_EARLY", 600)
-    early = [feedback(msg_id=None, task_id="none", run_id=str(number)) for number in range(1000)]
-    record(ledger, early)
-    assert stored(engine) <= 600
-    more = [feedback(msg_id=None, task_id="none", run_id=f"more {number}") for number in range(500)]
-    Ledger(engine).recording.record(more[:100])  # another process, that counts for itself
-    assert stored(engine) == 600
-    ledger.recording.record(more[:200])
-    assert stored(engine) == 600
-    assert Ledger(engine).recording.without_room(more[300:302]) == {each.event_id for each in more[300:302]}
-    said = exchange(task_id="task", run_id="run")
-    others = feedback(tenant="globex", msg_id=None, task_id="none", run_id="0")
-    ledger.recording.record([said, feedback(**RUN), feedback(msg_id=said.msg_id, value=0.5), others])
-    assert stored(engine) == 603
 
 
 def test_feedback_on_replies_that_are_not_stored_is_not_kept_without_end(
@@ -200,29 +112,6 @@ def test_feedback_on_replies_that_are_not_stored_is_not_kept_without_end(
     ledger.recording.record([said, about[0], others])
     assert stored(engine) == 602
     assert Ledger(engine).recording.without_room([about[1]]) == set()
-
-
-def test_of_a_group_beyond_the_bound_as_many_are_kept_as_fit_and_the_rest_has_no_room(
-    ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tuneloop.shared.ledger.recording.new_feedback.MAX_EARLY", 10)
-    early = [feedback(msg_id=f"chatcmpl-none-{number}") for number in range(15)]
-    ledger.recording.record(early[:8])
-    said = exchange()
-    ledger.recording.record([said, feedback(msg_id=said.msg_id), *early[8:]])
-    assert stored(engine) == 11
-    again = [feedback(msg_id="chatcmpl-none-0"), feedback(event_id=early[1].event_id, msg_id="chatcmpl-other")]
-    assert ledger.recording.without_room([*early[10:], *again]) == {each.event_id for each in early[10:]}
-
-
-def test_what_was_there_already_takes_no_room(ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuneloop.shared.ledger.recording.new_feedback.MAX_EARLY", 10)
-    said = exchange()
-    ledger.recording.record([said])
-    for number in range(20):
-        ledger.recording.record([feedback(msg_id=said.msg_id, value=number), feedback(msg_id="chatcmpl-none")])
-    ledger.recording.record([feedback(msg_id=f"chatcmpl-none-{number}") for number in range(9)])
-    assert stored(engine) == 30
 
 
 def test_what_is_stored_or_repeated_is_not_told_to_find_no_room(ledger: Ledger) -> None:

@@ -4,12 +4,11 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event, select
 
-from tests.factories import exchange, experience, feedback, leased, rewarded
+from tests.factories import exchange, experience, feedback, rewarded
 from tuneloop.shared.errors import LedgerError
-from tuneloop.shared.experience import MAX_NAME, Kind, State, pack_ids, pack_logprobs
+from tuneloop.shared.experience import MAX_NAME, Kind, State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences
-from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
 
 #: More than one statement of ours has parameters; the soak has more than either database would take in one.
 MANY = pytest.mark.parametrize("count", [10_500, pytest.param(66_000, marks=pytest.mark.soak)])
@@ -40,23 +39,10 @@ def test_a_replayed_spool_changes_nothing(ledger: Ledger, engine: Engine) -> Non
     assert ledger.reports.counts() == only(recorded=1, rewarded=1)
 
 
-def test_a_replayed_feedback_does_not_take_back_a_commit(ledger: Ledger) -> None:
-    said, heard = exchange(msg_id="chatcmpl-x"), feedback(msg_id="chatcmpl-x")
-    ledger.recording.record([said, heard])
-    ledger.recording.commit("acme")
-    ledger.recording.record([said, heard])
-    assert ledger.reports.counts() == only(committed=1)
-
-
 def test_the_first_to_use_a_msg_id_keeps_it(ledger: Ledger, engine: Engine) -> None:
     ledger.recording.record([exchange(msg_id="chatcmpl-x", experiences=(experience(text="first"),))])
     ledger.recording.record([exchange(msg_id="chatcmpl-x", experiences=(experience(text="second"),))])
     assert [row.text for row in rows(engine)] == ["first"]
-
-
-def test_feedback_in_the_same_group_may_stand_before_its_reply(ledger: Ledger, engine: Engine) -> None:
-    ledger.recording.record([feedback(msg_id="chatcmpl-x", value=0.25), exchange(msg_id="chatcmpl-x")])
-    assert rewards(engine) == [0.25]
 
 
 @pytest.mark.parametrize("step", [-86400.0, -2.0, 0.0, 86400.0])
@@ -72,12 +58,6 @@ def test_a_correction_counts_whatever_the_clocks_say(ledger: Ledger, engine: Eng
     assert rewards(engine) == [None]
 
 
-def test_feedback_for_one_choice_leaves_the_others_alone(ledger: Ledger, engine: Engine) -> None:
-    said = exchange(experiences=tuple(experience(choice=choice) for choice in range(3)))
-    ledger.recording.record([said, feedback(msg_id=said.msg_id, choice=1, value=0.5)])
-    assert rewards(engine) == [None, 0.5, None]
-
-
 def test_feedback_without_a_choice_is_for_all_and_a_later_one_for_one(ledger: Ledger, engine: Engine) -> None:
     said = exchange(experiences=tuple(experience(choice=choice) for choice in range(3)))
     ledger.recording.record([said, feedback(msg_id=said.msg_id, value=0.5)])
@@ -91,16 +71,6 @@ def test_a_reward_may_be_corrected_until_the_lease(ledger: Ledger, engine: Engin
     ledger.recording.record([feedback(msg_id=said.msg_id, value=-0.5)])
     assert rewards(engine) == [-0.5]
     assert ledger.reports.counts() == only(committed=1)
-
-
-def test_feedback_after_the_lease_is_kept_but_changes_no_reward(ledger: Ledger, engine: Engine) -> None:
-    _epoch, samples = leased(ledger)
-    msg_id = rows(engine)[0].msg_id
-    ledger.recording.record([feedback(msg_id=msg_id, value=-0.5)])
-    assert rewards(engine) == [samples[0].reward] == [1.0]
-    with engine.connect() as connection:
-        kept = connection.execute(select(feedback_table.c.value).order_by(feedback_table.c.id)).scalars().all()
-    assert kept == [1.0, -0.5]
 
 
 def test_what_must_not_be_trained_on_is_dropped_with_its_reason_and_still_takes_a_reward(
@@ -145,28 +115,11 @@ def test_an_error_quotes_nothing_that_a_user_wrote(ledger: Ledger) -> None:
     assert "my secret" not in "".join(traceback.format_exception(caught.value)).replace('text="my secret"', "")
 
 
-def test_numbers_that_do_not_fit_together_are_refused_before_the_database_is_asked(ledger: Ledger) -> None:
-    odd = experience(completion_ids=pack_ids([1, 2]), logprobs=pack_logprobs([-1.0]))
-    with pytest.raises(ValueError, match="bytes"):
-        ledger.recording.record([exchange(), exchange(experiences=(odd,))])
-    assert ledger.reports.counts() == only()
-
-
 @MANY
 def test_more_messages_than_a_statement_takes_are_one_verb(ledger: Ledger, engine: Engine, count: int) -> None:
     ledger.recording.record([feedback(msg_id=f"chatcmpl-x{number}", value=0.5) for number in range(count)])
     ledger.recording.record([exchange(msg_id=f"chatcmpl-x{count - 1}")])
     assert rewards(engine) == [0.5]
-
-
-def test_the_feedback_of_one_call_takes_few_statements(ledger: Ledger, engine: Engine) -> None:
-    said = [exchange() for _ in range(1_500)]
-    ledger.recording.record(said)
-    statements: list[str] = []
-    event.listen(engine, "before_cursor_execute", lambda *about: statements.append(about[2]))
-    ledger.recording.record([feedback(msg_id=each.msg_id, received_at=9e9) for each in said])
-    assert len(statements) < 24
-    assert ledger.reports.counts() == only(rewarded=1_500)
 
 
 def test_the_statements_of_a_rating_are_few_and_made_once(ledger: Ledger, engine: Engine) -> None:
@@ -211,9 +164,3 @@ def test_commit_takes_only_the_tenants_own(ledger: Ledger) -> None:
     assert ledger.recording.commit("acme") == 1
     assert ledger.recording.commit("nobody") == 0
     assert ledger.reports.counts() == only(rewarded=1, committed=1)
-
-
-def test_commit_takes_only_what_is_rewarded_and_only_once(ledger: Ledger) -> None:
-    rewarded(ledger)
-    ledger.recording.record([exchange()])
-    assert [ledger.recording.commit("acme"), ledger.recording.commit("acme")] == [1, 0]

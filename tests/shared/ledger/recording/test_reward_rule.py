@@ -46,10 +46,6 @@ def label(text: str, **but: Any) -> Event:
     return event(kind=Kind.LABEL, value=None, text=text, **but)
 
 
-def test_nothing_said_is_no_reward() -> None:
-    assert value(RULE) is None
-
-
 @pytest.mark.parametrize(
     ("said", "worth"),
     [
@@ -82,28 +78,11 @@ def test_the_median_of_the_sources_counts_and_each_with_its_latest() -> None:
     assert value(MEAN, *said) == pytest.approx(0.4)
 
 
-def test_two_sources_are_averaged() -> None:
-    assert value(RULE, event(source="a", value=0.25), event(source="b", value=0.75)) == 0.5
-
-
 def test_one_source_cannot_say_more_than_the_clip_lets_it() -> None:
     """Else one of two would decide alone, however the sum is clipped."""
     said = [event(source="a", value=1.0), event(source="b", value=-1e6)]
     assert value(RULE, *said) == 0.0
     assert value(MEAN.model_copy(update={"clip": (-1.0, 1.0)}), *said) == -1.0
-
-
-def test_many_names_in_one_call_are_one_word() -> None:
-    """The 99 sources that made a +1 into -0.98."""
-    flood = [event(source=f"name-{number}", value=-1.0, call_id="one call") for number in range(99)]
-    assert value(RULE, event(source="ann", value=1.0, call_id="ann's"), *flood) == 0.0
-    two = [event(source=name, value=1.0, call_id=name) for name in ("ann", "ben")]
-    assert value(RULE, *two, *flood) == 1.0
-
-
-def test_the_opinions_of_one_call_are_aggregated_as_those_of_many() -> None:
-    said = [event(source=name, value=worth, call_id="relay") for name, worth in (("a", 0.0), ("b", 1.0), ("c", 1.0))]
-    assert value(RULE, *said) == 1.0
 
 
 def of_run(**but: Any) -> Event:
@@ -174,16 +153,6 @@ def test_a_retraction_takes_back_what_its_source_said_and_no_more() -> None:
     assert value(RULE, said[0], taken_back) is None
     assert value(RULE, said[0], taken_back, event(source="a", value=0.5)) == 0.5
     assert value(RULE, said[0], taken_back._replace(metric="other")) == 0.0
-
-
-def test_the_reward_is_as_old_as_the_last_event_that_counts() -> None:
-    said = [event(received_at=5.0), event(source="b", received_at=7.0), event(metric="other", received_at=9.0)]
-    assert reward_of(RULE, said, sampled_at=0.0) == Reward(1.0, 7.0)
-
-
-def test_a_correction_to_a_label_without_value_leaves_no_reward() -> None:
-    rule = RewardRule(label_values={"good": 1.0})
-    assert value(rule, label("good"), label("neither")) is None
 
 
 _events = st.builds(

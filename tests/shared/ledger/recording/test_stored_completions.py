@@ -3,18 +3,16 @@
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine, LargeBinary, event, insert, literal, select
 
-from tests.doubles.clock import Clock
-from tests.factories import committed, exchange, experience, fill, ids, leased, published, rewarded
+from tests.factories import exchange, experience, fill, rewarded
 from tests.factories import feedback as heard
 from tests.shared.retaining import EVERYTHING, column, everything, in_work, trained
 from tuneloop.shared.experience import Exchange, Kind, State, pack_ids, pack_logprobs
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording import stored_completions
 from tuneloop.shared.ledger.recording.stored_completions import (
     Deletion,
@@ -27,10 +25,8 @@ from tuneloop.shared.ledger.recording.stored_completions import (
     tag_of_model,
     tag_of_pair,
 )
-from tuneloop.shared.ledger.storage.ledger_clock import COMPARE_S, LedgerClock
 from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, exchanges, experiences, feedback, tags
 from tuneloop.shared.settings.feedback import RewardRule
-from tuneloop.shared.steady_time import Stamp, boot
 
 NOW = 1e9
 
@@ -120,26 +116,6 @@ def test_an_object_is_made_of_what_was_sampled(ledger: Ledger) -> None:
 # Lists.
 
 
-@pytest.mark.parametrize(("count", "sizes"), [(0, [0]), (2, [2]), (3, [2, 1]), (4, [2, 2])])
-def test_a_list_ends_where_there_is_no_more(ledger: Ledger, count: int, sizes: list[int]) -> None:
-    ledger.recording.record([asked() for _ in range(count)])
-    assert [len(page) for page in pages(ledger)] == sizes
-    assert [len(page) for page in pages(ledger, tag_of_model("acme", "m"))] == sizes
-
-
-def test_what_is_recorded_again_when_the_ledger_knows_the_time_better_is_listed_once(engine: Engine) -> None:
-    ticks, ahead = Clock(0.0), Clock(0.0)
-    clock = LedgerClock(engine, ticks=ticks, database=lambda _connection: NOW + ticks.now + ahead.now)
-    ledger = Ledger(engine, clock=clock)
-    said = [asked(metadata={"k": "v"}, stamp=Stamp(boot(), float(second))) for second in range(3)]
-    ledger.recording.record(said)
-    ticks.now, ahead.now = COMPARE_S, 3.0
-    ledger.recording.record(said)
-    assert names(ledger) == [each.msg_id for each in said]
-    one_by_one = islice(pages(ledger, pair("k", "v"), limit=1), 2 * len(said))
-    assert list(one_by_one) == [[each.msg_id] for each in said]
-
-
 @pytest.mark.parametrize("wanted", [(), (tag_of_model("acme", "m"),), (tag_of_model("acme", "m"), pair("k", "v"))])
 def test_a_list_is_in_the_order_of_the_requests_both_ways(ledger: Ledger, wanted: tuple[bytes, ...]) -> None:
     times = [5.0, 3.0, 3.0, 9.0, 3.0]
@@ -188,16 +164,6 @@ def test_a_page_of_several_tags_looks_at_so_many_and_no_more(ledger: Ledger, mon
     assert ledger.stored.page("acme", wanted=wanted, after=PageCursor(1.0, "z"), order="asc", limit=2) is None
     last = ledger.stored.page("acme", wanted=wanted, after=PageCursor(8.0, ""), order="asc", limit=2)
     assert last == ([], False)
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_what_is_rare_is_found_among_any_number(ledger: Ledger, monkeypatch: pytest.MonkeyPatch, turned: bool) -> None:
-    monkeypatch.setattr(stored_completions, "MAX_EXAMINED", 5)
-    ledger.recording.record([asked(metadata={"a": "1"}) for _ in range(20)])
-    rare = asked(received_at=NOW, metadata={"a": "1", "b": "2"})
-    ledger.recording.record([rare])
-    wanted = (pair("a", "1"), pair("b", "2"))
-    assert names(ledger, *(wanted[::-1] if turned else wanted)) == [rare.msg_id]
 
 
 def plan_of(engine: Engine, query: Any) -> str:
@@ -342,14 +308,6 @@ def column_where(engine: Engine, state: State) -> list[str]:
         return list(connection.execute(select(experiences.c.msg_id).where(experiences.c.state == state)).scalars())
 
 
-def test_a_deleted_completion_is_not_leased(ledger: Ledger) -> None:
-    said = committed(ledger, 2)
-    ledger.stored.delete("acme", said[0].msg_id)
-    epoch = ledger.training.take_epoch("trainer")
-    assert ledger.training.lease(epoch, 2, BatchPolicy()) == []
-    assert len(ledger.training.lease(epoch, 1, BatchPolicy())) == 1
-
-
 def test_a_trained_row_goes_with_the_repeat_that_waits(engine: Engine) -> None:
     ledger = Ledger(engine, rule=RewardRule(), compensate_late=True, clock=lambda: NOW)
     [said] = trained(ledger)
@@ -374,29 +332,6 @@ def test_the_other_of_two_replies_loses_the_reward_of_their_comparison(engine: E
     assert column(engine, feedback.c.id) == []
 
 
-def test_what_is_left_of_a_group_is_gathered_anew(ledger: Ledger, engine: Engine) -> None:
-    policy = BatchPolicy(group_by="task", group_size=2, group_timeout=1e12)
-    said = [rewarded(ledger, 1, task_id="t", run_id=run)[0] for run in ("1", "2")]
-    ledger.recording.commit("acme")
-    epoch = ledger.training.take_epoch("trainer")
-    assert len(ledger.training.lease(epoch, 2, policy)) == 2
-    ledger.training.release(epoch)
-    ledger.stored.delete("acme", said[0].msg_id)
-    assert column(engine, experiences.c.group_id) == [None]
-    assert ledger.training.lease(epoch, 1, policy) == []
-
-
-def test_a_place_is_known_after_its_completion_was_deleted(ledger: Ledger) -> None:
-    said = [asked() for _ in range(3)]
-    ledger.recording.record(said)
-    ledger.stored.delete("acme", said[1].msg_id)
-    place = ledger.stored.cursor_of("acme", said[1].msg_id)
-    page = ledger.stored.page("acme", after=place, order="asc", limit=5)
-    assert page is not None
-    assert [each.msg_id for each in page.found] == [said[2].msg_id]
-    assert ledger.stored.cursor_of("other", said[1].msg_id) is None
-
-
 def test_a_purge_and_an_erasure_leave_no_tag_behind(ledger: Ledger, engine: Engine) -> None:
     purged, erased = asked(received_at=1.0), asked(user="ann", received_at=NOW)
     ledger.recording.record([purged, erased])
@@ -406,11 +341,3 @@ def test_a_purge_and_an_erasure_leave_no_tag_behind(ledger: Ledger, engine: Engi
     assert set(column(engine, tags.c.msg_id)) == {erased.msg_id}
     ledger.retention.erase("acme", "ann")
     assert column(engine, tags.c.msg_id) == column(engine, changed_metadata.c.msg_id) == []
-
-
-def test_a_version_can_be_registered_after_a_neighbour_was_deleted(ledger: Ledger) -> None:
-    epoch, samples = leased(ledger, 2)
-    [free] = rewarded(ledger)
-    ledger.stored.delete("acme", free.msg_id)
-    ledger.training.register(epoch, ids(samples), step=1, publish=published)
-    assert ledger.reports.imbalance() == []

@@ -84,21 +84,6 @@ def test_any_other_method_never_gets_it_and_it_does_not_stand_in_the_way(
         assert found.scalars().all() == [plain]
 
 
-def test_it_is_set_aside_also_where_there_are_too_few_for_a_batch(ledger: Ledger, take: Take, engine: Engine) -> None:
-    give(ledger, experiences=NUCLEUS)
-    assert take(5) == []
-    assert rows(engine) == [DROPPED]
-
-
-def test_feedback_on_it_is_heeded_after_it_was_set_aside(ledger: Ledger, take: Take, engine: Engine) -> None:
-    msg_id = give(ledger, experiences=NUCLEUS)
-    take(1)
-    ledger.recording.record([feedback(msg_id=msg_id, value=-1.0)])
-    with engine.connect() as connection:
-        assert connection.execute(select(experiences.c.reward)).scalar() == -1.0
-    assert rows(engine) == [DROPPED]
-
-
 def test_a_group_does_not_wait_for_it_where_it_is_not_taken(ledger: Ledger, take: Take) -> None:
     for run in "12":
         give(ledger, task_id="t", run_id=run)
@@ -127,11 +112,6 @@ def test_what_is_given_back_by_a_method_that_took_it_is_set_aside_by_one_that_do
     assert ids(take(1, any_reply=True)) == [1]
     assert ledger.training.lease(ledger.training.take_epoch("successor"), 1, BatchPolicy()) == []
     assert rows(engine) == [DROPPED]
-
-
-def test_what_must_not_be_trained_on_is_dropped_however_it_was_sampled(ledger: Ledger, engine: Engine) -> None:
-    ledger.recording.record([exchange(experiences=(experience(drop_reason="cut_off", unsampled="sampling:top_p"),))])
-    assert rows(engine) == [(State.DROPPED, "cut_off", "sampling:top_p")]
 
 
 @pytest.mark.parametrize(("any_reply", "claimable"), [(True, 2), (False, 1)])

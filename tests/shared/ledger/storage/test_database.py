@@ -75,22 +75,10 @@ def test_a_server_that_is_not_there_is_named_without_its_password(url: str) -> N
     assert "secret" not in str(caught.value)
 
 
-def test_a_relative_path_is_below_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    database.upgrade("sqlite:///buffer/ledger.db")
-    assert (tmp_path / "buffer" / "ledger.db").is_file()
-
-
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentRefused, match=r"cannot make the file of sqlite:///.*file/ledger.db"):
         database.upgrade(f"sqlite:///{tmp_path}/file/ledger.db")
-
-
-def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "ledger.db").write_text("something else " * 100)
-    with pytest.raises(EnvironmentRefused, match="file is not a database"):
-        database.upgrade(f"sqlite:///{tmp_path}/ledger.db")
 
 
 def test_upgrading_twice_is_upgrading_once(place: Place) -> None:

@@ -3,13 +3,9 @@
 import math
 
 import pytest
-from sqlalchemy import Engine, insert
+from sqlalchemy import Engine
 
-from tuneloop.shared.errors import LedgerError
-from tuneloop.shared.experience import AlarmState
 from tuneloop.shared.ledger.ledger import Alarm, Ledger
-from tuneloop.shared.ledger.storage.schema import alarms
-from tuneloop.shared.ledger.storage.transactions import translating_errors
 
 
 @pytest.fixture
@@ -42,14 +38,6 @@ def test_a_cleared_alarm_is_kept_and_may_be_raised_again(clocked: Ledger) -> Non
     ]
 
 
-def test_clearing_one_leaves_the_others(clocked: Ledger) -> None:
-    for name in ("length", "entropy"):
-        clocked.alarms.raise_alarm(Alarm(name, "drifted"))
-    assert not clocked.alarms.clear("refusals")
-    assert clocked.alarms.clear("length")
-    assert [each.name for each in clocked.alarms.all()] == ["entropy"]
-
-
 def test_promotion_is_held_while_an_alarm_that_holds_is_open(clocked: Ledger) -> None:
     assert not clocked.alarms.promotion_held()
     clocked.alarms.raise_alarm(Alarm("entropy", "drifted"))
@@ -67,17 +55,3 @@ def test_promotion_is_held_while_an_alarm_that_holds_is_open(clocked: Ledger) ->
 def test_an_alarm_about_what_is_no_number_is_raised_without_it(clocked: Ledger, value: float) -> None:
     clocked.alarms.raise_alarm(Alarm("loss", "the loss is no number", value=value, threshold=value))
     assert [(each.value, each.threshold) for each in clocked.alarms.all()] == [(None, None)]
-
-
-@pytest.mark.parametrize("name", ["", "n" * 65])
-def test_an_alarm_without_a_proper_name_is_refused(clocked: Ledger, name: str) -> None:
-    with pytest.raises(LedgerError):
-        clocked.alarms.raise_alarm(Alarm(name, "why"))
-    assert clocked.alarms.all() == []
-
-
-def test_the_database_itself_holds_no_second_open_alarm_of_a_name(engine: Engine, clocked: Ledger) -> None:
-    clocked.alarms.raise_alarm(Alarm("length", "once"))
-    again = {"name": "length", "state": AlarmState.RAISED, "holds": False, "raised_at": 1.0, "reason": "twice"}
-    with pytest.raises(LedgerError), translating_errors(), engine.begin() as connection:
-        connection.execute(insert(alarms).values(again))

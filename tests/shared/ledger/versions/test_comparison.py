@@ -40,13 +40,6 @@ def test_independent_rewards_give_their_mean_and_variance(ledger: Ledger) -> Non
     assert reward[2:] == pytest.approx((statistics.mean(rewards), statistics.variance(rewards)))
 
 
-def test_a_large_mean_hides_no_variance(ledger: Ledger, engine: Engine) -> None:
-    for _ in range(3):
-        said(ledger, 1.0)
-    set_rewards(engine, [1e9, 1e9 + 1, 1e9 + 2])
-    assert ledger.comparisons.figures(1, 0.0).reward == pytest.approx((3, 3, 1e9 + 1, 1.0))
-
-
 def test_the_largest_rewards_there_can_be_are_no_obstacle(ledger: Ledger, engine: Engine) -> None:
     for _ in range(3):
         said(ledger, 1.0)
@@ -91,14 +84,6 @@ def test_length_and_latency_are_those_of_replies(ledger: Ledger) -> None:
     assert figures.latency.mean == pytest.approx(3 / 40)
 
 
-def test_the_choices_of_one_exchange_are_timed_once(ledger: Ledger) -> None:
-    replies = tuple(experience(choice=choice, version_min=1, version_max=1) for choice in range(3))
-    said(ledger, latency_s=1.0, experiences=replies)
-    figures = ledger.comparisons.figures(1, 0.0)
-    assert figures.latency == (1, 1, 0.5, 0.0)
-    assert figures.length[:3] == (3, 1, 2.0)
-
-
 def test_a_reply_that_was_corrected_once_it_was_trained_on_counts_once(ledger: Ledger, engine: Engine) -> None:
     one = exchange(experiences=(experience(version_min=1, version_max=1),))
     ledger.recording.record([one, feedback(msg_id=one.msg_id, value=1.0)])
@@ -115,16 +100,6 @@ def test_refusals_are_counted_among_the_newest_replies(ledger: Ledger) -> None:
     patterns = [re.compile("i cannot", re.IGNORECASE), re.compile("unable")]
     assert ledger.comparisons.figures(1, 0.0, refusals=patterns).refusals == Share(2, 3)
     assert ledger.comparisons.figures(1, 0.0).refusals == Share(0, 0)
-
-
-def test_a_version_without_replies_has_empty_figures(ledger: Ledger) -> None:
-    figures = ledger.comparisons.figures(7, 0.0, refusals=[re.compile("x")])
-    assert (figures.reward, figures.length, figures.latency) == (
-        SampleStatistics(),
-        SampleStatistics(),
-        SampleStatistics(),
-    )
-    assert figures.refusals == Share()
 
 
 def test_what_came_before_the_rollout_is_not_read(ledger: Ledger, engine: Engine) -> None:

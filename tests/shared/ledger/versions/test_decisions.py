@@ -56,12 +56,6 @@ def test_only_a_candidate_becomes_canary_and_only_one(made: Ledger) -> None:
     assert candidate.version == 4
 
 
-def test_a_canary_that_begins_retires_older_candidates(made: Ledger) -> None:
-    trained(made)
-    made.versions.begin_canary(4, by="explorer", reason="a tenth")
-    assert states(made) == ["retired", "retired", "champion", "retired", "canary"]
-
-
 def test_a_champion_that_is_rolled_back_leaves_its_place_to_the_one_before(made: Ledger) -> None:
     assert made.versions.roll_back(2, by="anna", reason="it swears") == 1
     assert states(made) == ["retired", "champion", "rolled_back", "rejected"]
@@ -125,12 +119,6 @@ def test_who_means_the_canary_does_not_roll_back_what_has_become_of_it(made: Led
     assert made.versions.roll_back(3, by="explorer", reason="worse", only_as=VersionState.CHAMPION) == 2
 
 
-def test_an_older_version_can_be_appointed(made: Ledger) -> None:
-    made.versions.appoint(0, instead_of=2, by="anna", reason="as it was")
-    assert states(made) == ["champion", "retired", "retired", "candidate"]
-    assert story(made, 2)[-1] == ("retired", "anna", "version 0 took its place")
-
-
 def test_what_is_rejected_rolled_back_or_unknown_is_never_appointed(made: Ledger) -> None:
     made.versions.reject(3, "NaN in lm_head")
     made.versions.roll_back(2, by="anna", reason="it swears")
@@ -170,12 +158,6 @@ def test_a_pinned_version_stays_until_it_is_unpinned(made: Ledger) -> None:
     with pytest.raises(VersionRefused, match="no version is pinned"):
         made.versions.unpin(by="anna")
     assert [action for action, _, _ in story(made, 1)][-4:] == ["retired", "pinned", "promoted", "unpinned"]
-
-
-def test_events_are_told_oldest_first_and_the_last_so_many(made: Ledger) -> None:
-    every = made.versions.events()
-    assert [event.id for event in every] == sorted(event.id for event in every)
-    assert made.versions.events(last=2) == every[-2:]
 
 
 def test_while_a_version_is_pinned_no_other_comes_into_service(made: Ledger) -> None:

@@ -1,9 +1,5 @@
-from sqlalchemy import insert
-
 from tests.factories import committed, experience, ids, leased, published, trained
-from tuneloop.shared.experience import Evaluator
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.storage.schema import evaluations
 from tuneloop.shared.operations.version_comparison import compare_versions
 from tuneloop.shared.operations.version_report import list_versions, report_version
 
@@ -16,22 +12,6 @@ def test_a_version_tells_whose_replies_it_was_trained_on(ledger: Ledger) -> None
     ledger.training.register(epoch, ids(samples), step=2, publish=published)
     assert ledger.evaluations.trained_on(1) == {0: 2}
     assert ledger.evaluations.trained_on(2) == {0: 2, 1: 1}
-
-
-def test_evaluations_are_told_version_by_version(ledger: Ledger) -> None:
-    trained(ledger)
-    trained(ledger)
-    row = {"evaluator": Evaluator.ENGINE, "metric": "score", "deviation": 0.5, "samples": 20, "evaluated_at": 1.0}
-    with ledger.transactions.write() as connection:
-        for version, part in ((2, "sums"), (1, ""), (2, "")):
-            connection.execute(insert(evaluations).values(row | {"version": version, "slice": part, "value": 0.25}))
-    told = ledger.evaluations.of_versions([1, 2])
-    assert [(each.slice, each.version, each.evaluator) for each in told] == [
-        ("", 1, Evaluator.ENGINE),
-        ("", 2, Evaluator.ENGINE),
-        ("sums", 2, Evaluator.ENGINE),
-    ]
-    assert [each.version for each in ledger.evaluations.of_versions([1])] == [1]
 
 
 def test_the_reports_are_the_same_on_either_database(ledger: Ledger) -> None:

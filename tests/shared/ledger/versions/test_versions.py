@@ -5,7 +5,7 @@ from sqlalchemy import Engine, select
 
 from tests.factories import exchange, experience, feedback, ids, leased, published, trained
 from tuneloop.shared.errors import EnvironmentRefused, LedgerError
-from tuneloop.shared.experience import State, VersionState
+from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger, VersionReward
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.settings.feedback import RewardRule
@@ -22,14 +22,6 @@ def test_the_base_model_is_version_0_and_served(ledger: Ledger) -> None:
     assert champion.served_at is not None
     assert ledger.versions.newest() == champion
     assert ledger.versions.candidate() is None
-
-
-def test_the_base_model_is_registered_once(ledger: Ledger) -> None:
-    ledger.versions.ensure_base(Path("/models/base"))
-    ledger.versions.promote(trained(ledger))
-    ledger.versions.ensure_base(Path("/models/base"))
-    assert [version.path for version in ledger.versions.all()] == [Path("/models/base"), published(1)[0]]
-    assert ledger.versions.champion().version == 1
 
 
 def test_another_base_model_is_refused(ledger: Ledger) -> None:
@@ -54,15 +46,6 @@ def test_a_promoted_candidate_retires_the_champion_and_older_candidates(ledger: 
     ledger.versions.promote(2)
     assert states(ledger) == ["retired", "retired", "champion", "candidate"]
     assert ledger.versions.champion().version == 2
-
-
-def test_promoting_twice_is_promoting_once(ledger: Ledger, engine: Engine) -> None:
-    ledger.versions.ensure_base(Path("/base"))
-    version = trained(ledger)
-    Ledger(engine, clock=lambda: 100.0).versions.promote(version)
-    Ledger(engine, clock=lambda: 200.0).versions.promote(version)
-    assert states(ledger) == ["retired", "champion"]
-    assert ledger.versions.champion().served_at == 100.0
 
 
 def test_a_version_that_a_newer_one_retired_stays_retired(ledger: Ledger) -> None:
@@ -91,14 +74,6 @@ def test_a_rejected_candidate_keeps_the_reason(ledger: Ledger) -> None:
     assert ledger.versions.all()[1].reason == "the probe differs"
     assert ledger.versions.newest().version == 0
     assert ledger.versions.candidate() is None
-
-
-def test_only_a_candidate_can_be_rejected(ledger: Ledger) -> None:
-    ledger.versions.ensure_base(Path("/base"))
-    ledger.versions.promote(trained(ledger))
-    ledger.versions.reject(0, "old")
-    ledger.versions.reject(1, "served")
-    assert states(ledger) == ["retired", "champion"]
 
 
 def test_the_candidate_is_the_newest_above_the_champion(ledger: Ledger) -> None:
@@ -139,13 +114,6 @@ def test_a_reply_that_was_compensated_is_one_reply_with_its_first_reward(engine:
     assert ledger.reports.rewards() == [VersionReward(0, 2, 2, 2.0)]
 
 
-def test_of_an_empty_ledger_everything_is_nought(ledger: Ledger) -> None:
-    assert ledger.reports.rewards() == []
-    assert ledger.reports.feedback_to_served() == []
-    assert ledger.reports.imbalance() == []
-    assert ledger.reports.counts() == dict.fromkeys(State, 0)
-
-
 def test_the_way_from_feedback_to_served_is_measured(ledger: Ledger, engine: Engine) -> None:
     ledger.versions.ensure_base(Path("/base"))
     said = exchange()
@@ -158,11 +126,3 @@ def test_the_way_from_feedback_to_served_is_measured(ledger: Ledger, engine: Eng
     assert ledger.reports.feedback_to_served() == []
     Ledger(engine, clock=lambda: 1060.0).versions.promote(version)
     assert ledger.reports.feedback_to_served() == [60.0]
-
-
-def test_an_imbalance_is_a_sentence(ledger: Ledger, engine: Engine) -> None:
-    epoch, samples = leased(ledger, 2)
-    ledger.training.register(epoch, ids(samples), step=1, publish=published)
-    with engine.begin() as connection:
-        connection.exec_driver_sql("UPDATE versions SET consumed = 5")
-    assert ledger.reports.imbalance() == ["2 experiences are trained, but the versions consumed 5"]

@@ -1,35 +1,4 @@
-"""Every error that tuneloop raises on purpose.
-
-TuneloopError
-├── StartupError            the service cannot start: one sentence naming the setting and the cure
-│   ├── SettingsError       the YAML is wrong (exit code 2)
-│   └── EnvironmentRefused  the machine is: port, disk, database, engine (exit code 3)
-│       └── DatabaseAway    the database cannot be reached; that may pass
-├── RequestRefused          a client's request is wrong or cannot be served now
-├── KeyRefused              a key cannot be made as it was asked for
-├── FileRefused             a file that a command was given cannot be read or written
-├── SpoolFull               the local spool has reached its bound
-├── EngineError             an engine answered wrongly or not at all
-│   └── EngineUnreachable   its connection failed or ended before it answered anything
-├── ChannelLost             the other process of the explorer is gone, or does not answer
-├── LedgerError
-│   ├── StaleEpoch          a newer trainer has taken over; this one must stop (exit code 4)
-│   ├── LeaseLost           rows are leased no more: deleted, or their lease has ended; go back to the newest version
-│   ├── VersionRefused      a decision about a version is refused
-│   ├── UnknownRater        a rater is named that never said anything
-│   ├── RecordRefused       the database will never take what a record holds
-│   └── LedgerUnavailable   the database cannot be reached at the moment
-│       ├── LedgerForbidden     it answers, but does not let us; somebody must change that
-│       └── Deadlock            it ended one of two transactions that waited for each other, which has changed nothing
-├── CheckpointRejected      a checkpoint must not be served, with the reason
-│   └── CheckpointUnreadable    it cannot be read from here; that may pass
-├── DiskFull                a checkpoint does not fit on the disk at the moment; it is waited for
-├── NotEvaluated            a version cannot be evaluated at the moment
-├── NotFinite               a training step has a loss or gradient that is not finite; no weight has changed
-├── RankFailed              another rank of the trainer has failed in a way that this one cannot mend
-├── TeacherAway             the teacher of `distill` does not answer at the moment
-└── SamplesRefused          some samples cannot be trained on: the teacher will never answer, or memory is too small
-"""
+"""Every error that tuneloop raises on purpose."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

@@ -135,10 +135,6 @@ class LineLimiter:
         return self.admits(f"{record.name}:{record.lineno}")
 
 
-def _tell_left_out(lines: dict[str, int]) -> None:
-    structlog.get_logger().warning(_SUMMARY, **lines)
-
-
 def configure_logging(environment: Mapping[str, str] | None = None) -> None:
     """Send structlog's events and the libraries' warnings to stderr, with colours only for a terminal.
 
@@ -148,8 +144,10 @@ def configure_logging(environment: Mapping[str, str] | None = None) -> None:
     named = variables.get(LEVEL_VARIABLE, "").strip().lower()
     level = getattr(logging, named.upper()) if named in set(LogLevel) else logging.INFO
     as_json = variables.get(JSON_VARIABLE, "").strip().lower() in {"1", "true", "yes"}
-    _send_libraries_warnings(as_json=as_json, level=max(level, logging.WARNING))
-    limiter = LineLimiter(_tell_left_out)
+    libraries = logging.StreamHandler(sys.stderr)
+    libraries.setFormatter(_JsonFormatter() if as_json else _TextFormatter("%(asctime)s %(name)s %(message)s"))
+    logging.basicConfig(level=max(level, logging.WARNING), handlers=[libraries])
+    limiter = LineLimiter(lambda lines: structlog.get_logger().warning(_SUMMARY, **lines))
     for handler in logging.getLogger().handlers:
         handler.addFilter(limiter)
     sys.excepthook = _tell_uncaught
@@ -188,24 +186,15 @@ def visible(text: str, *, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(
-        each if each in keep or not _is_hidden(each) else (each.encode("unicode_escape").decode()) for each in text
+        each.encode("unicode_escape").decode() if unicodedata.category(each) in _HIDDEN and each not in keep else each
+        for each in text
     )
-
-
-def _is_hidden(character: str) -> bool:
-    return unicodedata.category(character) in _HIDDEN
 
 
 def _tell_uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     """Say what a thread or the process ends of, as Python does."""
     if not issubclass(kind, KeyboardInterrupt | SystemExit):
         _LossyStream(sys.stderr).write(clean_error("".join(traceback.format_exception(kind, error, trace))))
-
-
-def _send_libraries_warnings(*, as_json: bool, level: int) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter() if as_json else _TextFormatter("%(asctime)s %(name)s %(message)s"))
-    logging.basicConfig(level=level, handlers=[handler])
 
 
 class _TextFormatter(logging.Formatter):

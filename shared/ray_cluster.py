@@ -31,15 +31,8 @@ def keep_to_this_machine() -> None:
 
 def require_token(address: str, *, insecure: bool) -> None:
     """Raise EnvironmentRefused if the cluster whose head is at `address` answers who shows no token."""
-    if not insecure and _answers_strangers(address):
-        raise EnvironmentRefused(
-            f"cluster.ray_address: the Ray cluster at {address} runs what anybody sends who reaches it: start Ray on "
-            "each of its machines, and this service, with RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN (`ray "
-            "get-auth-token --generate` makes one), or set explorer.insecure in a laboratory that no stranger reaches"
-        )
-
-
-def _answers_strangers(address: str) -> bool:
+    if insecure:
+        return
     import grpc
 
     with grpc.insecure_channel(address) as channel:
@@ -47,6 +40,10 @@ def _answers_strangers(address: str) -> bool:
             channel.unary_unary(_QUESTION)(b"", timeout=_ANSWER_S)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                return False
+                return
             raise EnvironmentRefused(f"cluster.ray_address: {address}: {error.details()}") from None
-    return True
+    raise EnvironmentRefused(
+        f"cluster.ray_address: the Ray cluster at {address} runs what anybody sends who reaches it: start Ray on "
+        "each of its machines, and this service, with RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN (`ray "
+        "get-auth-token --generate` makes one), or set explorer.insecure in a laboratory that no stranger reaches"
+    )

@@ -4,8 +4,7 @@ A rater in quarantine is heard no more: what it said is kept, and what comes is 
 answers are made without it; those that are not trained on yet are made anew at once, also after a crash in between.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from sqlalchemy import and_, func, insert, select, update
 
@@ -19,8 +18,6 @@ WINDOW = 5000
 
 #: Replies whose rewards are made anew in one transaction.
 _PAGE = 100
-
-_T = TypeVar("_T")
 
 _NEWEST = select(feedback.c.tenant, feedback.c.source).order_by(feedback.c.id.desc()).limit(WINDOW).subquery()
 _COUNTS = select(_NEWEST.c.tenant, func.coalesce(_NEWEST.c.source, "").label("name"), func.count().label("events"))
@@ -83,10 +80,11 @@ class Raters(LedgerPart):
     def settle(self) -> None:
         """Make the rewards anew that raters had a part in of whom it was decided."""
         for row in self._read(select(raters).where(~raters.c.settled)):
-            for replies in _in_pages(sorted(self._replies_of(row.tenant, row.name)), _PAGE):
+            replies = sorted(self._replies_of(row.tenant, row.name))
+            for begin in range(0, len(replies), _PAGE):
                 with self._write() as connection:
                     alone(connection, "record")
-                    self._rewards.recompute(connection, replies)
+                    self._rewards.recompute(connection, replies[begin : begin + _PAGE])
             with self._write() as connection:
                 same = and_(raters.c.tenant == row.tenant, raters.c.name == row.name, raters.c.state == row.state)
                 connection.execute(update(raters).where(same).values(settled=True))
@@ -122,8 +120,3 @@ class Raters(LedgerPart):
 def _is_by(tenant: str, name: str) -> Any:
     unnamed = feedback.c.source.is_(None) if not name else feedback.c.source == name
     return and_(feedback.c.tenant == tenant, unnamed)
-
-
-def _in_pages(values: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
-    for begin in range(0, len(values), size):
-        yield values[begin : begin + size]

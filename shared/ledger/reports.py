@@ -158,6 +158,12 @@ class Reports(LedgerPart):
         if not policy.any_reply:
             unfit = select(func.count()).where(_UNSAMPLED, state.in_(_WAITING), sampled_at > _newest_trained())
             unsampled = int(self._read(unfit)[0][0])
+        leased_since = None
+        if State.LEASED in states:  # at the earliest: what is leased was committed before
+            [(committed_at,)] = self._read(select(func.max(experiences.c.committed_at)).where(_LEASED))
+            began = [trainer.started_at] if trainer else []
+            began += [weights.registered_at] if weights else []
+            leased_since = max([committed_at or 0.0, *began])
         oldest = {State.COMMITTED: since, State.LEASED: leased}
         return LedgerFacts(
             states={state: each._replace(oldest=oldest.get(state, each.oldest)) for state, each in states.items()},
@@ -168,7 +174,7 @@ class Reports(LedgerPart):
             unsampled=unsampled,
             edited=0 if policy.edited else self._read(_EDITED_COMMITTED)[0][0],
             unfit=() if policy.any_reply else self._most_frequent(drops, experiences.c.unsampled, _WAITING),
-            leased_since=self._leased_since(trainer, weights) if State.LEASED in states else None,
+            leased_since=leased_since,
             pending=pending,
             pending_since=pending_since,
             versions=count,
@@ -188,12 +194,6 @@ class Reports(LedgerPart):
         columns = (func.count(), func.count().filter(fit), grouped, func.min(experiences.c.committed_at))
         [counted] = self._read(select(*columns).where(_COMMITTED, takable(policy), _of(tenant)))
         return tuple(counted)
-
-    def _leased_since(self, *bounds: Trainer | Weights | None) -> float:
-        """When the leases of now began at the earliest: what is leased was committed before."""
-        [(committed_at,)] = self._read(select(func.max(experiences.c.committed_at)).where(_LEASED))
-        began = [each.started_at if isinstance(each, Trainer) else each.registered_at for each in bounds if each]
-        return max([committed_at or 0.0, *began])
 
     def _weights(self) -> Weights | None:
         columns = (versions.c[name] for name in ("version", "state", "step", "created_at", "reason"))

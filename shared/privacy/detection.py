@@ -74,9 +74,19 @@ class Detector:
         """What was found, in order and apart from each other."""
         found = [Span(each[0], each[1], name) for name, finder in self._finders.items() for each in finder(text)]
         for name, pattern in self._patterns.items():
-            found += self._by_pattern(name, pattern, text)
+            try:
+                matches = pattern.finditer(text, timeout=PATTERN_TIMEOUT_S, concurrent=True)
+                found += [Span(each.start(), each.end(), name) for each in matches if each.end() > each.start()]
+            except TimeoutError:
+                self._timed_out(name)
+                found.append(Span(0, len(text), name))  # rather too much than what may be in it
         if self._analyzer is not None:
-            found += self._by_analyzer(self._analyzer, text)
+            try:
+                found += [Span(start, end, kind.lower()) for start, end, kind in self._analyzer(text) if start < end]
+            except Exception as error:  # noqa: BLE001 - whatever it raises may quote the text, which must be kept back
+                log.error("presidio_failed", error=type(error).__name__)
+                self._timed_out("presidio")
+                found.append(Span(0, len(text), "presidio"))
         return apart(found)
 
     def spans_of(self, texts: Sequence[str]) -> dict[str, list[Span]]:
@@ -108,22 +118,6 @@ class Detector:
     def redact(self, text: str) -> str:
         """A text with `[REDACTED:kind]` in the place of what is found in it."""
         return replace_spans(text, self.spans(text))
-
-    def _by_pattern(self, name: str, pattern: regex.Pattern[str], text: str) -> list[Span]:
-        try:
-            matches = pattern.finditer(text, timeout=PATTERN_TIMEOUT_S, concurrent=True)
-            return [Span(each.start(), each.end(), name) for each in matches if each.end() > each.start()]
-        except TimeoutError:
-            self._timed_out(name)
-            return [Span(0, len(text), name)]  # rather too much than what may be in it
-
-    def _by_analyzer(self, analyzer: Analyzer, text: str) -> list[Span]:
-        try:
-            return [Span(start, end, kind.lower()) for start, end, kind in analyzer(text) if start < end]
-        except Exception as error:  # noqa: BLE001 - whatever it raises may quote the text, which must be kept back
-            log.error("presidio_failed", error=type(error).__name__)
-            self._timed_out("presidio")
-            return [Span(0, len(text), "presidio")]
 
 
 def _is_short(text: str) -> bool:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -94,13 +94,28 @@ class Redactor:
 
     def records(self, records: Sequence[Record]) -> list[Record]:
         """The records as they may be written."""
-        known: dict[_Statement, _Changes] = {}
-        return [self.exchange(each) if isinstance(each, Exchange) else self._feedback(each, known) for each in records]
+        # What is changed of an event, by all that it says: thousands may say the same.
+        known: dict[object, tuple[dict[str, str | None], Sequence[str]]] = {}
+        found: list[Record] = []
+        for each in records:
+            if isinstance(each, Exchange):
+                found.append(self.exchange(each))
+                continue
+            said = each.kind, each.text, each.metric, each.task_id, each.run_id, each.source
+            if said not in known:
+                known[said] = self._changes(each)
+            fields, kinds = known[said]
+            self._count(kinds)
+            found.append(replace(each, **fields) if fields else each)
+        return found
 
     def exchange(self, exchange: Exchange) -> Exchange:
         """The exchange as it may be written. What is found in one place of it is replaced in all."""
         work = _Work(self._detector)
-        request, ours = _apart_from_ours(_load(exchange.request))
+        request, ours = _load(exchange.request), {}
+        name = request.get(_CONTINUED) if isinstance(request, dict) else None
+        if isinstance(name, str) and _OUR_NAME.fullmatch(name):
+            ours[_CONTINUED] = request.pop(_CONTINUED)
         beside = isinstance(request, dict)
         prompt = (
             {name: value for name, value in request.items() if name not in _BESIDE_THE_PROMPT} if beside else request
@@ -124,7 +139,9 @@ class Redactor:
         shown = shown or (None in spellings and work.changes([prompt, *map(_reply_parts, exchange.experiences)]))
         return replace(
             exchange,
-            request=_dump(work.clean(request), ours) if work.changes(request) else exchange.request,
+            request=orjson.dumps({**work.clean(request), **ours} if ours else work.clean(request))
+            if work.changes(request)
+            else exchange.request,
             experiences=tuple(
                 self._experience(each, work, spelling, shown)
                 for each, spelling in zip(exchange.experiences, spellings, strict=True)
@@ -132,16 +149,8 @@ class Redactor:
             **names,
         )
 
-    def _feedback(self, event: Feedback, known: "dict[_Statement, _Changes]") -> Feedback:
-        """The event as it may be written; `known` is what was changed of others that came with it."""
-        what = _Statement(event.kind, event.text, event.metric, event.task_id, event.run_id, event.source)
-        changes = known.get(what)
-        if changes is None:
-            changes = known[what] = self._changes(event)
-        self._count(changes.kinds)
-        return replace(event, **changes.fields) if changes.fields else event
-
-    def _changes(self, event: Feedback) -> "_Changes":
+    def _changes(self, event: Feedback) -> tuple[dict[str, str | None], Sequence[str]]:
+        """What is to be written of an event instead of what it says, and the kinds of what was found in it."""
         work = _Work(self._detector)
         answer = _message_of(event) if event.kind is Kind.DEMONSTRATION else None
         for said in (event.text, answer, event.metric):
@@ -151,8 +160,7 @@ class Redactor:
         if answer is not None and work.changes(answer):
             text = orjson.dumps(work.clean(answer)).decode()
         fields = {"text": text, "metric": work.clean(event.metric), **names}
-        changed = {name: value for name, value in fields.items() if value != getattr(event, name)}
-        return _Changes(changed, work.kinds)
+        return {name: value for name, value in fields.items() if value != getattr(event, name)}, work.kinds
 
     def name(self, name: str) -> str:
         """A name as it may be written: a keyed digest of one that holds what is redacted."""
@@ -170,7 +178,7 @@ class Redactor:
         cleaned: dict[str, str] = work.clean(dict(pairs))
         return cleaned
 
-    def _spellings(self, experience: Experience) -> "_Spellings | None":
+    def _spellings(self, experience: Experience) -> tuple[Spelling, Spelling] | None:
         """The prompt and the reply as their ids spell them; None where that cannot be told."""
         vocabulary = self._vocabulary
         if vocabulary is None:
@@ -178,12 +186,12 @@ class Redactor:
         pieces = [vocabulary.spell(_ids(each)) for each in (experience.prompt_ids, experience.completion_ids)]
         if pieces[0] is None or pieces[1] is None:
             return None
-        found = _Spellings(Spelling(pieces[0]), Spelling(pieces[1]))
+        found = Spelling(pieces[0]), Spelling(pieces[1])
         # Another model's tokenizer would spell something else.
-        return found if experience.text.strip() in found.completion.text else None
+        return found if experience.text.strip() in found[1].text else None
 
     def _experience(
-        self, experience: Experience, work: "_Work", spellings: "_Spellings | None", shown: bool
+        self, experience: Experience, work: "_Work", spellings: tuple[Spelling, Spelling] | None, shown: bool
     ) -> Experience:
         """The experience as it may be written; `shown`: the prompt or a reply holds what is to be replaced."""
         calls = _load(experience.tool_calls)
@@ -199,8 +207,8 @@ class Redactor:
                 return cleaned
             gone = {"prompt_ids": b"", "completion_ids": b"", "logprobs": b"", "grammar": None}
             return replace(cleaned, drop_reason=cleaned.drop_reason or REASON, **gone)
-        prompt, hidden = _without(experience.prompt_ids, spellings.prompt, work)
-        completion, silent = _without(experience.completion_ids, spellings.completion, work)
+        prompt, hidden = _without(experience.prompt_ids, spellings[0], work)
+        completion, silent = _without(experience.completion_ids, spellings[1], work)
         if not hidden.any() and not silent.any():
             return cleaned
         logprobs = np.frombuffer(experience.logprobs, "<f4").copy()
@@ -223,29 +231,6 @@ def pseudonym(name: str, key: bytes) -> str:
     """A name's digest under the experiment's key."""
     digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), key=key, digest_size=_DIGEST_BYTES)
     return PSEUDONYM + digest.hexdigest()
-
-
-class _Spellings(NamedTuple):
-    prompt: Spelling
-    completion: Spelling
-
-
-class _Statement(NamedTuple):
-    """What an event says, and of what: as long as all of it is the same, what is written is."""
-
-    kind: Kind
-    text: str | None
-    metric: str
-    task_id: str | None
-    run_id: str | None
-    source: str | None
-
-
-class _Changes(NamedTuple):
-    """What is to be written of an event instead of what it says, and the kinds of what was found in it."""
-
-    fields: Mapping[str, str | None]
-    kinds: Sequence[str]
 
 
 class _Work:
@@ -271,16 +256,13 @@ class _Work:
             self._found[text] = spans
             for span in spans:
                 self.kinds.append(span.kind)
-                self._add(text[span.start : span.end], span.kind)
-
-    def _add(self, value: str, kind: str) -> None:
-        if value not in self.values:
-            self.values[value] = kind
-            if len(value) >= _SHORTEST_VALUE:
-                self._spellings |= {
-                    each: self._spellings.get(each, kind)
-                    for each in ({value, json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1]})
-                }
+                value = text[span.start : span.end]
+                if value in self.values:
+                    continue
+                self.values[value] = span.kind
+                if len(value) >= _SHORTEST_VALUE:
+                    for spelling in (value, json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1]):
+                        self._spellings.setdefault(spelling, span.kind)
 
     def spans(self, text: str) -> Sequence[Span]:
         """What is to be replaced in a text: what was found in it, and what was found elsewhere in the record."""
@@ -305,15 +287,16 @@ class _Work:
         if isinstance(value, list):
             return [self.clean(each) for each in value]
         if isinstance(value, dict):
-            return {self._clean_name(name): self.clean(each) for name, each in value.items()}
+            # A field's name stays what readers look for where there was too much to look through.
+            return {
+                name
+                if self._left < 0 and not self._found.get(name) and name not in self._spellings
+                else self._clean_text(name): self.clean(each)
+                for name, each in value.items()
+            }
         if type(value) in _NUMBERS and (text := self._detector.text_of(value)) and self.spans(text):
             return self._clean_text(text)
         return value
-
-    def _clean_name(self, name: str) -> str:
-        """A field's name, which stays what readers look for where there was too much to look through."""
-        is_known = self._left < 0 and not self._found.get(name) and name not in self._spellings
-        return name if is_known else self._clean_text(name)
 
     def _clean_text(self, text: str) -> str:
         return replace_spans(text, self.spans(text))
@@ -338,14 +321,6 @@ class _Work:
             found.append(text)
 
 
-def _apart_from_ours(request: Any) -> tuple[Any, dict[str, str]]:
-    """A request without what names one of our replies, and that."""
-    name = request.get(_CONTINUED) if isinstance(request, dict) else None
-    if not isinstance(name, str) or not _OUR_NAME.fullmatch(name):
-        return request, {}
-    return {field: value for field, value in request.items() if field != _CONTINUED}, {_CONTINUED: name}
-
-
 def _places(part: str, text: str) -> Iterator[tuple[int, int]]:
     at = text.find(part)
     while at >= 0:
@@ -364,10 +339,6 @@ def _reply_parts(experience: Experience) -> list[Any]:
 
 def _load(data: bytes | str | None) -> Any:
     return None if data is None else orjson.loads(data)
-
-
-def _dump(request: Any, ours: Mapping[str, str]) -> bytes:
-    return orjson.dumps({**request, **ours} if ours else request)
 
 
 def _message_of(event: Feedback) -> Any:

@@ -21,6 +21,11 @@ _FILE = "tokenizer.json"
 #: SentencePiece's sign for a blank.
 _BLANK = "▁"
 
+#: GPT-2's letter for each byte: its own where that can be seen, else one from 256 on.
+_SEEN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTES = {chr(each): each for each in _SEEN}
+_BYTES |= {chr(256 + at): each for at, each in enumerate(each for each in range(256) if each not in _SEEN)}
+
 
 class Vocabulary:
     """The bytes of the tokens of one model."""
@@ -33,7 +38,12 @@ class Vocabulary:
     def load(cls, model: Path) -> Self | None:
         """That of a model, by its folder or its name in Hugging Face's cache; None where it cannot be told."""
         try:
-            return cls(_pieces(orjson.loads((_folder(model) / _FILE).read_bytes())))
+            if not model.is_dir():
+                home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
+                hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+                cached = hub / f"models--{str(model).replace('/', '--')}"
+                model = cached / "snapshots" / (cached / "refs" / "main").read_text().strip()
+            return cls(_pieces(orjson.loads((model / _FILE).read_bytes())))
         except (OSError, LookupError, TypeError, ValueError, AttributeError):
             return None
 
@@ -72,14 +82,6 @@ class Spelling:
         return character if self._ascii else len(self.text[:character].encode("utf-8", "surrogateescape"))
 
 
-def _folder(model: Path) -> Path:
-    if model.is_dir():
-        return model
-    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
-    cached = hub.expanduser() / f"models--{str(model).replace('/', '--')}"
-    return cached / "snapshots" / (cached / "refs" / "main").read_text().strip()
-
-
 def _pieces(described: dict[str, Any]) -> list[bytes | None]:
     """The bytes of every id. Raises ValueError for a tokenizer whose tokens do not stand for bytes one by one."""
     model = described["model"]
@@ -115,13 +117,3 @@ def _by_blanks(word: str) -> bytes:
     if len(word) == 6 and word.startswith("<0x") and word.endswith(">"):
         return bytes([int(word[3:5], 16)])
     return word.replace(_BLANK, " ").encode()
-
-
-def _byte_letters() -> dict[str, int]:
-    """GPT-2's letter for each byte: its own where that can be seen, else one from 256 on."""
-    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [each for each in range(256) if each not in seen]
-    return {chr(each): each for each in seen} | {chr(256 + at): each for at, each in enumerate(hidden)}
-
-
-_BYTES = _byte_letters()

@@ -253,7 +253,15 @@ class Retention(LedgerPart):
                 found = self._purge(state, now - within[state], scope, dry_run, deleted)
                 purged[state] = purged.get(state, 0) + found
             if State.RECORDED in within:
-                parked += self._purge_parked(now - within[State.RECORDED], scope, dry_run)
+                other = select(exchanges.c.msg_id).where(exchanges.c.msg_id == feedback.c.other_msg_id)
+                old = feedback.c.received_at < now - within[State.RECORDED]
+                waiting = and_(_PENDING, old, ~other.exists(), scope.of(feedback))
+                if dry_run:
+                    parked += int(self._read(select(func.count()).where(waiting))[0][0])
+                    continue
+                with self._write() as connection:
+                    alone(connection, "record")
+                    parked += connection.execute(delete(feedback).where(waiting)).rowcount
         if not dry_run and (parked or any(purged.values())):
             self.empty_log()
         return PurgeResult(purged, parked)
@@ -357,15 +365,6 @@ class Retention(LedgerPart):
             deleted(found)
             time.sleep(_PAUSE_S if found == PORTION else 0)
         return total
-
-    def _purge_parked(self, before: float, scope: "_Scope", dry_run: bool) -> int:
-        other = select(exchanges.c.msg_id).where(exchanges.c.msg_id == feedback.c.other_msg_id)
-        parked = and_(_PENDING, feedback.c.received_at < before, ~other.exists(), scope.of(feedback))
-        if dry_run:
-            return int(self._read(select(func.count()).where(parked))[0][0])
-        with self._write() as connection:
-            alone(connection, "record")
-            return connection.execute(delete(feedback).where(parked)).rowcount
 
 
 class _Scope(NamedTuple):

@@ -14,7 +14,7 @@ names cost nothing.
 """
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -202,17 +202,11 @@ def fates(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -> di
             fate = Fate.RETRACTED if by.kind is Kind.RETRACTION else Fate.REPLACED
             found[event.id] = EventFate(fate, replaced_by=edit if by is event else by.id)
         else:
-            found[event.id] = EventFate(_why_uncounted(rule, event, own))
+            unused = rule.run_feedback == "fallback" and event.of_run and event.metric in own
+            fate = Fate.RUN_FEEDBACK_UNUSED if unused else Fate.SETTLED
+            fate = Fate.NO_VALUE if _value(rule, event) is None else fate
+            found[event.id] = EventFate(fate if event.metric in rule.weights else Fate.NO_WEIGHT)
     return found
-
-
-def _why_uncounted(rule: RewardRule, event: Event, own: Collection[str]) -> Fate:
-    if event.metric not in rule.weights:
-        return Fate.NO_WEIGHT
-    if _value(rule, event) is None:
-        return Fate.NO_VALUE
-    unused = rule.run_feedback == "fallback" and event.of_run and event.metric in own
-    return Fate.RUN_FEEDBACK_UNUSED if unused else Fate.SETTLED
 
 
 def _in_time(rule: RewardRule, events: Iterable[Event], sampled_at: float) -> Iterator[Event]:
@@ -240,15 +234,14 @@ def parts(rule: RewardRule, counting: Iterable[tuple[Event, float]]) -> dict[tup
         if rule.aggregate == "mean":
             found[metric, of_run] = weight * fmean(value for _, value in said)
         else:
-            words = ((_voice(event), _clip(rule, weight * value), event.weight) for event, value in said)
+            words = []
+            for event, value in said:
+                # Whose word it is: that of its key, or else of its call.
+                by_key = (event.source or "").startswith(KEY_SOURCE) or event.call_id is None
+                voice = voice_of(event.source or "") if by_key else event.call_id
+                words.append((voice, _clip(rule, weight * value), event.weight))
             found[metric, of_run] = median_by_voice(words)
     return found
-
-
-def _voice(event: Event) -> object:
-    """Whose word an event is: that of its key, or else of its call."""
-    source = event.source or ""
-    return voice_of(source) if source.startswith(KEY_SOURCE) or event.call_id is None else event.call_id
 
 
 def _clip(rule: RewardRule, value: float) -> float:
@@ -285,7 +278,9 @@ def similarities(connection: Connection, edits: Mapping[int, int]) -> dict[int, 
     answers: dict[int, str] = {}
     for portion in portions({*edits.values()}):
         query = select(feedback.c.id, feedback.c.text).where(feedback.c.id.in_(portion))
-        answers |= {row.id: _text_of_answer(row.text) for row in connection.execute(query)}
+        for event in connection.execute(query):
+            message = message_of(event.text) or {"content": event.text}
+            answers[event.id] = _text_of_message(message.get("content"), message.get("tool_calls"))
     found: dict[int, float] = {}
     for portion in portions(edits):
         words = select(experiences.c.id, experiences.c.text, experiences.c.tool_calls)
@@ -331,24 +326,17 @@ def _distance(one: Sequence[str], other: Sequence[str]) -> int:
     return distance
 
 
-def _text_of_answer(answer: str) -> str:
-    message = message_of(answer)
-    return answer if message is None else _text_of_message(message.get("content"), message.get("tool_calls"))
-
-
 def _text_of_message(content: Any, calls: Any) -> str:
     """A message's text, and the calls of tools in it, without their ids and however their JSON is written."""
     text = content if isinstance(content, str) else json.dumps(content) if content else ""
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, dict) else None
         said = function if isinstance(function, dict) else {"arguments": call}
-        text += f"\n{said.get('name')} {_canonical(said.get('arguments'))}"
+        arguments = said.get("arguments")
+        try:
+            read = json.loads(arguments) if isinstance(arguments, str) else arguments
+            written = json.dumps(read, sort_keys=True)
+        except (ValueError, RecursionError):
+            written = str(arguments)
+        text += f"\n{said.get('name')} {written}"
     return text
-
-
-def _canonical(arguments: Any) -> str:
-    try:
-        read = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return json.dumps(read, sort_keys=True)
-    except (ValueError, RecursionError):
-        return str(arguments)

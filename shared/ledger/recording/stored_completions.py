@@ -68,62 +68,8 @@ class StoredRequest(msgspec.Struct, frozen=True):
     frequency_penalty: Raw = _NULL
 
 
-class _SearchFields(msgspec.Struct, frozen=True):
-    """What an exchange is found by."""
-
-    model: Any = None
-    metadata: Any = None
-
-
-class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The model's answer."""
-
-    role: str = "assistant"
-    content: str | None
-    refusal: None = None
-    tool_calls: Raw = _NULL
-    function_call: None = None
-
-
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer. `finish_reason` is None for one that was cut off."""
-
-    index: int
-    message: AssistantMessage
-    finish_reason: str | None
-    logprobs: None = None
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """Tokens."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class StoredCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """The object, in the order of OpenAI's fields."""
-
-    object: str = "chat.completion"
-    id: str
-    model: str
-    created: int
-    request_id: str
-    tool_choice: Raw
-    usage: Usage
-    seed: Raw
-    top_p: Raw
-    temperature: Raw
-    presence_penalty: Raw
-    frequency_penalty: Raw
-    system_fingerprint: None = None
-    input_user: Raw
-    service_tier: Raw
-    tools: Raw
-    metadata: Mapping[str, str]
-    choices: tuple[Choice, ...]
-    response_format: Raw
+#: OpenAI's object.
+StoredCompletion = dict[str, Any]
 
 
 class StoredChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,49 +95,59 @@ class StoredExchange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _requests = msgspec.json.Decoder(StoredRequest)
-_search_fields = msgspec.json.Decoder(_SearchFields)
+
+
+def _read_request(request: bytes) -> StoredRequest:
+    try:
+        return _requests.decode(request)
+    except msgspec.MsgspecError:  # an imported row may hold anything
+        return StoredRequest()
 
 
 def completion(stored: StoredExchange, *, default_model: str) -> StoredCompletion:
     """The object of an exchange. `default_model` answered a request that named none."""
-    try:
-        request = _requests.decode(stored.request)
-    except msgspec.MsgspecError:  # an imported row may hold anything
-        request = StoredRequest()
-    prompt_tokens = max((each.prompt_tokens for each in stored.choices), default=0)
-    completion_tokens = sum(each.completion_tokens for each in stored.choices)
-    sampled_at = next((each.temperature for each in stored.choices), 1.0)
-    return StoredCompletion(
-        id=stored.msg_id,
-        model=request.model if isinstance(request.model, str) else default_model,
-        created=int(stored.received_at),
-        request_id=stored.msg_id,
-        tool_choice=request.tool_choice,
-        usage=Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens),
-        seed=request.seed,
-        top_p=_or(request.top_p, b"1.0"),
-        temperature=_or(request.temperature, msgspec.json.encode(sampled_at)),
-        presence_penalty=_or(request.presence_penalty, b"0.0"),
-        frequency_penalty=_or(request.frequency_penalty, b"0.0"),
-        input_user=request.user,
-        service_tier=request.service_tier,
-        tools=request.tools,
-        metadata=metadata_as_text(request.metadata)
-        if stored.metadata is None
-        else msgspec.json.decode(stored.metadata),
-        choices=tuple(
-            Choice(
-                index=each.choice,
-                message=AssistantMessage(
-                    content=each.text if each.text or not each.tool_calls else None,
-                    tool_calls=Raw(each.tool_calls) if each.tool_calls else _NULL,
-                ),
-                finish_reason=each.finish_reason,
-            )
-            for each in stored.choices
-        ),
-        response_format=request.response_format,
-    )
+    request, choices = _read_request(stored.request), stored.choices
+    prompt_tokens = max((each.prompt_tokens for each in choices), default=0)
+    completion_tokens = sum(each.completion_tokens for each in choices)
+    sampled_at = next((each.temperature for each in choices), 1.0)
+    total = prompt_tokens + completion_tokens
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+    changed = stored.metadata and msgspec.json.decode(stored.metadata)
+    return {
+        "object": "chat.completion",
+        "id": stored.msg_id,
+        "model": request.model if isinstance(request.model, str) else default_model,
+        "created": int(stored.received_at),
+        "request_id": stored.msg_id,
+        "tool_choice": request.tool_choice,
+        "usage": usage,
+        "seed": request.seed,
+        "top_p": _or(request.top_p, b"1.0"),
+        "temperature": _or(request.temperature, msgspec.json.encode(sampled_at)),
+        "presence_penalty": _or(request.presence_penalty, b"0.0"),
+        "frequency_penalty": _or(request.frequency_penalty, b"0.0"),
+        "system_fingerprint": None,
+        "input_user": request.user,
+        "service_tier": request.service_tier,
+        "tools": request.tools,
+        "metadata": metadata_as_text(request.metadata) if changed is None else changed,
+        "choices": [
+            {
+                "index": each.choice,
+                "message": {
+                    "role": "assistant",
+                    "content": each.text if each.text or not each.tool_calls else None,
+                    "refusal": None,
+                    "tool_calls": Raw(each.tool_calls) if each.tool_calls else None,
+                    "function_call": None,
+                },
+                "finish_reason": each.finish_reason,
+                "logprobs": None,
+            }
+            for each in choices
+        ],
+        "response_format": request.response_format,
+    }
 
 
 def messages(stored: StoredExchange) -> list[dict[str, Any]]:
@@ -201,7 +157,13 @@ def messages(stored: StoredExchange) -> list[dict[str, Any]]:
     except (msgspec.MsgspecError, KeyError, TypeError):
         return []
     found = enumerate(each for each in messages if isinstance(each, dict)) if isinstance(messages, list) else ()
-    return [_message(f"{stored.msg_id}-{number}", each) for number, each in found]
+    said = []
+    for number, each in found:
+        content = each.get("content")
+        parts = content if isinstance(content, list) else None
+        fields = {"content": None if parts is not None else content, "name": each.get("name"), "content_parts": parts}
+        said.append({"role": each.get("role"), **each, **fields, "id": f"{stored.msg_id}-{number}"})
+    return said
 
 
 def metadata_as_text(metadata: object) -> dict[str, str]:
@@ -222,10 +184,7 @@ def as_json(pairs: Mapping[str, str]) -> str:
 
 def tags_of(tenant: str, request: bytes, metadata: Mapping[str, str] | None = None) -> set[bytes]:
     """What an exchange is found by. `metadata` stands in the place of the request's, where it was changed."""
-    try:
-        read = _search_fields.decode(request)
-    except msgspec.MsgspecError:  # an imported row may hold anything
-        read = _SearchFields()
+    read = _read_request(request)
     found = {tag_of_model(tenant, read.model)} if isinstance(read.model, str) else set()
     pairs = metadata_as_text(read.metadata) if metadata is None else metadata
     # OpenAI's clients cannot ask for more, and a request may bring any number.
@@ -252,13 +211,6 @@ def _digest(*words: str) -> bytes:
 
 def _or(value: Raw, neutral: bytes) -> Raw:
     return value if bytes(value) != b"null" else Raw(neutral)
-
-
-def _message(its_id: str, message: Mapping[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
-    parts = content if isinstance(content, list) else None
-    fields = {"content": None if parts is not None else content, "name": message.get("name"), "content_parts": parts}
-    return {"role": message.get("role"), **message, **fields, "id": its_id}
 
 
 #: The endpoint whose exchanges are stored completions. Not a parameter: the partial index would not be used.

@@ -53,23 +53,19 @@ def from_blob(blob: bytes) -> tuple[Int32s, Int32s, Float32s]:
     if len(blob) < _HEADER.size:
         raise ValueError(f"a blob has {len(blob)} bytes, fewer than its header")
     prompt, completion = _HEADER.unpack_from(blob)
-    numbers = _numbers(blob[_HEADER.size :], 4 * (prompt + 2 * completion))
+    numbers, size = blob[_HEADER.size :], 4 * (prompt + 2 * completion)
+    if len(numbers) != size:
+        try:
+            # Looked at first: a damaged header must not make us ask for memory that is not needed.
+            if zstandard.frame_content_size(numbers) != size:
+                raise ValueError(f"a blob of {size} bytes of numbers holds others")
+            regrouped = _zstd.decompressor.decompress(numbers)
+        except zstandard.ZstdError as error:
+            raise ValueError(f"a blob of {size} bytes of numbers cannot be read: {error}") from error
+        numbers = np.frombuffer(regrouped, dtype=np.uint8).reshape(4, -1).T.tobytes()
     ids = np.frombuffer(numbers, dtype="<i4", count=prompt + completion)
     logprobs = np.frombuffer(numbers, dtype="<f4", offset=4 * (prompt + completion))
     return ids[:prompt], ids[prompt:], logprobs
-
-
-def _numbers(stored: bytes, size: int) -> bytes:
-    if len(stored) == size:
-        return stored
-    try:
-        # Looked at first: a damaged header must not make us ask for memory that is not needed.
-        if zstandard.frame_content_size(stored) != size:
-            raise ValueError(f"a blob of {size} bytes of numbers holds others")
-        regrouped = _zstd.decompressor.decompress(stored)
-    except zstandard.ZstdError as error:
-        raise ValueError(f"a blob of {size} bytes of numbers cannot be read: {error}") from error
-    return np.frombuffer(regrouped, dtype=np.uint8).reshape(4, -1).T.tobytes()
 
 
 def pack_text(text: bytes) -> bytes:

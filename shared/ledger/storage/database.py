@@ -44,36 +44,30 @@ def connect(url: str, *, schema: str | None = None) -> Engine:
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
         engine = create_engine(parsed, connect_args={"timeout": 30.0, "check_same_thread": False}, hide_parameters=True)
-        _let_us_begin(engine)
+
+        # SQLite's transactions are ours: a writer takes the lock at BEGIN, so it never fails half-way for want of it.
+        @event.listens_for(engine, "connect")
+        def _on_connect(connection, _record):  # type: ignore[no-untyped-def]
+            connection.isolation_level = None
+            # secure_delete from the first write on: a row that is changed leaves its older bytes behind as well.
+            # A page that many transactions change is copied from the log into the file once for all of them.
+            larger_steps = "wal_autocheckpoint=4000"
+            for pragma in (larger_steps, "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "secure_delete=ON"):
+                connection.execute(f"PRAGMA {pragma}")
+
+        @event.listens_for(engine, "begin")
+        def _on_begin(connection: Connection) -> None:
+            connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get('sqlite_begin', 'DEFERRED')}")
+
         return engine
     server = dict(_SERVER_SETTINGS)
     if schema is not None:
         server["search_path"] = '"' + schema.replace('"', '""') + '"'
-    options = _POSTGRES_OPTIONS | {"options": " ".join(f"-c{name}={_escape(each)}" for name, each in server.items())}
+    # One word of libpq's `options` each: a blank ends a word.
+    words = [f"-c{name}=" + each.replace("\\", r"\\").replace(" ", r"\ ") for name, each in server.items()]
+    options = _POSTGRES_OPTIONS | {"options": " ".join(words)}
     # What a user wrote is a parameter: it must not get into our logs with an error.
     return create_engine(parsed, connect_args=options, pool_pre_ping=True, pool_size=4, hide_parameters=True)
-
-
-def _escape(option: str) -> str:
-    """The text as one word of libpq's `options`, where a blank ends a word."""
-    return option.replace("\\", r"\\").replace(" ", r"\ ")
-
-
-def _let_us_begin(engine: Engine) -> None:
-    """Make SQLite's transactions ours: a writer takes the lock at BEGIN, so it never fails half-way for want of it."""
-
-    @event.listens_for(engine, "connect")
-    def _on_connect(connection, _record):  # type: ignore[no-untyped-def]
-        connection.isolation_level = None
-        # secure_delete from the first write on: a row that is changed leaves its older bytes behind as well.
-        # A page that many transactions change is copied from the log into the file once for all of them.
-        larger_steps = "wal_autocheckpoint=4000"
-        for pragma in (larger_steps, "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "secure_delete=ON"):
-            connection.execute(f"PRAGMA {pragma}")
-
-    @event.listens_for(engine, "begin")
-    def _on_begin(connection: Connection) -> None:
-        connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get('sqlite_begin', 'DEFERRED')}")
 
 
 def upgrade(url: str, *, schema: str | None = None, to: str = "head") -> None:

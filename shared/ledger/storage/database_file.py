@@ -5,6 +5,7 @@ that was moved away for that one's.
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from sqlalchemy import Engine
@@ -29,16 +30,11 @@ class DatabaseFile:
         if self._path is None:
             return
         wanted = self.identity  # before one looks: another thread may make the file meanwhile, and look first
-        present = self._identity(self._path)
+        present: FileIdentity | None = None
+        with suppress(OSError):
+            found = os.stat(self._path)
+            present = found.st_dev, found.st_ino
         if wanted is None:
             self.identity = self.identity or present
         elif present != wanted:
             raise LedgerForbidden(f"{self._path} was deleted or replaced: put it back, or restart the services")
-
-    @staticmethod
-    def _identity(path: Path) -> FileIdentity | None:
-        try:
-            found = os.stat(path)
-        except OSError:
-            return None
-        return found.st_dev, found.st_ino

@@ -172,23 +172,21 @@ def translating_errors() -> Iterator[None]:
     except PoolExhausted as error:
         raise LedgerUnavailable("all connections to the database are busy") from error
     except DBAPIError as error:
-        kind = _kind_of(error)
+        code = getattr(error.orig, "sqlstate", None) or getattr(error.orig, "sqlite_errorname", None) or ""
+        passes = isinstance(error, (OperationalError, InterfaceError)) or error.connection_invalidated
+        kind: type[LedgerError] = LedgerUnavailable if passes else LedgerError
+        if code.startswith(_FORBIDDEN):
+            kind = LedgerForbidden
+        elif code == _DEADLOCK:
+            kind = Deadlock
+        elif code.startswith(_TOO_BIG) or (
+            isinstance(error, (DataError, IntegrityError)) and code not in _OF_OTHER_ROWS
+        ):
+            kind = RecordRefused
         reason = first_line(error)
         if issubclass(kind, LedgerUnavailable):
             raise kind(reason) from error
         raise kind(f"the database refuses it: {reason}") from None  # its cause would quote the row
-
-
-def _kind_of(error: DBAPIError) -> type[LedgerError]:
-    code = getattr(error.orig, "sqlstate", None) or getattr(error.orig, "sqlite_errorname", None) or ""
-    if code.startswith(_FORBIDDEN):
-        return LedgerForbidden
-    if code == _DEADLOCK:
-        return Deadlock
-    if code.startswith(_TOO_BIG) or (isinstance(error, (DataError, IntegrityError)) and code not in _OF_OTHER_ROWS):
-        return RecordRefused
-    passes = isinstance(error, (OperationalError, InterfaceError)) or error.connection_invalidated
-    return LedgerUnavailable if passes else LedgerError
 
 
 def again_after_deadlock(verb: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -246,7 +244,10 @@ def put(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]])
         return
     dialect, columns = connection.dialect.name, tuple(rows[0])
     words = tuple(name for name in columns if isinstance(table.c[name].type, Utf8Text))
-    values = [_parameters(row, words) for row in rows]
+    values = [
+        tuple(Utf8Text.storable(value) if name in words and value is not None else value for name, value in row.items())
+        for row in rows
+    ]
     if dialect == "postgresql" and len(values) >= _MANY and _copied(connection, table, columns, values):
         return
     connection.exec_driver_sql(_insert(dialect, table, columns), values)
@@ -272,11 +273,6 @@ def _copied(connection: Connection, table: Table, columns: tuple[str, ...], valu
         return False
     savepoint.commit()
     return True
-
-
-def _parameters(row: Mapping[str, Any], words: tuple[str, ...]) -> tuple[object, ...]:
-    changed = {name: Utf8Text.storable(row[name]) for name in words if row[name] is not None}
-    return tuple({**row, **changed}.values())
 
 
 @cache

@@ -5,6 +5,7 @@ All read backwards from the newest row, or that of each key, so that they cost t
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Select, and_, case, exists, func, select, true
@@ -168,10 +169,12 @@ class Drift(LedgerPart):
         query = select(*columns).where(experiences.c.correction == 0).order_by(experiences.c.id.desc()).limit(count)
         rows = self._read(query)
         wanted = {msg_id for msg_id, text, calls in rows if calls or any(mark in text for mark in marks)}
-        requests: dict[str, bytes | None] = {}
+        requests: dict[str, bytes] = {}
         for portion in portions(wanted):
             query_of_requests = select(exchanges.c.msg_id, exchanges.c.request).where(exchanges.c.msg_id.in_(portion))
-            requests |= {msg_id: _readable(request) for msg_id, request in self._read(query_of_requests)}
+            for msg_id, request in self._read(query_of_requests):
+                with suppress(ZstdError):  # damaged bytes must not stop a trainer
+                    requests[msg_id] = unpack_text(request)
         return [ReplyExcerpt(text, calls, requests.get(msg_id)) for msg_id, text, calls in rows]
 
     def largest_rater(self, count: int) -> float | None:
@@ -233,11 +236,3 @@ _IS_QUARANTINED = exists().where(
 
 def _suspect(row: Any, amiss: bool) -> SuspectEvent:
     return SuspectEvent(row.id, row.received_at, rater_of(row), amiss)
-
-
-def _readable(stored: bytes) -> bytes | None:
-    """The request; None if its bytes are damaged, which must not stop a trainer."""
-    try:
-        return unpack_text(stored)
-    except ZstdError:
-        return None

@@ -66,7 +66,7 @@ def names(ledger: Ledger, *wanted: bytes, **how: Any) -> list[str]:
 def metadata_of(ledger: Ledger, msg_id: str) -> dict[str, str]:
     stored = ledger.stored.get("acme", msg_id)
     assert stored is not None
-    return dict(completion(stored, default_model="m").metadata)
+    return dict(completion(stored, default_model="m")["metadata"])
 
 
 def test_a_completion_is_there_whole_or_not_at_all(ledger: Ledger, engine: Engine) -> None:

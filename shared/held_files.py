@@ -66,9 +66,9 @@ def hold(root: Path, folders: Collection[Path]) -> Iterator[Path]:
     holding = Path(tempfile.mkdtemp(prefix=_HOLDING, dir=root))
     try:
         with _lock(holding):
-            for folder in folders:
-                while _link_new(folder, holding / folder.name):
-                    pass  # what came while we were at it, such as a note that the rest is about to go
+            for folder in [*folders] * 2:  # again for what came meanwhile, such as a note that the rest is about to go
+                with suppress(OSError):  # what is there already, or gone, costs none of the others
+                    shutil.copytree(folder, holding / folder.name, True, copy_function=_link, dirs_exist_ok=True)
             yield holding
     finally:
         shutil.rmtree(holding, ignore_errors=True)
@@ -92,23 +92,10 @@ def _lock(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _link_new(source: Path, target: Path) -> bool:
-    """Link the files that are not there yet; whether there was one."""
-    found = False
-    for leaf in sorted(path for path in source.rglob("*") if path.is_symlink() or path.is_file()):
-        place = target / leaf.relative_to(source)
-        if not place.is_symlink() and not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):
-                _link(leaf, place)
-                found = True
-    return found
-
-
-def _link(leaf: Path, place: Path) -> None:
+def _link(source: str, target: str) -> None:
     try:
-        os.link(leaf, place, follow_symlinks=False)
-    except FileNotFoundError:
+        os.link(source, target, follow_symlinks=False)
+    except (FileNotFoundError, FileExistsError):
         raise
     except OSError:  # No links on this file system, or not to another user's file.
-        shutil.copyfile(leaf, place, follow_symlinks=False)
+        shutil.copyfile(source, target, follow_symlinks=False)

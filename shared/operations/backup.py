@@ -171,7 +171,12 @@ def _save(settings: Settings, snapshot: Snapshot, draft: Path, *, last: bool) ->
     wanted = {Path(row["path"]): row for row in rows if row["version"] and row["state"] in SERVABLE}
     newest = max((row["version"] for row in wanted.values()), default=0)
     with hold(settings.job_dir, list(wanted)) as holding:
-        held = {path: row for path, row in wanted.items() if _is_whole(holding / path.name, row)}
+        held: dict[Path, Mapping[str, Any]] = {}
+        for path, row in wanted.items():
+            with suppress(CheckpointRejected):
+                there = read_manifest(holding / path.name, sha256=row["manifest_sha256"])
+                if all((holding / path.name / each.path).is_file() for each in files_at(holding / path.name, there)):
+                    held[path] = row
         for path, row in wanted.items():
             # The experiment cannot go on without it: it serves or may, or the trainer goes on from it.
             needed = row["state"] in _SERVES or row["pinned"] or row["version"] == newest
@@ -190,15 +195,6 @@ def _save(settings: Settings, snapshot: Snapshot, draft: Path, *, last: bool) ->
                     f"checkpoint_root_dir: {path.parent}/{error}: {_missing(row['version'])}"
                 ) from None
     return max((row["version"] for row in rows), default=0), [row["version"] for row in held.values()]
-
-
-def _is_whole(held: Path, row: Mapping[str, Any]) -> bool:
-    """Whether every file of a version is held, by its name."""
-    try:
-        manifest = read_manifest(held, sha256=row["manifest_sha256"])
-    except CheckpointRejected:
-        return False
-    return all((held / each.path).is_file() for each in files_at(held, manifest))
 
 
 def _missing(version: int) -> str:
@@ -349,12 +345,8 @@ def _copy(source: Path, target: Path) -> None:
     """Bring a copy to disk, to be read by us alone."""
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.partial")
-    with source.open("rb") as origin, open(draft, "wb", opener=_for_us) as copy:
+    with source.open("rb") as origin, open(draft, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as copy:
         shutil.copyfileobj(origin, copy)
     sync_folder(draft)
     draft.replace(target)
     sync_folder(target.parent)
-
-
-def _for_us(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

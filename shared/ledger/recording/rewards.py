@@ -216,7 +216,18 @@ def write(connection: Connection, decided: Plan, rule_id: int, *, repeat: bool) 
     """Apply a plan; with `repeat`, trained rows are repeated with their later reward."""
     labels = [{"its_id": row.id, "task_id": row.task_id, "run_id": row.run_id} for row in decided.labels]
     _set(connection, experiences, labels)
-    _set(connection, experiences, [_after(change, rule_id) for change in decided.changes])
+    after: list[dict[str, object]] = []
+    for row, reward, similarity in decided.changes:
+        group_id = None if _is_unrated(reward) else row.group_id
+        values = {"its_id": row.id, "state": row.state, "committed_at": row.committed_at, "group_id": group_id}
+        values |= {"edit_similarity": similarity, "reward": None, "rewarded_at": None, "reward_rule": None}
+        if reward is not None:
+            values |= {"reward": reward.value, "rewarded_at": reward.at, "reward_rule": rule_id}
+            values |= {"state": State.REWARDED} if row.state == State.RECORDED else {}
+        elif row.state in (State.REWARDED, State.COMMITTED):
+            values |= {"state": State.RECORDED, "committed_at": None, "group_id": None}
+        after.append(values)
+    _set(connection, experiences, after)
     _set(connection, feedback, [{"its_id": id_, "outcome": outcome} for id_, outcome in decided.outcomes.items()])
     # What is left of a group may be a lone member: let it be gathered again.
     for portion in portions({each.row.group_id for each in decided.changes if _is_unrated(each.reward)} - {None}):
@@ -323,26 +334,23 @@ class _Events:
         if (key := self._key(row)) not in self._by_key:
             targets = _targets_of(row)
             found = {event.id: event for target in targets for event in self._by_target.get(target, ())}
-            self._by_key[key] = [
-                self._borne(event, _is_about(event, row))
-                for event in sorted(found.values(), key=event_order)
-                if bears_on(event, row)
-            ]
+            self._by_key[key] = []
+            for event in sorted(found.values(), key=event_order):
+                if not bears_on(event, row):
+                    continue
+                made = event.id, _is_about(event, row)  # once for all rows
+                if made not in self._made:
+                    content = (Kind(event.kind), event.metric, event.value, event.text, event.source)
+                    whose = (event.call_id, rater_of(event) in self._trusted)
+                    weight = self._weights.get((event.tenant, voice_of(event.source or "")), 1.0)
+                    bearing = (made[1], event.received_at, *whose, event.msg_id is None)
+                    self._made[made] = Event(event.id, *content, *bearing, weight=weight)
+                self._by_key[key].append(self._made[made])
         return self._by_key[key]
 
     def _key(self, row: RewardRow) -> object:
         """The same for rows of which the same was said: choices of a reply, replies of a run."""
         return row.tenant, *(target for target in _targets_of(row) if target in self._by_target)
-
-    def _borne(self, event: Any, is_about: bool) -> Event:
-        """An event as it bears on a row, made once for all rows."""
-        if (event.id, is_about) not in self._made:
-            content = (Kind(event.kind), event.metric, event.value, event.text, event.source)
-            whose = (event.call_id, rater_of(event) in self._trusted)
-            weight = self._weights.get((event.tenant, voice_of(event.source or "")), 1.0)
-            bearing = (is_about, event.received_at, *whose, event.msg_id is None)
-            self._made[event.id, is_about] = Event(event.id, *content, *bearing, weight=weight)
-        return self._made[event.id, is_about]
 
 
 def retracted_preferences(events: Sequence[Any]) -> Iterator[int]:
@@ -418,19 +426,6 @@ def _update_by_id(table: Any) -> Any:
 @cache
 def _update_by_ids(table: Any, names: tuple[str, ...]) -> Any:
     return update(table).where(is_among(table.c.id, "its_ids")).values({name: bindparam(name) for name in names})
-
-
-def _after(change: Change, rule_id: int) -> Mapping[str, object]:
-    row, reward, similarity = change
-    group_id = None if _is_unrated(reward) else row.group_id
-    after = {"its_id": row.id, "state": row.state, "committed_at": row.committed_at, "group_id": group_id}
-    after |= {"edit_similarity": similarity}
-    if reward is not None:
-        first = {"state": State.REWARDED} if row.state == State.RECORDED else {}
-        return after | {"reward": reward.value, "rewarded_at": reward.at, "reward_rule": rule_id} | first
-    put_back = {"state": State.RECORDED, "committed_at": None, "group_id": None}
-    waited = row.state in (State.REWARDED, State.COMMITTED)
-    return after | {"reward": None, "rewarded_at": None, "reward_rule": None} | (put_back if waited else {})
 
 
 def _outcomes(rule: RewardRule, rows: Sequence[RewardRow], events: _Events) -> Iterator[tuple[int, Outcome]]:

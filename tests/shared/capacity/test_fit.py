@@ -10,7 +10,6 @@ from tuneloop.cli.capacity_plan import make_plan
 from tuneloop.shared.capacity.memory import fit_trainer, reckon, room_for_trainer, shapes_of
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.algorithms import ALGORITHMS
 
 GB = 10**9
 EIGHT_BITS = {"optimizer": {"bits": 8}}
@@ -63,14 +62,6 @@ def test_what_is_set_is_not_chosen(tmp_path: Path) -> None:
         assert found.trainer.activation_checkpointing is again
 
 
-@pytest.mark.parametrize("sections", [{"trainer": {"device": "cpu"}}, {"cluster": {"gpu_per_node": 0}}])
-def test_on_a_cpu_it_is_8192(tmp_path: Path, sections: dict[str, Any]) -> None:
-    settings = settings_of(model_folder(tmp_path / "m"), **sections)
-    chosen, fits = fit_trainer(settings, shapes_of(settings), 24 * GB)
-    assert fits
-    assert (chosen.trainer.micro_batch_tokens, chosen.trainer.activation_checkpointing) == (8192, None)
-
-
 def test_by_turns_engine_and_trainer_each_have_nearly_all_of_a_gpu(tmp_path: Path) -> None:
     most = {"rollout_model": {"gpu_memory_utilization": 0.85}}
     parts = {"mode": "both", "explorer": most, "cluster": {"gpu_per_node": 1, "gpu_turn": 10}}
@@ -105,26 +96,6 @@ def test_an_offloaded_optimizer_is_reckoned_as_main_memory(tmp_path: Path) -> No
     assert plan.main_memory["AdamW"] == int(sum(16 * each.weights for each in shapes_of(there)[:2]))
     [problem] = make_plan(there, gpu_bytes=24 * GB, speed=1e9, free=16 * GB).problems
     assert problem.startswith("model.model_path: main memory is too small: AdamW 19")
-
-
-TEACHER = {"teacher_url": "http://localhost:1", "teacher_model": "big"}
-PAIRS = {"buffer": {"group_by": "task", "group_size": 2}}
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        *({"algorithm_type": kind} for kind in ("ppo", "reinforce", "grpo", "sft", "raft", "dpo", "kto")),
-        {"algorithm_type": "reinforce", "kl_coef": 0.0},
-        {"algorithm_type": "distill", "distill": TEACHER},
-        {"algorithm_type": "distill", "distill": TEACHER, "kl_coef": 0.0},
-        {"algorithm_type": "distill", "distill": TEACHER | {"mode": "replies"}},
-    ],
-)
-def test_a_reference_is_reckoned_where_the_method_has_one(tmp_path: Path, algorithm: dict[str, Any]) -> None:
-    settings = settings_of(model_folder(tmp_path / "m"), algorithm=algorithm, **PAIRS)
-    asks = ALGORITHMS[settings.algorithm.algorithm_type].asks(settings.algorithm)
-    assert bool(reckon(settings, shapes_of(settings)).reference) == asks.reference
 
 
 def test_a_teacher_on_this_machine_is_reckoned(tmp_path: Path) -> None:

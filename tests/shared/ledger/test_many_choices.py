@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import Engine, event, select
 
 from tests.factories import exchange, experience, feedback, ids, published
-from tuneloop.shared.experience import Exchange, Feedback, Kind, State
+from tuneloop.shared.experience import Exchange, Feedback, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.settings.feedback import RewardRule
@@ -62,15 +62,6 @@ def test_choices_that_are_rated_alike_by_twos(ledger: Ledger, engine: Engine, st
     said = recorded(ledger)
     assert statements(lambda: ledger.recording.record([*about_each(said, value=lambda n: float(n // 2))])) < 20
     assert values(engine, said) == [float(number // 2) for number in range(EVENTS)] + [None] * (CHOICES - EVENTS)
-
-
-def test_edits_of_each_choice_that_come_again(ledger: Ledger, engine: Engine, statements: Statements) -> None:
-    edits = {"kind": Kind.DEMONSTRATION, "metric": "demonstration", "value": None, "text": lambda n: f"Number {n}."}
-    said = recorded(ledger)
-    ledger.recording.record([*about_each(said, **edits)])
-    assert statements(lambda: ledger.recording.record([*about_each(said, **edits)])) < 20
-    with engine.connect() as connection:
-        assert connection.exec_driver_sql("SELECT count(*) FROM feedback").scalar_one() == EVENTS
 
 
 def test_trained_choices_whose_rewards_change(ledger: Ledger, engine: Engine, statements: Statements) -> None:

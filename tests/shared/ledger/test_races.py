@@ -138,20 +138,6 @@ def test_the_last_of_many_feedbacks_at_once_is_the_reward(ledger: Ledger, engine
     assert [row.reward_sum for row in ledger.reports.rewards()] == [values[-1]]
 
 
-def test_a_correction_comes_before_the_lease_or_not_at_all(ledger: Ledger, engine: Engine) -> None:
-    said = committed(ledger, 40)
-    epoch = ledger.training.take_epoch("trainer")
-    corrections = [feedback(msg_id=each.msg_id, value=-1.0) for each in said]
-    leases, _ = at_once(
-        lambda: [ledger.training.lease(epoch, 1, BatchPolicy()) for _ in said],
-        lambda: [ledger.recording.record([correction]) for correction in corrections],
-    )
-    seen = {sample.id: sample.reward for batch in leases for sample in batch}
-    with engine.connect() as connection:
-        stored = connection.execute(text("SELECT id, reward FROM experiences WHERE state = 'leased'")).all()
-    assert {id_: reward for id_, reward in stored} == seen
-
-
 def test_there_is_one_champion_however_many_promote(ledger: Ledger) -> None:
     ledger.versions.ensure_base(Path("/base"))
     for _ in range(8):
@@ -160,12 +146,3 @@ def test_there_is_one_champion_however_many_promote(ledger: Ledger) -> None:
     assert done == [None] * 8
     assert [version.version for version in ledger.versions.all() if version.state == VersionState.CHAMPION] == [8]
     assert ledger.versions.champion().version == 8
-
-
-def test_a_version_is_promoted_or_rejected_but_not_both(ledger: Ledger) -> None:
-    ledger.versions.ensure_base(Path("/base"))
-    for _ in range(6):
-        version = trained(ledger)
-        at_once(lambda: ledger.versions.promote(version), lambda: ledger.versions.reject(version, "worse"))  # noqa: B023
-        found = ledger.versions.all()[version]
-        assert found.state == (VersionState.REJECTED if found.reason else VersionState.CHAMPION)

@@ -129,15 +129,6 @@ def test_a_group_is_not_complete(ledger: Ledger) -> None:
     assert found[Code.GROUPS_INCOMPLETE].startswith("2 committed experiences wait until their task is complete")
 
 
-def test_groups_that_are_complete_are_a_batch(ledger: Ledger) -> None:
-    policy = BatchPolicy(group_by="task", group_size=2)
-    for run in ("first", "second"):
-        committed(served(ledger), 1, task_id="a", run_id=run)
-    ledger.training.lease(2, 3, policy)
-    assert list(reasons(ledger, Rules(2, group_by="task"), policy)) == [Code.NONE]
-    assert list(reasons(ledger, Rules(3, group_by="task"), policy)) == [Code.BATCH_NOT_FULL]
-
-
 @pytest.mark.parametrize("policy", [BatchPolicy(max_staleness=0), BatchPolicy(max_age=1000.0)])
 def test_what_is_committed_is_too_old(ledger: Ledger, policy: BatchPolicy) -> None:
     trained(ledger)
@@ -163,12 +154,6 @@ def test_nothing_can_be_trained_on(ledger: Ledger) -> None:
     found = reasons(ledger)
     assert list(found) == [Code.NOT_TRAINABLE]
     assert found[Code.NOT_TRAINABLE].startswith("3 of the last 3 experiences cannot be trained on, most often: cut off")
-
-
-def test_that_many_are_not_for_training_is_no_reason(ledger: Ledger) -> None:
-    served(ledger).recording.record([exchange(experiences=(experience(drop_reason="opt_out"),)) for _ in range(20)])
-    ledger.recording.record([exchange()])
-    assert list(reasons(ledger)) == [Code.NO_FEEDBACK]
 
 
 def test_nothing_is_a_sample_of_the_policy(ledger: Ledger) -> None:
@@ -240,14 +225,6 @@ def test_a_version_is_held_back_by_an_alarm(ledger: Ledger) -> None:
     assert found[Code.PROMOTION_HELD].endswith("not served while these alarms are open: reward_jump (it fell)")
     ledger.alarms.clear("reward_jump")
     assert Code.PROMOTION_HELD not in reasons(ledger)
-
-
-def test_one_version_that_was_rejected_is_no_reason(ledger: Ledger) -> None:
-    ledger.versions.ensure_base(Path("/base"))
-    ledger.versions.reject(trained(ledger), "its probe differs")
-    ledger.training.take_epoch("host:1")
-    committed(ledger, 2)
-    assert list(reasons(ledger)) == [Code.NONE]
 
 
 def test_reasons_come_in_the_order_of_the_road(ledger: Ledger) -> None:

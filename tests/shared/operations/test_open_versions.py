@@ -130,9 +130,3 @@ def test_what_the_gate_lacks_is_told(made: Ledger, options: dict[str, Any], engi
     assert why() == f"at the gate: the {evaluator} has evaluated it and the champion on different tasks"
     evaluated(made, 1, evaluator)
     assert why().startswith("the explorer has not taken it up yet")
-
-
-@pytest.mark.usefixtures("made")
-def test_who_only_reports_holds_up_what_an_engine_evaluates_and_nothing_else(options: dict[str, Any]) -> None:
-    assert "at the gate, until the engine has evaluated it" in lines(options, "report", 2)[0]
-    assert "the explorer has not taken it up yet" in lines(options, "report", 1)[0]

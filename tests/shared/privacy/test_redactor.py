@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from tests.doubles.spelling import write_tokenizer
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.experience import REDACTED, Exchange, Experience, Feedback, Grammar, Kind, pack_ids, pack_logprobs
-from tuneloop.shared.privacy.detection import Detector, presidio
+from tuneloop.shared.experience import REDACTED, Exchange, Experience, Feedback, Kind, pack_ids, pack_logprobs
+from tuneloop.shared.privacy.detection import Detector
 from tuneloop.shared.privacy.redactor import Redactor, pseudonym
 from tuneloop.shared.privacy.vocabulary import Vocabulary
 from tuneloop.shared.settings.feedback import PrivacySettings
@@ -173,20 +173,6 @@ def test_only_names_of_ours_are_kept_that_a_request_goes_on_from() -> None:
     assert MAIL not in json.dumps(redacted_request({"input": [{"previous_response_id": {"to": MAIL}}]}))
 
 
-def test_a_grammar_that_holds_a_secret_is_not_kept(bytes_as_tokens: Vocabulary) -> None:
-    given = exchange("hello", "fine")
-    held = exchange("hello", "fine").experiences[0]
-    held = replace(held, grammar=Grammar(kind="regex", spec=MAIL))
-    [said] = redactor(bytes_as_tokens).exchange(replace(given, experiences=(held,))).experiences
-    assert (said.grammar, said.unsampled) == (None, "redacted")
-
-
-def test_another_models_tokenizer_is_noticed() -> None:
-    wrong = Vocabulary([b"?"] * 256)
-    [said] = redactor(wrong).exchange(exchange("hello", f"to {MAIL}")).experiences
-    assert (said.prompt_ids, said.completion_ids, said.logprobs, said.drop_reason) == (b"", b"", b"", "redacted")
-
-
 def test_ids_are_redacted_that_no_text_tells(bytes_as_tokens: Vocabulary) -> None:
     thinking = exchange("hello", f"hm {MAIL} fine")
     [said] = thinking.experiences
@@ -274,12 +260,6 @@ def test_what_presidio_finds_is_redacted() -> None:
     assert hides.slow
     [said] = hides.exchange(exchange("I am Ann Smith", "Hello Ann Smith!")).experiences
     assert said.text == "Hello [REDACTED:person]!"
-
-
-@pytest.mark.usefixtures("with_presidio")
-def test_an_entity_that_presidio_does_not_know_is_refused() -> None:
-    with pytest.raises(EnvironmentRefused, match="FISH"):
-        presidio(PrivacySettings(presidio=("FISH",)))
 
 
 def test_without_presidio_the_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

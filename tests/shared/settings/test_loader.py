@@ -207,12 +207,6 @@ def test_engines_that_do_not_fit_the_cluster_are_refused(tmp_path):
     ]
 
 
-def test_a_trainer_is_kept_out_of_the_way_of_engines_on_several_machines(tmp_path):
-    (found,) = problems(tmp_path, MODEL + "mode: both\ncluster: {node_num: 2, gpu_per_node: 4}\n")
-    assert "cluster.node_num: 2 machines' GPUs are given to engines by Ray" in found
-    assert "mode: train" in found
-
-
 def test_an_engine_must_leave_room_for_a_trainer_on_the_same_gpu(tmp_path):
     text = MODEL + "cluster: {gpu_per_node: 1}\n"
     (found,) = problems(tmp_path, text)
@@ -220,34 +214,10 @@ def test_an_engine_must_leave_room_for_a_trainer_on_the_same_gpu(tmp_path):
     assert "Write 0.4" in found
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "cluster: {gpu_per_node: 1}\nexplorer: {rollout_model: {gpu_memory_utilization: 0.4}}\n",
-        "cluster: {gpu_per_node: 1}\nexplorer: {rollout_model: {engine_urls: ['http://gpu-box:8000']}}\n",
-        "cluster: {gpu_per_node: 1}\ntrainer: {device: cpu}\n",
-        "cluster: {gpu_per_node: 2}\n",
-        "cluster: {gpu_per_node: 1}\nmode: serve\n",
-        "cluster: {gpu_per_node: 0}\n",
-    ],
-)
-def test_an_engine_may_take_most_of_a_gpu_that_no_trainer_shares(tmp_path, text):
-    assert problems(tmp_path, MODEL + text) == []
-
-
 @pytest.mark.parametrize("url", ["gpu-box:8000", "localhost", "ftp://gpu-box", "http://", "http://gpu-box:port", "''"])
 def test_an_engine_elsewhere_is_named_by_an_absolute_url(tmp_path, url):
     (found,) = problems(tmp_path, MODEL + f"explorer: {{rollout_model: {{engine_urls: [{url!r}]}}}}\n")
     assert "explorer.rollout_model.engine_urls[0]: must be an absolute URL, such as http://host:port, not " in found
-
-
-def test_adapters_on_gpus_are_served_in_half_precision(tmp_path):
-    text = "mode: serve\nmodel: {model_path: x, lora: {rank: 8}}\ncluster: {gpu_per_node: %d}\n"
-    text += "explorer: {rollout_model: {dtype: %s}}\n"
-    (found,) = problems(tmp_path, text % (1, "float32"))
-    assert "explorer.rollout_model.dtype: vLLM serves adapters on GPUs in bfloat16 and float16 only" in found
-    assert problems(tmp_path, text % (1, "bfloat16")) == problems(tmp_path, text % (0, "float32")) == []
-    assert problems(tmp_path, text.replace("rank: 8", "rank: 0") % (1, "float32")) == []
 
 
 def test_tool_choice_needs_a_parser(tmp_path):

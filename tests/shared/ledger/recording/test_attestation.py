@@ -121,10 +121,3 @@ def test_what_is_trained_already_is_said_in_the_event(ledger: Ledger) -> None:
         "trained": {str(version): 1},
     }
     assert ledger.reports.imbalance() == []
-
-
-def test_said_twice_it_is_kept_once(ledger: Ledger) -> None:
-    committed(ledger, **in_doubt())
-    assert ledger.attestations.distrust(FOUND).dropped == 1
-    assert ledger.attestations.distrust(FOUND) == (0, {})
-    assert len(ledger.versions.events(0)) == 1

@@ -11,8 +11,7 @@ from sqlalchemy import Engine, delete, select
 from tests.factories import committed, exchange, experience, feedback, ids, leased, published, rewarded, trained
 from tuneloop.shared.experience import Feedback, Kind, Outcome, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
-from tuneloop.shared.ledger.recording.reward_rule import definition
-from tuneloop.shared.ledger.storage.schema import exchanges, experiences, reward_rules
+from tuneloop.shared.ledger.storage.schema import exchanges, experiences
 from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
 from tuneloop.shared.settings.feedback import RewardRule
 
@@ -193,15 +192,6 @@ def test_a_retracted_reward_puts_the_reply_back_also_after_the_commit(ledger: Le
     assert ledger.recording.commit("acme") == 2
 
 
-def test_a_retraction_of_one_source_leaves_the_other(ledger: Ledger, engine: Engine) -> None:
-    said = exchange()
-    ledger.recording.record([said, feedback(msg_id=said.msg_id, source="ann")])
-    ledger.recording.record([feedback(msg_id=said.msg_id, source="judge", value=0.0)])
-    assert rewards(engine) == [0.5]
-    hear(ledger, msg_id=said.msg_id, source="judge", **retraction())
-    assert rewards(engine) == [1.0]
-
-
 def test_feedback_for_a_leased_reply_is_late_until_the_lease_ends(ledger: Ledger, engine: Engine) -> None:
     epoch, samples = leased(ledger)
     msg_id = rows(engine)[0].msg_id
@@ -298,18 +288,6 @@ def test_late_feedback_that_leaves_no_other_reward_is_not_compensated(
     assert rewards(engine) == [1.0]
 
 
-def test_each_row_keeps_the_rule_of_its_reward(under: Any, engine: Engine) -> None:
-    old, new = {"weights": {"reward": 1.0}}, {"weights": {"reward": 2.0}}
-    rewarded(under(**old))
-    rewarded(under(**new))
-    rewarded(under(**new))
-    with engine.connect() as connection:
-        kept = {row.id: row.definition for row in connection.execute(select(reward_rules))}
-    assert [kept[row.reward_rule] for row in rows(engine)] == [
-        definition(RewardRule(clip=None, **rule)) for rule in (old, new, new)
-    ]
-
-
 def test_rewards_are_reckoned_anew_but_not_of_what_is_leased_or_trained(under: Any, engine: Engine) -> None:
     old = under()
     trained(old)
@@ -356,21 +334,6 @@ def test_the_reward_does_not_depend_on_when_the_row_comes_nor_on_repetitions(
             connection.execute(delete(table))
     again = [*made[:place], said, *made[place:]]
     cut = data.draw(st.integers(0, len(again)))
-    ledger.recording.record(again[:cut])
-    ledger.recording.record(again)
+    for some in (again[:cut], again):
+        ledger.recording.record(some, ["slot"] * len(some))
     assert rewards(engine) == expected
-
-
-def test_a_preference_that_is_retracted_takes_its_reward_from_both(under: Any, engine: Engine) -> None:
-    ledger = under(weights={"preference": 1.0}, boolean_values=(-1.0, 1.0))
-    better, worse = exchange(), exchange()
-    preference = {"kind": Kind.PREFERENCE, "metric": "preference", "value": None}
-    ledger.recording.record([better, worse, feedback(msg_id=better.msg_id, other_msg_id=worse.msg_id, **preference)])
-    assert rewards(engine) == [1.0, -1.0]
-    ledger.recording.record([feedback(msg_id=better.msg_id, **retraction(metric="preference"))])
-    assert rewards(engine) == [None, None]
-    assert ledger.reports.counts()[State.RECORDED] == 2
-    ledger.recording.record([feedback(msg_id=worse.msg_id, other_msg_id=better.msg_id, **preference)])
-    assert rewards(engine) == [-1.0, 1.0]
-    ledger.recording.recompute_rewards()
-    assert rewards(engine) == [-1.0, 1.0]

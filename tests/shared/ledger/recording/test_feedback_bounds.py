@@ -1,13 +1,12 @@
 """So much may be said of one reply or run, and no more work comes of it than that."""
 
-import time
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine, func, select
 
 from tests.factories import exchange, experience, feedback
-from tuneloop.shared.experience import Feedback, Kind, Outcome, State
+from tuneloop.shared.experience import Feedback, Kind, Outcome
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.new_feedback import MAX_CHOICES_SAID, MAX_SAID, MAX_SAID_BY_ONE
 from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
@@ -82,15 +81,6 @@ def test_a_long_text_is_a_repetition_only_if_it_is_the_same(ledger: Ledger, engi
     for text, count in (("x" * 9000, 1), ("x" * 9000, 1), ("y" * 9000, 2), ("x" * 9000, 3)):
         ledger.recording.record([feedback(**comment, text=text)])
         assert stored(engine) == count
-
-
-def test_a_run_of_many_replies_with_many_events_is_settled_soon(ledger: Ledger) -> None:
-    replies = [exchange(task_id="task", run_id="run") for _ in range(1000)]
-    ledger.recording.record(replies)
-    began = time.thread_time()
-    record(ledger, [feedback(**RUN, source=f"rater {number}", value=number % 2) for number in range(MAX_SAID)])
-    assert time.thread_time() - began < 10.0  # events times replies, one by one, took minutes
-    assert ledger.reports.counts()[State.REWARDED] == 1000
 
 
 def test_feedback_on_replies_that_are_not_stored_is_not_kept_without_end(

@@ -8,10 +8,7 @@ from tests.factories import exchange, experience, feedback, rewarded
 from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import MAX_NAME, Kind, State
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.storage.schema import exchanges, experiences
-
-#: More than one statement of ours has parameters; the soak has more than either database would take in one.
-MANY = pytest.mark.parametrize("count", [10_500, pytest.param(66_000, marks=pytest.mark.soak)])
+from tuneloop.shared.ledger.storage.schema import experiences
 
 
 def rows(engine: Engine) -> list[Any]:
@@ -37,12 +34,6 @@ def test_a_replayed_spool_changes_nothing(ledger: Ledger, engine: Engine) -> Non
     ledger.recording.record([said])
     assert rows(engine) == before
     assert ledger.reports.counts() == only(recorded=1, rewarded=1)
-
-
-def test_the_first_to_use_a_msg_id_keeps_it(ledger: Ledger, engine: Engine) -> None:
-    ledger.recording.record([exchange(msg_id="chatcmpl-x", experiences=(experience(text="first"),))])
-    ledger.recording.record([exchange(msg_id="chatcmpl-x", experiences=(experience(text="second"),))])
-    assert [row.text for row in rows(engine)] == ["first"]
 
 
 @pytest.mark.parametrize("step", [-86400.0, -2.0, 0.0, 86400.0])
@@ -90,18 +81,6 @@ def test_a_reward_that_is_no_number_is_refused_whole(ledger: Ledger, reward: flo
     assert ledger.reports.counts() == only()
 
 
-def test_what_no_database_can_hold_is_replaced(ledger: Ledger, engine: Engine) -> None:
-    odd = "a\0b\ud800c"
-    said = exchange(task_id=odd, run_id=odd, request=b"\0\xff", experiences=(experience(text=odd, drop_reason=odd),))
-    ledger.recording.record([said, feedback(msg_id=said.msg_id, task_id=odd, run_id=odd)])
-    [row] = rows(engine)
-    assert row.text == row.reason == "a\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}c"
-    with engine.connect() as connection:
-        stored = connection.execute(select(exchanges)).one()
-    assert stored.request == b"\0\xff"
-    assert row.task_id == row.run_id == row.text
-
-
 def test_a_task_of_any_name_is_committed_by_that_name(ledger: Ledger) -> None:
     for name in ("a\0b\ud800", "\N{GRINNING FACE}" * MAX_NAME, "", "%_'\"", "\N{GRINNING FACE}"):
         rewarded(ledger, task_id=name)
@@ -113,13 +92,6 @@ def test_an_error_quotes_nothing_that_a_user_wrote(ledger: Ledger) -> None:
     with pytest.raises(LedgerError) as caught:
         ledger.recording.record([exchange(experiences=(secret,))])
     assert "my secret" not in "".join(traceback.format_exception(caught.value)).replace('text="my secret"', "")
-
-
-@MANY
-def test_more_messages_than_a_statement_takes_are_one_verb(ledger: Ledger, engine: Engine, count: int) -> None:
-    ledger.recording.record([feedback(msg_id=f"chatcmpl-x{number}", value=0.5) for number in range(count)])
-    ledger.recording.record([exchange(msg_id=f"chatcmpl-x{count - 1}")])
-    assert rewards(engine) == [0.5]
 
 
 def test_the_statements_of_a_rating_are_few_and_made_once(ledger: Ledger, engine: Engine) -> None:

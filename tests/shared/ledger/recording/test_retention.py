@@ -66,18 +66,6 @@ def test_what_is_in_work_is_never_purged(ledger: Ledger) -> None:
         ledger.retention.purge({State.LEASED: 1.0, State.COMMITTED: 1.0})
 
 
-def test_a_dry_run_changes_nothing(ledger: Ledger, engine: Engine) -> None:
-    for make in IN_STATE.values():
-        make(ledger, received_at=OLD, user="ann")
-    ledger.recording.record([heard(received_at=OLD)])
-    before = everything(engine)
-    told, erased = ledger.retention.purge(EVERYTHING, dry_run=True), ledger.retention.erase("acme", "ann", dry_run=True)
-    assert everything(engine) == before
-    assert erased == ledger.retention.erase("acme", "ann", dry_run=True)
-    assert told == ledger.retention.purge(EVERYTHING)
-    assert (set(told.experiences.values()), told.parked) == ({1}, 1)
-
-
 def test_the_ledger_adds_up_after_trained_rows_were_purged(ledger: Ledger, engine: Engine) -> None:
     trained(ledger, 3, received_at=OLD)
     trained(ledger, 2, received_at=NOW)
@@ -156,13 +144,3 @@ def test_a_preference_that_was_taken_back_does_not_come_back(ledger: Ledger, eng
     ledger.recording.recompute_rewards()
     assert column(engine, exchanges.c.msg_id) == [worse.msg_id]
     assert ledger.reports.counts()[State.RECORDED] == 1
-
-
-def test_feedback_about_a_run_goes_with_its_last_reply(ledger: Ledger, engine: Engine) -> None:
-    for received_at in (OLD, NOW):
-        ledger.recording.record([exchange(task_id="t", run_id="r", received_at=received_at)])
-    ledger.recording.record([heard(msg_id=None, task_id="t", run_id="r", received_at=NOW)])
-    ledger.retention.purge({State.REWARDED: 50.0})
-    assert len(column(engine, feedback.c.id)) == 1
-    Ledger(engine, clock=lambda: NOW + 100).retention.purge({State.REWARDED: 50.0})
-    assert column(engine, feedback.c.id) == []

@@ -10,7 +10,6 @@ from tuneloop.shared.experience import MAX_REWARD, Kind
 from tuneloop.shared.ledger.recording.reward_rule import (
     Event,
     Reward,
-    default_of,
     definition,
     in_window,
     reward_of,
@@ -121,12 +120,6 @@ def test_a_trusted_word_settles_its_metric_among_all_that_were_said_of_the_same(
     assert value(RewardRule(weights={"reward": 1.0, "tone": 1.0}), *others, trusted._replace(metric="tone")) == 1.0
 
 
-def test_a_rule_of_before_the_median_is_read_as_it_was_meant() -> None:
-    old = definition(MEAN)
-    assert "aggregate" not in old
-    assert rule_of(old) == MEAN
-
-
 @pytest.mark.parametrize(("clip", "reward"), [(None, MAX_REWARD), ((-1.0, 1.0), 1.0), ((-1.0, 5e6), 5e6)])
 def test_the_sum_is_clipped(clip: tuple[float, float] | None, reward: float) -> None:
     assert value(RewardRule(clip=clip, weights={"reward": 10.0}), event(value=MAX_REWARD)) == reward
@@ -138,12 +131,6 @@ def test_feedback_counts_until_the_window_closes_and_its_last_moment_belongs_to_
     assert value(rule, event(received_at=15.1), sampled_at=5.0) is None
     assert value(rule, event(value=0.5), event(received_at=15.1), sampled_at=5.0) == 0.5
     assert in_window(RULE, sampled_at=0.0, received_at=1e12)
-
-
-def test_the_default_is_for_a_window_that_has_closed() -> None:
-    assert default_of(RewardRule(attribution_window=10.0, default=-1.0), sampled_at=5.0) == Reward(-1.0, 15.0)
-    assert default_of(RewardRule(attribution_window=10.0), sampled_at=5.0) is None
-    assert default_of(RULE, sampled_at=5.0) is None
 
 
 def test_a_retraction_takes_back_what_its_source_said_and_no_more() -> None:

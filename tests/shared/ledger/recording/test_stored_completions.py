@@ -11,14 +11,13 @@ from sqlalchemy import Engine, LargeBinary, event, insert, literal, select
 from tests.factories import exchange, experience, fill, rewarded
 from tests.factories import feedback as heard
 from tests.shared.retaining import EVERYTHING, column, everything, in_work, trained
-from tuneloop.shared.experience import Exchange, Kind, State, pack_ids, pack_logprobs
+from tuneloop.shared.experience import Exchange, Kind, State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording import stored_completions
 from tuneloop.shared.ledger.recording.stored_completions import (
     Deletion,
     Order,
     PageCursor,
-    StoredChoice,
     completion,
     select_page,
     select_tagged,
@@ -83,34 +82,6 @@ def test_a_completion_is_there_whole_or_not_at_all(ledger: Ledger, engine: Engin
     assert stored is not None
     assert [each.choice for each in stored.choices] == [0, 1]
     assert (meanwhile, ledger.stored.get("acme", said.msg_id)) == ([], None)
-
-
-def test_an_object_is_made_of_what_was_sampled(ledger: Ledger) -> None:
-    calls = b'[{"id": "call-1"}]'
-    choices = (
-        experience(choice=1, text="", tool_calls=calls, finish_reason="tool_calls", temperature=0.25),
-        experience(prompt_ids=pack_ids(range(300)), completion_ids=pack_ids([1] * 7), logprobs=pack_logprobs([-1] * 7)),
-        experience(
-            choice=2, prompt_ids=b"", completion_ids=b"", logprobs=b"", drop_reason="cut_off", finish_reason=None
-        ),
-    )
-    said = asked(received_at=12.5, experiences=choices)
-    ledger.recording.record([said])
-    stored = ledger.stored.get("acme", said.msg_id)
-    assert stored is not None
-    assert (stored.received_at, stored.request, stored.metadata) == (12.5, said.request, None)
-    assert stored.choices == tuple(
-        StoredChoice(
-            choice=each.choice,
-            text=each.text,
-            tool_calls=each.tool_calls,
-            finish_reason=each.finish_reason,
-            prompt_tokens=len(each.prompt_ids) // 4,
-            completion_tokens=len(each.completion_ids) // 4,
-            temperature=each.temperature,
-        )
-        for each in sorted(choices, key=lambda each: each.choice)
-    )
 
 
 # Lists.
@@ -221,14 +192,6 @@ def test_what_is_recorded_again_is_found_by_its_changed_metadata_only(ledger: Le
     assert len(names(ledger, pair("old", "9"))) == 1
 
 
-@pytest.mark.parametrize("request_", [b"", b"no json", b"[]", b'{"model": 3, "metadata": "x"}', b"null"])
-def test_a_request_that_says_nothing_useful_is_listed_all_the_same(ledger: Ledger, request_: bytes) -> None:
-    said = exchange(request=request_)
-    ledger.recording.record([said])
-    assert names(ledger) == [said.msg_id]
-    assert metadata_of(ledger, said.msg_id) == {}
-
-
 # Deletions.
 
 
@@ -306,17 +269,6 @@ def test_what_is_leased_stays_as_it_is_until_the_lease_ends(ledger: Ledger, engi
 def column_where(engine: Engine, state: State) -> list[str]:
     with engine.connect() as connection:
         return list(connection.execute(select(experiences.c.msg_id).where(experiences.c.state == state)).scalars())
-
-
-def test_a_trained_row_goes_with_the_repeat_that_waits(engine: Engine) -> None:
-    ledger = Ledger(engine, rule=RewardRule(), compensate_late=True, clock=lambda: NOW)
-    [said] = trained(ledger)
-    ledger.recording.record([heard(msg_id=said.msg_id, value=0.0)])
-    assert len(column(engine, experiences.c.id)) == 2
-    assert len(ledger.stored.get("acme", said.msg_id).choices) == 1  # type: ignore[union-attr]
-    assert ledger.stored.delete("acme", said.msg_id) is Deletion.DONE
-    assert column(engine, experiences.c.id) == []
-    assert ledger.reports.imbalance() == []
 
 
 @pytest.mark.parametrize("deleted", ["better", "worse"])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, select
 
-from tests.factories import exchange, experience, feedback, ids
+from tests.factories import exchange, experience, feedback
 from tuneloop.shared.experience import Sample, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
@@ -90,28 +90,6 @@ def test_a_group_does_not_wait_for_it_where_it_is_not_taken(ledger: Ledger, take
     ledger.recording.record([exchange(task_id="t", run_id="2", experiences=NUCLEUS)])
     assert take(1, group_by="task", group_size=2, any_reply=True) == []
     assert len(take(1, group_by="task", group_size=2)) == 2
-
-
-def test_a_group_that_was_gathered_for_another_method_is_gathered_anew(
-    ledger: Ledger, take: Take, engine: Engine, now: list[float]
-) -> None:
-    give(ledger, task_id="t", run_id="1", experiences=NUCLEUS)
-    give(ledger, task_id="t", run_id="2")
-    assert take(9, group_by="task", group_size=2, any_reply=True) == []  # gathered, but too few for a batch
-    assert take(1, group_by="task", group_size=2) == []
-    assert rows(engine) == [DROPPED, (State.COMMITTED, None, None)]
-    now[0] += 3601.0
-    assert take(1, group_by="task", group_size=2) == []
-    assert rows(engine)[1][0] == State.EXPIRED
-
-
-def test_what_is_given_back_by_a_method_that_took_it_is_set_aside_by_one_that_does_not(
-    ledger: Ledger, take: Take, engine: Engine
-) -> None:
-    give(ledger, experiences=NUCLEUS)
-    assert ids(take(1, any_reply=True)) == [1]
-    assert ledger.training.lease(ledger.training.take_epoch("successor"), 1, BatchPolicy()) == []
-    assert rows(engine) == [DROPPED]
 
 
 @pytest.mark.parametrize(("any_reply", "claimable"), [(True, 2), (False, 1)])

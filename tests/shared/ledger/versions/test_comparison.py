@@ -55,15 +55,6 @@ def test_rewards_of_one_user_task_or_run_are_one_unit(ledger: Ledger) -> None:
     assert ledger.comparisons.figures(1, 0.0).reward[:3] == (12, 6, 0.5)
 
 
-def test_what_units_have_in_common_widens_the_variance_of_the_mean(ledger: Ledger) -> None:
-    for user, reward in (("ann", 1.0), ("bob", 0.0), ("eve", 1.0), ("joe", 0.0)):
-        for _ in range(10):
-            said(ledger, reward, user=user)
-    reward = ledger.comparisons.figures(1, 0.0).reward
-    # Four values of which each stands ten times say as much as the four.
-    assert reward.variance / reward.replies == pytest.approx(statistics.variance([1.0, 0.0, 1.0, 0.0]) / 4)
-
-
 def test_only_replies_of_this_version_alone_since_then_count(ledger: Ledger) -> None:
     said(ledger, 1.0, received_at=99.0)
     said(ledger, 0.5, received_at=100.0)

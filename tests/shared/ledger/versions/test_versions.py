@@ -3,10 +3,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine, select
 
-from tests.factories import exchange, experience, feedback, ids, leased, published, trained
+from tests.factories import exchange, experience, feedback, leased, published, trained
 from tuneloop.shared.errors import EnvironmentRefused, LedgerError
 from tuneloop.shared.experience import VersionState
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger, VersionReward
+from tuneloop.shared.ledger.ledger import Ledger, VersionReward
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.settings.feedback import RewardRule
 
@@ -29,14 +29,6 @@ def test_another_base_model_is_refused(ledger: Ledger) -> None:
     with pytest.raises(EnvironmentRefused, match=r"^model\.model_path: this experiment began with /models/base"):
         ledger.versions.ensure_base(Path("/models/other"))
     assert ledger.versions.champion().path == Path("/models/base")
-
-
-def test_before_any_version_there_is_none(ledger: Ledger) -> None:
-    with pytest.raises(LedgerError, match="no version is registered yet"):
-        ledger.versions.champion()
-    with pytest.raises(LedgerError, match="no version is registered yet"):
-        ledger.versions.newest()
-    assert ledger.versions.candidate() is None
 
 
 def test_a_promoted_candidate_retires_the_champion_and_older_candidates(ledger: Ledger) -> None:
@@ -112,17 +104,3 @@ def test_a_reply_that_was_compensated_is_one_reply_with_its_first_reward(engine:
     with engine.connect() as connection:
         assert sorted(connection.execute(select(experiences.c.correction)).scalars()) == [0, 0, 1]
     assert ledger.reports.rewards() == [VersionReward(0, 2, 2, 2.0)]
-
-
-def test_the_way_from_feedback_to_served_is_measured(ledger: Ledger, engine: Engine) -> None:
-    ledger.versions.ensure_base(Path("/base"))
-    said = exchange()
-    ledger.recording.record([said, feedback(msg_id=said.msg_id, received_at=1000.0)])
-    ledger.recording.commit("acme")
-    epoch = ledger.training.take_epoch("trainer")
-    version = ledger.training.register(
-        epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=1, publish=published
-    )
-    assert ledger.reports.feedback_to_served() == []
-    Ledger(engine, clock=lambda: 1060.0).versions.promote(version)
-    assert ledger.reports.feedback_to_served() == [60.0]

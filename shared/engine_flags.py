@@ -60,25 +60,20 @@ FLAGS: Mapping[str, FlagRule] = {
         "synthetic acceptance does not sample from the policy",
         drafts=True,
     ),
-    "--spec-method": FlagRule(FlagEffect.HARMLESS, drafts=True),
-    "--spec-model": FlagRule(FlagEffect.HARMLESS, drafts=True),
-    "--spec-tokens": FlagRule(FlagEffect.HARMLESS, drafts=True),
-    "--per-request-spec-decode-metrics": FlagRule(FlagEffect.HARMLESS),
     "--structured-outputs-config": FlagRule(
         FlagEffect.GRAMMAR, r'(\{\s*"backend":\s*"(auto|xgrammar)"\s*\}|backend (auto|xgrammar))'
     ),
     "--guided-decoding-backend": FlagRule(FlagEffect.GRAMMAR, "auto|xgrammar"),
-    # Only a thinking_token_budget forces its tokens, and that is marked.
-    "--reasoning-config": FlagRule(FlagEffect.HARMLESS),
-    "--return-sampling-mask": FlagRule(FlagEffect.HARMLESS),
-    "--use-fp64-gumbel": FlagRule(FlagEffect.HARMLESS),
-    "--enable-batch-sharded-sampling": FlagRule(FlagEffect.HARMLESS),
-    "--max-logprobs": FlagRule(FlagEffect.HARMLESS),
-    "--sparse-indexer-topk-backend": FlagRule(FlagEffect.HARMLESS),
-    "--enable-mamba-cache-stochastic-rounding": FlagRule(FlagEffect.HARMLESS),
-    "--kv-cache-metrics-sample": FlagRule(FlagEffect.HARMLESS),
-    "--watermark": FlagRule(FlagEffect.HARMLESS),  # of the KV cache
-    "--limit-mm-per-prompt": FlagRule(FlagEffect.HARMLESS),
+    # `--watermark` is of the KV cache. A thinking_token_budget of `--reasoning-config` forces tokens, and is marked.
+    **dict.fromkeys(("--spec-method", "--spec-model", "--spec-tokens"), FlagRule(FlagEffect.HARMLESS, drafts=True)),
+    **dict.fromkeys(
+        (
+            *("--per-request-spec-decode-metrics", "--reasoning-config", "--return-sampling-mask", "--use-fp64-gumbel"),
+            *("--enable-batch-sharded-sampling", "--max-logprobs", "--sparse-indexer-topk-backend", "--watermark"),
+            *("--enable-mamba-cache-stochastic-rounding", "--kv-cache-metrics-sample", "--limit-mm-per-prompt"),
+        ),
+        FlagRule(FlagEffect.HARMLESS),
+    ),
     # These touch no sampling, but run what others wrote, or open the engine to them.
     "--load-format": FlagRule(
         FlagEffect.REFUSED, "safetensors|fastsafetensors|runai_streamer|dummy", "other formats are unpickled"

@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -35,6 +35,7 @@ _KEY_BYTES = 32
 _REGISTERED, _RESTORING = "registered.json", "restoring.json"
 _ANNOUNCED, _ANNOUNCING = "announced.json", ".announced.lock"
 _TRAFFIC = "traffic"
+_Mark = TypeVar("_Mark", bound=msgspec.Struct)
 _GPU_HELD, _GPU_WANTED = "gpu.held", "gpu.wanted_by_{}"
 
 #: Seconds between two touches of the mark of traffic while there is any.
@@ -63,10 +64,7 @@ class AnnouncedEvent(msgspec.Struct, frozen=True):
 
 def registered_in(job_dir: Path) -> Registered:
     """What was registered by services that share this folder. A damaged file says nothing."""
-    try:
-        return msgspec.json.decode(read_unlinked(job_dir / _REGISTERED), type=Registered)
-    except (OSError, msgspec.MsgspecError):
-        return Registered()
+    return _read(job_dir / _REGISTERED, Registered) or Registered()
 
 
 def note_registered(job_dir: Path, version: int, epoch: int) -> None:
@@ -121,10 +119,8 @@ def newest_announced(job_dir: Path) -> int | None:
 
     A damaged file says nothing.
     """
-    try:
-        return msgspec.json.decode(read_unlinked(job_dir / _ANNOUNCED), type=AnnouncedEvent).event
-    except (OSError, msgspec.MsgspecError):
-        return None
+    found = _read(job_dir / _ANNOUNCED, AnnouncedEvent)
+    return None if found is None else found.event
 
 
 def note_announced(job_dir: Path, event: int) -> None:
@@ -243,6 +239,13 @@ def load_key(path: Path) -> bytes:
             "lose the feedback on replies given so far"
         )
     return key
+
+
+def _read(path: Path, kind: type[_Mark]) -> _Mark | None:
+    try:
+        return msgspec.json.decode(read_unlinked(path), type=kind)
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def _write(path: Path, mark: msgspec.Struct) -> None:

@@ -10,9 +10,9 @@ import structlog
 
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import LedgerError
+from tuneloop.shared.ledger.storage.ledger_clock import CLOCK_SKEW, ClockSkew
 from tuneloop.shared.ledger.storage.transactions import Transactions
 from tuneloop.shared.ledger.versions.alarms import Alarm, Alarms
-from tuneloop.shared.operations.clock_skew import CLOCK_SKEW, ClockSkew
 from tuneloop.shared.spool_format import SpoolStatus
 
 log = structlog.get_logger()

@@ -15,8 +15,8 @@ from tuneloop.shared.job_marks import require_restored
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage import revisions
+from tuneloop.shared.ledger.storage.ledger_clock import ClockSkew
 from tuneloop.shared.ledger.versions.versions import SERVABLE
-from tuneloop.shared.operations.clock_skew import ClockSkew
 from tuneloop.shared.operations.diagnosis import Reason, ago, diagnose, equation, moment, number
 from tuneloop.shared.operations.engines import EngineSummary, read_engines
 from tuneloop.shared.operations.older_ledger import find_older

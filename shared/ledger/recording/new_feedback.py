@@ -79,16 +79,12 @@ def outcomes_apart(rule: RewardRule, event: Feedback, rows: Sequence[RewardRow])
 
 
 def equal_texts(read: Read, texts: Collection[tuple[int, str | None]]) -> set[tuple[int, str | None]]:
-    """Those of the pairs of a stored event and a text in which it is the event's. Only as long texts are read."""
-    lengths = {(row, len(text)) for row, text in texts if text is not None}
-    as_long: list[int] = []
-    for portion in portions({row for row, _ in lengths}):
-        of_rows = select(feedback.c.id, func.length(feedback.c.text)).where(feedback.c.id.in_(portion))
-        as_long += [row for row, length in read(of_rows) if (row, length) in lengths]
+    """Those of the pairs of a stored event and a text in which it is the event's."""
     found: set[tuple[int, str | None]] = set()
-    for portion in portions(as_long):
-        of_texts = select(feedback.c.id, feedback.c.text).where(feedback.c.id.in_(portion))
-        found |= {(row, text) for row, text in read(of_texts)}
+    for portion in portions({row for row, _ in texts}):
+        found |= {
+            (row, text) for row, text in read(select(feedback.c.id, feedback.c.text).where(feedback.c.id.in_(portion)))
+        }
     return found & set(texts)
 
 

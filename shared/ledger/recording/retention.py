@@ -248,14 +248,15 @@ class Retention(LedgerPart):
         if in_work := {state for each in (bounds, *of_tenants.values()) for state in each} - set(PURGEABLE):
             raise ValueError(f"experiences that are {', '.join(sorted(in_work))} wait for the trainer")
         now, purged, parked = self._clock(), dict[State, int](), 0
-        for scope, within in ((_Scope(None, [*of_tenants]), bounds), *((_Scope(t), b) for t, b in of_tenants.items())):
+        for tenant, within in ((None, bounds), *of_tenants.items()):
             for state in (each for each in PURGEABLE if each in within):
-                found = self._purge(state, now - within[state], scope, dry_run, deleted)
+                theirs = _of_tenants(experiences, tenant, of_tenants)
+                found = self._purge(state, now - within[state], theirs, dry_run, deleted)
                 purged[state] = purged.get(state, 0) + found
             if State.RECORDED in within:
                 other = select(exchanges.c.msg_id).where(exchanges.c.msg_id == feedback.c.other_msg_id)
                 old = feedback.c.received_at < now - within[State.RECORDED]
-                waiting = and_(_PENDING, old, ~other.exists(), scope.of(feedback))
+                waiting = and_(_PENDING, old, ~other.exists(), _of_tenants(feedback, tenant, of_tenants))
                 if dry_run:
                     parked += int(self._read(select(func.count()).where(waiting))[0][0])
                     continue
@@ -339,17 +340,17 @@ class Retention(LedgerPart):
         return not busy
 
     def _purge(
-        self, state: State, before: float, scope: "_Scope", dry_run: bool, deleted: Callable[[int], object]
+        self, state: State, before: float, theirs: ColumnElement[bool], dry_run: bool, deleted: Callable[[int], object]
     ) -> int:
         repeat = experiences.alias()
         same = and_(repeat.c.msg_id == experiences.c.msg_id, repeat.c.choice == experiences.c.choice)
         untrained = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
         old = and_(
+            theirs,
             experiences.c.state == state,
             experiences.c.sampled_at < before,
             ~exists().where(same, repeat.c.correction > experiences.c.correction, repeat.c.state.in_(untrained)),
         )
-        old = and_(old, scope.of(experiences))
         if dry_run:
             return int(self._read(select(func.count()).where(old))[0][0])
         # The lower correction first: were the later one gone alone, it would be made again.
@@ -367,17 +368,11 @@ class Retention(LedgerPart):
         return total
 
 
-class _Scope(NamedTuple):
-    """Whose rows: a tenant's, or everybody's but those of some tenants."""
-
-    tenant: str | None
-    but: Sequence[str] = ()
-
-    def of(self, table: Table) -> ColumnElement[bool]:
-        """The rows of a table."""
-        if self.tenant is not None:
-            return table.c.tenant == self.tenant
-        return table.c.tenant.not_in(self.but) if self.but else true()
+def _of_tenants(table: Table, tenant: str | None, but: Collection[str]) -> ColumnElement[bool]:
+    """A tenant's rows, or everybody's but those of some tenants."""
+    if tenant is not None:
+        return table.c.tenant == tenant
+    return table.c.tenant.not_in(but) if but else true()
 
 
 def _columns() -> Any:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from sqlalchemy import Connection, Engine, extract, func, select
 
@@ -10,8 +11,35 @@ from tuneloop.shared import steady_time
 #: How often a process compares the ledger's time with the database's clock, in seconds.
 COMPARE_S = 10.0
 
-#: A clock that is further off was set: a process tells it, and goes on counting until it is restarted.
+#: A clock that is further off, in seconds, was set: a process tells it, and goes on counting until it is restarted.
 FOLLOWED_S = 5.0
+
+
+#: The alarm's name.
+CLOCK_SKEW = "clock_skew"
+
+
+class ClockSkew(NamedTuple):
+    """By how many seconds this machine's clock and the database's are ahead of the ledger's time."""
+
+    machine_s: float
+    database_s: float
+
+    @property
+    def wrong(self) -> bool:
+        """Whether somebody should look after one of them."""
+        return max(abs(self.machine_s), abs(self.database_s)) > FOLLOWED_S
+
+    @property
+    def sentence(self) -> str:
+        """The differences in words."""
+        return f"this machine's is {_off(self.machine_s)}, the database's {_off(self.database_s)}"
+
+
+def _off(seconds: float) -> str:
+    if abs(seconds) <= FOLLOWED_S:
+        return "right"
+    return f"{abs(seconds):.0f} s {'ahead' if seconds > 0 else 'behind'}"
 
 
 def database_time(connection: Connection) -> float:

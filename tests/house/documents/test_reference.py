@@ -14,8 +14,8 @@ from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.explorer.processes.own_alarms import QUARANTINED, REFUSES
 from tuneloop.explorer.versions import attestation, loading
 from tuneloop.shared.experience import Outcome, State, VersionState
+from tuneloop.shared.ledger.storage.ledger_clock import CLOCK_SKEW
 from tuneloop.shared.ledger.storage.schema import metadata
-from tuneloop.shared.operations.clock_skew import CLOCK_SKEW
 from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH, DISK_FULL
 from tuneloop.shared.operations.older_ledger import LEDGER_OLDER
 from tuneloop.shared.settings.serving import RolloutModelSettings

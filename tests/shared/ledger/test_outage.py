@@ -3,6 +3,7 @@
 import os
 import shutil
 import sqlite3
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,6 +106,15 @@ def test_a_file_that_another_program_has_locked_is_unavailable(sqlite_place: Pla
     other.close()
     ledger.recording.record([exchange()])
     assert ledger.reports.counts()[State.RECORDED] == 1
+    ledger.close()
+
+
+def test_a_folder_that_is_not_there_is_unavailable() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        url = f"sqlite:///{folder}/gone/ledger.db"
+    ledger = Ledger(database.connect(url))
+    with pytest.raises(LedgerUnavailable, match="unable to open"):
+        ledger.reports.counts()
     ledger.close()
 
 

@@ -51,10 +51,23 @@ def sft(
     if reason := _why_unusable(reply):
         return reason
     edited = latest_edit(reply)
-    if edited is None and (reason := _why_no_answer(reply, everything) or _why_too_low(reply, min_reward, everything)):
-        return reason
-    answer = _answer(reply) if edited is None else _edited_answer(edited)
-    reasoning = _reasoning(reply, vocabulary) if edited is None else _edited_reasoning(edited)
+    if edited is not None:
+        answer = _edited_answer(edited)
+        message = _written_message(edited.text) or {}
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+    else:
+        if reason := _why_no_answer(reply, everything):
+            return reason
+        if reply.reward is None:
+            if reply.reason != NO_TOKEN_IDS and (not everything or min_reward is not None):
+                return "no reward"
+        elif min_reward is not None and reply.reward < min_reward:
+            return "too low a reward"
+        answer = _answer(reply)
+        # What the reply's tokens spell in its think block, where that is not in its text.
+        pieces = None if vocabulary is None or _CLOSE in reply.text else vocabulary.spell(reply.numbers[1])
+        thought, closed, _ = b"".join(pieces or ()).decode(errors="replace").partition(_CLOSE)
+        reasoning = thought.rpartition("<think>")[2].strip("\n") if closed else None
     answer |= {"reasoning_content": reasoning} if reasoning else {}
     row = {"messages": [*_messages(reply), answer], **_tools(reply), "reward": reply.reward}
     return row | _labels(reply) | {"feedback_sources": _sources([edited] if edited is not None else reply.events)}
@@ -148,7 +161,12 @@ def current_preferences(reply: ExportedReply) -> Iterator[Any]:
 
 def preference_between(one: ExportedReply, other: ExportedReply) -> Any | None:
     """The last event that prefers either of the two to the other."""
-    events = [event for a, b in ((one, other), (other, one)) for event in current_preferences(a) if _is_other(event, b)]
+    events = [
+        event
+        for a, b in ((one, other), (other, one))
+        for event in current_preferences(a)
+        if event.other_msg_id == b.msg_id and event.other_choice in (None, b.choice)
+    ]
     return max(events, key=lambda event: event.id, default=None)
 
 
@@ -171,10 +189,6 @@ def best_and_worst(ranked: Sequence[Ranked], *, margin: float) -> Iterator[tuple
             yield int(ids[best]), int(ids[worst])
 
 
-def _is_other(event: Any, reply: ExportedReply) -> bool:
-    return event.other_msg_id == reply.msg_id and event.other_choice in (None, reply.choice)
-
-
 def _why_unusable(reply: ExportedReply) -> str | None:
     if reply.reason == "opt_out":
         return "opted out of training"
@@ -189,13 +203,6 @@ def _why_no_answer(reply: ExportedReply, everything: bool = False) -> str | None
     if (reply.reason in NO_ANSWER or reply.finish_reason is None) and not everything:
         return "cut off"
     return None
-
-
-def _why_too_low(reply: ExportedReply, min_reward: float | None, everything: bool) -> str | None:
-    if reply.reward is None:
-        is_example = reply.reason == NO_TOKEN_IDS
-        return None if is_example or (everything and min_reward is None) else "no reward"
-    return "too low a reward" if min_reward is not None and reply.reward < min_reward else None
 
 
 def _pair(reply: ExportedReply, other: ExportedReply | None, answers: Row, *, source: str) -> Row:
@@ -234,18 +241,6 @@ def _edited_answer(event: Any) -> Message:
         return {"role": "assistant", "content": event.text}
     calls = message.get("tool_calls")
     return {"role": "assistant", "content": message.get("content") or ""} | ({"tool_calls": calls} if calls else {})
-
-
-def _edited_reasoning(event: Any) -> str | None:
-    message = _written_message(event.text) or {}
-    return message.get("reasoning_content") or message.get("reasoning")
-
-
-def _reasoning(reply: ExportedReply, vocabulary: Vocabulary | None) -> str | None:
-    """What the reply's tokens spell in its think block, where that is not in its text."""
-    pieces = None if vocabulary is None or _CLOSE in reply.text else vocabulary.spell(reply.numbers[1])
-    thought, closed, _ = b"".join(pieces or ()).decode(errors="replace").partition(_CLOSE)
-    return thought.rpartition("<think>")[2].strip("\n") if closed else None
 
 
 def _written_message(text: str) -> Message | None:

@@ -1,8 +1,10 @@
 """This file is `tuneloop export`: rows of the ledger, in the formats that TRL and Hugging Face datasets read."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, NamedTuple, assert_never
 
@@ -11,8 +13,7 @@ import typer
 from tuneloop.cli import export_formats
 from tuneloop.cli.export_formats import Format, Row
 from tuneloop.cli.files import Draft, in_turn
-from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json
-from tuneloop.cli.progress import with_progress
+from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, TenantOption, echo, echo_json, with_progress
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import Kind, State
 from tuneloop.shared.ledger.export import PAGE, ExportedReply, Selection
@@ -56,29 +57,23 @@ def export(ledger: Ledger, request: ExportRequest, path: Path) -> ExportResult:
                     left_out[row] += 1
                 else:
                     draft.write(row)
-            with in_turn(path):  # before the transaction, in which nobody waits for the erasure of a large file
-                published = _publish(ledger, request, draft, path, unless=erased)
-            if published:
-                return ExportResult(draft.rows, left_out)
+            written = False
 
+            def publish(draft: Draft = draft) -> None:
+                nonlocal written
+                draft.publish()
+                written = True
 
-def _publish(ledger: Ledger, request: ExportRequest, draft: Draft, path: Path, *, unless: object) -> bool:
-    published = False
-
-    def publish() -> None:
-        nonlocal published
-        draft.publish()
-        published = True
-
-    try:
-        return ledger.exports.record_file(
-            str(path), request.format, draft.rows, of=request.selection, unless=unless, publish=publish
-        )
-    except BaseException:
-        # No erasure would reach a file that the ledger does not list.
-        if published:
-            path.unlink(missing_ok=True)
-        raise
+            try:
+                with in_turn(path):  # before the transaction, in which nobody waits for the erasure of a large file
+                    if ledger.exports.record_file(
+                        str(path), request.format, draft.rows, of=request.selection, unless=erased, publish=publish
+                    ):
+                        return ExportResult(draft.rows, left_out)
+            except BaseException:
+                if written:  # no erasure would reach a file that the ledger does not list
+                    path.unlink(missing_ok=True)
+                raise
 
 
 def _rows(ledger: Ledger, request: ExportRequest) -> Iterator[Row | str]:
@@ -96,15 +91,12 @@ def _rows(ledger: Ledger, request: ExportRequest) -> Iterator[Row | str]:
                 yield export_formats.kto(reply, everything=request.everything)
         case Format.DPO:
             yield from _preferred_pairs(ledger, request)
-            ranked_replies = list(ledger.exports.ranked_replies(request.selection, export_formats.digest))
-            for pairs in _in_pages(export_formats.best_and_worst(ranked_replies, margin=request.margin)):
-                replies = ledger.exports.replies_by_id({each for pair in pairs for each in pair})
-                for best, worst in pairs:
-                    if best in replies and worst in replies:
-                        yield _pair_by_reward(replies[best], replies[worst], request)
+            yield from _pairs_by_reward(ledger, request)
         case Format.EXPERIENCES:
             for page in ledger.exports.replies(request.selection, everything=True):
-                yield from (_experience(reply, request) for reply in page)
+                for reply in page:
+                    low = request.min_reward is not None and (reply.reward is None or reply.reward < request.min_reward)
+                    yield "too low a reward" if low else export_formats.experience(reply)
         case never:
             assert_never(never)
 
@@ -114,16 +106,14 @@ def _replies(ledger: Ledger, request: ExportRequest) -> Iterator[ExportedReply]:
         yield from page
 
 
-def _experience(reply: ExportedReply, request: ExportRequest) -> Row | str:
-    if request.min_reward is not None and (reply.reward is None or reply.reward < request.min_reward):
-        return "too low a reward"
-    return export_formats.experience(reply)
-
-
 def _preferred_pairs(ledger: Ledger, request: ExportRequest) -> Iterator[Row | str]:
     """Pairs by an edited answer, or by a preference."""
     for page in ledger.exports.replies(request.selection):
-        others = _other_replies(ledger, request, page)
+        msg_ids = {event.other_msg_id for reply in page for event in reply.events if event.kind == Kind.PREFERENCE}
+        others: dict[tuple[str, int | None], ExportedReply] = {}  # by msg_id and choice; without a choice, the first
+        for reply in ledger.exports.replies_named(request.selection.tenant, msg_ids):
+            others[reply.msg_id, reply.choice] = reply
+            others.setdefault((reply.msg_id, None), reply)
         for reply in page:
             if export_formats.latest_edit(reply) is not None:
                 yield export_formats.dpo_of_edit(reply)
@@ -132,45 +122,27 @@ def _preferred_pairs(ledger: Ledger, request: ExportRequest) -> Iterator[Row | s
             ):
                 if (other := others.get(name)) is None:
                     yield "the other reply is not in the ledger"
-                elif _is_better(reply, other):
-                    event = export_formats.preference_between(reply, other)
+                    continue
+                event = export_formats.preference_between(reply, other)
+                if event is not None and event.msg_id == reply.msg_id and event.choice in (None, reply.choice):
                     yield export_formats.dpo_of_two(reply, other, source="preference", events=[event])
 
 
-def _other_replies(
-    ledger: Ledger, request: ExportRequest, page: Iterable[ExportedReply]
-) -> dict[tuple[str, int | None], ExportedReply]:
-    """The rejected replies of the page's preferences, by msg_id and choice; without a choice, the first."""
-    msg_ids = {event.other_msg_id for reply in page for event in reply.events if event.kind == Kind.PREFERENCE}
-    found: dict[tuple[str, int | None], ExportedReply] = {}
-    for reply in ledger.exports.replies_named(request.selection.tenant, msg_ids):
-        found[reply.msg_id, reply.choice] = reply
-        found.setdefault((reply.msg_id, None), reply)
-    return found
-
-
-def _is_better(reply: ExportedReply, other: ExportedReply) -> bool:
-    last = export_formats.preference_between(reply, other)
-    return last is not None and last.msg_id == reply.msg_id and last.choice in (None, reply.choice)
-
-
-def _pair_by_reward(best: ExportedReply, worst: ExportedReply, request: ExportRequest) -> Row | str:
-    if request.min_reward is not None and (best.reward or 0.0) < request.min_reward:
-        return "too low a reward"
-    if export_formats.preference_between(best, worst) is not None:
-        return "paired by a preference already"
-    return export_formats.dpo_of_two(best, worst, source="reward", events=[*best.events, *worst.events])
-
-
-def _in_pages(pairs: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    page: list[tuple[int, int]] = []
-    for pair in pairs:
-        page.append(pair)
-        if len(page) == PAGE:
-            yield page
-            page = []
-    if page:
-        yield page
+def _pairs_by_reward(ledger: Ledger, request: ExportRequest) -> Iterator[Row | str]:
+    ranked = list(ledger.exports.ranked_replies(request.selection, export_formats.digest))
+    pairs = export_formats.best_and_worst(ranked, margin=request.margin)
+    while page := list(islice(pairs, PAGE)):
+        replies = ledger.exports.replies_by_id({each for pair in page for each in pair})
+        for best, worst in ((replies.get(best), replies.get(worst)) for best, worst in page):
+            if best is None or worst is None:
+                continue
+            if request.min_reward is not None and (best.reward or 0.0) < request.min_reward:
+                yield "too low a reward"
+            elif export_formats.preference_between(best, worst) is not None:
+                yield "paired by a preference already"
+            else:
+                events = [*best.events, *worst.events]
+                yield export_formats.dpo_of_two(best, worst, source="reward", events=events)
 
 
 def _timestamp(text: str) -> float:
@@ -179,12 +151,6 @@ def _timestamp(text: str) -> float:
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a time; write 2026-01-31 or 2026-01-31T12:00:00+01:00") from None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-
-
-_Moment = float | None
-
-
-_Tenant = Annotated[str, typer.Option(help="Whose replies; of imported conversations, whose they become.")]
 
 
 def export_(
@@ -202,7 +168,7 @@ def export_(
     ] = None,
     task: Annotated[str | None, typer.Option(help="Only this task_id.")] = None,
     all: Annotated[bool, typer.Option("--all", help="sft, kto: also replies cut off; sft: without a reward.")] = False,
-    tenant: _Tenant = "default",
+    tenant: TenantOption = "default",
     set_: SetOption = None,
     for_programs: JsonOption = False,
 ) -> None:
@@ -219,11 +185,8 @@ def export_(
         raise EnvironmentRefused("the database is empty: nothing has been recorded with these settings")
     if present != newest:
         raise EnvironmentRefused(f"the database has schema {present}, not {newest}: run tuneloop db upgrade")
-    ledger = Ledger.of(settings)
-    try:
+    with closing(Ledger.of(settings)) as ledger:
         result = export(ledger, request, to)
-    finally:
-        ledger.close()
     if for_programs:
         echo_json({"file": str(to), "rows": result.rows, "left_out": dict(sorted(result.left_out.items()))})
         return

@@ -11,7 +11,7 @@ import yaml
 
 from tests.doubles.warm.commands import run_tuneloop
 from tests.doubles.warm.process import WarmProcess
-from tuneloop.cli.package_names import refuse_foreign_packages
+from tuneloop.cli.main import refuse_foreign_packages
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.ledger.storage.revisions import newest

@@ -10,8 +10,8 @@ from typer.testing import CliRunner, Result
 
 from tests.databases import put_file
 from tests.factories import committed, exchange, experience, feedback, ids, published, rewarded
-from tuneloop.cli.erasure import seconds
 from tuneloop.cli.main import app
+from tuneloop.cli.options import seconds
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import State
 from tuneloop.shared.job_marks import KEY, load_key

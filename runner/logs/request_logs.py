@@ -232,20 +232,23 @@ def _pages(
 ) -> Iterator[dict[str, Any]]:
     after: dict[str, str] = {}
     while True:
-        page = get_json(client, url, headers, {**query, **after, "limit": str(_PAGE), "order": "asc"})
+        params = {**query, **after, "limit": str(_PAGE), "order": "asc"}
+        page = ask_service(client, "GET", url, params=params, headers=headers)
+        if not isinstance(page.get("data"), list):
+            raise ServiceRefused(f"{url} answered with no list: {str(page)[:200]}")
         yield from page["data"]
         if not page.get("has_more") or not page["data"]:
             return
         after = {"after": str(page["data"][-1]["id"])}
 
 
-def get_json(client: httpx.Client, url: str, headers: Mapping[str, str], query: Mapping[str, str]) -> dict[str, Any]:
-    """The list that a service answers with. Raises ServiceRefused."""
+def ask_service(client: httpx.Client, method: str, url: str, **how: Any) -> dict[str, Any]:
+    """The object that a service answers with. Raises ServiceRefused."""
     try:
-        answer = client.get(url, params=query, headers=headers)
-        read = answer.json() if answer.is_success else None
-    except (httpx.HTTPError, ValueError) as error:
-        raise ServiceRefused(f"{url} does not answer: {error!r}") from None
-    if not isinstance(read, dict) or not isinstance(read.get("data"), list):
-        raise ServiceRefused(f"{url} answered {answer.status_code}: {answer.text[:200]}")
+        answer = client.request(method, url, **how)
+        read = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise ServiceRefused(f"the service does not answer: {url}: {error!r}") from None
+    if not answer.is_success or not isinstance(read, dict):
+        raise ServiceRefused.of_answer(answer.status_code, read)
     return read

@@ -1,9 +1,7 @@
 """A dataset of tasks: JSON lines, JSON and CSV read here, everything else by Hugging Face `datasets`."""
 
 import csv
-import hashlib
 import json
-import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,16 +100,6 @@ _SPLIT = re.compile(r"(?P<name>[\w.-]+)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?
 _AFTER_SPLIT = "-_."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskVisit:
-    """A task when its turn comes. `task_key` is the same for the same row in every run and every epoch."""
-
-    epoch: int
-    position: int
-    task_key: str
-    task: Task
-
-
 @dataclass(slots=True)
 class DatasetConfig:
     """Where tasks come from, and how often they are gone through.
@@ -146,20 +134,6 @@ class DatasetConfig:
         tasks = list(self._rows())
         self._require(tasks)
         return tasks
-
-    def visits(self, *, batch_size: int = 1, shuffle: bool = False, seed: int = 0) -> Iterator[TaskVisit]:
-        """The tasks in the order of training, epoch after epoch; each epoch in an order of its own with `shuffle`."""
-        tasks = self.tasks()
-        keys = [task_key(task) for task in tasks]
-        count = self.total_epochs * len(tasks) if self.total_steps is None else self.total_steps * batch_size
-        order = list(range(len(tasks)))
-        for position in range(count):
-            epoch, place = divmod(position, len(tasks))
-            if shuffle and not place:
-                order = list(range(len(tasks)))
-                random.Random(f"{seed}/{epoch}").shuffle(order)
-            at = order[place]
-            yield TaskVisit(epoch=epoch, position=position, task_key=keys[at], task=tasks[at])
 
     def _require(self, tasks: Sequence[Task]) -> None:
         if not tasks:
@@ -225,12 +199,6 @@ class _Slice:
     name: str
     start: str | None
     stop: str | None
-
-
-def task_key(task: Mapping[str, Any]) -> str:
-    """Sixteen characters that are the same for the same row, whatever the order of its fields or of the dataset."""
-    text = json.dumps(task, sort_keys=True, ensure_ascii=False, default=str)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def splits_of(folder: Path) -> dict[str, list[Path]]:

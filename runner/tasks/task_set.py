@@ -315,12 +315,6 @@ def normalise(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def likeness(one: str, other: str) -> float:
-    """The share of the shingles of two texts that both have."""
-    a, b = _shingles(normalise(one)), _shingles(normalise(other))
-    return len(a & b) / len(a | b)
-
-
 class _Text:
     """A task as it is compared: its question, and what stood before it."""
 

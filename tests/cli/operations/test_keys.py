@@ -5,20 +5,11 @@ import os
 from pathlib import Path
 
 import pytest
-import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
 from tuneloop.cli.main import app
 from tuneloop.shared.errors import KeyRefused, SettingsError, TuneloopError
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    """Settings of an experiment whose database is not there yet."""
-    path = tmp_path / "x.yaml"
-    path.write_text(yaml.safe_dump({"checkpoint_root_dir": str(tmp_path), "model": {"model_path": "some/model"}}))
-    return path
 
 
 def invoke(*arguments: str) -> Result:

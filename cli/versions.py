@@ -96,7 +96,7 @@ def promote_(
     for_programs: JsonOption = False,
 ) -> None:
     """Make a version the champion, an older one too."""
-    asked = _decision_request(by, reason, expect)
+    asked = DecisionRequest(by or operator_name(), reason.strip(), expect)
     sentence = "version {version} is the champion; {served}"
     _decide(config, set_, lambda ledger: promote(ledger, version, asked), sentence, for_programs=for_programs)
 
@@ -112,7 +112,7 @@ def roll_back_(
     for_programs: JsonOption = False,
 ) -> None:
     """Take a version out of service for good: the canary, or the champion if there is none, unless one is given."""
-    asked = _decision_request(by, reason, expect)
+    asked = DecisionRequest(by or operator_name(), reason.strip(), expect)
     sentence = "version {version} is rolled back; version {champion} is the champion; {served}"
     _decide(config, set_, lambda ledger: roll_back(ledger, version, asked), sentence, for_programs=for_programs)
 
@@ -127,7 +127,7 @@ def reject_(
     for_programs: JsonOption = False,
 ) -> None:
     """Say of a candidate, or a retired version, that it must never be served."""
-    asked = _decision_request(by, reason)
+    asked = DecisionRequest(by or operator_name(), reason.strip())
     sentence = "version {version} is rejected; version {champion} is the champion"
     _decide(config, set_, lambda ledger: reject(ledger, version, asked), sentence, for_programs=for_programs)
 
@@ -143,7 +143,7 @@ def pin_(
     for_programs: JsonOption = False,
 ) -> None:
     """Serve a version, and no other until it is unpinned."""
-    asked = _decision_request(by, reason, expect)
+    asked = DecisionRequest(by or operator_name(), reason.strip(), expect)
     sentence = "version {version} is pinned, and the champion until it is unpinned; {served}"
     _decide(config, set_, lambda ledger: pin(ledger, version, asked), sentence, for_programs=for_programs)
 
@@ -157,13 +157,9 @@ def unpin_(
     for_programs: JsonOption = False,
 ) -> None:
     """Let newer versions be served again."""
-    asked = _decision_request(by, reason)
+    asked = DecisionRequest(by or operator_name(), reason.strip())
     sentence = "version {version} is unpinned; {served}"
     _decide(config, set_, lambda ledger: unpin(ledger, asked), sentence, for_programs=for_programs)
-
-
-def _decision_request(by: str | None, reason: str, expect: int | None = None) -> DecisionRequest:
-    return DecisionRequest(by or operator_name(), reason.strip(), expect)
 
 
 def _decide(

@@ -200,7 +200,15 @@ class Attempts:
             raise RunFailed(FailureKind.NO_REWARD, f"{sorted(unknown)} is rewarded; the trained models are {names}")
         if not by_name:
             raise RunFailed(FailureKind.NO_REWARD, "the reward is an empty mapping")
-        rewards = {name: _number(value) for name, value in by_name.items()}
+        rewards = {}
+        for name, value in by_name.items():
+            try:
+                rewards[name] = float(value)
+            except (TypeError, ValueError):
+                raise RunFailed(FailureKind.BAD_REWARD, f"the reward is {value!r}") from None
+            if not abs(rewards[name]) <= MAX_REWARD:
+                sentence = f"the reward is {rewards[name]}, not within ±{MAX_REWARD:g}"
+                raise RunFailed(FailureKind.BAD_REWARD, sentence)
         # The metrics that are numbers a service takes.
         found = {}
         for name, value in metrics.items():
@@ -296,16 +304,6 @@ def _require_answers(runs: Mapping[str, Run]) -> None:
             raise RunFailed(FailureKind.SERVICE_AWAY, sentence, again=True)
 
 
-def _number(value: object) -> float:
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise RunFailed(FailureKind.BAD_REWARD, f"the reward is {value!r}") from None
-    if not abs(number) <= MAX_REWARD:
-        raise RunFailed(FailureKind.BAD_REWARD, f"the reward is {number}, not within ±{MAX_REWARD:g}")
-    return number
-
-
 def _result(member: Member, run_id: str, **how: Any) -> RunResult:
     return RunResult(
         step=member.step,
@@ -363,25 +361,22 @@ class RewardOutbox:
             while self._waiting:
                 await asyncio.sleep(_GATHER_S)
                 batch, self._waiting = self._waiting[:_MOST_AT_ONCE], self._waiting[_MOST_AT_ONCE:]
-                await self._send(batch)
+                results, failure = [result for result, _ in batch], None
+                try:
+                    await self._journal.append(*map(result_line, results))
+                    await self._give([result for result in results if result.rewards])
+                except BaseException as error:
+                    failure = error
+                    if not isinstance(error, Exception):
+                        raise
+                finally:
+                    for future in [each for _, each in batch if not each.done()]:
+                        if failure is None:
+                            future.set_result(None)
+                        else:
+                            future.set_exception(failure)
         finally:
             self._sending = None
-
-    async def _send(self, batch: Sequence[tuple[RunResult, asyncio.Future[None]]]) -> None:
-        try:
-            results = [result for result, _ in batch]
-            await self._journal.append(*map(result_line, results))
-            await self._give([result for result in results if result.rewards])
-        except BaseException as error:
-            for _, future in batch:
-                if not future.done():
-                    future.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
-        else:
-            for _, future in batch:
-                if not future.done():
-                    future.set_result(None)
 
     async def _give(self, results: Sequence[RunResult]) -> None:
         """Rewards first, in a call of their own: what is said of a run's reward must not be hidden by its metrics."""

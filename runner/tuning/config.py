@@ -409,6 +409,23 @@ def service_settings(
             "train at 1.0"
         )
     gpus = count_gpus() if gpus is None else gpus
+    rollout: Settings = {
+        "engine_num": model.inference_engine_num,
+        "tensor_parallel_size": model.tensor_parallel_size,
+        "enable_auto_tool_choice": model.tool_call_parser is not None,
+        "tool_call_parser": model.tool_call_parser,
+        "reasoning_parser": model.reasoning_parser,
+    }
+    wanted = model.inference_engine_num * model.tensor_parallel_size
+    if not gpus:
+        rollout["dtype"] = "float32"
+    elif wanted > gpus:
+        raise TuneRefused(
+            f"TunerModelConfig: inference_engine_num {model.inference_engine_num} x tensor_parallel_size "
+            f"{model.tensor_parallel_size} is more than the {gpus} GPUs that there are"
+        )
+    elif wanted == gpus:
+        rollout["gpu_memory_utilization"] = _SHARED_GPU
     # The runs of a task are trained on together where the method compares them, the calls of a run anywhere else.
     compared = algorithm.algorithm_type in OF_GROUPS
     buffer: Settings = {
@@ -441,7 +458,7 @@ def service_settings(
         "explorer": {
             "listen_address": "127.0.0.1",
             "proxy_port": place.port,
-            "rollout_model": _rollout_model(model, gpus),
+            "rollout_model": rollout,
         },
         "trainer": {"save_interval": 1},
         "buffer": buffer,
@@ -473,24 +490,3 @@ def count_gpus() -> int:
     except (OSError, subprocess.SubprocessError):
         return 0
     return sum(line.startswith("GPU ") for line in listed.splitlines())
-
-
-def _rollout_model(model: TunerModelConfig, gpus: int) -> Settings:
-    found: Settings = {
-        "engine_num": model.inference_engine_num,
-        "tensor_parallel_size": model.tensor_parallel_size,
-        "enable_auto_tool_choice": model.tool_call_parser is not None,
-        "tool_call_parser": model.tool_call_parser,
-        "reasoning_parser": model.reasoning_parser,
-    }
-    wanted = model.inference_engine_num * model.tensor_parallel_size
-    if gpus and wanted > gpus:
-        raise TuneRefused(
-            f"TunerModelConfig: inference_engine_num {model.inference_engine_num} x tensor_parallel_size "
-            f"{model.tensor_parallel_size} is more than the {gpus} GPUs that there are"
-        )
-    if gpus and wanted == gpus:
-        found["gpu_memory_utilization"] = _SHARED_GPU
-    if not gpus:
-        found["dtype"] = "float32"
-    return found

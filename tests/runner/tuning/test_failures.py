@@ -13,6 +13,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from tests.doubles.serving import serving
 from tests.runner.tuning.service_double import MODEL, ServiceDouble
+from tests.runner.tuning.tuned import tuned
 from tuneloop.runner import AlgorithmConfig, JudgeOutput, TuneFailed, TuneRefused, WorkflowOutput, tune
 
 TASKS = [{"question": f"{n}+1", "bad": n % 4 == 3} for n in range(8)]
@@ -114,15 +115,7 @@ def test_a_run_that_fails_is_counted_by_kind_and_not_rewarded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], failure: Callable[..., Any], kind: str
 ) -> None:
     double = ServiceDouble()
-    with serving(double) as url:
-        result = tune(
-            workflow_func=workflow_with(failure),
-            train_dataset=TASKS,
-            algorithm=STEPS,
-            service=url,
-            checkpoint_root_dir=tmp_path,
-            run_timeout=1.5 if failure is hangs else 60.0,
-        )
+    result = tuned(double, tmp_path, workflow_with(failure), TASKS, run_timeout=1.5 if failure is hangs else 60.0)
     assert result.failures == {kind: 4}
     assert [(each.runs, each.failed) for each in result.history] == [(8, 2), (8, 2)]
     bad = {f"{result.folder.name}:{place}" for place in (3, 7)}
@@ -144,15 +137,7 @@ def test_a_run_that_raises_once_is_tried_again_under_another_name(tmp_path: Path
             raise ConnectionError("the tool's server hiccuped")
         return WorkflowOutput(reward=1.0)
 
-    with serving(double) as url:
-        result = tune(
-            workflow_func=moody,
-            train_dataset=TASKS[:1],
-            algorithm=STEPS,
-            service=url,
-            checkpoint_root_dir=tmp_path,
-            concurrency=1,
-        )
+    result = tuned(double, tmp_path, moody, TASKS[:1], concurrency=1)
     assert result.failures == {}
     assert sorted(run for _, run in double.calls) == ["0", "0.1.1", "1"]
     assert sorted(run for _, run in double.rewards) == ["0.1.1", "1"]
@@ -168,15 +153,7 @@ def test_a_judge_that_raises_is_asked_again_and_then_counted(tmp_path: Path) -> 
         return JudgeOutput(reward=1.0)
 
     double = ServiceDouble()
-    with serving(double) as url:
-        result = tune(
-            workflow_func=gives_no_reward,
-            judge_func=judge,
-            train_dataset=TASKS,
-            algorithm=STEPS,
-            service=url,
-            checkpoint_root_dir=tmp_path,
-        )
+    result = tuned(double, tmp_path, gives_no_reward, TASKS, judge_func=judge)
     assert result.failures == {"judge raised": 4}
     assert len(double.calls) == 16, "the workflow is not run again for its judge"
 
@@ -192,17 +169,7 @@ def test_a_judge_that_fails_while_the_service_is_away_is_asked_when_it_is_back(t
             raise ConnectionError("the service is away")
         return JudgeOutput(reward=1.0)
 
-    with serving(double) as url:
-        result = tune(
-            workflow_func=gives_no_reward,
-            judge_func=judge,
-            train_dataset=TASKS[:1],
-            algorithm=STEPS,
-            service=url,
-            checkpoint_root_dir=tmp_path,
-            retries=0,
-            concurrency=1,
-        )
+    result = tuned(double, tmp_path, gives_no_reward, TASKS[:1], judge_func=judge, retries=0, concurrency=1)
     assert result.failures.keys() <= {"service away", "workflow raised"}
     assert result.failures["service away"] >= 1
     assert len(asked) == 3
@@ -217,18 +184,9 @@ def test_workflows_go_on_while_judges_think(tmp_path: Path) -> None:
         all_asked.set()
         return JudgeOutput(reward=1.0)
 
-    with serving(double) as url:
-        result = tune(
-            workflow_func=gives_no_reward,
-            judge_func=judge,
-            train_dataset=TASKS[:4],
-            algorithm=STEPS,
-            service=url,
-            checkpoint_root_dir=tmp_path,
-            concurrency=2,
-            run_timeout=20,
-            retries=0,
-        )
+    result = tuned(
+        double, tmp_path, gives_no_reward, TASKS[:4], judge_func=judge, concurrency=2, run_timeout=20, retries=0
+    )
     assert result.failures == {}
     assert double.most_in_flight <= 2
     assert all_asked.is_set()

@@ -61,11 +61,19 @@ def create(
 ) -> None:
     """Make a key, and print it: it is told once. A database that is not there yet is made."""
     tenant, slash, own_name = name.rpartition("/")
+    limits: dict[str, int] = {}
+    for text in limit or ():
+        limited, _, value = text.partition("=")
+        if limited not in KeyLimits.__struct_fields__ or not (value.isascii() and value.isdigit()):
+            raise KeyRefused(
+                f"--limit {text}: write NAME=N, a whole number, with one of {', '.join(KeyLimits.__struct_fields__)}"
+            )
+        limits[limited] = int(value)
     grant = KeyGrant(
         name=own_name,
         scopes=tuple(scope or (Scope.INFERENCE, Scope.FEEDBACK)),
         tenant=tenant if slash else DEFAULT_TENANT,
-        limits=parse_limits(limit or ()),
+        limits=KeyLimits(**limits),
         expires_in=expires_in,
     )
     settings = read_settings(config, set_ or ()).valid_settings()
@@ -123,19 +131,6 @@ def audit(config: ConfigOption, set_: SetOption = None, last: _Last = 50, for_pr
         for each in events
     ]
     echo("\n".join(lines) or "no key was made yet")
-
-
-def parse_limits(texts: list[str] | tuple[str, ...]) -> KeyLimits:
-    """The limits of options such as requests_per_minute=60. Raises KeyRefused."""
-    limits: dict[str, int] = {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        if name not in KeyLimits.__struct_fields__ or not (value.isascii() and value.isdigit()):
-            raise KeyRefused(
-                f"--limit {text}: write NAME=N, a whole number, with one of {', '.join(KeyLimits.__struct_fields__)}"
-            )
-        limits[name] = int(value)
-    return KeyLimits(**limits)
 
 
 def key_report(key: AccessKey) -> dict[str, object]:

@@ -12,8 +12,10 @@ import typer
 
 from tuneloop.cli import exports, imports, keys, operations, rewards, settings, versions
 from tuneloop.cli.both import supervise
+from tuneloop.cli.capacity_plan import plan
 from tuneloop.cli.command_group import CommandGroup
 from tuneloop.cli.erasure import erase_, purge
+from tuneloop.cli.init import init
 from tuneloop.cli.options import (
     ConfigOption,
     JsonOption,
@@ -45,7 +47,11 @@ app = typer.Typer(
 )
 db_app = typer.Typer(help="The database that holds the experiences.", no_args_is_help=True, cls=CommandGroup)
 app.add_typer(db_app, name="db")
-settings.add_to(app)
+app.add_typer(settings.config_app, name="config")
+app.command()(init)
+app.command()(plan)
+app.command()(settings.validate)
+app.command()(settings.schema)
 app.command("export")(exports.export_)
 app.command("import")(imports.import_)
 app.add_typer(rewards.app, name="rewards")

@@ -8,9 +8,7 @@ from typing import Annotated, Any, get_args
 import typer
 import yaml
 
-from tuneloop.cli.capacity_plan import plan
 from tuneloop.cli.command_group import CommandGroup
-from tuneloop.cli.init import init
 from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json
 from tuneloop.shared.errors import DatabaseAway, LedgerUnavailable, SettingsError
 from tuneloop.shared.ledger.facts import find_ignored_feedback
@@ -32,16 +30,7 @@ _OF_THE_PAGE = (
 )
 
 
-def add_to(app: typer.Typer) -> None:
-    """Give the command line these commands."""
-    config_app = typer.Typer(help="The settings.", no_args_is_help=True, cls=CommandGroup)
-    config_app.command("show")(show)
-    config_app.command("schema")(schema)
-    app.add_typer(config_app, name="config")
-    app.command("init")(init)
-    app.command("plan")(plan)
-    app.command("validate")(validate)
-    app.command("schema")(schema)
+config_app = typer.Typer(help="The settings.", no_args_is_help=True, cls=CommandGroup)
 
 
 def validate(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
@@ -112,6 +101,7 @@ def summary_of(settings: Settings) -> list[tuple[str, str]]:
     return lines
 
 
+@config_app.command()
 def show(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
     """Print every option as it will be used, as YAML. Secrets are hidden."""
     values = read_settings(config, set_ or ()).valid_settings().model_dump(mode="json")
@@ -121,6 +111,7 @@ def show(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption 
     typer.echo(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), nl=False)
 
 
+@config_app.command()
 def schema() -> None:
     """Print the JSON schema of the settings file, for editors."""
     schema = _for_editors(Settings.model_json_schema())

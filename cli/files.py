@@ -9,6 +9,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from enum import StrEnum
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
@@ -16,7 +17,6 @@ from typing import Any, BinaryIO, NamedTuple, Self
 import numpy as np
 import orjson
 
-from tuneloop.cli.export_formats import Format, Row
 from tuneloop.shared.errors import EnvironmentRefused, FileRefused
 from tuneloop.shared.held_files import new_unlinked
 
@@ -24,6 +24,18 @@ from tuneloop.shared.held_files import new_unlinked
 _GROUP = 1000
 
 _CONVERSATIONS = ("messages", "prompt", "chosen", "rejected", "completion")
+
+
+Row = dict[str, Any]
+
+
+class Format(StrEnum):
+    """What an exported file is for."""
+
+    SFT = "sft"
+    DPO = "dpo"
+    KTO = "kto"
+    EXPERIENCES = "experiences"
 
 
 class RowLocation(NamedTuple):

@@ -17,7 +17,7 @@ import orjson
 import typer
 
 from tuneloop.cli import files
-from tuneloop.cli.export_formats import NO_TOKEN_IDS
+from tuneloop.cli.exports import NO_TOKEN_IDS
 from tuneloop.cli.files import RowLocation
 from tuneloop.cli.options import (
     ConfigOption,

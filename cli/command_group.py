@@ -44,7 +44,17 @@ class CommandGroup(TyperGroup):
         if ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
         if args[0] not in self.commands and not args[0].startswith("-"):
-            ctx.fail(_unknown(args[0], self, ctx.find_root().command))
+            word, root = args[0], ctx.find_root().command
+            meant = _OTHER_NAMES.get(word) if self is root else None
+            names = [meant] if meant else []
+            names += [each for each in get_close_matches(word, self.commands) if each not in names]
+            paths = {path: path.rpartition(" ")[2] for path in _paths(root)}
+            names += [path for path, last in paths.items() if last == word and path not in names]
+            names = names or [path for path, last in paths.items() if get_close_matches(word, [last], cutoff=0.8)]
+            meant = (
+                f". Did you mean {' or '.join(map(repr, names[:3]))}?" if names else "; tuneloop --help lists them all"
+            )
+            ctx.fail(f"there is no command {word!r}{meant}")
         name, command, rest = super().resolve_command(ctx, args)
         return name, command, name_settings_file(command, rest)
 
@@ -58,7 +68,7 @@ def name_settings_file(command: Any, arguments: Sequence[str]) -> list[str]:
     options = {flag: each for each in command.params for flag in each.opts if flag.startswith("-")}
     commands = getattr(command, "commands", {})
     has_arguments = bool(commands) or any(each.param_type_name == "argument" for each in command.params)
-    if _CONFIG not in options or any(map(_names_config, arguments)):
+    if _CONFIG not in options or any(each.startswith((_CONFIG, "-c")) for each in arguments):
         return list(arguments)
     for index in _positions(arguments, options):
         if commands and arguments[index] in commands:
@@ -66,10 +76,6 @@ def name_settings_file(command: Any, arguments: Sequence[str]) -> list[str]:
         if not has_arguments or arguments[index].endswith(_FILE_ENDINGS):
             return [*arguments[:index], _CONFIG, *arguments[index:]]
     return list(arguments)
-
-
-def _names_config(argument: str) -> bool:
-    return argument.startswith((_CONFIG, "-c"))
 
 
 def _positions(arguments: Sequence[str], options: dict[str, Any]) -> Iterator[int]:
@@ -84,18 +90,6 @@ def _positions(arguments: Sequence[str], options: dict[str, Any]) -> Iterator[in
             is_value = argument in options and not getattr(options[argument], "is_flag", False)
         else:
             yield index
-
-
-def _unknown(word: str, group: Any, root: Any) -> str:
-    meant = _OTHER_NAMES.get(word) if group is root else None
-    names = [meant] if meant else []
-    names += [each for each in get_close_matches(word, group.commands) if each not in names]
-    paths = {path: path.rpartition(" ")[2] for path in _paths(root)}
-    names += [path for path, last in paths.items() if last == word and path not in names]
-    names = names or [path for path, last in paths.items() if get_close_matches(word, [last], cutoff=0.8)]
-    if not names:
-        return f"there is no command {word!r}; tuneloop --help lists them all"
-    return f"there is no command {word!r}. Did you mean {' or '.join(repr(each) for each in names[:3])}?"
 
 
 def _paths(group: Any, before: str = "") -> Iterator[str]:

@@ -2,11 +2,10 @@
 
 import json
 import os
-import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple
 
@@ -14,22 +13,28 @@ import orjson
 import typer
 
 from tuneloop.cli.files import DraftFile, clear_left_drafts, in_turn
-from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, existing_ledger
-from tuneloop.cli.progress import counting, with_progress
+from tuneloop.cli.options import (
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    counting,
+    echo,
+    existing_ledger,
+    seconds,
+    with_progress,
+)
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import State, person_behind, person_name
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.retention import (
     NOTHING_ERASED,
-    PurgeResult,
     bounds_of,
     bounds_of_tenants,
     stored_name,
 )
 from tuneloop.shared.privacy.detection import Detector
 from tuneloop.shared.privacy.redactor import Redactor
-from tuneloop.shared.settings.settings import Settings
 
 _NAMES = ("user", "other_user")
 _REPLIES = ("msg_id", "other_msg_id")
@@ -75,23 +80,20 @@ def erase_rows(path: str, person: Person, *, dry_run: bool = False) -> FileErasu
     Of a link, the file that it names is changed: by its own name it would keep the rows.
     """
     found = Path(os.path.realpath(path))
-    done = _erase(found, person, dry_run, is_parquet=path.endswith(".parquet"))
+    erase_from = _erase_parquet if path.endswith(".parquet") else _erase_lines
+    done = FileErasure(path)
+    try:
+        with in_turn(found):  # else what is read here would undo what another erasure, or an export, writes meanwhile
+            done = erase_from(found, person, dry_run)
+    except ImportError:
+        done = done._replace(problem='Parquet files need pyarrow: in a clone, pip install ./runner ".[parquet]"')
+    except OSError as error:
+        done = done._replace(problem=error.strerror or str(error))
+    except ValueError as error:  # pyarrow's: it is no Parquet file
+        done = done._replace(problem=f"cannot be read: {str(error).splitlines()[0]}")
     left = [] if dry_run else [why for each in dict.fromkeys([Path(path), found]) for why in clear_left_drafts(each)]
     problems = [*([done.problem] if done.problem else []), *left]
     return done._replace(path=path, problem="; ".join(problems) or None)
-
-
-def _erase(path: Path, person: Person, dry_run: bool, *, is_parquet: bool) -> FileErasure:
-    try:
-        with in_turn(path):  # else what is read here would undo what another erasure, or an export, writes meanwhile
-            return _erase_parquet(path, person, dry_run) if is_parquet else _erase_lines(path, person, dry_run)
-    except ImportError:
-        problem = 'Parquet files need pyarrow: in a clone, pip install ./runner ".[parquet]"'
-    except OSError as error:
-        problem = error.strerror or str(error)
-    except ValueError as error:  # pyarrow's: it is no Parquet file
-        problem = f"cannot be read: {str(error).splitlines()[0]}"
-    return FileErasure(str(path), problem=problem)
 
 
 def _erase_lines(path: Path, person: Person, dry_run: bool) -> FileErasure:
@@ -128,20 +130,14 @@ def _erase_parquet(path: Path, person: Person, dry_run: bool) -> FileErasure:
         keep = [[not person.owns(row) for row in group.to_pylist()] for group in groups]
         removed = sum(row is False for group in keep for row in group)
         if removed and not dry_run:
-            with _replacing(path) as draft:
-                written = with_progress(keep, f"writing {path.name}", step=1)
-                _write_parquet(file, draft, written, filter_of=lambda rows: pyarrow.array(rows, pyarrow.bool_()))
+            written = with_progress(keep, f"writing {path.name}", step=1)
+            with (
+                _replacing(path) as draft,
+                pyarrow.parquet.ParquetWriter(draft, file.schema_arrow, compression="zstd") as writer,
+            ):
+                for number, rows in enumerate(written):
+                    writer.write_table(file.read_row_group(number).filter(pyarrow.array(rows, pyarrow.bool_())))
     return FileErasure(str(path), removed, sum(map(len, keep)) - removed)
-
-
-def _write_parquet(
-    file: Any, draft: BinaryIO, keep: Iterable[Sequence[bool]], *, filter_of: Callable[[Sequence[bool]], Any]
-) -> None:
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetWriter(draft, file.schema_arrow, compression="zstd") as writer:
-        for number, rows in enumerate(keep):
-            writer.write_table(file.read_row_group(number).filter(filter_of(rows)))
 
 
 @contextmanager
@@ -192,10 +188,16 @@ def erase(
     With a `redactor`, by the name that it writes in the place of theirs too.
     """
     user = person_name(user)
-    names = (user,) if redactor is None else (user, redactor.hidden_name(user))
+    names: tuple[str, ...] = (user,) if redactor is None else (user, redactor.hidden_name(user))
+    stored = names
+    if redactor is not None and redactor.name(user) != user:
+        # By the pseudonym whatever is redacted now, since other kinds may have been when they were recorded; by the
+        # name only if that was once written: it would stand among those that were erased.
+        was_written = ledger.retention.erase(tenant, user, dry_run=True) != NOTHING_ERASED
+        stored = names if was_written else names[1:]
     deleted = []
     with counting("looking through the ledger") as count:
-        for name in _stored_names(ledger, tenant, names, redactor):
+        for name in stored:
             deleted.append(ledger.retention.erase(tenant, name, dry_run=dry_run))
             count(len(deleted[-1].msg_ids))
     person = Person(tenant, names, frozenset().union(*(each.msg_ids for each in deleted)))
@@ -221,30 +223,7 @@ def erase(
     )
 
 
-def _stored_names(ledger: Ledger, tenant: str, names: tuple[str, ...], redactor: Redactor | None) -> tuple[str, ...]:
-    """What a person is called in the ledger: by the pseudonym, and by the name if that was once written.
-
-    By the pseudonym whatever is redacted now: other kinds may have been when they were recorded.
-    """
-    user, *hidden = names
-    if redactor is None or redactor.name(user) == user:
-        return names
-    if ledger.retention.erase(tenant, user, dry_run=True) != NOTHING_ERASED:
-        return names
-    return tuple(hidden)  # the name would stand among those that were erased
-
-
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Delete nothing, only report what would be deleted.")]
-
-
-def seconds(duration: str) -> float:
-    """The seconds of 30d, 12h, 45m, 90s, or of a plain number. Raises typer.BadParameter for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", duration)
-    if match is None:
-        raise typer.BadParameter(f"{duration!r} is not a duration; write 30d, 12h, 45m or 90s")
-    return float(match[1]) * _UNITS[match[2]]
 
 
 def purge(
@@ -260,9 +239,10 @@ def purge(
     """Delete what is older than the settings' retention allows, or than --older-than. Services may run."""
     if (state is None) != (older_than is None):
         raise typer.BadParameter("--state and --older-than go together; without both, the settings' retention holds")
-    settings, ledger = existing_ledger(config, set_)
-    bounds, of_tenants = _bounds(settings, state, older_than)
-    with closing(ledger):
+    with existing_ledger(config, set_) as (settings, ledger):
+        bounds, of_tenants = bounds_of(settings.retention), bounds_of_tenants(settings)
+        if state is not None and older_than is not None:
+            bounds, of_tenants = {state: older_than}, {}
         try:
             with counting("deleting") as count:
                 result = ledger.retention.purge(bounds, of_tenants=of_tenants, dry_run=dry_run, deleted=count)
@@ -270,28 +250,15 @@ def purge(
             raise typer.BadParameter(str(error), param_hint="--state") from None
     if as_json:
         echo(json.dumps({"dry_run": dry_run, "experiences": result.experiences, "parked_feedback": result.parked}))
-    else:
-        echo("\n".join(_purge_lines(result, dry_run)))
-
-
-def _bounds(
-    settings: Settings, state: State | None, older_than: float | None
-) -> tuple[dict[State, float], dict[str, dict[State, float]]]:
-    """What holds for all, and what for some tenants instead."""
-    if state is not None and older_than is not None:
-        return {state: older_than}, {}
-    return bounds_of(settings.retention), bounds_of_tenants(settings)
-
-
-def _purge_lines(result: PurgeResult, dry_run: bool) -> Iterator[str]:
-    if not result.experiences:
-        yield "nothing is deleted: the settings' retention keeps everything; or give --state and --older-than"
         return
-    yield "would delete" if dry_run else "deleted"
-    for state, count in result.experiences.items():
-        yield f"  {state:<10} {count} experiences"
+    if not result.experiences:
+        echo("nothing is deleted: the settings' retention keeps everything; or give --state and --older-than")
+        return
+    echo("would delete" if dry_run else "deleted")
+    for each, deleted in result.experiences.items():
+        echo(f"  {each:<10} {deleted} experiences")
     if State.RECORDED in result.experiences:
-        yield f"  {'feedback':<10} {result.parked} events for replies that were never recorded"
+        echo(f"  {'feedback':<10} {result.parked} events for replies that were never recorded")
 
 
 def erase_(
@@ -306,28 +273,22 @@ def erase_(
 
     Ends with 1 if something could not be reached.
     """
-    settings, ledger = existing_ledger(config, set_)
-    with closing(ledger):
-        redactor = Redactor(Detector(settings.privacy), key=_existing_key(settings.job_dir / KEY))
+    with existing_ledger(config, set_) as (settings, ledger):
+        if not (key := settings.job_dir / KEY).exists():
+            raise EnvironmentRefused(
+                f"checkpoint_root_dir: {key} is missing, and with it people's pseudonyms: restore it from a copy;"
+                " if it is lost, an explorer makes a new one when it starts, and who was redacted before is not found"
+                " any more"
+            )
+        redactor = Redactor(Detector(settings.privacy), key=load_key(key))
         result = erase(ledger, tenant, user, redactor=redactor, dry_run=dry_run)
-    echo(json.dumps(_erasure_as_json(result)) if as_json else "\n".join(_erasure_lines(result)))
+    if as_json:
+        lists = {name: [each._asdict() for each in getattr(result, name)] for name in ("versions", "files")}
+        echo(json.dumps(result._asdict() | lists))
+    else:
+        echo("\n".join(_erasure_lines(result)))
     if result.problems:
         raise typer.Exit(1)
-
-
-def _existing_key(path: Path) -> bytes:
-    """The experiment's key. Raises EnvironmentRefused if there is none: a new one gives nobody's pseudonym."""
-    if not path.exists():
-        raise EnvironmentRefused(
-            f"checkpoint_root_dir: {path} is missing, and with it people's pseudonyms: restore it from a copy; if it is"
-            " lost, an explorer makes a new one when it starts, and who was redacted before is not found any more"
-        )
-    return load_key(path)
-
-
-def _erasure_as_json(result: Erasure) -> dict[str, object]:
-    lists = {name: [each._asdict() for each in getattr(result, name)] for name in ("versions", "files")}
-    return result._asdict() | lists
 
 
 def _erasure_lines(result: Erasure) -> Iterator[str]:

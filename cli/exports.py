@@ -1,25 +1,284 @@
-"""This file is `tuneloop export`: rows of the ledger, in the formats that TRL and Hugging Face datasets read."""
+"""This file is `tuneloop export`: rows of the ledger, in the formats that TRL and Hugging Face datasets read.
 
+A function that makes a row of a reply, or of two, returns the reason as a sentence where a reply is left out.
+"""
+
+import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, NamedTuple, assert_never
+from typing import Annotated, Any, NamedTuple, assert_never
 
+import numpy as np
+import orjson
 import typer
 
-from tuneloop.cli import export_formats
-from tuneloop.cli.export_formats import Format, Row
-from tuneloop.cli.files import Draft, in_turn
-from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json
-from tuneloop.cli.progress import with_progress
+from tuneloop.cli.files import Draft, Format, Row, in_turn
+from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, TenantOption, echo, echo_json, with_progress
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.experience import Kind, State
-from tuneloop.shared.ledger.export import PAGE, ExportedReply, Selection
+from tuneloop.shared.experience import Kind, State, message_of
+from tuneloop.shared.ledger.export import NO_ANSWER, PAGE, ExportedReply, Ranked, Selection
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.privacy.vocabulary import Vocabulary
 from tuneloop.shared.settings.loader import read_settings
+
+Message = dict[str, Any]
+
+#: The exported fields of a feedback event.
+EVENT = (
+    *("event_id", "call_id", "msg_id", "choice", "task_id", "run_id", "kind", "metric", "value", "text"),
+    *("other_msg_id", "other_choice", "source", "received_at", "occurred_at", "outcome"),
+)
+
+#: The reason of replies that were imported from plain conversations. They are examples: they need no reward.
+NO_TOKEN_IDS = "imported: no token ids"
+
+_CLOSE = "</think>"
+
+
+def sft(
+    reply: ExportedReply,
+    *,
+    min_reward: float | None = None,
+    everything: bool = False,
+    vocabulary: Vocabulary | None = None,
+) -> Row | str:
+    """A conversation that ends with the answer, and its reasoning: the reply, as the tokens of the `vocabulary` spell
+    it, or its edited version."""
+    if reason := _why_unusable(reply):
+        return reason
+    edited = latest_edit(reply)
+    if edited is not None:
+        answer = _edited_answer(edited)
+        message = _written_message(edited.text) or {}
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+    else:
+        if reason := _why_no_answer(reply, everything):
+            return reason
+        if reply.reward is None:
+            if reply.reason != NO_TOKEN_IDS and (not everything or min_reward is not None):
+                return "no reward"
+        elif min_reward is not None and reply.reward < min_reward:
+            return "too low a reward"
+        answer = _answer(reply)
+        # What the reply's tokens spell in its think block, where that is not in its text.
+        pieces = None if vocabulary is None or _CLOSE in reply.text else vocabulary.spell(reply.numbers[1])
+        thought, closed, _ = b"".join(pieces or ()).decode(errors="replace").partition(_CLOSE)
+        reasoning = thought.rpartition("<think>")[2].strip("\n") if closed else None
+    answer |= {"reasoning_content": reasoning} if reasoning else {}
+    row = {"messages": [*_messages(reply), answer], **_tools(reply), "reward": reply.reward}
+    return row | _labels(reply) | {"feedback_sources": _sources([edited] if edited is not None else reply.events)}
+
+
+def kto(reply: ExportedReply, *, everything: bool = False) -> Row | str:
+    """An answer and whether more people put their thumbs up than down."""
+    if reason := _why_unusable(reply) or _why_no_answer(reply, everything):
+        return reason
+    said = [event for event in current_feedback(reply) if event.kind == Kind.BOOLEAN]
+    own = [event for event in said if event.msg_id is not None]
+    thumbs = {event.source: event for event in own or said}
+    votes = sum(1 if event.value else -1 for event in thumbs.values())
+    if not votes:
+        return "no thumbs" if not thumbs else "as many thumbs up as down"
+    row = {"prompt": _messages(reply), "completion": [_answer(reply)], "label": votes > 0}
+    return row | _tools(reply) | _labels(reply) | {"feedback_sources": _sources(thumbs.values())}
+
+
+def dpo_of_edit(reply: ExportedReply) -> Row | str:
+    """The edited answer against the sampled one."""
+    edited = latest_edit(reply)
+    if edited is None:
+        return "no preference"
+    if reason := _why_unusable(reply) or _why_no_answer(reply):
+        return reason
+    answers = {"chosen": [_edited_answer(edited)], "rejected": [_answer(reply)]}
+    if edited.text == reply.text or answers["chosen"] == answers["rejected"]:
+        return "edited without a change"
+    return _pair(reply, None, answers, source="demonstration") | {"feedback_sources": _sources([edited])}
+
+
+def dpo_of_two(better: ExportedReply, worse: ExportedReply, *, source: str, events: Iterable[Any]) -> Row | str:
+    """One reply against another to the same prompt; `events` say which is better."""
+    if reason := _why_unusable(better) or _why_unusable(worse) or _why_no_answer(better) or _why_no_answer(worse):
+        return reason
+    if (_messages(better), _tools(better)) != (_messages(worse), _tools(worse)):
+        return "not the same prompt"
+    answers = {"chosen": [_answer(better)], "rejected": [_answer(worse)]}
+    if answers["chosen"] == answers["rejected"]:
+        return "the same answer twice"
+    return _pair(better, worse, answers, source=source) | {"feedback_sources": _sources(events)}
+
+
+def experience(reply: ExportedReply) -> Row:
+    """Everything that the ledger holds about a reply."""
+    prompt_ids, completion_ids, logprobs = reply.numbers
+    kept = {
+        name: getattr(reply, name)
+        for name in ExportedReply.__slots__
+        if name not in {"id", "blob", "events", "request"}
+    }
+    return kept | {
+        "request": reply.request.decode(errors="replace"),
+        "messages": _messages(reply),
+        "tool_calls": _tool_calls(reply),
+        "prompt_ids": prompt_ids,
+        "completion_ids": completion_ids,
+        "logprobs": logprobs,
+        "feedback": [{name: getattr(event, name) for name in EVENT} for event in reply.events],
+    }
+
+
+def current_feedback(reply: ExportedReply) -> list[Any]:
+    """The feedback about a reply that was not retracted: that on its run, then its own, each as it came."""
+    events: list[Any] = []
+    for event in sorted(reply.events, key=lambda event: event.msg_id is not None):
+        if not reply.is_subject_of(event):
+            continue
+        if event.kind == Kind.RETRACTION:
+            events = [each for each in events if _statement(each) != _statement(event)]
+        else:
+            events.append(event)
+    return events
+
+
+def _statement(event: Any) -> object:
+    return event.metric, event.source, event.msg_id is None
+
+
+def latest_edit(reply: ExportedReply) -> Any | None:
+    """The last edited answer, of the reply itself if there is one."""
+    edits = [event for event in current_feedback(reply) if event.kind == Kind.DEMONSTRATION]
+    return edits[-1] if edits else None
+
+
+def current_preferences(reply: ExportedReply) -> Iterator[Any]:
+    """The events that prefer the reply to another one."""
+    return (event for event in current_feedback(reply) if event.kind == Kind.PREFERENCE)
+
+
+def preference_between(one: ExportedReply, other: ExportedReply) -> Any | None:
+    """The last event that prefers either of the two to the other."""
+    events = [
+        event
+        for a, b in ((one, other), (other, one))
+        for event in current_preferences(a)
+        if event.other_msg_id == b.msg_id and event.other_choice in (None, b.choice)
+    ]
+    return max(events, key=lambda event: event.id, default=None)
+
+
+def digest(prompt_ids: bytes) -> int | None:
+    """A number for a prompt; None for a prompt without ids."""
+    return int.from_bytes(hashlib.blake2b(prompt_ids, digest_size=8).digest()) if prompt_ids else None
+
+
+def best_and_worst(ranked: Sequence[Ranked], *, margin: float) -> Iterator[tuple[int, int]]:
+    """For each prompt with several replies: the ids of the best and of the worst, where they differ by the margin."""
+    if not ranked:
+        return
+    whole = Ranked(*(np.concatenate(parts) for parts in zip(*ranked, strict=True)))
+    order = np.lexsort((whole.ids, whole.rewards, whole.prompts))
+    ids, rewards, prompts = (each[order] for each in whole)
+    starts = np.flatnonzero(np.r_[True, prompts[1:] != prompts[:-1]][: len(prompts)])
+    ends = np.r_[starts[1:], len(prompts)] - 1
+    for worst, best in zip(starts, ends, strict=True):
+        if rewards[best] > rewards[worst] and rewards[best] - rewards[worst] >= margin:
+            yield int(ids[best]), int(ids[worst])
+
+
+def _why_unusable(reply: ExportedReply) -> str | None:
+    if reply.reason == "opt_out":
+        return "opted out of training"
+    if not _messages(reply):
+        return "no messages in the request"
+    return None
+
+
+def _why_no_answer(reply: ExportedReply, everything: bool = False) -> str | None:
+    if not reply.text and not reply.tool_calls:
+        return "empty"
+    if (reply.reason in NO_ANSWER or reply.finish_reason is None) and not everything:
+        return "cut off"
+    return None
+
+
+def _pair(reply: ExportedReply, other: ExportedReply | None, answers: Row, *, source: str) -> Row:
+    about_the_other = {
+        "other_msg_id": other.msg_id if other else None,
+        "other_user": other.user if other else None,
+        "other_reward": other.reward if other else None,
+    }
+    row = {"prompt": _messages(reply), **answers, **_tools(reply), "source": source, "reward": reply.reward}
+    return row | _labels(reply) | about_the_other
+
+
+def _labels(reply: ExportedReply) -> Row:
+    return {
+        "msg_id": reply.msg_id,
+        "user": reply.user,
+        "task_id": reply.task_id,
+        "run_id": reply.run_id,
+        "version": reply.version_max,
+    }
+
+
+def _sources(events: Iterable[Any]) -> list[str]:
+    return sorted({event.source for event in events if event.source is not None})
+
+
+def _answer(reply: ExportedReply) -> Message:
+    calls = _tool_calls(reply)
+    return {"role": "assistant", "content": reply.text} | ({"tool_calls": calls} if calls else {})
+
+
+def _edited_answer(event: Any) -> Message:
+    """What somebody wrote in the place of the reply: a text, or the JSON of the assistant's message."""
+    message = _written_message(event.text)
+    if message is None:
+        return {"role": "assistant", "content": event.text}
+    calls = message.get("tool_calls")
+    return {"role": "assistant", "content": message.get("content") or ""} | ({"tool_calls": calls} if calls else {})
+
+
+def _written_message(text: str) -> Message | None:
+    """The assistant's message that a text is the JSON of, if it is one that can be written in a row."""
+    message = message_of(text)
+    try:
+        orjson.dumps([[message]])  # what is read may be nested more deeply than what can be written
+    except orjson.JSONEncodeError:
+        return None
+    return message
+
+
+def _tool_calls(reply: ExportedReply) -> list[Row] | None:
+    return orjson.loads(reply.tool_calls) if reply.tool_calls else None
+
+
+def _tools(reply: ExportedReply) -> Row:
+    tools = _body(reply).get("tools")
+    return {"tools": tools if isinstance(tools, list) and tools else None}
+
+
+def _messages(reply: ExportedReply) -> list[Message]:
+    """What the reply answered; a request that has its system prompt beside its messages has it first here."""
+    body = _body(reply)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        return []
+    system = [{"role": "system", "content": body["system"]}] if messages and body.get("system") else []
+    return system + messages
+
+
+def _body(reply: ExportedReply) -> Row:
+    try:
+        body = orjson.loads(reply.request)
+    except orjson.JSONDecodeError:
+        return {}
+    return body if isinstance(body, dict) else {}
 
 
 class ExportRequest(NamedTuple):
@@ -56,36 +315,30 @@ def export(ledger: Ledger, request: ExportRequest, path: Path) -> ExportResult:
                     left_out[row] += 1
                 else:
                     draft.write(row)
-            with in_turn(path):  # before the transaction, in which nobody waits for the erasure of a large file
-                published = _publish(ledger, request, draft, path, unless=erased)
-            if published:
-                return ExportResult(draft.rows, left_out)
+            written = False
 
+            def publish(draft: Draft = draft) -> None:
+                nonlocal written
+                draft.publish()
+                written = True
 
-def _publish(ledger: Ledger, request: ExportRequest, draft: Draft, path: Path, *, unless: object) -> bool:
-    published = False
-
-    def publish() -> None:
-        nonlocal published
-        draft.publish()
-        published = True
-
-    try:
-        return ledger.exports.record_file(
-            str(path), request.format, draft.rows, of=request.selection, unless=unless, publish=publish
-        )
-    except BaseException:
-        # No erasure would reach a file that the ledger does not list.
-        if published:
-            path.unlink(missing_ok=True)
-        raise
+            try:
+                with in_turn(path):  # before the transaction, in which nobody waits for the erasure of a large file
+                    if ledger.exports.record_file(
+                        str(path), request.format, draft.rows, of=request.selection, unless=erased, publish=publish
+                    ):
+                        return ExportResult(draft.rows, left_out)
+            except BaseException:
+                if written:  # no erasure would reach a file that the ledger does not list
+                    path.unlink(missing_ok=True)
+                raise
 
 
 def _rows(ledger: Ledger, request: ExportRequest) -> Iterator[Row | str]:
     match request.format:
         case Format.SFT:
             for reply in _replies(ledger, request):
-                yield export_formats.sft(
+                yield sft(
                     reply,
                     min_reward=request.min_reward,
                     everything=request.everything,
@@ -93,18 +346,15 @@ def _rows(ledger: Ledger, request: ExportRequest) -> Iterator[Row | str]:
                 )
         case Format.KTO:
             for reply in _replies(ledger, request):
-                yield export_formats.kto(reply, everything=request.everything)
+                yield kto(reply, everything=request.everything)
         case Format.DPO:
             yield from _preferred_pairs(ledger, request)
-            ranked_replies = list(ledger.exports.ranked_replies(request.selection, export_formats.digest))
-            for pairs in _in_pages(export_formats.best_and_worst(ranked_replies, margin=request.margin)):
-                replies = ledger.exports.replies_by_id({each for pair in pairs for each in pair})
-                for best, worst in pairs:
-                    if best in replies and worst in replies:
-                        yield _pair_by_reward(replies[best], replies[worst], request)
+            yield from _pairs_by_reward(ledger, request)
         case Format.EXPERIENCES:
             for page in ledger.exports.replies(request.selection, everything=True):
-                yield from (_experience(reply, request) for reply in page)
+                for reply in page:
+                    low = request.min_reward is not None and (reply.reward is None or reply.reward < request.min_reward)
+                    yield "too low a reward" if low else experience(reply)
         case never:
             assert_never(never)
 
@@ -114,63 +364,41 @@ def _replies(ledger: Ledger, request: ExportRequest) -> Iterator[ExportedReply]:
         yield from page
 
 
-def _experience(reply: ExportedReply, request: ExportRequest) -> Row | str:
-    if request.min_reward is not None and (reply.reward is None or reply.reward < request.min_reward):
-        return "too low a reward"
-    return export_formats.experience(reply)
-
-
 def _preferred_pairs(ledger: Ledger, request: ExportRequest) -> Iterator[Row | str]:
     """Pairs by an edited answer, or by a preference."""
     for page in ledger.exports.replies(request.selection):
-        others = _other_replies(ledger, request, page)
+        msg_ids = {event.other_msg_id for reply in page for event in reply.events if event.kind == Kind.PREFERENCE}
+        others: dict[tuple[str, int | None], ExportedReply] = {}  # by msg_id and choice; without a choice, the first
+        for reply in ledger.exports.replies_named(request.selection.tenant, msg_ids):
+            others[reply.msg_id, reply.choice] = reply
+            others.setdefault((reply.msg_id, None), reply)
         for reply in page:
-            if export_formats.latest_edit(reply) is not None:
-                yield export_formats.dpo_of_edit(reply)
-            for name in dict.fromkeys(
-                (event.other_msg_id, event.other_choice) for event in export_formats.current_preferences(reply)
-            ):
+            if latest_edit(reply) is not None:
+                yield dpo_of_edit(reply)
+            for name in dict.fromkeys((event.other_msg_id, event.other_choice) for event in current_preferences(reply)):
                 if (other := others.get(name)) is None:
                     yield "the other reply is not in the ledger"
-                elif _is_better(reply, other):
-                    event = export_formats.preference_between(reply, other)
-                    yield export_formats.dpo_of_two(reply, other, source="preference", events=[event])
+                    continue
+                event = preference_between(reply, other)
+                if event is not None and event.msg_id == reply.msg_id and event.choice in (None, reply.choice):
+                    yield dpo_of_two(reply, other, source="preference", events=[event])
 
 
-def _other_replies(
-    ledger: Ledger, request: ExportRequest, page: Iterable[ExportedReply]
-) -> dict[tuple[str, int | None], ExportedReply]:
-    """The rejected replies of the page's preferences, by msg_id and choice; without a choice, the first."""
-    msg_ids = {event.other_msg_id for reply in page for event in reply.events if event.kind == Kind.PREFERENCE}
-    found: dict[tuple[str, int | None], ExportedReply] = {}
-    for reply in ledger.exports.replies_named(request.selection.tenant, msg_ids):
-        found[reply.msg_id, reply.choice] = reply
-        found.setdefault((reply.msg_id, None), reply)
-    return found
-
-
-def _is_better(reply: ExportedReply, other: ExportedReply) -> bool:
-    last = export_formats.preference_between(reply, other)
-    return last is not None and last.msg_id == reply.msg_id and last.choice in (None, reply.choice)
-
-
-def _pair_by_reward(best: ExportedReply, worst: ExportedReply, request: ExportRequest) -> Row | str:
-    if request.min_reward is not None and (best.reward or 0.0) < request.min_reward:
-        return "too low a reward"
-    if export_formats.preference_between(best, worst) is not None:
-        return "paired by a preference already"
-    return export_formats.dpo_of_two(best, worst, source="reward", events=[*best.events, *worst.events])
-
-
-def _in_pages(pairs: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    page: list[tuple[int, int]] = []
-    for pair in pairs:
-        page.append(pair)
-        if len(page) == PAGE:
-            yield page
-            page = []
-    if page:
-        yield page
+def _pairs_by_reward(ledger: Ledger, request: ExportRequest) -> Iterator[Row | str]:
+    ranked = list(ledger.exports.ranked_replies(request.selection, digest))
+    pairs = best_and_worst(ranked, margin=request.margin)
+    while page := list(islice(pairs, PAGE)):
+        replies = ledger.exports.replies_by_id({each for pair in page for each in pair})
+        for best, worst in ((replies.get(best), replies.get(worst)) for best, worst in page):
+            if best is None or worst is None:
+                continue
+            if request.min_reward is not None and (best.reward or 0.0) < request.min_reward:
+                yield "too low a reward"
+            elif preference_between(best, worst) is not None:
+                yield "paired by a preference already"
+            else:
+                events = [*best.events, *worst.events]
+                yield dpo_of_two(best, worst, source="reward", events=events)
 
 
 def _timestamp(text: str) -> float:
@@ -179,12 +407,6 @@ def _timestamp(text: str) -> float:
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a time; write 2026-01-31 or 2026-01-31T12:00:00+01:00") from None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-
-
-_Moment = float | None
-
-
-_Tenant = Annotated[str, typer.Option(help="Whose replies; of imported conversations, whose they become.")]
 
 
 def export_(
@@ -202,7 +424,7 @@ def export_(
     ] = None,
     task: Annotated[str | None, typer.Option(help="Only this task_id.")] = None,
     all: Annotated[bool, typer.Option("--all", help="sft, kto: also replies cut off; sft: without a reward.")] = False,
-    tenant: _Tenant = "default",
+    tenant: TenantOption = "default",
     set_: SetOption = None,
     for_programs: JsonOption = False,
 ) -> None:
@@ -219,11 +441,8 @@ def export_(
         raise EnvironmentRefused("the database is empty: nothing has been recorded with these settings")
     if present != newest:
         raise EnvironmentRefused(f"the database has schema {present}, not {newest}: run tuneloop db upgrade")
-    ledger = Ledger.of(settings)
-    try:
+    with closing(Ledger.of(settings)) as ledger:
         result = export(ledger, request, to)
-    finally:
-        ledger.close()
     if for_programs:
         echo_json({"file": str(to), "rows": result.rows, "left_out": dict(sorted(result.left_out.items()))})
         return

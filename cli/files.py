@@ -9,6 +9,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from enum import StrEnum
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
@@ -16,7 +17,6 @@ from typing import Any, BinaryIO, NamedTuple, Self
 import numpy as np
 import orjson
 
-from tuneloop.cli.export_formats import Format, Row
 from tuneloop.shared.errors import EnvironmentRefused, FileRefused
 from tuneloop.shared.held_files import new_unlinked
 
@@ -24,6 +24,18 @@ from tuneloop.shared.held_files import new_unlinked
 _GROUP = 1000
 
 _CONVERSATIONS = ("messages", "prompt", "chosen", "rejected", "completion")
+
+
+Row = dict[str, Any]
+
+
+class Format(StrEnum):
+    """What an exported file is for."""
+
+    SFT = "sft"
+    DPO = "dpo"
+    KTO = "kto"
+    EXPERIENCES = "experiences"
 
 
 class RowLocation(NamedTuple):
@@ -43,7 +55,11 @@ class Draft:
         is_parquet = _is_parquet(path)
         with self._writing():
             self._draft = DraftFile(path)
-            self._writer = self._open_writer(format_, is_parquet=is_parquet)
+            try:
+                self._writer = _Groups(self._draft.file, format_) if is_parquet else _Lines(self._draft.file)
+            except BaseException:
+                self._draft.discard()
+                raise
 
     def __enter__(self) -> Self:
         return self
@@ -66,13 +82,6 @@ class Draft:
             self._writer.close()
             self._draft.publish()
 
-    def _open_writer(self, format_: Format, *, is_parquet: bool) -> "_Lines | _Groups":
-        try:
-            return _Groups(self._draft.file, format_) if is_parquet else _Lines(self._draft.file)
-        except BaseException:
-            self._draft.discard()
-            raise
-
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
@@ -86,7 +95,8 @@ class _Lines:
         self._file = file
 
     def write(self, row: Row) -> None:
-        self._file.write(orjson.dumps(row, default=_plain, option=orjson.OPT_APPEND_NEWLINE))
+        # As Python's floats: only a reader that rounds once gets the same float32 from its shortest text.
+        self._file.write(orjson.dumps(row, default=np.ndarray.tolist, option=orjson.OPT_APPEND_NEWLINE))
 
     def close(self) -> None:
         self._file.flush()
@@ -102,7 +112,14 @@ class _Groups:
         self._waiting: list[Row] = []
 
     def write(self, row: Row) -> None:
-        self._waiting.append(_as_columns(row))
+        columns = dict(row)  # values of their columns' types; what has no fixed shape becomes JSON text
+        for name in _CONVERSATIONS:
+            if name in row:
+                columns[name] = [_as_struct(message) for message in row[name]]
+        for name in ("tools", "tool_calls"):
+            if row.get(name) is not None:
+                columns[name] = orjson.dumps(row[name]).decode()
+        self._waiting.append(columns)
         if len(self._waiting) >= _GROUP:
             self._flush()
 
@@ -192,44 +209,28 @@ def _schema(pa: Any, format_: Format) -> Any:
             other = [("other_msg_id", text), ("other_user", text), ("other_reward", real)]
             columns = [*answers, ("source", text), ("reward", real), *labels, *other]
         case Format.EXPERIENCES:
-            columns = [*names, *_columns_of_experiences(pa, messages)]
+            words = ["tenant", "endpoint", "request", "text", "tool_calls", "finish_reason", "reward_rule"]
+            words += ["state", "reason", "unsampled"]
+            numbers = ["temperature", "reward", "sampled_at", "rewarded_at", "committed_at", "latency_s", "priority"]
+            counts = ["choice", "correction", "version_min", "version_max", "trained_version"]
+            event_texts = ["event_id", "call_id", "msg_id", "task_id", "run_id", "kind", "metric", "text", "source"]
+            event = [
+                *((name, text) for name in (*event_texts, "other_msg_id", "outcome")),
+                *((name, real) for name in ("value", "received_at", "occurred_at")),
+                *((name, whole) for name in ("choice", "other_choice")),
+            ]
+            columns = [
+                *names,
+                *((name, text) for name in words),
+                *((name, real) for name in numbers),
+                *((name, whole) for name in counts),
+                ("messages", messages),
+                ("prompt_ids", pa.list_(whole)),
+                ("completion_ids", pa.list_(whole)),
+                ("logprobs", pa.list_(pa.float32())),
+                ("feedback", pa.list_(pa.struct(event))),
+            ]
     return pa.schema(columns)
-
-
-def _columns_of_experiences(pa: Any, messages: Any) -> list[tuple[str, Any]]:
-    text, real, whole = pa.string(), pa.float64(), pa.int32()
-    words = ["tenant", "endpoint", "request", "text", "tool_calls", "finish_reason", "reward_rule"]
-    words += ["state", "reason", "unsampled"]
-    numbers = ["temperature", "reward", "sampled_at", "rewarded_at", "committed_at", "latency_s", "priority"]
-    counts = ["choice", "correction", "version_min", "version_max", "trained_version"]
-    event_texts = ["event_id", "call_id", "msg_id", "task_id", "run_id", "kind", "metric", "text", "source"]
-    event = [
-        *((name, text) for name in (*event_texts, "other_msg_id", "outcome")),
-        *((name, real) for name in ("value", "received_at", "occurred_at")),
-        *((name, whole) for name in ("choice", "other_choice")),
-    ]
-    return [
-        *((name, text) for name in words),
-        *((name, real) for name in numbers),
-        *((name, whole) for name in counts),
-        ("messages", messages),
-        ("prompt_ids", pa.list_(whole)),
-        ("completion_ids", pa.list_(whole)),
-        ("logprobs", pa.list_(pa.float32())),
-        ("feedback", pa.list_(pa.struct(event))),
-    ]
-
-
-def _as_columns(row: Row) -> Row:
-    """A row whose values have the types of their columns; what has no fixed shape becomes JSON text."""
-    columns = dict(row)
-    for name in _CONVERSATIONS:
-        if name in row:
-            columns[name] = [_as_struct(message) for message in row[name]]
-    for name in ("tools", "tool_calls"):
-        if row.get(name) is not None:
-            columns[name] = orjson.dumps(row[name]).decode()
-    return columns
 
 
 def _as_struct(message: Row) -> Row:
@@ -255,13 +256,6 @@ def _as_text(value: Any) -> str | None:
         parts = [part.get("text") for part in value if isinstance(part, dict)]
         return "".join(part for part in parts if isinstance(part, str))
     return orjson.dumps(value).decode()
-
-
-def _plain(value: object) -> Any:
-    # The shortest text of a float32 would do, but only a reader that rounds once gets the same float32 from it.
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    raise TypeError(type(value).__name__)
 
 
 class DraftFile:
@@ -297,17 +291,14 @@ def in_turn(path: Path) -> Iterator[None]:
     """
     with ExitStack() as held:
         with suppress(OSError):
-            while not _lock_file(path, held):
+            while True:
+                descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                held.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                if os.path.samestat(os.fstat(descriptor), path.stat()):  # who had it before may have replaced it
+                    break
                 held.close()
         yield
-
-
-def _lock_file(path: Path, held: ExitStack) -> bool:
-    """Whether the file that is locked now is still the one at its path: who had it before may have replaced it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    held.callback(os.close, descriptor)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return os.path.samestat(os.fstat(descriptor), path.stat())
 
 
 def clear_left_drafts(path: Path) -> Iterator[str]:

@@ -6,7 +6,8 @@ stays, rewards are recomputed from the feedback, and a row starts as recorded, r
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -16,10 +17,18 @@ import orjson
 import typer
 
 from tuneloop.cli import files
-from tuneloop.cli.export_formats import NO_TOKEN_IDS
+from tuneloop.cli.exports import NO_TOKEN_IDS
 from tuneloop.cli.files import RowLocation
-from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json, open_to_group
-from tuneloop.cli.progress import with_progress
+from tuneloop.cli.options import (
+    ConfigOption,
+    JsonOption,
+    SetOption,
+    TenantOption,
+    echo,
+    echo_json,
+    open_to_group,
+    with_progress,
+)
 from tuneloop.shared.errors import FileRefused, TuneloopError
 from tuneloop.shared.experience import (
     MAX_NAME,
@@ -132,15 +141,11 @@ class ExperienceRow(msgspec.Struct, kw_only=True):
         if isinstance(self.tool_calls, str) and not isinstance(_read_json("tool_calls", self.tool_calls), list):
             raise ValueError("tool_calls must be a list")
 
-    @property
-    def _lacks_logprobs(self) -> bool:
-        missing = [each is None or math.isnan(each) for each in self.logprobs]
-        return self.state is not State.DROPPED and bool(missing) and all(missing)
-
     def records(self) -> Iterator[Record]:
         """The reply and its feedback."""
         calls = orjson.dumps(self.tool_calls) if isinstance(self.tool_calls, list) else self.tool_calls
         logprobs = [math.nan if each is None else each for each in self.logprobs]
+        lacks_logprobs = self.state is not State.DROPPED and bool(logprobs) and all(map(math.isnan, logprobs))
         sampled = Experience(
             choice=self.choice,
             prompt_ids=pack_ids(self.prompt_ids),
@@ -154,7 +159,7 @@ class ExperienceRow(msgspec.Struct, kw_only=True):
             tool_calls=calls.encode() if isinstance(calls, str) else calls,
             drop_reason=(self.reason or "imported") if self.state is State.DROPPED else None,
             # The weights that would know what was not captured are another experiment's.
-            unsampled=self.unsampled or ("not_captured" if self._lacks_logprobs else None),
+            unsampled=self.unsampled or ("not_captured" if lacks_logprobs else None),
         )
         yield Exchange(
             msg_id=self.msg_id,
@@ -231,8 +236,14 @@ def import_file(
     Raises FileRefused with the mistakes, or with the number of rows that are in when the ledger refused.
     """
     columns = frozenset(ExperienceRow.__struct_fields__ + Conversation.__struct_fields__)
-    checked = with_progress(files.read(path, columns), f"checking {path.name}")
-    mistakes = list(islice(_mistakes(checked, tenant), _MAX_MISTAKES + 1))
+    mistakes: list[str] = []
+    for location in with_progress(files.read(path, columns), f"checking {path.name}"):
+        try:
+            parse_row(location, tenant=tenant, now=0.0)
+        except (ValueError, TypeError) as error:  # the latter is of values that JSON does not have, such as bytes
+            mistakes.append(f"{location.where}: {error}")
+            if len(mistakes) > _MAX_MISTAKES:
+                break
     if mistakes:
         more = ["and more"] if len(mistakes) > _MAX_MISTAKES else []
         raise FileRefused("\n".join([*mistakes[:_MAX_MISTAKES], *more, f"{path}: nothing was imported"]))
@@ -245,7 +256,18 @@ def import_file(
             msg_ids = {row.msg_id for row in page}
             before = ledger.exports.rewards_of(msg_ids)
             records = [record for row in page for record in row.records]
-            ledger.recording.record(_not_of_erased(ledger, redactor.records(records) if redactor else records))
+            erased = ledger.retention.erasures()
+            taken = [
+                each
+                for each in (redactor.records(records) if redactor else records)
+                if not (  # a conversation of a person who was erased: of other records the ledger knows by the time
+                    isinstance(each, Exchange)
+                    and each.endpoint == _UNDATED
+                    and each.user is not None
+                    and (each.tenant, stored_name(each.user)) in erased
+                )
+            ]
+            ledger.recording.record(taken)
             after = ledger.exports.rewards_of(msg_ids)
             new = {(row.msg_id, row.choice): row.reward for row in page if (row.msg_id, row.choice) not in before}
             changed = sum(1 for name, reward in new.items() if name in after and after[name] != reward)
@@ -273,7 +295,10 @@ def parse_row(location: RowLocation, *, tenant: str, now: float) -> ParsedRow:
         return ParsedRow(exported.msg_id, exported.choice, exported.reward, list(exported.records()))
     if "messages" in row:
         conversation = msgspec.convert(row, Conversation)
-        *prompt, answer = [_without_nulls(message) for message in row["messages"]]
+        *prompt, answer = [  # a message of Parquet has every field that any message has
+            {name: value for name, value in message.items() if value is not None or name == "content"}
+            for message in row["messages"]
+        ]
         tools = orjson.loads(conversation.tools) if isinstance(conversation.tools, str) else conversation.tools
         request = {"messages": prompt} | ({"tools": tools} if tools else {})
         whole = orjson.dumps([request, answer, tenant], option=orjson.OPT_SORT_KEYS)
@@ -308,14 +333,6 @@ def parse_row(location: RowLocation, *, tenant: str, now: float) -> ParsedRow:
     raise ValueError("neither an exported experience (completion_ids) nor a conversation (messages)")
 
 
-def _mistakes(locations: Iterable[RowLocation], tenant: str) -> Iterator[str]:
-    for location in locations:
-        try:
-            parse_row(location, tenant=tenant, now=0.0)
-        except (ValueError, TypeError) as error:  # the latter is of values that JSON does not have, such as bytes
-            yield f"{location.where}: {error}"
-
-
 def _read_json(name: str, text: str) -> Any:
     """What a text says that others will read as JSON, and write again. Raises ValueError if they could not."""
     try:
@@ -326,33 +343,10 @@ def _read_json(name: str, text: str) -> Any:
     return found
 
 
-def _not_of_erased(ledger: Ledger, records: Sequence[Record]) -> list[Record]:
-    """The records but the conversations of people who were erased: of others the ledger knows by the time itself."""
-    erased = ledger.retention.erasures()
-    return [
-        each
-        for each in records
-        if not (
-            isinstance(each, Exchange)
-            and each.endpoint == _UNDATED
-            and each.user is not None
-            and (each.tenant, stored_name(each.user)) in erased
-        )
-    ]
-
-
-def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of Parquet has every field that any message has."""
-    return {name: value for name, value in message.items() if value is not None or name == "content"}
-
-
-_Tenant = Annotated[str, typer.Option(help="Whose replies; of imported conversations, whose they become.")]
-
-
 def import_(
     config: ConfigOption,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A .jsonl or .parquet file.")],
-    tenant: _Tenant = "default",
+    tenant: TenantOption = "default",
     set_: SetOption = None,
     for_programs: JsonOption = False,
 ) -> None:
@@ -360,13 +354,10 @@ def import_(
     settings = read_settings(config, set_ or ()).valid_settings()
     open_to_group(settings)
     upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
-    ledger = Ledger.of(settings)
-    try:
+    with closing(Ledger.of(settings)) as ledger:
         ledger.own(settings.project, settings.name)
         redactor = Redactor.open(settings, load_key(settings.job_dir / KEY))
         result = import_file(ledger, file, tenant=tenant, redactor=redactor)
-    finally:
-        ledger.close()
     if for_programs:
         echo_json({"file": str(file), **result._asdict()})
         return

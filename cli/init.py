@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 import yaml
 
-from tuneloop.cli.capacity_plan import ExperimentPlan, GpuMemoryOption, disk_speed, make_plan
+from tuneloop.cli.capacity_plan import GpuMemoryOption, disk_speed, make_plan
 from tuneloop.cli.options import JsonOption, echo, echo_json
 from tuneloop.shared.capacity.memory import gpu_memory
 from tuneloop.shared.capacity.model_shape import ModelShape, read_shape
@@ -135,11 +135,14 @@ def _ask(question: str, option: str, default: str | None = None) -> str:
 def settings_text(shape: ModelShape, where: Path, *, gpus: int, gpu_bytes: int | None) -> str:
     """The text of a settings file for this machine. Raises EnvironmentRefused if no method fits."""
     speed = disk_speed(where)
-    choice, plan, settings = next(_fitting(shape, where, gpus, gpu_bytes, speed), (None, None, None))
-    if choice is None or plan is None or settings is None:
+    for choice in _choices(shape, where, gpus):
+        settings = _settings(choice)
+        plan = make_plan(settings, gpu_bytes=gpu_bytes, speed=speed)
+        if all(each.startswith("checkpoint_root_dir") for each in plan.problems):
+            break
+    else:
         if not gpus:
-            problems = make_plan(_settings(next(_choices(shape, where, 0))), gpu_bytes=None, speed=speed).problems
-            raise EnvironmentRefused("\n".join(problems))
+            raise EnvironmentRefused("\n".join(plan.problems))
         held = f"{(gpu_bytes or 0) / 1e9:.0f} GB"
         raise EnvironmentRefused(
             f"one GPU of {held} is too small for {shape.folder}: neither all {shape.weights / 1e9:.1f} B weights nor an"
@@ -151,17 +154,6 @@ def settings_text(shape: ModelShape, where: Path, *, gpus: int, gpu_bytes: int |
     step_s = tokens * shape.weights / (32_500 * 6e8 if gpus else 2_000 * 6e6)
     interval = max(1, min(50, math.ceil(plan.publish_s / step_s)))
     return _text(choice._replace(interval=interval))
-
-
-def _fitting(
-    shape: ModelShape, where: Path, gpus: int, gpu_bytes: int | None, speed: float
-) -> Iterator[tuple[Setup, ExperimentPlan, Settings]]:
-    """What fits, the best first."""
-    for choice in _choices(shape, where, gpus):
-        settings = _settings(choice)
-        plan = make_plan(settings, gpu_bytes=gpu_bytes, speed=speed)
-        if not [each for each in plan.problems if not each.startswith("checkpoint_root_dir")]:
-            yield choice, plan, settings
 
 
 def _settings(choice: Setup) -> Settings:
@@ -184,7 +176,36 @@ def _choices(shape: ModelShape, where: Path, gpus: int) -> Iterator[Setup]:
 
 
 def _text(choice: Setup) -> str:
-    shape, length = choice.shape, _length(choice.shape)
+    shape, parsers = choice.shape, choice.parsers
+    length = min(shape.max_length or _MOST_TOKENS, _MOST_TOKENS)
+    rank, kind = choice.method.get("rank"), choice.method.get("algorithm_type", "ppo")
+    why = "with a critic" if kind == "ppo" else "without a critic, which would take as much again"
+    if choice.gpus:
+        alone = choice.share == _WHOLE
+        whose = "the engines have their GPUs to themselves" if alone else "the trainer shares the GPU"
+        engine = [
+            f"    engine_num: {choice.engines}",
+            f"    tensor_parallel_size: {choice.tensor_parallel}",
+            f"    gpu_memory_utilization: {choice.share:g}  # {whose}",
+        ]
+    else:
+        engine = [
+            "    # vLLM for CPUs: one process, float32",
+            "    dtype: float32",
+            "    single_process: true",
+            "    enforce_eager: true",
+            f"    kv_cache_memory_bytes: {max(_CPU_CACHE, length * shape.cache_bytes(4))}",
+        ]
+    if parsers.tool_calls:
+        engine += ["    enable_auto_tool_choice: true", f"    tool_call_parser: {parsers.tool_calls}"]
+    else:
+        engine += [
+            "    # no tool_call_parser: the model's chat template knows no tools, or none is known for its family"
+        ]
+    if parsers.reasoning:
+        engine += [f"    reasoning_parser: {parsers.reasoning}"]
+    adapter = f"  lora: {{rank: {rank}}}              # an adapter: there is no room to train all weights"
+    rate = "  optimizer: {lr: 1.0e-5}      # adapters want a higher rate than all weights do"
     lines = [
         "# Written by `tuneloop init`. Every option: docs/settings.md; what this takes: `tuneloop plan`.",
         "mode: both                       # serve and train on this machine; serve or train: one of the two",
@@ -194,17 +215,17 @@ def _text(choice: Setup) -> str:
         "model:",
         f"  model_path: {_quote(shape.folder)}  # {shape.family}, {shape.weights / 1e6:.1f} M weights",
         f"  max_model_len: {length}            # tokens of prompt and reply together",
-        *_adapter_lines(choice),
+        *([adapter] if rank else []),
         "cluster:",
         f"  gpu_per_node: {choice.gpus}",
         "explorer:",
         "  proxy_port: 8010",
         "  service_status_check_interval: 10  # seconds between two looks for a new version",
         "  rollout_model:",
-        *_engine_lines(choice),
-        *_parser_lines(choice.parsers),
+        *engine,
         "algorithm:",
-        *_algorithm_lines(choice),
+        f"  algorithm_type: {kind}  # {why}; docs/methods.md compares them",
+        *([rate] if rank else []),
         "buffer:",
         "  train_batch_size: 32           # rewarded replies to a step",
         "trainer:",
@@ -215,47 +236,5 @@ def _text(choice: Setup) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _length(shape: ModelShape) -> int:
-    return min(shape.max_length or _MOST_TOKENS, _MOST_TOKENS)
-
-
 def _quote(path: Path) -> str:
     return str(yaml.safe_dump(str(path), default_style='"', allow_unicode=True, width=1 << 20)).strip()
-
-
-def _adapter_lines(choice: Setup) -> Iterator[str]:
-    if rank := choice.method.get("rank"):
-        yield f"  lora: {{rank: {rank}}}              # an adapter: there is no room to train all weights"
-
-
-def _engine_lines(choice: Setup) -> Iterator[str]:
-    if not choice.gpus:
-        yield "    # vLLM for CPUs: one process, float32"
-        yield "    dtype: float32"
-        yield "    single_process: true"
-        yield "    enforce_eager: true"
-        yield f"    kv_cache_memory_bytes: {max(_CPU_CACHE, _length(choice.shape) * choice.shape.cache_bytes(4))}"
-        return
-    yield f"    engine_num: {choice.engines}"
-    yield f"    tensor_parallel_size: {choice.tensor_parallel}"
-    alone = choice.share == _WHOLE
-    why = "the engines have their GPUs to themselves" if alone else "the trainer shares the GPU"
-    yield f"    gpu_memory_utilization: {choice.share:g}  # {why}"
-
-
-def _parser_lines(parsers: Parsers) -> Iterator[str]:
-    if parsers.tool_calls:
-        yield "    enable_auto_tool_choice: true"
-        yield f"    tool_call_parser: {parsers.tool_calls}"
-    else:
-        yield "    # no tool_call_parser: the model's chat template knows no tools, or none is known for its family"
-    if parsers.reasoning:
-        yield f"    reasoning_parser: {parsers.reasoning}"
-
-
-def _algorithm_lines(choice: Setup) -> Iterator[str]:
-    kind = choice.method.get("algorithm_type", "ppo")
-    why = "with a critic" if kind == "ppo" else "without a critic, which would take as much again"
-    yield f"  algorithm_type: {kind}  # {why}; docs/methods.md compares them"
-    if choice.method.get("rank"):
-        yield "  optimizer: {lr: 1.0e-5}      # adapters want a higher rate than all weights do"

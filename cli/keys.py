@@ -1,9 +1,6 @@
 """This file is `tuneloop keys`."""
 
-import re
 from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -19,6 +16,7 @@ from tuneloop.cli.options import (
     existing_ledger,
     open_to_group,
     operator_name,
+    seconds,
 )
 from tuneloop.shared.errors import KeyRefused, TuneloopError
 from tuneloop.shared.experience import DEFAULT_TENANT, Scope
@@ -31,16 +29,15 @@ from tuneloop.shared.settings.loader import read_settings
 
 app = typer.Typer(help="The keys that clients are let in by.", no_args_is_help=True, cls=CommandGroup)
 
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_DURATION = re.compile(r"(\d+)([smhd])").fullmatch
-
 _Name = Annotated[
     str, typer.Option("--name", metavar="[TENANT/]NAME", help="Whose key it is: its feedback is in this name.")
 ]
 _Scopes = Annotated[
     list[Scope] | None, typer.Option("--scope", help="What it allows, once for each; default: inference, feedback.")
 ]
-_Expires = Annotated[str | None, typer.Option("--expires-in", metavar="30d", help="For how long; else for ever.")]
+_Expires = Annotated[
+    float | None, typer.Option("--expires-in", parser=seconds, metavar="30d", help="For how long; else for ever.")
+]
 _Limits = Annotated[
     list[str] | None,
     typer.Option(
@@ -64,16 +61,27 @@ def create(
 ) -> None:
     """Make a key, and print it: it is told once. A database that is not there yet is made."""
     tenant, slash, own_name = name.rpartition("/")
+    limits: dict[str, int] = {}
+    for text in limit or ():
+        limited, _, value = text.partition("=")
+        if limited not in KeyLimits.__struct_fields__ or not (value.isascii() and value.isdigit()):
+            raise KeyRefused(
+                f"--limit {text}: write NAME=N, a whole number, with one of {', '.join(KeyLimits.__struct_fields__)}"
+            )
+        limits[limited] = int(value)
     grant = KeyGrant(
         name=own_name,
         scopes=tuple(scope or (Scope.INFERENCE, Scope.FEEDBACK)),
         tenant=tenant if slash else DEFAULT_TENANT,
-        limits=parse_limits(limit or ()),
-        expires_in=None if expires_in is None else parse_duration(expires_in),
+        limits=KeyLimits(**limits),
+        expires_in=expires_in,
     )
-    _make_database(config, set_)
-    _settings, ledger = existing_ledger(config, set_)
-    with closing(ledger):
+    settings = read_settings(config, set_ or ()).valid_settings()
+    schema = settings.buffer.trainer_input.experience_buffer.name
+    if revisions.current(settings.database_url, schema=schema) is None:
+        open_to_group(settings)
+        upgrade(settings.database_url, schema=schema)
+    with existing_ledger(config, set_) as (_settings, ledger):
         key, secret = ledger.keys.create(grant, actor=operator_name())
     if for_programs:
         echo_json(msgspec.to_builtins(key_report(key)) | {"key": secret})
@@ -85,8 +93,7 @@ def create(
 @app.command("list")
 def list_(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
     """List the keys, without their secrets, the oldest first."""
-    _settings, ledger = existing_ledger(config, set_)
-    with closing(ledger):
+    with existing_ledger(config, set_) as (_settings, ledger):
         found, now = ledger.keys.all(), ledger.transactions.time()
     if for_programs:
         echo(msgspec.json.encode([key_report(key) for key in found]).decode())
@@ -102,8 +109,7 @@ def revoke(
     for_programs: JsonOption = False,
 ) -> None:
     """End a key: a service refuses it a second later."""
-    _settings, ledger = existing_ledger(config, set_)
-    with closing(ledger):
+    with existing_ledger(config, set_) as (_settings, ledger):
         if not ledger.keys.revoke(key_id, actor=operator_name()):
             raise TuneloopError(f"no key {key_id} is in force; `tuneloop keys list` shows all")
     if for_programs:
@@ -115,8 +121,7 @@ def revoke(
 @app.command()
 def audit(config: ConfigOption, set_: SetOption = None, last: _Last = 50, for_programs: JsonOption = False) -> None:
     """Say who made and revoked which key, the newest first."""
-    _settings, ledger = existing_ledger(config, set_)
-    with closing(ledger):
+    with existing_ledger(config, set_) as (_settings, ledger):
         events = ledger.keys.events(last=last)
     if for_programs:
         echo(msgspec.json.encode([event._asdict() for event in events]).decode())
@@ -128,43 +133,11 @@ def audit(config: ConfigOption, set_: SetOption = None, last: _Last = 50, for_pr
     echo("\n".join(lines) or "no key was made yet")
 
 
-def parse_limits(texts: list[str] | tuple[str, ...]) -> KeyLimits:
-    """The limits of options such as requests_per_minute=60. Raises KeyRefused."""
-    limits: dict[str, int] = {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        if name not in KeyLimits.__struct_fields__ or not (value.isascii() and value.isdigit()):
-            raise KeyRefused(
-                f"--limit {text}: write NAME=N, a whole number, with one of {', '.join(KeyLimits.__struct_fields__)}"
-            )
-        limits[name] = int(value)
-    return KeyLimits(**limits)
-
-
-def parse_duration(text: str) -> float:
-    """Seconds. Raises KeyRefused.
-
-    >>> parse_duration("12h")
-    43200.0
-    """
-    if (found := _DURATION(text)) is None:
-        raise KeyRefused(f"--expires-in {text}: write a number and s, m, h or d, such as 30d")
-    return float(int(found[1]) * _UNITS[found[2]])
-
-
 def key_report(key: AccessKey) -> dict[str, object]:
     """A key as programs see it: all but its hash."""
     report: dict[str, object] = msgspec.to_builtins(key)
     del report["digest"]
     return report
-
-
-def _make_database(config: Path, overrides: list[str] | None) -> None:
-    settings = read_settings(config, overrides or ()).valid_settings()
-    schema = settings.buffer.trainer_input.experience_buffer.name
-    if revisions.current(settings.database_url, schema=schema) is None:
-        open_to_group(settings)
-        upgrade(settings.database_url, schema=schema)
 
 
 def _lines(key: AccessKey, now: float) -> Iterator[str]:

@@ -3,29 +3,19 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Annotated, NoReturn, assert_never
 
 import typer
 
-from tuneloop.cli import (
-    alarms,
-    backup,
-    doctor,
-    exports,
-    imports,
-    keys,
-    raters,
-    refused_records,
-    rewards,
-    settings,
-    versions,
-)
+from tuneloop.cli import exports, imports, keys, operations, rewards, settings, versions
 from tuneloop.cli.both import supervise
+from tuneloop.cli.capacity_plan import plan
 from tuneloop.cli.command_group import CommandGroup
 from tuneloop.cli.erasure import erase_, purge
+from tuneloop.cli.init import init
 from tuneloop.cli.options import (
     ConfigOption,
     JsonOption,
@@ -35,16 +25,18 @@ from tuneloop.cli.options import (
     existing_ledger,
     open_to_group,
 )
-from tuneloop.cli.package_names import refuse_foreign_packages
 from tuneloop.cli.settings import LogJsonOption, LogLevelOption, hand_on_log_options
 from tuneloop.shared import VERSION
-from tuneloop.shared.errors import StartupError, TuneloopError
+from tuneloop.shared.errors import EnvironmentRefused, StartupError, TuneloopError
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.database import upgrade
 from tuneloop.shared.operations.backup import require_stopped
 from tuneloop.shared.operations.older_ledger import adopt
 from tuneloop.shared.settings.loader import OVERRIDES_VARIABLE, read_settings
 from tuneloop.shared.settings.settings import holds_secret
+
+PACKAGES = ("tuneloop",)
+OWNERS = {"tuneloop", "tuneloop-runner"}
 
 app = typer.Typer(
     name="tuneloop",
@@ -55,21 +47,36 @@ app = typer.Typer(
 )
 db_app = typer.Typer(help="The database that holds the experiences.", no_args_is_help=True, cls=CommandGroup)
 app.add_typer(db_app, name="db")
-settings.add_to(app)
+app.add_typer(settings.config_app, name="config")
+app.command()(init)
+app.command()(plan)
+app.command()(settings.validate)
+app.command()(settings.schema)
 app.command("export")(exports.export_)
 app.command("import")(imports.import_)
 app.add_typer(rewards.app, name="rewards")
-app.add_typer(alarms.app, name="alarms")
-app.add_typer(raters.app, name="raters")
+app.add_typer(operations.alarms_app, name="alarms")
+app.add_typer(rewards.raters_app, name="raters")
 app.add_typer(keys.app, name="keys")
 app.add_typer(versions.app, name="versions")
-app.add_typer(refused_records.app, name="spool")
+app.add_typer(operations.spool_app, name="spool")
 app.command("purge")(purge)
 app.command("erase")(erase_)
-app.command()(backup.backup)
-app.command()(backup.restore)
-app.command()(doctor.doctor)
-app.command()(doctor.explain)
+app.command()(operations.backup)
+app.command()(operations.restore)
+app.command()(operations.doctor)
+app.command()(operations.explain)
+
+
+def refuse_foreign_packages(owners: Mapping[str, Sequence[str]] | None = None) -> None:
+    """Raise EnvironmentRefused if another installed distribution has a package named as one of ours."""
+    installed = packages_distributions() if owners is None else owners
+    for package in PACKAGES:
+        for other in sorted(set(installed.get(package, ())) - OWNERS):
+            raise EnvironmentRefused(
+                f"the installed distribution {other} also has a package named '{package}', and Python may import that "
+                f"one: remove it (pip uninstall {other}), or install tuneloop into an environment of its own"
+            )
 
 
 def main() -> None:
@@ -83,17 +90,12 @@ def main() -> None:
         sys.exit(error.exit_code if isinstance(error, StartupError) else 1)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+@app.callback(invoke_without_command=True)
+def _options(version: Annotated[bool, typer.Option("--version", is_eager=True)] = False) -> None:
+    """Serve a model over OpenAI's API, and train it on the feedback."""
+    if version:
         echo(f"tuneloop {VERSION}")
         raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
-) -> None:
-    """Serve a model over OpenAI's API, and train it on the feedback."""
 
 
 InsecureOption = Annotated[bool, typer.Option("--insecure", help="Let everybody in without a key: laboratories.")]
@@ -200,8 +202,7 @@ def db_current(config: ConfigOption, set_: SetOption = None, for_programs: JsonO
 @db_app.command("adopt")
 def db_adopt(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
     """Go on with a database that was put back without its checkpoints and spool. No service may run."""
-    settings, ledger = existing_ledger(config, set_)
-    with closing(ledger):
+    with existing_ledger(config, set_) as (settings, ledger):
         require_stopped(settings)
         done = adopt(settings, ledger)
     if for_programs:

@@ -1,11 +1,14 @@
-"""What the commands share: the options that name the settings, the way to the ledger, and how text is printed."""
+"""What the commands share: options, the way to the ledger, how text is printed, and how far long work is."""
 
 import getpass
 import json
 import os
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -18,6 +21,8 @@ from tuneloop.shared.settings.loader import read_settings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import umask_of
 
+_T = TypeVar("_T")
+
 ConfigOption = Annotated[
     Path, typer.Option("--config", "-c", metavar="X.yaml", help="The settings file; X.yaml alone will do.")
 ]
@@ -25,9 +30,25 @@ SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one option, such as explorer.proxy_port=80.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
+OptionalConfig = Annotated[Path | None, typer.Option("--config", "-c", metavar="X.yaml", help="The settings file.")]
+TenantOption = Annotated[str, typer.Option(help="Whose replies; of imported conversations, whose they become.")]
+
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+#: Rows between two updates of the progress: one for each would take longer than the row.
+_STEP = 200
 
 
-def existing_ledger(config: Path, overrides: Sequence[str] | None) -> tuple[Settings, Ledger]:
+def seconds(duration: str) -> float:
+    """The seconds of 30d, 12h, 45m, 90s, or of a plain number. Raises typer.BadParameter for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", duration, re.ASCII)
+    if match is None:
+        raise typer.BadParameter(f"{duration!r} is not a duration; write 30d, 12h, 45m or 90s")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+@contextmanager
+def existing_ledger(config: Path, overrides: Sequence[str] | None) -> Iterator[tuple[Settings, Ledger]]:
     """The settings and their ledger. Raises EnvironmentRefused unless its schema is the newest: services may run."""
     settings = read_settings(config, overrides or ()).valid_settings()
     there = revisions.current(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
@@ -36,7 +57,8 @@ def existing_ledger(config: Path, overrides: Sequence[str] | None) -> tuple[Sett
             f"the database {without_password(settings.database_url)} has the schema {there or 'of no release'}, this"
             f" release works with {revisions.newest()}: start a service, or run tuneloop db upgrade"
         )
-    return settings, Ledger.of(settings)
+    with closing(Ledger.of(settings)) as ledger:
+        yield settings, ledger
 
 
 def echo_json(value: object) -> None:
@@ -60,3 +82,26 @@ def operator_name() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # the latter since Python 3.13
         return f"uid {os.getuid()}"
+
+
+def with_progress(rows: Iterable[_T], label: str, *, step: int = _STEP) -> Iterator[_T]:
+    """The rows; on a terminal's error stream, and nowhere else, a line counts every `step` of them."""
+    if not sys.stderr.isatty():
+        yield from rows
+        return
+    with _bar(rows, label, update_min_steps=step) as shown:
+        yield from shown
+
+
+@contextmanager
+def counting(label: str) -> Iterator[Callable[[int], object]]:
+    """What is to be called with the rows that are done, whenever some are."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    with _bar(iter(int, 1), label) as bar:
+        yield bar.update
+
+
+def _bar(rows: Iterable[_T], label: str, **how: Any) -> Any:
+    return typer.progressbar(rows, label=label, file=sys.stderr, show_eta=False, show_pos=True, **how)

@@ -3,15 +3,12 @@
 import os
 import re
 from contextlib import closing
-from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
 import yaml
 
-from tuneloop.cli.capacity_plan import plan
 from tuneloop.cli.command_group import CommandGroup
-from tuneloop.cli.init import init
 from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json
 from tuneloop.shared.errors import DatabaseAway, LedgerUnavailable, SettingsError
 from tuneloop.shared.ledger.facts import find_ignored_feedback
@@ -20,7 +17,7 @@ from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.logging import JSON_VARIABLE, LEVEL_VARIABLE, LogLevel
 from tuneloop.shared.settings.database_url import without_password
 from tuneloop.shared.settings.hardware import idle_sentence, placement_sentence
-from tuneloop.shared.settings.loader import SettingsReport, read_settings
+from tuneloop.shared.settings.loader import read_settings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.versions import GateSettings
 
@@ -33,25 +30,23 @@ _OF_THE_PAGE = (
 )
 
 
-def add_to(app: typer.Typer) -> None:
-    """Give the command line these commands."""
-    config_app = typer.Typer(help="The settings.", no_args_is_help=True, cls=CommandGroup)
-    config_app.command("show")(show)
-    config_app.command("schema")(schema)
-    app.add_typer(config_app, name="config")
-    app.command("init")(init)
-    app.command("plan")(plan)
-    app.command("validate")(validate)
-    app.command("schema")(schema)
+config_app = typer.Typer(help="The settings.", no_args_is_help=True, cls=CommandGroup)
 
 
 def validate(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
     """Say what a settings file means, or everything that is wrong with it (exit code 2)."""
     report = read_settings(config, set_ or ())
     if for_programs:
-        document = _report_as_json(config, report)
-        echo_json(document)
-        if not document["valid"]:
+        problems, understood = list(report.problems), dict[str, object]()
+        if report.settings is not None:
+            try:
+                check_exposure(report.settings)
+                understood = {name.replace(" ", "_"): value for name, value in summary_of(report.settings)}
+                understood |= {"notes": notes_on(report.settings), "ignored": report.ignored}
+            except SettingsError as error:
+                problems = [str(error)]
+        echo_json({"file": str(config), "valid": bool(understood), "problems": problems, **understood})
+        if not understood:
             raise typer.Exit(SettingsError.exit_code)
         return
     settings = report.valid_settings()
@@ -62,22 +57,6 @@ def validate(config: ConfigOption, set_: SetOption = None, for_programs: JsonOpt
     for name, value in lines:
         if value:
             echo(f"  {name:<18} {value}")
-
-
-def _report_as_json(config: Path, report: SettingsReport) -> dict[str, object]:
-    found: dict[str, object] = {"file": str(config), "valid": report.settings is not None, "problems": report.problems}
-    if report.settings is None:
-        return found
-    try:
-        check_exposure(report.settings)
-    except SettingsError as error:
-        return {**found, "valid": False, "problems": [str(error)]}
-    return {
-        **found,
-        **{name.replace(" ", "_"): value for name, value in summary_of(report.settings)},
-        "notes": notes_on(report.settings),
-        "ignored": report.ignored,
-    }
 
 
 def notes_on(settings: Settings) -> list[str]:
@@ -97,39 +76,32 @@ def summary_of(settings: Settings) -> list[tuple[str, str]]:
         ("model", f"{settings.model.model_path}, {f'{length} tokens' if length else 'full length'}"),
     ]
     if settings.mode != "train":
-        lines += _summary_of_explorer(settings)
+        explorer, rollout, cluster = settings.explorer, settings.explorer.rollout_model, settings.cluster
+        engines = f"{rollout.engine_num} x {rollout.tensor_parallel_size} GPU of {cluster.gpu_per_node}"
+        if cluster.gpu_per_node == 0:
+            engines = f"{rollout.engine_num}, on the CPU"
+        if rollout.engine_urls:
+            engines = f"running already: {', '.join(rollout.engine_urls)}"
+        lines += [
+            ("served as", settings.served_model_name),
+            ("listens on", f"{explorer.listen_address}:{explorer.proxy_port}"),
+            ("engines", engines),
+            ("new versions", f"looked for every {explorer.service_status_check_interval:g} s"),
+        ]
     if settings.mode != "serve":
-        lines += _summary_of_trainer(settings)
+        keeps = settings.trainer.max_checkpoints_to_keep or "all"
+        if settings.trainer_workers > 1:
+            lines.append(("workers", str(settings.trainer_workers)))
+        lines += [
+            ("step", f"{settings.buffer.train_batch_size} experiences, {settings.algorithm.algorithm_type}"),
+            ("publishes", f"a version every {settings.trainer.save_interval} step(s), keeps {keeps}"),
+        ]
     if placement := placement_sentence(settings):
         lines.append(("GPUs", placement))
     return lines
 
 
-def _summary_of_explorer(settings: Settings) -> list[tuple[str, str]]:
-    explorer, rollout, cluster = settings.explorer, settings.explorer.rollout_model, settings.cluster
-    engines = f"{rollout.engine_num} x {rollout.tensor_parallel_size} GPU of {cluster.gpu_per_node}"
-    if cluster.gpu_per_node == 0:
-        engines = f"{rollout.engine_num}, on the CPU"
-    if rollout.engine_urls:
-        engines = f"running already: {', '.join(rollout.engine_urls)}"
-    return [
-        ("served as", settings.served_model_name),
-        ("listens on", f"{explorer.listen_address}:{explorer.proxy_port}"),
-        ("engines", engines),
-        ("new versions", f"looked for every {explorer.service_status_check_interval:g} s"),
-    ]
-
-
-def _summary_of_trainer(settings: Settings) -> list[tuple[str, str]]:
-    keeps = settings.trainer.max_checkpoints_to_keep or "all"
-    workers = [("workers", str(settings.trainer_workers))] if settings.trainer_workers > 1 else []
-    return [
-        *workers,
-        ("step", f"{settings.buffer.train_batch_size} experiences, {settings.algorithm.algorithm_type}"),
-        ("publishes", f"a version every {settings.trainer.save_interval} step(s), keeps {keeps}"),
-    ]
-
-
+@config_app.command()
 def show(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
     """Print every option as it will be used, as YAML. Secrets are hidden."""
     values = read_settings(config, set_ or ()).valid_settings().model_dump(mode="json")
@@ -139,6 +111,7 @@ def show(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption 
     typer.echo(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), nl=False)
 
 
+@config_app.command()
 def schema() -> None:
     """Print the JSON schema of the settings file, for editors."""
     schema = _for_editors(Settings.model_json_schema())
@@ -167,17 +140,14 @@ def check_exposure(settings: Settings) -> None:
         return
     schema = settings.buffer.trainer_input.experience_buffer.name
     try:
-        there = revisions.current(settings.database_url, schema=schema) == revisions.newest()
-        has_keys = there and _has_keys(settings)
+        has_keys = False
+        if revisions.current(settings.database_url, schema=schema) == revisions.newest():
+            with closing(Ledger.of(settings)) as ledger:
+                has_keys = bool(ledger.keys.table().keys)
     except (DatabaseAway, LedgerUnavailable):
         return
     if (problem := settings.explorer.why_exposed(has_keys=has_keys)) is not None:
         raise SettingsError(problem)
-
-
-def _has_keys(settings: Settings) -> bool:
-    with closing(Ledger.of(settings)) as ledger:
-        return bool(ledger.keys.table().keys)
 
 
 LogLevelOption = Annotated[LogLevel | None, typer.Option("--log-level", help="The least level that is logged.")]

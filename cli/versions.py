@@ -1,7 +1,6 @@
 """This file is `tuneloop versions`."""
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -33,7 +32,6 @@ from tuneloop.shared.operations.version_decisions import (
     unpin,
 )
 from tuneloop.shared.operations.version_report import (
-    EventRow,
     ScoreRow,
     VersionReport,
     VersionRow,
@@ -60,8 +58,7 @@ _Reason = Annotated[str, typer.Option("--reason", help="The reason, for the reco
 @app.command("list")
 def list_(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
     """List the versions, the newest first."""
-    _settings, ledger = existing_ledger(config, set_)
-    with closing(ledger):
+    with existing_ledger(config, set_) as (_settings, ledger):
         rows, now = list_versions(ledger), ledger.transactions.time()
     echo(_as_json(rows) if for_programs else "\n".join(_table_lines(rows, now)) or "no version is registered yet")
 
@@ -69,8 +66,7 @@ def list_(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption
 @app.command()
 def show(version: _Version, config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
     """Show everything about a version."""
-    _settings, ledger = existing_ledger(config, set_)
-    with closing(ledger):
+    with existing_ledger(config, set_) as (_settings, ledger):
         report = report_version(ledger, version)
     echo(_as_json(report) if for_programs else "\n".join(_version_lines(report)))
 
@@ -84,8 +80,7 @@ def compare(
     for_programs: JsonOption = False,
 ) -> None:
     """Put two versions side by side: rewards, lengths of their replies, evaluations."""
-    _settings, ledger = existing_ledger(config, set_)
-    with closing(ledger):
+    with existing_ledger(config, set_) as (_settings, ledger):
         comparison = compare_versions(ledger, a, b)
     echo(_as_json(comparison) if for_programs else "\n".join(_comparison_lines(comparison)))
 
@@ -101,7 +96,7 @@ def promote_(
     for_programs: JsonOption = False,
 ) -> None:
     """Make a version the champion, an older one too."""
-    asked = _decision_request(by, reason, expect)
+    asked = DecisionRequest(by or operator_name(), reason.strip(), expect)
     sentence = "version {version} is the champion; {served}"
     _decide(config, set_, lambda ledger: promote(ledger, version, asked), sentence, for_programs=for_programs)
 
@@ -117,7 +112,7 @@ def roll_back_(
     for_programs: JsonOption = False,
 ) -> None:
     """Take a version out of service for good: the canary, or the champion if there is none, unless one is given."""
-    asked = _decision_request(by, reason, expect)
+    asked = DecisionRequest(by or operator_name(), reason.strip(), expect)
     sentence = "version {version} is rolled back; version {champion} is the champion; {served}"
     _decide(config, set_, lambda ledger: roll_back(ledger, version, asked), sentence, for_programs=for_programs)
 
@@ -132,7 +127,7 @@ def reject_(
     for_programs: JsonOption = False,
 ) -> None:
     """Say of a candidate, or a retired version, that it must never be served."""
-    asked = _decision_request(by, reason)
+    asked = DecisionRequest(by or operator_name(), reason.strip())
     sentence = "version {version} is rejected; version {champion} is the champion"
     _decide(config, set_, lambda ledger: reject(ledger, version, asked), sentence, for_programs=for_programs)
 
@@ -148,7 +143,7 @@ def pin_(
     for_programs: JsonOption = False,
 ) -> None:
     """Serve a version, and no other until it is unpinned."""
-    asked = _decision_request(by, reason, expect)
+    asked = DecisionRequest(by or operator_name(), reason.strip(), expect)
     sentence = "version {version} is pinned, and the champion until it is unpinned; {served}"
     _decide(config, set_, lambda ledger: pin(ledger, version, asked), sentence, for_programs=for_programs)
 
@@ -162,13 +157,9 @@ def unpin_(
     for_programs: JsonOption = False,
 ) -> None:
     """Let newer versions be served again."""
-    asked = _decision_request(by, reason)
+    asked = DecisionRequest(by or operator_name(), reason.strip())
     sentence = "version {version} is unpinned; {served}"
     _decide(config, set_, lambda ledger: unpin(ledger, asked), sentence, for_programs=for_programs)
-
-
-def _decision_request(by: str | None, reason: str, expect: int | None = None) -> DecisionRequest:
-    return DecisionRequest(by or operator_name(), reason.strip(), expect)
 
 
 def _decide(
@@ -179,8 +170,7 @@ def _decide(
     *,
     for_programs: bool,
 ) -> None:
-    settings, ledger = existing_ledger(config, set_)
-    with closing(ledger):
+    with existing_ledger(config, set_) as (settings, ledger):
         result = decision(ledger)
     if for_programs:
         echo_json(result._asdict())
@@ -236,14 +226,11 @@ def _version_lines(report: VersionReport) -> Iterator[str]:
         yield "evaluations"
         yield from (f"  {_metric_name(each):<32} {_score(each)}" for each in scores)
     yield "events"
-    yield from (f"  {line}" for event in report.events for line in _event_lines(event))
-
-
-def _event_lines(event: EventRow) -> Iterator[str]:
-    why = f": {visible(event.reason)}" if event.reason else ""
-    yield f"{moment(event.at)}  {event.action} by {visible(event.actor)}{why}"
-    if event.details:
-        yield f"  {msgspec.json.encode(event.details).decode()}"
+    for event in report.events:
+        why = f": {visible(event.reason)}" if event.reason else ""
+        yield f"  {moment(event.at)}  {event.action} by {visible(event.actor)}{why}"
+        if event.details:
+            yield f"    {msgspec.json.encode(event.details).decode()}"
 
 
 def _comparison_lines(comparison: Comparison) -> Iterator[str]:
@@ -255,7 +242,13 @@ def _comparison_lines(comparison: Comparison) -> Iterator[str]:
     yield _columns("seconds per token", _mean(a.seconds_per_token), _mean(b.seconds_per_token))
     yield _columns("reward", _mean(a.reward), _mean(b.reward))
     yield _columns("rewarded", _reward_count(a.reward), _reward_count(b.reward))
-    yield _columns("difference", _difference(comparison))
+    difference = "-" if comparison.difference is None else f"{comparison.difference:+.4g}"
+    if comparison.interval is not None:
+        low, high = comparison.interval
+        difference += f", 95 % interval {low:+.4g} to {high:+.4g}"
+    elif comparison.difference is not None:
+        difference += f", from too few sources for an interval ({MIN_SOURCES} of each)"
+    yield _columns("difference", difference)
     for pair in comparison.evaluations:
         if pair.metric != TASKS:
             yield _columns(_metric_name(pair), _score(pair.a), _score(pair.b))
@@ -273,16 +266,6 @@ def _mean(mean: Mean | None) -> str:
 
 def _reward_count(mean: Mean | None) -> str:
     return "0" if mean is None else f"{mean.replies} from {number(mean.sources, 'source')}"
-
-
-def _difference(comparison: Comparison) -> str:
-    if comparison.difference is None:
-        return "-"
-    difference = f"{comparison.difference:+.4g}"
-    if comparison.interval is None:
-        return f"{difference}, from too few sources for an interval ({MIN_SOURCES} of each)"
-    low, high = comparison.interval
-    return f"{difference}, 95 % interval {low:+.4g} to {high:+.4g}"
 
 
 def _metric_name(each: ScoreRow | ScorePair) -> str:

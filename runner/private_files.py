@@ -36,12 +36,16 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
             fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
         file.seek(0)
-        whole, last = split_last_line(file.read())
-        if last:
-            if is_row(last):  # an editor left it so
+        content = file.read()
+        if last := content.rpartition(b"\n")[2]:
+            try:
+                whole = isinstance(json.loads(last), dict)
+            except (ValueError, RecursionError):
+                whole = False
+            if whole:  # an editor left it so
                 lines = b"\n" + lines
             else:
-                file.truncate(len(whole))
+                file.truncate(len(content) - len(last))
         end = file.seek(0, os.SEEK_END)
         try:
             while lines:
@@ -50,17 +54,3 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         except OSError:
             file.truncate(end)
             raise
-
-
-def split_last_line(content: bytes) -> tuple[bytes, bytes]:
-    """The lines with an end, and what comes after them."""
-    whole, end, last = content.rpartition(b"\n")
-    return whole + end, last
-
-
-def is_row(line: bytes) -> bool:
-    """Whether it is a JSON object, whole."""
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False

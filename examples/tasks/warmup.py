@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from examples.sums import model as sums_model
 from examples.tasks.dialogue import Message, Task, text_of
-from tuneloop.cli.progress import with_progress
+from tuneloop.cli.options import with_progress
 
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 #: First only right conversations; then as many with slips as bring it down to about what the teacher gets right.

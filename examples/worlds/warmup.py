@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from examples.tasks.dialogue import Task, text_of
 from examples.tasks.warmup import Lesson, prompt_ids
 from examples.worlds.schooling import Schooling
-from tuneloop.cli.progress import with_progress
+from tuneloop.cli.options import with_progress
 
 #: The share of the early conversations that have slips: what comes after a slip must be known, too.
 EARLY_SLIPS = 0.3

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist, fmean, variance
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from tuneloop.runner.collection.run_records import AgentLike, DataCollector, RunRecord, run_in_thread_loop
 from tuneloop.runner.rewards.components import same_json
@@ -316,16 +316,17 @@ class ToolUseEvaluator:
         """The same in an event loop; an agent that is no coroutine function blocks it."""
         collector, failures = DataCollector(), Counter[str]()
         cases = []
-        for number, case in enumerate([_read_case(at, each) for at, each in enumerate(test_cases, start=1)], start=1):
+        read = [_read_case(number, each) for number, each in enumerate(test_cases, start=1)]
+        for number, (input_, expected_calls, relevant) in enumerate(read, start=1):
             try:
-                record = await collector.collect_async(agent, case.input)
+                record = await collector.collect_async(agent, input_)
             except Exception as error:
                 kind = type(error).__name__
                 if kind not in failures:
                     log.warning("test case %d: %r; further ones are counted, not logged", number, error, exc_info=error)
                 failures[kind] += 1
             else:
-                cases.append(ToolUseCase(record=record, expected_calls=case.expected_calls, relevant=case.relevant))
+                cases.append(ToolUseCase(record=record, expected_calls=expected_calls, relevant=relevant))
         return replace(self.measure(cases), failures=dict(failures))
 
     def measure(self, cases: Sequence[ToolUseCase]) -> ToolUseReport:
@@ -357,17 +358,11 @@ class ToolUseEvaluator:
         return len(seen) / len(case.relevant)
 
 
-class _Case(NamedTuple):
-    input: Any
-    expected_calls: tuple[ToolCall, ...]
-    relevant: frozenset[str]
-
-
-def _read_case(number: int, case: Mapping[str, Any]) -> _Case:
-    """Raises ValueError for what is no case."""
+def _read_case(number: int, case: Mapping[str, Any]) -> tuple[Any, tuple[ToolCall, ...], frozenset[str]]:
+    """The input, the expected calls, and what is relevant. Raises ValueError for what is no case."""
     try:
         calls = tuple(ToolCall(call["name"], call.get("arguments")) for call in case.get("expected_calls") or ())
-        return _Case(case["input"], calls, frozenset(case.get("relevant") or ()))
+        return case["input"], calls, frozenset(case.get("relevant") or ())
     except KeyError as error:
         raise ValueError(f"test case {number}: there is no {error}") from None
     except (AttributeError, TypeError) as error:

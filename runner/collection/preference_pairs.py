@@ -12,6 +12,7 @@ import httpx
 
 from tuneloop.runner.errors import ServiceRefused
 from tuneloop.runner.http_client import header_of_key
+from tuneloop.runner.logs.request_logs import ask_service
 from tuneloop.runner.rewards.reply import ChatMessage, chat_messages, text_of
 
 #: What somebody says of two answers by their places on the page; `skip` leaves it open.
@@ -145,14 +146,7 @@ class HumanPreferenceCollector:
             after = {"after": str(page["last_id"])}
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        try:
-            answer = self._client.request(method, self._url + path, json=body)
-            read = answer.json()
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            raise ServiceRefused(f"the service does not answer: {error!r}") from None
-        if not answer.is_success or not isinstance(read, dict):
-            raise ServiceRefused.of_answer(answer.status_code, read)
-        return read
+        return ask_service(self._client, method, self._url + path, json=body)
 
 
 def _path_of(reply_id: str) -> str:

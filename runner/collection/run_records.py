@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import contextvars
 import inspect
 import math
 import os
@@ -218,6 +219,31 @@ def _forget_all() -> None:
 
 if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
     os.register_at_fork(after_in_child=_forget_all)
+
+
+def in_daemon_thread(work: Callable[[], _Result]) -> asyncio.Future[_Result]:
+    """What the work returns, done in a thread of its own: one that hangs keeps neither others nor our end waiting."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[_Result] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(set_: Callable[[Any], None], outcome: object) -> None:
+        if not future.done():
+            set_(outcome)
+
+    def run() -> None:
+        set_: Callable[[Any], None] = future.set_exception
+        outcome: object
+        try:
+            set_, outcome = future.set_result, context.run(work)
+        except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the result
+            plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            outcome = error if plain else RuntimeError(f"it ended with {error!r}")  # others would end the event loop
+        with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, set_, outcome)
+
+    threading.Thread(target=run, daemon=True, name="tuneloop-run").start()
+    return future
 
 
 #: An agent: takes what the user said, and returns a text, a message, a completion, or all messages of the run.

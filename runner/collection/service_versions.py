@@ -1,13 +1,12 @@
 """The versions of a service, listed, compared, promoted, rolled back and pinned from a program."""
 
-from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 import httpx
 
-from tuneloop.runner.errors import ServiceRefused
 from tuneloop.runner.http_client import header_of_key
+from tuneloop.runner.logs.request_logs import ask_service
 
 _TIMEOUT_S = 30.0
 
@@ -36,12 +35,12 @@ class VersionsClient:
     def events(self, version: int | None = None, *, last: int = 20) -> list[dict[str, Any]]:
         """What happened, of one version or of all, the oldest first."""
         query = {"last": last} | ({} if version is None else {"version": version})
-        found: list[dict[str, Any]] = self._ask("GET", "/events", query=query)["data"]
+        found: list[dict[str, Any]] = self._ask("GET", "/events", params=query)["data"]
         return found
 
     def compare(self, a: int, b: int) -> dict[str, Any]:
         """Two versions side by side: how much more `b` earned (`difference`), with its `interval`."""
-        return self._ask("GET", "/compare", query={"a": a, "b": b})
+        return self._ask("GET", "/compare", params={"a": a, "b": b})
 
     def champion(self) -> int:
         """The version that answers."""
@@ -99,16 +98,7 @@ class VersionsClient:
 
     def _decide(self, path: str, reason: str | None, expect: int | None) -> dict[str, Any]:
         decision = {"reason": reason, "expect": expect, "by": self._by}
-        return self._ask("POST", path, body={name: value for name, value in decision.items() if value is not None})
+        return self._ask("POST", path, json={name: value for name, value in decision.items() if value is not None})
 
-    def _ask(
-        self, method: str, path: str, *, query: Mapping[str, Any] | None = None, body: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        try:
-            answer = self._client.request(method, self._url + path, params=query, json=body)
-            read = answer.json()
-        except (httpx.HTTPError, ValueError) as error:
-            raise ServiceRefused(f"the service does not answer: {error!r}") from None
-        if not answer.is_success or not isinstance(read, dict):
-            raise ServiceRefused.of_answer(answer.status_code, read)
-        return read
+    def _ask(self, method: str, path: str, **how: Any) -> dict[str, Any]:
+        return ask_service(self._client, method, self._url + path, **how)

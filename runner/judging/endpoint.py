@@ -9,8 +9,8 @@ import json
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Generator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -45,15 +45,8 @@ class Answer(NamedTuple):
     completion_tokens: int
 
 
-class _Post(NamedTuple):
-    body: Mapping[str, Any]
-
-
-class _Wait(NamedTuple):
-    seconds: float
-
-
-_Step = _Post | _Wait
+#: What to do next: post a body, or wait so many seconds.
+_Step = dict[str, Any] | float
 _Response = httpx.Response | httpx.HTTPError | None
 
 
@@ -101,8 +94,8 @@ class Endpoint:
                 except StopIteration as end:
                     return Answer(*end.value)
                 response = None
-                if isinstance(step, _Wait):
-                    time.sleep(step.seconds)
+                if isinstance(step, float):
+                    time.sleep(step)
                 else:
                     response = self._post(step)
 
@@ -117,8 +110,8 @@ class Endpoint:
                 except StopIteration as end:
                     return Answer(*end.value)
                 response = None
-                if isinstance(step, _Wait):
-                    await asyncio.sleep(step.seconds)
+                if isinstance(step, float):
+                    await asyncio.sleep(step)
                 else:
                     response = await self._post_async(step)
 
@@ -139,33 +132,25 @@ class Endpoint:
         finally:
             self.close()
 
-    @asynccontextmanager
-    async def open_async(self) -> AsyncIterator["Endpoint"]:
-        """Itself, closed in the end."""
-        try:
-            yield self
-        finally:
-            await self.close_async()
-
-    def _post(self, step: _Post) -> _Response:
+    def _post(self, body: dict[str, Any]) -> _Response:
         until = time.monotonic() + self.timeout
-        body = bytearray()
+        read = bytearray()
         try:
-            with self._client.stream("POST", self._url, json=step.body) as response:
+            with self._client.stream("POST", self._url, json=body) as response:
                 for piece in response.iter_bytes():
                     # httpx only bounds the time between two bytes.
                     if time.monotonic() > until:
                         return httpx.ReadTimeout(f"no answer in {self.timeout:g} s")
-                    body += piece
+                    read += piece
         except httpx.HTTPError as error:
             return error
         headers = {name: value for name, value in response.headers.items() if name in _TOLD}
-        return httpx.Response(response.status_code, headers=headers, content=bytes(body), request=response.request)
+        return httpx.Response(response.status_code, headers=headers, content=bytes(read), request=response.request)
 
-    async def _post_async(self, step: _Post) -> _Response:
+    async def _post_async(self, body: dict[str, Any]) -> _Response:
         try:
             async with asyncio.timeout(self.timeout):
-                return await self._async_client.post(self._url, json=step.body)
+                return await self._async_client.post(self._url, json=body)
         except httpx.HTTPError as error:
             return error
         except TimeoutError:
@@ -186,7 +171,7 @@ class Endpoint:
         left = self.retries
         dropped: set[str] = set()
         while True:
-            response = yield _Post(body)
+            response = yield body
             if isinstance(response, httpx.Response) and response.is_success:
                 self._refused |= dropped
                 return _answer(response)
@@ -194,16 +179,19 @@ class Endpoint:
                 dropped.add(name)
                 body = {key: value for key, value in body.items() if key != name}
                 continue
-            away = _away(response)
-            if away is None:
-                raise JudgeFailed(*_refusal(response))
-            wait = away.retry_after_s
+            barred, wait = False, None
+            if isinstance(response, httpx.Response):
+                status, wait = response.status_code, retry_after_s(response)
+                barred = status in _NOT_LET_IN or response.is_redirect  # until somebody has changed a setting
+                if not barred and status not in _BUSY and status < 500:
+                    raise JudgeFailed(*_refusal(response))
+            away = JudgeAway(*_refusal(response), retry_after_s=wait)
             if wait is None:  # half a second, and twice as long each time; not everybody's at once
                 wait = min(MAX_WAIT_S, 0.5 * 2 ** (self.retries - left)) * random.uniform(0.5, 1.0)
-            if left <= 0 or wait > MAX_WAIT_S or _not_let_in(response):
+            if left <= 0 or wait > MAX_WAIT_S or barred:
                 raise away
             left -= 1
-            yield _Wait(wait)
+            yield wait
 
 
 def _unknown_field(response: httpx.Response, body: Mapping[str, Any]) -> str | None:
@@ -216,19 +204,6 @@ def _unknown_field(response: httpx.Response, body: Mapping[str, Any]) -> str | N
     # Not the whole text: what is quoted at its end may be anybody's words.
     named = next((name for name in _OPTIONAL if name in body and name in response.text[:_TELLING]), None)
     return named or ("response_format" if "response_format" in body else None)
-
-
-def _away(response: _Response) -> JudgeAway | None:
-    if not isinstance(response, httpx.Response):
-        return JudgeAway(*_refusal(response))
-    if response.status_code in _BUSY or response.status_code >= 500 or _not_let_in(response):
-        return JudgeAway(*_refusal(response), retry_after_s=retry_after_s(response))
-    return None
-
-
-def _not_let_in(response: _Response) -> bool:
-    """Whether it is no use to try again before somebody has changed a setting."""
-    return isinstance(response, httpx.Response) and (response.status_code in _NOT_LET_IN or response.is_redirect)
 
 
 def retry_after_s(response: httpx.Response) -> float | None:

@@ -177,7 +177,17 @@ def _without_thought(text: str) -> str:
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
     """The outermost JSON objects in a text. Raises JudgeFailed for what only begins as one."""
-    decoder = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_no_number)
+
+    def read_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise JudgeFailed("the judge's answer says something twice")
+        return found
+
+    def refuse_number(word: str) -> float:
+        raise JudgeFailed(f"the judge's answer has {word} in it")
+
+    decoder = json.JSONDecoder(object_pairs_hook=read_once, parse_constant=refuse_number)
     end = 0
     while (at := text.find("{", end)) >= 0:
         try:
@@ -185,14 +195,3 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
         except (ValueError, RecursionError):
             raise JudgeFailed("the judge's answer has broken JSON in it", text) from None
         yield value
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise JudgeFailed("the judge's answer says something twice")
-    return found
-
-
-def _no_number(word: str) -> float:
-    raise JudgeFailed(f"the judge's answer has {word} in it")

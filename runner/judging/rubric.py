@@ -93,13 +93,20 @@ class Rubric:
     @classmethod
     def generate(cls, examples: Sequence[Example], endpoint: Endpoint, *, criteria: int = 4) -> "Rubric":
         """A rubric of about so many criteria, written by a model from a few examples. Raises JudgeError."""
-        return _rubric_from(endpoint.ask(rubric_prompt(_pairs(examples), criteria), _WRITTEN).text)
-
-    @classmethod
-    async def generate_async(cls, examples: Sequence[Example], endpoint: Endpoint, *, criteria: int = 4) -> "Rubric":
-        """The same without blocking."""
-        answer = await endpoint.ask_async(rubric_prompt(_pairs(examples), criteria), _WRITTEN)
-        return _rubric_from(answer.text)
+        if not examples:
+            raise ValueError("a rubric needs at least one example")
+        pairs = [(each.prompt, each.good, each.bad) for each in examples]
+        written = object_in(endpoint.ask(rubric_prompt(pairs, criteria), _WRITTEN).text, "criteria")["criteria"]
+        try:
+            by_name = {each["name"]: each for each in written}
+            if len(by_name) != len(written):
+                raise ValueError("two criteria have one name")
+            return cls(
+                criteria={name: each["description"] for name, each in by_name.items()},
+                weights={name: each["weight"] for name, each in by_name.items()},
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise JudgeFailed("the judge wrote no rubric", str(error)) from None
 
     def save(self, path: Path) -> None:
         """Write it as JSON, to be read by people and `load`."""
@@ -117,26 +124,6 @@ class Rubric:
             return cls(**fields)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not a rubric: {error}") from None
-
-
-def _pairs(examples: Sequence[Example]) -> list[tuple[str, str, str]]:
-    if not examples:
-        raise ValueError("a rubric needs at least one example")
-    return [(each.prompt, each.good, each.bad) for each in examples]
-
-
-def _rubric_from(text: str) -> Rubric:
-    written = object_in(text, "criteria")["criteria"]
-    try:
-        by_name = {each["name"]: each for each in written}
-        if len(by_name) != len(written):
-            raise ValueError("two criteria have one name")
-        return Rubric(
-            criteria={name: each["description"] for name, each in by_name.items()},
-            weights={name: each["weight"] for name, each in by_name.items()},
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise JudgeFailed("the judge wrote no rubric", str(error)) from None
 
 
 def _mistakes(rubric: Rubric) -> Any:

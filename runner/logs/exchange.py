@@ -56,6 +56,9 @@ class BrokenEntries:
 
 _PREFIX = "tuneloop_"
 
+#: What says that something must not be trained on.
+_NO = frozenset({"false", "0", "no", "off"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedExchange:
@@ -138,8 +141,9 @@ def may_train(*sources: object) -> bool:
             continue
         metadata = each.get("metadata")
         for place in (each, metadata if isinstance(metadata, Mapping) else {}):
-            if any(_says_no(place.get(name)) for name in ("train", f"{_PREFIX}train", "tuneloop.train")):
-                return False
+            for said in (place.get(name) for name in ("train", f"{_PREFIX}train", "tuneloop.train")):
+                if said is False or (isinstance(said, str) and said.strip().lower() in _NO):
+                    return False
         if each.get("store") is False:
             return False
     return True
@@ -187,10 +191,6 @@ def optional_number(value: object) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
-
-
-def _says_no(value: object) -> bool:
-    return value is False or (isinstance(value, str) and value.strip().lower() in {"false", "0", "no", "off"})
 
 
 def essence_of(messages: Sequence[ChatMessage]) -> list[str]:

@@ -60,7 +60,10 @@ def _exchange(row: Mapping[str, Any], place: str) -> LoggedExchange:
     if not messages:
         raise ValueError("it asks nothing")
     labels = labels_in(row.get("metadata")) | labels_in(request.get("metadata")) | labels_in(row)
-    exchange_id = _name(row, response, messages + reply)
+    names = ((row, "msg_id"), (response, "id"), (row, "id"), (row, "custom_id"))
+    # Its own words name it, so that a file that has grown names what it had before as before.
+    words = hashlib.sha256(json.dumps(messages + reply, sort_keys=True).encode()).hexdigest()[:16]
+    exchange_id = next((found for where, name in names if (found := optional_text(where.get(name)))), words)
     return LoggedExchange(
         source="openai",
         place=place,
@@ -89,14 +92,6 @@ def _part(row: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any] | No
             inner = value.get("body")
             return plain_object(inner if isinstance(inner, Mapping) else value)
     return None
-
-
-def _name(row: Mapping[str, Any], response: Mapping[str, Any], transcript: tuple[ChatMessage, ...]) -> str:
-    for where, name in ((row, "msg_id"), (response, "id"), (row, "id"), (row, "custom_id")):
-        if named := optional_text(where.get(name)):
-            return named
-    # Its own words name it, so that a file that has grown names what it had before as before.
-    return hashlib.sha256(json.dumps(transcript, sort_keys=True).encode()).hexdigest()[:16]
 
 
 #: Why nothing is trained on a row: its client forbade it, or it is kept for comparing versions.
@@ -149,7 +144,11 @@ def _of_row(row: Mapping[str, Any], place: str) -> LoggedExchange | None:
             return None
         request = json.loads(row["request"]) if isinstance(row.get("request"), str) else {}
         reason = row.get("reason")
-        demonstration = _demonstration(row)
+        edits = [each["text"] for each in row.get("feedback") or () if each.get("kind") == "demonstration"]
+        demonstration: list[ChatMessage] = []
+        if edits and isinstance(edits[-1], str):  # the answer as somebody edited it last
+            edited = json_value(edits[-1])
+            demonstration = chat_messages(edited if isinstance(edited, dict) and "role" in edited else edits[-1])
         message = {"role": "assistant", "content": row.get("text"), "tool_calls": list(objects(row.get("tool_calls")))}
         reply = chat_messages([] if reason in _NO_REPLY else {key: value for key, value in message.items() if value})
         many = f":{row['choice']}" if row.get("choice") else ""
@@ -173,15 +172,6 @@ def _of_row(row: Mapping[str, Any], place: str) -> LoggedExchange | None:
         prompt, reply = messages[:-1], messages[-1:]
     tools = objects(row.get("tools"))
     return LoggedExchange(messages=tuple(prompt), reply=tuple(reply), tools=tools, train=may_train(row), **common)
-
-
-def _demonstration(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The answer as somebody edited it, the last one."""
-    edits = [each["text"] for each in row.get("feedback") or () if each.get("kind") == "demonstration"]
-    if not edits or not isinstance(edits[-1], str):
-        return []
-    read = json_value(edits[-1])
-    return chat_messages(read if isinstance(read, dict) and "role" in read else edits[-1])
 
 
 def read_stored_completions(
@@ -232,20 +222,23 @@ def _pages(
 ) -> Iterator[dict[str, Any]]:
     after: dict[str, str] = {}
     while True:
-        page = get_json(client, url, headers, {**query, **after, "limit": str(_PAGE), "order": "asc"})
+        params = {**query, **after, "limit": str(_PAGE), "order": "asc"}
+        page = ask_service(client, "GET", url, params=params, headers=headers)
+        if not isinstance(page.get("data"), list):
+            raise ServiceRefused(f"{url} answered with no list: {str(page)[:200]}")
         yield from page["data"]
         if not page.get("has_more") or not page["data"]:
             return
         after = {"after": str(page["data"][-1]["id"])}
 
 
-def get_json(client: httpx.Client, url: str, headers: Mapping[str, str], query: Mapping[str, str]) -> dict[str, Any]:
-    """The list that a service answers with. Raises ServiceRefused."""
+def ask_service(client: httpx.Client, method: str, url: str, **how: Any) -> dict[str, Any]:
+    """The object that a service answers with. Raises ServiceRefused."""
     try:
-        answer = client.get(url, params=query, headers=headers)
-        read = answer.json() if answer.is_success else None
-    except (httpx.HTTPError, ValueError) as error:
-        raise ServiceRefused(f"{url} does not answer: {error!r}") from None
-    if not isinstance(read, dict) or not isinstance(read.get("data"), list):
-        raise ServiceRefused(f"{url} answered {answer.status_code}: {answer.text[:200]}")
+        answer = client.request(method, url, **how)
+        read = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise ServiceRefused(f"the service does not answer: {url}: {error!r}") from None
+    if not answer.is_success or not isinstance(read, dict):
+        raise ServiceRefused.of_answer(answer.status_code, read)
     return read

@@ -4,7 +4,7 @@ import json
 import re
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -82,7 +82,12 @@ def exchange_of_span(span: GenAiSpan, *, source: str, place: str) -> LoggedExcha
         conversation=f"{run}/{span.trace_id}",
         messages=tuple(question),
         reply=() if span.failed else tuple(reply[:1]),
-        tools=_tools(attributes),
+        tools=tuple(  # as OpenAI has them: the conventions have them flat
+            each
+            if "function" in each
+            else {"type": "function", "function": {key: value for key, value in each.items() if key != "type"}}
+            for each in objects(attributes.get("gen_ai.tool.definitions"))
+        ),
         model=next((found for name in models if (found := optional_text(attributes.get(name)))), None),
         at=span.start,
         user=optional_text(attributes.get("user.id") or attributes.get("enduser.id")),
@@ -99,12 +104,18 @@ def _messages(
     if question:
         return question, reply
     given = attributes.get("agentscope.function.input")
-    if given is not None:
-        return _of_call(given), reply
+    if given is not None:  # the messages among the arguments of AgentScope's model
+        call = json.loads(given) if isinstance(given, str) else given
+        if not isinstance(call, Mapping):
+            return [], reply
+        named, listed = call.get("kwargs") or {}, call.get("args") or []
+        messages = named.get("messages") if isinstance(named, Mapping) else None
+        found = messages or next((each for each in listed if isinstance(each, list)), [])
+        return chat_messages([each for each in found if isinstance(each, Mapping)]), reply
     question, reply = [], []
     for name, fields in events:
-        if found := _EVENT(name):
-            question += chat_messages(_event_message(fields, found[1]))
+        if of_role := _EVENT(name):
+            question += chat_messages(_event_message(fields, of_role[1]))
         elif name == "gen_ai.choice":
             value = fields.get("message")
             read = json.loads(value) if isinstance(value, str) else value
@@ -138,22 +149,23 @@ def _parts(parts: Sequence[Mapping[str, Any]], role: str, whole: Mapping[str, An
     # AgentScope 2.x has a call, its result and what was said then in one message.
     for is_result, group in groupby(parts, key=lambda each: each.get("type") == "tool_call_response"):
         grouped = list(group)
-        made += map(_result, grouped) if is_result else [_message_of(grouped, role)]
+        if is_result:
+            made += map(_result, grouped)
+            continue
+        calls = [
+            tool_call(each.get("name"), each.get("arguments"), each.get("id")) for each in _kind(grouped, "tool_call")
+        ]
+        thought = "\n".join(str(each.get("content", "")) for each in _kind(grouped, "reasoning"))
+        texts = [
+            f"[{each.get('modality') or each['type']}]" if each.get("type") in _MEDIA else str(each.get("content", ""))
+            for each in grouped
+            if each.get("type") in _MEDIA or each.get("type") == "text"
+        ]
+        message: ChatMessage = {"role": role, "content": "".join(texts)}
+        message |= {"tool_calls": calls} if calls else {}
+        message |= {"reasoning_content": thought} if thought else {}
+        made.append(message)
     return made or [{"role": role, "content": ""}]
-
-
-def _message_of(parts: Sequence[Mapping[str, Any]], role: str) -> ChatMessage:
-    calls = [tool_call(each.get("name"), each.get("arguments"), each.get("id")) for each in _kind(parts, "tool_call")]
-    thought = "\n".join(str(each.get("content", "")) for each in _kind(parts, "reasoning"))
-    texts = [
-        f"[{each.get('modality') or each['type']}]" if each.get("type") in _MEDIA else str(each.get("content", ""))
-        for each in parts
-        if each.get("type") in _MEDIA or each.get("type") == "text"
-    ]
-    message: ChatMessage = {"role": role, "content": "".join(texts)}
-    message |= {"tool_calls": calls} if calls else {}
-    message |= {"reasoning_content": thought} if thought else {}
-    return message
 
 
 def _kind(parts: Sequence[Mapping[str, Any]], kind: str) -> Iterator[Mapping[str, Any]]:
@@ -169,17 +181,6 @@ def _result(part: Mapping[str, Any]) -> ChatMessage:
     return {"role": "tool", "content": text, "tool_call_id": str(part.get("id") or "")}
 
 
-def _of_call(given: object) -> list[ChatMessage]:
-    """The messages among the arguments of AgentScope's model."""
-    call = json.loads(given) if isinstance(given, str) else given
-    if not isinstance(call, Mapping):
-        return []
-    named, listed = call.get("kwargs") or {}, call.get("args") or []
-    messages = named.get("messages") if isinstance(named, Mapping) else None
-    found = messages or next((each for each in listed if isinstance(each, list)), [])
-    return chat_messages([each for each in found if isinstance(each, Mapping)])
-
-
 def _event_message(fields: Mapping[str, Any], role: str) -> ChatMessage:
     message: ChatMessage = {"role": role, "content": fields.get("content") or ""}
     if calls := objects(fields.get("tool_calls")):
@@ -187,16 +188,6 @@ def _event_message(fields: Mapping[str, Any], role: str) -> ChatMessage:
     if role == "tool" and fields.get("id"):
         message["tool_call_id"] = fields["id"]
     return message
-
-
-def _tools(attributes: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    """The tools that were offered, as OpenAI has them: the conventions have them flat."""
-    return tuple(
-        each
-        if "function" in each
-        else {"type": "function", "function": {key: value for key, value in each.items() if key != "type"}}
-        for each in objects(attributes.get("gen_ai.tool.definitions"))
-    )
 
 
 #: What was told of a span, in its order, by trace and span.
@@ -225,31 +216,18 @@ def read_otlp(path: Path, broken: BrokenEntries | None = None) -> Iterator[Logge
     is neither, and a span that cannot be read, is put to `broken`; without that it raises LogRefused.
     """
     unread = broken if broken is not None else BrokenEntries(strict=True)
-    told = _read_ahead(path, unread)
-    for where, batch in _batches(path, _second_reading()):
-        for at, raw, resource in _leaves(batch, _SPANS, f"{where}: span", _second_reading()):
+    events, opted_out = _read_ahead(path, unread)
+    counted = BrokenEntries()  # of what was counted already when the file was read ahead
+    for where, batch in _batches(path, counted):
+        for at, raw, resource in _leaves(batch, _SPANS, f"{where}: span", counted):
             try:
-                span = _otlp_span(raw, resource, told.events)
+                span = _otlp_span(raw, resource, events)
                 exchange = exchange_of_span(span, source="otel", place=str(path))
             except UNREADABLE as error:
                 unread.add("broken span", at, _sentence(error))
                 continue
             if exchange is not None:
-                barred = span.trace_id in told.opted_out
-                yield replace(exchange, train=False) if barred else exchange
-
-
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    """What must be known of a whole file before its first span is: events that are log records, and opt-outs."""
-
-    events: _EventsBySpan
-    opted_out: frozenset[str]
-
-
-def _second_reading() -> BrokenEntries:
-    """For what was counted already when the file was read ahead."""
-    return BrokenEntries()
+                yield replace(exchange, train=False) if span.trace_id in opted_out else exchange
 
 
 def _sentence(error: Exception) -> str:
@@ -257,25 +235,24 @@ def _sentence(error: Exception) -> str:
 
 
 def _batches(path: Path, broken: BrokenEntries) -> Iterator[tuple[str, dict[str, Any]]]:
-    for where, batch in _objects(path, broken):
+    lines: Iterable[tuple[str, Any]]
+    try:
+        whole = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise LogRefused(f"{path}: {error}") from None
+    except (ValueError, RecursionError):
+        lines = ((f"{path}:{number}", batch) for number, batch in json_lines(path, broken))
+    else:
+        lines = ((str(path), batch) for batch in (whole if isinstance(whole, list) else [whole]))
+    for where, batch in lines:
         if isinstance(batch, dict) and any(isinstance(batch.get(each), list) for each in _SIGNALS):
             yield where, batch
         else:
             broken.add("no OTLP", where, f"none of {', '.join(_SIGNALS)}: this is not an OTLP file")
 
 
-def _objects(path: Path, broken: BrokenEntries) -> Iterator[tuple[str, Any]]:
-    try:
-        whole = json.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise LogRefused(f"{path}: {error}") from None
-    except (ValueError, RecursionError):
-        yield from ((f"{path}:{number}", batch) for number, batch in json_lines(path, broken))
-        return
-    yield from ((str(path), batch) for batch in (whole if isinstance(whole, list) else [whole]))
-
-
-def _read_ahead(path: Path, broken: BrokenEntries) -> _Ahead:
+def _read_ahead(path: Path, broken: BrokenEntries) -> tuple[_EventsBySpan, frozenset[str]]:
+    """What must be known of a whole file before its first span is: events that are log records, and opt-outs."""
     found: defaultdict[tuple[str, str], list[tuple[int, str, dict[str, Any]]]] = defaultdict(list)
     opted_out: set[str] = set()
     for where, batch in _batches(path, broken):
@@ -298,7 +275,7 @@ def _read_ahead(path: Path, broken: BrokenEntries) -> _Ahead:
         span: [(name, fields) for _, name, fields in sorted(listed, key=lambda each: each[0])]
         for span, listed in found.items()
     }
-    return _Ahead(events, frozenset(opted_out))
+    return events, frozenset(opted_out)
 
 
 def _leaves(

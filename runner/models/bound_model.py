@@ -9,31 +9,15 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from tuneloop.runner.errors import ExtraMissing
-from tuneloop.runner.models.run import RunCalls
+from tuneloop.runner.models.run import Run, RunCalls
 from tuneloop.runner.models.transport import client_arguments
 
 #: Which kind of model a workflow gets: `auto` is AgentScope's if it is installed, else an `openai` client, synchronous
 #: for a plain function.
 ClientKind = Literal["auto", "agentscope", "async_openai", "openai"]
-
-
-class CallsEndpoint(Protocol):
-    """What a model is bound to: a Run, or a ModelEndpoint."""
-
-    @property
-    def base_url(self) -> str:
-        """What an OpenAI client takes as its `base_url`."""
-
-    @property
-    def api_key(self) -> str:
-        """The key that goes with it."""
-
-    @property
-    def calls(self) -> RunCalls:
-        """Where its calls are taken down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +27,10 @@ class ModelEndpoint:
     base_url: str
     api_key: str = "none"
     calls: RunCalls = field(default_factory=RunCalls, compare=False, repr=False)
+
+
+#: What a model is bound to.
+CallsEndpoint = Run | ModelEndpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +95,10 @@ def make_model(bound: CallsEndpoint, defaults: CallDefaults, *, client: ClientKi
 
 def wanted_client(workflow: Callable[..., Any]) -> tuple[ClientKind, bool]:
     """Which model a workflow wants: by the annotation of its parameter `model`, and whether it is a plain function."""
-    sync = not _is_async(workflow)
+    inner: Any = workflow
+    while hasattr(inner, "func"):  # functools.partial
+        inner = inner.func
+    sync = not any(map(inspect.iscoroutinefunction, (inner, getattr(inner, "__call__", None))))  # noqa: B004
     try:
         annotation = inspect.signature(workflow).parameters["model"].annotation
     except (KeyError, TypeError, ValueError):
@@ -115,12 +106,6 @@ def wanted_client(workflow: Callable[..., Any]) -> tuple[ClientKind, bool]:
     name = str(annotation if isinstance(annotation, str) else getattr(annotation, "__name__", ""))
     kinds: dict[str, ClientKind] = {"OpenAI": "openai", "AsyncOpenAI": "async_openai"}
     return kinds.get(name.rpartition(".")[2], "auto"), sync
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    while hasattr(function, "func"):  # functools.partial
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def _client_arguments(bound: CallsEndpoint, defaults: CallDefaults, *, sync: bool) -> dict[str, Any]:

@@ -83,7 +83,12 @@ class _Transport:
         """Send a request; take it down when its response has been read, or left."""
         observed = _Observed(request, self._calls)
         try:
-            response = _pool(self._library, request.url).handle_request(request)
+            key = os.getpid(), self._library.__name__, _proxy_of(request.url)
+            if key not in _pools:
+                limits = self._library.Limits(**_LIMITS)
+                made = self._library.HTTPTransport(verify=tls_context(), limits=limits, proxy=key[2])
+                _pools.setdefault(key, made)
+            response = _pools[key].handle_request(request)
         except self._library.TransportError:
             observed.end(lost=True)
             raise
@@ -152,21 +157,11 @@ async def close_connections() -> None:
         await pools.closing.aclose()
 
 
-def _pool(library: Any, url: Any) -> Any:
-    key = os.getpid(), library.__name__, _proxy_of(url)
-    if key not in _pools:
-        made = library.HTTPTransport(verify=tls_context(), limits=library.Limits(**_LIMITS), proxy=key[2])
-        _pools.setdefault(key, made)
-    return _pools[key]
-
-
+@atexit.register
 def _close_pools() -> None:
     for key, pool in list(_pools.items()):
         if key[0] == os.getpid():
             pool.close()
-
-
-atexit.register(_close_pools)
 
 
 def _proxy_of(url: Any) -> str | None:

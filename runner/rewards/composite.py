@@ -61,17 +61,12 @@ class Composite:
 
     def __call__(self, reply: Reply) -> Score:
         """The reward of a reply. Raises ValueError for a component that is not finite, and what components raise."""
-        values = {name: self._value(name, reply) for name in self._components}
+        values = {name: component(reply) for name, component in self._components.items()}
+        if wrong := [name for name, value in values.items() if value is not None and not math.isfinite(value)]:
+            raise ValueError(f"component {wrong[0]}: {values[wrong[0]]} is not a reward")
+        values = {name: None if value is None else float(value) for name, value in values.items()}
         parts = {name: self._weights[name] * value for name, value in values.items() if value is not None}
         total = math.fsum(parts.values())
         if self._clip is not None:
             total = min(max(total, self._clip[0]), self._clip[1])
         return Score(total=total, values=values, parts=parts)
-
-    def _value(self, name: str, reply: Reply) -> float | None:
-        value = self._components[name](reply)
-        if value is None:
-            return None
-        if not math.isfinite(value):
-            raise ValueError(f"component {name}: {value} is not a reward")
-        return float(value)

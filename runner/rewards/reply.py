@@ -1,7 +1,7 @@
 """A reply as rewards and judges see it, and the messages of all clients as OpenAI has them."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -100,14 +100,14 @@ def text_of(content: object) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, Sequence):
-        return "".join(_part(each) for each in content)
+        texts = []
+        for part in content:
+            if not isinstance(part, Mapping):
+                texts.append(str(part))
+            else:
+                texts.append(part["text"] if isinstance(part.get("text"), str) else f"[{part.get('type', 'part')}]")
+        return "".join(texts)
     return json.dumps(content, ensure_ascii=False)
-
-
-def _part(part: object) -> str:
-    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
-        return str(part["text"])
-    return f"[{part.get('type', 'part')}]" if isinstance(part, Mapping) else str(part)
 
 
 def calls_of(message: Message) -> Sequence[ToolCall]:
@@ -162,7 +162,21 @@ def chat_messages(value: object) -> list[ChatMessage]:
     role = plain.get("role") or plain.get("type")
     if not isinstance(role, str) or ("content" not in plain and "tool_calls" not in plain and "parts" not in plain):
         raise ValueError(f"{type(value).__name__} is no chat message: it has no role and content")
-    return list(_split({**plain, "role": _ROLES.get(role, role)}))
+    message = {**plain, "role": _ROLES.get(role, role)}
+    content = message.get("content")
+    blocks = [plain_object(each) for each in content if not isinstance(each, str)] if isinstance(content, list) else []
+    if not blocks:
+        return [_own_part(message, content)]
+    # The results of tools among the blocks are messages of their own.
+    found: list[ChatMessage] = []
+    for is_result, group in groupby(blocks, key=lambda each: each.get("type") == "tool_result"):
+        grouped = list(group)
+        if is_result:
+            found += map(_tool_message, grouped)
+        else:
+            found.append(_own_part(message, grouped))
+            message = {"role": message["role"]}  # its own fields belong to the first part only
+    return found
 
 
 def plain_object(thing: object) -> dict[str, Any]:
@@ -192,32 +206,19 @@ def tool_call(name: object, arguments: object, call_id: object = "") -> ChatMess
     return {"id": str(call_id or ""), "type": "function", "function": function}
 
 
-def _split(message: ChatMessage) -> Iterator[ChatMessage]:
-    """The message of a role, and the results of tools among its blocks, each a message of its own, in their order."""
-    role, content = message["role"], message.get("content")
-    blocks = [plain_object(each) for each in content if not isinstance(each, str)] if isinstance(content, list) else []
-    if not blocks:
-        yield _own_part(message, role, content)
-        return
-    for is_result, group in groupby(blocks, key=lambda each: each.get("type") == "tool_result"):
-        grouped = list(group)
-        if is_result:
-            yield from map(_tool_message, grouped)
-        else:
-            yield _own_part(message, role, grouped)
-            message = {"role": role}  # its own fields belong to the first part only
-
-
-def _own_part(message: ChatMessage, role: str, content: object) -> ChatMessage:
+def _own_part(message: ChatMessage, content: object) -> ChatMessage:
+    role, listed = message["role"], message.get("tool_calls")
     blocks = content if isinstance(content, list) else []
-    calls = [
-        *_listed_calls(message),
-        *(
-            tool_call(each.get("name"), each.get("input", each.get("arguments")), each.get("id"))
-            for each in blocks
-            if each.get("type") in _CALLS
-        ),
-    ]
+    calls = []
+    for each in map(plain_object, listed if isinstance(listed, list) else []):
+        if each.get("function") is None:  # LangChain's
+            calls.append(tool_call(each.get("name"), each.get("args") or each.get("arguments"), each.get("id")))
+        else:
+            named = plain_object(each["function"])
+            calls.append(tool_call(named.get("name"), named.get("arguments"), each.get("id")))
+    for each in blocks:
+        if each.get("type") in _CALLS:
+            calls.append(tool_call(each.get("name"), each.get("input", each.get("arguments")), each.get("id")))
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     thoughts = [str(reasoning)] if isinstance(reasoning, str) else []
     for each in blocks:
@@ -239,18 +240,6 @@ def _own_part(message: ChatMessage, role: str, content: object) -> ChatMessage:
     if role == "tool" and message.get("status") == "error":
         made["status"] = "error"
     return made
-
-
-def _listed_calls(message: ChatMessage) -> Iterator[ChatMessage]:
-    listed = message.get("tool_calls")
-    for each in listed if isinstance(listed, list) else []:
-        call = plain_object(each)
-        function = call.get("function")
-        if function is None:  # LangChain's
-            yield tool_call(call.get("name"), call.get("args") or call.get("arguments"), call.get("id"))
-        else:
-            named = plain_object(function)
-            yield tool_call(named.get("name"), named.get("arguments"), call.get("id"))
 
 
 def _tool_message(block: ChatMessage) -> ChatMessage:

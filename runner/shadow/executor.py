@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from tuneloop.runner.collection.run_records import in_daemon_thread
 from tuneloop.runner.feedback.feedback_client import Feedback
 from tuneloop.runner.models.bound_model import CallDefaults, ClientKind, make_model
 from tuneloop.runner.models.run import Run
@@ -182,8 +183,18 @@ class ShadowExecutor:
             reward = await self._reward_of(job, run, replay)
             if reward is None:
                 continue
+
+            def tell(run: ShadowRun = run, reward: bool | float | Score = reward) -> None:
+                with self.feedback.batch() as many:
+                    if isinstance(reward, bool):
+                        many.thumb(run, reward)
+                    else:
+                        many.reward(run, reward)
+                    for label in dict.fromkeys(job.call.marks):
+                        many.label(run, label, metric=f"mark:{label}")
+
             with self.counts.harmless("feedback_failed"):
-                await in_thread(partial(self._tell, run, job.call.marks, reward))
+                await in_thread(tell)
                 self.counts.add("rewarded")
                 self.to_commit = True
 
@@ -230,15 +241,6 @@ class ShadowExecutor:
         except Exception as error:  # noqa: BLE001 - the app must not feel what goes wrong here
             self.counts.fail(f"{kind}_failed", error)
             return None
-
-    def _tell(self, run: ShadowRun, marks: tuple[str, ...], reward: bool | float | Score) -> None:
-        with self.feedback.batch() as many:
-            if isinstance(reward, bool):
-                many.thumb(run, reward)
-            else:
-                many.reward(run, reward)
-            for label in dict.fromkeys(marks):
-                many.label(run, label, metric=f"mark:{label}")
 
     def commit(self) -> bool:
         """Commit, if there is anything new; whether nothing is left to be committed."""
@@ -311,7 +313,19 @@ class ShadowWorker:
         if not self._thread.is_alive():
             return False
         seconds = timeout * _SHARE_OF_STOP
-        draining = asyncio.run_coroutine_threadsafe(self._drain(seconds), self._loop)
+
+        async def drain() -> bool:
+            self._take_offered()
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._jobs.join()
+            except TimeoutError:
+                with self._lock:
+                    self._counts.add("dropped_at_stop", self._waiting)
+                return False
+            return True
+
+        draining = asyncio.run_coroutine_threadsafe(drain(), self._loop)
         try:
             done = draining.result(timeout)
         except TimeoutError:
@@ -322,8 +336,19 @@ class ShadowWorker:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
+
+        async def look() -> None:
+            while True:
+                self._take_offered()
+                await asyncio.sleep(_LOOK_S)
+
+        async def commit_now_and_then() -> None:
+            while self._commit_interval_s > 0:
+                await asyncio.sleep(self._commit_interval_s)
+                await in_thread(self._commit)
+
         tasks = {self._loop.create_task(self._work()) for _ in range(self._concurrency)}
-        tasks |= {self._loop.create_task(each) for each in (self._look(), self._commit_now_and_then())}
+        tasks |= {self._loop.create_task(each) for each in (look(), commit_now_and_then())}
         self._loop.run_forever()
         tasks |= asyncio.all_tasks(self._loop)
         for task in tasks:
@@ -334,30 +359,9 @@ class ShadowWorker:
         if all(task.done() for task in tasks):
             self._loop.close()
 
-    async def _look(self) -> None:
-        while True:
-            self._take_offered()
-            await asyncio.sleep(_LOOK_S)
-
-    async def _commit_now_and_then(self) -> None:
-        while self._commit_interval_s > 0:
-            await asyncio.sleep(self._commit_interval_s)
-            await in_thread(self._commit)
-
     def _take_offered(self) -> None:
         while self._offered:
             self._jobs.put_nowait(self._offered.popleft())
-
-    async def _drain(self, seconds: float) -> bool:
-        self._take_offered()
-        try:
-            async with asyncio.timeout(seconds):
-                await self._jobs.join()
-        except TimeoutError:
-            with self._lock:
-                self._counts.add("dropped_at_stop", self._waiting)
-            return False
-        return True
 
     async def _work(self) -> None:
         while True:
@@ -365,16 +369,14 @@ class ShadowWorker:
             with self._lock:
                 self._waiting -= 1
             with self._counts.harmless("runner_failed"):
-                if job.select is None or await self._is_selected(job, job.select):
+                selected = job.select is None
+                if (select := job.select) is not None:
+                    with self._counts.harmless("strategy_failed"):
+                        selected = bool(await finish(partial(select, job.call)))
+                    self._counts.add("selected", int(selected))
+                if selected:
                     await self._handle(job)
             self._jobs.task_done()
-
-    async def _is_selected(self, job: ShadowJob, select: Callable[[ProductionCall], bool]) -> bool:
-        selected = False
-        with self._counts.harmless("strategy_failed"):
-            selected = bool(await finish(lambda: select(job.call)))
-        self._counts.add("selected", int(selected))
-        return selected
 
 
 async def finish(function: Callable[[], Any], within: Replay | None = None) -> Any:
@@ -408,28 +410,8 @@ async def finish(function: Callable[[], Any], within: Replay | None = None) -> A
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
-    """The result of a function in a daemon thread: one that never ends does not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = function()
-        except BaseException as error:  # noqa: BLE001 - SystemExit too is the caller's to hear of
-            failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=run, name="tuneloop-shadow", daemon=True).start()
+    """The result of a function in a daemon thread, of which also who is cancelled waits for the end."""
+    future = in_daemon_thread(function)
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:

@@ -51,9 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         tools: Any = ShadowTools() if options.tools is None else _load(options.tools)
         reward: Any = _load(options.reward)
         queue = CallQueue(options.queue, counts)
-        lock = _lock(options.queue)
+        lock = (options.queue / "lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         api_key = os.environ.get("TUNELOOP_API_KEY")
         feedback = Feedback(options.service, outbox=options.queue / "feedback", api_key=api_key)
+    except BlockingIOError:
+        print(f"another process runs the calls of {options.queue}: end it first", file=sys.stderr)
+        return 2
     except (ImportError, AttributeError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -107,13 +111,3 @@ def _load(place: str) -> Any:
     if not module or not name:
         raise ValueError(f"{place!r} is not MODULE:NAME, such as app:make_agent")
     return operator.attrgetter(name)(importlib.import_module(module))
-
-
-def _lock(folder: Path) -> Any:
-    """What is held while this process reads the queue. Raises ValueError while another one does."""
-    file = (folder / "lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"another process runs the calls of {folder}: end it first") from None
-    return file

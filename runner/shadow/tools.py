@@ -7,7 +7,7 @@ import inspect
 import json
 import threading
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
@@ -239,7 +239,18 @@ class _Tool:
         if home is running_loop():
             with in_context(replay):
                 return await work
-        result, error = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_come_to_end(work, replay), home))
+
+        async def come_to_end() -> tuple[Any, Exception | None]:
+            """The result or the error: production's event loop must not feel it."""
+            try:
+                with in_context(replay):
+                    return await work, None
+            except Exception as error:  # noqa: BLE001 - the shadow run's to hear of
+                return None, error
+            except (SystemExit, asyncio.CancelledError) as error:  # they would end the loop, or the runner's task
+                return None, RuntimeError(repr(error))
+
+        result, error = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(come_to_end(), home))
         if error is not None:
             raise error
         return result
@@ -261,17 +272,6 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
-
-
-async def _come_to_end(work: Awaitable[Any], replay: Replay) -> tuple[Any, Exception | None]:
-    """The result or the error of what a shadow run does in production's event loop, which must not feel it."""
-    try:
-        with in_context(replay):
-            return await work, None
-    except Exception as error:  # noqa: BLE001 - the shadow run's to hear of
-        return None, error
-    except (SystemExit, asyncio.CancelledError) as error:  # the one would end the loop, the other the runner's task
-        return None, RuntimeError(repr(error))
 
 
 def _copy_of(error: Exception) -> Exception:

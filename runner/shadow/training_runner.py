@@ -134,8 +134,7 @@ class TrainingRunner:
                 else:
                     await in_thread(lambda: queue.write(text))
 
-            handle = leave
-            self._worker = ShadowWorker(handle, self._counts, concurrency=1, queue_size=self.queue_size)
+            self._worker = ShadowWorker(leave, self._counts, concurrency=1, queue_size=self.queue_size)
         else:
             outbox = self.outbox
             if outbox is None:
@@ -237,7 +236,17 @@ class TrainingRunner:
                 observed.trace.ended = True
                 raise
             if inspect.iscoroutine(result):
-                return self._answer_later(observed, result)
+                return answer_later(observed, result)
+            self._end(observed, result)
+            return result
+
+        async def answer_later(observed: _Observed, answering: Coroutine[Any, Any, Any]) -> Any:
+            try:
+                with in_context(observed.trace):
+                    result = await answering
+            except BaseException:
+                observed.trace.ended = True
+                raise
             self._end(observed, result)
             return result
 
@@ -246,16 +255,6 @@ class TrainingRunner:
             return await answer(*args, **kwargs)
 
         return answer_async if inspect.iscoroutinefunction(inner) else answer  # type: ignore[return-value]
-
-    async def _answer_later(self, observed: _Observed, answering: Coroutine[Any, Any, Any]) -> Any:
-        try:
-            with in_context(observed.trace):
-                result = await answering
-        except BaseException:
-            observed.trace.ended = True
-            raise
-        self._end(observed, result)
-        return result
 
     def _begin(
         self, name: str, agent: AgentFactory | None, args: tuple[Any, ...], kwargs: dict[str, Any]

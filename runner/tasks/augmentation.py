@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from tuneloop.runner.errors import JudgeFailed
 from tuneloop.runner.judging.endpoint import Endpoint
@@ -58,12 +57,22 @@ def augment_tasks(
     for parent in tasks:
         counts.asked += each
         wanted = answers and parent.answer is not None
+        shape = {**_QUESTION, "required": ["question", "answer"] if wanted else ["question"]}
+        schema = {
+            "type": "object",
+            "properties": {"tasks": {"type": "array", "items": shape}},
+            "required": ["tasks"],
+        }
+        prompt = variation_prompt(parent.question, parent.answer if wanted else None, each)
         try:
-            rows = _ask(parent, endpoint, each, answers=wanted)
+            rows = object_in(endpoint.ask(prompt, schema).text, "tasks")["tasks"]
+            if not isinstance(rows, list):
+                raise JudgeFailed("the model wrote no list of tasks", str(rows))
         except JudgeFailed:
             counts.failed += 1
             counts.missing += each
             continue
+        del rows[each:]
         counts.missing += each - len(rows)
         for row in rows:
             made = _variation(parent, row, endpoint.model, answers=wanted)
@@ -74,21 +83,6 @@ def augment_tasks(
     once = deduplicate(found, near=near, against=tasks)
     counts.duplicates, counts.made = len(found) - len(once.kept), len(once.kept)
     return Augmented(once.kept, counts)
-
-
-def _ask(parent: ImportedTask, endpoint: Endpoint, count: int, *, answers: bool) -> list[Any]:
-    """What the model wrote, at most `count`. Raises JudgeFailed if that is no list of tasks."""
-    shape = {**_QUESTION, "required": ["question", "answer"] if answers else ["question"]}
-    schema = {
-        "type": "object",
-        "properties": {"tasks": {"type": "array", "items": shape}},
-        "required": ["tasks"],
-    }
-    reference = parent.answer if answers else None
-    written = object_in(endpoint.ask(variation_prompt(parent.question, reference, count), schema).text, "tasks")
-    if not isinstance(written["tasks"], list):
-        raise JudgeFailed("the model wrote no list of tasks", str(written))
-    return written["tasks"][:count]
 
 
 def _variation(parent: ImportedTask, row: object, model: str, *, answers: bool) -> ImportedTask | None:
@@ -110,11 +104,6 @@ def _variation(parent: ImportedTask, row: object, model: str, *, answers: bool) 
         tools=parent.tools,
         provenance=origin | ({"answer_by": model} if answers else {}),
     )
-
-
-def parents_of(tasks: Iterable[ImportedTask]) -> dict[str, str]:
-    """Of each task that a model made of another one the parent, by their ids."""
-    return {each.task_id: str(each.provenance["parent"]) for each in tasks if "parent" in each.provenance}
 
 
 _WANTED = "Show a request of a user that an assistant should be trained on."

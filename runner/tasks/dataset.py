@@ -1,9 +1,7 @@
 """A dataset of tasks: JSON lines, JSON and CSV read here, everything else by Hugging Face `datasets`."""
 
 import csv
-import hashlib
 import json
-import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,16 +100,6 @@ _SPLIT = re.compile(r"(?P<name>[\w.-]+)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?
 _AFTER_SPLIT = "-_."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskVisit:
-    """A task when its turn comes. `task_key` is the same for the same row in every run and every epoch."""
-
-    epoch: int
-    position: int
-    task_key: str
-    task: Task
-
-
 @dataclass(slots=True)
 class DatasetConfig:
     """Where tasks come from, and how often they are gone through.
@@ -147,20 +135,6 @@ class DatasetConfig:
         self._require(tasks)
         return tasks
 
-    def visits(self, *, batch_size: int = 1, shuffle: bool = False, seed: int = 0) -> Iterator[TaskVisit]:
-        """The tasks in the order of training, epoch after epoch; each epoch in an order of its own with `shuffle`."""
-        tasks = self.tasks()
-        keys = [task_key(task) for task in tasks]
-        count = self.total_epochs * len(tasks) if self.total_steps is None else self.total_steps * batch_size
-        order = list(range(len(tasks)))
-        for position in range(count):
-            epoch, place = divmod(position, len(tasks))
-            if shuffle and not place:
-                order = list(range(len(tasks)))
-                random.Random(f"{seed}/{epoch}").shuffle(order)
-            at = order[place]
-            yield TaskVisit(epoch=epoch, position=position, task_key=keys[at], task=tasks[at])
-
     def _require(self, tasks: Sequence[Task]) -> None:
         if not tasks:
             split = "" if self.split is None else f", split {self.split!r}"
@@ -171,8 +145,10 @@ class DatasetConfig:
         if path.is_file():
             # A file is the split `train`, as in `datasets`, and that by which it is named.
             wanted, named = self._slice(), _stem(path)
-            if wanted is not None and wanted.name not in {"train", named}:
-                raise DatasetRefused(f"{path}: there is no split {wanted.name!r}: a file is one, 'train' or {named!r}")
+            if wanted is not None and wanted["name"] not in {"train", named}:
+                raise DatasetRefused(
+                    f"{path}: there is no split {wanted['name']!r}: a file is one, 'train' or {named!r}"
+                )
             return _take_slice(_read_files([path]), wanted)
         if path.is_dir():
             folder = path if self.name is None else path / self.name
@@ -185,7 +161,7 @@ class DatasetConfig:
         datasets = _datasets(f"{self.path} is not a file or folder here, so it is a name on the Hub")
         wanted = self._slice()
         try:
-            split = None if wanted is None else wanted.name
+            split = None if wanted is None else wanted["name"]
             loaded = datasets.load_dataset(self.path, self.name, split=split, streaming=True)
         except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
             raise DatasetRefused(f"{self.path}: no file or folder here, and on the Hub: {error}") from error
@@ -200,9 +176,9 @@ class DatasetConfig:
             wanted = self._slice()
             if hasattr(loaded, "column_names") and isinstance(loaded.column_names, dict):
                 names = sorted(loaded)
-                if wanted is None or wanted.name not in names:
+                if wanted is None or wanted["name"] not in names:
                     raise DatasetRefused(f"{folder}: there is no split {self.split!r}; there are: {', '.join(names)}")
-                loaded = loaded[wanted.name]
+                loaded = loaded[wanted["name"]]
             return _take_slice(map(dict, loaded), wanted)
         found = splits_of(folder)
         if not found:
@@ -211,26 +187,15 @@ class DatasetConfig:
         wanted = self._slice()
         if wanted is None:
             return _read_files([file for files in found.values() for file in files])
-        if wanted.name not in found:
-            raise DatasetRefused(f"{folder}: there is no split {wanted.name!r}; there are: {', '.join(sorted(found))}")
-        return _take_slice(_read_files(found[wanted.name]), wanted)
+        if wanted["name"] not in found:
+            raise DatasetRefused(
+                f"{folder}: there is no split {wanted['name']!r}; there are: {', '.join(sorted(found))}"
+            )
+        return _take_slice(_read_files(found[wanted["name"]]), wanted)
 
-    def _slice(self) -> "_Slice | None":
-        match = _SPLIT.match(self.split) if self.split is not None else None
-        return None if match is None else _Slice(match["name"], match["start"], match["stop"])
-
-
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    name: str
-    start: str | None
-    stop: str | None
-
-
-def task_key(task: Mapping[str, Any]) -> str:
-    """Sixteen characters that are the same for the same row, whatever the order of its fields or of the dataset."""
-    text = json.dumps(task, sort_keys=True, ensure_ascii=False, default=str)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    def _slice(self) -> re.Match[str] | None:
+        """The name of the split, and where a slice of it starts and stops."""
+        return None if self.split is None else _SPLIT.match(self.split)
 
 
 def splits_of(folder: Path) -> dict[str, list[Path]]:
@@ -280,13 +245,13 @@ def _read_files(files: Sequence[Path]) -> Iterator[Task]:
             yield from map(dict, datasets.load_dataset(kind, data_files=str(file), split="train", streaming=True))
 
 
-def _take_slice(rows: Iterator[Task], wanted: _Slice | None) -> Iterator[Task]:
-    if wanted is None or (wanted.start is None and wanted.stop is None):
+def _take_slice(rows: Iterator[Task], wanted: re.Match[str] | None) -> Iterator[Task]:
+    if wanted is None or (wanted["start"] is None and wanted["stop"] is None):
         return rows
     every = list(rows)
     bounds = [
         each if each is None else round(len(every) * int(each[:-1]) / 100) if each.endswith("%") else int(each)
-        for each in (wanted.start, wanted.stop)
+        for each in (wanted["start"], wanted["stop"])
     ]
     return iter(every[slice(*bounds)])
 

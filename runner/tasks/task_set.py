@@ -315,12 +315,6 @@ def normalise(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def likeness(one: str, other: str) -> float:
-    """The share of the shingles of two texts that both have."""
-    a, b = _shingles(normalise(one)), _shingles(normalise(other))
-    return len(a & b) / len(a | b)
-
-
 class _Text:
     """A task as it is compared: its question, and what stood before it."""
 
@@ -392,7 +386,15 @@ class DifficultySelector:
         known = [each for each in shuffled if outcomes.get(_id(each))]
         fresh = [each for each in shuffled if not outcomes.get(_id(each))]
         known.sort(key=lambda each: -self.measure(_id(each), outcomes).variance)
-        return list(self._interleave(known, fresh))[:count]
+        known, fresh, due, found = known[::-1], fresh[::-1], 0.0, []
+        while known or fresh:
+            due += self.unseen
+            if fresh and (due >= 1 or not known):
+                due = max(0.0, due - 1)
+                found.append(fresh.pop())
+            else:
+                found.append(known.pop())
+        return found[:count]
 
     def measure(self, task_id: str, outcomes: Outcomes) -> TaskDifficulty:
         """What is known of a task. Raises ValueError for an outcome that is not from 0 to 1."""
@@ -403,17 +405,6 @@ class DifficultySelector:
         a, b = self.prior[0] + solved, self.prior[1] + len(runs) - solved
         variance = a * b / ((a + b) * (a + b + 1))
         return TaskDifficulty(task_id=task_id, runs=len(runs), solved=solved, solve_rate=a / (a + b), variance=variance)
-
-    def _interleave(self, known: list[T], fresh: list[T]) -> Iterable[T]:
-        due = 0.0
-        known, fresh = known[::-1], fresh[::-1]
-        while known or fresh:
-            due += self.unseen
-            if fresh and (due >= 1 or not known):
-                due = max(0.0, due - 1)
-                yield fresh.pop()
-            else:
-                yield known.pop()
 
 
 def outcomes_of(rows: Iterable[Mapping[str, Any]], *, success: float = 0.5) -> dict[str, list[float]]:

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
@@ -141,11 +142,20 @@ def _import(options: argparse.Namespace) -> None:
     kept: Sequence[ImportedTask] = once.kept
     if options.rubric:
         with _endpoint(options, temperature=0.0).open() as endpoint:
-            judge = _judge(options, endpoint)
-            try:
+            if options.good and options.bad:  # the rubric is learnt first
+                questions = [[each.question for each in read_tasks(path)] for path in (options.good, options.bad)]
+                learn_task_rubric(questions[0], questions[1], endpoint).save(options.rubric)
+            rubric = Rubric.load(options.rubric)
+            judge = Judge(
+                base_url=endpoint.base_url,
+                model=endpoint.model,
+                api_key=endpoint.api_key,
+                criteria=rubric.criteria,
+                weights=rubric.weights,
+                scale=rubric.scale,
+            )
+            with closing(judge):
                 screened = screen_tasks(kept, judge, least=options.least)
-            finally:
-                judge.close()
         kept = screened.kept
         summary += [f"{len(screened.rejected)} rejected by the judge", f"{len(screened.unjudged)} without a verdict"]
     _say([*summary, f"{write_tasks(options.to, kept)} written to {options.to}"])
@@ -164,22 +174,6 @@ def _read(source: str, broken: BrokenEntries) -> Iterator[LoggedExchange]:
         yield exchange
     if nothing and broken.total:
         raise LogRefused(f"--from {source}: nothing of it can be read: {next(broken.report())}")
-
-
-def _judge(options: argparse.Namespace, endpoint: Endpoint) -> Judge:
-    """The judge by the rubric of the file, which is learnt first if examples are given."""
-    if options.good and options.bad:
-        questions = [[each.question for each in read_tasks(path)] for path in (options.good, options.bad)]
-        learn_task_rubric(questions[0], questions[1], endpoint).save(options.rubric)
-    rubric = Rubric.load(options.rubric)
-    return Judge(
-        base_url=endpoint.base_url,
-        model=endpoint.model,
-        api_key=endpoint.api_key,
-        criteria=rubric.criteria,
-        weights=rubric.weights,
-        scale=rubric.scale,
-    )
 
 
 def _endpoint(options: argparse.Namespace, temperature: float) -> Endpoint:

@@ -1,25 +1,23 @@
 """Runs of the workflow: attempts, their failures, and their rewards on their way to the services."""
 
 import asyncio
-import contextvars
 import hashlib
 import inspect
 import logging
 import math
 import re
-import threading
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
 from numbers import Real
 from typing import Any
 
+from tuneloop.runner.collection.run_records import in_daemon_thread
 from tuneloop.runner.models.run import Run
-from tuneloop.runner.tuning.config import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
+from tuneloop.runner.tuning.config import CONCURRENCY, RUN_TIMEOUT_S, Call, JudgeOutput, WorkflowOutput
 from tuneloop.runner.tuning.experiment import Journal, RunResult, acknowledged_line, name_of, result_line
 from tuneloop.runner.tuning.services import ServiceClient
 
@@ -70,10 +68,6 @@ class FailureLog:
         trace = "".join(traceback.format_exception(cause)) if cause is not None else ""
         self._say(f"{error.kind.value}, {where}: {error} (said once; further ones are counted)\n{trace}".rstrip())
 
-    def sentence(self) -> str:
-        """All counts, as a person reads them; empty if nothing failed."""
-        return ", ".join(f"{count} x {kind}" for kind, count in self.counts.most_common())
-
 
 #: Seconds that a cancelled function gets for its `finally`.
 _GRACE_S = 5.0
@@ -111,33 +105,6 @@ async def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         raise RuntimeError(f"it ended with {error!r}") from error
 
 
-def in_daemon_thread(work: Callable[[], Any]) -> Awaitable[Any]:
-    """What the work returns, done in a thread of its own: one that hangs keeps neither others nor our end waiting."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = context.run(work)
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the result
-            failure = RuntimeError("StopIteration") if isinstance(error, StopIteration) else error
-        with suppress(RuntimeError):  # The loop was closed: nobody waits any more.
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=run, daemon=True, name="tuneloop-run").start()
-    return future
-
-
 _log = logging.getLogger("tuneloop.tune")
 
 #: The largest reward that a service takes, either way.
@@ -164,57 +131,28 @@ class Member:
     train: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Binding:
-    """What makes a run's calls its own: `model_for(name, run)` is what the workflow gets for the model `name`.
-
-    `trained` are the services by the names of their models, the main one first; `others` are passed on as they are.
-    """
-
-    trained: Mapping[str, ServiceClient]
-    model_for: Callable[[str, Run], Any]
-    others: Mapping[str, Any] = field(default_factory=dict)
-
-    def runs(self, member: Member, run_id: str) -> dict[str, Run]:
-        """The run at each service."""
-        return {
-            name: Run(
-                service=client.url, task_id=member.task_id, run_id=run_id, train=member.train, api_key=client.api_key
-            )
-            for name, client in self.trained.items()
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """`timeout_s` for a workflow or a judge; `retries` after a failure that another attempt may cure.
-
-    At most `concurrency` workflows are under way, and as many judges.
-    """
-
-    timeout_s: float = 600.0
-    retries: int = 1
-    concurrency: int = 64
-
-
 class Attempts:
-    """Makes runs."""
+    """Makes runs.
+
+    `services` are those that train, by the names of their models, the main one first. `model_for(name, run)` is what
+    the workflow gets for the model `name`; `others` are passed on as they are.
+    """
 
     def __init__(
         self,
-        binding: Binding,
-        workflow: WorkflowType,
-        judge: JudgeType | None,
+        call: Call,
+        services: Mapping[str, ServiceClient],
+        model_for: Callable[[str, Run], Any],
+        others: Mapping[str, Any],
         *,
-        limits: Limits,
         failures: FailureLog,
         life: int,
     ) -> None:
-        self._binding, self._workflow, self._judge = binding, workflow, judge
-        self._limits, self._failures, self._life = limits, failures, life
-        self._working, self._judging = (asyncio.Semaphore(limits.concurrency) for _ in range(2))
-        self._workflow_takes = parameters_of(workflow)
-        self._judge_takes = frozenset() if judge is None else parameters_of(judge)
+        self._services, self._model_for, self._others = services, model_for, others
+        self._workflow, self._judge, self._retries = call.workflow_func, call.judge_func, call.retries
+        self._timeout_s = call.run_timeout or RUN_TIMEOUT_S
+        self._failures, self._life = failures, life
+        self._working, self._judging = (asyncio.Semaphore(call.concurrency or CONCURRENCY) for _ in range(2))
 
     async def run(self, member: Member) -> RunResult:
         """Run a task until it is rewarded or has failed for good. Raises ServiceAway."""
@@ -231,17 +169,21 @@ class Attempts:
                 if error.kind in _MAYBE_AWAY and await self._was_away():
                     continue
                 spent += 1
-                if error.again and spent <= self._limits.retries:
+                if error.again and spent <= self._retries:
                     continue
                 self._failures.add(error, where=f"task {member.position}, run {run_id}")
                 return _result(member, run_id, failure=error.kind.value)
 
     async def _attempt(self, member: Member, run_id: str) -> tuple[dict[str, float], dict[str, float], int]:
-        runs = self._binding.runs(member, run_id)
+        task_id, train = member.task_id, member.train
+        runs = {
+            name: Run(service=service.url, api_key=service.api_key, task_id=task_id, run_id=run_id, train=train)
+            for name, service in self._services.items()
+        }
         names = list(runs)
         async with self._working:  # and no longer: what a judge thinks about must not keep the engine waiting
-            models = {name: self._binding.model_for(name, run) for name, run in runs.items()}
-            auxiliary = {**(models if len(models) > 1 else {}), **self._binding.others}
+            models = {name: self._model_for(name, run) for name, run in runs.items()}
+            auxiliary = {**(models if len(models) > 1 else {}), **self._others}
             offered: dict[str, Any] = {"task": dict(member.task), "auxiliary_models": auxiliary, "logger": _log}
             offered |= {"run": runs[names[0]], "runs": runs}
             output = await self._call_workflow(offered | {"model": models[names[0]]})
@@ -258,7 +200,15 @@ class Attempts:
             raise RunFailed(FailureKind.NO_REWARD, f"{sorted(unknown)} is rewarded; the trained models are {names}")
         if not by_name:
             raise RunFailed(FailureKind.NO_REWARD, "the reward is an empty mapping")
-        rewards = {name: _number(value) for name, value in by_name.items()}
+        rewards = {}
+        for name, value in by_name.items():
+            try:
+                rewards[name] = float(value)
+            except (TypeError, ValueError):
+                raise RunFailed(FailureKind.BAD_REWARD, f"the reward is {value!r}") from None
+            if not abs(rewards[name]) <= MAX_REWARD:
+                sentence = f"the reward is {rewards[name]}, not within ±{MAX_REWARD:g}"
+                raise RunFailed(FailureKind.BAD_REWARD, sentence)
         # The metrics that are numbers a service takes.
         found = {}
         for name, value in metrics.items():
@@ -274,8 +224,9 @@ class Attempts:
         """Tokens of all replies; raises RunFailed if no model that is trained was called, by whatever client."""
         if any(run.calls for run in runs.values()):
             return sum(run.calls.completion_tokens for run in runs.values())
-        services = self._binding.trained
-        stored = await asyncio.gather(*(services[name].calls(run.task_id, run.run_id) for name, run in runs.items()))
+        stored = await asyncio.gather(
+            *(self._services[name].calls(run.task_id, run.run_id) for name, run in runs.items())
+        )
         if not any(each.calls for each in stored):
             sentence = "no reply was asked for below run.base_url: use `model`, or a client with base_url=run.base_url"
             raise RunFailed(FailureKind.NO_CALL, sentence)
@@ -283,7 +234,7 @@ class Attempts:
 
     async def _call_workflow(self, offered: Mapping[str, Any]) -> WorkflowOutput:
         try:
-            output = await call_within(self._limits.timeout_s, self._workflow, matching(self._workflow_takes, offered))
+            output = await call_within(self._timeout_s, self._workflow, _matching(self._workflow, offered))
         except TimeoutError as error:
             raise RunFailed(FailureKind.WORKFLOW_HUNG, str(error), again=True) from error
         except Exception as error:
@@ -310,13 +261,13 @@ class Attempts:
         spent = 0
         while True:
             try:
-                verdict = await call_within(self._limits.timeout_s, self._judge, matching(self._judge_takes, offered))
+                verdict = await call_within(self._timeout_s, self._judge, _matching(self._judge, offered))
                 break
             except Exception as error:
                 if await self._was_away():
                     continue
                 spent += 1
-                if spent > self._limits.retries:
+                if spent > self._retries:
                     kind = FailureKind.JUDGE_HUNG if isinstance(error, TimeoutError) else FailureKind.JUDGE_RAISED
                     raise RunFailed(kind, sentence_of(error)) from error
         _require_answers(offered["runs"])
@@ -329,7 +280,7 @@ class Attempts:
 
     async def _was_away(self) -> bool:
         """Whether something failed because a service was away; if so, it is back now. Raises ServiceAway."""
-        clients = self._binding.trained.values()
+        clients = self._services.values()
         ready = await asyncio.gather(*(client.is_ready() for client in clients))
         if all(ready):
             return False
@@ -340,14 +291,10 @@ class Attempts:
         return True
 
 
-def parameters_of(function: Callable[..., Any]) -> frozenset[str]:
-    """The names of a function's parameters."""
-    return frozenset(inspect.signature(function).parameters)
-
-
-def matching(names: frozenset[str], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what is offered, that which a function with these parameters takes."""
-    return {name: value for name, value in offered.items() if name in names}
+def _matching(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what is offered, that which the function takes."""
+    taken = inspect.signature(function).parameters
+    return {name: value for name, value in offered.items() if name in taken}
 
 
 def _require_answers(runs: Mapping[str, Run]) -> None:
@@ -355,16 +302,6 @@ def _require_answers(runs: Mapping[str, Run]) -> None:
     for run in runs.values():
         if sentence := run.calls.outage:
             raise RunFailed(FailureKind.SERVICE_AWAY, sentence, again=True)
-
-
-def _number(value: object) -> float:
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise RunFailed(FailureKind.BAD_REWARD, f"the reward is {value!r}") from None
-    if not abs(number) <= MAX_REWARD:
-        raise RunFailed(FailureKind.BAD_REWARD, f"the reward is {number}, not within ±{MAX_REWARD:g}")
-    return number
 
 
 def _result(member: Member, run_id: str, **how: Any) -> RunResult:
@@ -424,25 +361,22 @@ class RewardOutbox:
             while self._waiting:
                 await asyncio.sleep(_GATHER_S)
                 batch, self._waiting = self._waiting[:_MOST_AT_ONCE], self._waiting[_MOST_AT_ONCE:]
-                await self._send(batch)
+                results, failure = [result for result, _ in batch], None
+                try:
+                    await self._journal.append(*map(result_line, results))
+                    await self._give([result for result in results if result.rewards])
+                except BaseException as error:
+                    failure = error
+                    if not isinstance(error, Exception):
+                        raise
+                finally:
+                    for future in [each for _, each in batch if not each.done()]:
+                        if failure is None:
+                            future.set_result(None)
+                        else:
+                            future.set_exception(failure)
         finally:
             self._sending = None
-
-    async def _send(self, batch: Sequence[tuple[RunResult, asyncio.Future[None]]]) -> None:
-        try:
-            results = [result for result, _ in batch]
-            await self._journal.append(*map(result_line, results))
-            await self._give([result for result in results if result.rewards])
-        except BaseException as error:
-            for _, future in batch:
-                if not future.done():
-                    future.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
-        else:
-            for _, future in batch:
-                if not future.done():
-                    future.set_result(None)
 
     async def _give(self, results: Sequence[RunResult]) -> None:
         """Rewards first, in a call of their own: what is said of a run's reward must not be hidden by its metrics."""
@@ -462,7 +396,11 @@ class RewardOutbox:
                 "feedback on them"
             )
         for first in range(0, _MOST_METRICS, _MOST_OF_A_RUN):
-            metrics = [entry for result in rewarded for entry in _metrics(result)[first : first + _MOST_OF_A_RUN]]
+            metrics = [
+                _about(result) | {"metric": f"{METRIC_PREFIX}{name}"[:_MAX_NAME], "value": value}
+                for result in rewarded
+                for name, value in islice(result.metrics.items(), first, first + _MOST_OF_A_RUN)
+            ]
             for start in range(0, len(metrics), _MOST_OF_A_CALL):
                 await service.feedback(metrics[start : start + _MOST_OF_A_CALL])
         most = max((len(result.metrics) for result in rewarded), default=0)
@@ -475,8 +413,3 @@ def _about(result: RunResult) -> dict[str, Any]:
     name = name_of(result)
     key = name if len(name) <= _MAX_NAME else hashlib.sha256(name.encode()).hexdigest()
     return {"task_id": result.task_id, "run_id": result.run_id, "idempotency_key": key}
-
-
-def _metrics(result: RunResult) -> list[dict[str, Any]]:
-    named = islice(result.metrics.items(), _MOST_METRICS)
-    return [_about(result) | {"metric": f"{METRIC_PREFIX}{name}"[:_MAX_NAME], "value": value} for name, value in named]

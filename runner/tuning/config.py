@@ -1,18 +1,22 @@
 """What tune() is told, checked: models, the algorithm, workflows and judges, and the settings of a service."""
 
 import inspect
+import math
 import os
+import re
 import subprocess
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import chain
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from tuneloop.runner.errors import TuneRefused
 from tuneloop.runner.models.bound_model import CallDefaults
+from tuneloop.runner.tuning.views import View
 
 
 @dataclass(slots=True)
@@ -180,13 +184,6 @@ def require_whole(config: Any, name: str, *, least: int) -> None:
         raise TuneRefused(f"{_owner(config)}{name} must be a whole number of at least {least}, not {value!r}")
 
 
-def require_type(config: Any, name: str, kinds: type | tuple[type, ...], words: str) -> None:
-    """Raise TuneRefused unless the field of that name is one of a kind, which the words name, or None."""
-    value = getattr(config, name)
-    if value is not None and not isinstance(value, kinds):
-        raise TuneRefused(f"{_owner(config)}{name} must be {words}, not {value!r}")
-
-
 def require_monitor(name: str | None) -> None:
     """Raise TuneRefused for a `monitor_type` that there is not."""
     if name is not None and name not in MONITORS:
@@ -202,6 +199,115 @@ def require_number(config: Any, name: str, least: float, most: float) -> None:
 
 def _owner(config: Any) -> str:
     return f"{type(config).__name__}: " if type(config).__name__.endswith("Config") else ""
+
+
+#: The name of the model that is trained if there is one only.
+MAIN = "model"
+
+#: Runs at once, and seconds that a run may take, where nobody says otherwise.
+CONCURRENCY, RUN_TIMEOUT_S = 64, 600.0
+
+#: Of which kind arguments are, and how to say it.
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "algorithm": (AlgorithmConfig, "an AlgorithmConfig"),
+    "model": (TunerModelConfig, "a TunerModelConfig"),
+    "models": (Mapping, "a dict of names and TunerModelConfigs"),
+    "auxiliary_models": (Mapping, "a dict of names and models"),
+    "project_name": (str, "a text"),
+    "experiment_name": (str, "a text"),
+    "service": ((str, Mapping), "a URL, or a dict of models' names and URLs"),
+    "settings": (Mapping, "a dict"),
+    "checkpoint_root_dir": ((str, PathLike), "a path"),
+    "seed": (int, "a whole number"),
+}
+_FLAGS = ("resume", "shuffle", "evaluate_before", "evaluate_after")
+_VIEW = ("say", "run_ended", "step", "evaluation")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What tune() was called with."""
+
+    workflow_func: WorkflowType
+    judge_func: JudgeType | None
+    train_dataset: Any
+    eval_dataset: Any
+    model: TunerModelConfig | None
+    auxiliary_models: Mapping[str, Any] | None
+    algorithm: AlgorithmConfig | None
+    project_name: str | None
+    experiment_name: str | None
+    monitor_type: str | None
+    service: str | Mapping[str, str] | None
+    models: Mapping[str, TunerModelConfig] | None
+    resume: bool
+    api_key: str
+    checkpoint_root_dir: str | Path | None
+    settings: Mapping[str, Any] | None
+    concurrency: int | None
+    run_timeout: float | None
+    retries: int
+    max_failures: float
+    max_staleness: int
+    shuffle: bool
+    seed: int
+    eval_temperature: float | None
+    evaluate_before: bool
+    evaluate_after: bool
+    service_timeout: float
+    start_timeout: float
+    join_timeout: float
+    step_timeout: float
+    view: View | None
+    warning: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise TuneRefused for a value that makes no sense."""
+        self._check_types()
+        for name in ("concurrency", "retries", "max_staleness"):
+            if getattr(self, name) is not None:
+                require_whole(self, name, least=int(name == "concurrency"))
+        for name in ("run_timeout", "service_timeout", "start_timeout", "join_timeout", "step_timeout"):
+            if getattr(self, name) is not None:
+                require_number(self, name, 0, math.inf)
+                if getattr(self, name) == 0:
+                    raise TuneRefused(f"{name} must be above 0")
+        require_number(self, "max_failures", 0, 1)
+        if self.eval_temperature is not None:
+            require_number(self, "eval_temperature", 0, 2)
+        require_monitor(self.monitor_type)
+        for url in self.service.values() if isinstance(self.service, Mapping) else [self.service] * bool(self.service):
+            if not re.match(r"https?://[^/]", str(url)):
+                raise TuneRefused(f"service: {url!r} is no URL such as http://localhost:8010")
+        if self.model is not None and self.models:
+            raise TuneRefused("model= and models= are both given: models= names all models that are trained")
+
+    @property
+    def trained_models(self) -> dict[str, TunerModelConfig]:
+        """The models that are trained, by their names."""
+        return dict(self.models or ({MAIN: self.model} if self.model else {}))
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """The services that are joined, by the names of their models."""
+        names = list(self.models or [MAIN])
+        return {names[0]: self.service} if isinstance(self.service, str) else dict(self.service or {})
+
+    def _check_types(self) -> None:
+        for name, (kinds, words) in _KINDS.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kinds):
+                raise TuneRefused(f"{name} must be {words}, not {value!r}")
+        for name, config in (self.models or {}).items():
+            if not isinstance(config, TunerModelConfig):
+                raise TuneRefused(f"models: {name!r} must be a TunerModelConfig, not {config!r}")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise TuneRefused(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if not isinstance(self.api_key, str) or not self.api_key.isascii() or not self.api_key.isprintable():
+            raise TuneRefused("api_key must be a text of visible ASCII characters")
+        if self.view is not None and not all(callable(getattr(self.view, name, None)) for name in _VIEW):
+            raise TuneRefused(f"view must have the methods {', '.join(_VIEW)}, as {self.view!r} has not")
 
 
 _Needed = tuple[tuple[str, ...], ...]
@@ -303,18 +409,47 @@ def service_settings(
             "train at 1.0"
         )
     gpus = count_gpus() if gpus is None else gpus
+    rollout: Settings = {
+        "engine_num": model.inference_engine_num,
+        "tensor_parallel_size": model.tensor_parallel_size,
+        "enable_auto_tool_choice": model.tool_call_parser is not None,
+        "tool_call_parser": model.tool_call_parser,
+        "reasoning_parser": model.reasoning_parser,
+    }
+    wanted = model.inference_engine_num * model.tensor_parallel_size
+    if not gpus:
+        rollout["dtype"] = "float32"
+    elif wanted > gpus:
+        raise TuneRefused(
+            f"TunerModelConfig: inference_engine_num {model.inference_engine_num} x tensor_parallel_size "
+            f"{model.tensor_parallel_size} is more than the {gpus} GPUs that there are"
+        )
+    elif wanted == gpus:
+        rollout["gpu_memory_utilization"] = _SHARED_GPU
     # The runs of a task are trained on together where the method compares them, the calls of a run anywhere else.
     compared = algorithm.algorithm_type in OF_GROUPS
-    found: Settings = {
+    buffer: Settings = {
         "group_by": "task" if compared else "run",
         "train_batch_size": algorithm.batch_size * algorithm.group_size,
     }
+    if compared:
+        buffer["group_size"] = algorithm.group_size
+    short = model.max_model_len is None or model.max_tokens < model.max_model_len
+    trained: Settings = {
+        "model_path": model.model_path,
+        "max_model_len": model.max_model_len,
+        "max_response_tokens": model.max_tokens if short else None,
+        "temperature": model.temperature,
+    }
+    if (adapter := model.tinker_config) is not None:
+        targets = (_ATTENTION if adapter.train_attn else []) + (_MLP if adapter.train_mlp else [])
+        trained["lora"] = {"rank": adapter.rank, "targets": targets}
     made: Settings = {
         "mode": "both",
         "project": place.project,
         "name": place.name,
         "checkpoint_root_dir": str(place.checkpoint_root_dir),
-        "model": _model(model),
+        "model": trained,
         "cluster": {"gpu_per_node": gpus},
         "algorithm": {
             "algorithm_type": algorithm.algorithm_type,
@@ -323,10 +458,10 @@ def service_settings(
         "explorer": {
             "listen_address": "127.0.0.1",
             "proxy_port": place.port,
-            "rollout_model": _rollout_model(model, gpus),
+            "rollout_model": rollout,
         },
         "trainer": {"save_interval": 1},
-        "buffer": (found | ({"group_size": algorithm.group_size} if compared else {})),
+        "buffer": buffer,
         # The judge is the caller's own function: what it returns is what was meant.
         "reward": {"clip": None},
     }
@@ -355,40 +490,3 @@ def count_gpus() -> int:
     except (OSError, subprocess.SubprocessError):
         return 0
     return sum(line.startswith("GPU ") for line in listed.splitlines())
-
-
-def _model(model: TunerModelConfig) -> Settings:
-    short = model.max_model_len is None or model.max_tokens < model.max_model_len
-    found: Settings = {
-        "model_path": model.model_path,
-        "max_model_len": model.max_model_len,
-        "max_response_tokens": model.max_tokens if short else None,
-        "temperature": model.temperature,
-    }
-    if model.tinker_config is not None:
-        targets = (_ATTENTION if model.tinker_config.train_attn else []) + (
-            _MLP if model.tinker_config.train_mlp else []
-        )
-        found["lora"] = {"rank": model.tinker_config.rank, "targets": targets}
-    return found
-
-
-def _rollout_model(model: TunerModelConfig, gpus: int) -> Settings:
-    found: Settings = {
-        "engine_num": model.inference_engine_num,
-        "tensor_parallel_size": model.tensor_parallel_size,
-        "enable_auto_tool_choice": model.tool_call_parser is not None,
-        "tool_call_parser": model.tool_call_parser,
-        "reasoning_parser": model.reasoning_parser,
-    }
-    wanted = model.inference_engine_num * model.tensor_parallel_size
-    if gpus and wanted > gpus:
-        raise TuneRefused(
-            f"TunerModelConfig: inference_engine_num {model.inference_engine_num} x tensor_parallel_size "
-            f"{model.tensor_parallel_size} is more than the {gpus} GPUs that there are"
-        )
-    if gpus and wanted == gpus:
-        found["gpu_memory_utilization"] = _SHARED_GPU
-    if not gpus:
-        found["dtype"] = "float32"
-    return found

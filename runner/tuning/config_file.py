@@ -107,7 +107,14 @@ def _expand_variables(value: Any, yaml: Any) -> Any:
         return [_expand_variables(each, yaml) for each in value]
     if not isinstance(value, str) or "${" not in value:
         return value
-    told = _VARIABLE.sub(_of_environment, value)
+
+    def expand(found: re.Match[str]) -> str:
+        told = os.environ.get(found["name"], found["default"])
+        if told is None:
+            raise LookupError(f"{found[0]}: there is no environment variable {found['name']}")
+        return told.strip()
+
+    told = _VARIABLE.sub(expand, value)
     if left := re.search(r"\$\{[^}]*\}?", told):
         raise LookupError(f"{left[0]}: only ${{oc.env:NAME}} and ${{oc.env:NAME,default}} are known here")
     if not _VARIABLE.fullmatch(value):
@@ -142,7 +149,14 @@ class _FileReader:
             if found is None
             else self._dataset_of(found, "buffer.explorer_input.taskset", total_epochs=epochs or 1, total_steps=steps)
         )
-        evaluation = self._evaluation()
+        evaluations = self._take("buffer.explorer_input.eval_tasksets")
+        evaluation = eval_temperature = None
+        if evaluations:
+            if not isinstance(evaluations, list) or len(evaluations) > 1:
+                self._ignored.append("buffer.explorer_input.eval_tasksets beyond the first")
+            first = evaluations[0] if isinstance(evaluations, list) else evaluations
+            eval_temperature = (first.get("rollout_args") or {}).get("temperature")
+            evaluation = self._dataset_of(first, "buffer.explorer_input.eval_tasksets")
         rest = self._take("buffer.explorer_input")
         if isinstance(rest, dict):
             self._ignored += [f"buffer.explorer_input.{each}" for each in rest]
@@ -162,7 +176,7 @@ class _FileReader:
                 tool_call_parser=each.get("tool_call_parser"),
                 reasoning_parser=each.get("reasoning_parser"),
             )
-        made = TuneFile(
+        return TuneFile(
             path=self._path,
             model=self._model(),
             algorithm=self._algorithm(),
@@ -175,13 +189,10 @@ class _FileReader:
             monitor_type=monitor,
             concurrency=(None if runners is None else int(runners)),
             run_timeout=self._take("explorer.max_timeout"),
-            eval_temperature=self._eval_temperature,
+            eval_temperature=eval_temperature,
             settings=_without_empty(self._left),
             ignored=tuple(self._ignored),
         )
-        return made
-
-    _eval_temperature: float | None = None
 
     def _model(self) -> TunerModelConfig | None:
         path = self._take("model.model_path")
@@ -231,25 +242,10 @@ class _FileReader:
             self._ignored.append("buffer.train_batch_size (a step is batch_size tasks x group_size runs)")
         warmup = self._take("algorithm.optimizer.lr_warmup_steps")
         if warmup is not None and warmup > 0:
-            *sections, last = ["algorithm", "optimizer", "lr_warmup_steps"]
-            place = self._left
-            for each in sections:
-                place = place.setdefault(each, {})
-            place[last] = warmup
+            self._left.setdefault("algorithm", {}).setdefault("optimizer", {})["lr_warmup_steps"] = warmup
         if self._take("buffer.group_by") is not None:
-            self._ignored.append(f"{'buffer.group_by'} (the algorithm says it)")
+            self._ignored.append("buffer.group_by (the algorithm says it)")
         return AlgorithmConfig(**known)
-
-    def _evaluation(self) -> DatasetConfig | None:
-        found = self._take("buffer.explorer_input.eval_tasksets")
-        if not found:
-            return None
-        if not isinstance(found, list) or len(found) > 1:
-            self._ignored.append("buffer.explorer_input.eval_tasksets beyond the first")
-        first = found[0] if isinstance(found, list) else found
-        arguments = first.get("rollout_args") or {}
-        self._eval_temperature = arguments.get("temperature")
-        return self._dataset_of(first, "buffer.explorer_input.eval_tasksets")
 
     def _dataset_of(self, found: Any, name: str, **how: Any) -> DatasetConfig:
         if not isinstance(found, dict) or not found.get("path"):

@@ -11,7 +11,7 @@ import sys
 import traceback
 import unicodedata
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -25,8 +25,7 @@ from tuneloop.runner.models.bound_model import CallDefaults, CallsEndpoint, Mode
 from tuneloop.runner.models.run import Run, RunCalls, StoredCalls
 from tuneloop.runner.models.transport import close_connections
 from tuneloop.runner.tasks.dataset import DatasetConfig
-from tuneloop.runner.tuning.config import check_judge_function, check_workflow_function
-from tuneloop.runner.tuning.services import MAIN
+from tuneloop.runner.tuning.config import MAIN, check_judge_function, check_workflow_function
 
 #: Controls, marks that change the direction of text, lone surrogates, and separators that begin a line.
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
@@ -92,24 +91,33 @@ class DebugReport:
             for number, each in enumerate(self.calls, start=1)
         ]
         total = f"{self.calls.prompt_tokens} + {self.calls.completion_tokens} tokens (prompt + reply)"
+        found = []
+        if self.stored is not None:
+            if others := self.stored.calls - len(self.calls):
+                found.append(f"calls by clients of the workflow's own: {others}")
+            sequences = "1 sequence" if self.stored.sequences == 1 else f"{self.stored.sequences} sequences"
+            merged, tokens = self.stored.merged_tokens, self.stored.tokens
+            found.append(f"in training: {merged} tokens in {sequences}, of {tokens} call by call")
+        elif self.own_clients and not self.calls:
+            found.append("calls by clients of the workflow's own are not known here: only a service of ours knows them")
+        read_text = getattr(self.response, "get_text_content", None)  # of AgentScope's messages
+        if isinstance(self.response, str):
+            text = self.response
+        elif callable(read_text):
+            text = str(read_text())
+        else:
+            try:
+                text = json.dumps(self.response, ensure_ascii=False)
+            except (TypeError, ValueError):
+                text = repr(self.response)
         return [
-            f"response: {_text_of(self.response)}",
+            f"response: {text}",
             f"reward: {'none' if self.reward is None else f'{self.reward:g}'}",
             f"metrics: {metrics}",
             f"calls: {len(self.calls)}, {total}",
             *calls,
-            *self._stored_lines(),
+            *found,
         ]
-
-    def _stored_lines(self) -> Iterator[str]:
-        if self.stored is None:
-            if self.own_clients and not self.calls:
-                yield "calls by clients of the workflow's own are not known here: only a service of ours knows them"
-            return
-        if others := self.stored.calls - len(self.calls):
-            yield f"calls by clients of the workflow's own: {others}"
-        sequences = "1 sequence" if self.stored.sequences == 1 else f"{self.stored.sequences} sequences"
-        yield f"in training: {self.stored.merged_tokens} tokens in {sequences}, of {self.stored.tokens} call by call"
 
 
 def debug_run(
@@ -140,40 +148,33 @@ def debug_run(
         "runs": {MAIN: bound},
     }
     report = DebugReport(calls=bound.calls)
-    asyncio.run(_run(workflow, judge, offered, report))
+
+    async def run() -> None:
+        try:
+            output = await _call(workflow, offered)
+            plain = isinstance(output, int | float)
+            report.response = None if plain else getattr(output, "response", output)
+            reward = output if plain else getattr(output, "reward", None)
+            report.metrics.update(getattr(output, "metrics", None) or {})
+            if judge is not None:
+                verdict = await _call(judge, {**offered, "response": report.response})
+                reward = verdict if isinstance(verdict, int | float) else verdict.reward
+                report.metrics.update(getattr(verdict, "metrics", None) or {})
+            report.reward = None if reward is None else float(reward)
+        finally:
+            await close_connections()
+
+    asyncio.run(run())
     report.own_clients = not {"run", "runs"}.isdisjoint(inspect.signature(workflow).parameters)
-    report.stored = _stored_calls(bound) if isinstance(bound, Run) else None
+    if isinstance(bound, Run):
+        query = {"task_id": bound.task_id, "run_id": bound.run_id, "tokens": "true"}
+        url = f"{bound.service.rstrip('/')}/training/calls"
+        try:
+            answer = httpx.get(url, params=query, headers=header_of_key(bound.api_key), timeout=_COUNT_S)
+            report.stored = StoredCalls.of(answer.raise_for_status().json())
+        except (httpx.HTTPError, ValueError, LookupError) as error:
+            _log.warning("the service does not say how many calls there were: %s", error)
     return report
-
-
-def _stored_calls(run: Run) -> StoredCalls | None:
-    """What the service knows of the run's calls."""
-    query = {"task_id": run.task_id, "run_id": run.run_id, "tokens": "true"}
-    url = f"{run.service.rstrip('/')}/training/calls"
-    try:
-        answer = httpx.get(url, params=query, headers=header_of_key(run.api_key), timeout=_COUNT_S)
-        return StoredCalls.of(answer.raise_for_status().json())
-    except (httpx.HTTPError, ValueError, LookupError) as error:
-        _log.warning("the service does not say how many calls there were: %s", error)
-        return None
-
-
-async def _run(
-    workflow: Callable[..., Any], judge: Callable[..., Any] | None, offered: dict[str, Any], report: DebugReport
-) -> None:
-    try:
-        output = await _call(workflow, offered)
-        plain = isinstance(output, int | float)
-        report.response = None if plain else getattr(output, "response", output)
-        reward = output if plain else getattr(output, "reward", None)
-        report.metrics.update(getattr(output, "metrics", None) or {})
-        if judge is not None:
-            verdict = await _call(judge, {**offered, "response": report.response})
-            reward = verdict if isinstance(verdict, int | float) else verdict.reward
-            report.metrics.update(getattr(verdict, "metrics", None) or {})
-        report.reward = None if reward is None else float(reward)
-    finally:
-        await close_connections()
 
 
 async def _call(function: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
@@ -195,7 +196,15 @@ def load_function(place: str, beside: str | None = None) -> Callable[..., Any]:
     path = Path(file).expanduser().resolve()
     if not path.is_file():
         raise TuneRefused(f"{file}: there is no such file")
-    module = _load(path)
+    module: Any = sys.modules.get(path.stem)
+    if getattr(module, "__file__", None) != str(path):
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None:
+            raise TuneRefused(f"{path}: this is not a Python file")
+        if str(path.parent) not in sys.path:
+            sys.path.insert(0, str(path.parent))
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
     found = module
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -204,33 +213,6 @@ def load_function(place: str, beside: str | None = None) -> Callable[..., Any]:
         raise TuneRefused(f"{file}: there is no {name!r} in it; there are the functions {functions or '(none)'}")
     function: Callable[..., Any] = found
     return function
-
-
-def _load(path: Path) -> Any:
-    loaded = sys.modules.get(path.stem)
-    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
-        return loaded
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise TuneRefused(f"{path}: this is not a Python file")
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _text_of(response: Any) -> str:
-    if isinstance(response, str):
-        return response
-    read_text = getattr(response, "get_text_content", None)  # of AgentScope's messages
-    if callable(read_text):
-        return str(read_text())
-    try:
-        return json.dumps(response, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return repr(response)
 
 
 def _count(tokens: int | None) -> str:
@@ -245,12 +227,31 @@ _MODELS_TIMEOUT_S = 30.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code: 0, 1 if the workflow failed or nothing could be learnt, 2 for wrong arguments."""
-    parser = _parser()
+    parser = argparse.ArgumentParser(prog=_PROG, description=__doc__)
+    parser.add_argument("workflow", metavar="FILE:FUNCTION")
+    parser.add_argument("--judge", metavar="FUNCTION", help="of the same file, or FILE:FUNCTION")
+    parser.add_argument("--task", metavar="JSON", help="an object; @FILE reads it from a file")
+    parser.add_argument("--dataset", metavar="PATH", help="instead of --task: the task comes from there")
+    parser.add_argument("--split", default="train")
+    parser.add_argument("--index", type=int, default=0, help="which task of the dataset, from 0")
+    add_model_options(parser)
     options = parser.parse_args(argv)
+    if (options.task is None) == (options.dataset is None):
+        parser.error("give a task with --task, or a dataset with --dataset")
     try:
         workflow = load_function(options.workflow)
         judge = None if options.judge is None else load_function(options.judge, options.workflow.rpartition(":")[0])
-        return debug(workflow, _tasks(options, parser)[0], options, judge=judge)
+        if options.dataset is not None:
+            task = task_at(DatasetConfig(options.dataset, split=options.split), options.index)
+        else:
+            text = Path(options.task[1:]).read_text("utf-8") if options.task.startswith("@") else options.task
+            try:
+                task = json.loads(text)
+            except ValueError as error:
+                raise TuneRefused(f"--task is not JSON: {error}") from None
+            if not isinstance(task, dict):
+                raise TuneRefused("--task must be a JSON object")
+        return debug(workflow, task, options, judge=judge)
     except (TuneRefused, ExtraMissing) as error:
         print(error, file=sys.stderr)
         return 2
@@ -264,9 +265,16 @@ def debug(
     judge: Callable[..., Any] | None = None,
 ) -> int:
     """Run a workflow on a task with the model that the options name, and print the report; the exit code."""
-    bound, name = _model(options)
+    bound: CallsEndpoint
+    if options.service is not None:
+        run_id = uuid.uuid4().hex
+        bound = Run(service=options.service, task_id="debug", run_id=run_id, train=False, api_key=options.api_key)
+    elif options.base_url is not None:
+        bound = ModelEndpoint(base_url=options.base_url, api_key=options.api_key)
+    else:
+        raise TuneRefused("which model? Give --service URL, or --base-url URL and --model NAME")
     defaults = CallDefaults(
-        model_name=name,
+        model_name=options.model or _name_of_served(bound),
         temperature=options.temperature,
         top_p=options.top_p,
         max_tokens=options.max_tokens,
@@ -308,36 +316,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of one call")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=_PROG, description=__doc__)
-    parser.add_argument("workflow", metavar="FILE:FUNCTION")
-    parser.add_argument("--judge", metavar="FUNCTION", help="of the same file, or FILE:FUNCTION")
-    parser.add_argument("--task", metavar="JSON", help="an object; @FILE reads it from a file")
-    parser.add_argument("--dataset", metavar="PATH", help="instead of --task: the task comes from there")
-    parser.add_argument("--split", default="train")
-    parser.add_argument("--index", type=int, default=0, help="which task of the dataset, from 0")
-    add_model_options(parser)
-    return parser
-
-
-def _tasks(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
-    if (options.task is None) == (options.dataset is None):
-        parser.error("give a task with --task, or a dataset with --dataset")
-    if options.dataset is not None:
-        return [task_at(DatasetConfig(options.dataset, split=options.split), options.index)]
-    text = options.task
-    if text.startswith("@"):
-        with open(text[1:], encoding="utf-8") as file:
-            text = file.read()
-    try:
-        task = json.loads(text)
-    except ValueError as error:
-        raise TuneRefused(f"--task is not JSON: {error}") from None
-    if not isinstance(task, dict):
-        raise TuneRefused("--task must be a JSON object")
-    return [task]
-
-
 def task_at(dataset: DatasetConfig, index: int) -> dict[str, Any]:
     """A task of a dataset. Raises TuneRefused."""
     if index < 0:
@@ -347,18 +325,6 @@ def task_at(dataset: DatasetConfig, index: int) -> dict[str, Any]:
     if found is None:
         raise TuneRefused(f"{dataset.path}: there are {len(tasks)} tasks, and none has index {index}")
     return found
-
-
-def _model(options: argparse.Namespace) -> tuple[CallsEndpoint, str]:
-    """What the calls are bound to, and the model's name there."""
-    if options.service is not None:
-        run_id = uuid.uuid4().hex
-        run = Run(service=options.service, task_id="debug", run_id=run_id, train=False, api_key=options.api_key)
-        return run, options.model or _name_of_served(run)
-    if options.base_url is None:
-        raise TuneRefused("which model? Give --service URL, or --base-url URL and --model NAME")
-    bound = ModelEndpoint(base_url=options.base_url, api_key=options.api_key)
-    return bound, options.model or _name_of_served(bound)
 
 
 def _name_of_served(bound: CallsEndpoint) -> str:

@@ -8,7 +8,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from io import FileIO
@@ -138,13 +138,20 @@ def _stable_words(value: object) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
-def require_tasks(tasks: Sequence[Task], what: str) -> None:
-    """Raise TuneRefused if there are none, or one is not a mapping."""
-    if not tasks:
-        raise TuneRefused(f"{what} is empty: there is nothing to run")
+def tasks_of(dataset: Any, name: str) -> Sequence[Task]:
+    """The tasks of a list or a DatasetConfig; none of None. Raises TuneRefused for anything else."""
+    if dataset is None:
+        return ()
+    if hasattr(dataset, "tasks"):
+        tasks = list(dataset.tasks())
+    elif isinstance(dataset, str | os.PathLike | Mapping) or not isinstance(dataset, Iterable):
+        raise TuneRefused(f"{name} must be a list of tasks, or a DatasetConfig, which reads a file, not {dataset!r}")
+    else:
+        tasks = list(dataset)
     for number, task in enumerate(tasks):
         if not isinstance(task, Mapping):
-            raise TuneRefused(f"{what}: task {number} is {type(task).__name__}, not a mapping of fields")
+            raise TuneRefused(f"{name}: task {number} is {type(task).__name__}, not a mapping of fields")
+    return tasks
 
 
 @lru_cache(maxsize=2)
@@ -208,17 +215,14 @@ class JournalState:
             case "acknowledged":
                 for name in line["runs"]:
                     self.unacknowledged.pop(name, None)
-            case "committing" | "committed" | "step":
-                step = line["step"]
-                match line["event"]:
-                    case "committing":
-                        self.committing[step] = line["before"]
-                        self.steps.pop(step, None)
-                    case "committed":
-                        self.committed[step] = line.get("tasks")
-                    case "step":
-                        self.steps[step] = dict(line)
-                        self.committing.pop(step, None)
+            case "committing":
+                self.committing[line["step"]] = line["before"]
+                self.steps.pop(line["step"], None)
+            case "committed":
+                self.committed[line["step"]] = line.get("tasks")
+            case "step":
+                self.steps[line["step"]] = dict(line)
+                self.committing.pop(line["step"], None)
             case "evaluated":
                 self.evaluations.append(dict(line))
             case "end":
@@ -230,6 +234,11 @@ class JournalState:
             return False
         known = self.committed[step]
         return known is None or known >= tasks
+
+    def first_step(self, plan: TaskPlan) -> int:
+        """The first step that is not committed; the number of steps where all are."""
+        steps = range(plan.total_steps)
+        return next((step for step in steps if not self.is_committed(step, len(plan.positions(step)))), len(steps))
 
     def results_of(self, step: int) -> list[RunResult]:
         """The runs of a step that have ended, however they did."""
@@ -249,8 +258,11 @@ class Journal:
                 raise TuneRefused(f"{path} is in use: another call of tune() goes on with this experiment")
             with path.open("rb+") as file:  # a line that was cut off has not been written
                 file.truncate(file.read().rfind(b"\n") + 1)
-            for line in _lines(path):
-                self.state.apply(line)
+            for number, line in enumerate(path.read_text("utf-8").split("\n")[:-1], start=1):
+                try:
+                    self.state.apply(json.loads(line))
+                except ValueError:
+                    raise TuneRefused(f"{path}, line {number} is damaged: this experiment cannot be resumed") from None
         except BaseException:
             self._file.close()
             raise
@@ -294,13 +306,3 @@ def result_line(result: RunResult) -> dict[str, Any]:
 def acknowledged_line(results: Iterable[RunResult]) -> dict[str, Any]:
     """The line that says that the services have these rewards."""
     return {"event": "acknowledged", "runs": [name_of(result) for result in results]}
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    for number, line in enumerate(path.read_text("utf-8").split("\n")[:-1], start=1):
-        try:
-            yield json.loads(line)
-        except ValueError:
-            raise TuneRefused(f"{path}, line {number} is damaged: this experiment cannot be resumed") from None

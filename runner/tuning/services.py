@@ -13,7 +13,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path, PurePath
 from types import TracebackType
@@ -24,10 +23,10 @@ import httpx
 from tuneloop.runner.errors import ServiceAway, TuneFailed, TuneRefused
 from tuneloop.runner.http_client import header_of_key
 from tuneloop.runner.models.bound_model import CallDefaults, ModelEndpoint, make_model, wanted_client
-from tuneloop.runner.models.run import Run, StoredCalls
-from tuneloop.runner.models.transport import close_connections
+from tuneloop.runner.models.run import StoredCalls
 from tuneloop.runner.private_files import make_private_folder, private_opener, write_private_text
 from tuneloop.runner.tuning.config import (
+    MAIN,
     OF_GROUPS,
     AlgorithmConfig,
     ServicePlace,
@@ -165,7 +164,12 @@ class ServiceClient:
                 answer = await ask()
                 if answer.is_success:
                     return answer
-                why = f"{answer.status_code} {_sentence(answer)}"
+                try:
+                    body = answer.json()
+                    sentence = str((body.get("error") or {}).get("message") or body.get("reason") or body)
+                except (ValueError, AttributeError):
+                    sentence = answer.text
+                why = f"{answer.status_code} {sentence[:300]}"
                 if answer.status_code not in _REFUSED_FOR_NOW:
                     raise TuneFailed(f"the service at {self.url} refuses {answer.request.url.path}: {why}")
             except httpx.TransportError as error:
@@ -176,31 +180,18 @@ class ServiceClient:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _sentence(answer: httpx.Response) -> str:
-    try:
-        body = answer.json()
-        return str((body.get("error") or {}).get("message") or body.get("reason") or body)[:300]
-    except (ValueError, AttributeError):
-        return answer.text[:300]
-
-
 #: Seconds between two looks at what the service is doing.
 _LOOK_S = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimeouts:
-    """Seconds that a step may make no progress, and that a service may be without a trainer meanwhile."""
-
-    step_s: float = 3600.0
-    trainer_s: float = 300.0
 
 
 class TrainingWait:
     """What became of one service's commits."""
 
-    def __init__(self, service: ServiceClient, patience: StepTimeouts, say: Callable[[str], None]) -> None:
-        self._service, self._patience, self._say = service, patience, say
+    def __init__(
+        self, service: ServiceClient, say: Callable[[str], None], *, step_s: float = 3600.0, trainer_s: float = 300.0
+    ) -> None:
+        """`step_s`: how long a step may make no progress; `trainer_s`: how long a service may have no trainer."""
+        self._service, self._say, self._step_s, self._trainer_s = service, say, step_s, trainer_s
         self._expected = 0
         self.served = 0
         self._held: str | None = None
@@ -211,51 +202,37 @@ class TrainingWait:
         `settled`: for all there is. Raises TuneFailed.
         """
         expected = self._expected = max(self._expected, before.newest) + 1
-        since, last = time.monotonic(), before
-        alone = _TrainersAbsence(self._service.url, self._patience.trainer_s, self._say)
+        since, last, url = time.monotonic(), before, self._service.url
+        absent_since: float | None = None
         while True:
             status = await self._service.status()
             if (status.served >= expected and not settled) or status.settled:
                 self._expected = max(status.served, before.newest)
                 self.served = max(self.served, status.served)
                 return status.served > before.served
-            alone.note(is_up=status.trainer_up)
+            if status.trainer_up:
+                if absent_since is not None:
+                    self._say(f"the service at {url} has a trainer again")
+                absent_since = None
+            elif absent_since is None:
+                absent_since = time.monotonic()
+                self._say(
+                    f"the service at {url} has no trainer, and what is committed waits: see its log, or `tuneloop run` "
+                    f"with mode train; stopping after {self._trainer_s:g} s without one"
+                )
+            elif time.monotonic() - absent_since > self._trainer_s:
+                raise ServiceAway(f"the service at {url} had no trainer for {self._trainer_s:g} s")
             if status.held and status.held != self._held:
                 self._held = status.held
-                self._say(f"the next step waits, for the service at {self._service.url} holds a version: {status.held}")
+                self._say(f"the next step waits, for the service at {url} holds a version: {status.held}")
             if (status.newest, status.served, status.states) != (last.newest, last.served, last.states):
                 since, last = time.monotonic(), status
-            if time.monotonic() - since > self._patience.step_s:
+            if time.monotonic() - since > self._step_s:
                 why = "; ".join(status.sentences)
                 raise TuneFailed(
-                    f"the service at {self._service.url} has made nothing for {self._patience.step_s:g} s of what was "
-                    f"committed: {why}"
+                    f"the service at {url} has made nothing for {self._step_s:g} s of what was committed: {why}"
                 )
             await asyncio.sleep(_LOOK_S)
-
-
-class _TrainersAbsence:
-    """Says when there is no trainer, and when there is one again; raises ServiceAway if there is none for too long."""
-
-    def __init__(self, url: str, patience_s: float, say: Callable[[str], None]) -> None:
-        self._url, self._patience_s, self._say = url, patience_s, say
-        self._since: float | None = None
-
-    def note(self, *, is_up: bool) -> None:
-        """Take a look into account."""
-        if is_up:
-            if self._since is not None:
-                self._say(f"the service at {self._url} has a trainer again")
-            self._since = None
-            return
-        if self._since is None:
-            self._since = time.monotonic()
-            self._say(
-                f"the service at {self._url} has no trainer, and what is committed waits: see its log, or "
-                f"`tuneloop run` with mode train; stopping after {self._patience_s:g} s without one"
-            )
-        if time.monotonic() - self._since > self._patience_s:
-            raise ServiceAway(f"the service at {self._url} had no trainer for {self._patience_s:g} s")
 
 
 #: What a service says of itself, by our names; nothing from one that is older than that.
@@ -337,6 +314,14 @@ class ServiceProcess:
     def __init__(self, config: Path, log: Path, *, command: list[str] | None = None) -> None:
         self._log = log
         make_private_folder(log.parent, exist_ok=True)
+        parent = os.getpid()
+
+        def end_with_parent() -> None:
+            if _PRCTL is not None:
+                _PRCTL(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+                if os.getppid() != parent:
+                    os._exit(1)
+
         with open(log, "ab", opener=private_opener) as output:
             self._process = subprocess.Popen(
                 [*(command or find_command()), "run", "--config", str(config)],
@@ -344,18 +329,15 @@ class ServiceProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=(partial(_be_ended_with, (os.getpid())) if _PRCTL is not None else None),
+                preexec_fn=end_with_parent if _PRCTL is not None else None,
             )
 
     def check(self) -> None:
         """Raise ServiceAway if it has ended."""
         if (code := self._process.poll()) is not None:
-            raise ServiceAway(f"the service ended with exit code {code}; {self.last_words()}")
-
-    def last_words(self) -> str:
-        """The end of its log, and where the rest is."""
-        lines = self._log.read_text(errors="replace").splitlines()[-_TAIL:]
-        return "\n".join([f"its log is {self._log} and ends with:", *(f"    {line}" for line in lines)])
+            lines = self._log.read_text(errors="replace").splitlines()[-_TAIL:]
+            ending = "\n".join([f"its log is {self._log} and ends with:", *(f"    {line}" for line in lines)])
+            raise ServiceAway(f"the service ended with exit code {code}; {ending}")
 
     def stop(self) -> None:
         """Let it end in peace; kill it if that takes too long."""
@@ -386,48 +368,12 @@ def free_port() -> int:
         return port
 
 
-def _be_ended_with(parent: int) -> None:
-    assert _PRCTL is not None
-    _PRCTL(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-class ModelFactory:
-    """Makes models for one workflow. `defaults` are by model; `eval_temperature`, if given, holds in evaluations."""
-
-    def __init__(
-        self, workflow: WorkflowType, defaults: Mapping[str, CallDefaults], *, eval_temperature: float | None = None
-    ) -> None:
-        self._client, self._sync = wanted_client(workflow)
-        self._training = dict(defaults)
-        self._evaluation = self._training
-        if eval_temperature is not None:
-            self._evaluation = {name: replace(each, temperature=eval_temperature) for name, each in defaults.items()}
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await close_connections()
-
-    def model_for(self, name: str, run: Run) -> Any:
-        """The model that the workflow gets for the trained model `name`."""
-        defaults = (self._training if run.train else self._evaluation)[name]
-        return make_model(run, defaults, client=self._client, sync=self._sync)
-
-
 def call_defaults(served_as: str, config: TunerModelConfig | None, *, timeout_s: float) -> CallDefaults:
     """What a model's calls say by default; without settings of the model, the service's own defaults hold."""
     if config is None:
         return CallDefaults(model_name=served_as, timeout_s=timeout_s)
     return replace(config.call_defaults(served_as), timeout_s=timeout_s)
 
-
-#: The name of the model that is trained if there is one only.
-MAIN = "model"
 
 #: Rows of a run, at most, that a step of a started service makes room for: what is beyond makes a step of its own.
 _CALLS = 256

@@ -2,34 +2,21 @@
 
 import asyncio
 import time
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from tuneloop.runner.errors import TuneFailed
 from tuneloop.runner.tuning.attempts import Attempts, Member, RewardOutbox
+from tuneloop.runner.tuning.config import AlgorithmConfig, Call
 from tuneloop.runner.tuning.experiment import Journal, JournalState, RunResult, TaskPlan
-from tuneloop.runner.tuning.services import ServiceClient, StepTimeouts, TrainingWait
+from tuneloop.runner.tuning.services import ServiceClient, TrainingWait
 from tuneloop.runner.tuning.views import EvaluationReport, StepReport, View, interval_of
 
 #: Seconds of an evaluation between two lines that say how far it is.
 SAY_EVERY_S = 15.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """How far rollouts may run ahead, and when it is evaluated, and stopped.
-
-    `max_staleness`: steps whose rollouts may have begun before the version of an earlier one is served; 0 is on-policy.
-    `max_failures`: the share of a step's runs that may fail.
-    """
-
-    max_staleness: int = 0
-    max_failures: float = 0.5
-    evaluation_interval: int = 100
-    evaluate_before: bool = True
-    evaluate_after: bool = True
-    patience: StepTimeouts = field(default_factory=StepTimeouts)
 
 
 class StepLoop:
@@ -38,23 +25,26 @@ class StepLoop:
     def __init__(
         self,
         plan: TaskPlan,
-        pace: Pace,
+        call: Call,
         *,
         attempts: Attempts,
         services: Mapping[str, ServiceClient],
         journal: Journal,
         view: View,
     ) -> None:
-        self._plan, self._pace, self._attempts = plan, pace, attempts
+        self._plan, self._call, self._attempts = plan, call, attempts
         self._services, self._journal, self._view = services, journal, view
         self._outbox = RewardOutbox(journal, services, view.say)
-        self._trained = self._first_step()
+        self._trained = self._journal.state.first_step(self._plan)
         self._moved = asyncio.Condition()
-        self._waits = {name: TrainingWait(each, pace.patience, view.say) for name, each in services.items()}
+        self._waits = {
+            name: TrainingWait(each, view.say, step_s=call.step_timeout, trainer_s=call.service_timeout)
+            for name, each in services.items()
+        }
 
     async def run(self) -> None:
         """Make all steps. Raises TuneFailed."""
-        total, first = self._plan.total_steps, self._first_step()
+        total, first = self._plan.total_steps, self._journal.state.first_step(self._plan)
         # Go on where the journal ends: with rewards that may not have been given, and a step that may not be made.
         state = self._journal.state
         await self._outbox.send_again(list(state.unacknowledged.values()))
@@ -70,27 +60,23 @@ class StepLoop:
             await self._end_step(step, began=time.monotonic(), published=published)
         if first:
             self._view.say(f"going on after step {first} of {self._plan.total_steps}")
-        if first == 0 and self._pace.evaluate_before:
+        interval = (self._call.algorithm or AlgorithmConfig()).eval_interval_steps
+        if first == 0 and self._call.evaluate_before:
             await self._evaluate(0)
         steps: list[asyncio.Task[None]] = []
         async with asyncio.TaskGroup() as group:
             for step in range(first, total):
-                await self._until_trained(step - self._pace.max_staleness)
-                if step and step % self._pace.evaluation_interval == 0:
+                await self._until_trained(step - self._call.max_staleness)
+                if step and step % interval == 0:
                     await self._until_trained(step)
                     await self._evaluate(step)
                 steps.append(group.create_task(self._step(step, after=steps[-1] if steps else None)))
-        if self._pace.evaluate_after:
+        if self._call.evaluate_after:
             await self._evaluate(total)
 
     @property
     def _version(self) -> int:
         return max(each.served for each in self._waits.values())
-
-    def _first_step(self) -> int:
-        is_committed, plan = self._journal.state.is_committed, self._plan
-        steps = range(plan.total_steps)
-        return next((step for step in steps if not is_committed(step, len(plan.positions(step)))), plan.total_steps)
 
     async def _until_trained(self, steps: int) -> None:
         async with self._moved:
@@ -112,12 +98,19 @@ class StepLoop:
             for position in self._plan.positions(step)
             for member in range(self._plan.group_size)
         ]
-        failures = _FailureCount(len(members), self._pace.max_failures, step + 1)
+        total, most, failures = len(members), self._call.max_failures, Counter[str]()
 
         async def make(member: Member) -> None:
             result = await self._attempts.run(member)
             await self._outbox.send(result)
-            failures.add(result)
+            if result.failure is not None:
+                failures[result.failure] += 1
+                failed = failures.total()
+                if failed > most * total or failed == total:
+                    kinds = ", ".join(f"{count} x {kind}" for kind, count in failures.items())
+                    raise TuneFailed(
+                        f"step {step + 1}: {failed} of {total} runs failed ({kinds}); max_failures is {most:g}"
+                    )
             self._view.run_ended(result)
 
         async with asyncio.TaskGroup() as group:
@@ -183,11 +176,11 @@ class StepLoop:
 
         results = await self._evaluate_all(members, step)
         rewards = [result.reward for result in results if result.reward is not None]
-        sums: dict[str, list[float]] = {}
-        for each in [result.metrics for result in results]:
-            for name, value in each.items():
-                sums.setdefault(name, []).append(value)
-        metrics = {name: sum(values) / len(values) for name, values in sums.items()}
+        found: defaultdict[str, list[float]] = defaultdict(list)
+        for result in results:
+            for name, value in result.metrics.items():
+                found[name].append(value)
+        metrics = {name: fmean(values) for name, values in found.items()}
         failed = len(results) - len(rewards)
         if not rewards:
             raise TuneFailed(f"all {len(results)} runs of the evaluation failed")
@@ -212,26 +205,6 @@ class StepLoop:
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(make(member)) for member in members]
         return [each.result() for each in running]
-
-
-class _FailureCount:
-    """Counts a step's failures; raises as soon as they are too many."""
-
-    def __init__(self, total: int, most: float, step: int) -> None:
-        self._total, self._most, self._step = total, most, step
-        self._kinds: dict[str, int] = {}
-
-    def add(self, result: RunResult) -> None:
-        """Count a run. Raises TuneFailed."""
-        if result.failure is None:
-            return
-        self._kinds[result.failure] = self._kinds.get(result.failure, 0) + 1
-        failed = sum(self._kinds.values())
-        if failed > self._most * self._total or failed == self._total:
-            kinds = ", ".join(f"{count} x {kind}" for kind, count in self._kinds.items())
-            raise TuneFailed(
-                f"step {self._step}: {failed} of {self._total} runs failed ({kinds}); max_failures is {self._most:g}"
-            )
 
 
 def step_report(state: JournalState, step: int) -> StepReport:

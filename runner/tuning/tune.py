@@ -1,28 +1,49 @@
 """tune(), from a workflow, a judge and tasks to a trained model; and main(), which debugs or trains by a switch."""
 
 import argparse
+import asyncio
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
+from dataclasses import fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from tuneloop.runner.collection.run_records import loop_runs
 from tuneloop.runner.errors import ExtraMissing, TuneRefused
+from tuneloop.runner.models.bound_model import make_model, wanted_client
+from tuneloop.runner.models.run import Run
+from tuneloop.runner.models.transport import close_connections
 from tuneloop.runner.tasks.dataset import DatasetConfig
+from tuneloop.runner.tuning.attempts import Attempts, FailureLog
 from tuneloop.runner.tuning.config import (
+    RUN_TIMEOUT_S,
     AlgorithmConfig,
+    Call,
     JudgeType,
+    ServicePlace,
     TunerModelConfig,
     WorkflowType,
     check_judge_function,
     check_workflow_function,
     merge_settings,
+    service_settings,
 )
 from tuneloop.runner.tuning.config_file import read_tune_file
 from tuneloop.runner.tuning.debugging import add_model_options, debug, task_at
-from tuneloop.runner.tuning.session import Call, Session, run_to_end
-from tuneloop.runner.tuning.views import TuneResult, View
+from tuneloop.runner.tuning.experiment import ExperimentFolder, Journal, JournalState, TaskPlan, tasks_of
+from tuneloop.runner.tuning.services import (
+    ServiceClient,
+    ServiceOpener,
+    ServiceOptions,
+    call_defaults,
+    find_command,
+)
+from tuneloop.runner.tuning.steps import StepLoop, evaluation_report, step_report
+from tuneloop.runner.tuning.views import TuneResult, View, open_view
 
 
 def tune(
@@ -82,7 +103,161 @@ def tune(
     check_workflow_function(workflow_func)
     if judge_func is not None:
         check_judge_function(judge_func)
-    return run_to_end(Session(call).run)
+    return run_to_end(lambda: _tune(call))
+
+
+async def _tune(call: Call) -> TuneResult:
+    """Make all steps that are left to make."""
+    algorithm = call.algorithm or AlgorithmConfig()
+    tasks, evaluation = tasks_of(call.train_dataset, "train_dataset"), tasks_of(call.eval_dataset, "eval_dataset")
+    if not tasks:
+        raise TuneRefused("train_dataset is empty: there is nothing to run")
+    configs, urls, service = call.trained_models, call.urls, call.service
+    if not configs and not service:
+        raise TuneRefused("tune() needs a model to train: model=TunerModelConfig(…), or service='http://…'")
+    for config in [each for name, each in configs.items() if name not in urls]:
+        find_command()
+        service_settings(config, algorithm, ServicePlace(), monitor_type=call.monitor_type)
+    folder = ExperimentFolder.open(
+        Path(call.checkpoint_root_dir or "checkpoints"),
+        call.project_name or "AgentScope",
+        call.experiment_name or "Experiment",
+        resume=call.resume,
+    )
+    plan = TaskPlan(
+        name=folder.name,
+        tasks=tasks,
+        evaluation=evaluation,
+        batch_size=algorithm.batch_size,
+        group_size=algorithm.group_size,
+        epochs=getattr(call.train_dataset, "total_epochs", 1) or 1,
+        steps=getattr(call.train_dataset, "total_steps", None),
+        shuffle=call.shuffle,
+        seed=call.seed,
+    )
+    async with AsyncExitStack() as stack:
+        journal = Journal(folder.journal)
+        stack.callback(journal.close)
+        view = stack.enter_context(open_view(call.view, folder.tensorboard))
+        tasks_of_step = len(plan.positions(0))
+        view.say(f"{folder.path}: {plan.total_steps} steps of {tasks_of_step} tasks x {plan.group_size} runs")
+        if call.warning:
+            view.say(call.warning)
+        state, fingerprint, failures = journal.state, plan.fingerprint(), FailureLog(view.say)
+        if state.header is not None and state.header["fingerprint"] != fingerprint:
+            raise TuneRefused(
+                f"{journal.path} was begun with other tasks, batch_size, group_size, shuffle or seed: resume with "
+                "those, or start anew without resume=True"
+            )
+        if state.ended and state.first_step(plan) == plan.total_steps:
+            view.say("all steps of it are made")
+            return _result_of(state, folder, failures, started=not service)
+        begin = {"event": "begin", "fingerprint": fingerprint, "name": plan.name, "steps": plan.total_steps}
+        await journal.append(begin)
+        options = ServiceOptions(
+            api_key=call.api_key,
+            timeout_s=call.service_timeout,
+            start_timeout_s=call.start_timeout,
+            join_timeout_s=call.join_timeout,
+            over=call.settings or {},
+            monitor_type=call.monitor_type,
+        )
+        opener = ServiceOpener(folder, options, stack, say=view.say)
+        services = await opener.open_trained(configs, urls, call.algorithm)
+        others = await opener.open_auxiliary(call.auxiliary_models or {}, call.workflow_func)
+        stack.push_async_callback(close_connections)
+        model_for = await _model_maker(call, services, configs)
+        attempts = Attempts(call, services, model_for, others, failures=failures, life=state.lives)
+        loop = StepLoop(plan, call, attempts=attempts, services=services, journal=journal, view=view)
+        try:
+            await loop.run()
+        except BaseExceptionGroup as group:
+            error: BaseException = group
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from None
+        except asyncio.CancelledError:
+            view.say(f"interrupted: the same call with resume=True goes on in {folder.path}")
+            raise
+        await journal.append({"event": "end"})
+        result = _result_of(state, folder, failures, started=not service)
+        view.say(f"reward before {result.before or 'unknown'}; after {result.after or 'unknown'}")
+        if result.failures:
+            view.say("failed: " + ", ".join(f"{count} x {kind}" for kind, count in result.failures.items()))
+        view.say(f"curves: tensorboard --logdir {result.tensorboard}")
+        if result.checkpoints:
+            view.say(f"checkpoints: {result.checkpoints}/global_step_*")
+        return result
+
+
+async def _model_maker(
+    call: Call, services: Mapping[str, ServiceClient], configs: Mapping[str, TunerModelConfig]
+) -> Callable[[str, Run], Any]:
+    """Makes the model of a name that belongs to a run."""
+    timeout_s = call.run_timeout or RUN_TIMEOUT_S
+    defaults = {
+        name: call_defaults(await client.model_name(), configs.get(name), timeout_s=timeout_s)
+        for name, client in services.items()
+    }
+    kind, sync = wanted_client(call.workflow_func)
+
+    def model_for(name: str, run: Run) -> Any:
+        wanted = defaults[name]
+        if not run.train and call.eval_temperature is not None:
+            wanted = replace(wanted, temperature=call.eval_temperature)
+        return make_model(run, wanted, client=kind, sync=sync)
+
+    return model_for
+
+
+def _result_of(state: JournalState, folder: ExperimentFolder, failures: FailureLog, *, started: bool) -> TuneResult:
+    evaluations = [evaluation_report(line) for line in state.evaluations]
+    steps = [step_report(state, step) for step in sorted(state.steps)]
+    rewards = [each.reward for each in evaluations] or [each.reward for each in steps]
+    return TuneResult(
+        folder=folder.path,
+        tensorboard=folder.tensorboard,
+        checkpoints=folder.path if started else None,
+        steps=steps[-1].step if steps else 0,
+        version=steps[-1].version if steps else 0,
+        before=rewards[0] if rewards else None,
+        after=rewards[-1] if rewards else None,
+        evaluations=evaluations,
+        history=steps,
+        failures=dict(failures.counts),
+    )
+
+
+def run_to_end(main: Callable[[], Awaitable[TuneResult]]) -> TuneResult:
+    """Run it in an event loop of its own; in a thread where one runs already, as in a notebook.
+
+    What interrupts the caller, as a notebook's stop button does, ends it too.
+    """
+    under_way: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = []
+    future: Future[TuneResult] = Future()
+
+    async def run() -> TuneResult:
+        under_way.append((asyncio.get_running_loop(), asyncio.current_task()))
+        return await main()
+
+    def work() -> None:
+        try:
+            future.set_result(asyncio.run(run()))
+        except BaseException as error:  # noqa: BLE001 - it is raised where the thread is waited for
+            future.set_exception(error)
+
+    if not loop_runs():
+        return asyncio.run(run())
+    thread = threading.Thread(target=work, name="tuneloop-tune", daemon=True)
+    try:
+        thread.start()  # It may be at work before this returns.
+        return future.result()
+    except KeyboardInterrupt:
+        for loop, task in under_way:
+            if task is not None and not future.done():
+                loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+        raise
 
 
 def main(argv: Sequence[str] | None = None, **tuning: Any) -> Any:

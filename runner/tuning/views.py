@@ -5,7 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -83,12 +83,13 @@ class TuneResult:
 
 
 class RunnerCurves:
-    """Writes `rollout/…` and `evaluation/…` curves; the step is that of tune()."""
+    """A view that writes `rollout/…` and `evaluation/…` curves too; the step is that of tune()."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, view: "View", folder: Path) -> None:
         from tensorboardX import SummaryWriter
 
         self._writer = SummaryWriter(logdir=str(folder))
+        self.say, self.run_ended, self._view = view.say, view.run_ended, view
 
     def __enter__(self) -> Self:
         return self
@@ -98,14 +99,9 @@ class RunnerCurves:
     ) -> None:
         self._writer.close()
 
-    def say(self, sentence: str) -> None:
-        """Sentences are no curves."""
-
-    def run_ended(self, result: RunResult) -> None:
-        """A run alone is no point of a curve."""
-
     def step(self, report: StepReport) -> None:
         """Add a step's points."""
+        self._view.step(report)
         self._add_reward("rollout", report.reward, report.step)
         self._add("rollout/failed", report.failed / max(report.runs, 1), report.step)
         self._add("rollout/seconds", report.seconds, report.step)
@@ -115,6 +111,7 @@ class RunnerCurves:
 
     def evaluation(self, report: EvaluationReport, *, seconds: float) -> None:
         """Add an evaluation's points."""
+        self._view.evaluation(report, seconds=seconds)
         self._add_reward("evaluation", report.reward, report.step)
         self._add("evaluation/failed", report.failed, report.step)
         for name, value in report.metrics.items():
@@ -180,40 +177,13 @@ class PlainView:
         )
 
 
-class ManyViews:
-    """Tells several views the same."""
-
-    def __init__(self, views: Sequence[View]) -> None:
-        self._views = views
-
-    def say(self, sentence: str) -> None:
-        """Pass it on."""
-        for view in self._views:
-            view.say(sentence)
-
-    def run_ended(self, result: RunResult) -> None:
-        """Pass it on."""
-        for view in self._views:
-            view.run_ended(result)
-
-    def step(self, report: StepReport) -> None:
-        """Pass it on."""
-        for view in self._views:
-            view.step(report)
-
-    def evaluation(self, report: EvaluationReport, *, seconds: float) -> None:
-        """Pass it on."""
-        for view in self._views:
-            view.evaluation(report, seconds=seconds)
-
-
 @contextmanager
 def open_view(chosen: View | None, tensorboard: Path) -> Iterator[View]:
     """The chosen view, else lines; and curves, if there is a package to write them."""
-    with ExitStack() as stack:
-        views = [PlainView() if chosen is None else chosen]
-        if importlib.util.find_spec("tensorboardX"):
-            views.append(stack.enter_context(RunnerCurves(tensorboard / "runner")))
-        else:
-            views[0].say('no curves are written: pip install "./runner[tune]" has what writes them')
-        yield ManyViews(views)
+    view = PlainView() if chosen is None else chosen
+    if importlib.util.find_spec("tensorboardX"):
+        with RunnerCurves(view, tensorboard / "runner") as curves:
+            yield curves
+    else:
+        view.say('no curves are written: pip install "./runner[tune]" has what writes them')
+        yield view

@@ -11,12 +11,9 @@ from sources import PACKAGES, SOURCES, classes
 #: What a module's name means in every folder that has a module of that name.
 MEANINGS = {
     "__main__": "the command that starts the service",
-    "alarms": "the alarms of the training",
-    "backup": "a copy of all that an experiment keeps, and its way back",
     "attestation": "the periodic proof of the weights that an engine holds",
     "batches": "which rows become a step, and as which tensors",
     "checkpoints": "the folders of versions: written, published and read",
-    "doctor": "whether the ledger balances, and why nothing is trained",
     "drift": "whether the newest replies differ from earlier ones",
     "engines": "the engines that answer requests",
     "errors": "exceptions of ours",
@@ -32,7 +29,6 @@ MEANINGS = {
     "models": "the model behind the replies, as it is trained or called",
     "operations": "what operators look at and do",
     "proxy": "a request's way to an engine and back",
-    "raters": "who gives feedback, and how far it counts",
     "recording": "what is written into the ledger as it comes",
     "ranks": "the processes that train together",
     "request": "a client's request as it was parsed",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sources import ALL_SOURCES, SOURCES, Function, Source, classes, functions
 
-from tuneloop.cli.package_names import OWNERS, refuse_foreign_packages
+from tuneloop.cli.main import OWNERS, refuse_foreign_packages
 
 EMPTY_WORDS = re.compile(r"Manager|Handler|Helper|Util|Processor|Wrapper|^_?Base(?=[A-Z]|$)|Base$|Abstract")
 #: A function is named by what it does or returns, not by what has been done to something. Regular ones end in -ed.

@@ -15,9 +15,7 @@ from tuneloop import runner
 from tuneloop.runner import Composite, Reply, ToolCall, ToolResult
 from tuneloop.runner.rewards.components import (
     contains,
-    efficiency,
     exact_match,
-    fact,
     fits,
     game_reward,
     invalid_tools,
@@ -27,7 +25,6 @@ from tuneloop.runner.rewards.components import (
     math_reward,
     numbers_in,
     numeric,
-    same_json,
     steps,
     task_reward,
     tool_arguments,
@@ -49,12 +46,6 @@ MODULES = [
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_in_the_code_are_right(name: str) -> None:
     assert doctest.testmod(importlib.import_module(name)).failed == 0
-
-
-def test_there_are_examples_in_the_code() -> None:
-    tried = {name: doctest.testmod(importlib.import_module(name)).attempted for name in MODULES}
-    assert tried["tuneloop.runner.rewards.components"] >= 10
-    assert tried["tuneloop.runner.rewards.composite"] >= 3
 
 
 def test_math_is_rewarded_by_its_answer_its_steps_and_its_format() -> None:
@@ -106,17 +97,6 @@ def test_a_task_is_rewarded_by_its_completion_its_tool_calls_and_its_accuracy() 
     assert dict(score.parts) == {"completion": 1.6, "efficiency": 0.25, "accuracy": 1.5}
     assert score.total == pytest.approx(0.8 * 2.0 + 1 / (3 + 1) * 1.0 + 1.0 * 1.5)
     assert task_reward()(Reply(text="Rome", expected="Paris", facts={"completion": 1.0})).total == 3.0
-
-
-def test_the_accuracy_of_a_task_is_what_one_likes_and_its_completion_may_not_be_known() -> None:
-    score = task_reward(fact("rating"))(Reply(text="", tool_calls=(ToolCall("a"),), facts={"rating": 0.5}))
-    assert dict(score.values) == {"completion": None, "efficiency": 0.5, "accuracy": 0.5}
-    assert score.total == 1.25
-
-
-def test_each_tool_call_makes_a_reply_less_efficient() -> None:
-    replies = [Reply(text="", tool_calls=(ToolCall("a"),) * calls) for calls in range(5)]
-    assert [efficiency()(each) for each in replies] == [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]
 
 
 def test_the_total_is_clipped_and_what_it_was_made_of_is_kept() -> None:
@@ -212,13 +192,6 @@ def test_a_reply_is_read_from_a_completion() -> None:
     reply = Reply.of({"choices": [{"message": message}]}, {"messages": [], "tools": [SEARCH]})
     assert reply.tool_calls == (ToolCall("search", {"q": "invoice"}), ToolCall("x", None))
     assert (reply.text, reply.tools) == ("", ("search",))
-
-
-def test_same_json() -> None:
-    assert same_json({"a": [1, None]}, {"a": [1.0, None]})
-    assert not same_json([1], [1, 2])
-    assert not same_json({"a": 1}, {"b": 1})
-    assert not same_json(0, False)
 
 
 SHAPES: list[tuple[dict[str, Any], Any, bool]] = [

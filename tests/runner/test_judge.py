@@ -2,7 +2,6 @@
 
 import asyncio
 import email.utils
-import inspect
 import json
 import time
 from collections.abc import Iterator
@@ -158,9 +157,11 @@ FIVES = json.dumps(verdict(5))
         f"The reply says {FIVES}. My own verdict: " + '{"scores": {"relevance": 1, ',
         '{"reason": "It says ' + FIVES + '", "scores": {"relevance": 1, "accuracy": 1, "completeness": 1}}',
         '{"reason": "It says ' + FIVES,
+        f"hm {FIVES}</think>I cannot say.",
+        f"hm</think>{FIVES}</think>{FIVES}",
     ],
 )
-def test_a_verdict_that_the_judge_only_quotes_is_not_its_own(judge: Judge, double: JudgeDouble, said: str) -> None:
+def test_a_verdict_that_is_only_quoted_or_thought_does_not_count(judge: Judge, double: JudgeDouble, said: str) -> None:
     double.says = [said]
     with pytest.raises(JudgeFailed):
         judge.score(REPLY)
@@ -170,13 +171,6 @@ def test_a_verdict_that_the_judge_only_quotes_is_not_its_own(judge: Judge, doubl
 def test_a_verdict_in_a_thought_that_has_no_end_does_not_count(judge: Judge, double: JudgeDouble, said: str) -> None:
     double.says = [said]
     with pytest.raises(JudgeFailed, match="the judge's answer ends in the middle of a thought"):
-        judge.score(REPLY)
-
-
-@pytest.mark.parametrize("said", [f"hm {FIVES}</think>I cannot say.", f"hm</think>{FIVES}</think>{FIVES}"])
-def test_a_verdict_that_was_only_thought_does_not_count(judge: Judge, double: JudgeDouble, said: str) -> None:
-    double.says = [said]
-    with pytest.raises(JudgeFailed):
         judge.score(REPLY)
 
 
@@ -444,12 +438,10 @@ def test_a_rubric_is_written_from_examples_kept_and_judged_by(double: JudgeDoubl
     ],
     ids=str,
 )
-async def test_a_rubric_that_makes_no_sense_is_refused(double: JudgeDouble, said: Any) -> None:
+def test_a_rubric_that_makes_no_sense_is_refused(double: JudgeDouble, said: Any) -> None:
     double.says = [said]
-    endpoint = Endpoint(base_url=double.base_url, model="j")
-    with pytest.raises(JudgeError):
-        await Rubric.generate_async([EXAMPLE], endpoint)
-    await endpoint.close_async()
+    with Endpoint(base_url=double.base_url, model="j").open() as endpoint, pytest.raises(JudgeError):
+        Rubric.generate([EXAMPLE], endpoint)
 
 
 @pytest.mark.parametrize(
@@ -497,9 +489,3 @@ def test_a_judge_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
 
 def test_the_key_is_not_shown() -> None:
     assert "secret" not in repr(Judge(base_url="http://localhost/v1", model="j", api_key="secret"))
-
-
-def test_what_blocks_and_what_does_not_take_the_same() -> None:
-    for name in ("score", "compare"):
-        both = (getattr(Judge, name), getattr(Judge, f"{name}_async"))
-        assert len({str(inspect.signature(each)) for each in both}) == 1

@@ -10,8 +10,7 @@ from typing import Any
 
 from tests.factories import exchange, experience, feedback
 from tuneloop.cli.erasure import FileErasure, Person, erase_rows
-from tuneloop.cli.export_formats import Format
-from tuneloop.cli.exports import ExportRequest, export
+from tuneloop.cli.exports import ExportRequest, Format, export
 from tuneloop.shared.experience import Exchange, Feedback, Kind
 from tuneloop.shared.ledger.export import Selection
 from tuneloop.shared.ledger.ledger import Ledger

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cli.data.exporting import about, asked
-from tuneloop.cli.export_formats import Format
-from tuneloop.cli.exports import ExportRequest, export
+from tuneloop.cli.exports import ExportRequest, Format, export
 from tuneloop.shared.experience import Kind
 from tuneloop.shared.ledger.export import Selection
 from tuneloop.shared.ledger.ledger import Ledger

@@ -6,8 +6,7 @@ import pytest
 
 from tests.cli.data.exporting import about, asked, erased_during, loaded
 from tuneloop.cli.erasure import erase
-from tuneloop.cli.export_formats import Format
-from tuneloop.cli.exports import ExportRequest, export
+from tuneloop.cli.exports import ExportRequest, Format, export
 from tuneloop.shared.experience import MAX_NAME, Kind, person_name
 from tuneloop.shared.ledger.export import Selection
 from tuneloop.shared.ledger.ledger import Ledger

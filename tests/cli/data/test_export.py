@@ -9,8 +9,7 @@ from sqlalchemy import Engine, insert, select
 from examples.sums.model import tokenizer
 from tests.cli.data.exporting import ANSWER, ASKED, CALLS, TOOLS, about, asked, exported
 from tests.factories import experience, feedback, trained
-from tuneloop.cli.export_formats import Format
-from tuneloop.cli.exports import ExportRequest, export
+from tuneloop.cli.exports import ExportRequest, Format, export
 from tuneloop.shared.errors import EnvironmentRefused, FileRefused
 from tuneloop.shared.experience import Kind, State, pack_ids, pack_logprobs
 from tuneloop.shared.ledger.export import Exports, Selection

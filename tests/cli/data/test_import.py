@@ -16,8 +16,7 @@ from tests.cli.test_main import settings_file, tuneloop
 from tests.databases import put_file
 from tests.factories import experience, leased, trained
 from tests.factories import feedback as event
-from tuneloop.cli.export_formats import Format
-from tuneloop.cli.exports import ExportRequest, export
+from tuneloop.cli.exports import ExportRequest, Format, export
 from tuneloop.cli.files import RowLocation
 from tuneloop.cli.imports import ImportResult, import_file, parse_row
 from tuneloop.shared.errors import FileRefused, LedgerUnavailable

@@ -206,14 +206,6 @@ def test_what_main_memory_does_not_hold_is_a_problem(tmp_path: Path) -> None:
     assert main_memory_problems(on_gpus, gpu_bytes=10**12, free=10**9) == []
 
 
-def test_init_writes_no_file_for_what_main_memory_does_not_hold(tmp_path: Path) -> None:
-    folder, file = model_folder(tmp_path / "m", weights=30_000_000_000_000), tmp_path / "x.yaml"
-    code, _, error = tuneloop("init", file, "--model", folder, "--gpus", 0, "--where", tmp_path / "data")
-    assert code == 3
-    assert "main memory is too small" in error
-    assert not file.exists()
-
-
 def test_one_gpu_that_is_too_small_is_said_to_be_so(tmp_path: Path) -> None:
     shape = read_shape(model_folder(tmp_path / "m", weights=8_000_000_000))
     with pytest.raises(EnvironmentRefused, match=r"one GPU of 12 GB is too small for .*m: neither all 8.0 B weights"):

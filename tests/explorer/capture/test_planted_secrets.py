@@ -14,7 +14,7 @@ from tests.doubles.spelling import SpellingDouble
 from tests.explorer.capture.test_redaction import BODIES, CHAT_BODY, PLANTED, PRIVACY, TEXT, ask, private, traces
 from tests.explorer.proxy.test_tracing import Receiver, attributes_of
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
-from tuneloop.cli.export_formats import Format
+from tuneloop.cli.exports import Format
 
 pytestmark = pytest.mark.contract
 

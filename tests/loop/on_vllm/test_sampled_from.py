@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from tests.loop.harness.services import Service, commit
-from tuneloop.cli.export_formats import Format
-from tuneloop.cli.exports import ExportRequest, export
+from tuneloop.cli.exports import ExportRequest, Format, export
 from tuneloop.shared.experience import Sample, State
 from tuneloop.shared.ledger.export import ExportedReply, Selection
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger

@@ -10,8 +10,7 @@ from tests.doubles.engine import MODEL
 from tests.explorer.running import RunningExplorer
 from tests.install.wheels import ROOT
 from tests.runner.collection.conftest import KEY
-from tuneloop.cli.export_formats import Format
-from tuneloop.cli.exports import ExportRequest, export
+from tuneloop.cli.exports import ExportRequest, Format, export
 from tuneloop.shared.ledger.export import Selection
 
 PAGE = (ROOT / "docs" / "collect.md").read_text()

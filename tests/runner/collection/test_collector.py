@@ -12,8 +12,7 @@ from tests.cli.data.exporting import about, asked
 from tests.doubles.judge import judge_place
 from tests.explorer.running import RunningExplorer
 from tests.install.wheels import ROOT
-from tuneloop.cli.export_formats import Format
-from tuneloop.cli.exports import ExportRequest, export
+from tuneloop.cli.exports import ExportRequest, Format, export
 from tuneloop.runner import DataCollector, RunRecord, reward_function
 from tuneloop.runner.collection.run_records import read_records, records_of_export, records_of_service, write_records
 from tuneloop.runner.errors import LogRefused

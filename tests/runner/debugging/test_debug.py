@@ -12,7 +12,6 @@ import pytest
 from tests.clients.packages import ROOT
 from tests.doubles.engine import MODEL
 from tests.explorer.running import RunningExplorer
-from tuneloop.runner.errors import TuneRefused
 from tuneloop.runner.tuning import tune as tuning
 from tuneloop.runner.tuning.debugging import load_function
 
@@ -202,9 +201,3 @@ def test_a_file_debugs_or_trains_by_a_switch(
         {"workflow_func": workflow, "service": "http://here"},
     ]
     assert run(str(agent), "--backbone=debug", module="").returncode == 2  # no model is named
-
-
-def test_a_function_is_found_in_its_file(agent: Path) -> None:
-    assert load_function("judge", str(agent)).__name__ == "judge"
-    with pytest.raises(TuneRefused, match="is not FILE:FUNCTION"):
-        load_function("judge")

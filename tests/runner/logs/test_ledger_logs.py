@@ -10,8 +10,7 @@ from tests.cli.data.exporting import ANSWER, ASKED, CALLS, TOOLS, about, asked
 from tests.doubles.engine import MODEL
 from tests.explorer.running import RunningExplorer
 from tests.runner.logs.writing import write_lines
-from tuneloop.cli.export_formats import Format
-from tuneloop.cli.exports import ExportRequest, export
+from tuneloop.cli.exports import ExportRequest, Format, export
 from tuneloop.runner.errors import LogRefused, ServiceRefused
 from tuneloop.runner.logs.exchange import LoggedExchange
 from tuneloop.runner.logs.request_logs import read_export, read_stored_completions

@@ -1,6 +1,5 @@
 """Tools that are bound to a shadow run: in whatever thread it calls them, nothing is written."""
 
-import asyncio
 import json
 import queue
 import threading
@@ -98,18 +97,6 @@ def test_a_name_that_several_tools_have_stands_for_none_of_them(service: Feedbac
         runner.wrap(lambda: 1, agent=lambda run: lambda: [list(run.tools), run.tools["who"]()])()
     assert results[0].result[0] == []
     assert "was not run" in results[0].result[1]
-
-
-async def test_an_async_tool_bound_to_the_run_is_awaited(service: FeedbackService) -> None:
-    async def look(what: str) -> str:
-        await asyncio.sleep(0)
-        return f"seen {what}"
-
-    with runner_of(service.url) as (runner, results):
-        runner.tools.tool(look, read_only=True)
-        runner.wrap(lambda: 1, agent=lambda run: lambda: run.tools.call("look", {"what": "tea"}))()
-        assert await asyncio.to_thread(runner.stop, 30)
-    assert results[0].result == "seen tea"
 
 
 def test_the_error_that_a_shadow_run_meets_is_not_productions_own(service: FeedbackService) -> None:

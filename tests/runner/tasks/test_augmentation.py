@@ -7,7 +7,7 @@ import pytest
 
 from tests.doubles.judge import JudgeDouble, judge_place, shown, verdict
 from tuneloop.runner import Endpoint, Judge, JudgeAway
-from tuneloop.runner.tasks.augmentation import augment_tasks, learn_task_rubric, parents_of, screen_tasks
+from tuneloop.runner.tasks.augmentation import augment_tasks, learn_task_rubric, screen_tasks
 from tuneloop.runner.tasks.task_set import ImportedTask
 
 BEFORE = {"role": "system", "content": "Be brief."}
@@ -40,7 +40,6 @@ def test_a_variation_names_its_parent(double: JudgeDouble, endpoint: Endpoint) -
     assert [each.question for each in found.tasks] == ["What is 8+9?", "How much is 20 minus 5?"]
     assert found.tasks[0].messages == (BEFORE, {"role": "user", "content": "What is 8+9?"})
     assert found.tasks[0].provenance == {"source": "augmentation", "parent": "t", "model": "writer"}
-    assert set(parents_of(found.tasks).values()) == {"t"}
     assert [each.answer for each in found.tasks] == [None, None], "no answer is made up"
     assert "What is 3+4?" in shown(double.requests[0])
 

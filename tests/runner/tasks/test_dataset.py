@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tuneloop.runner.errors import DatasetRefused, ExtraMissing, TuneRefused
-from tuneloop.runner.tasks.dataset import DatasetConfig, task_key
+from tuneloop.runner.tasks.dataset import DatasetConfig
 
 ROWS = [{"question": f"{n} + {n}?", "answer": str(2 * n)} for n in range(20)]
 
@@ -148,27 +148,6 @@ def test_a_path_that_is_not_there_is_refused(path: str) -> None:
 def test_a_value_that_makes_no_sense_is_refused(but: dict[str, Any]) -> None:
     with pytest.raises(DatasetRefused, match=next(iter(but))):
         DatasetConfig("x", **but)
-
-
-def test_tasks_are_gone_through_in_an_order_that_stays(folder: Path) -> None:
-    two = list(DatasetConfig(str(folder), total_epochs=2).visits())
-    assert [(each.epoch, each.position) for each in two] == [(n // 20, n) for n in range(40)]
-    assert [each.task for each in two] == ROWS * 2
-    assert two[3].task_key == two[23].task_key == task_key(dict(reversed(ROWS[3].items())))
-    assert len({each.task_key for each in two}) == 20
-    steps = list(DatasetConfig(str(folder), total_steps=9).visits(batch_size=5))
-    assert (len(steps), steps[-1].epoch) == (45, 2)
-
-
-def test_the_order_of_each_epoch_is_its_own_and_the_seeds(folder: Path) -> None:
-    def order(seed: int) -> list[str]:
-        visits = DatasetConfig(str(folder), total_epochs=2).visits(shuffle=True, seed=seed)
-        return [each.task_key for each in visits]
-
-    first = order(0)
-    assert first == order(0) != order(1)
-    assert sorted(first[:20]) == sorted(first[20:])
-    assert first[:20] != first[20:]
 
 
 def test_a_file_has_no_split_but_train_and_that_of_its_name(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tuneloop.runner.tasks.task_set import ImportedTask, deduplicate, likeness
+from tuneloop.runner.tasks.task_set import ImportedTask, deduplicate
 
 WORDS = ["parcel", "invoice", "refund", "order", "monday", "address", "street", "late", "broken", "window", "email"]
 
@@ -18,6 +18,12 @@ def task(name: str, text: str, *before: dict[str, Any]) -> ImportedTask:
 def left(*texts: str, **but: Any) -> str:
     found = deduplicate([task(str(at), text) for at, text in enumerate(texts)], **but)
     return "".join(each.task_id for each in found.kept)
+
+
+def likeness(one: str, other: str) -> float:
+    """The share of the runs of five characters of two texts that both have."""
+    a, b = ({text[at : at + 5] for at in range(len(text) - 4)} for text in (one, other))
+    return len(a & b) / len(a | b)
 
 
 def test_case_and_white_space_make_no_difference() -> None:

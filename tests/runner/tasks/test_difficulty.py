@@ -1,7 +1,5 @@
 """Which tasks come first."""
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,25 +66,3 @@ def test_outcomes_are_read_from_rows() -> None:
         {"task_id": "u", "total_reward": 0.5},
     ]
     assert outcomes_of(rows) == {"t": [1.0, 0.0], "u": [1.0]}
-
-
-def test_it_finds_more_groups_that_differ_than_chance_does() -> None:
-    """500 tasks of which a fifth are solved sometimes; each round 50 are run 8 times."""
-    useful = {}
-    for method in ("selector", "chance"):
-        chance = random.Random(0)
-        rates = {str(at): chance.random() if at % 5 == 0 else float(at % 2) for at in range(500)}
-        outcomes: dict[str, list[float]] = {}
-        useful[method] = 0
-        for step in range(20):
-            tasks = list(rates)
-            chosen = (
-                DifficultySelector(seed=step).order(tasks, outcomes, count=50)
-                if method == "selector"
-                else chance.sample(tasks, 50)
-            )
-            for each in chosen:
-                runs = [float(chance.random() < rates[each]) for _ in range(8)]
-                useful[method] += 0 < sum(runs) < 8
-                outcomes.setdefault(each, []).extend(runs)
-    assert useful["selector"] > 2 * useful["chance"]

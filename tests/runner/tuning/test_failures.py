@@ -13,7 +13,8 @@ from openai import AsyncOpenAI, OpenAI
 
 from tests.doubles.serving import serving
 from tests.runner.tuning.service_double import MODEL, ServiceDouble
-from tuneloop.runner import AlgorithmConfig, JudgeOutput, ServiceAway, TuneFailed, TuneRefused, WorkflowOutput, tune
+from tests.runner.tuning.tuned import tuned
+from tuneloop.runner import AlgorithmConfig, JudgeOutput, TuneFailed, TuneRefused, WorkflowOutput, tune
 
 TASKS = [{"question": f"{n}+1", "bad": n % 4 == 3} for n in range(8)]
 STEPS = AlgorithmConfig(group_size=2, batch_size=4)
@@ -114,15 +115,7 @@ def test_a_run_that_fails_is_counted_by_kind_and_not_rewarded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], failure: Callable[..., Any], kind: str
 ) -> None:
     double = ServiceDouble()
-    with serving(double) as url:
-        result = tune(
-            workflow_func=workflow_with(failure),
-            train_dataset=TASKS,
-            algorithm=STEPS,
-            service=url,
-            checkpoint_root_dir=tmp_path,
-            run_timeout=1.5 if failure is hangs else 60.0,
-        )
+    result = tuned(double, tmp_path, workflow_with(failure), TASKS, run_timeout=1.5 if failure is hangs else 60.0)
     assert result.failures == {kind: 4}
     assert [(each.runs, each.failed) for each in result.history] == [(8, 2), (8, 2)]
     bad = {f"{result.folder.name}:{place}" for place in (3, 7)}
@@ -144,15 +137,7 @@ def test_a_run_that_raises_once_is_tried_again_under_another_name(tmp_path: Path
             raise ConnectionError("the tool's server hiccuped")
         return WorkflowOutput(reward=1.0)
 
-    with serving(double) as url:
-        result = tune(
-            workflow_func=moody,
-            train_dataset=TASKS[:1],
-            algorithm=STEPS,
-            service=url,
-            checkpoint_root_dir=tmp_path,
-            concurrency=1,
-        )
+    result = tuned(double, tmp_path, moody, TASKS[:1], concurrency=1)
     assert result.failures == {}
     assert sorted(run for _, run in double.calls) == ["0", "0.1.1", "1"]
     assert sorted(run for _, run in double.rewards) == ["0.1.1", "1"]
@@ -168,15 +153,7 @@ def test_a_judge_that_raises_is_asked_again_and_then_counted(tmp_path: Path) -> 
         return JudgeOutput(reward=1.0)
 
     double = ServiceDouble()
-    with serving(double) as url:
-        result = tune(
-            workflow_func=gives_no_reward,
-            judge_func=judge,
-            train_dataset=TASKS,
-            algorithm=STEPS,
-            service=url,
-            checkpoint_root_dir=tmp_path,
-        )
+    result = tuned(double, tmp_path, gives_no_reward, TASKS, judge_func=judge)
     assert result.failures == {"judge raised": 4}
     assert len(double.calls) == 16, "the workflow is not run again for its judge"
 
@@ -192,17 +169,7 @@ def test_a_judge_that_fails_while_the_service_is_away_is_asked_when_it_is_back(t
             raise ConnectionError("the service is away")
         return JudgeOutput(reward=1.0)
 
-    with serving(double) as url:
-        result = tune(
-            workflow_func=gives_no_reward,
-            judge_func=judge,
-            train_dataset=TASKS[:1],
-            algorithm=STEPS,
-            service=url,
-            checkpoint_root_dir=tmp_path,
-            retries=0,
-            concurrency=1,
-        )
+    result = tuned(double, tmp_path, gives_no_reward, TASKS[:1], judge_func=judge, retries=0, concurrency=1)
     assert result.failures.keys() <= {"service away", "workflow raised"}
     assert result.failures["service away"] >= 1
     assert len(asked) == 3
@@ -217,18 +184,9 @@ def test_workflows_go_on_while_judges_think(tmp_path: Path) -> None:
         all_asked.set()
         return JudgeOutput(reward=1.0)
 
-    with serving(double) as url:
-        result = tune(
-            workflow_func=gives_no_reward,
-            judge_func=judge,
-            train_dataset=TASKS[:4],
-            algorithm=STEPS,
-            service=url,
-            checkpoint_root_dir=tmp_path,
-            concurrency=2,
-            run_timeout=20,
-            retries=0,
-        )
+    result = tuned(
+        double, tmp_path, gives_no_reward, TASKS[:4], judge_func=judge, concurrency=2, run_timeout=20, retries=0
+    )
     assert result.failures == {}
     assert double.most_in_flight <= 2
     assert all_asked.is_set()
@@ -251,74 +209,6 @@ def test_too_many_failures_stop_it(tmp_path: Path) -> None:
             tune(workflow_func=raises, train_dataset=TASKS, algorithm=STEPS, service=url, checkpoint_root_dir=tmp_path)
 
 
-def test_a_service_that_is_away_for_a_moment_costs_nothing(tmp_path: Path) -> None:
-    double = ServiceDouble(reply_s=0.01)
-
-    async def workflow(task: Any, model: AsyncOpenAI) -> Any:
-        if len(double.calls) == 3 and not double.rewards.get(("", "")):
-            double.away = True
-            asyncio.get_running_loop().call_later(1.0, lambda: setattr(double, "away", False))
-        return WorkflowOutput(reward=float(len(await ask(task, model.with_options(max_retries=0)))))
-
-    with serving(double) as url:
-        result = tune(
-            workflow_func=workflow, train_dataset=TASKS, algorithm=STEPS, service=url, checkpoint_root_dir=tmp_path
-        )
-    assert len(double.rewards) == 16
-    assert [each.failed for each in result.history] == [0, 0]
-
-
-def test_a_service_that_stays_away_stops_it_and_resume_goes_on(tmp_path: Path) -> None:
-    double = ServiceDouble()
-
-    async def workflow(task: Any, model: AsyncOpenAI) -> Any:
-        double.away = len(double.calls) >= 10 and not resumed
-        return WorkflowOutput(reward=float(len(await ask(task, model.with_options(max_retries=0)))))
-
-    resumed: list[bool] = []
-    with serving(double) as url:
-
-        def call() -> Any:
-            return tune(
-                workflow_func=workflow,
-                train_dataset=TASKS,
-                algorithm=STEPS,
-                service=url,
-                checkpoint_root_dir=tmp_path,
-                service_timeout=1.0,
-                concurrency=1,
-                resume=True,
-            )
-
-        with pytest.raises(ServiceAway, match=r"did not answer for 1 s: 503"):
-            call()
-        double.away = False
-        resumed.append(True)
-        call()
-    assert len(double.rewards) == 16
-    assert double.accepted == 16
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ({"train_dataset": []}, "train_dataset is empty"),
-        ({"train_dataset": None}, "train_dataset is empty"),
-        ({"train_dataset": ["3+4"]}, "train_dataset: task 0 is str, not a mapping"),
-        ({"service": None}, "tune() needs a model to train"),
-        ({"experiment_name": "../x"}, "experiment_name is '../x'"),
-    ],
-)
-def test_nonsense_is_refused_before_anything_is_started(
-    tmp_path: Path, arguments: dict[str, Any], sentence: str
-) -> None:
-    good = {"workflow_func": raises, "train_dataset": TASKS, "service": "http://127.0.0.1:1"}
-    with pytest.raises(TuneRefused) as refused:
-        tune(**good | {"checkpoint_root_dir": tmp_path} | arguments)
-    assert sentence in str(refused.value)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_plain_function_that_ends_the_process_is_a_failure_too(tmp_path: Path) -> None:
     def ends(task: Any, model: OpenAI) -> Any:
         sys.exit("enough")
@@ -328,24 +218,11 @@ def test_a_plain_function_that_ends_the_process_is_a_failure_too(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        ({"service": "localhost:8010"}, "'localhost:8010' is no URL"),
-        ({"service": {"a": "http://localhost:8010", "b": "http://"}}, "'http://' is no URL"),
-        ({"service": "http://127.0.0.1:9", "monitor_type": "tb"}, "there is no 'tb' here"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_before_anything_is_asked(
-    tmp_path: Path, wrong: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(TuneRefused, match=sentence):
-        tune(workflow_func=calls_none, train_dataset=TASKS, algorithm=STEPS, checkpoint_root_dir=tmp_path, **wrong)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
     ("argument", "value", "words"),
     [
+        ("train_dataset", [], "is empty"),
+        ("train_dataset", None, "is empty"),
+        ("train_dataset", ["3+4"], "task 0 is str, not a mapping"),
         ("train_dataset", 5, "a list of tasks, or a DatasetConfig"),
         ("train_dataset", "tasks.jsonl", "a DatasetConfig, which reads a file"),
         ("train_dataset", Path("tasks.jsonl"), "a DatasetConfig, which reads a file"),
@@ -358,6 +235,10 @@ def test_what_makes_no_sense_is_refused_before_anything_is_asked(
         ("auxiliary_models", "judge", "a dict of names and models"),
         ("project_name", 5, "a text"),
         ("service", 5, "a URL"),
+        ("service", "localhost:8010", "'localhost:8010' is no URL"),
+        ("service", {"a": "http://localhost:8010", "b": "http://"}, "'http://' is no URL"),
+        ("monitor_type", "tb", "there is no 'tb' here"),
+        ("experiment_name", "../x", "is '../x'"),
         ("settings", [1], "a dict"),
         ("checkpoint_root_dir", 5, "a path"),
         ("checkpoint_root_dir", __file__, "cannot be made: Not a directory"),

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from tests.doubles.serving import serving
 from tests.runner.faulty_service import FAILURES, Failure, FaultyService, ask
 from tests.runner.tuning.service_double import MODEL
-from tuneloop.runner import AlgorithmConfig, WorkflowOutput, tune
+from tests.runner.tuning.tuned import tuned
+from tuneloop.runner import AlgorithmConfig, WorkflowOutput
 
 TASKS = [{"question": f"{n}+1"} for n in range(8)]
 BAD = {"3+1", "7+1"}
@@ -31,25 +31,13 @@ def catching(*, stream: bool = False, retries: int = 0) -> Any:
     return workflow
 
 
-def tuned(double: FaultyService, folder: Path, workflow: Any, tasks: Any = TASKS, **how: Any) -> Any:
-    with serving(double) as url:
-        return tune(
-            workflow_func=workflow,
-            train_dataset=tasks,
-            algorithm=STEPS,
-            service=url,
-            checkpoint_root_dir=folder,
-            **how,
-        )
-
-
 @pytest.mark.contract
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_run_whose_service_did_not_answer_is_not_rewarded_whatever_the_workflow_returns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], failure: Failure
 ) -> None:
     double = FaultyService(fails=lambda question, before: failure if question in BAD else None)
-    result = tuned(double, tmp_path, catching(stream=failure in {"cut stream", "error event"}))
+    result = tuned(double, tmp_path, catching(stream=failure in {"cut stream", "error event"}), TASKS)
     assert result.failures == {"service away": 4}
     assert [(each.runs, each.failed) for each in result.history] == [(8, 2), (8, 2)]
     assert sorted(double.rewards.values()) == [1.0] * 12
@@ -76,7 +64,7 @@ def test_a_service_that_is_away_for_a_moment_gives_no_bad_reward(tmp_path: Path)
             away.append(asyncio.get_running_loop().call_later(0.5, lambda: setattr(double, "away", False)))
         return await catching()(task, model)
 
-    result = tuned(double, tmp_path, workflow, concurrency=1)
+    result = tuned(double, tmp_path, workflow, TASKS, concurrency=1)
     assert sorted(double.rewards.values()) == [1.0] * 16
     assert [each.failed for each in result.history] == [0, 0]
 
@@ -118,7 +106,7 @@ def test_a_stream_that_the_workflow_breaks_off_is_rewarded_as_it_says(tmp_path: 
             break
         return WorkflowOutput(reward=0.5)
 
-    result = tuned(double, tmp_path, workflow)
+    result = tuned(double, tmp_path, workflow, TASKS)
     assert result.failures == {}
     assert sorted(double.rewards.values()) == [0.5] * 16
 
@@ -135,7 +123,7 @@ def test_a_run_that_was_not_answered_is_not_judged_either(tmp_path: Path) -> Non
         judged.append(response)
         return 0.0
 
-    result = tuned(double, tmp_path, workflow, judge_func=judge)
+    result = tuned(double, tmp_path, workflow, TASKS, judge_func=judge)
     assert result.failures == {"service away": 4}
     assert len(double.rewards) == 12
     assert BAD.isdisjoint(judged)

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 
 from tests.doubles.serving import serving
 from tests.runner.tuning.service_double import MODEL, ServiceDouble
-from tuneloop.runner import AlgorithmConfig, DatasetConfig, JudgeOutput, TuneFailed, TunerModelConfig, tune
+from tuneloop.runner import AlgorithmConfig, DatasetConfig, JudgeOutput, TuneFailed, TuneResult, TunerModelConfig, tune
 from tuneloop.runner.tuning import steps
 
 TASKS = [{"question": f"{n}+1"} for n in range(8)]
@@ -49,19 +49,17 @@ async def ask(task: Any, model: AsyncOpenAI) -> float:
     return 1.0
 
 
+def go(url: str, folder: Path, **how: Any) -> TuneResult:
+    given = {"workflow_func": ask, "train_dataset": TASKS, "algorithm": STEPS} | how
+    return tune(service=url, checkpoint_root_dir=folder, **given)
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_rollouts_run_ahead_of_training_by_so_many_steps(
     url: str, double: PatientDouble, tmp_path: Path, staleness: int
 ) -> None:
     double.ahead = staleness
-    result = tune(
-        workflow_func=ask,
-        train_dataset=TASKS,
-        algorithm=STEPS,
-        service=url,
-        checkpoint_root_dir=tmp_path,
-        max_staleness=staleness,
-    )
+    result = go(url, tmp_path, max_staleness=staleness)
     sampled = {int(task.rpartition(":")[2]) // 2: calls[0]["version"] for (task, _), calls in double.calls.items()}
     assert sampled == {step: max(0, step - staleness) for step in range(4)}
     assert [each.version for each in result.history] == [1, 2, 3, 4]
@@ -69,13 +67,11 @@ def test_rollouts_run_ahead_of_training_by_so_many_steps(
 
 
 def test_an_evaluation_waits_for_the_version_that_it_is_of(url: str, double: PatientDouble, tmp_path: Path) -> None:
-    result = tune(
-        workflow_func=ask,
-        train_dataset=TASKS,
+    result = go(
+        url,
+        tmp_path,
         eval_dataset=TASKS[:2],
         algorithm=AlgorithmConfig(group_size=2, batch_size=2, eval_interval_steps=2),
-        service=url,
-        checkpoint_root_dir=tmp_path,
         max_staleness=2,
     )
     assert [(each.step, each.version) for each in result.evaluations] == [(0, 0), (2, 2), (4, 4)]
@@ -87,14 +83,7 @@ def test_a_long_evaluation_says_how_many_runs_it_has(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(steps, "SAY_EVERY_S", 0.0)
-    tune(
-        workflow_func=ask,
-        train_dataset=TASKS[:2],
-        eval_dataset=TASKS[:3],
-        algorithm=STEPS,
-        service=url,
-        checkpoint_root_dir=tmp_path,
-    )
+    go(url, tmp_path, train_dataset=TASKS[:2], eval_dataset=TASKS[:3])
     said = capsys.readouterr().out
     assert [f"evaluation at step 0: {done} of 3 runs" in said for done in (1, 2, 3)] == [True, True, False]
 
@@ -129,14 +118,12 @@ def test_tasks_are_shuffled_anew_in_each_epoch(url: str, double: ServiceDouble, 
 
 
 def test_evaluations_may_sample_at_a_temperature_of_their_own(url: str, double: ServiceDouble, tmp_path: Path) -> None:
-    tune(
-        workflow_func=ask,
+    go(
+        url,
+        tmp_path,
         train_dataset=TASKS[:2],
         eval_dataset=TASKS[:2],
         model=TunerModelConfig(model_path=MODEL, temperature=0.75),
-        algorithm=STEPS,
-        service=url,
-        checkpoint_root_dir=tmp_path,
         eval_temperature=0.0,
     )
     calls = [call for each in double.calls.values() for call in each]
@@ -154,16 +141,7 @@ def test_a_judge_that_hangs_is_given_up_and_counted(url: str, tmp_path: Path, sy
         raise AssertionError
 
     with pytest.raises(TuneFailed, match=r"step 1: .* x judge hung"):
-        tune(
-            workflow_func=ask,
-            judge_func=blocks if sync else hangs,
-            train_dataset=TASKS[:2],
-            algorithm=STEPS,
-            service=url,
-            checkpoint_root_dir=tmp_path,
-            run_timeout=0.3,
-            retries=0,
-        )
+        go(url, tmp_path, judge_func=blocks if sync else hangs, train_dataset=TASKS[:2], run_timeout=0.3, retries=0)
 
 
 def test_a_version_that_an_alarm_holds_back_is_waited_for_and_named(

@@ -22,7 +22,7 @@ from tuneloop.runner import AlgorithmConfig, DatasetConfig, ServiceAway, TuneFai
 from tuneloop.runner.tuning.config import TunerModelConfig
 from tuneloop.runner.tuning.experiment import ExperimentFolder, Journal
 from tuneloop.runner.tuning.services import ServiceOpener, ServiceOptions, ServiceProcess
-from tuneloop.runner.tuning.session import run_to_end
+from tuneloop.runner.tuning.tune import run_to_end
 
 pytestmark = pytest.mark.contract
 
@@ -264,7 +264,7 @@ def test_a_reward_that_is_not_kept_is_said(
 
 IN_A_CELL = """
 import asyncio, os, signal, threading
-from tuneloop.runner.tuning.session import run_to_end
+from tuneloop.runner.tuning.tune import run_to_end
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 began = threading.Event()

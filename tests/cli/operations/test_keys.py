@@ -5,20 +5,11 @@ import os
 from pathlib import Path
 
 import pytest
-import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
 from tuneloop.cli.main import app
 from tuneloop.shared.errors import KeyRefused, SettingsError, TuneloopError
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    """Settings of an experiment whose database is not there yet."""
-    path = tmp_path / "x.yaml"
-    path.write_text(yaml.safe_dump({"checkpoint_root_dir": str(tmp_path), "model": {"model_path": "some/model"}}))
-    return path
 
 
 def invoke(*arguments: str) -> Result:
@@ -75,7 +66,6 @@ def invoke_raising(file: Path, command: str, *arguments: str) -> None:
         (["--name", "/web"], "tenant must have"),
         (["--name", "web", "--limit", "cats=1"], "--limit cats=1: write NAME=N"),
         (["--name", "web", "--limit", "max_concurrent=0"], "max_concurrent must lie between 1"),
-        (["--name", "web", "--expires-in", "soon"], "--expires-in soon: write a number"),
     ],
 )
 def test_a_key_that_makes_no_sense_is_refused(file: Path, arguments: list[str], sentence: str) -> None:

@@ -1,17 +1,14 @@
 import json
-import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from tests.databases import put_file
 from tests.factories import committed, exchange, experience, feedback, ids, published, rewarded
-from tuneloop.cli.erasure import seconds
 from tuneloop.cli.main import app
+from tuneloop.cli.options import seconds
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import State
 from tuneloop.shared.job_marks import KEY, load_key
@@ -23,30 +20,6 @@ from tuneloop.shared.settings.feedback import PrivacySettings
 from tuneloop.shared.settings.settings import Settings
 
 DAY = 86400.0
-
-
-@pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("TUNELOOP__")]:
-        monkeypatch.delenv(name)
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    values = {"checkpoint_root_dir": str(tmp_path), "model": {"model_path": "some/model"}}
-    path = tmp_path / "x.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return path
-
-
-@pytest.fixture
-def ledger(file: Path) -> Iterator[Ledger]:
-    settings = Settings.model_validate(yaml.safe_load(file.read_text()))
-    put_file(settings.database_url, "migrated")
-    load_key(settings.job_dir / KEY)
-    ledger = Ledger.of(settings)
-    yield ledger
-    ledger.close()
 
 
 def ran(*arguments: object) -> Result:

@@ -9,31 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
-from tests.databases import put_file
 from tests.doubles.warm.process import WarmProcess
 from tests.factories import exchange, experience
-from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.settings.settings import Settings
 
 ROWS = 450
 MAIN = "from tuneloop.cli.main import main; main()"
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    """The settings file of an experiment with some replies."""
-    path = tmp_path / "x.yaml"
-    path.write_text(yaml.safe_dump({"checkpoint_root_dir": str(tmp_path), "model": {"model_path": "some/model"}}))
-    settings = Settings.model_validate(yaml.safe_load(path.read_text()))
-    put_file(settings.database_url, "migrated")
-    load_key(settings.job_dir / KEY)
-    ledger = Ledger.of(settings)
+@pytest.fixture(autouse=True)
+def _replies(ledger: Ledger) -> None:
     ledger.recording.record([exchange(tenant="default", user="ann", experiences=(experience(),)) for _ in range(ROWS)])
-    ledger.close()
-    return path
 
 
 def on_terminal(*arguments: object) -> tuple[str, str]:

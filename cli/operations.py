@@ -1,0 +1,249 @@
+"""The commands of those who run an experiment: doctor, explain, alarms, backup, restore, and the refused records."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from tuneloop.cli.command_group import CommandGroup
+from tuneloop.cli.options import (
+    ConfigOption,
+    JsonOption,
+    OptionalConfig,
+    SetOption,
+    echo,
+    echo_json,
+    existing_ledger,
+    open_to_group,
+)
+from tuneloop.shared.disk_space import gigabytes
+from tuneloop.shared.errors import EnvironmentRefused, LedgerError, LedgerUnavailable, TuneloopError
+from tuneloop.shared.experience import Exchange, Record
+from tuneloop.shared.ledger.ledger import Alarm
+from tuneloop.shared.logging import visible
+from tuneloop.shared.operations.backup import BackupManifest, back_up, check_backup
+from tuneloop.shared.operations.backup import restore as put_back
+from tuneloop.shared.operations.diagnosis import moment
+from tuneloop.shared.operations.doctor import as_json, as_text, examine_experiment
+from tuneloop.shared.operations.explain import explain as explain_reply
+from tuneloop.shared.quarantine import pieces_below, retry
+from tuneloop.shared.settings.loader import read_settings
+from tuneloop.shared.spool_format import slots
+
+
+def doctor(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
+    """Report whether the ledger balances, what waits where, and why no step is happening.
+
+    Exit code 1 if it does not balance, is older than what was made with it, or is half restored.
+    """
+    settings = read_settings(config, set_ or ()).valid_settings()
+    report = examine_experiment(settings)
+    if for_programs:
+        echo_json(as_json(report))
+    else:
+        echo("\n".join(as_text(report, settings)))
+    if report.facts.ledger is None:
+        raise EnvironmentRefused(report.facts.away)
+    if report.imbalance or report.older or report.restoring:
+        raise typer.Exit(1)
+
+
+def explain(
+    msg_id: Annotated[str, typer.Argument(help="The id of a reply; ID:1 is its second choice.")],
+    config: ConfigOption,
+    set_: SetOption = None,
+    for_programs: JsonOption = False,
+) -> None:
+    """Tell what happened to one reply, and what it waits for. Exit code 1: the ledger does not have it."""
+    with existing_ledger(config, set_) as (settings, ledger):
+        found = explain_reply(ledger, settings, msg_id)
+    if for_programs:
+        echo_json(found.as_json())
+    else:
+        echo("\n".join(found.lines))
+    raise typer.Exit(0 if found.replies else 1)
+
+
+alarms_app = typer.Typer(help="The alarms of the training.", invoke_without_command=True, cls=CommandGroup)
+
+_AllOption = Annotated[bool, typer.Option("--all", help="Include cleared alarms.")]
+
+
+@alarms_app.callback()
+def alarms(
+    context: typer.Context,
+    config: OptionalConfig = None,
+    set_: SetOption = None,
+    every: _AllOption = False,
+    for_programs: JsonOption = False,
+) -> None:
+    """List the open alarms, the oldest first."""
+    if context.invoked_subcommand is not None:
+        return
+    if config is None:
+        raise typer.BadParameter("name the settings file of the experiment", param_hint="--config")
+    with existing_ledger(config, set_) as (_settings, ledger):
+        alarms_ = ledger.alarms.all(cleared=every)
+    if for_programs:
+        echo_json([alarm._asdict() for alarm in alarms_])
+        return
+    echo("\n".join(line for alarm in alarms_ for line in _alarm_lines(alarm)) or "no alarm is open")
+
+
+@alarms_app.command()
+def clear(
+    name: Annotated[str, typer.Argument(help="Its name.")],
+    config: ConfigOption,
+    set_: SetOption = None,
+    for_programs: JsonOption = False,
+) -> None:
+    """Clear an open alarm."""
+    with existing_ledger(config, set_) as (_settings, ledger):
+        if not ledger.alarms.clear(name):
+            open_ = ", ".join(alarm.name for alarm in ledger.alarms.all()) or "none"
+            raise TuneloopError(f"no alarm {name} is open; open are: {open_}")
+        held = ledger.alarms.promotion_held()
+    if for_programs:
+        echo_json({"name": name, "cleared": True, "promotion_held": held})
+        return
+    echo(f"{name} is cleared{'; another alarm still holds new versions back' if held else ''}")
+
+
+def _alarm_lines(alarm: Alarm) -> Iterator[str]:
+    state = "open" if alarm.cleared_at is None else f"cleared {moment(alarm.cleared_at)}"
+    holds = ", no new version is served" if alarm.holds and alarm.cleared_at is None else ""
+    yield f"{alarm.name}: raised {moment(alarm.raised_at)}, {state}{holds}"
+    yield f"  {visible(alarm.reason)}"
+    fields = {name: getattr(alarm, name) for name in ("step", "version", "value", "threshold")}
+    if figures := ", ".join(f"{name} {value:g}" for name, value in fields.items() if value is not None):
+        yield f"  {figures}"
+
+
+_Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The backup's own folder.")]
+
+
+def backup(
+    folder: _Folder,
+    config: ConfigOption,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing: say whether FOLDER is whole.")] = False,
+    as_json: JsonOption = False,
+    set_: SetOption = None,
+) -> None:
+    """Write spool, database, checkpoints and key into FOLDER. Services may run."""
+    settings = read_settings(config, set_ or ()).valid_settings()
+    manifest = check_backup(settings, folder) if check else back_up(settings, folder)
+    _tell_backup(folder, manifest, as_json=as_json)
+
+
+def restore(
+    folder: _Folder,
+    config: ConfigOption,
+    next_version: Annotated[
+        int | None, typer.Option(min=1, help="The next version's number; else one that none published since can have.")
+    ] = None,
+    as_json: JsonOption = False,
+    set_: SetOption = None,
+) -> None:
+    """Put a backup back where the settings say, where nothing is yet. No service may run."""
+    settings = read_settings(config, set_ or ()).valid_settings()
+    open_to_group(settings)
+    manifest, following = put_back(settings, folder, next_version=next_version)
+    _tell_backup(folder, manifest, as_json=as_json, next_version=following)
+
+
+def _tell_backup(folder: Path, manifest: BackupManifest, *, as_json: bool, **more: int) -> None:
+    size = sum(manifest.files.values())
+    if as_json:
+        names = ("project", "name", "cut_at", "release", "revision", "versions")
+        told = {name: getattr(manifest, name) for name in names}
+        echo_json({"folder": str(folder), **told, "bytes": size, **more})
+        return
+    whose, when = f"{manifest.project}/{manifest.name}", moment(manifest.cut_at)
+    versions = ", ".join(map(str, manifest.versions)) or "none but the base model"
+    echo(f"{folder}: {whose} as of {when}, {gigabytes(size)}, versions {versions}")
+    for following in more.values():
+        echo(f"restored; the next version is {following}")
+
+
+spool_app = typer.Typer(
+    help="The records that the database refused, in this machine's spool.", no_args_is_help=True, cls=CommandGroup
+)
+
+_Names = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="As list prints them; none: all.")]
+
+
+@spool_app.command("list")
+def list_(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
+    """List what is in quarantine, a line each: name, slot, kind, reply, when it was received. No text of a user."""
+    root = read_settings(config, set_ or ()).valid_settings().spool_dir
+    if for_programs:
+        found: list[dict[str, object]] = []
+        for slot, piece in pieces_below(root):
+            told: dict[str, object] = {"name": piece.name, "slot": slot.name, "kind": None, "bytes": len(piece.data)}
+            if piece.record is not None:
+                del told["bytes"]
+                told |= {"kind": _kind(piece.record), "about": _about(piece.record)}
+                told |= {"received_at": piece.record.received_at}
+            found.append(told)
+        echo_json(found)
+        return
+    lines = []
+    for slot, piece in pieces_below(root):
+        what = f"{len(piece.data)} bytes that are not a record of this release"
+        if piece.record is not None:
+            what = f"{_kind(piece.record)}  {_about(piece.record)}  {moment(piece.record.received_at)}"
+        lines.append(f"{piece.name}  slot {slot.name}  {what}")
+    echo("\n".join(lines) or "nothing is in quarantine")
+
+
+@spool_app.command("show")
+def show_record(name: Annotated[str, typer.Argument(help="As list prints it.")], config: ConfigOption) -> None:
+    """Print one record as JSON, with everything that users wrote."""
+    root = read_settings(config).valid_settings().spool_dir
+    for _slot, piece in pieces_below(root):
+        if piece.name == name:
+            echo(msgspec.json.encode(piece.record if piece.record is not None else piece.data).decode())
+            return
+    raise TuneloopError(f"no record {name} is in quarantine below {root}")
+
+
+@spool_app.command("retry")
+def retry_(
+    config: ConfigOption, names: _Names = None, set_: SetOption = None, for_programs: JsonOption = False
+) -> None:
+    """Offer records to the database again; those that it takes leave the quarantine. Exit code 1 if it refuses any."""
+    with existing_ledger(config, set_) as (settings, ledger):
+
+        def record(each: Record) -> None:
+            try:
+                ledger.recording.record([each])
+            except LedgerUnavailable:
+                raise
+            except (LedgerError, OverflowError) as error:
+                raise ValueError(str(error)) from error
+
+        root = settings.spool_dir
+        if unknown := set(names or ()) - {piece.name for _slot, piece in pieces_below(root)}:
+            raise TuneloopError(f"not in quarantine below {root}: {', '.join(sorted(unknown))}")
+        done = [
+            each for slot in slots(root) for each in retry(slot, lambda piece: not names or piece.name in names, record)
+        ]
+    refused = [each for each in done if each.refused is not None]
+    for each in refused:
+        echo(f"{each.piece.name}: {each.refused}", err=True)
+    if for_programs:
+        echo_json({"taken": len(done) - len(refused), "refused": {each.piece.name: each.refused for each in refused}})
+    else:
+        echo(f"{len(done) - len(refused)} records are in the database now, {len(refused)} are still refused")
+    if refused:
+        raise typer.Exit(1)
+
+
+def _kind(record: Record) -> str:
+    return "exchange" if isinstance(record, Exchange) else "feedback"
+
+
+def _about(record: Record) -> str:
+    return record.msg_id or f"{record.task_id}/{record.run_id}"

@@ -17,8 +17,8 @@ from tuneloop.explorer.auth import CrossOrigin, EntryGate, is_from_here
 from tuneloop.explorer.background_tasks import OnFailure, Task, every, run_task
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
-from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.spool import Spool
+from tuneloop.explorer.capture.transcript import ReplyIdSigner
 from tuneloop.explorer.dialects.conversations import Conversations
 from tuneloop.explorer.dialects.dialect import (
     CHAT,

@@ -42,7 +42,10 @@ class Metrics:
             ["reason"],
             registry=registry,
         )
-        self.captured = _captures(registry)
+        help_text = (
+            "Requests to be stored, by who makes the log-probabilities of their replies: the engine, or the trainer"
+        )
+        self.captured = Counter("tuneloop_replies_captured", help_text, ["by"], registry=registry)
         self.feedback = Counter(
             "tuneloop_feedback", "Feedback events, by outcome", ["kind", "outcome"], registry=registry
         )
@@ -64,7 +67,22 @@ class Metrics:
             "tuneloop_purged", "Experiences deleted because of their age, by state", ["state"], registry=registry
         )
         self._add_engine_metrics(registry)
-        self._add_canary_metrics(registry)
+        self.canary_version = Gauge(
+            "tuneloop_canary_version",
+            "The candidate version that is served beside the champion; 0: none",
+            registry=registry,
+        )
+        self.canary_share = Gauge(
+            "tuneloop_canary_share", "The share of the requests that the canary version answers", registry=registry
+        )
+        self.copies = Counter(
+            "tuneloop_copies",
+            "Shadow copies of requests, sent to a candidate version, by outcome",
+            ["outcome"],
+            registry=registry,
+        )
+        for outcome in ("answered", "failed", "dropped"):
+            self.copies.labels(outcome)
         self._add_judge_metrics(registry)
         self.in_flight = Gauge("tuneloop_requests_in_flight", "Requests that are being answered", registry=registry)
         self.waiting = Gauge(
@@ -143,24 +161,6 @@ class Metrics:
             buckets=_LONG_SECONDS,
             registry=registry,
         )
-
-    def _add_canary_metrics(self, registry: CollectorRegistry) -> None:
-        self.canary_version = Gauge(
-            "tuneloop_canary_version",
-            "The candidate version that is served beside the champion; 0: none",
-            registry=registry,
-        )
-        self.canary_share = Gauge(
-            "tuneloop_canary_share", "The share of the requests that the canary version answers", registry=registry
-        )
-        self.copies = Counter(
-            "tuneloop_copies",
-            "Shadow copies of requests, sent to a candidate version, by outcome",
-            ["outcome"],
-            registry=registry,
-        )
-        for outcome in ("answered", "failed", "dropped"):
-            self.copies.labels(outcome)
 
     def _add_ledger_metrics(self, registry: CollectorRegistry) -> None:
         self.experiences = Gauge("tuneloop_experiences", "Experiences in the ledger", ["state"], registry=registry)
@@ -333,11 +333,6 @@ class ProcessTotals:
         for (name, sample, labels), value in values.items():
             by_name[name].add_sample(sample, dict(labels), value)
         yield from families
-
-
-def _captures(registry: CollectorRegistry) -> Counter:
-    help_text = "Requests to be stored, by who makes the log-probabilities of their replies: the engine, or the trainer"
-    return Counter("tuneloop_replies_captured", help_text, ["by"], registry=registry)
 
 
 def _samples(family: Metric) -> list[MetricSample]:

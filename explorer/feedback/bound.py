@@ -12,7 +12,7 @@ from tuneloop.explorer.access.feedback_tokens import (
     TokenClaims,
 )
 from tuneloop.explorer.auth import caller_of
-from tuneloop.explorer.capture.reply_id import ReplyIdSigner
+from tuneloop.explorer.capture.transcript import ReplyIdSigner
 from tuneloop.explorer.feedback.request import Entry
 from tuneloop.explorer.http.bodies import finite_number, optional_name, read_object
 from tuneloop.shared import steady_time

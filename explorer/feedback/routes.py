@@ -12,7 +12,7 @@ from fastapi import Request
 from tuneloop.explorer.auth import Caller, caller_of
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder
-from tuneloop.explorer.capture.reply_id import ReplyIdSigner, minted_at
+from tuneloop.explorer.capture.transcript import ReplyIdSigner, minted_at
 from tuneloop.explorer.feedback.bound import bind
 from tuneloop.explorer.feedback.events import EventFactory, FeedbackEvent
 from tuneloop.explorer.feedback.request import parse_entries

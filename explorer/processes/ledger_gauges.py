@@ -52,38 +52,37 @@ class LedgerGauges:
     def update(self) -> None:
         """Bring gauges and curves up to date. Raises LedgerError, with the gauges that say so set."""
         try:
-            self._update()
+            self._ledger.recording.end_silent_leases()
+            self._ledger.raters.settle()
+            least = Rules.of(self._settings).least
+            self._set_gauges(self._ledger.reports.facts(BatchPolicy.of(self._settings), batch=least))
+            imbalance = self._ledger.reports.imbalance()
+            for sentence in imbalance:
+                log.error("ledger_imbalance", sentence=sentence)
+            self._metrics.ledger_imbalance.set(len(imbalance))
+            rewards = self._ledger.reports.rewards()
+            # What the newest versions earn, and no more of older ones: a label's values must not grow for ever.
+            newest = sorted((each for each in rewards if each.rewarded), key=lambda each: each.version)[
+                -_REWARDS_SHOWN:
+            ]
+            shown = {str(each.version): each.reward_sum / each.rewarded for each in newest}
+            for version in self._shown_rewards - set(shown):
+                self._metrics.version_reward.remove(version)
+            for version, mean in shown.items():
+                self._metrics.version_reward.labels(version).set(mean)
+            self._shown_rewards = set(shown)
+            for served in rewards:
+                now = (served.replies, served.rewarded, served.reward_sum)
+                points: dict[str, float] = {"served/requests": served.replies, "served/rewarded": served.rewarded}
+                if served.rewarded:
+                    points["served/reward_mean"] = served.reward_sum / served.rewarded
+                if self._written.get(served.version) != now and self._curves.add(served.version, points):
+                    self._written[served.version] = now
             self.reached = True
         except LedgerError as error:
             self.reached = False
             self._set_gauges(None, away=str(error))
             raise
-
-    def _update(self) -> None:
-        self._ledger.recording.end_silent_leases()
-        self._ledger.raters.settle()
-        least = Rules.of(self._settings).least
-        self._set_gauges(self._ledger.reports.facts(BatchPolicy.of(self._settings), batch=least))
-        imbalance = self._ledger.reports.imbalance()
-        for sentence in imbalance:
-            log.error("ledger_imbalance", sentence=sentence)
-        self._metrics.ledger_imbalance.set(len(imbalance))
-        rewards = self._ledger.reports.rewards()
-        # What the newest versions earn, and no more of older ones: a label's values must not grow for ever.
-        newest = sorted((each for each in rewards if each.rewarded), key=lambda each: each.version)[-_REWARDS_SHOWN:]
-        shown = {str(each.version): each.reward_sum / each.rewarded for each in newest}
-        for version in self._shown_rewards - set(shown):
-            self._metrics.version_reward.remove(version)
-        for version, mean in shown.items():
-            self._metrics.version_reward.labels(version).set(mean)
-        self._shown_rewards = set(shown)
-        for served in rewards:
-            now = (served.replies, served.rewarded, served.reward_sum)
-            points: dict[str, float] = {"served/requests": served.replies, "served/rewarded": served.rewarded}
-            if served.rewarded:
-                points["served/reward_mean"] = served.reward_sum / served.rewarded
-            if self._written.get(served.version) != now and self._curves.add(served.version, points):
-                self._written[served.version] = now
 
     def _set_gauges(self, ledger: LedgerFacts | None, *, away: str = "") -> None:
         """Bring the gauges up to date that say what waits where, and why no step is happening."""

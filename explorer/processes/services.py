@@ -17,10 +17,10 @@ from tuneloop.explorer.access.key_watch import KeyWatch, require_keys
 from tuneloop.explorer.background_tasks import OnFailure, Task
 from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.capture.flusher import Flusher
-from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.retention import SpoolRetention
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.capture.spool_slots import Slots
+from tuneloop.explorer.capture.transcript import ReplyIdSigner
 from tuneloop.explorer.dialects.conversations import Conversations
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.client import EngineHttp

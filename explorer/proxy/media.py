@@ -51,7 +51,7 @@ def remote_files(body: Mapping[str, Any], domains: frozenset[str]) -> list[str]:
     found: dict[str, None] = {}
     for param in _HOLDERS:
         for url in _urls(body.get(param)):
-            if _is_data(url):
+            if url.lstrip()[:5].lower() == "data:":
                 continue
             if not _is_from(url, domains):
                 raise RequestRefused(
@@ -144,10 +144,6 @@ def _change_parts(items: Any, change: _Change) -> Any:
         else:
             changed.append(each)
     return changed
-
-
-def _is_data(url: str) -> bool:
-    return url.lstrip()[:5].lower() == "data:"
 
 
 def _is_from(url: str, domains: frozenset[str]) -> bool:

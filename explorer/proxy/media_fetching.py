@@ -78,7 +78,33 @@ class MediaFetcher:
         host = parsed.host
         for address in await self._addresses(host):
             try:
-                return await self._fetch_from(address, parsed, budget)
+                async with (
+                    httpx.AsyncClient(
+                        transport=httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False),
+                        timeout=httpx.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S),
+                        follow_redirects=False,
+                        trust_env=False,
+                    ) as client,
+                    client.stream(
+                        "GET",
+                        parsed.copy_with(host=address),
+                        headers={"Host": parsed.netloc.decode("ascii"), "Accept-Encoding": "identity"},
+                        extensions={"sni_hostname": parsed.raw_host.decode("ascii")},
+                    ) as response,
+                ):
+                    if response.is_redirect:
+                        raise _fetch_error(f"{parsed.host} answered {response.status_code}: redirects are not followed")
+                    if response.status_code != 200:
+                        raise _fetch_error(f"{parsed.host} answered {response.status_code}")
+                    if response.headers.get("content-encoding", "identity") != "identity":
+                        raise _fetch_error(f"{parsed.host} compresses what it was asked for as it is")
+                    data = bytearray()
+                    async for block in response.aiter_raw():
+                        budget.take(len(block))
+                        data += block
+                found = _MEDIA_TYPE.match(response.headers.get("content-type", ""))
+                media_type = found.group() if found else "application/octet-stream"
+                return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 continue  # its next address
             except httpx.HTTPError as error:
@@ -97,36 +123,6 @@ class MediaFetcher:
                 code="media_url_not_allowed",
             )
         return found
-
-    async def _fetch_from(self, address: str, url: httpx.URL, budget: "_ByteBudget") -> str:
-        # Of its own for each: a connection that is kept was opened for another name, and cookies are for nobody else.
-        async with (
-            httpx.AsyncClient(
-                transport=httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False),
-                timeout=httpx.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S),
-                follow_redirects=False,
-                trust_env=False,
-            ) as client,
-            client.stream(
-                "GET",
-                url.copy_with(host=address),
-                headers={"Host": url.netloc.decode("ascii"), "Accept-Encoding": "identity"},
-                extensions={"sni_hostname": url.raw_host.decode("ascii")},
-            ) as response,
-        ):
-            if response.is_redirect:
-                raise _fetch_error(f"{url.host} answered {response.status_code}: redirects are not followed")
-            if response.status_code != 200:
-                raise _fetch_error(f"{url.host} answered {response.status_code}")
-            if response.headers.get("content-encoding", "identity") != "identity":
-                raise _fetch_error(f"{url.host} compresses what it was asked for as it is")
-            data = bytearray()
-            async for block in response.aiter_raw():
-                budget.take(len(block))
-                data += block
-        found = _MEDIA_TYPE.match(response.headers.get("content-type", ""))
-        media_type = found.group() if found else "application/octet-stream"
-        return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:

@@ -1,11 +1,16 @@
 """Parses requests for replies: what goes upstream, who writes the reply, and what is recorded of the two.
 
+The trainer recomputes log softmax(logits / temperature) of token ids. A reply that was sampled from anything else, such
+as a nucleus or a grammar, is marked with the reason: methods that learn from any reply take it, policy gradients do
+not. A reply that answers more than token ids is for none. docs/sampling.md tells it to users.
+
 The labels of a request stand beside its messages: task, run, user, priority, and whether to train on its reply. Ours
 begin with `tuneloop_`, and a wrong value is refused. Without the prefix they are words that an application may have
 used for itself: a value that cannot be a label of ours is the application's own.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,16 +21,17 @@ import structlog
 
 from tuneloop.explorer.auth import Caller, RunBinding
 from tuneloop.explorer.background_tasks import every
-from tuneloop.explorer.capture.reply_id import ReplyIdSigner
-from tuneloop.explorer.capture.sampling import Sampling, sampling_of
-from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter
+from tuneloop.explorer.capture.transcript import ReplyIdSigner, Sampling
+from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter, SystemTurns, merged_header
 from tuneloop.explorer.edge import ClientRequest, Headers
 from tuneloop.explorer.engines import fleet, vllm
-from tuneloop.explorer.engines.fleet import Engine, PinParser, VersionPin, in_share
+from tuneloop.explorer.engines.fleet import PinParser, VersionPin, in_share
 from tuneloop.explorer.engines.packing import wire
 from tuneloop.explorer.http.bodies import (
     as_utf8,
     coerce_bool,
+    coerce_float,
+    equals,
     finite_number,
     flag_of,
     id_of,
@@ -37,10 +43,9 @@ from tuneloop.explorer.limits import RequestMeter
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.media import with_own_uuids
 from tuneloop.explorer.proxy.media_fetching import MediaFetcher
-from tuneloop.explorer.proxy.system_turns import SystemTurns, merged_header
 from tuneloop.shared import engine_flags, steady_time
 from tuneloop.shared.errors import RequestRefused
-from tuneloop.shared.experience import Exchange, person_name
+from tuneloop.shared.experience import person_name
 from tuneloop.shared.ledger.versions.alarms import Alarms
 from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH
 from tuneloop.shared.settings.feedback import TenantSettings
@@ -86,6 +91,46 @@ _SALT = "cache_salt"
 #: Without one of these no request names a file, nor goes on with a conversation that does. JSON may write any letter of
 #: them as an escape.
 _MEDIA_WORDS = (b"_url", b'"image', b'"video', b'"audio', b'"source"', b'"uuid"', b"previous_response_id", b"\\u")
+
+
+#: Parameters that change the distribution, or where it is stopped, with the values that leave it alone.
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "ignore_eos": (False,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "thinking_token_budget": (-1,),
+    "repetition_detection": (),
+    "logits_processors": ([],),
+    "continue_final_message": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+}
+
+#: Parameters with which the reply answers not, or not only, the prompt's token ids, with the values that do nothing.
+BEYOND_IDS: Mapping[str, tuple[object, ...]] = {
+    "prompt_embeds": ([],),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+}
+
+#: Parts of a message that become token ids; vLLM takes others, such as images.
+_WORDS = ("text", "input_text", "output_text", "refusal", "thinking")
+
+#: vLLM decodes greedily at 0, and raises what is above it to this.
+_LOWEST = 0.01
 
 
 class Labels(NamedTuple):
@@ -171,46 +216,6 @@ class Request(NamedTuple):
         if ignored := (*self.ignored_fields, *self.labels.ignored):
             headers.append((b"x-tuneloop-ignored", ", ".join(ignored).encode()))
         return [*headers, *merged_header(self.merged_turns)]
-
-
-class ReplyInFlight:
-    """A reply that an engine is sampling, and the versions that may have sampled it."""
-
-    def __init__(self, request: Request, engine: Engine) -> None:
-        self.request = request
-        self.version = engine.version
-        self.recorded = False
-        self.engine = engine
-        self._loads = engine.loads
-
-    def headers(self, kind: tuple[bytes, bytes]) -> Headers:
-        """The headers of the response to the client, whose content is of this kind."""
-        attested = [(b"x-tuneloop-attested", self.engine.proof.encode())] if self.engine.proof else []
-        return [*self.request.headers(self.version, kind), *attested]
-
-    def exchange(self, sampling: Sampling) -> Exchange:
-        """The exchange to record: the request, and the reply as far as it has arrived, sampled so."""
-        request, mixed = self.request, self.engine.loads != self._loads
-        return Exchange(
-            msg_id=request.msg_id,
-            tenant=request.caller.tenant,
-            key=request.caller.name,
-            endpoint=request.dialect.path,
-            request=request.body,
-            received_at=request.received_at,
-            stamp=request.stamp,
-            latency_s=time.monotonic() - request.started,
-            experiences=request.writer.transcript.experiences(
-                sampling,
-                versions=(self.version, self.engine.version if mixed else self.version),
-                mixed=mixed,
-            ),
-            task_id=request.labels.task_id,
-            run_id=request.labels.run_id,
-            user=request.labels.user,
-            priority=request.labels.priority,
-            engine=self.engine.number,
-        )
 
 
 class CaptureChoice:
@@ -502,3 +507,65 @@ def check_template(body: Mapping[str, Any]) -> None:
             raise RequestRefused(
                 "a chat template is a program: the model's own is used", code="chat_template_not_allowed", param=param
             )
+
+
+def sampling_of(request: Mapping[str, Any], *, default_temperature: float, holds_tools: bool = False) -> Sampling:
+    """Read the sampling parameters of a request body. Raises RequestRefused for a temperature that is none.
+
+    `holds_tools`: the engines may hold tool calls to a grammar of their own accord.
+    """
+    asked = request.get("temperature")  # a number may come as a string
+    temperature = default_temperature if asked is None else coerce_float(asked, "temperature")
+    if not 0 <= temperature < math.inf:
+        raise RequestRefused("temperature must be a number from 0", code="invalid_value", param="temperature")
+    temperature = max(temperature, _LOWEST) if temperature else 0.0
+    changed = _first_that_is_not_neutral(request, NEUTRAL) if temperature else "sampling:temperature=0"
+    held = None if changed else _why_held(request, holds_tools)
+    beyond_ids = _first_that_is_not_neutral(request, BEYOND_IDS)
+    if beyond_ids is None and _has_media(request.get("messages")):
+        beyond_ids = "sampling:media"
+    return Sampling(temperature, changed or held, beyond_ids, by_grammar=held is not None)
+
+
+def _why_held(request: Mapping[str, Any], holds_tools: bool) -> str | None:
+    """Why the engine holds the reply to a grammar."""
+    if request.get("structured_outputs") is not None:
+        return "sampling:structured_outputs"
+    if request.get("response_format") not in (None, {"type": "text"}):
+        return "sampling:response_format"
+    # vLLM holds tool calls to a grammar not only where one is required.
+    choice, tools = request.get("tool_choice"), request.get("tools")
+    if choice not in (None, "none", "auto"):
+        return "sampling:tool_choice"
+    if choice == "none" or not tools:
+        return None
+    parallel = request.get("parallel_tool_calls")
+    if parallel is not None and not equals(parallel, True):
+        return "sampling:parallel_tool_calls"
+    strict = holds_tools or (isinstance(tools, list) and any(map(_is_strict, tools)))
+    return "sampling:tools" if strict else None
+
+
+def _first_that_is_not_neutral(request: Mapping[str, Any], parameters: Mapping[str, tuple[object, ...]]) -> str | None:
+    if parameters.keys().isdisjoint(request):
+        return None
+    for name, neutral in parameters.items():
+        value = request.get(name)
+        if value is not None and not any(equals(value, each) for each in neutral):
+            return f"sampling:{name}"
+    return None
+
+
+def _is_strict(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    strict = function.get("strict") if isinstance(function, dict) else None
+    return strict is not None and not equals(strict, False)
+
+
+def _has_media(messages: Any) -> bool:
+    if not isinstance(messages, list):
+        return False
+    contents = [each.get("content") for each in messages if isinstance(each, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    texts = [isinstance(part, str) or (isinstance(part, dict) and part.get("type") in _WORDS) for part in parts]
+    return not all(texts)

@@ -30,9 +30,13 @@ from tuneloop.explorer.engines.vllm import control_of
 from tuneloop.explorer.feedback.judge import JudgeLoop
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
-from tuneloop.explorer.processes.supervision.attachment import Attachment, Champions
-from tuneloop.explorer.processes.supervision.engine_sleep import EngineSleep
-from tuneloop.explorer.processes.supervision.engine_supervisor import EngineSupervisor, FleetTrial
+from tuneloop.explorer.processes.supervision.engine_supervisor import (
+    Attachment,
+    Champions,
+    EngineSleep,
+    EngineSupervisor,
+    FleetTrial,
+)
 from tuneloop.explorer.processes.version_log import VersionLog, decision_span
 from tuneloop.explorer.versions.attestation import Attestation
 from tuneloop.explorer.versions.evaluation import CandidateEvaluation

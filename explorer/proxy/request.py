@@ -41,8 +41,7 @@ from tuneloop.explorer.http.bodies import (
 )
 from tuneloop.explorer.limits import RequestMeter
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.proxy.media import with_own_uuids
-from tuneloop.explorer.proxy.media_fetching import MediaFetcher
+from tuneloop.explorer.proxy.media import MediaFetcher, with_own_uuids
 from tuneloop.shared import engine_flags, steady_time
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import person_name

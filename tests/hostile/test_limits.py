@@ -21,7 +21,7 @@ from tuneloop.explorer.feedback import bound, commit, request, routes
 from tuneloop.explorer.http import bodies
 from tuneloop.explorer.limits import ConnectionLimits
 from tuneloop.explorer.processes import worker
-from tuneloop.explorer.proxy import media_fetching
+from tuneloop.explorer.proxy import media
 from tuneloop.explorer.proxy import request as chat_request
 from tuneloop.explorer.routes import admin, keys, passthrough, stored_completions
 from tuneloop.explorer.ui import operations, site
@@ -49,8 +49,8 @@ FIXED: dict[str, object] = {
     "how long the database has taken nothing": ExplorerSettings.spool_max_age,
     "what a client does not read": None,
     "an answer over 64 KiB of which its client reads nothing, whole or streamed": ConnectionLimits.read_timeout_s,
-    "[files that a request names by URL](operations.md#files-from-urls)": media_fetching.MAX_FILES,
-    "how long they may take to come": media_fetching.FETCH_TIMEOUT_S,
+    "[files that a request names by URL](operations.md#files-from-urls)": media.MAX_FILES,
+    "how long they may take to come": media.FETCH_TIMEOUT_S,
     "a body for `/tokenize`, `/detokenize` or `/v1/messages/count_tokens`": passthrough._MAX_TEXT_BYTES,
     "such texts that a worker has an engine read at once": 1,
     "such texts waiting for that": passthrough._MAX_WAITING,

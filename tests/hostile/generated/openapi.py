@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.doubles.engine import CHAT, MODEL
-from tuneloop.explorer.routes.api_description import describe_api
+from tuneloop.explorer.routes.api_operations import describe_api
 
 Json = dict[str, Any]
 

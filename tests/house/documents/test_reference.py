@@ -10,7 +10,7 @@ from page_files import DOCS, ROOT
 
 from tuneloop import runner
 from tuneloop.explorer.engines.fleet import EngineState
-from tuneloop.explorer.processes.own_alarms import QUARANTINED, REFUSES
+from tuneloop.explorer.processes.ledger_gauges import QUARANTINED, REFUSES
 from tuneloop.explorer.proxy.request import BEYOND_IDS, NEUTRAL
 from tuneloop.explorer.versions import attestation, loading
 from tuneloop.shared.experience import Outcome, State, VersionState

@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable
 from tuneloop.shared.held_files import read_unlinked
-from tuneloop.shared.job_marks import KEYS
+from tuneloop.shared.job_marks import KEYS, write_mark
 from tuneloop.shared.ledger.keys import Keys, KeyTable
 from tuneloop.shared.settings.settings import Settings
 
@@ -73,13 +72,7 @@ def require_keys(settings: Settings, table: KeyTable) -> None:
 
 def _remember(path: Path, table: KeyTable) -> None:
     """A disk that refuses it costs no more than the next start without a database."""
-    draft = path.with_suffix(f".{os.getpid()}")
     try:
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(table))
-            file.flush()
-            os.fsync(file.fileno())
-        draft.rename(path)
+        write_mark(path, table, mode=0o600)
     except OSError as error:
-        log.error("keys_not_recall", path=str(path), reason=error.strerror)
+        log.error("keys_not_kept", path=str(path), reason=error.strerror)

@@ -50,7 +50,7 @@ from tuneloop.explorer.processes.channel import (
     WaitUntilFlushed,
     WaitUntilIdle,
 )
-from tuneloop.explorer.processes.garbage import keep_what_is_here
+from tuneloop.explorer.processes.garbage import freeze_garbage
 from tuneloop.explorer.processes.patient_ledger import PatientLedger
 from tuneloop.explorer.protocol import Http11
 from tuneloop.shared.errors import ChannelLost, RequestRefused, TuneloopError
@@ -140,7 +140,7 @@ class Worker:
 
         async def opening(stack: AsyncExitStack) -> tuple[Services, list[Task]]:
             opened = await self._link.open(ledger, beginning, stack)
-            keep_what_is_here()
+            freeze_garbage()
             return opened
 
         app = create_app(settings, ledger, gate=gate, opening=opening, on_failure=self._fail)
@@ -179,7 +179,7 @@ def main() -> None:
     """Serve until told to stop, or the control process dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     configure_logging()
-    keep_what_is_here()
+    freeze_garbage()
     channel, listening, number = map(int, sys.argv[1:])
     worker = Worker(number, socket.socket(fileno=listening))
     sys.exit(uvloop.run(worker.run(socket.socket(fileno=channel))))

@@ -259,14 +259,16 @@ class RequestMeter:
         if self._is_counted:
             return
         self._is_counted = True
-        self._key.count_tokens(transcript.tokens or self._estimate(transcript, broken_off or transcript.broken))
-
-    def _estimate(self, transcript: "Transcript", broken_off: bool) -> int:
-        characters = sum(len(text) for choice in transcript.choices.values() for text in choice.text)
-        sampled = math.ceil(max(0.0, time.monotonic() - self._asked_at) * _TOKENS_PER_S) if broken_off else 0
-        if self._most is not None:
-            sampled = min(sampled, max(0, self._most))
-        return tokens_of(self._body_bytes + characters) + sampled * self._choices
+        tokens = transcript.tokens
+        if not tokens:  # the engine told none: an estimate
+            sampled = 0
+            if broken_off or transcript.broken:
+                sampled = math.ceil(max(0.0, time.monotonic() - self._asked_at) * _TOKENS_PER_S)
+            if self._most is not None:
+                sampled = min(sampled, max(0, self._most))
+            characters = sum(len(text) for choice in transcript.choices.values() for text in choice.text)
+            tokens = tokens_of(self._body_bytes + characters) + sampled * self._choices
+        self._key.count_tokens(tokens)
 
 
 def tokens_of(size: int) -> int:

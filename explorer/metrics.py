@@ -241,12 +241,10 @@ class VersionCounter:
         if labels not in counters:
             counters[labels] = self._counter.labels(*labels, label)
             if len(self._counted) > VERSIONS_SHOWN:
-                self._forget(next(iter(self._counted)))
+                oldest = next(iter(self._counted))
+                for each in self._counted.pop(oldest):
+                    self._counter.remove(*each, oldest)
         counters[labels].inc()
-
-    def _forget(self, label: str) -> None:
-        for labels in self._counted.pop(label):
-            self._counter.remove(*labels, label)
 
 
 class RedactionMetrics:
@@ -309,14 +307,6 @@ class ProcessTotals:
     def _keep(self, samples: Iterable[MetricSample]) -> None:
         _add(self._retired, [each for each in samples if each.family not in _SUMMED_GAUGES])
 
-    def _forget_versions(self, alive: Iterable[_SampleKey]) -> None:
-        """Keep no counts of versions that no process tells of, but the latest."""
-        told = {_version_in(each) for each in alive}
-        kept = dict.fromkeys(_version_in(each) for each in self._retired)
-        forgotten = [each for each in kept if each not in told][:-VERSIONS_SHOWN]
-        for key in [each for each in self._retired if _version_in(each) in forgotten]:
-            del self._retired[key]
-
     def collect(self) -> Iterator[Metric]:
         """All metrics, as a registry collects them."""
         families = list(self._own.collect())
@@ -325,7 +315,12 @@ class ProcessTotals:
             _add(values, _samples(family))
         for samples in self._live.values():
             _add(values, samples)
-        self._forget_versions(values)
+        # Counts are kept of versions that a process tells of, and of the latest of others.
+        told = {_version_in(each) for each in values}
+        kept = dict.fromkeys(_version_in(each) for each in self._retired)
+        forgotten = [each for each in kept if each not in told][:-VERSIONS_SHOWN]
+        for key in [each for each in self._retired if _version_in(each) in forgotten]:
+            del self._retired[key]
         _add(values, [MetricSample(*key, value) for key, value in self._retired.items()])
         for family in families:
             family.samples = []

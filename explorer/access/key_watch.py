@@ -53,15 +53,16 @@ class KeyWatch:
 
     async def run(self, metrics: Metrics) -> None:
         """Look for changes for ever."""
-        await every(_LOOK_S, self._turn, task="keys", metrics=metrics)
 
-    async def _turn(self) -> None:
-        if await asyncio.to_thread(self._keys.revision) == self.table.revision:
-            return
-        self.table = table = await asyncio.to_thread(self._keys.table)
-        for publish in self._publish:
-            await publish(table)
-        await asyncio.to_thread(_remember, self._path, table)
+        async def look() -> None:
+            if await asyncio.to_thread(self._keys.revision) == self.table.revision:
+                return
+            self.table = table = await asyncio.to_thread(self._keys.table)
+            for publish in self._publish:
+                await publish(table)
+            await asyncio.to_thread(_remember, self._path, table)
+
+        await every(_LOOK_S, look, task="keys", metrics=metrics)
 
 
 def require_keys(settings: Settings, table: KeyTable) -> None:

@@ -399,7 +399,13 @@ class SystemTurns:
         merged, count = await self._merge(chat, chat["messages"])
         if not count:
             return body, 0
-        others = [each for turn in turns for each in _without_text(turn)]
+        others: list[Json] = []
+        for turn in turns:
+            if turn["role"] != _SYSTEM:
+                others.append(turn)
+            elif isinstance(turn["content"], list):  # of a system turn what it changes of the tools
+                changes = [block for block in turn["content"] if block["type"] != "text"]
+                others += [turn | {"content": changes}] if changes else []
         return body | {"system": merged[0]["content"], "messages": others}, count
 
     async def _merge(self, body: Json, turns: Sequence[Json]) -> tuple[list[Json], int]:
@@ -479,15 +485,6 @@ def _text_of_part(part: Any) -> str:
         code="unsupported",
         param="messages",
     )
-
-
-def _without_text(turn: Json) -> list[Json]:
-    """A turn of Anthropic's: of a system turn what it changes of the tools."""
-    if turn["role"] != _SYSTEM:
-        return [turn]
-    content = turn["content"] if isinstance(turn["content"], list) else []
-    changes = [block for block in content if block["type"] != "text"]
-    return [turn | {"content": changes}] if changes else []
 
 
 async def _prompt_ids(engine: Engine, turns: Sequence[Json], tools: bool) -> list[int] | None:

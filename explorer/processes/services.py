@@ -3,7 +3,7 @@
 import asyncio
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -131,9 +131,17 @@ async def open_control_services(
     reloader = Reloader(settings, fleet, ledger=ledger, metrics=metrics)
     examination = CandidateEvaluation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
     attestation = Attestation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
-    sleep = _engine_sleep(
-        settings, fleet, metrics, stack, is_busy=lambda: reloader.swapping.locked() or attestation.probing > 0
-    )
+    sleep: EngineSleep | None = None
+    if (turn_s := settings.cluster.gpu_turn) is not None:  # else the engine has the GPU all the time
+        locks = GpuLocks.of(settings.job_dir)
+        stack.callback(locks.close)
+        sleep = EngineSleep(
+            locks,
+            fleet,
+            metrics,
+            turn_s=turn_s,
+            is_busy=lambda: reloader.swapping.locked() or attestation.probing > 0,
+        )
     totals = ProcessTotals(metrics.registry)
     key_watch = KeyWatch(settings, ledger.keys)
     await asyncio.to_thread(key_watch.open)
@@ -197,7 +205,14 @@ async def _open_fleet(
     addresses = [Address(url, None) for url in urls] + [Address(None, str(socket)) for socket in own]
     # One that holds two adapters is two engines at one address.
     addresses += addresses * (settings.engine_places - len(addresses))
-    engines = [await _open_engine(settings, number, each, stack) for number, each in enumerate(addresses)]
+    engines, key = [], reveal(explorer.rollout_model.engine_key)
+    for number, each in enumerate(addresses):
+        session = vllm.open_session(url=each.url, socket=each.socket, key=key)
+        await stack.enter_async_context(session)
+        control = control_of(settings, session, tolerance=vllm.tolerance(settings))
+        http = EngineHttp(url=each.url, socket=each.socket, key=key)
+        stack.push_async_callback(http.close)
+        engines.append(Engine(number, http, control))
     for engine in engines[settings.engine_places :]:
         engine.state = EngineState.SPARE
     return Fleet(engines, wait_timeout_s=explorer.request_timeout, replicas=audience), addresses, own
@@ -238,28 +253,7 @@ def _supervision(
     return runs
 
 
-def _engine_sleep(
-    settings: Settings, fleet: Fleet, metrics: Metrics, stack: AsyncExitStack, *, is_busy: Callable[[], bool]
-) -> EngineSleep | None:
-    """What gives the trainer its turns at the GPU, if the engine does not have that all the time."""
-    if settings.cluster.gpu_turn is None:
-        return None
-    locks = GpuLocks.of(settings.job_dir)
-    stack.callback(locks.close)
-    return EngineSleep(locks, fleet, metrics, turn_s=settings.cluster.gpu_turn, is_busy=is_busy)
-
-
 def is_tied(config: Mapping[str, Any]) -> bool:
     """Whether a model's head is its embeddings. What a configuration does not say is as its class has it."""
     default = str(config.get("model_type")).startswith(_TIED_UNLESS_SAID)
     return bool(config.get("tie_word_embeddings", default))
-
-
-async def _open_engine(settings: Settings, number: int, address: Address, stack: AsyncExitStack) -> Engine:
-    rollout = settings.explorer.rollout_model
-    session = vllm.open_session(url=address.url, socket=address.socket, key=reveal(rollout.engine_key))
-    await stack.enter_async_context(session)
-    control = control_of(settings, session, tolerance=vllm.tolerance(settings))
-    http = EngineHttp(url=address.url, socket=address.socket, key=reveal(rollout.engine_key))
-    stack.push_async_callback(http.close)
-    return Engine(number, http, control)

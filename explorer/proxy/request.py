@@ -339,7 +339,10 @@ class RequestParser:
         """The body for the engine, of one that the client `sent`, and what it has more and less than that."""
         unwanted = self._unsafe_fields if caller.sees_all else (*self._unsafe_fields, *_OPERATORS_FIELDS)
         ignored = tuple(name for name in unwanted if upstream.get(name) is not None)
-        salt = _salt_of(caller, upstream)
+        # The salt of a key's tenant, with the client's own, if it has one that the engine can take.
+        salt, own = dict[str, object](), upstream.get(_SALT)
+        if caller.name and isinstance(own, str | None) and own != "":
+            salt = {_SALT: caller.tenant if own is None else f"{caller.tenant}:{own}"}
         wanted = upstream
         if ignored or salt:
             wanted = {name: value for name, value in upstream.items() if name not in ignored} | salt
@@ -388,14 +391,6 @@ def _encode_upstream(
     if upstream is body and upstream and upstream.keys().isdisjoint(dropped) and upstream.keys().isdisjoint(added):
         return b"%b,%b" % (raw_body.rstrip()[:-1], orjson.dumps(added)[1:]) if added else raw_body
     return orjson.dumps({name: value for name, value in upstream.items() if name not in dropped} | added)
-
-
-def _salt_of(caller: Caller, upstream: Mapping[str, Any]) -> dict[str, object]:
-    """The salt of a key's tenant, with the client's own, if it has one that the engine can take."""
-    own = upstream.get(_SALT)
-    if not caller.name or not isinstance(own, str | None) or own == "":
-        return {}
-    return {_SALT: caller.tenant if own is None else f"{caller.tenant}:{own}"}
 
 
 def labels_of(body: dict[str, Any], run: RunBinding | None = None, *, train: bool = True) -> Labels:
@@ -521,8 +516,12 @@ def sampling_of(request: Mapping[str, Any], *, default_temperature: float, holds
     changed = _first_that_is_not_neutral(request, NEUTRAL) if temperature else "sampling:temperature=0"
     held = None if changed else _why_held(request, holds_tools)
     beyond_ids = _first_that_is_not_neutral(request, BEYOND_IDS)
-    if beyond_ids is None and _has_media(request.get("messages")):
-        beyond_ids = "sampling:media"
+    messages = request.get("messages")
+    if beyond_ids is None and isinstance(messages, list):
+        contents = [each.get("content") for each in messages if isinstance(each, dict)]
+        for part in (part for content in contents if isinstance(content, list) for part in content):
+            if not (isinstance(part, str) or (isinstance(part, dict) and part.get("type") in _WORDS)):
+                beyond_ids = "sampling:media"
     return Sampling(temperature, changed or held, beyond_ids, by_grammar=held is not None)
 
 
@@ -541,8 +540,14 @@ def _why_held(request: Mapping[str, Any], holds_tools: bool) -> str | None:
     parallel = request.get("parallel_tool_calls")
     if parallel is not None and not equals(parallel, True):
         return "sampling:parallel_tool_calls"
-    strict = holds_tools or (isinstance(tools, list) and any(map(_is_strict, tools)))
-    return "sampling:tools" if strict else None
+    if holds_tools:
+        return "sampling:tools"
+    for tool in tools if isinstance(tools, list) else ():
+        function = tool.get("function") if isinstance(tool, dict) else None
+        strict = function.get("strict") if isinstance(function, dict) else None
+        if strict is not None and not equals(strict, False):
+            return "sampling:tools"
+    return None
 
 
 def _first_that_is_not_neutral(request: Mapping[str, Any], parameters: Mapping[str, tuple[object, ...]]) -> str | None:
@@ -553,18 +558,3 @@ def _first_that_is_not_neutral(request: Mapping[str, Any], parameters: Mapping[s
         if value is not None and not any(equals(value, each) for each in neutral):
             return f"sampling:{name}"
     return None
-
-
-def _is_strict(tool: Any) -> bool:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    strict = function.get("strict") if isinstance(function, dict) else None
-    return strict is not None and not equals(strict, False)
-
-
-def _has_media(messages: Any) -> bool:
-    if not isinstance(messages, list):
-        return False
-    contents = [each.get("content") for each in messages if isinstance(each, dict)]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    texts = [isinstance(part, str) or (isinstance(part, dict) and part.get("type") in _WORDS) for part in parts]
-    return not all(texts)

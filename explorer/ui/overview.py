@@ -3,6 +3,7 @@
 import asyncio
 import statistics
 import time
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from tuneloop.shared import steady_time
@@ -57,16 +58,13 @@ class LedgerCounts:
         async with self._lock:
             if self._facts is None or time.monotonic() >= self._due:
                 began = time.monotonic()
-                self._facts = await asyncio.to_thread(self._count)
+                now, rules, policy = steady_time.now(), Rules.of(self._settings), BatchPolicy.of(self._settings)
+                count = partial(self._ledger.reports.facts, policy, drops=MAX_DROP_REASONS, batch=rules.least)
+                spool = spool_status(self._settings.spool_dir)
+                self._facts = Facts(now=now, rules=rules, spool=spool, ledger=await asyncio.to_thread(count))
                 ended = time.monotonic()
                 self._due = ended + max(_INTERVAL_S, _INTERVAL_COUNTS * (ended - began))
             return self._facts
-
-    def _count(self) -> Facts:
-        now, rules = steady_time.now(), Rules.of(self._settings)
-        policy = BatchPolicy.of(self._settings)
-        ledger = self._ledger.reports.facts(policy, drops=MAX_DROP_REASONS, batch=rules.least)
-        return Facts(now=now, rules=rules, spool=spool_status(self._settings.spool_dir), ledger=ledger)
 
 
 def describe_waiting(facts: Facts) -> dict[str, Any]:

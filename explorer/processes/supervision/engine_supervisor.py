@@ -456,7 +456,12 @@ class EngineSleep:
         control = engines[0].control
         try:
             await control.sleep()
-            await self._lend_lock()
+            self.let_go()
+            # Until the trainer has the GPU, or is no more.
+            while True:
+                if self._locks.held.is_held_by_another() or not self._locks.wanted_by_trainer.is_held_by_another():
+                    break
+                await asyncio.sleep(_GPU_LOOK_S)
             await self.hold()
             await control.wake_up()
         except (EngineError, OSError) as error:
@@ -467,14 +472,6 @@ class EngineSleep:
         self._not_before = time.monotonic() + min(took, self._turn_s)
         await self._set_all(EngineState.READY)
         self._metrics.gpu_turn_seconds.observe(took)
-
-    async def _lend_lock(self) -> None:
-        """Return when the trainer has the GPU, or is no more."""
-        self.let_go()
-        while True:
-            if self._locks.held.is_held_by_another() or not self._locks.wanted_by_trainer.is_held_by_another():
-                return
-            await asyncio.sleep(_GPU_LOOK_S)
 
     async def _set_all(self, state: EngineState) -> None:
         for engine in self._fleet.engines:

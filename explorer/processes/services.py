@@ -166,6 +166,16 @@ async def open_control_services(
         stack.callback(tracing.close)
         experiment, send = f"{settings.project}/{settings.name}", tracing.send
         version_log.tell = lambda event: send(decision_span(event, experiment))
+    judging = own and JudgeLoop(
+        settings.judge,
+        ledger,
+        own,
+        metrics=metrics,
+        conversation=Conversations(
+            ReplyIdSigner(load_key(settings.job_dir / KEY)), control_client=services, reports=ledger.reports
+        ).read,
+        wait_until_flushed=services.wait_until_flushed,
+    )
     return services, [
         watch.run(),
         version_log.run(),
@@ -175,22 +185,10 @@ async def open_control_services(
         canary_controller.run(),
         attestation.run(),
         key_watch.run(metrics),
-        *([_judging(services, ledger, own).run(interval_s)] if own else []),
+        *([judging.run(interval_s)] if judging else []),
         *([sleep.run()] if sleep else []),
         *_supervision(services, ledger, sockets, attestation, sleep),
     ]
-
-
-def _judging(services: ControlServices, ledger: Ledger, spool: Spool) -> JudgeLoop:
-    signer = ReplyIdSigner(load_key(services.settings.job_dir / KEY))
-    return JudgeLoop(
-        services.settings.judge,
-        ledger,
-        spool,
-        metrics=services.metrics,
-        conversation=Conversations(signer, control_client=services, reports=ledger.reports).read,
-        wait_until_flushed=services.wait_until_flushed,
-    )
 
 
 async def _open_fleet(

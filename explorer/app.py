@@ -17,8 +17,8 @@ from tuneloop.explorer.auth import CrossOrigin, EntryGate, is_from_here
 from tuneloop.explorer.background_tasks import OnFailure, Task, every, run_task
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
-from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.spool import Spool
+from tuneloop.explorer.capture.transcript import ReplyIdSigner
 from tuneloop.explorer.dialects.conversations import Conversations
 from tuneloop.explorer.dialects.dialect import (
     CHAT,
@@ -32,11 +32,9 @@ from tuneloop.explorer.dialects.dialect import (
     TextDialect,
 )
 from tuneloop.explorer.dialects.responses_native import NativeResponsesDialect
-from tuneloop.explorer.edge import ClientRequest, Edge
+from tuneloop.explorer.edge import Edge, SamplingRoute
 from tuneloop.explorer.engines.fleet import Fleet, PinParser
-from tuneloop.explorer.feedback.bound import TokenRoute
-from tuneloop.explorer.feedback.commit import CommitRoute
-from tuneloop.explorer.feedback.routes import FeedbackRoutes
+from tuneloop.explorer.feedback.routes import CommitRoute, FeedbackRoutes, TokenRoute
 from tuneloop.explorer.http import errors
 from tuneloop.explorer.limits import BodyLimits, ConnectionLimits, most_connections
 from tuneloop.explorer.metrics import Metrics
@@ -96,11 +94,16 @@ def create_app(
     `on_failure` is called when a task that must run has failed.
     """
 
+    routes: dict[str, SamplingRoute] = {}
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             services, tasks = await opening(stack)
             app.state.services = services
+            for path, dialect in services.dialects.items():
+                routes[path] = functools.partial(services.proxy.answer, dialect)
+            routes[TRINITY + CHAT] = routes[CHAT]
             stack.push_async_callback(services.recorder.close)
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(run_task(task, on_failure)) for task in tasks]
@@ -131,12 +134,6 @@ def create_app(
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):
         app.post(path)(_never_called)
 
-    async def sample(path: str, request: ClientRequest) -> None:
-        services: Services = app.state.services
-        await services.proxy.answer(services.dialects[path], request)
-
-    routes = {path: functools.partial(sample, path) for path in (CHAT, TEXT, RESPONSES, MESSAGES)}
-    routes[TRINITY + CHAT] = routes[CHAT]
     explorer = settings.explorer
     return Edge(
         app,

@@ -266,7 +266,15 @@ class Gatekeeper:
 
     def admit(self, scope: MutableMapping[str, Any]) -> Caller:
         """The caller of an ASGI scope, whose path prefixes are taken off. Raises RequestRefused."""
-        _strip_prefixes(scope)
+        if scope["path"].startswith(_KEY_PREFIX):
+            key, slash, rest = scope["path"].removeprefix(_KEY_PREFIX).partition("/")
+            if slash:
+                scope["path"], scope[_KEY] = slash + rest, key
+                scope["raw_path"] = b""  # it has the key, too, and nobody reads it
+        if scope["path"].startswith(_RUN_PREFIX):
+            token, slash, rest = scope["path"].removeprefix(_RUN_PREFIX).partition("/")
+            if (slash + rest).startswith(_ROUTES_BELOW):
+                scope["path"], scope[_RUN_TOKEN] = slash + rest, token
         try:
             if not scope["path"].isprintable():
                 # A route would match it, the rules about who may use it would not: patterns of Starlette's routes end
@@ -286,7 +294,13 @@ class Gatekeeper:
             if proxied and not self.needs_admin_key:  # else the page asks for that key itself
                 raise _from_proxy()
             return _STRANGER
-        headers = _headers_of(scope)
+        # The headers that decide who comes in. Raises RequestRefused where one says two things. A proxy before us
+        # may have checked, or added, the one that would not count here.
+        found: dict[bytes, bytes] = {}
+        for name, value in scope["headers"]:
+            if name in _HEADERS and found.setdefault(name, value) != value:
+                raise RequestRefused(f"the header {name.decode()} is there twice", code="ambiguous_header")
+        headers = found
         if self._open and self._hosts is not None:
             origin = None if self.cross_origin.allows(scope) else headers.get(b"origin")
             self._hosts.check(method, headers.get(b"host"), origin)
@@ -357,31 +371,6 @@ class Gatekeeper:
         for holder in self._holders.values():
             if (others := usage.get(holder.key_id)) is not None:
                 holder.meter.subtract_others(others)
-
-
-def _strip_prefixes(scope: MutableMapping[str, Any]) -> None:
-    """Move the key and the token of a run in a path aside; a path that leads to no route below a run stays as it is."""
-    if scope["path"].startswith(_KEY_PREFIX):
-        key, slash, rest = scope["path"].removeprefix(_KEY_PREFIX).partition("/")
-        if slash:
-            scope["path"], scope[_KEY] = slash + rest, key
-            scope["raw_path"] = b""  # it has the key, too, and nobody reads it
-    if scope["path"].startswith(_RUN_PREFIX):
-        token, slash, rest = scope["path"].removeprefix(_RUN_PREFIX).partition("/")
-        if (slash + rest).startswith(_ROUTES_BELOW):
-            scope["path"], scope[_RUN_TOKEN] = slash + rest, token
-
-
-def _headers_of(scope: Mapping[str, Any]) -> Mapping[bytes, bytes]:
-    """The headers that decide who comes in. Raises RequestRefused where one says two things.
-
-    A proxy before us may have checked, or added, the one that would not count here.
-    """
-    found: dict[bytes, bytes] = {}
-    for name, value in scope["headers"]:
-        if name in _HEADERS and found.setdefault(name, value) != value:
-            raise RequestRefused(f"the header {name.decode()} is there twice", code="ambiguous_header")
-    return found
 
 
 def _candidates(scope: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> Iterator[str]:

@@ -42,7 +42,10 @@ class Metrics:
             ["reason"],
             registry=registry,
         )
-        self.captured = _captures(registry)
+        help_text = (
+            "Requests to be stored, by who makes the log-probabilities of their replies: the engine, or the trainer"
+        )
+        self.captured = Counter("tuneloop_replies_captured", help_text, ["by"], registry=registry)
         self.feedback = Counter(
             "tuneloop_feedback", "Feedback events, by outcome", ["kind", "outcome"], registry=registry
         )
@@ -64,7 +67,22 @@ class Metrics:
             "tuneloop_purged", "Experiences deleted because of their age, by state", ["state"], registry=registry
         )
         self._add_engine_metrics(registry)
-        self._add_canary_metrics(registry)
+        self.canary_version = Gauge(
+            "tuneloop_canary_version",
+            "The candidate version that is served beside the champion; 0: none",
+            registry=registry,
+        )
+        self.canary_share = Gauge(
+            "tuneloop_canary_share", "The share of the requests that the canary version answers", registry=registry
+        )
+        self.copies = Counter(
+            "tuneloop_copies",
+            "Shadow copies of requests, sent to a candidate version, by outcome",
+            ["outcome"],
+            registry=registry,
+        )
+        for outcome in ("answered", "failed", "dropped"):
+            self.copies.labels(outcome)
         self._add_judge_metrics(registry)
         self.in_flight = Gauge("tuneloop_requests_in_flight", "Requests that are being answered", registry=registry)
         self.waiting = Gauge(
@@ -143,24 +161,6 @@ class Metrics:
             buckets=_LONG_SECONDS,
             registry=registry,
         )
-
-    def _add_canary_metrics(self, registry: CollectorRegistry) -> None:
-        self.canary_version = Gauge(
-            "tuneloop_canary_version",
-            "The candidate version that is served beside the champion; 0: none",
-            registry=registry,
-        )
-        self.canary_share = Gauge(
-            "tuneloop_canary_share", "The share of the requests that the canary version answers", registry=registry
-        )
-        self.copies = Counter(
-            "tuneloop_copies",
-            "Shadow copies of requests, sent to a candidate version, by outcome",
-            ["outcome"],
-            registry=registry,
-        )
-        for outcome in ("answered", "failed", "dropped"):
-            self.copies.labels(outcome)
 
     def _add_ledger_metrics(self, registry: CollectorRegistry) -> None:
         self.experiences = Gauge("tuneloop_experiences", "Experiences in the ledger", ["state"], registry=registry)
@@ -241,12 +241,10 @@ class VersionCounter:
         if labels not in counters:
             counters[labels] = self._counter.labels(*labels, label)
             if len(self._counted) > VERSIONS_SHOWN:
-                self._forget(next(iter(self._counted)))
+                oldest = next(iter(self._counted))
+                for each in self._counted.pop(oldest):
+                    self._counter.remove(*each, oldest)
         counters[labels].inc()
-
-    def _forget(self, label: str) -> None:
-        for labels in self._counted.pop(label):
-            self._counter.remove(*labels, label)
 
 
 class RedactionMetrics:
@@ -309,14 +307,6 @@ class ProcessTotals:
     def _keep(self, samples: Iterable[MetricSample]) -> None:
         _add(self._retired, [each for each in samples if each.family not in _SUMMED_GAUGES])
 
-    def _forget_versions(self, alive: Iterable[_SampleKey]) -> None:
-        """Keep no counts of versions that no process tells of, but the latest."""
-        told = {_version_in(each) for each in alive}
-        kept = dict.fromkeys(_version_in(each) for each in self._retired)
-        forgotten = [each for each in kept if each not in told][:-VERSIONS_SHOWN]
-        for key in [each for each in self._retired if _version_in(each) in forgotten]:
-            del self._retired[key]
-
     def collect(self) -> Iterator[Metric]:
         """All metrics, as a registry collects them."""
         families = list(self._own.collect())
@@ -325,7 +315,12 @@ class ProcessTotals:
             _add(values, _samples(family))
         for samples in self._live.values():
             _add(values, samples)
-        self._forget_versions(values)
+        # Counts are kept of versions that a process tells of, and of the latest of others.
+        told = {_version_in(each) for each in values}
+        kept = dict.fromkeys(_version_in(each) for each in self._retired)
+        forgotten = [each for each in kept if each not in told][:-VERSIONS_SHOWN]
+        for key in [each for each in self._retired if _version_in(each) in forgotten]:
+            del self._retired[key]
         _add(values, [MetricSample(*key, value) for key, value in self._retired.items()])
         for family in families:
             family.samples = []
@@ -333,11 +328,6 @@ class ProcessTotals:
         for (name, sample, labels), value in values.items():
             by_name[name].add_sample(sample, dict(labels), value)
         yield from families
-
-
-def _captures(registry: CollectorRegistry) -> Counter:
-    help_text = "Requests to be stored, by who makes the log-probabilities of their replies: the engine, or the trainer"
-    return Counter("tuneloop_replies_captured", help_text, ["by"], registry=registry)
 
 
 def _samples(family: Metric) -> list[MetricSample]:

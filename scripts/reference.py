@@ -18,8 +18,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from pydantic.fields import FieldInfo
 
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.routes.api_description import scopes_of
-from tuneloop.explorer.routes.api_operations import OPERATIONS, Operation
+from tuneloop.explorer.routes.api_operations import OPERATIONS, Operation, scopes_of
 from tuneloop.shared.settings.settings import Settings, options
 
 DOCS = Path(__file__).parent.parent / "docs"

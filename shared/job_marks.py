@@ -72,7 +72,7 @@ def note_registered(job_dir: Path, version: int, epoch: int) -> None:
     before = registered_in(job_dir)
     after = Registered(max(version, before.version), max(epoch, before.epoch))
     if after != before:
-        _write(job_dir / _REGISTERED, after)
+        write_mark(job_dir / _REGISTERED, after)
 
 
 def registration_stamp(job_dir: Path) -> tuple[int, int]:
@@ -96,7 +96,7 @@ def restoring_in(job_dir: Path) -> Restoring | None:
 
 def begin_restoring(job_dir: Path, restoring: Restoring) -> None:
     """Keep services from starting here until `end_restoring`. Raises OSError."""
-    _write(job_dir / _RESTORING, restoring)
+    write_mark(job_dir / _RESTORING, restoring)
 
 
 def end_restoring(job_dir: Path) -> None:
@@ -125,7 +125,7 @@ def newest_announced(job_dir: Path) -> int | None:
 
 def note_announced(job_dir: Path, event: int) -> None:
     """Write down what was announced. Raises OSError."""
-    _write(job_dir / _ANNOUNCED, AnnouncedEvent(event))
+    write_mark(job_dir / _ANNOUNCED, AnnouncedEvent(event))
 
 
 @contextmanager
@@ -248,11 +248,12 @@ def _read(path: Path, kind: type[_Mark]) -> _Mark | None:
         return None
 
 
-def _write(path: Path, mark: msgspec.Struct) -> None:
+def write_mark(path: Path, mark: msgspec.Struct, *, mode: int = 0o666) -> None:
+    """Replace a mark, durably. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}-{os.getpid()}")
-    with draft.open("wb") as file:
-        file.write(msgspec.json.encode(mark))
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+        file.write(msgspec.json.encode(mark, enc_hook=str))
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)

@@ -22,8 +22,8 @@ from benchmarks.ledger.load import Plan, Reply, Round, Side, percentile_ms, repl
 from benchmarks.ledger.peer_recorder import Peer
 from tuneloop.explorer.capture.flusher import Flusher
 from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
-from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.spool import Spool
+from tuneloop.explorer.capture.transcript import ReplyIdSigner
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import TuneloopError
 from tuneloop.shared.experience import Exchange, Experience, pack_ids, pack_logprobs

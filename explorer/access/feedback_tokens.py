@@ -109,7 +109,12 @@ class TokenUses:
 
     def take(self, binding: FeedbackBinding, count: int, now: float) -> bool:
         """Count events, unless they are more than the token allows; whether they are not."""
-        self._forget_expired(now)
+        while self._expiring and self._expiring[0][0] <= now:
+            _, nonce, key_id = heapq.heappop(self._expiring)
+            del self._counts[nonce]
+            self._of_key[key_id] -= 1
+            if not self._of_key[key_id]:
+                del self._of_key[key_id]
         used = self._counts.get(binding.nonce, 0) + count
         if used > binding.max_events:
             return False
@@ -120,14 +125,6 @@ class TokenUses:
             heapq.heappush(self._expiring, (binding.expires_at, binding.nonce, binding.key_id))
         self._counts[binding.nonce] = used
         return True
-
-    def _forget_expired(self, now: float) -> None:
-        while self._expiring and self._expiring[0][0] <= now:
-            _, nonce, key_id = heapq.heappop(self._expiring)
-            del self._counts[nonce]
-            self._of_key[key_id] -= 1
-            if not self._of_key[key_id]:
-                del self._of_key[key_id]
 
 
 def _text(data: bytes) -> str:

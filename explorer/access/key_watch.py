@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable
 from tuneloop.shared.held_files import read_unlinked
-from tuneloop.shared.job_marks import KEYS
+from tuneloop.shared.job_marks import KEYS, write_mark
 from tuneloop.shared.ledger.keys import Keys, KeyTable
 from tuneloop.shared.settings.settings import Settings
 
@@ -54,15 +53,16 @@ class KeyWatch:
 
     async def run(self, metrics: Metrics) -> None:
         """Look for changes for ever."""
-        await every(_LOOK_S, self._turn, task="keys", metrics=metrics)
 
-    async def _turn(self) -> None:
-        if await asyncio.to_thread(self._keys.revision) == self.table.revision:
-            return
-        self.table = table = await asyncio.to_thread(self._keys.table)
-        for publish in self._publish:
-            await publish(table)
-        await asyncio.to_thread(_remember, self._path, table)
+        async def look() -> None:
+            if await asyncio.to_thread(self._keys.revision) == self.table.revision:
+                return
+            self.table = table = await asyncio.to_thread(self._keys.table)
+            for publish in self._publish:
+                await publish(table)
+            await asyncio.to_thread(_remember, self._path, table)
+
+        await every(_LOOK_S, look, task="keys", metrics=metrics)
 
 
 def require_keys(settings: Settings, table: KeyTable) -> None:
@@ -73,13 +73,7 @@ def require_keys(settings: Settings, table: KeyTable) -> None:
 
 def _remember(path: Path, table: KeyTable) -> None:
     """A disk that refuses it costs no more than the next start without a database."""
-    draft = path.with_suffix(f".{os.getpid()}")
     try:
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(table))
-            file.flush()
-            os.fsync(file.fileno())
-        draft.rename(path)
+        write_mark(path, table, mode=0o600)
     except OSError as error:
-        log.error("keys_not_recall", path=str(path), reason=error.strerror)
+        log.error("keys_not_kept", path=str(path), reason=error.strerror)

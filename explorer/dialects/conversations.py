@@ -8,7 +8,7 @@ import orjson
 
 from tuneloop.explorer.auth import Caller
 from tuneloop.explorer.capture.control_client import ControlClient
-from tuneloop.explorer.capture.reply_id import ReplyIdSigner
+from tuneloop.explorer.capture.transcript import ReplyIdSigner
 from tuneloop.explorer.dialects import responses_request
 from tuneloop.explorer.http.bodies import MAX_CONTAINERS, MAX_VALUES, count_structure
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused

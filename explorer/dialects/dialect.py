@@ -4,19 +4,28 @@ Chat and text completions pass as they are. Responses and messages carry no toke
 completions, whose replies are translated back.
 """
 
+import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import orjson
 
 from tuneloop.explorer.auth import Caller
-from tuneloop.explorer.capture.reply_id import MAX_CHOICES, minted_at
-from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields, TextTranscript, Transcript
+from tuneloop.explorer.capture.transcript import (
+    MAX_CHOICES,
+    ChatTranscript,
+    RequestedFields,
+    TextTranscript,
+    TokenPieces,
+    Transcript,
+    minted_at,
+)
 from tuneloop.explorer.dialects import messages, responses_reply, responses_request
-from tuneloop.explorer.dialects.token_pieces import TokenPieces
 from tuneloop.explorer.engines import vllm
+from tuneloop.explorer.engines.fleet import Engine, Fleet, least_busy
 from tuneloop.explorer.http.bodies import coerce_int, flag_of
 from tuneloop.explorer.http.errors import anthropic_engine_error, anthropic_error
 from tuneloop.shared.errors import EngineError, RequestRefused
@@ -327,3 +336,170 @@ def split_events(buffer: bytearray, block: bytes) -> list[bytes]:
 
 
 _MAX_EVENT_BYTES = 16 << 20
+
+
+_SYSTEM = "system"
+_INSTRUCTING = (_SYSTEM, "developer")
+
+#: For so many seconds an answer is trusted: engines of others may be started anew with another template.
+_TRUSTED_S = 60.0
+_ASKING_TIMEOUT_S = 5.0
+
+#: A turn of an instruction, and the same turn with a longer one: in the prompt they differ, unless it is not there.
+_SHORT, _LONG = "Yes.", "Yes. 1 2 3"
+_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+#: No thinking budget is larger.
+_NO_LIMIT = 1 << 62
+
+
+class _Shape(NamedTuple):
+    """Where a conversation has instructions: the first turn's role, if it instructs, and those of later turns."""
+
+    first: str
+    later: tuple[str, ...]
+    tools: bool
+
+
+class SystemTurns:
+    """Merges instructions that the engines' chat template would lose into the first system message.
+
+    Of `developer` turns and of later `system` turns some templates raise, and others skip them without a word. An
+    engine is asked what its template makes of such turns: those that are in the prompt are left as they are.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._known: dict[_Shape, tuple[float, bool | None]] = {}
+
+    async def merge(self, body: Json) -> tuple[Json, int]:
+        """The body of a chat, or of a response, for the engine; and how many turns were merged.
+
+        Raises RequestRefused where no instruction would reach the prompt.
+        """
+        own = "messages" if "messages" in body else "input"
+        turns = body.get(own)
+        if not isinstance(turns, list) or not all(isinstance(each, dict) for each in turns):
+            return body, 0
+        if own == "input" and body.get("instructions"):
+            turns = [{"role": _SYSTEM, "content": body["instructions"]}, *turns]
+        merged, count = await self._merge(body, turns)
+        if not count:
+            return body, 0
+        return {name: value for name, value in body.items() if name != "instructions"} | {own: merged}, count
+
+    async def merge_counted(self, body: Json) -> tuple[Json, int]:
+        """The same of a request that counts the tokens of Anthropic's messages."""
+        turns = body.get("messages")
+        if not isinstance(turns, list) or not any(
+            isinstance(each, dict) and each.get("role") == _SYSTEM for each in turns
+        ):
+            return body, 0
+        chat = messages.to_chat({**body, "max_tokens": _NO_LIMIT})
+        merged, count = await self._merge(chat, chat["messages"])
+        if not count:
+            return body, 0
+        others: list[Json] = []
+        for turn in turns:
+            if turn["role"] != _SYSTEM:
+                others.append(turn)
+            elif isinstance(turn["content"], list):  # of a system turn what it changes of the tools
+                changes = [block for block in turn["content"] if block["type"] != "text"]
+                others += [turn | {"content": changes}] if changes else []
+        return body | {"system": merged[0]["content"], "messages": others}, count
+
+    async def _merge(self, body: Json, turns: Sequence[Json]) -> tuple[list[Json], int]:
+        # None where the only instruction is the first system message, if any.
+        tools = bool(body.get("tools"))
+        roles = [turn.get("role") for turn in turns]
+        first = roles[0] if roles and roles[0] in _INSTRUCTING else ""
+        later = tuple(each for each in _INSTRUCTING if each in roles[1:])
+        shape = _Shape(first, later, tools) if later or first not in ("", _SYSTEM) else None
+        if shape is None or await self._reaches(shape):
+            return [], 0
+        merged = _with_one_system(turns)
+        if merged and await self._reaches(_Shape(_SYSTEM, (), shape.tools)) is False:
+            raise RequestRefused(
+                "the model's chat template has no place for instructions: write them into a user message",
+                code="instructions_not_in_prompt",
+                param="messages",
+            )
+        return merged, len(turns) + (shape.first != _SYSTEM) - len(merged) if merged else 0
+
+    async def _reaches(self, shape: _Shape) -> bool | None:
+        """Whether every instruction of such a conversation is in the prompt, as was last known.
+
+        None: the engine refuses such a conversation, or nobody could be asked yet.
+        """
+        until, found = self._known.get(shape, (0.0, None))
+        engine = least_busy(self._fleet.engines)
+        if engine is None or time.monotonic() < until:
+            return found
+        try:
+            async with asyncio.timeout(_ASKING_TIMEOUT_S):
+                # The same of one engine; False too where it merges them itself, which nobody would tell the
+                # client. Raises EngineError.
+                roles = [*filter(None, [shape.first]), "user", *shape.later, *(["user"] if shape.later else [])]
+                short = [{"role": role, "content": _SHORT} for role in roles]
+                longer = [
+                    [*short[:place], {"role": role, "content": _LONG}, *short[place + 1 :]]
+                    for place, role in enumerate(roles)
+                    if role != "user"
+                ]
+                merged = [_with_one_system(short)] if len(longer) > 1 or shape.first != _SYSTEM else []
+                read = await asyncio.gather(
+                    *(_prompt_ids(engine, turns, shape.tools) for turns in (short, *longer, *merged))
+                )
+                found = None if None in read else read[0] not in read[1:]
+        except (EngineError, TimeoutError):
+            return found
+        self._known[shape] = (time.monotonic() + _TRUSTED_S, found)
+        return found
+
+
+def merged_header(count: int) -> list[tuple[bytes, bytes]]:
+    """The header that tells a client how many turns were merged, if any."""
+    return [(b"x-tuneloop-merged-system", b"%d" % count)] if count else []
+
+
+def _with_one_system(turns: Sequence[Json]) -> list[Json]:
+    """The turns with one system message, the first; none where the engine refuses what one of them says."""
+    texts: list[str] = []
+    for turn in turns:
+        if turn.get("role") in _INSTRUCTING:
+            content = turn.get("content") or ""
+            parts = [{"text": content}] if isinstance(content, str) else content
+            if not isinstance(parts, list):
+                return []
+            texts.append("\n".join(_text_of_part(part) for part in parts))
+    system = {"role": _SYSTEM, "content": "\n\n".join(filter(None, texts))}
+    return [system, *(turn for turn in turns if turn.get("role") not in _INSTRUCTING)]
+
+
+def _text_of_part(part: Any) -> str:
+    text = part.get("text") if isinstance(part, Mapping) else part
+    if isinstance(text, str):
+        return text
+    raise RequestRefused(
+        "the model's chat template takes one system message, of text: an instruction here is more than text",
+        code="unsupported",
+        param="messages",
+    )
+
+
+async def _prompt_ids(engine: Engine, turns: Sequence[Json], tools: bool) -> list[int] | None:
+    """What the engine reads of a conversation, None where it refuses it. Raises EngineError."""
+    body = {"messages": turns} | ({"tools": [_TOOL]} if tools else {})
+    headers = {"Content-Type": "application/json"}
+    reply = await engine.http.request("POST", "/tokenize", orjson.dumps(body), headers)
+    try:
+        answer = await reply.read()
+    finally:
+        reply.close()
+    if reply.status == 400:
+        return None
+    try:
+        found: list[int] = orjson.loads(answer)["tokens"]
+    except (orjson.JSONDecodeError, LookupError, TypeError):
+        raise EngineError(f"/tokenize: its answer cannot be read (status {reply.status})") from None
+    return found

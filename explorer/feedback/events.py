@@ -10,7 +10,7 @@ from typing import NamedTuple
 import orjson
 
 from tuneloop.explorer.auth import Caller
-from tuneloop.explorer.capture.reply_id import ParsedReplyId, ReplyIdSigner
+from tuneloop.explorer.capture.transcript import ParsedReplyId, ReplyIdSigner
 from tuneloop.explorer.feedback.request import MAX_OF_ONE, Entry, Signal
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import RequestRefused

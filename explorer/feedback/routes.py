@@ -1,4 +1,7 @@
-"""Takes feedback, on Trinity's wire: its bodies are understood and its answers' keys kept."""
+"""Takes feedback and commits, on Trinity's wire: its bodies are understood and its answers' keys kept.
+
+Tokens bind the feedback of a browser to one reply.
+"""
 
 import asyncio
 import time
@@ -7,21 +10,41 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+import structlog
 from fastapi import Request
 
+from tuneloop.explorer.access.feedback_tokens import (
+    MAX_EVENTS,
+    MAX_LIFE_S,
+    FeedbackBinding,
+    FeedbackTokens,
+    TokenClaims,
+)
 from tuneloop.explorer.auth import Caller, caller_of
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder
-from tuneloop.explorer.capture.reply_id import ReplyIdSigner, minted_at
-from tuneloop.explorer.feedback.bound import bind
+from tuneloop.explorer.capture.transcript import ReplyIdSigner, minted_at
 from tuneloop.explorer.feedback.events import EventFactory, FeedbackEvent
-from tuneloop.explorer.feedback.request import parse_entries
-from tuneloop.explorer.http.bodies import as_utf8, parse_body, read_bytes
+from tuneloop.explorer.feedback.request import Entry, parse_entries
+from tuneloop.explorer.http.bodies import (
+    as_utf8,
+    finite_number,
+    id_of,
+    optional_id,
+    optional_name,
+    optional_time,
+    parse_body,
+    read_bytes,
+    read_object,
+    wrong_type,
+)
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.traces import Traces
+from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import Feedback, Kind, Outcome
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.recording.recording import CommitLimits, Recording
 from tuneloop.shared.ledger.recording.reward_rule import is_clipped
 from tuneloop.shared.settings.settings import Settings
 
@@ -261,3 +284,103 @@ def _answer(parsed: Sequence[FeedbackEvent], results: Sequence[Outcome]) -> dict
         "outcomes": outcomes,
         "counts": {outcome.value: counts[outcome] for outcome in Outcome},
     }
+
+
+log = structlog.get_logger()
+
+#: Tasks in one commit.
+MAX_TASKS = 10_000
+
+#: How long a commit waits for what was acknowledged before it: the clients of Trinity give up after ten seconds.
+_COMMIT_PATIENCE_S = 8.0
+
+
+class CommitRoute:
+    """The commit route."""
+
+    def __init__(self, *, recorder: Recorder, control_client: ControlClient, recording: Recording) -> None:
+        self._recorder, self._control_client, self._recording = recorder, control_client, recording
+
+    async def commit(self, request: Request) -> dict[str, object]:
+        """Release what has been rewarded until now to the trainer, and say how much that was."""
+        body = await read_body(request, may_be_empty=True)
+        as_stored, task_ids = self._recorder.name_as_stored, body.get("task_ids")
+        task_id, run_id = (optional_id(body, name) for name in ("task_id", "run_id"))
+        if not isinstance(task_ids, list | None):
+            raise wrong_type("task_ids", "a list of strings or integers")
+        if task_ids and len(task_ids) > MAX_TASKS:
+            message = f"task_ids has {len(task_ids)} ids, {MAX_TASKS} are allowed in one call"
+            raise RequestRefused(message, status=413, code="too_many_ids", param="task_ids")
+        caller = caller_of(request.scope)
+        limits: CommitLimits = {
+            "task_id": task_id and as_stored(task_id),
+            "run_id": run_id and as_stored(run_id),
+            "task_ids": task_ids and [as_stored(id_of(each, "task_ids")) for each in task_ids],
+            "until": optional_time(body, "time_threshold"),
+        }
+        try:
+            if not await self._control_client.wait_until_flushed(_COMMIT_PATIENCE_S):
+                raise LedgerUnavailable(
+                    "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
+                )
+            release = partial(self._recording.commit, caller.tenant, **limits)
+            committed = await asyncio.to_thread(release)
+        except LedgerUnavailable as error:
+            log.warning("commit_put_off", reason=str(error))
+            raise
+        return {"status": "success", "committed": committed}
+
+
+_MAX_TOKEN_BYTES = 4096
+
+_LIFE_S, _EVENTS = 600.0, 10.0
+
+
+class TokenRoute:
+    """The route that makes tokens."""
+
+    def __init__(self, signer: ReplyIdSigner, tokens: FeedbackTokens) -> None:
+        self._signer = signer
+        self._tokens = tokens
+
+    async def create(self, request: Request) -> dict[str, object]:
+        """A token with which a browser gives feedback on one reply."""
+        caller, body = caller_of(request.scope), await read_object(request, max_bytes=_MAX_TOKEN_BYTES)
+        msg_id = optional_name(body, "msg_id") or ""
+        if self._signer.parse(msg_id, caller.tenant) is None:
+            message = "msg_id is no id of our replies"
+            raise RequestRefused(message, status=404, code="unknown_msg_id", param="msg_id")
+        most = _within_limit(body, "max_events", _EVENTS, MAX_EVENTS)
+        if not most.is_integer():  # half an event would allow none
+            raise RequestRefused("max_events must be a whole number", code="invalid_value", param="max_events")
+        expires_at = steady_time.now() + _within_limit(body, "expires_in", _LIFE_S, MAX_LIFE_S)
+        claims = TokenClaims(
+            key_id=caller.key_id,
+            tenant=caller.tenant,
+            msg_id=msg_id,
+            source=optional_name(body, "source") or "",
+            expires_at=expires_at,
+            max_events=int(most),
+        )
+        return {"token": self._tokens.sign(claims), "expires_at": expires_at}
+
+
+def bind(entries: Sequence[Entry], binding: FeedbackBinding) -> list[Entry]:
+    """Entries as the bearer of a token may write them. Raises RequestRefused if one is about anything else."""
+    for entry in entries:
+        about = {each.partition(":")[0] for each in entry.msg_ids or ("",)}
+        named = (entry.preferred_over, entry.task_id, entry.run_id)
+        if about != {binding.msg_id.partition(":")[0]} or any(each is not None for each in named):
+            message = "this token is for feedback on one reply, and on nothing else"
+            raise RequestRefused(message, status=403, code="token_of_another_reply")
+        if entry.source not in {None, binding.source}:
+            raise RequestRefused("this token fixes whose feedback it is", status=403, code="token_of_another_source")
+    return [entry._replace(source=binding.source) for entry in entries]
+
+
+def _within_limit(body: dict[str, object], param: str, default: float, most: float) -> float:
+    """A number above 0 and at most `most`. Raises RequestRefused."""
+    value = default if body.get(param) is None else finite_number(body[param], param, bound=most)
+    if not 0 < value <= most:
+        raise RequestRefused(f"{param} must lie between 0 and {most:g}", code="out_of_range", param=param)
+    return value

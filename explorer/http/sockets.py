@@ -25,27 +25,22 @@ def listen(settings: Settings, stack: ExitStack) -> list[socket.socket]:
         if workers == 1:
             first.listen(_BACKLOG)  # else another that starts at this moment could bind it too
             return [first]
-        return _share_port(first, workers, stack)
+        # Sockets on the port of `keeper`, which itself does not listen: it keeps other processes off the port.
+        # Sockets that share a port must all allow it; a second service that did would silently get a part of the
+        # requests.
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sockets = [stack.enter_context(socket.socket(first.family)) for _ in range(workers)]
+        for each in sockets:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            each.bind(first.getsockname())
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)
+        for each in sockets:
+            each.listen(_BACKLOG)
+        return sockets
     except OSError as error:
         raise EnvironmentRefused(
             f"explorer.proxy_port: cannot listen on {explorer.listen_address}:{explorer.proxy_port}: {error.strerror}; "
             "choose another port, or stop the process that has it"
         ) from None
-
-
-def _share_port(holder: socket.socket, count: int, stack: ExitStack) -> list[socket.socket]:
-    """Sockets on the port of `keeper`, which itself does not listen: it keeps other processes off the port.
-
-    Sockets that share a port must all allow it; a second service that did would silently get a part of the requests.
-    """
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    sockets = [stack.enter_context(socket.socket(holder.family)) for _ in range(count)]
-    for each in sockets:
-        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        each.bind(holder.getsockname())
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)
-    for each in sockets:
-        each.listen(_BACKLOG)
-    return sockets

@@ -46,7 +46,7 @@ from tuneloop.explorer.processes.channel import (
     WaitUntilFlushed,
     WaitUntilIdle,
 )
-from tuneloop.explorer.processes.garbage import keep_what_is_here
+from tuneloop.explorer.processes.garbage import freeze_garbage
 from tuneloop.explorer.processes.patient_ledger import open_ledger
 from tuneloop.explorer.processes.services import ControlServices, open_control_services
 from tuneloop.shared.errors import ChannelLost, EnvironmentRefused, LedgerError, TuneloopError
@@ -359,7 +359,7 @@ async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
             )
         elif not services.key_watch.table.in_force:
             log.info("no_keys", sentence="programs of this machine need no key; make one: tuneloop keys create")
-        keep_what_is_here()
+        freeze_garbage()
         workers.serve_with(services, ledger.transactions.file)
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(run_task(task, fail)) for task in tasks]

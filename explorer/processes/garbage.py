@@ -10,7 +10,7 @@ import gc
 _THRESHOLD = (20_000, 20, 20)
 
 
-def keep_what_is_here() -> None:
+def freeze_garbage() -> None:
     """Look no more through what this process has opened and imported until now."""
     gc.collect()
     gc.freeze()

@@ -1,28 +1,35 @@
 """Looks at the ledger now and then: the gauges of /metrics and the curves of what was served."""
 
 import asyncio
+import socket
+import time
+from collections.abc import Collection
 from functools import partial
+from pathlib import Path
 
 import structlog
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.processes.own_alarms import ClockAlarm, SpoolAlarms
 from tuneloop.shared import steady_time
 from tuneloop.shared.capacity.pace import find_pace
 from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.storage.ledger_clock import CLOCK_SKEW, ClockSkew
+from tuneloop.shared.ledger.versions.alarms import Alarm, Alarms
 from tuneloop.shared.operations.diagnosis import WAITING, Code, diagnose
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.spool_format import spool_status
+from tuneloop.shared.spool_format import SpoolStatus, spool_status
 from tuneloop.shared.tensorboard import Curves
 
 log = structlog.get_logger()
 
 #: Of how many versions /metrics says what they earn.
 _REWARDS_SHOWN = 8
+
+REFUSES, QUARANTINED = "database_refuses", "records_quarantined"
 
 
 class LedgerGauges:
@@ -42,7 +49,6 @@ class LedgerGauges:
         self._alarmed: set[str] = set()
         self._shown_rewards: set[str] = set()
         self._spool_alarms = SpoolAlarms(settings.spool_dir, ledger.alarms, metrics)
-        self._clock_alarm = ClockAlarm(ledger.transactions, ledger.alarms, metrics)
 
     async def run(self) -> None:
         """Update the gauges every `interval_s` seconds."""
@@ -52,38 +58,35 @@ class LedgerGauges:
     def update(self) -> None:
         """Bring gauges and curves up to date. Raises LedgerError, with the gauges that say so set."""
         try:
-            self._update()
+            self._ledger.recording.end_silent_leases()
+            self._ledger.raters.settle()
+            least = Rules.of(self._settings).least
+            self._set_gauges(self._ledger.reports.facts(BatchPolicy.of(self._settings), batch=least))
+            imbalance = self._ledger.reports.imbalance()
+            for sentence in imbalance:
+                log.error("ledger_imbalance", sentence=sentence)
+            self._metrics.ledger_imbalance.set(len(imbalance))
+            rewards = self._ledger.reports.rewards()
+            # What the newest versions earn, and no more of older ones: a label's values must not grow for ever.
+            rewarded = sorted((each for each in rewards if each.rewarded), key=lambda each: each.version)
+            shown = {str(each.version): each.reward_sum / each.rewarded for each in rewarded[-_REWARDS_SHOWN:]}
+            for version in self._shown_rewards - set(shown):
+                self._metrics.version_reward.remove(version)
+            for version, mean in shown.items():
+                self._metrics.version_reward.labels(version).set(mean)
+            self._shown_rewards = set(shown)
+            for served in rewards:
+                now = (served.replies, served.rewarded, served.reward_sum)
+                points: dict[str, float] = {"served/requests": served.replies, "served/rewarded": served.rewarded}
+                if served.rewarded:
+                    points["served/reward_mean"] = served.reward_sum / served.rewarded
+                if self._written.get(served.version) != now and self._curves.add(served.version, points):
+                    self._written[served.version] = now
             self.reached = True
         except LedgerError as error:
             self.reached = False
             self._set_gauges(None, away=str(error))
             raise
-
-    def _update(self) -> None:
-        self._ledger.recording.end_silent_leases()
-        self._ledger.raters.settle()
-        least = Rules.of(self._settings).least
-        self._set_gauges(self._ledger.reports.facts(BatchPolicy.of(self._settings), batch=least))
-        imbalance = self._ledger.reports.imbalance()
-        for sentence in imbalance:
-            log.error("ledger_imbalance", sentence=sentence)
-        self._metrics.ledger_imbalance.set(len(imbalance))
-        rewards = self._ledger.reports.rewards()
-        # What the newest versions earn, and no more of older ones: a label's values must not grow for ever.
-        newest = sorted((each for each in rewards if each.rewarded), key=lambda each: each.version)[-_REWARDS_SHOWN:]
-        shown = {str(each.version): each.reward_sum / each.rewarded for each in newest}
-        for version in self._shown_rewards - set(shown):
-            self._metrics.version_reward.remove(version)
-        for version, mean in shown.items():
-            self._metrics.version_reward.labels(version).set(mean)
-        self._shown_rewards = set(shown)
-        for served in rewards:
-            now = (served.replies, served.rewarded, served.reward_sum)
-            points: dict[str, float] = {"served/requests": served.replies, "served/rewarded": served.rewarded}
-            if served.rewarded:
-                points["served/reward_mean"] = served.reward_sum / served.rewarded
-            if self._written.get(served.version) != now and self._curves.add(served.version, points):
-                self._written[served.version] = now
 
     def _set_gauges(self, ledger: LedgerFacts | None, *, away: str = "") -> None:
         """Bring the gauges up to date that say what waits where, and why no step is happening."""
@@ -97,7 +100,14 @@ class LedgerGauges:
         if ledger is None:
             return
         self._spool_alarms.update(spool, ledger.alarms)
-        self._clock_alarm.update(ledger.alarms)
+        # This machine's clock and the database's, compared with the ledger's time.
+        transactions = self._ledger.transactions
+        transactions.keep_time()
+        skew = ClockSkew(time.time() - transactions.time(), transactions.clock_skew())
+        metrics.clock_skew.labels("machine").set(skew.machine_s)
+        metrics.clock_skew.labels("database").set(skew.database_s)
+        reason = f"clocks do not agree with the ledger's time: {skew.sentence}" if skew.wrong else None
+        _keep_own(self._ledger.alarms, CLOCK_SKEW, reason, f"{socket.gethostname()}: ", ledger.alarms)
         for state in State:
             metrics.experiences.labels(state.value).set(ledger.count(state).rows)
         for state in WAITING:
@@ -117,3 +127,43 @@ class LedgerGauges:
     def close(self) -> None:
         """Close the curves."""
         self._curves.close()
+
+
+class SpoolAlarms:
+    """The alarms of this machine's spool; their reasons begin with what they are about.
+
+    The gauge tells them even if the database cannot be written to; there, each is raised as soon as it can be.
+    """
+
+    def __init__(self, root: Path, alarms: Alarms, metrics: Metrics) -> None:
+        self._about = f"{socket.gethostname()}: {root}: "
+        self._alarms = alarms
+        self._metrics = metrics
+        self._shown: set[str] = set()
+
+    def update(self, spool: SpoolStatus, opened: Collection[Alarm]) -> None:
+        """Raise and clear, of those that are open, what the spool's state asks for."""
+        for name, reason in _reasons(spool).items():
+            try:
+                _keep_own(self._alarms, name, reason, self._about, opened)
+            except LedgerError as error:  # the next turn tries again
+                log.warning("alarm_not_stored", name=name, reason=str(error))
+
+    def show(self, spool: SpoolStatus) -> None:
+        """Bring the gauge up to date, whatever the database holds."""
+        for name, reason in _reasons(spool).items():
+            if reason is not None or name in self._shown:
+                self._shown.add(name)
+                self._metrics.alarm.labels(name).set(reason is not None)
+
+
+def _reasons(spool: SpoolStatus) -> dict[str, str | None]:
+    """Why each alarm is wanted; None where it is not."""
+    held = f"{spool.quarantined_bytes} bytes of records that the database refused: `tuneloop spool list`"
+    return {REFUSES: spool.refused, QUARANTINED: held if spool.quarantined_bytes else None}
+
+
+def _keep_own(alarms: Alarms, name: str, reason: str | None, about: str, opened: Collection[Alarm]) -> None:
+    """Raise or clear an alarm of which each machine has its own. Raises LedgerError."""
+    if alarms.keep_own(name, reason, about=about, opened=opened):
+        log.error("alarm_raised", name=name, reason=f"{about}{reason}")

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -18,7 +17,7 @@ from sqlalchemy import Connection, Engine, Executable
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerUnavailable, TuneloopError
 from tuneloop.shared.held_files import read_unlinked
-from tuneloop.shared.job_marks import SERVED
+from tuneloop.shared.job_marks import SERVED, write_mark
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.storage.database import connect, upgrade
 from tuneloop.shared.ledger.storage.ledger_clock import LedgerClock
@@ -236,12 +235,7 @@ def recall_versions(path: Path, base: Path) -> ServedVersions | None:
 
 def remember(path: Path, served: ServedVersions) -> None:
     """Note what is served. A disk that refuses it costs no more than the next start without a database."""
-    draft = path.with_suffix(f".{os.getpid()}")
     try:
-        with draft.open("wb") as file:
-            file.write(msgspec.json.encode(served, enc_hook=str))
-            file.flush()
-            os.fsync(file.fileno())
-        draft.rename(path)
+        write_mark(path, served)
     except OSError as error:
         log.error("served_not_remembered", path=str(path), reason=error.strerror)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +17,10 @@ from tuneloop.explorer.access.key_watch import KeyWatch, require_keys
 from tuneloop.explorer.background_tasks import OnFailure, Task
 from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.capture.flusher import Flusher
-from tuneloop.explorer.capture.reply_id import ReplyIdSigner
 from tuneloop.explorer.capture.retention import SpoolRetention
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.capture.spool_slots import Slots
+from tuneloop.explorer.capture.transcript import ReplyIdSigner
 from tuneloop.explorer.dialects.conversations import Conversations
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.client import EngineHttp
@@ -30,9 +30,13 @@ from tuneloop.explorer.engines.vllm import control_of
 from tuneloop.explorer.feedback.judge import JudgeLoop
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
-from tuneloop.explorer.processes.supervision.attachment import Attachment, Champions
-from tuneloop.explorer.processes.supervision.engine_sleep import EngineSleep
-from tuneloop.explorer.processes.supervision.engine_supervisor import EngineSupervisor, FleetTrial
+from tuneloop.explorer.processes.supervision.engine_supervisor import (
+    Attachment,
+    Champions,
+    EngineSleep,
+    EngineSupervisor,
+    FleetTrial,
+)
 from tuneloop.explorer.processes.version_log import VersionLog, decision_span
 from tuneloop.explorer.versions.attestation import Attestation
 from tuneloop.explorer.versions.evaluation import CandidateEvaluation
@@ -127,9 +131,17 @@ async def open_control_services(
     reloader = Reloader(settings, fleet, ledger=ledger, metrics=metrics)
     examination = CandidateEvaluation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
     attestation = Attestation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
-    sleep = _engine_sleep(
-        settings, fleet, metrics, stack, is_busy=lambda: reloader.swapping.locked() or attestation.probing > 0
-    )
+    sleep: EngineSleep | None = None
+    if (turn_s := settings.cluster.gpu_turn) is not None:  # else the engine has the GPU all the time
+        locks = GpuLocks.of(settings.job_dir)
+        stack.callback(locks.close)
+        sleep = EngineSleep(
+            locks,
+            fleet,
+            metrics,
+            turn_s=turn_s,
+            is_busy=lambda: reloader.swapping.locked() or attestation.probing > 0,
+        )
     totals = ProcessTotals(metrics.registry)
     key_watch = KeyWatch(settings, ledger.keys)
     await asyncio.to_thread(key_watch.open)
@@ -154,6 +166,16 @@ async def open_control_services(
         stack.callback(tracing.close)
         experiment, send = f"{settings.project}/{settings.name}", tracing.send
         version_log.tell = lambda event: send(decision_span(event, experiment))
+    judging = own and JudgeLoop(
+        settings.judge,
+        ledger,
+        own,
+        metrics=metrics,
+        conversation=Conversations(
+            ReplyIdSigner(load_key(settings.job_dir / KEY)), control_client=services, reports=ledger.reports
+        ).read,
+        wait_until_flushed=services.wait_until_flushed,
+    )
     return services, [
         watch.run(),
         version_log.run(),
@@ -163,22 +185,10 @@ async def open_control_services(
         canary_controller.run(),
         attestation.run(),
         key_watch.run(metrics),
-        *([_judging(services, ledger, own).run(interval_s)] if own else []),
+        *([judging.run(interval_s)] if judging else []),
         *([sleep.run()] if sleep else []),
         *_supervision(services, ledger, sockets, attestation, sleep),
     ]
-
-
-def _judging(services: ControlServices, ledger: Ledger, spool: Spool) -> JudgeLoop:
-    signer = ReplyIdSigner(load_key(services.settings.job_dir / KEY))
-    return JudgeLoop(
-        services.settings.judge,
-        ledger,
-        spool,
-        metrics=services.metrics,
-        conversation=Conversations(signer, control_client=services, reports=ledger.reports).read,
-        wait_until_flushed=services.wait_until_flushed,
-    )
 
 
 async def _open_fleet(
@@ -193,7 +203,14 @@ async def _open_fleet(
     addresses = [Address(url, None) for url in urls] + [Address(None, str(socket)) for socket in own]
     # One that holds two adapters is two engines at one address.
     addresses += addresses * (settings.engine_places - len(addresses))
-    engines = [await _open_engine(settings, number, each, stack) for number, each in enumerate(addresses)]
+    engines, key = [], reveal(explorer.rollout_model.engine_key)
+    for number, each in enumerate(addresses):
+        session = vllm.open_session(url=each.url, socket=each.socket, key=key)
+        await stack.enter_async_context(session)
+        control = control_of(settings, session, tolerance=vllm.tolerance(settings))
+        http = EngineHttp(url=each.url, socket=each.socket, key=key)
+        stack.push_async_callback(http.close)
+        engines.append(Engine(number, http, control))
     for engine in engines[settings.engine_places :]:
         engine.state = EngineState.SPARE
     return Fleet(engines, wait_timeout_s=explorer.request_timeout, replicas=audience), addresses, own
@@ -234,28 +251,7 @@ def _supervision(
     return runs
 
 
-def _engine_sleep(
-    settings: Settings, fleet: Fleet, metrics: Metrics, stack: AsyncExitStack, *, is_busy: Callable[[], bool]
-) -> EngineSleep | None:
-    """What gives the trainer its turns at the GPU, if the engine does not have that all the time."""
-    if settings.cluster.gpu_turn is None:
-        return None
-    locks = GpuLocks.of(settings.job_dir)
-    stack.callback(locks.close)
-    return EngineSleep(locks, fleet, metrics, turn_s=settings.cluster.gpu_turn, is_busy=is_busy)
-
-
 def is_tied(config: Mapping[str, Any]) -> bool:
     """Whether a model's head is its embeddings. What a configuration does not say is as its class has it."""
     default = str(config.get("model_type")).startswith(_TIED_UNLESS_SAID)
     return bool(config.get("tie_word_embeddings", default))
-
-
-async def _open_engine(settings: Settings, number: int, address: Address, stack: AsyncExitStack) -> Engine:
-    rollout = settings.explorer.rollout_model
-    session = vllm.open_session(url=address.url, socket=address.socket, key=reveal(rollout.engine_key))
-    await stack.enter_async_context(session)
-    control = control_of(settings, session, tolerance=vllm.tolerance(settings))
-    http = EngineHttp(url=address.url, socket=address.socket, key=reveal(rollout.engine_key))
-    stack.push_async_callback(http.close)
-    return Engine(number, http, control)

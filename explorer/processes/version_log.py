@@ -65,7 +65,12 @@ class VersionLog:
     def update(self) -> None:
         """Tell the decisions since the last time; what was made before the experiment's first explorer never is."""
         if self._seen is None:
-            self._seen = self._begin()
+            with announcing(self._job_dir):
+                told, newest = newest_announced(self._job_dir), self._versions.last_event(DECISIONS)
+                if told is None or told > newest:  # a ledger that was restored may have none of that number
+                    note_announced(self._job_dir, newest)
+                    told = newest
+            self._seen = told
             promoted = self._versions.events_since(0, (VersionAction.PROMOTED,))
             self._champion = next((each.version for each in reversed(promoted) if each.id <= self._seen), 0)
         if events := self._versions.events_since(self._seen, DECISIONS):
@@ -75,16 +80,6 @@ class VersionLog:
                     self._seen = event.id  # whatever happens next: a full disk must not have it told every second
                     self._tell(event, anew=event.id > announced)
                 note_announced(self._job_dir, max(announced, events[-1].id))
-
-    def _begin(self) -> int:
-        """The newest decision that was told. A ledger that was restored may have none of that number."""
-        with announcing(self._job_dir):
-            announced = newest_announced(self._job_dir)
-            newest = self._versions.last_event(DECISIONS)
-            if announced is None or announced > newest:
-                note_announced(self._job_dir, newest)
-                return newest
-            return announced
 
     def _tell(self, event: VersionEvent, *, anew: bool) -> None:
         if anew:

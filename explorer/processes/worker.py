@@ -1,7 +1,7 @@
 """`python -m tuneloop.explorer.processes.worker CHANNEL SOCKET NUMBER`: answers requests.
 
 The control process starts it. The first two arguments are inherited file descriptors: its end of the channel, and the
-listening socket.
+listening socket. The services are opened as the control process says, and follow what it publishes.
 """
 
 import asyncio
@@ -11,34 +11,56 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
+from typing import Any
 
 import structlog
 import uvicorn
 import uvloop
 
-from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
-from tuneloop.explorer.app import Services, create_app, open_spool
+from tuneloop.explorer.access.feedback_tokens import FeedbackBinding, FeedbackTokens
+from tuneloop.explorer.app import Services, create_app, open_services, open_spool
 from tuneloop.explorer.auth import Gatekeeper
-from tuneloop.explorer.background_tasks import Task
+from tuneloop.explorer.background_tasks import Task, every
+from tuneloop.explorer.capture.control_client import ShadowReply
 from tuneloop.explorer.capture.spool import Spool
-from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.engines.client import EngineHttp
+from tuneloop.explorer.engines.fleet import Engine, Fleet
+from tuneloop.explorer.limits import KeyUsage
+from tuneloop.explorer.metrics import Metrics, process_samples
 from tuneloop.explorer.processes.channel import (
+    AnnounceSlot,
+    AnswerAtOnce,
     Channel,
+    ChannelMessage,
+    CollectMetrics,
+    FleetView,
+    GetExposition,
     GetStartInfo,
     ReportFailure,
+    ReportMetrics,
+    ReportShadowReply,
+    ShareUsage,
     StartInfo,
+    StartSegment,
+    TakeOfToken,
+    UpdateEngine,
+    UpdateKeys,
+    UpdateSplit,
+    WaitUntilFlushed,
+    WaitUntilIdle,
 )
-from tuneloop.explorer.processes.garbage import keep_what_is_here
+from tuneloop.explorer.processes.garbage import freeze_garbage
 from tuneloop.explorer.processes.patient_ledger import PatientLedger
-from tuneloop.explorer.processes.worker_link import WorkerLink
 from tuneloop.explorer.protocol import Http11
-from tuneloop.shared.errors import TuneloopError
+from tuneloop.shared.errors import ChannelLost, RequestRefused, TuneloopError
 from tuneloop.shared.job_marks import KEY, load_key
+from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.logging import configure_logging
 from tuneloop.shared.privacy.crash_reports import redact_crash_reports
 from tuneloop.shared.settings.hardware import explorer_workers_of
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.types import reveal
 
 log = structlog.get_logger()
 
@@ -118,7 +140,7 @@ class Worker:
 
         async def opening(stack: AsyncExitStack) -> tuple[Services, list[Task]]:
             opened = await self._link.open(ledger, beginning, stack)
-            keep_what_is_here()
+            freeze_garbage()
             return opened
 
         app = create_app(settings, ledger, gate=gate, opening=opening, on_failure=self._fail)
@@ -157,10 +179,136 @@ def main() -> None:
     """Serve until told to stop, or the control process dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     configure_logging()
-    keep_what_is_here()
+    freeze_garbage()
     channel, listening, number = map(int, sys.argv[1:])
     worker = Worker(number, socket.socket(fileno=listening))
     sys.exit(uvloop.run(worker.run(socket.socket(fileno=channel))))
+
+
+#: How often the control process hears what was counted here: so much may be missing when this process is killed.
+_COUNT_S = 5.0
+#: How often workers tell each other what keys have taken: so long each of them may allow a key its whole limit.
+_SHARE_S = 0.25
+#: How long the control process may take beyond the time that it was given, for the metrics, and for a token.
+_GRACE_S, _EXPOSITION_S, _TOKEN_S = 0.5, 5.0, 2.0
+
+
+class ChannelControlClient:
+    """The control process, as the routes see it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    async def wait_until_flushed(self, timeout_s: float) -> bool:
+        """Wait until all that is on disk now is in the database. False if it is not by then, or away."""
+        try:
+            return bool(await self._channel.ask(WaitUntilFlushed(timeout_s), bool, timeout_s=timeout_s + _GRACE_S))
+        except ChannelLost as error:  # what is on disk is safe there all the same
+            log.warning("control_process_silent", reason=str(error))
+            return False
+
+    async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
+        """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""
+        return bool(await self._answer_to(TakeOfToken(binding, count), bool, _TOKEN_S))
+
+    async def report_shadow_reply(self, reply: ShadowReply) -> None:
+        """Let those hear of a copy who decide about the version that it went to."""
+        with suppress(ChannelLost):
+            await self._channel.ask(ReportShadowReply(reply))
+
+    async def exposition(self) -> bytes:
+        """The metrics of the whole service."""
+        return bytes(await self._answer_to(GetExposition(), bytes, _EXPOSITION_S))
+
+    async def _answer_to(self, question: ChannelMessage, kind: Any, timeout_s: float) -> Any:
+        try:
+            return await self._channel.ask(question, kind, timeout_s=timeout_s)
+        except ChannelLost as error:
+            raise RequestRefused(str(error), status=503, code="control_process_silent", retry_after_s=1.0) from None
+
+
+class WorkerLink:
+    """Opens a worker's services, and answers what the control process asks of them.
+
+    `spool` is the worker's slot, `workers` how many there are.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        settings: Settings,
+        *,
+        gate: Gatekeeper,
+        spool: Spool,
+        metrics: Metrics,
+        workers: int,
+    ) -> None:
+        self._channel = channel
+        self._settings = settings
+        self._gate = gate
+        self._spool = spool
+        self._metrics = metrics
+        self._workers = workers
+        self._fleet: Fleet
+
+    async def open(self, ledger: Ledger, beginning: StartInfo, stack: AsyncExitStack) -> tuple[Services, list[Task]]:
+        """The services, closed by `stack`, and what must run beside them: from now on the worker serves."""
+        engines, key = [], reveal(self._settings.explorer.rollout_model.engine_key)
+        for view in beginning.engines:
+            http = EngineHttp(url=view.url, socket=view.socket, key=key)
+            stack.push_async_callback(http.close)
+            engines.append(Engine(view.number, http))
+        timeout_s = self._settings.explorer.request_timeout
+        self._fleet = Fleet(engines, wait_timeout_s=timeout_s, is_alone=self._workers == 1)
+        services, tasks = open_services(
+            self._settings,
+            ledger,
+            spool=self._spool,
+            fleet=self._fleet,
+            metrics=self._metrics,
+            control_client=ChannelControlClient(self._channel),
+        )
+        known: FleetView = await self._channel.ask(AnnounceSlot(str(self._spool.folder)), FleetView)
+        await self._fleet.set_split(known.split)
+        await self._fleet.apply(known.engines)
+        self._gate.apply(known.keys)
+        stack.push_async_callback(self._count)
+        tasks.append(every(_COUNT_S, self._count, task="process_metrics", metrics=self._metrics))
+        if self._workers > 1:
+            tasks.append(every(_SHARE_S, self._share_usage, task="key_usage", metrics=self._metrics))
+        return services, tasks
+
+    async def answer(self, question: ChannelMessage) -> object:
+        """What the control process asks; none of it before it has been told what is written to."""
+        match question:
+            case UpdateEngine(engine):
+                await self._fleet.apply([engine])
+            case UpdateSplit(split):
+                await self._fleet.set_split(split)
+            case UpdateKeys(table):
+                self._gate.apply(table)
+            case WaitUntilIdle(number):
+                await self._fleet.engines[number].idle.wait()
+            case CollectMetrics():
+                return process_samples(self._metrics.registry)
+            case AnswerAtOnce():
+                pass
+            case StartSegment():
+                self._spool.renew()
+            case _:
+                raise TypeError(question)
+        return None
+
+    async def _count(self) -> None:
+        with suppress(ChannelLost):
+            await self._channel.ask(ReportMetrics(process_samples(self._metrics.registry)))
+
+    async def _share_usage(self) -> None:
+        """Hear what the keys have taken of other workers."""
+        with suppress(ChannelLost):
+            usage = self._gate.usage()
+            if usage:
+                self._gate.subtract_others(await self._channel.ask(ShareUsage(usage), dict[str, KeyUsage]))
 
 
 if __name__ == "__main__":

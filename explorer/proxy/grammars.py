@@ -15,11 +15,11 @@ import msgspec
 import orjson
 import structlog
 
-from tuneloop.explorer.capture.sampling import Sampling
+from tuneloop.explorer.capture.transcript import Sampling
 from tuneloop.explorer.dialects.dialect import CHAT, TEXT
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.vllm import EngineControl
-from tuneloop.explorer.proxy.request import ReplyInFlight, Request
+from tuneloop.explorer.proxy.request import Request
 from tuneloop.shared.errors import EngineError
 from tuneloop.shared.experience import Grammar
 from tuneloop.shared.settings.settings import Settings
@@ -63,9 +63,8 @@ class Grammars:
         self._found: OrderedDict[bytes, Grammar | None] = OrderedDict()
         self._reasons: set[str] = set()
 
-    async def resolve(self, in_flight: ReplyInFlight) -> Sampling:
+    async def resolve(self, engine: Engine, request: Request) -> Sampling:
         """How the reply was sampled; what was held to a known grammar is a sample of the policy under that."""
-        engine, request = in_flight.engine, in_flight.request
         sampling = request.sampling
         if not (self._asks and sampling.by_grammar and sampling.drop_reason is None):
             return sampling

@@ -13,21 +13,20 @@ import orjson
 import structlog
 
 from tuneloop.explorer.capture.recorder import Recorder
-from tuneloop.explorer.capture.reply_id import ReplyIdSigner
-from tuneloop.explorer.dialects.dialect import Dialect
+from tuneloop.explorer.capture.transcript import ReplyIdSigner, Sampling
+from tuneloop.explorer.dialects.dialect import Dialect, SystemTurns
 from tuneloop.explorer.edge import ClientRequest, Headers
-from tuneloop.explorer.engines.admission import Admission
 from tuneloop.explorer.engines.client import EngineReply
 from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.http import errors
-from tuneloop.explorer.limits import PIECE_BYTES
+from tuneloop.explorer.limits import PIECE_BYTES, Admission
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.grammars import Grammars
-from tuneloop.explorer.proxy.request import ReplyInFlight, Request, RequestParser
-from tuneloop.explorer.proxy.system_turns import SystemTurns
+from tuneloop.explorer.proxy.request import Request, RequestParser
 from tuneloop.explorer.traces import Traces
 from tuneloop.shared import engine_flags
 from tuneloop.shared.errors import EngineError, EngineUnreachable, RequestRefused, SpoolFull
+from tuneloop.shared.experience import Exchange
 from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
@@ -54,6 +53,46 @@ class RequestOutcome:
     status = 500
     version: int | None = None
     asked: int
+
+
+class ReplyInFlight:
+    """A reply that an engine is sampling, and the versions that may have sampled it."""
+
+    def __init__(self, request: Request, engine: Engine) -> None:
+        self.request = request
+        self.version = engine.version
+        self.recorded = False
+        self.engine = engine
+        self._loads = engine.loads
+
+    def headers(self, kind: tuple[bytes, bytes]) -> Headers:
+        """The headers of the response to the client, whose content is of this kind."""
+        attested = [(b"x-tuneloop-attested", self.engine.proof.encode())] if self.engine.proof else []
+        return [*self.request.headers(self.version, kind), *attested]
+
+    def exchange(self, sampling: Sampling) -> Exchange:
+        """The exchange to record: the request, and the reply as far as it has arrived, sampled so."""
+        request, mixed = self.request, self.engine.loads != self._loads
+        return Exchange(
+            msg_id=request.msg_id,
+            tenant=request.caller.tenant,
+            key=request.caller.name,
+            endpoint=request.dialect.path,
+            request=request.body,
+            received_at=request.received_at,
+            stamp=request.stamp,
+            latency_s=time.monotonic() - request.started,
+            experiences=request.writer.transcript.experiences(
+                sampling,
+                versions=(self.version, self.engine.version if mixed else self.version),
+                mixed=mixed,
+            ),
+            task_id=request.labels.task_id,
+            run_id=request.labels.run_id,
+            user=request.labels.user,
+            priority=request.labels.priority,
+            engine=self.engine.number,
+        )
 
 
 class RequestFailures:
@@ -297,7 +336,7 @@ class Proxy:
         sampling, began_at = request.sampling, 0 if request.trace is None else time.time_ns()
         try:
             if sampling.by_grammar:
-                sampling = await self._grammars.resolve(in_flight)
+                sampling = await self._grammars.resolve(in_flight.engine, request)
         finally:
             in_flight.recorded = True
             await self._recorder.record(in_flight.exchange(sampling))

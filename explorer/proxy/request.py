@@ -1,11 +1,16 @@
 """Parses requests for replies: what goes upstream, who writes the reply, and what is recorded of the two.
 
+The trainer recomputes log softmax(logits / temperature) of token ids. A reply that was sampled from anything else, such
+as a nucleus or a grammar, is marked with the reason: methods that learn from any reply take it, policy gradients do
+not. A reply that answers more than token ids is for none. docs/sampling.md tells it to users.
+
 The labels of a request stand beside its messages: task, run, user, priority, and whether to train on its reply. Ours
 begin with `tuneloop_`, and a wrong value is refused. Without the prefix they are words that an application may have
 used for itself: a value that cannot be a label of ours is the application's own.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,16 +21,17 @@ import structlog
 
 from tuneloop.explorer.auth import Caller, RunBinding
 from tuneloop.explorer.background_tasks import every
-from tuneloop.explorer.capture.reply_id import ReplyIdSigner
-from tuneloop.explorer.capture.sampling import Sampling, sampling_of
-from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter
+from tuneloop.explorer.capture.transcript import ReplyIdSigner, Sampling
+from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter, SystemTurns, merged_header
 from tuneloop.explorer.edge import ClientRequest, Headers
 from tuneloop.explorer.engines import fleet, vllm
-from tuneloop.explorer.engines.fleet import Engine, PinParser, VersionPin, in_share
+from tuneloop.explorer.engines.fleet import PinParser, VersionPin, in_share
 from tuneloop.explorer.engines.packing import wire
 from tuneloop.explorer.http.bodies import (
     as_utf8,
     coerce_bool,
+    coerce_float,
+    equals,
     finite_number,
     flag_of,
     id_of,
@@ -35,12 +41,10 @@ from tuneloop.explorer.http.bodies import (
 )
 from tuneloop.explorer.limits import RequestMeter
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.proxy.media import with_own_uuids
-from tuneloop.explorer.proxy.media_fetching import MediaFetcher
-from tuneloop.explorer.proxy.system_turns import SystemTurns, merged_header
+from tuneloop.explorer.proxy.media import MediaFetcher, with_own_uuids
 from tuneloop.shared import engine_flags, steady_time
 from tuneloop.shared.errors import RequestRefused
-from tuneloop.shared.experience import Exchange, person_name
+from tuneloop.shared.experience import person_name
 from tuneloop.shared.ledger.versions.alarms import Alarms
 from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH
 from tuneloop.shared.settings.feedback import TenantSettings
@@ -86,6 +90,46 @@ _SALT = "cache_salt"
 #: Without one of these no request names a file, nor goes on with a conversation that does. JSON may write any letter of
 #: them as an escape.
 _MEDIA_WORDS = (b"_url", b'"image', b'"video', b'"audio', b'"source"', b'"uuid"', b"previous_response_id", b"\\u")
+
+
+#: Parameters that change the distribution, or where it is stopped, with the values that leave it alone.
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "ignore_eos": (False,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "thinking_token_budget": (-1,),
+    "repetition_detection": (),
+    "logits_processors": ([],),
+    "continue_final_message": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+}
+
+#: Parameters with which the reply answers not, or not only, the prompt's token ids, with the values that do nothing.
+BEYOND_IDS: Mapping[str, tuple[object, ...]] = {
+    "prompt_embeds": ([],),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+}
+
+#: Parts of a message that become token ids; vLLM takes others, such as images.
+_WORDS = ("text", "input_text", "output_text", "refusal", "thinking")
+
+#: vLLM decodes greedily at 0, and raises what is above it to this.
+_LOWEST = 0.01
 
 
 class Labels(NamedTuple):
@@ -171,46 +215,6 @@ class Request(NamedTuple):
         if ignored := (*self.ignored_fields, *self.labels.ignored):
             headers.append((b"x-tuneloop-ignored", ", ".join(ignored).encode()))
         return [*headers, *merged_header(self.merged_turns)]
-
-
-class ReplyInFlight:
-    """A reply that an engine is sampling, and the versions that may have sampled it."""
-
-    def __init__(self, request: Request, engine: Engine) -> None:
-        self.request = request
-        self.version = engine.version
-        self.recorded = False
-        self.engine = engine
-        self._loads = engine.loads
-
-    def headers(self, kind: tuple[bytes, bytes]) -> Headers:
-        """The headers of the response to the client, whose content is of this kind."""
-        attested = [(b"x-tuneloop-attested", self.engine.proof.encode())] if self.engine.proof else []
-        return [*self.request.headers(self.version, kind), *attested]
-
-    def exchange(self, sampling: Sampling) -> Exchange:
-        """The exchange to record: the request, and the reply as far as it has arrived, sampled so."""
-        request, mixed = self.request, self.engine.loads != self._loads
-        return Exchange(
-            msg_id=request.msg_id,
-            tenant=request.caller.tenant,
-            key=request.caller.name,
-            endpoint=request.dialect.path,
-            request=request.body,
-            received_at=request.received_at,
-            stamp=request.stamp,
-            latency_s=time.monotonic() - request.started,
-            experiences=request.writer.transcript.experiences(
-                sampling,
-                versions=(self.version, self.engine.version if mixed else self.version),
-                mixed=mixed,
-            ),
-            task_id=request.labels.task_id,
-            run_id=request.labels.run_id,
-            user=request.labels.user,
-            priority=request.labels.priority,
-            engine=self.engine.number,
-        )
 
 
 class CaptureChoice:
@@ -335,7 +339,10 @@ class RequestParser:
         """The body for the engine, of one that the client `sent`, and what it has more and less than that."""
         unwanted = self._unsafe_fields if caller.sees_all else (*self._unsafe_fields, *_OPERATORS_FIELDS)
         ignored = tuple(name for name in unwanted if upstream.get(name) is not None)
-        salt = _salt_of(caller, upstream)
+        # The salt of a key's tenant, with the client's own, if it has one that the engine can take.
+        salt, own = dict[str, object](), upstream.get(_SALT)
+        if caller.name and isinstance(own, str | None) and own != "":
+            salt = {_SALT: caller.tenant if own is None else f"{caller.tenant}:{own}"}
         wanted = upstream
         if ignored or salt:
             wanted = {name: value for name, value in upstream.items() if name not in ignored} | salt
@@ -384,14 +391,6 @@ def _encode_upstream(
     if upstream is body and upstream and upstream.keys().isdisjoint(dropped) and upstream.keys().isdisjoint(added):
         return b"%b,%b" % (raw_body.rstrip()[:-1], orjson.dumps(added)[1:]) if added else raw_body
     return orjson.dumps({name: value for name, value in upstream.items() if name not in dropped} | added)
-
-
-def _salt_of(caller: Caller, upstream: Mapping[str, Any]) -> dict[str, object]:
-    """The salt of a key's tenant, with the client's own, if it has one that the engine can take."""
-    own = upstream.get(_SALT)
-    if not caller.name or not isinstance(own, str | None) or own == "":
-        return {}
-    return {_SALT: caller.tenant if own is None else f"{caller.tenant}:{own}"}
 
 
 def labels_of(body: dict[str, Any], run: RunBinding | None = None, *, train: bool = True) -> Labels:
@@ -502,3 +501,60 @@ def check_template(body: Mapping[str, Any]) -> None:
             raise RequestRefused(
                 "a chat template is a program: the model's own is used", code="chat_template_not_allowed", param=param
             )
+
+
+def sampling_of(request: Mapping[str, Any], *, default_temperature: float, holds_tools: bool = False) -> Sampling:
+    """Read the sampling parameters of a request body. Raises RequestRefused for a temperature that is none.
+
+    `holds_tools`: the engines may hold tool calls to a grammar of their own accord.
+    """
+    asked = request.get("temperature")  # a number may come as a string
+    temperature = default_temperature if asked is None else coerce_float(asked, "temperature")
+    if not 0 <= temperature < math.inf:
+        raise RequestRefused("temperature must be a number from 0", code="invalid_value", param="temperature")
+    temperature = max(temperature, _LOWEST) if temperature else 0.0
+    changed = _first_that_is_not_neutral(request, NEUTRAL) if temperature else "sampling:temperature=0"
+    held = None if changed else _why_held(request, holds_tools)
+    beyond_ids = _first_that_is_not_neutral(request, BEYOND_IDS)
+    messages = request.get("messages")
+    if beyond_ids is None and isinstance(messages, list):
+        contents = [each.get("content") for each in messages if isinstance(each, dict)]
+        for part in (part for content in contents if isinstance(content, list) for part in content):
+            if not (isinstance(part, str) or (isinstance(part, dict) and part.get("type") in _WORDS)):
+                beyond_ids = "sampling:media"
+    return Sampling(temperature, changed or held, beyond_ids, by_grammar=held is not None)
+
+
+def _why_held(request: Mapping[str, Any], holds_tools: bool) -> str | None:
+    """Why the engine holds the reply to a grammar."""
+    if request.get("structured_outputs") is not None:
+        return "sampling:structured_outputs"
+    if request.get("response_format") not in (None, {"type": "text"}):
+        return "sampling:response_format"
+    # vLLM holds tool calls to a grammar not only where one is required.
+    choice, tools = request.get("tool_choice"), request.get("tools")
+    if choice not in (None, "none", "auto"):
+        return "sampling:tool_choice"
+    if choice == "none" or not tools:
+        return None
+    parallel = request.get("parallel_tool_calls")
+    if parallel is not None and not equals(parallel, True):
+        return "sampling:parallel_tool_calls"
+    if holds_tools:
+        return "sampling:tools"
+    for tool in tools if isinstance(tools, list) else ():
+        function = tool.get("function") if isinstance(tool, dict) else None
+        strict = function.get("strict") if isinstance(function, dict) else None
+        if strict is not None and not equals(strict, False):
+            return "sampling:tools"
+    return None
+
+
+def _first_that_is_not_neutral(request: Mapping[str, Any], parameters: Mapping[str, tuple[object, ...]]) -> str | None:
+    if parameters.keys().isdisjoint(request):
+        return None
+    for name, neutral in parameters.items():
+        value = request.get(name)
+        if value is not None and not any(equals(value, each) for each in neutral):
+            return f"sampling:{name}"
+    return None

@@ -78,7 +78,12 @@ class Shadow:
             if transcript is None:
                 return
             if transcript.complete:
-                result = self._measure(version, time.monotonic() - started, transcript)
+                seconds = time.monotonic() - started
+                choices = transcript.choices.values()
+                texts = ["".join(each.text)[:LONGEST] for each in choices]
+                refused = any(pattern.search(text) for pattern in self._refusals for text in texts)
+                tokens = sum(len(each.completion_ids) for each in choices)
+                result = ShadowReply(version, failed=False, refused=refused, seconds=seconds, tokens=tokens)
         except _CopyFailed as error:
             if not await self._is_answered_elsewhere(engine, request):
                 return  # it is the request's own fault, or nobody knows whose
@@ -104,13 +109,6 @@ class Shadow:
             return False
         finally:
             self._fleet.release(other)
-
-    def _measure(self, version: int, seconds: float, transcript: Transcript) -> ShadowReply:
-        choices = transcript.choices.values()
-        texts = ["".join(each.text)[:LONGEST] for each in choices]
-        refused = any(pattern.search(text) for pattern in self._refusals for text in texts)
-        tokens = sum(len(each.completion_ids) for each in choices)
-        return ShadowReply(version, failed=False, refused=refused, seconds=seconds, tokens=tokens)
 
 
 class _CopyFailed(EngineError):

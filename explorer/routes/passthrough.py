@@ -8,14 +8,13 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response
 
 from tuneloop.explorer.auth import caller_of
+from tuneloop.explorer.dialects.dialect import merged_header
 from tuneloop.explorer.engines.adapter_names import without_adapters
-from tuneloop.explorer.engines.admission import Admission
 from tuneloop.explorer.engines.fleet import Fleet, PinParser, VersionPin
 from tuneloop.explorer.http.bodies import as_utf8, parse_object, read_bytes
-from tuneloop.explorer.limits import tokens_of
+from tuneloop.explorer.limits import Admission, tokens_of
 from tuneloop.explorer.proxy.media import remote_files, with_own_uuids
 from tuneloop.explorer.proxy.request import check_template
-from tuneloop.explorer.proxy.system_turns import merged_header
 from tuneloop.explorer.routes.metrics_json import TRINITY
 from tuneloop.shared.errors import EngineError, RequestRefused
 

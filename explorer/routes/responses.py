@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from tuneloop.explorer.auth import Caller, caller_of
 from tuneloop.explorer.capture.control_client import ControlClient
-from tuneloop.explorer.capture.reply_id import ReplyIdSigner
+from tuneloop.explorer.capture.transcript import ReplyIdSigner
 from tuneloop.explorer.dialects.dialect import RESPONSES
 from tuneloop.explorer.dialects.responses_request import normalize, untranslatable_reason
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused

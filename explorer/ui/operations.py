@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 
-from tuneloop.explorer.ui.ledger_counts import LedgerCounts
+from tuneloop.explorer.ui.overview import LedgerCounts
 from tuneloop.explorer.ui.reading.curves import CurveReader
 from tuneloop.explorer.ui.site import Site
 from tuneloop.shared.errors import LedgerError, RequestRefused
@@ -39,7 +39,8 @@ def add_operations(router: APIRouter, site: Site, counts: LedgerCounts) -> None:
 
     @router.get("/trainer/status")
     async def status(request: Request) -> Response:
-        return site.show(request, "_trainer.html", counted=await site.in_thread(request, counts.get))
+        site.guard.admit(request)
+        return site.show(request, "_trainer.html", facts=await counts.get())
 
     @router.get("/doctor")
     async def doctor(request: Request) -> Response:

@@ -1,22 +1,30 @@
 """The first page: is it training, did it help, what waits where and why."""
 
+import asyncio
 import statistics
-from typing import Any, NamedTuple
+import time
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
-from tuneloop.explorer.ui.ledger_counts import LedgerCounts
-from tuneloop.explorer.ui.reading.verdict import RewardVerdict, compare_rewards
+from tuneloop.shared import steady_time
 from tuneloop.shared.evaluation.samples import SampleStatistics
 from tuneloop.shared.experience import State, VersionState
-from tuneloop.shared.ledger.facts import LedgerFacts
-from tuneloop.shared.ledger.ledger import Ledger, Version
-from tuneloop.shared.operations.diagnosis import diagnose
-from tuneloop.shared.operations.doctor import WAITS_FOR
+from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger, Version
+from tuneloop.shared.operations.diagnosis import diagnose, number
+from tuneloop.shared.operations.doctor import MAX_DROP_REASONS, WAITS_FOR
+from tuneloop.shared.operations.version_comparison import MIN_SOURCES, welch
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.spool_format import spool_status
 
 #: Versions of which the curve shows the rewards, and the newest replies of each by which it does.
 SHOWN, AMONG = 20, 500
 
 #: The newest replies of each of the two versions that the verdict is about.
 AMONG_OF_TWO = 2_000
+
+#: The least age of counts that are made anew, in seconds, and in times of what it takes to make them.
+_INTERVAL_S, _INTERVAL_COUNTS = 5.0, 20.0
 
 #: Half of a 95 % interval, in standard errors.
 _HALF = 1.96
@@ -33,19 +41,41 @@ class RewardPoint(NamedTuple):
     high: float | None
 
 
-def find_waiting(counts: LedgerCounts) -> dict[str, Any] | None:
-    """What waits where, and why no step is happening; None while that is counted for the first time."""
-    facts, counted_at, counting = counts.get()
-    if facts is None:
-        return None
+class LedgerCounts:
+    """The ledger's counts, made once for all who ask: what they cost grows with the ledger.
+
+    They are at least so many seconds old before they are made anew, and so many times as old as it takes to make them.
+    """
+
+    def __init__(self, settings: Settings, ledger: Ledger) -> None:
+        self._settings, self._ledger = settings, ledger
+        self._lock = asyncio.Lock()
+        self._facts: Facts | None = None
+        self._due = 0.0
+
+    async def get(self) -> Facts:
+        """The newest counts, and when they were made. Raises LedgerError."""
+        async with self._lock:
+            if self._facts is None or time.monotonic() >= self._due:
+                began = time.monotonic()
+                now, rules, policy = steady_time.now(), Rules.of(self._settings), BatchPolicy.of(self._settings)
+                count = partial(self._ledger.reports.facts, policy, drops=MAX_DROP_REASONS, batch=rules.least)
+                spool = spool_status(self._settings.spool_dir)
+                self._facts = Facts(now=now, rules=rules, spool=spool, ledger=await asyncio.to_thread(count))
+                ended = time.monotonic()
+                self._due = ended + max(_INTERVAL_S, _INTERVAL_COUNTS * (ended - began))
+            return self._facts
+
+
+def describe_waiting(facts: Facts) -> dict[str, Any]:
+    """What waits where, and why no step is happening."""
     ledger = facts.ledger or LedgerFacts(states={})
     return {
         "waits": [ledger.count(state)._asdict() | {"state": state, "what": what} for state, what in WAITS_FOR.items()],
         "counts": {state.value: ledger.count(state).rows for state in State},
         "reasons": diagnose(facts),
         "facts": ledger,
-        "counted_at": counted_at,
-        "counting": counting,
+        "counted_at": facts.now,
     }
 
 
@@ -107,10 +137,65 @@ def chart_of(points: list[RewardPoint]) -> dict[str, Any]:
     return {"kind": "interval", "x": "version", "y": "reward", "data": data}
 
 
-def compare_versions_by_reward(ledger: Ledger, version: int, before: int) -> RewardVerdict:
+def compare_versions_by_reward(ledger: Ledger, version: int, before: int) -> "RewardVerdict":
     """Whether a version earns more than an earlier one, by the newest replies of both."""
 
     def rewards(of: int) -> SampleStatistics:
         return ledger.reward_history.newest(of, among=AMONG_OF_TWO)
 
     return compare_rewards(version, rewards(version), before, rewards(before))
+
+
+Tone = Literal["better", "worse", "open"]
+
+
+class RewardVerdict(NamedTuple):
+    """What can be said, and what it rests on."""
+
+    tone: Tone
+    sentence: str
+    basis: str
+
+
+def compare_rewards(
+    version: int, rewards: SampleStatistics, before: int, rewards_before: SampleStatistics
+) -> "RewardVerdict":
+    """What the rewards of two versions say. The interval holds the true difference in 95 of 100 cases."""
+    interval = welch(rewards_before, rewards)
+    if interval is None:
+        missing = [
+            f"version {each} has {found.replies} rewarded replies from {found.units}"
+            for each, found in ((version, rewards), (before, rewards_before))
+            if found.units < MIN_SOURCES
+        ]
+        return RewardVerdict(
+            "open",
+            f"Whether version {version} is better than {before} cannot be told yet",
+            f"{' and '.join(missing)}; rewards from at least {MIN_SOURCES} people, tasks or runs are needed of each",
+        )
+    low, high = interval
+    difference, half = rewards.mean - rewards_before.mean, (high - low) / 2
+    basis = (
+        f"{number(rewards.replies, 'rewarded reply').replace('replys', 'replies')} of version {version} (mean "
+        f"{rewards.mean:.3g}) and {rewards_before.replies} of version {before} (mean {rewards_before.mean:.3g}), from "
+        f"{rewards.units} and {rewards_before.units} independent people, tasks or runs; 95 % interval"
+    )
+    if low > 0:
+        return RewardVerdict(
+            "better", f"Version {version} earns {_pair(difference, half)} more than {before} on live reward", basis
+        )
+    if high < 0:
+        return RewardVerdict(
+            "worse", f"Version {version} earns {_pair(-difference, half)} less than {before} on live reward", basis
+        )
+    sentence = (
+        f"No difference between versions {version} and {before} is shown yet: {_pair(difference, half)} on live reward"
+    )
+    return RewardVerdict("open", sentence, basis)
+
+
+def _pair(difference: float, half: float) -> str:
+    """A difference and half of its interval, both to the digit that the interval leaves meaningful."""
+    digits = next((digits for digits in range(5) if half >= 10.0**-digits), 5) if half > 0 else 2
+    digits = max(digits, 2)
+    return f"{difference:.{digits}f} ± {half:.{digits}f}"

@@ -9,10 +9,9 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 
 from tuneloop.explorer.auth import EntryGate
-from tuneloop.explorer.routes.api_description import describe_api, scopes_of
-from tuneloop.explorer.routes.api_operations import OPERATIONS, Operation
-from tuneloop.explorer.ui.ledger_counts import LedgerCounts
+from tuneloop.explorer.routes.api_operations import OPERATIONS, Operation, describe_api, scopes_of
 from tuneloop.explorer.ui.operations import add_changes, add_operations
+from tuneloop.explorer.ui.overview import LedgerCounts
 from tuneloop.explorer.ui.pages import add_exchanges, add_overview
 from tuneloop.explorer.ui.rating import add_rating
 from tuneloop.explorer.ui.sessions import PATH

@@ -6,8 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from tuneloop.explorer.capture.recorder import Recorder
-from tuneloop.explorer.ui.ledger_counts import LedgerCounts
-from tuneloop.explorer.ui.overview import build_overview, find_waiting
+from tuneloop.explorer.ui.overview import LedgerCounts, build_overview, describe_waiting
 from tuneloop.explorer.ui.reading.conversation import last_words, read_calls, read_request
 from tuneloop.explorer.ui.reading.reply_query import FIELDS, link, parse_cursor, parse_filter, with_stored_names
 from tuneloop.explorer.ui.reading.tokens import list_tokens
@@ -42,7 +41,8 @@ def add_overview(router: APIRouter, site: Site, counts: LedgerCounts) -> None:
 
     @router.get("/waiting")
     async def waiting(request: Request) -> Response:
-        return site.show(request, "_waiting.html", waiting=await site.in_thread(request, find_waiting, counts))
+        site.guard.admit(request)
+        return site.show(request, "_waiting.html", waiting=describe_waiting(await counts.get()))
 
 
 def add_exchanges(router: APIRouter, site: Site) -> None:

@@ -6,11 +6,10 @@ import os
 import socket
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import structlog
 
@@ -49,36 +48,8 @@ Prove = Callable[[Engine], Awaitable[None]]
 #: Of how many versions what is known is remembered.
 _REMEMBERED = 16
 
-_K = TypeVar("_K")
-_V = TypeVar("_V")
-
-
-class _RecentlyUsed(Generic[_K, _V]):
-    """The values that were used last, beside that of a `spared` key, which is never forgotten."""
-
-    def __init__(self, *, spared: _K | None = None) -> None:
-        self._spared = spared
-        self._values: OrderedDict[_K, _V] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def get(self, key: _K) -> _V | None:
-        """The value of a key, if it is remembered."""
-        if key in self._values:
-            self._values.move_to_end(key)
-        return self._values.get(key)
-
-    def put(self, key: _K, value: _V) -> None:
-        """Remember a value, and forget what was not used for longest."""
-        self._values[key] = value
-        self._values.move_to_end(key)
-        if len(self._values) > _REMEMBERED:
-            del self._values[next(each for each in self._values if each != self._spared)]
-
-
 #: What the verifier found in versions: reading one again for a proof takes as long as loading.
-_FINGERPRINTS: _RecentlyUsed[Path, dict[str, dict[str, int]]] = _RecentlyUsed()
+_FINGERPRINTS: dict[Path, dict[str, dict[str, int]]] = {}
 
 
 class Verifier(NamedTuple):
@@ -111,8 +82,7 @@ class KnownProbes:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        # What the base model is known by cannot be found out again, once an engine may have other weights.
-        self._known: _RecentlyUsed[int, tuple[Version, Probe]] = _RecentlyUsed(spared=0)
+        self._known: dict[int, tuple[Version, Probe]] = {}
         self._describing = asyncio.Lock()
 
     async def of(self, engine: Engine) -> tuple[Version, Probe]:
@@ -124,7 +94,7 @@ class KnownProbes:
                 if version is None:
                     raise LedgerError(f"version {number} is unknown")
                 known = version, await _probe_of(version, engine)
-                self._known.put(number, known)
+                self._keep(known)
             return known
 
     async def prove(self, engine: Engine, version: Version) -> None:
@@ -135,9 +105,15 @@ class KnownProbes:
         known = self._known.get(version.version)
         if known is None and version.version:
             known = version, await _probe_of(version, engine)
-            self._known.put(version.version, known)
+            self._keep(known)
         if known is not None:
             await engine.control.prove(known[1])
+
+    def _keep(self, known: tuple[Version, Probe]) -> None:
+        self._known[known[0].version] = known
+        if len(self._known) > _REMEMBERED:
+            # What the base model is known by cannot be found out again, once an engine may have other weights.
+            del self._known[next(number for number in self._known if number)]
 
 
 async def _probe_of(version: Version, engine: Engine) -> Probe:
@@ -259,9 +235,8 @@ async def verify_in_process(version: Version, verifier: Verifier) -> VerifiedPro
     Raises CheckpointRejected, or CheckpointUnreadable.
     """
     started = time.monotonic()
-    found = await _verify(version, verifier)
+    await _verify(version, verifier)
     log.info("version_verified", version=version.version, seconds=round(time.monotonic() - started, 3))
-    _FINGERPRINTS.put(version.path, found)
     manifest = await asyncio.to_thread(read_manifest, version.path, sha256=version.manifest_sha256)
     return _with_fingerprints(version, manifest.probe)
 
@@ -317,7 +292,8 @@ async def start_verifier(*arguments: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
 
 
-async def _verify(version: Version, verifier: Verifier) -> dict[str, dict[str, int]]:
+async def _verify(version: Version, verifier: Verifier) -> None:
+    """Remember what a version's files hold. Raises CheckpointRejected, or CheckpointUnreadable."""
     named = (str(version.path), version.manifest_sha256 or "", str(version.version), str(verifier.base))
     place = [str(verifier.job_dir)] if version.version else []  # The base model lies where its owner has put it.
     try:
@@ -336,8 +312,10 @@ async def _verify(version: Version, verifier: Verifier) -> dict[str, dict[str, i
         raise CheckpointRejected(output.decode(errors="replace"))
     if process.returncode != 0:
         raise CheckpointUnreadable(output.decode(errors="replace") or f"its verifier died ({process.returncode})")
-    fingerprints: dict[str, dict[str, int]] = json.loads(output)
-    return fingerprints
+    _FINGERPRINTS.pop(version.path, None)
+    _FINGERPRINTS[version.path] = json.loads(output)
+    if len(_FINGERPRINTS) > _REMEMBERED:
+        del _FINGERPRINTS[next(iter(_FINGERPRINTS))]
 
 
 async def servable_champion(ledger: Ledger, verifier: Verifier) -> tuple[Version, VerifiedProbe | None]:
@@ -352,7 +330,7 @@ async def servable_champion(ledger: Ledger, verifier: Verifier) -> tuple[Version
         if not champion.version:
             if _FINGERPRINTS.get(champion.path) is None:
                 with suppress(CheckpointRejected):  # an engine that cannot read it either says so better
-                    _FINGERPRINTS.put(champion.path, await _verify(champion, verifier))
+                    await _verify(champion, verifier)
             return champion, None
         try:
             return champion, await verify_wanted(champion, verifier, ledger)

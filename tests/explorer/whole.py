@@ -18,7 +18,7 @@ from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.processes.channel import AnswerMessage, Channel, ChannelMessage, GetStartInfo, StartInfo
 from tuneloop.explorer.processes.control import WorkerProcess, Workers
 from tuneloop.explorer.processes.services import open_control_services
-from tuneloop.explorer.processes.worker_link import WorkerLink
+from tuneloop.explorer.processes.worker import WorkerLink
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings

@@ -17,11 +17,11 @@ from tuneloop.explorer import protocol
 from tuneloop.explorer.access import feedback_tokens
 from tuneloop.explorer.capture.flusher import STOP_S
 from tuneloop.explorer.dialects import conversations
-from tuneloop.explorer.feedback import bound, commit, request, routes
+from tuneloop.explorer.feedback import request, routes
 from tuneloop.explorer.http import bodies
 from tuneloop.explorer.limits import ConnectionLimits
 from tuneloop.explorer.processes import worker
-from tuneloop.explorer.proxy import media_fetching
+from tuneloop.explorer.proxy import media
 from tuneloop.explorer.proxy import request as chat_request
 from tuneloop.explorer.routes import admin, keys, passthrough, stored_completions
 from tuneloop.explorer.ui import operations, site
@@ -49,8 +49,8 @@ FIXED: dict[str, object] = {
     "how long the database has taken nothing": ExplorerSettings.spool_max_age,
     "what a client does not read": None,
     "an answer over 64 KiB of which its client reads nothing, whole or streamed": ConnectionLimits.read_timeout_s,
-    "[files that a request names by URL](operations.md#files-from-urls)": media_fetching.MAX_FILES,
-    "how long they may take to come": media_fetching.FETCH_TIMEOUT_S,
+    "[files that a request names by URL](operations.md#files-from-urls)": media.MAX_FILES,
+    "how long they may take to come": media.FETCH_TIMEOUT_S,
     "a body for `/tokenize`, `/detokenize` or `/v1/messages/count_tokens`": passthrough._MAX_TEXT_BYTES,
     "such texts that a worker has an engine read at once": 1,
     "such texts waiting for that": passthrough._MAX_WAITING,
@@ -64,7 +64,7 @@ FIXED: dict[str, object] = {
     "`metadata` of a request": chat_request.MAX_METADATA_BYTES,
     "text in one call of feedback, counted once for each id": request.MAX_CHARACTERS,
     "`task_id`, `run_id`, `source`, `metric`, `label`, `idempotency_key`": MAX_NAME,
-    "tasks named in one commit": commit.MAX_TASKS,
+    "tasks named in one commit": routes.MAX_TASKS,
     "completions in one listing": stored_completions.MAX_LIMIT,
     "completions examined for a listing with several filters": MAX_EXAMINED,
     "pairs of a stored completion's new metadata": MAX_PAIRS,
@@ -72,7 +72,7 @@ FIXED: dict[str, object] = {
     "responses of a conversation that is continued": conversations.MAX_RESPONSES,
     "its requests and replies": conversations.MAX_BYTES,
     "the requests that one listing of completions, or a list at `/ui`, is made from": MAX_PAGE_BYTES,
-    "a request for a browser's token": bound._MAX_BODY_BYTES,
+    "a request for a browser's token": routes._MAX_TOKEN_BYTES,
     "how long a browser's token lives": feedback_tokens.MAX_LIFE_S,
     "events that a browser's token allows": feedback_tokens.MAX_EVENTS,
     "tokens of one key that have brought feedback and not expired": feedback_tokens.MAX_TOKENS_OF_KEY,

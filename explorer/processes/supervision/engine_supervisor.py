@@ -1,20 +1,33 @@
-"""Keeps engines of our own serving the champion: starts them, and again when they die or hang."""
+"""Keeps engines serving the champion: starts our own, and again when they die or hang; those of others are attached.
+
+Where a GPU is shared with the trainer (`cluster.gpu_turn`, docs/decisions/0072), the engine sleeps in the trainer's
+turn: its weights are in main memory, its cache is gone. Requests wait, and those that were being answered go on
+afterwards, with the same weights.
+"""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 import structlog
 
+from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
-from tuneloop.explorer.engines.proof.reload_trial import ReloadTrial, ServedWeights
-from tuneloop.explorer.engines.proof.sampling_trial import require_samples_of_the_policy
+from tuneloop.explorer.engines.proof.reload_trial import ReloadTrial, ServedWeights, require_samples_of_the_policy
+from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.grammars import give_first_grammar
 from tuneloop.explorer.versions.loading import (
+    KnownProbes,
+    Verifier,
     actor_of,
     known_fingerprints,
+    load,
+    servable_champion,
 )
+from tuneloop.shared import steady_time
 from tuneloop.shared.checkpoints.manifest import VerifiedProbe
 from tuneloop.shared.errors import (
     CheckpointRejected,
@@ -24,7 +37,8 @@ from tuneloop.shared.errors import (
     LedgerUnavailable,
     TuneloopError,
 )
-from tuneloop.shared.ledger.ledger import Version
+from tuneloop.shared.job_marks import GpuLocks
+from tuneloop.shared.ledger.ledger import Ledger, Version
 
 log = structlog.get_logger()
 
@@ -239,3 +253,226 @@ async def _until_ill(engine: Engine, health_timeout_s: float) -> None:
         await asyncio.sleep(_LOOK_S)
         healthy = await engine.control.healthy(health_timeout_s)
         misses = 0 if healthy or engine.state is not EngineState.READY else misses + 1
+
+
+#: How often an engine is looked at, and how many times in a row it may fail to say that it is healthy.
+
+#: The longest time between two tries to take an engine into use.
+_LONGEST_RETRY_S = 60.0
+
+_NO_LIFE = (
+    "it says neither when it began (/metrics, with one API server) nor its id (/server_info, with "
+    "VLLM_SERVER_DEV_MODE=1; of several API servers with our --worker-extension-cls only): that it was restarted is "
+    "noticed only where it misses a health check"
+)
+
+#: The states of the host of an engine that is up.
+_UP = (EngineState.READY, EngineState.RELOADING, EngineState.ASLEEP)
+
+
+class Champions:
+    """Gives engines of others the champion, and proves that they have it."""
+
+    def __init__(self, ledger: Ledger, verifier: Verifier, probes: KnownProbes) -> None:
+        self._ledger = ledger
+        self._verifier = verifier
+        self._probes = probes
+
+    async def give(self, engine: Engine, fleet: Fleet) -> Version:
+        """Bring the engine to the champion's weights, whatever an earlier explorer left in it, and perhaps left paused.
+
+        Only where no version was ever published it is taken as it is: so that it needs no weight routes just to serve.
+        Raises CheckpointRejected unless its weights are proven then.
+        """
+        champion, _ = await servable_champion(self._ledger, self._verifier)
+        if champion.version or len(await asyncio.to_thread(self._ledger.versions.all)) > 1:
+            await load(engine, champion, fleet=fleet)
+        await fleet.end_load(engine, champion.version)
+        await self._probes.prove(engine, champion)
+        if not champion.version:
+            with suppress(EngineError, LedgerUnavailable):  # the periodic proof tries again
+                await self._probes.of(engine)
+        return champion
+
+
+class Attachment:
+    """An engine that somebody else runs, used while it is healthy and has been proven to have the champion's weights.
+
+    With a `host`, which has the same process, it is up only as long as that is.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        fleet: Fleet,
+        champions: Champions,
+        health_timeout_s: float,
+        doubt_restarted: Callable[[Engine, float], Awaitable[None]],
+        host: Engine | None = None,
+    ) -> None:
+        """`doubt_restarted` is called with an engine that was started anew, and when it was last known not to be.
+
+        In seconds since this machine was started.
+        """
+        self._engine = engine
+        self._fleet = fleet
+        self._champions = champions
+        self._health_timeout_s = health_timeout_s
+        self._doubt_restarted = doubt_restarted
+        self._host = host
+        self._misses = 0
+        self._failures = 0
+        self._instance: str | None = None
+        self._alive_at = 0.0
+
+    async def run(self, metrics: Metrics) -> None:
+        """Look at the engine every half a second."""
+        await every(_LOOK_S, self._turn, task="engine_attachment", metrics=metrics)
+
+    async def _turn(self) -> float | None:
+        engine, host = self._engine, self._host
+        hosted = host is None or host.state in _UP
+        looked_at = steady_time.since_boot()
+        healthy = hosted and await engine.control.healthy(self._health_timeout_s)
+        missed = self._misses > 0
+        self._misses = 0 if healthy else self._misses + 1 if hosted else _MISSES
+        self._failures = self._failures if healthy else 0
+        if healthy and engine.state in {EngineState.STARTING, EngineState.DOWN}:
+            return await self._attach()
+        if healthy and engine.state is EngineState.READY:
+            await self._see_instance(looked_at, missed=missed)
+        elif self._misses >= _MISSES and engine.state is EngineState.READY:
+            log.error("engine_down", engine=engine.number, reason="it does not say that it is healthy")
+            await self._fleet.set_state(engine, EngineState.DOWN)
+        return None
+
+    async def _attach(self) -> float | None:
+        """Take the engine into rotation, once it is proven. After a failure: how long to wait, in seconds."""
+        engine, control, began = self._engine, self._engine.control, steady_time.since_boot()
+        try:
+            control.reset()
+            instance = await control.instance_id()
+            await require_samples_of_the_policy(control)
+            await give_first_grammar(control)
+            champion = await self._champions.give(engine, self._fleet)
+            if await control.instance_id() != instance:
+                raise EngineError("it was restarted while its weights were loaded")
+        except (EngineError, CheckpointRejected) as error:
+            log.warning("engine_not_attached", engine=engine.number, reason=str(error))
+            self._failures += 1
+            return min(_LOOK_S * float(2**self._failures), _LONGEST_RETRY_S)
+        if instance is None:
+            log.warning("engine_life_unknown", engine=engine.number, sentence=_NO_LIFE)
+        self._failures, self._instance, self._alive_at = 0, instance, began
+        await self._fleet.set_state(engine, EngineState.READY)
+        log.info("engine_attached", engine=engine.number, version=champion.version)
+        return None
+
+    async def _see_instance(self, looked_at: float, *, missed: bool) -> None:
+        """Take an engine out of rotation that was started anew since it was proven, and maybe answered since."""
+        engine = self._engine
+        try:
+            instance = await engine.control.instance_id()
+        except EngineError:
+            self._misses += 1
+            return
+        restarted = missed if self._instance is None else instance != self._instance
+        if not restarted:
+            self._alive_at = looked_at
+        elif engine.state is EngineState.READY:
+            log.error("engine_restarted", engine=engine.number, version=engine.version)
+            await self._fleet.set_state(engine, EngineState.DOWN)
+            if instance is not None:
+                await self._doubt_restarted(engine, self._alive_at)
+
+
+_GPU_LOOK_S = 0.05
+#: How often it is said that the GPU is waited for.
+_SAY_EVERY_S = 60.0
+
+
+class EngineSleep:
+    """One engine's. With adapters side by side, several of the fleet's engines are the one."""
+
+    def __init__(
+        self, locks: GpuLocks, fleet: Fleet, metrics: Metrics, *, turn_s: float, is_busy: Callable[[], bool]
+    ) -> None:
+        """After a turn of the trainer's the engine has one that is as long, of `turn_s` at most.
+
+        While its weights are changed or proven (`is_busy`) it does not give way: what one turn taught is served in the
+        next, and weights that are not there are not read.
+        """
+        self._locks, self._fleet, self._metrics, self._turn_s = locks, fleet, metrics, turn_s
+        self._is_busy, self._stays_awake = is_busy, False
+        self._is_ours, self._not_before = False, 0.0
+
+    def stay_awake(self) -> None:
+        """Begin no turn of the trainer's any more: what is in flight is to end."""
+        self._stays_awake = True
+
+    async def run(self) -> None:
+        """Let the trainer have the GPU whenever it waits for it and the engine has had its turn."""
+        await every(_GPU_LOOK_S, self._turn, task="gpu_turns", metrics=self._metrics)
+
+    def fileno(self) -> int:
+        """See HeldGpu."""
+        return self._locks.held.fileno()
+
+    async def hold(self) -> None:
+        """See HeldGpu."""
+        if self._is_ours:
+            return
+        wanted, started, said = self._locks.wanted_by_engine, time.monotonic(), 1
+        try:
+            while not (wanted.take() and self._locks.held.take()):
+                if (waited := time.monotonic() - started) > said * _SAY_EVERY_S:
+                    log.warning("gpu_not_given_back", seconds=round(waited), sentence="the trainer has it, or waits")
+                    said += 1
+                await asyncio.sleep(_GPU_LOOK_S)
+        finally:
+            wanted.release()
+        self._is_ours = True
+
+    def let_go(self) -> None:
+        """See HeldGpu."""
+        self._is_ours = False
+        self._locks.held.release()
+
+    async def _turn(self) -> None:
+        states = {engine.state for engine in self._fleet.engines}
+        if not states <= {EngineState.READY, EngineState.RELOADING}:  # Once it is up, it answers first.
+            self._not_before = time.monotonic() + self._turn_s
+        ready = states == {EngineState.READY} and not self._is_busy() and not self._stays_awake
+        if ready and time.monotonic() >= self._not_before and self._locks.wanted_by_trainer.is_held_by_another():
+            await self._lend()
+
+    async def _lend(self) -> None:
+        """Have the engine sleep while the trainer has the GPU."""
+        engines, began = self._fleet.engines, time.monotonic()
+        for engine in engines:  # In the same breath: nobody else takes one of them out of rotation.
+            engine.state = EngineState.ASLEEP
+        await self._set_all(EngineState.ASLEEP)
+        control = engines[0].control
+        try:
+            await control.sleep()
+            self.let_go()
+            # Until the trainer has the GPU, or is no more.
+            while True:
+                if self._locks.held.is_held_by_another() or not self._locks.wanted_by_trainer.is_held_by_another():
+                    break
+                await asyncio.sleep(_GPU_LOOK_S)
+            await self.hold()
+            await control.wake_up()
+        except (EngineError, OSError) as error:
+            log.error("gpu_turn_failed", reason=str(error))
+            await self._set_all(EngineState.DOWN)
+            return
+        took = time.monotonic() - began
+        self._not_before = time.monotonic() + min(took, self._turn_s)
+        await self._set_all(EngineState.READY)
+        self._metrics.gpu_turn_seconds.observe(took)
+
+    async def _set_all(self, state: EngineState) -> None:
+        for engine in self._fleet.engines:
+            await self._fleet.set_state(engine, state)

@@ -9,26 +9,6 @@ import msgspec
 #: What is said or offered, and so no parameter.
 _SAID = frozenset({"messages", "prompt", "input", "system", "instructions", "tools", "metadata"})
 
-_NULL = msgspec.Raw(b"null")
-
-
-class _TurnFields(msgspec.Struct):
-    """Where a request may have what was said last, not parsed."""
-
-    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    instructions: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    system: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-class _Turn(msgspec.Struct):
-    content: msgspec.Raw = _NULL
-
-
-class _Part(msgspec.Struct):
-    text: msgspec.Raw = _NULL
-
 
 class MessageView(NamedTuple):
     """A message of a request; `more` is what it has beside text, as JSON."""
@@ -58,19 +38,12 @@ def read_request(request: bytes) -> RequestView:
 
 
 def last_words(request: bytes, most: int) -> str:
-    """The first `most` characters of what was said last, for a list. Only that is parsed."""
-    try:
-        said = msgspec.json.decode(request, type=_TurnFields)
-        messages = said.input if said.messages is msgspec.UNSET else said.messages
-        for each in reversed(_items(messages)):
-            if _first(each) != b"n":
-                return _beginning(each, most)
-        for other in (said.prompt, said.instructions, said.system):
-            if other is not msgspec.UNSET and (text := _beginning(other, most)):
-                return text
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return _start_of(request, most)
-    return ""
+    """The first `most` characters of what was said last, for a list."""
+    body = _decode(request)
+    if not isinstance(body, dict):
+        return request.decode(errors="replace")[:most]
+    *_, last = None, *_turns(body)
+    return last.text[:most] if last else ""
 
 
 def pretty(value: object) -> str:
@@ -93,38 +66,6 @@ def _decode(data: bytes) -> Any:
         return msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return data.decode(errors="replace")
-
-
-def _first(value: msgspec.Raw) -> bytes:
-    return bytes(memoryview(value)[:1])
-
-
-def _items(value: msgspec.Raw | msgspec.UnsetType) -> list[msgspec.Raw]:
-    if value is msgspec.UNSET:
-        return []
-    return msgspec.json.decode(value, type=list[msgspec.Raw]) if _first(value) == b"[" else [value]
-
-
-def _beginning(turn: msgspec.Raw, most: int) -> str:
-    """What `_text` says of a turn, or of its content, as far as it is shown; what is no text stands as it was sent."""
-    content = msgspec.json.decode(turn, type=_Turn).content if _first(turn) == b"{" else turn
-    match _first(content):
-        case b"n":
-            return ""
-        case b'"':
-            return msgspec.json.decode(content, type=str)[:most]
-        case b"[":
-            parts = _items(content)
-            texts = [msgspec.json.decode(each, type=_Part).text for each in parts if _first(each) == b"{"]
-            spoken = [msgspec.json.decode(each, type=str) for each in texts if _first(each) == b'"']
-            if spoken or len(texts) == len(parts):
-                return "\n".join(spoken)[:most]
-    return _start_of(memoryview(content), most)
-
-
-def _start_of(data: bytes | memoryview, most: int) -> str:
-    """The first `most` characters, each of which takes four bytes at most."""
-    return bytes(data[: 4 * most]).decode(errors="replace")[:most]
 
 
 def _turns(body: dict[str, Any]) -> Iterator[MessageView]:

@@ -24,7 +24,7 @@ def parse_filter(query: Mapping[str, str]) -> ReplyFilter:
     if unknown := sorted(query.keys() - {*FIELDS, "after"}):
         raise _refusal(unknown[0], f"there is no filter {unknown[0][:40]!r}; there are {', '.join(FIELDS)}")
     parsed: dict[str, Any] = {
-        _NAMES.get(name, name): _PARSERS.get(name, _name)(name, value) for name, value in given.items()
+        _NAMES.get(name, name): _PARSERS.get(name, _words)(name, value) for name, value in given.items()
     }
     wanted = ReplyFilter()._replace(**parsed)
     for low, high in (("reward_from", "reward_to"), ("since", "until")):
@@ -67,15 +67,10 @@ def _refusal(field: str, message: str) -> RequestRefused:
     return RequestRefused(message, code="invalid_value", param=field)
 
 
-def _text(field: str, value: str) -> str:
-    if len(value) > _MAX_TEXT:
-        raise _refusal(field, f"text is longer than {_MAX_TEXT} characters")
-    return value
-
-
-def _name(field: str, value: str) -> str:
-    if len(value) > MAX_NAME:
-        raise _refusal(field, f"{field} is longer than {MAX_NAME} characters")
+def _words(field: str, value: str) -> str:
+    most = _MAX_TEXT if field == "text" else MAX_NAME
+    if len(value) > most:
+        raise _refusal(field, f"{field} is longer than {most} characters")
     return value
 
 
@@ -112,7 +107,6 @@ def _time(field: str, value: str) -> float:
 
 
 _PARSERS = {
-    "text": _text,
     "state": _state,
     "version": _version,
     "reward_from": _number,

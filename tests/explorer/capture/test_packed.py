@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.doubles.engine import pieces, recorded
-from tuneloop.explorer.capture.sampling import Sampling
-from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields, TextTranscript, Transcript
+from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields, Sampling, TextTranscript, Transcript
 from tuneloop.shared.experience import Experience
 
 KINDS = ["whole_captured.json", "whole_tools_captured.json", "stream_captured.sse", "stream_n2_captured.sse"]

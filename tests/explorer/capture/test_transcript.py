@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from tests.doubles.engine import pieces, recorded
-from tuneloop.explorer.capture.sampling import Sampling
-from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields, Transcript
+from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields, Sampling, Transcript
 from tuneloop.shared.experience import Experience, is_captured
 
 pytestmark = pytest.mark.contract

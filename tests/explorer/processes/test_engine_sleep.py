@@ -13,8 +13,8 @@ from tests.explorer.running import settings_for
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.processes.supervision import engine_sleep
-from tuneloop.explorer.processes.supervision.engine_sleep import EngineSleep
+from tuneloop.explorer.processes.supervision import engine_supervisor
+from tuneloop.explorer.processes.supervision.engine_supervisor import EngineSleep
 from tuneloop.shared.errors import EngineError
 from tuneloop.shared.job_marks import GpuLocks
 
@@ -234,7 +234,7 @@ def test_an_engine_that_does_not_do_it_is_left_to_its_supervisor(tmp_path: Path,
 def test_that_the_gpu_does_not_come_back_is_said(
     tmp_path: Path, trainer: GpuLocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_sleep, "_SAY_EVERY_S", 0.1)
+    monkeypatch.setattr(engine_supervisor, "_SAY_EVERY_S", 0.1)
 
     async def then(engine: Engine, control: Control, metrics: Metrics) -> None:
         await begin_turn(trainer)

@@ -10,8 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.explorer.running import RunningExplorer, eventually, open_ledger, settings_for
 from tests.factories import committed, exchange, feedback, rewarded
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
-from tuneloop.explorer.processes.own_alarms import SpoolAlarms
+from tuneloop.explorer.processes.ledger_gauges import LedgerGauges, SpoolAlarms
 from tuneloop.shared.capacity.pace import VersionPace, note_version
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.ledger.facts import LedgerFacts

@@ -16,7 +16,7 @@ from tests.explorer.processes.test_workers import Staff
 from tests.explorer.running import HELLO, eventually
 from tests.explorer.test_main import attached_to, job, service, write_settings
 from tests.explorer.versions.test_trial import SHARE, USERS, by_hash
-from tuneloop.explorer.versions.sequential_tests import LEAST_REPLIES
+from tuneloop.explorer.versions.trial import LEAST_REPLIES
 from tuneloop.shared.experience import VersionState
 
 pytestmark = pytest.mark.xdist_group("workers")

@@ -4,7 +4,7 @@ import pytest
 
 from tests.doubles.engine import MODEL, EngineDouble
 from tuneloop.explorer.engines import vllm
-from tuneloop.explorer.engines.proof.sampling_trial import require_samples_of_the_policy
+from tuneloop.explorer.engines.proof.reload_trial import require_samples_of_the_policy
 from tuneloop.shared.errors import EngineError
 
 

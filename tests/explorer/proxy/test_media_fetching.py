@@ -16,8 +16,8 @@ import pytest
 
 from tests.doubles.engine import MODEL, EnginePlace
 from tests.explorer.running import explorer_running, settings_for
-from tuneloop.explorer.proxy import media_fetching
-from tuneloop.explorer.proxy.media_fetching import MediaFetcher
+from tuneloop.explorer.proxy import media
+from tuneloop.explorer.proxy.media import MediaFetcher
 from tuneloop.shared.errors import RequestRefused
 
 #: Two addresses of this machine: the first stands for one on the internet, the second for one inside.
@@ -175,7 +175,7 @@ async def test_files_are_bounded_in_bytes_number_and_time() -> None:
         names = Names([OUTSIDE])
         refused = await refusal(fetcher(names, max_bytes=2 * len(PNG) - 1), f"{served.url()}1", f"{served.url()}2")
         assert (refused.status, refused.code) == (413, "body_too_large")
-        many = [f"{served.url()}{number}" for number in range(media_fetching.MAX_FILES + 1)]
+        many = [f"{served.url()}{number}" for number in range(media.MAX_FILES + 1)]
         assert (await refusal(fetcher(names), *many)).code == "too_many"
     async with silent() as url:
         refused = await refusal(fetcher(names, timeout_s=0.1), url)

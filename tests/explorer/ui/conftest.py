@@ -1,6 +1,5 @@
 """An explorer over a filled ledger, and a browser's way to it."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,18 +28,6 @@ class Filled(NamedTuple):
         assert answer.status_code == status, answer.text
         assert answer.headers["content-type"] == "text/html; charset=utf-8"
         return answer.text
-
-    def counted(self, path: str) -> str:
-        """The page, once what it counts is counted."""
-        return counted(self.explorer, path)
-
-
-def counted(explorer: RunningExplorer, path: str) -> str:
-    """A page that counts the ledger, once it has."""
-    until = time.monotonic() + 60
-    while "Counting…" in (page := explorer.http.get(path).text):
-        assert time.monotonic() < until, page
-    return page
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from fastapi.routing import APIRoute
 from tests.explorer.running import RunningExplorer, eventually
 from tests.explorer.ui.test_pages import words
 from tuneloop.explorer.edge import Edge
-from tuneloop.explorer.routes.api_description import describe_api
+from tuneloop.explorer.routes.api_operations import describe_api
 from tuneloop.explorer.ui.sessions import PATH
 from tuneloop.shared.ledger.keys import KeyGrant
 

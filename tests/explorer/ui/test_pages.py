@@ -41,7 +41,7 @@ def test_the_overview_says_whether_it_helped(filled: Filled):
 
 
 def test_the_overview_says_what_waits_and_why(filled: Filled):
-    seen = words(filled.counted("/ui/waiting"))
+    seen = words(filled.text("/ui/waiting"))
     assert "was last seen" in seen  # the trainer
     assert "feedback" in seen
     assert "a commit" in seen

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tuneloop.explorer.versions.sequential_tests import contrast, exceeds
+from tuneloop.explorer.versions.trial import contrast, exceeds
 from tuneloop.shared.evaluation.samples import SampleStatistics, Share
 
 

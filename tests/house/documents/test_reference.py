@@ -9,9 +9,9 @@ import pytest
 from page_files import DOCS, ROOT
 
 from tuneloop import runner
-from tuneloop.explorer.capture.sampling import BEYOND_IDS, NEUTRAL
 from tuneloop.explorer.engines.fleet import EngineState
-from tuneloop.explorer.processes.own_alarms import QUARANTINED, REFUSES
+from tuneloop.explorer.processes.ledger_gauges import QUARANTINED, REFUSES
+from tuneloop.explorer.proxy.request import BEYOND_IDS, NEUTRAL
 from tuneloop.explorer.versions import attestation, loading
 from tuneloop.shared.experience import Outcome, State, VersionState
 from tuneloop.shared.ledger.storage.ledger_clock import CLOCK_SKEW

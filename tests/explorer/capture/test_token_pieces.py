@@ -8,10 +8,8 @@ import pytest
 
 from tests.doubles.engine import pieces, recorded
 from tests.explorer.capture.test_packed import pack, packed
-from tuneloop.explorer.capture.sampling import Sampling
-from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields
+from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields, Sampling, TokenPieces
 from tuneloop.explorer.dialects.dialect import ReplyWriter
-from tuneloop.explorer.dialects.token_pieces import TokenPieces
 
 ID = "chatcmpl-recorded"
 RECORDINGS = ["stream_captured.sse", "stream_n2_captured.sse", "stream_tools_captured.sse"]

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tuneloop.explorer.engines.admission import Admission
+from tuneloop.explorer.limits import Admission
 from tuneloop.shared.errors import RequestRefused
 
 PATIENCE_S = 1000.0

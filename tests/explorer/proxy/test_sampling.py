@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuneloop.explorer.capture.sampling import BEYOND_IDS, NEUTRAL, Sampling, sampling_of
+from tuneloop.explorer.capture.transcript import Sampling
+from tuneloop.explorer.proxy.request import BEYOND_IDS, NEUTRAL, sampling_of
 from tuneloop.shared.errors import RequestRefused
 
 pytestmark = pytest.mark.contract

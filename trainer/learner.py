@@ -44,9 +44,8 @@ class Learner:
     """Actor, critic and reference, their optimizers, and the random numbers that shuffle mini-batches.
 
     `steps` counts batches learnt from. The reference is the base model; it and the critic are None if the algorithm
-    does not look at them; `critic_since` is the number of steps after which the critic was begun. `teacher` is set by
-    who has one, before the first step of an algorithm that asks for it. `baselines` is what the algorithm remembers
-    from step to step. Of copies that a GPU is `copying` the next update waits for the end. `spoilt` is true once a step
+    does not look at them. `teacher` is set by who has one, before the first step of an algorithm that asks for it.
+    `baselines` is what the algorithm remembers from step to step. Of copies that a GPU is `copying` the next update waits for the end. `spoilt` is true once a step
     failed after some of its updates: the weights from before it are not here, and it must be loaded anew.
 
     Of several `ranks` each has one, and a step is made by all together: rank 0's tells the others."""
@@ -61,7 +60,7 @@ class Learner:
         ranks: Ranks = ALONE,
     ) -> None:
         self.ranks, self.spoilt = ranks, False
-        self.steps = self.critic_since = 0
+        self.steps = 0
         self.actor, self.critic, self.reference = actor, critic, reference
         adam = partial(MasterAdamW, ranks=ranks, compiled=actor.is_compiled, offload=settings.trainer.optimizer_offload)
         self.optimizers = {"actor": adam(actor.network, settings.algorithm.optimizer)}
@@ -131,14 +130,12 @@ class Learner:
 
     def optim_step(self) -> Metrics:
         """Update the weights with the gradients. Raises NotFinite before it touches any, EnvironmentRefused after."""
-        trained = {name: each for name, each in self.optimizers.items() if name != "actor" or not self._warming_up}
-        norms = {name: optimizer.gradient_norm() for name, optimizer in trained.items()}
+        norms = {name: optimizer.gradient_norm() for name, optimizer in self.optimizers.items()}
         _must_be_finite({f"the {name}'s gradient norm": norm for name, norm in norms.items()})
         metrics = {f"{name}/grad_norm": norm for name, norm in norms.items()}
-        copying = self.copying
-        while copying:
-            copying.pop().wait()
-        for name, optimizer in trained.items():
+        while self.copying:
+            self.copying.pop().wait()
+        for name, optimizer in self.optimizers.items():
             metrics[f"{name}/lr"] = optimizer.lr
             try:
                 optimizer.update(norm=norms[name], max_norm=self._algorithm.max_grad_norm)
@@ -158,10 +155,6 @@ class Learner:
         here_BR, there_BR = (self._over(batch, each.logprobs, ALONE) for each in (self.actor, other))
         apart_BR = kl(here_BR, there_BR, self._algorithm.kl_estimator)
         return float(token_mean(apart_BR, batch.mask_BR, batch.tokens))
-
-    @property
-    def _warming_up(self) -> bool:
-        return self.critic is not None and self.steps - self.critic_since < self._algorithm.critic_warmup_steps
 
     def _learn(self, batch: Batch, targets: Targets) -> Metrics:
         updates = []
@@ -195,8 +188,6 @@ class Learner:
             critic = self._page.critic_loss(self._algorithm, targets, values_BR, totals)
             torch.autograd.backward(critic.value)
             metrics.update(critic.metrics)
-        if self._warming_up:
-            return metrics
         logprobs_BR, entropy_BR = self.actor.score(batch, self.ranks.sequence)
         actor = self._page.actor_loss(self._algorithm, targets, logprobs_BR, entropy_BR, totals)
         torch.autograd.backward(actor.value)

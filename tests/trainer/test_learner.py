@@ -119,17 +119,6 @@ def test_after_some_updates_of_a_step_that_failed_it_says_that_it_is_spoilt(sett
     assert all(parameter.grad is None for parameter in learner.actor.network.parameters())
 
 
-def test_the_critic_alone_learns_during_its_warm_up(settings):
-    learner = snapshot.load(settings(algorithm={"critic_warmup_steps": 1, "mini_batches": 1}), None)
-    before = _everything(learner)
-    metrics = learner.step(BATCH)
-    after = _everything(learner)
-    assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("a."))
-    assert not torch.equal(before["c.value_head.bias"], after["c.value_head.bias"])
-    assert not any(name.startswith("actor/") for name in metrics)
-    assert "actor/pg_loss" in learner.step(BATCH)
-
-
 def test_a_step_tells_what_it_did(settings):
     metrics = snapshot.load(settings(), None).step(BATCH)
     told = """actor/pg_loss actor/ppo_kl actor/pg_clipfrac actor/entropy actor/kl_loss actor/grad_norm actor/lr

@@ -65,7 +65,6 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     actor_updates: int
     critic_updates: int = 0
-    critic_since: int = 0
     baselines: dict[str, Moments] = {}
 
 
@@ -116,7 +115,6 @@ def resume(settings: Settings, folder: Path | None, state: Path | None, ranks: R
         counters = _counters(folder)
         kept = _counters(state) if state else Counters(steps=counters.steps, actor_updates=0)
         learner.steps = counters.steps
-        learner.critic_since = kept.critic_since if state and _has_critic(state) else counters.steps
         if not state:
             _log.warning("optimizer_begins_anew", folder=folder.name, critic_too=learner.critic is not None)
         learner.baselines = counters.baselines
@@ -149,9 +147,7 @@ def save(learner: Learner, folder: Path, *, base: Path) -> None:
 def weights_of(learner: Learner) -> CapturedWeights:
     """The learner's own tensors: they change with its next step."""
     updates = {f"{name}_updates": optimizer.updates for name, optimizer in learner.optimizers.items()}
-    counters = Counters(
-        steps=learner.steps, critic_since=learner.critic_since, **updates, baselines=dict(learner.baselines)
-    )
+    counters = Counters(steps=learner.steps, **updates, baselines=dict(learner.baselines))
     return CapturedWeights(
         step=learner.steps,
         actor=learner.actor,

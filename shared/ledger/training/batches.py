@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Select, TextClause, and_, func, select, text, update
+from sqlalchemy import ColumnElement, Connection, Select, TextClause, and_, func, not_, select, text, update
 
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.raters import Rater
 from tuneloop.shared.ledger.storage.schema import COMMITTED, EDITED, experiences
 from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
-from tuneloop.shared.ledger.training.groups import bounds, gather, takable
+from tuneloop.shared.ledger.training.groups import gather, takable, young
 from tuneloop.shared.ledger.training.rater_shares import (
     WINDOW,
     Unit,
@@ -51,14 +51,15 @@ _UNSAMPLED = f"SELECT id, group_id FROM experiences {{hint}} WHERE {COMMITTED} A
 _EDITED_GROUPS = f"SELECT DISTINCT group_id FROM experiences {{hint}} WHERE {COMMITTED} AND {EDITED}"
 
 
-def expire(connection: Connection, policy: BatchPolicy, *, newest: int, now: float) -> None:
+def expire(connection: Connection, policy: BatchPolicy, *, newest: int) -> None:
     """Set aside what is too old to be trained on, and with it the whole group that it belongs to."""
-    for bound in bounds(policy, newest=newest, now=now):
-        too_old = and_(_COMMITTED, bound.column < bound.least)
-        groups = select(experiences.c.group_id).where(too_old, experiences.c.group_id.is_not(None))
-        in_such_a_group = and_(_COMMITTED, experiences.c.group_id.in_(groups))
-        set_aside(connection, in_such_a_group, f"of a group sampled more than {bound.value:g} {bound.unit}, in part")
-        set_aside(connection, too_old, f"sampled more than {bound.value:g} {bound.unit}")
+    if policy.max_staleness is None:
+        return
+    too_old = and_(_COMMITTED, not_(young(policy, newest=newest)))
+    groups = select(experiences.c.group_id).where(too_old, experiences.c.group_id.is_not(None))
+    sampled = f"sampled more than {policy.max_staleness} versions before {newest}"
+    set_aside(connection, and_(_COMMITTED, experiences.c.group_id.in_(groups)), f"of a group {sampled}, in part")
+    set_aside(connection, too_old, sampled)
 
 
 def claim(

@@ -62,7 +62,7 @@ def test_an_update_that_has_no_room_is_made_again_in_smaller_pieces(settings, mo
 @pytest.mark.parametrize("full", ["actor", "critic"])
 def test_an_update_that_no_memory_is_left_for_is_refused_and_none_is_made_twice(settings, monkeypatch, full):
     """Of actor and critic, one after the other, at the first update: AdamW makes its memory then."""
-    algorithm = {"algorithm_type": "ppo", "critic_warmup_steps": 0, "mini_batches": 1}
+    algorithm = {"algorithm_type": "ppo", "mini_batches": 1}
     chosen = settings(trainer={"micro_batch_tokens": 512}, algorithm=algorithm)
     learner = snapshot.load(chosen, None)
     chosen.job_dir.mkdir(parents=True)

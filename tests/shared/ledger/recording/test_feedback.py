@@ -255,7 +255,7 @@ def test_feedback_after_training_is_late(ledger: Ledger, engine: Engine) -> None
 def test_feedback_after_expiry_is_late(ledger: Ledger, engine: Engine) -> None:
     committed(ledger)
     trained(ledger)
-    ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy(max_age=1.0))
+    ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy(max_staleness=-1))
     expired = [row for row in rows(engine) if row.state == State.EXPIRED]
     assert expired
     assert hear(ledger, msg_id=expired[0].msg_id, value=0.5) == Outcome.LATE

@@ -98,15 +98,6 @@ def test_each_tenant_gets_the_same_share_and_what_one_leaves_goes_to_the_others(
 # Bounds.
 
 
-def test_what_was_sampled_too_long_ago_expires_with_the_reason(
-    ledger: Ledger, engine: Engine, take: Take, clock: Clock
-) -> None:
-    old, young = give(ledger, received_at=10.0), give(ledger, received_at=900.0)
-    assert [sample.id for sample in take(1, max_age=500.0)] == [2]
-    assert states(engine) == {old: State.EXPIRED, young: State.LEASED}
-    assert reasons(engine) == {"sampled more than 500 seconds ago"}
-
-
 def test_what_was_sampled_too_many_versions_ago_expires_with_the_reason(ledger: Ledger, engine: Engine) -> None:
     for _ in range(3):
         trained(ledger)
@@ -119,10 +110,10 @@ def test_what_was_sampled_too_many_versions_ago_expires_with_the_reason(ledger: 
 
 
 def test_a_group_of_which_a_part_is_too_old_expires_whole(ledger: Ledger, engine: Engine, take: Take) -> None:
-    old = give(ledger, task_id="t", run_id="1", received_at=10.0)
-    young = give(ledger, task_id="t", run_id="2", received_at=900.0)
+    old = give(ledger, task_id="t", run_id="1")
+    young = give(ledger, task_id="t", run_id="2", experiences=(experience(version_min=1, version_max=1),))
     assert take(9, group_by="task", group_size=2) == []  # gathered, but too few for a batch
-    assert take(1, group_by="task", group_size=2, max_age=500.0) == []
+    assert take(1, group_by="task", group_size=2, max_staleness=-1) == []
     assert states(engine) == {old: State.EXPIRED, young: State.EXPIRED}
 
 
@@ -247,8 +238,9 @@ def test_a_lease_that_a_deadlock_with_new_feedback_ends_is_done_again(
     ledger: Ledger, take: Take, engine: Engine, clock: Clock
 ) -> None:
     for run_id in ("1", "2"):
-        give(ledger, task_id="t", run_id=run_id, received_at=clock.now)
-    give(ledger, received_at=clock.now - 1000)
+        young = (experience(version_min=1, version_max=1),)
+        give(ledger, task_id="t", run_id=run_id, received_at=clock.now, experiences=young)
+    give(ledger, received_at=clock.now)
     old, policy = 3, {"group_by": "task", "group_size": 2}
     assert take(9, **policy) == []  # gathered: 1 and 2
     row = select(experiences.c.id).with_for_update()
@@ -256,7 +248,7 @@ def test_a_lease_that_a_deadlock_with_new_feedback_ends_is_done_again(
     with ThreadPoolExecutor(1) as pool, engine.connect() as recording:
         recording.execute(text("SET LOCAL deadlock_timeout = '60s'"))  # so that it is the other that is ended
         recording.execute(row.where(experiences.c.id == 2))
-        leasing = pool.submit(take, 2, max_age=500.0, **policy)
+        leasing = pool.submit(take, 2, max_staleness=-1, **policy)
         eventually(lambda: recording.execute(waiting).scalar_one() > 0)
         recording.execute(row.where(experiences.c.id == old))  # which has expired in what is waiting for us
         recording.rollback()
@@ -368,7 +360,7 @@ def test_the_settings_make_the_policy(tmp_path: Path) -> None:
         feedback={"trusted_raters": ["ann"]},
         judge={"url": "http://judge", "model": "m"},
     )
-    others = {"any_reply": False, "edited": False, "by_result": False, "max_backlog": 48, "max_age": None}
+    others = {"any_reply": False, "edited": False, "by_result": False, "max_backlog": 48}
     assert BatchPolicy.of(settings)._asdict() == chosen | bounds | raters | others
     unset = BatchPolicy.of(Settings(model={"model_path": tmp_path}))
     assert unset == BatchPolicy(max_rater_share=0.1, max_backlog=8 * 32)

@@ -45,8 +45,9 @@ class Learner:
 
     `steps` counts batches learnt from. The reference is the base model; it and the critic are None if the algorithm
     does not look at them. `teacher` is set by who has one, before the first step of an algorithm that asks for it.
-    `baselines` is what the algorithm remembers from step to step. Of copies that a GPU is `copying` the next update waits for the end. `spoilt` is true once a step
-    failed after some of its updates: the weights from before it are not here, and it must be loaded anew.
+    `baselines` is what the algorithm remembers from step to step. Of copies that a GPU is `copying` the next update
+    waits for the end. `spoilt` is true once a step failed after some of its updates: the weights from before it are not
+    here, and it must be loaded anew.
 
     Of several `ranks` each has one, and a step is made by all together: rank 0's tells the others."""
 

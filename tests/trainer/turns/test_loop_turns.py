@@ -12,7 +12,6 @@ from tuneloop.shared.errors import LedgerUnavailable, TurnNotGiven
 from tuneloop.shared.job_marks import GpuLocks
 from tuneloop.shared.ledger.training.training import Training
 from tuneloop.trainer.checkpoints.publication import Publisher
-from tuneloop.trainer.leased_rows import UnpublishedSteps
 from tuneloop.trainer.loop import TrainingLoop, run
 
 TURNS = {"gpu_turn": 30}
@@ -114,12 +113,3 @@ class Made:
 
     def __init__(self, steps):
         self.steps = steps
-
-
-@pytest.mark.parametrize(("count", "made", "waits"), [(2, 2, False), (3, 3, False), (5, 5, True), (3, 10, True)])
-def test_steps_wait_for_the_publisher_if_they_are_enough_or_the_last(settings, ledger, count, made, waits):
-    chosen = settings(trainer={"save_interval": 3, "total_steps": 10})
-    steps = UnpublishedSteps(chosen, ledger, Busy(), None, epoch=1)
-    steps.count = count
-    assert steps.wait_for_publisher(Made(made)) is waits
-    assert not steps.are_due(Made(made))

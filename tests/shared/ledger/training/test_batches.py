@@ -11,7 +11,7 @@ from sqlalchemy import Engine, func, select, text
 
 from tests.doubles.clock import Clock
 from tests.explorer.running import eventually
-from tests.factories import exchange, experience, feedback, fill, ids, published, trained
+from tests.factories import exchange, experience, feedback, fill, ids, trained
 from tests.shared.ledger.training.test_run_results import ON_POSTGRESQL, between
 from tuneloop.shared.experience import Sample, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
@@ -71,12 +71,6 @@ def test_the_oldest_come_first_unless_the_policy_says_otherwise(ledger: Ledger, 
     assert ids(take(2)) == [1, 2]
 
 
-def test_the_freshest_come_first_if_the_policy_says_so(ledger: Ledger, take: Take) -> None:
-    for _ in range(4):
-        give(ledger)
-    assert ids(take(2, order="freshest")) == [3, 4]
-
-
 def test_the_highest_priority_comes_first_and_among_equals_the_oldest(ledger: Ledger, take: Take) -> None:
     for priority in (0.0, 2.0, -1.0, 2.0, 1.0):
         give(ledger, priority=priority)
@@ -130,15 +124,6 @@ def test_a_group_is_gathered_across_commits_and_taken_whole(ledger: Ledger, take
     assert [(sample.task_id, sample.run_id, sample.group_id) for sample in batch] == [("t", "1", 1), ("t", "2", 1)]
 
 
-def test_a_batch_of_groups_has_at_least_its_size(ledger: Ledger, take: Take) -> None:
-    for task in ("a", "b", "c"):
-        for run in ("1", "2", "3"):
-            give(ledger, task_id=task, run_id=run)
-    assert [sample.task_id for sample in take(4, group_by="task", group_size=3)] == ["a"] * 3 + ["b"] * 3
-    assert take(4, group_by="task", group_size=3) == []
-    assert len(take(3, group_by="task", group_size=3)) == 3
-
-
 def test_a_group_waits_for_its_replies_that_have_no_feedback_yet(ledger: Ledger, take: Take) -> None:
     for run in ("1", "2"):
         give(ledger, task_id="t", run_id=run)
@@ -186,16 +171,6 @@ def test_a_lone_run_never_trains_as_a_group_but_expires(
     assert reasons(engine) == {"alone in its group 3600 s after it was committed"}
 
 
-def test_a_member_that_comes_when_its_group_has_left_starts_another(ledger: Ledger, take: Take, clock: Clock) -> None:
-    for run in ("1", "2"):
-        give(ledger, task_id="t", run_id=run)
-    assert len(take(1, group_by="task", group_size=2)) == 2
-    give(ledger, task_id="t", run_id="3")
-    assert take(1, group_by="task", group_size=2) == []
-    give(ledger, task_id="t", run_id="4")
-    assert [sample.group_id for sample in take(1, group_by="task", group_size=2)] == [3, 3]
-
-
 def test_the_choices_of_a_reply_that_names_no_task_are_a_group(ledger: Ledger, take: Take) -> None:
     give(ledger, experiences=tuple(experience(choice=choice) for choice in range(4)))
     assert len(take(1, group_by="task", group_size=4)) == 4
@@ -205,13 +180,6 @@ def test_tenants_with_the_same_task_are_no_group(ledger: Ledger, take: Take) -> 
     for tenant in ("a", "b"):
         give(ledger, tenant=tenant, task_id="t", run_id=tenant)
     assert take(1, group_by="task", group_size=2) == []
-
-
-def test_a_trajectory_is_taken_whole(ledger: Ledger, take: Take) -> None:
-    for run in ("1", "2", "1", "1"):
-        give(ledger, task_id="t", run_id=run)
-    assert [sample.run_id for sample in take(2, group_by="run")] == ["1", "1", "1"]
-    assert [sample.run_id for sample in take(1, group_by="run")] == ["2"]
 
 
 @ON_POSTGRESQL
@@ -289,18 +257,6 @@ def test_a_group_of_which_a_member_is_taken_back_while_it_is_gathered_waits_for_
     assert ids(take(1, group_by="task", group_size=2)) == [1, 2]
 
 
-def test_a_group_that_was_given_back_is_taken_again(ledger: Ledger) -> None:
-    for run in "12":
-        give(ledger, task_id="t", run_id=run)
-    policy = BatchPolicy(group_by="task", group_size=2)
-    epoch = ledger.training.take_epoch("one")
-    assert len(ledger.training.lease(epoch, 1, policy)) == 2
-    epoch = ledger.training.take_epoch("two")
-    batch = ledger.training.lease(epoch, 1, policy)
-    assert len(batch) == 2
-    assert ledger.training.register(epoch, ids(batch), step=1, publish=published) == 1
-
-
 # Cost.
 
 
@@ -366,9 +322,3 @@ def test_the_settings_make_the_policy(tmp_path: Path) -> None:
     assert unset == BatchPolicy(max_rater_share=0.1, max_backlog=8 * 32)
     unbounded = Settings(model={"model_path": tmp_path}, buffer={"max_backlog": None})
     assert BatchPolicy.of(unbounded).max_backlog is None
-
-
-@pytest.mark.parametrize(("method", "any_reply"), [("ppo", False), ("sft", True), ("raft", True), ("kto", True)])
-def test_the_method_says_whether_any_reply_will_do(tmp_path: Path, method: str, any_reply: bool) -> None:
-    settings = Settings(model={"model_path": tmp_path}, algorithm={"algorithm_type": method})
-    assert BatchPolicy.of(settings).any_reply is any_reply

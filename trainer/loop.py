@@ -68,7 +68,7 @@ _ENDINGS = (VersionAction.REJECTED, VersionAction.ROLLED_BACK)
 def run(settings: Settings, stop: Stop, ranks: Ranks = ALONE) -> None:
     """Train until `stop` is set, or `trainer.total_steps` are done. Raises StaleEpoch if another takes over.
 
-    Of several ranks it is run by rank 0; the others follow (trainer/workers/follower.py).
+    Of several ranks it is run by rank 0; the others follow (trainer/workers/rank.py).
     """
     device_of(settings)
     require_folders(settings)

@@ -183,7 +183,7 @@ class MicroBatch:
         return self.tokens
 
     def _shrink_together(self, stepping: ref[Learner]) -> int:
-        """`_shrink` within a step, where the other ranks wait to be told (workers/follower.py)."""
+        """`_shrink` within a step, where the other ranks wait to be told (workers/rank.py)."""
         learner = stepping()
         assert learner is not None
         with learner.ranks.agree():

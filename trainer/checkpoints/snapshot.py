@@ -26,6 +26,7 @@ import structlog
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from tuneloop.shared.checkpoints.layout import (
     ACTOR,
@@ -42,7 +43,7 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.algorithms.terms.moments import Moments
 from tuneloop.trainer.batches.batch import all_but_first
-from tuneloop.trainer.batches.tokenizer import Tokenizer, tokenizer_of
+from tuneloop.trainer.batches.tokenizer import tokenizer_of
 from tuneloop.trainer.checkpoints.tensor_file import DiskPriority, TensorFiles
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.model import Actor, Critic
@@ -309,7 +310,7 @@ def actor_in(settings: Settings, folder: Path) -> Actor:
 
 
 @cache
-def _probe_ids(words: Tokenizer, vocabulary: int, length: int) -> tuple[int, ...]:
+def _probe_ids(words: PreTrainedTokenizerBase, vocabulary: int, length: int) -> tuple[int, ...]:
     """So many ordinary tokens, always the same; none if there are none."""
     special = {*words.all_special_ids, *words.added_tokens_decoder}
     ordinary = [token for token in range(min(vocabulary, len(words))) if token not in special]

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import structlog
@@ -151,17 +151,8 @@ class StateWriter:
 
     def report(self, curves: CurveWriter) -> None:
         """Write what has been measured since the last call."""
-        for step, measured in self.drain():
-            curves.add(step, measured)
-
-    def drain(self) -> list[tuple[int, Metrics]]:
-        """What has been measured since the last call, each with its step."""
-        found = []
-        while True:
-            try:
-                found.append(self._measured.get_nowait())
-            except Empty:
-                return found
+        while not self._measured.empty():
+            curves.add(*self._measured.get())
 
     def _copy(self, learner: Learner) -> CapturedState | None:
         state = self._copies.of(learner)

@@ -59,22 +59,17 @@ class GateEvaluation:
         if self._take_gpu is not None:
             self._take_gpu(learner)
         try:
-            self._compare(learner, version, champion)
-        except NotEvaluated as error:
-            self._put_off(version, str(error))
-        except torch.OutOfMemoryError:
-            self._put_off(version, "it does not fit into the GPU's memory")
+            self._compare(learner, version, champion, before)
+        except (NotEvaluated, torch.OutOfMemoryError) as error:
+            reason = str(error) if isinstance(error, NotEvaluated) else "it does not fit into the GPU's memory"
+            _log.warning("version_not_evaluated", version=version, reason=reason)
+            self._not_before = time.monotonic() + self._again_s
 
-    def _put_off(self, version: int, reason: str) -> None:
-        _log.warning("version_not_evaluated", version=version, reason=reason)
-        self._not_before = time.monotonic() + self._again_s
-
-    def _compare(self, learner: Learner, version: int, champion: Version) -> None:
+    def _compare(self, learner: Learner, version: int, champion: Version, before: tuple[Figure, ...]) -> None:
         started, found = time.perf_counter(), self._answers(learner.actor)
         if version == champion.version:
             self._record(version, found)
             return
-        before = self._figures(champion.version)
         if not before:
             folder = champion.path / ACTOR if champion.version else self._settings.model.model_path
             try:

@@ -39,15 +39,10 @@ _ENOUGH = 16
 
 def signals(replies: Sequence[ReplyExcerpt], refusals: Sequence[re.Pattern[str]]) -> dict[str, float]:
     """The share of replies that refuse, and that of wrong ones among those that call tools; each only of enough."""
-    refused = [refuses(reply.text, refusals) for reply in replies]
+    refused = [any(pattern.search(reply.text) for pattern in refusals) for reply in replies]
     wrong = [error for reply in replies if (error := tool_error(reply)) is not None]
     shares = {REFUSALS: refused, TOOL_ERRORS: wrong}
     return {name: sum(found) / len(found) for name, found in shares.items() if len(found) >= _ENOUGH}
-
-
-def refuses(text: str, patterns: Sequence[re.Pattern[str]]) -> bool:
-    """Whether one of the patterns is found."""
-    return any(pattern.search(text) for pattern in patterns)
 
 
 def tool_error(reply: ReplyExcerpt) -> bool | None:

@@ -120,17 +120,11 @@ def _next_units(
     """What the next batch is made of, `most` rows at least if there are so many."""
     if policy.group_by != "none":
         return _next_groups(connection, policy, most, missing, lock=lock)
-    return [Unit(id_, (id_,)) for id_ in _next_rows(connection, policy, most, lock=lock)]
-
-
-def _next_rows(connection: Connection, policy: BatchPolicy, most: int, *, lock: bool) -> list[int]:
-    """The next rows; with `lock`, but for those that someone is changing right now."""
-    queries = {each: next_of(each, policy, most) for each in _tenants(connection)}
-    queues = {
-        tenant: connection.execute(query.with_for_update(skip_locked=True) if lock else query).all()
-        for tenant, query in queries.items()
-    }
-    return [row.id for row in _by_turns(queues.values())[:most]]
+    queries = (next_of(each, policy, most) for each in _tenants(connection))
+    if lock:  # What someone is changing right now is left out.
+        queries = (query.with_for_update(skip_locked=True) for query in queries)
+    rows = _by_turns([connection.execute(query).all() for query in queries])[:most]
+    return [Unit(row.id, (row.id,)) for row in rows]
 
 
 def next_of(tenant: str, policy: BatchPolicy, size: int) -> Select[Any]:
@@ -189,10 +183,12 @@ def set_aside(connection: Connection, which: ColumnElement[bool], reason: str) -
 
 def _next_groups(connection: Connection, policy: BatchPolicy, most: int, missing: int, *, lock: bool) -> list[Unit]:
     """The next groups, of `most` rows at least if there are so many; none if `missing` are needed and not there."""
-    queues = {
-        tenant: connection.execute(next_groups(tenant, policy.order, most)).all() for tenant in _tenants(connection)
-    }
-    chosen, total = _first(_by_turns(queues.values()), most)
+    queues = [connection.execute(next_groups(each, policy.order, most)).all() for each in _tenants(connection)]
+    chosen, total = list[int](), 0
+    for group in _by_turns(queues):
+        if total < most:
+            chosen.append(group.group_id)
+            total += group.rows
     if total < missing and policy.batch_timeout is None:
         return []
     members: dict[int, list[int]] = defaultdict(list)
@@ -202,17 +198,6 @@ def _next_groups(connection: Connection, policy: BatchPolicy, most: int, missing
         for group_id, row in connection.execute(ordered.with_for_update() if lock else ordered):
             members[group_id].append(row)
     return [Unit(group_id, tuple(members[group_id])) for group_id in chosen if group_id in members]
-
-
-def _first(groups: Sequence[Any], rows: int) -> tuple[list[int], int]:
-    """The first groups, of at least so many rows if there are, and how many they have."""
-    chosen, total = [], 0
-    for group in groups:
-        if total >= rows:
-            break
-        chosen.append(group.group_id)
-        total += group.rows
-    return chosen, total
 
 
 def next_groups(tenant: str, order: str, size: int) -> Any:
@@ -237,12 +222,6 @@ class Backlog(NamedTuple):
     set_aside: int
 
 
-class _Waiting(NamedTuple):
-    unit: Unit
-    tenant: str
-    priority: float
-
-
 def trim(connection: Connection, policy: BatchPolicy) -> Backlog:
     """Let what waits beyond `policy.max_backlog` expire."""
     waiting = connection.execute(select(func.count()).select_from(experiences).where(_COMMITTED)).scalar_one()
@@ -256,33 +235,23 @@ def trim(connection: Connection, policy: BatchPolicy) -> Backlog:
     grouped = policy.group_by != "none"
     if grouped:
         query = query.where(experiences.c.group_id.is_not(None))
-    units: dict[int, list[Any]] = defaultdict(list)
+    members: dict[int, list[Any]] = defaultdict(list)
     for row in connection.execute(query):
-        units[row.group_id if grouped else row.id].append(row)
-    for each in _freshest_first(
-        connection,
-        [
-            _Waiting(Unit(number, tuple(row.id for row in rows)), rows[0].tenant, rows[0].priority)
-            for number, rows in units.items()
-        ],
-        policy,
-    ):
+        members[row.group_id if grouped else row.id].append(row)
+    by_priority = policy.order == "priority"
+    order = sorted(members, key=lambda each: (members[each][0].priority if by_priority else 0.0, each), reverse=True)
+    units = [Unit(number, tuple(row.id for row in members[number])) for number in order]
+    if is_limited(connection, policy):
+        raters = main_raters(connection, units, policy)
+        units = _in_turn(units, lambda each: raters[each.number])
+    for each in _in_turn(units, lambda each: members[each.number][0].tenant):
         if room <= 0:
-            beyond += each.unit.rows
-        room -= len(each.unit.rows)
+            beyond += each.rows
+        room -= len(each.rows)
     reason = f"more than {most} experiences waited: buffer.max_backlog"
     these = (and_(experiences.c.id.in_(portion), _COMMITTED) for portion in portions(sorted(beyond)))
     expired = sum(set_aside(connection, which, reason) for which in these)
     return Backlog(waiting - expired, expired)
-
-
-def _freshest_first(connection: Connection, waiting: Sequence[_Waiting], policy: BatchPolicy) -> Sequence[_Waiting]:
-    by_priority = policy.order == "priority"
-    found = sorted(waiting, key=lambda each: (each.priority if by_priority else 0.0, each.unit.number), reverse=True)
-    if is_limited(connection, policy):
-        raters = main_raters(connection, [each.unit for each in found], policy)
-        found = _in_turn(found, lambda each: raters[each.unit.number])
-    return _in_turn(found, lambda each: each.tenant)
 
 
 def _in_turn(things: Sequence[T], of: Callable[[T], Hashable]) -> list[T]:

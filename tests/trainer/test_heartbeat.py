@@ -1,6 +1,5 @@
 """A trainer that is busy is alive, and one that was overtaken is told so while it is busy."""
 
-import time
 from collections.abc import Callable
 from threading import Event
 
@@ -8,6 +7,7 @@ import pytest
 from sqlalchemy import select
 
 from tests.factories import committed
+from tests.trainer.factories import eventually
 from tuneloop.shared.errors import LedgerUnavailable, StaleEpoch
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import epochs, experiences
@@ -25,7 +25,7 @@ class Busy(Training):
     def lease(self, epoch, size, policy, *, held=()):
         rows = super().lease(epoch, size, policy, held=held)
         self.happens()
-        until(self.done)
+        eventually(self.done)
         return rows
 
 
@@ -40,13 +40,6 @@ class Deaf(Training):
         if self.asked <= self.deaf_to:
             raise LedgerUnavailable("away")
         super().extend(epoch)
-
-
-def until(holds):
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.01)
 
 
 def seen(ledger, epoch=1):
@@ -84,6 +77,6 @@ def test_a_database_that_is_away_is_no_reason_to_stop(ledger):
     epoch = deaf.take_epoch("trainer")
     began = seen(ledger).seen_at
     with Heartbeat(deaf, epoch, stop, interval_s=0.01) as heartbeat:
-        until(lambda: seen(ledger).seen_at > began)
+        eventually(lambda: seen(ledger).seen_at > began)
     assert not stop.is_set()
     assert heartbeat.overtaken is None

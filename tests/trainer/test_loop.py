@@ -1,6 +1,5 @@
 """The loop against a real ledger: exactly once, to the bit, whatever happens on the way."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -12,7 +11,7 @@ from sqlalchemy import make_url
 from structlog.testing import capture_logs
 
 from tests.databases import put_file
-from tests.trainer.factories import commit, points, sample
+from tests.trainer.factories import commit, eventually, points, sample
 from tuneloop.shared import steady_time
 from tuneloop.shared.capacity.pace import find_pace
 from tuneloop.shared.checkpoints.file_checks import check_files
@@ -37,21 +36,13 @@ def _files(ledger, version):
     return read_manifest(row.path, sha256=row.manifest_sha256).files
 
 
-def _until(condition):
-    began = time.monotonic()
-    while not condition():
-        waited = time.monotonic() - began
-        assert waited < 30
-        time.sleep(min(max(waited / 10, 0.01), 0.2))  # to look costs the trainer its time
-
-
 def _run_until(chosen, condition):
     """Run a trainer until the condition holds, then ask it to stop."""
     stop = Event()
     with ThreadPoolExecutor(1) as threads:
         trainer = threads.submit(run, chosen, stop)
         try:
-            _until(lambda: trainer.done() or condition())
+            eventually(lambda: trainer.done() or condition())
         finally:
             stop.set()
         trainer.result(30)
@@ -133,7 +124,7 @@ def test_a_trainer_that_starts_again_waits_for_its_database(settings, tmp_path, 
             trainer.result(1)
         away.symlink_to(real)
         ledger = Ledger(database.connect(postgres_url, schema="exp_buffer"))
-        _until(lambda: trainer.done() or _is_alive(ledger))
+        eventually(lambda: trainer.done() or _is_alive(ledger))
         stop.set()
         trainer.result(30)
     ledger.close()

@@ -115,9 +115,6 @@ def test_a_reward_that_rises_while_the_evaluation_falls_is_hacked(points, raised
     assert alarms(SMALL, trained(SMALL, *points)) == ({"reward_hack"} if raised else set())
 
 
-# Alarms.
-
-
 # Replies.
 
 

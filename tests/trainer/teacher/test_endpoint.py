@@ -1,22 +1,15 @@
 """A teacher behind an endpoint: what it is asked, and what is made of each of its answers."""
 
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from tests.doubles.teacher import TeacherDouble, logprob_of, teaching
+from tests.doubles.teacher import logprob_of
 from tests.trainer.factories import sample
 from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused, TeacherAway
 from tuneloop.trainer.batches.sequences import TokenSequence
 from tuneloop.trainer.teacher.teacher import RemoteTeacher
-
-
-@pytest.fixture
-def double(base) -> Iterator[TeacherDouble]:
-    with teaching(base) as teacher:
-        yield teacher
 
 
 @pytest.fixture

@@ -1,12 +1,10 @@
 """The trainer waits for a teacher that is away, and drops samples that the teacher can never answer for."""
 
-from collections.abc import Iterator
 from threading import Event
 
 import numpy as np
 import pytest
 
-from tests.doubles.teacher import TeacherDouble, teaching
 from tests.trainer.factories import commit, sample
 from tuneloop.shared.errors import SamplesRefused, TeacherAway
 from tuneloop.shared.ledger.versions.alarms import Alarm
@@ -16,12 +14,6 @@ from tuneloop.trainer.teacher.retries import TeacherRetries
 from tuneloop.trainer.teacher.teacher import RemoteTeacher
 
 POISON = 255
-
-
-@pytest.fixture
-def double(base) -> Iterator[TeacherDouble]:
-    with teaching(base) as teacher:
-        yield teacher
 
 
 @pytest.fixture

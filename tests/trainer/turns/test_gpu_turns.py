@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.trainer.factories import sample
+from tests.trainer.factories import eventually, sample
 from tuneloop.shared.job_marks import GpuLocks
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.copies import PinnedMemory
@@ -37,13 +37,6 @@ def stop():
 def turns(settings, stop):
     with closing(GpuTurns(settings(cluster={"gpu_turn": TURN_S}), stop)) as made:
         yield made
-
-
-def eventually(holds):
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def weights_of(learner):
@@ -134,17 +127,6 @@ def test_an_engine_that_waits_comes_before_the_next_turn(settings, turns, engine
     turns.end(learner)
     turns.end(learner)  # nothing more happens
     assert engine.held.take()
-
-
-class Late:
-    """Tensors for which there is room at the third try."""
-
-    tries = 0
-
-    def put_back(self):
-        self.tries += 1
-        if self.tries < 3:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
 
 @pytest.mark.gpu

@@ -7,11 +7,10 @@ from threading import Event
 import pytest
 from structlog.testing import capture_logs
 
-from tests.trainer.factories import commit, sample
+from tests.trainer.factories import commit, eventually, sample
 from tuneloop.shared.errors import LedgerUnavailable, TurnNotGiven
 from tuneloop.shared.job_marks import GpuLocks
 from tuneloop.shared.ledger.training.training import Training
-from tuneloop.trainer.checkpoints.publication import Publisher
 from tuneloop.trainer.loop import TrainingLoop, run
 
 TURNS = {"gpu_turn": 30}
@@ -23,13 +22,6 @@ def engine(settings):
     locks = GpuLocks.of(settings().job_dir)
     yield locks
     locks.close()
-
-
-def eventually(holds):
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Away(Training):
@@ -97,19 +89,3 @@ def test_steps_that_get_no_turn_before_a_stop_are_given_back_and_all_else_is_end
     assert said.index("steps_not_published") < said.index("trainer_stopped")
     assert ledger.reports.counts()["committed"] == 4
     assert engine.held.take()
-
-
-class Busy(Publisher):
-    """A version of so many steps is being written."""
-
-    steps_begun = 2
-
-    def __init__(self):
-        pass
-
-
-class Made:
-    """A learner after so many steps."""
-
-    def __init__(self, steps):
-        self.steps = steps

@@ -93,7 +93,8 @@ class Learner:
         sequences = assemble(samples, merge=not self._asks.by_reply)
         batch = _collate(sequences, tempered=self._asks.tempered)
         random, baselines, updates = self.generator.get_state(), self.baselines, _updates_made(self.optimizers)
-        for model in self._models:
+        models = [each for each in (self.actor, self.critic, self.reference) if each is not None]
+        for model in models:
             model.positions = Positions()
         try:
             targets, measured = self._targets(sequences, batch, version)
@@ -106,7 +107,7 @@ class Learner:
             self.spoilt = _updates_made(self.optimizers) != updates
             raise
         self.steps += 1
-        read = self.ranks.add_up_numbers(count_positions(model.positions for model in self._models))
+        read = self.ranks.add_up_numbers(count_positions(model.positions for model in models))
         took, tokens = time.perf_counter() - started, int(batch.lengths_B.sum())
         alone = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
         speed = {"time/train_step": took, "perf/tokens_per_second": tokens / took, "perf/merged": alone / tokens}
@@ -245,15 +246,12 @@ class Learner:
 
     def _micro_batches(self, batch: Batch, units_B: Tensor | None, ranks: Ranks) -> list[Tensor]:
         """This rank's micro-batches."""
-        padded = not all(model.is_packed for model in self._models)
+        models = (self.actor, self.critic, self.reference)
+        padded = not all(model.is_packed for model in models if model is not None)
         mine_B = share_of(*ranks.share, batch.lengths_B, units_B, width=self.actor.width)
         units_B = None if units_B is None else units_B[mine_B]
         cut = micro_batches(batch.lengths_B[mine_B], self.micro_batch_tokens, units_B, padded=padded)
         return [mine_B[index_B] for index_B in cut]
-
-    @property
-    def _models(self) -> list[Actor | Critic]:
-        return [each for each in (self.actor, self.critic, self.reference) if each is not None]
 
 
 def go_ahead() -> None:

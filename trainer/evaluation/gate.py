@@ -66,10 +66,10 @@ class GateEvaluation:
             self._not_before = time.monotonic() + self._again_s
 
     def _compare(self, learner: Learner, version: int, champion: Version, before: tuple[Figure, ...]) -> None:
-        started, found = time.perf_counter(), self._answers(learner.actor)
+        started, record = time.perf_counter(), self._ledger.evaluations.record
+        found = self._answers(learner.actor)
         if version == champion.version:
-            self._record(version, found)
-            return
+            return record(version, Evaluator.TRAINER, found)
         if not before:
             folder = champion.path / ACTOR if champion.version else self._settings.model.model_path
             try:
@@ -77,13 +77,13 @@ class GateEvaluation:
             except EnvironmentRefused as error:
                 raise NotEvaluated(str(error)) from error
             before = self._answers(actor)
-            self._record(champion.version, before)
+            record(champion.version, Evaluator.TRAINER, before)
         verdict = gate_verdict(self._settings.gate, found, before)
         details = verdict.details(champion.version)
         reason = verdict.reason(champion.version)
         self._ledger.versions.note(version, VersionAction.EVALUATED, by="trainer", reason=reason, details=details)
         # Only now: with them in the ledger the version may be rejected, or served, at once.
-        self._record(version, found)
+        record(version, Evaluator.TRAINER, found)
         seconds = round(time.perf_counter() - started, 3)
         _log.info("version_evaluated", version=version, passed=verdict.passed, reason=reason, seconds=seconds)
 
@@ -96,6 +96,3 @@ class GateEvaluation:
     def _figures(self, version: int) -> tuple[Figure, ...]:
         """What is known of a version, if it is of these tasks."""
         return figures_on(self._ledger.evaluations.of(version, Evaluator.TRAINER), self._fingerprint)
-
-    def _record(self, version: int, figures: tuple[Figure, ...]) -> None:
-        self._ledger.evaluations.record(version, Evaluator.TRAINER, figures)

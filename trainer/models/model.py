@@ -52,7 +52,14 @@ class Actor:
         self.is_compiled = compiled
         self._body: nn.Module = network.base_model
         self._head = cast(nn.Module, cast(Any, network).get_output_embeddings())
-        self._head_is_all = self._compare()
+        # Whether the head on the body's output is the whole model: some scale or cap the logits after it.
+        self._head_is_all = False
+        if self._body is not network:
+            ids_BT = torch.arange(min(8, self.vocabulary), device=network.device)[None]
+            with torch.no_grad():
+                hidden_BTD = self._body(input_ids=ids_BT, use_cache=False).last_hidden_state
+                logits_BTV = network(input_ids=ids_BT, use_cache=False).logits
+                self._head_is_all = torch.equal(self._head(hidden_BTD), logits_BTV)
 
     @classmethod
     def load(cls, settings: Settings, folder: Path) -> Self:
@@ -148,7 +155,8 @@ class Actor:
             temperatures_N = part.temperatures_N
             if temperatures_N is None:
                 temperatures_N = torch.ones_like(part.tokens_N, dtype=torch.float32)
-            arguments = (self._logits, features_ND[chosen], part.tokens_N, temperatures_N, part.allowed)
+            head = self._head if self._head_is_all else nn.Identity()
+            arguments = (head, features_ND[chosen], part.tokens_N, temperatures_N, part.allowed)
             if torch.is_grad_enabled():
                 # Untyped in torch 2.13.
                 parts.append(cast(tuple[Tensor, Tensor], checkpoint(_logprobs, *arguments, use_reentrant=False)))
@@ -156,18 +164,6 @@ class Actor:
                 parts.append(_logprobs(*arguments))
         logprobs_N, entropy_N = (torch.cat(column) for column in zip(*parts, strict=True))
         return logprobs_N, entropy_N
-
-    def _logits(self, features_ND: Tensor) -> Tensor:
-        return cast(Tensor, self._head(features_ND)) if self._head_is_all else features_ND
-
-    @torch.no_grad()
-    def _compare(self) -> bool:
-        """Whether the head on the body's output is the whole model: some scale or cap the logits after it."""
-        ids_BT = torch.arange(min(8, self.vocabulary), device=self.network.device)[None]
-        if self._body is self.network:
-            return False
-        hidden_BTD = self._body(input_ids=ids_BT, use_cache=False).last_hidden_state
-        return torch.equal(self._head(hidden_BTD), self.network(input_ids=ids_BT, use_cache=False).logits)
 
 
 class Critic(nn.Module):

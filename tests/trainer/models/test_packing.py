@@ -210,8 +210,9 @@ def test_a_gpu_s_kernel_is_asked_for_what_the_cpu_makes(monkeypatch, window, gro
         torch.randn(1, heads, 14, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2)
     )
     bounds = bounds_of([7, 3, 3, 1], torch.device("cpu"))
-    sight = attention._Sight(bounds["cu_seq_lens_q"], bounds["max_length_q"], 0.3, window)
-    _agree(attention._in_one(query, key, value, sight), attention._by_length(query, key, value, sight))
+    ends, longest = bounds["cu_seq_lens_q"], bounds["max_length_q"]
+    attended = attention._in_one(query, key, value, ends, longest, 0.3, window)
+    _agree(attended, attention._by_length(query, key, value, ends, 0.3, window))
 
 
 def test_a_gpu_s_kernel_takes_what_it_is_given():
@@ -219,8 +220,7 @@ def test_a_gpu_s_kernel_takes_what_it_is_given():
     query, key = (
         torch.empty(1, heads, 14, 64, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2)
     )
-    sight = attention._Sight(torch.empty(5, device="meta", dtype=torch.int32), 7, 0.3, 3)
-    attended = attention._in_one(query, key, key, sight)
+    attended = attention._in_one(query, key, key, torch.empty(5, device="meta", dtype=torch.int32), 7, 0.3, 3)
     assert attended.shape == (1, 14, 4, 64)
     attended.sum().backward()
     assert query.grad.shape == query.shape

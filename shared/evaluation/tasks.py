@@ -119,7 +119,16 @@ def without_reasoning(reply: str) -> str:
 
 
 def _by_function(options: EvaluationSettings) -> Judge:
-    function = _function(options.function or "")
+    name = options.function or ""
+    module, _, attribute = name.partition(":")
+    if str(Path.cwd()) not in sys.path:  # As `python -m` has it; a console script has not.
+        sys.path.append(str(Path.cwd()))
+    try:
+        function: Any = getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        raise EnvironmentRefused(f"monitor.evaluation.function: {name} cannot be imported: {error!r}") from error
+    if not callable(function):
+        raise EnvironmentRefused(f"monitor.evaluation.function: {name} is {type(function).__name__}, not a function")
 
     def judge(task: Task, reply: str) -> float:
         try:
@@ -131,19 +140,6 @@ def _by_function(options: EvaluationSettings) -> Judge:
         return score
 
     return judge
-
-
-def _function(name: str) -> Callable[[Question, str, str], Any]:
-    module, _, attribute = name.partition(":")
-    if str(Path.cwd()) not in sys.path:  # As `python -m` has it; a console script has not.
-        sys.path.append(str(Path.cwd()))
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:
-        raise EnvironmentRefused(f"monitor.evaluation.function: {name} cannot be imported: {error!r}") from error
-    if not callable(function):
-        raise EnvironmentRefused(f"monitor.evaluation.function: {name} is {type(function).__name__}, not a function")
-    return function  # type: ignore[no-any-return]
 
 
 def _task(number: int, line: bytes, options: EvaluationSettings) -> Task:

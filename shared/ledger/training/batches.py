@@ -34,7 +34,7 @@ from tuneloop.shared.ledger.training.rater_shares import (
 _COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
 
 #: The tenants that have rows waiting: one look into the index for each, where DISTINCT would read every row.
-_TENANTS = f"""
+TENANTS = f"""
     WITH RECURSIVE waiting(tenant) AS (
         SELECT min(tenant) FROM experiences {{hint}} WHERE {COMMITTED}
         UNION ALL
@@ -44,11 +44,17 @@ _TENANTS = f"""
     SELECT tenant FROM waiting WHERE tenant IS NOT NULL
 """
 
-#: The committed rows that are not samples of the policy. SQLite must be told the index, as above.
-_UNSAMPLED = f"SELECT id, group_id FROM experiences {{hint}} WHERE {COMMITTED} AND unsampled IS NOT NULL"
+#: The committed rows that are not samples of the policy.
+UNSAMPLED = f"SELECT id, group_id FROM experiences {{hint}} WHERE {COMMITTED} AND unsampled IS NOT NULL"
 
 #: The groups with committed rows that were edited and not rated.
-_EDITED_GROUPS = f"SELECT DISTINCT group_id FROM experiences {{hint}} WHERE {COMMITTED} AND {EDITED}"
+EDITED_GROUPS = f"SELECT DISTINCT group_id FROM experiences {{hint}} WHERE {COMMITTED} AND {EDITED}"
+
+_INDEXES = {
+    TENANTS: "ix_experiences_committed",
+    UNSAMPLED: "ix_experiences_unsampled",
+    EDITED_GROUPS: "ix_experiences_edited",
+}
 
 
 def expire(connection: Connection, policy: BatchPolicy, *, newest: int) -> None:
@@ -71,13 +77,13 @@ def claim(
     """
     if not policy.any_reply:
         # Drop what is no sample of the policy, with the reason; what is left of its group is gathered again.
-        rows = connection.execute(select_unsampled(connection.dialect.name)).all()
+        rows = connection.execute(by_index(UNSAMPLED, connection.dialect.name)).all()
         dropped = {"state": State.DROPPED, "reason": experiences.c.unsampled}
         for portion in portions([row.id for row in rows]):
             connection.execute(update(experiences).where(_COMMITTED, experiences.c.id.in_(portion)).values(dropped))
         _ungroup(connection, {row.group_id for row in rows} - {None})
     if not policy.edited:  # the trainer before this one may have had another method
-        edited = connection.execute(select_edited_groups(connection.dialect.name)).scalars()
+        edited = connection.execute(by_index(EDITED_GROUPS, connection.dialect.name)).scalars()
         _ungroup(connection, {*edited} - {None})
     missing = size - len(held)
     limited = is_limited(connection, policy)
@@ -142,23 +148,14 @@ def next_of(tenant: str, policy: BatchPolicy, size: int) -> Select[Any]:
     )
 
 
-def tenants(dialect: str) -> TextClause:
-    """The tenants that have committed rows. SQLite must be told the index: by itself it takes one of all states."""
-    return text(_TENANTS.format(hint="INDEXED BY ix_experiences_committed" if dialect == "sqlite" else ""))
+def by_index(statement: str, dialect: str) -> TextClause:
+    """TENANTS, UNSAMPLED or EDITED_GROUPS. SQLite must be told the index: by itself it takes one of all states."""
+    hint = f"INDEXED BY {_INDEXES[statement]}" if dialect == "sqlite" else ""
+    return text(statement.format(hint=hint))
 
 
 def _tenants(connection: Connection) -> Sequence[str]:
-    return connection.execute(tenants(connection.dialect.name)).scalars().all()
-
-
-def select_unsampled(dialect: str) -> TextClause:
-    """The committed rows that are not samples of the policy."""
-    return text(_UNSAMPLED.format(hint="INDEXED BY ix_experiences_unsampled" if dialect == "sqlite" else ""))
-
-
-def select_edited_groups(dialect: str) -> TextClause:
-    """The groups of committed rows that were edited and not rated."""
-    return text(_EDITED_GROUPS.format(hint="INDEXED BY ix_experiences_edited" if dialect == "sqlite" else ""))
+    return connection.execute(by_index(TENANTS, connection.dialect.name)).scalars().all()
 
 
 def _ungroup(connection: Connection, groups: Collection[int]) -> None:

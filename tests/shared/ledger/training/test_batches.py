@@ -17,11 +17,12 @@ from tuneloop.shared.experience import Sample, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.ledger.training.batches import (
+    EDITED_GROUPS,
+    TENANTS,
+    UNSAMPLED,
+    by_index,
     next_groups,
     next_of,
-    select_edited_groups,
-    select_unsampled,
-    tenants,
 )
 from tuneloop.shared.settings.feedback import TrustedRaters
 from tuneloop.shared.settings.settings import Settings
@@ -288,9 +289,8 @@ def test_a_claim_reads_an_index_in_its_order_whatever_else_waits(engine: Engine)
         connection.exec_driver_sql("UPDATE experiences SET group_id = id WHERE id > 13000")
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.exec_driver_sql("VACUUM ANALYZE" if engine.dialect.name == "postgresql" else "ANALYZE")
-    assert "ix_experiences_committed" in plan_of(engine, tenants(engine.dialect.name))
-    assert "ix_experiences_unsampled" in plan_of(engine, select_unsampled(engine.dialect.name))
-    assert "ix_experiences_edited" in plan_of(engine, select_edited_groups(engine.dialect.name))
+    for statement, index in ((TENANTS, "committed"), (UNSAMPLED, "unsampled"), (EDITED_GROUPS, "edited")):
+        assert f"ix_experiences_{index}" in plan_of(engine, by_index(statement, engine.dialect.name))
     for query, index in indexed_claims():
         plan = plan_of(engine, query)
         assert index in plan

@@ -102,3 +102,12 @@ def test_the_two_replies_of_a_preference_become_a_pair(settings, ledger):
     )
     run(chosen, Event())
     assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 4}
+
+
+def test_what_is_not_good_enough_is_dropped_and_another_takes_its_place(settings, ledger):
+    commit(ledger, [sample(i, reward=float(i % 2)) for i in range(10)])
+    run(settings(algorithm=_algorithm("raft"), trainer={"total_steps": 1}), Event())
+    counts = ledger.reports.counts()
+    assert (counts[State.TRAINED], counts[State.DROPPED]) == (4, 4)
+    assert _reasons(ledger) == {"not imitated: its reward is below 0.5": 4}
+    assert ledger.reports.imbalance() == []

@@ -99,3 +99,11 @@ def test_the_first_step_after_a_restart_clears_the_alarm(settings, ledger, doubl
     teacher = {"distill": {"teacher_url": double.url, "teacher_model": "big"}} if method == "distill" else {}
     run(settings(algorithm={"algorithm_type": method} | teacher, trainer={"total_steps": 1}), Event())
     assert ledger.alarms.all() == []
+
+
+def test_only_failures_in_a_row_count(retries, double):
+    attempts = Attempts(retries(), [_poison(0), *(sample(i) for i in range(1, 4))])
+    for poison in ({POISON}, {POISON}, set(), {POISON}, {POISON}):
+        double.poison = poison
+        attempts.next()
+    assert (attempts.ids, attempts.dropped) == ([0, 1, 2, 3], {})

@@ -104,7 +104,8 @@ def resume(settings: Settings, folder: Path | None, state: Path | None, ranks: R
     page = ALGORITHMS[settings.algorithm.algorithm_type]
     reference = critic = None
     if page.critic_loss is not None:
-        critic = Critic.load(settings, state / CRITIC if state and _has_critic(state) else base)
+        # A version that another method trained has none: it is learnt anew.
+        critic = Critic.load(settings, state / CRITIC if state and (state / CRITIC).exists() else base)
     actor = actor_in(settings, folder / ACTOR if folder else base)
     if page.asks(settings.algorithm).reference:
         reference = actor.reference(settings)
@@ -132,11 +133,6 @@ def resume(settings: Settings, folder: Path | None, state: Path | None, ranks: R
                     masters = {}  # They are older than the weights, and would take their place.
                 optimizer.restore(updates=updates[name], weights=masters, moments=tensors)
     return learner
-
-
-def _has_critic(state: Path) -> bool:
-    """Whether there is one to go on with. A version that another method trained has none: it is learnt anew."""
-    return (state / CRITIC).exists()
 
 
 def save(learner: Learner, folder: Path, *, base: Path) -> None:

@@ -151,8 +151,12 @@ class StateWriter:
 
     def report(self, curves: CurveWriter) -> None:
         """Write what has been measured since the last call."""
-        while not self._measured.empty():
-            curves.add(*self._measured.get())
+        for step, measured in self.drain():
+            curves.add(step, measured)
+
+    def drain(self) -> list[tuple[int, Metrics]]:
+        """What has been measured since the last call, each with its step."""
+        return [self._measured.get() for _ in range(self._measured.qsize())]
 
     def _copy(self, learner: Learner) -> CapturedState | None:
         state = self._copies.of(learner)

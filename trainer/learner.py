@@ -44,10 +44,10 @@ class Learner:
     """Actor, critic and reference, their optimizers, and the random numbers that shuffle mini-batches.
 
     `steps` counts batches learnt from. The reference is the base model; it and the critic are None if the algorithm
-    does not look at them; `critic_since` is the number of steps after which the critic was begun. `teacher` is set by
-    who has one, before the first step of an algorithm that asks for it. `baselines` is what the algorithm remembers
-    from step to step. Of copies that a GPU is `copying` the next update waits for the end. `spoilt` is true once a step
-    failed after some of its updates: the weights from before it are not here, and it must be loaded anew.
+    does not look at them. `teacher` is set by who has one, before the first step of an algorithm that asks for it.
+    `baselines` is what the algorithm remembers from step to step. Of copies that a GPU is `copying` the next update
+    waits for the end. `spoilt` is true once a step failed after some of its updates: the weights from before it are not
+    here, and it must be loaded anew.
 
     Of several `ranks` each has one, and a step is made by all together: rank 0's tells the others."""
 
@@ -61,7 +61,7 @@ class Learner:
         ranks: Ranks = ALONE,
     ) -> None:
         self.ranks, self.spoilt = ranks, False
-        self.steps = self.critic_since = 0
+        self.steps = 0
         self.actor, self.critic, self.reference = actor, critic, reference
         adam = partial(MasterAdamW, ranks=ranks, compiled=actor.is_compiled, offload=settings.trainer.optimizer_offload)
         self.optimizers = {"actor": adam(actor.network, settings.algorithm.optimizer)}
@@ -93,7 +93,8 @@ class Learner:
         sequences = assemble(samples, merge=not self._asks.by_reply)
         batch = _collate(sequences, tempered=self._asks.tempered)
         random, baselines, updates = self.generator.get_state(), self.baselines, _updates_made(self.optimizers)
-        for model in self._models:
+        models = [each for each in (self.actor, self.critic, self.reference) if each is not None]
+        for model in models:
             model.positions = Positions()
         try:
             targets, measured = self._targets(sequences, batch, version)
@@ -106,7 +107,7 @@ class Learner:
             self.spoilt = _updates_made(self.optimizers) != updates
             raise
         self.steps += 1
-        read = self.ranks.add_up_numbers(count_positions(model.positions for model in self._models))
+        read = self.ranks.add_up_numbers(count_positions(model.positions for model in models))
         took, tokens = time.perf_counter() - started, int(batch.lengths_B.sum())
         alone = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
         speed = {"time/train_step": took, "perf/tokens_per_second": tokens / took, "perf/merged": alone / tokens}
@@ -131,14 +132,12 @@ class Learner:
 
     def optim_step(self) -> Metrics:
         """Update the weights with the gradients. Raises NotFinite before it touches any, EnvironmentRefused after."""
-        trained = {name: each for name, each in self.optimizers.items() if name != "actor" or not self._warming_up}
-        norms = {name: optimizer.gradient_norm() for name, optimizer in trained.items()}
+        norms = {name: optimizer.gradient_norm() for name, optimizer in self.optimizers.items()}
         _must_be_finite({f"the {name}'s gradient norm": norm for name, norm in norms.items()})
         metrics = {f"{name}/grad_norm": norm for name, norm in norms.items()}
-        copying = self.copying
-        while copying:
-            copying.pop().wait()
-        for name, optimizer in trained.items():
+        while self.copying:
+            self.copying.pop().wait()
+        for name, optimizer in self.optimizers.items():
             metrics[f"{name}/lr"] = optimizer.lr
             try:
                 optimizer.update(norm=norms[name], max_norm=self._algorithm.max_grad_norm)
@@ -158,10 +157,6 @@ class Learner:
         here_BR, there_BR = (self._over(batch, each.logprobs, ALONE) for each in (self.actor, other))
         apart_BR = kl(here_BR, there_BR, self._algorithm.kl_estimator)
         return float(token_mean(apart_BR, batch.mask_BR, batch.tokens))
-
-    @property
-    def _warming_up(self) -> bool:
-        return self.critic is not None and self.steps - self.critic_since < self._algorithm.critic_warmup_steps
 
     def _learn(self, batch: Batch, targets: Targets) -> Metrics:
         updates = []
@@ -195,8 +190,6 @@ class Learner:
             critic = self._page.critic_loss(self._algorithm, targets, values_BR, totals)
             torch.autograd.backward(critic.value)
             metrics.update(critic.metrics)
-        if self._warming_up:
-            return metrics
         logprobs_BR, entropy_BR = self.actor.score(batch, self.ranks.sequence)
         actor = self._page.actor_loss(self._algorithm, targets, logprobs_BR, entropy_BR, totals)
         torch.autograd.backward(actor.value)
@@ -253,15 +246,12 @@ class Learner:
 
     def _micro_batches(self, batch: Batch, units_B: Tensor | None, ranks: Ranks) -> list[Tensor]:
         """This rank's micro-batches."""
-        padded = not all(model.is_packed for model in self._models)
+        models = (self.actor, self.critic, self.reference)
+        padded = not all(model.is_packed for model in models if model is not None)
         mine_B = share_of(*ranks.share, batch.lengths_B, units_B, width=self.actor.width)
         units_B = None if units_B is None else units_B[mine_B]
         cut = micro_batches(batch.lengths_B[mine_B], self.micro_batch_tokens, units_B, padded=padded)
         return [mine_B[index_B] for index_B in cut]
-
-    @property
-    def _models(self) -> list[Actor | Critic]:
-        return [each for each in (self.actor, self.critic, self.reference) if each is not None]
 
 
 def go_ahead() -> None:

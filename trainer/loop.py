@@ -68,7 +68,7 @@ _ENDINGS = (VersionAction.REJECTED, VersionAction.ROLLED_BACK)
 def run(settings: Settings, stop: Stop, ranks: Ranks = ALONE) -> None:
     """Train until `stop` is set, or `trainer.total_steps` are done. Raises StaleEpoch if another takes over.
 
-    Of several ranks it is run by rank 0; the others follow (trainer/workers/follower.py).
+    Of several ranks it is run by rank 0; the others follow (trainer/workers/rank.py).
     """
     device_of(settings)
     require_folders(settings)
@@ -147,23 +147,21 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Take the next epoch and train under it."""
-        settings = self._settings
-        ledger = self._ledger
-        epoch = ledger.training.take_epoch(f"{socket.gethostname()}:{os.getpid()}")
+        settings, ledger = self._settings, self._ledger
+        self._epoch = epoch = ledger.training.take_epoch(f"{socket.gethostname()}:{os.getpid()}")
         note_registered(settings.job_dir, 0, epoch)
-        self._epoch = epoch
-        heartbeat = Heartbeat(self._ledger.training, self._epoch, self._stop, interval_s=self._beat_s)
-        self._store.clear(self._epoch)
+        heartbeat = Heartbeat(ledger.training, epoch, self._stop, interval_s=self._beat_s)
+        self._store.clear(epoch)
         chosen = settings.trainer.async_save
         is_async = device_of(settings).type == "cuda" if chosen is None else chosen
         behind = is_async and not self._gate.wanted
-        self._publisher = Publisher(self._settings, self._ledger, self._store, epoch=self._epoch, behind=behind)
-        self._rows = LeasedRows(self._settings, self._ledger, self._recomputation, epoch=self._epoch)
-        self._steps = UnpublishedSteps(self._settings, self._ledger, self._publisher, self._spans, epoch=self._epoch)
-        with _end_epoch_at_exit(self._ledger, self._epoch), heartbeat, closing(self._publisher), closing(self._turns):
-            self._teacher = TeacherRetries(self._settings, self._ledger.alarms, self._stop)
-            newest = self._ledger.versions.newest()
-            self._resume(newest, _state_of(newest, self._ledger, self._store))
+        self._publisher = Publisher(settings, ledger, self._store, epoch=epoch, behind=behind)
+        self._rows = LeasedRows(settings, ledger, self._recomputation, epoch=epoch)
+        self._steps = UnpublishedSteps(settings, ledger, self._publisher, self._spans, epoch=epoch)
+        with _end_epoch_at_exit(ledger, epoch), heartbeat, closing(self._publisher), closing(self._turns):
+            self._teacher = TeacherRetries(settings, ledger.alarms, self._stop)
+            newest = ledger.versions.newest()
+            self._resume(newest, _state_of(newest, ledger, self._store))
             while not self._stop.is_set() and not self._steps.are_complete(self._learner):
                 try:
                     self._turn()
@@ -283,8 +281,7 @@ class TrainingLoop:
         learnt |= self._monitors.after_step(self._learner, learnt, version=self._steps.parent, replies=batch)
         self._waiting_since = time.perf_counter()
         self._curves.add(self._learner.steps, learnt)
-        step = self._learner.steps
-        version = self._steps.parent
+        step, version = self._learner.steps, self._steps.parent
         if learnt.get("critic/advantages/zero") == 1:
             reason = "every advantage of the batch is 0, or its token masked"
             _log.warning("nothing_to_learn", step=step, reason=reason)
@@ -306,13 +303,11 @@ class TrainingLoop:
             return
         try:
             published = self._steps.end(self._learner, self._curves)
-        except (LeaseLost, ParentEnded) as error:
-            ledger = self._ledger
-            parent = self._steps.parent
-            if isinstance(error, ParentEnded):
-                _tell_why_back(ledger, parent)
-            else:  # The person of a row was erased: no version may be made of it.
-                _log.warning("leases_lost", reason=str(error))
+        except ParentEnded:
+            _tell_why_back(self._ledger, self._steps.parent)
+            return self._settle()
+        except LeaseLost as error:  # The person of a row was erased: no version may be made of it.
+            _log.warning("leases_lost", reason=str(error))
             return self._settle()
         if not published:
             self._pause()

@@ -7,8 +7,8 @@ as it has turned out to hold.
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from threading import Event
 from weakref import ref
@@ -108,7 +108,11 @@ class MicroBatch:
         self._take_gpu = take_gpu
         self._settings, self._setting = settings, settings.trainer.tokens_at_once
         self._path = settings.job_dir / _FILE
-        memory = _read(self._path, self._setting)
+        memory = unchanged = _Memory(self._setting, self._setting)
+        with suppress(OSError, msgspec.MsgspecError):
+            memory = msgspec.json.decode(self._path.read_bytes(), type=_Memory)
+        if memory.setting != self._setting or not 0 < memory.tokens <= self._setting:
+            memory = unchanged
         self.tokens = memory.tokens
         self._is_checkpointing = memory.checkpointing and settings.trainer.activation_checkpointing is None
         self._samples: Sequence[Sample] = ()  # of the batch
@@ -183,7 +187,7 @@ class MicroBatch:
         return self.tokens
 
     def _shrink_together(self, stepping: ref[Learner]) -> int:
-        """`_shrink` within a step, where the other ranks wait to be told (workers/follower.py)."""
+        """`_shrink` within a step, where the other ranks wait to be told (workers/rank.py)."""
         learner = stepping()
         assert learner is not None
         with learner.ranks.agree():
@@ -234,11 +238,3 @@ def checkpoint_activations(learner: Learner) -> bool:
     for network in left:
         checkpoint_layers(network)
     return bool(left)
-
-
-def _read(path: Path, setting: int) -> _Memory:
-    try:
-        memory = msgspec.json.decode(path.read_bytes(), type=_Memory)
-    except (OSError, msgspec.MsgspecError):
-        return _Memory(setting, setting)
-    return memory if memory.setting == setting and 0 < memory.tokens <= setting else _Memory(setting, setting)

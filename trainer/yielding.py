@@ -35,7 +35,11 @@ class TrafficYield:
         if self._on_gpu:
             torch.cuda.synchronize()  # Else passes that were begun long ago would go on while this one waits.
         began = time.monotonic()
-        while self._is_busy() and not self._stop.is_set():
+        while not self._stop.is_set():
+            if (stamp := traffic_stamp(self._job_dir)) != self._stamp:
+                self._stamp, self._touched = stamp, time.monotonic()
+            if time.monotonic() - self._touched >= QUIET_S:
+                break
             self._stop.wait(_LOOK_S)
         self._seconds += time.monotonic() - began
 
@@ -43,9 +47,3 @@ class TrafficYield:
         """The seconds waited since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
-
-    def _is_busy(self) -> bool:
-        stamp = traffic_stamp(self._job_dir)
-        if stamp != self._stamp:
-            self._stamp, self._touched = stamp, time.monotonic()
-        return time.monotonic() - self._touched < QUIET_S

@@ -26,7 +26,6 @@ from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.settings.training import TrainerSettings
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publisher
 
@@ -73,7 +72,6 @@ def _measure(size: str, folder: Path, options: argparse.Namespace, clock: Clock)
             "cluster": {"gpu_per_node": int(options.gpu)},
         }
     )
-    TrainerSettings.state_interval = 1000
     settings.job_dir.mkdir(parents=True, exist_ok=True)
     database.upgrade(settings.database_url)
     ledger = Ledger.of(settings)

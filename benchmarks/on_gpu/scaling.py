@@ -38,8 +38,8 @@ from tuneloop.trainer.models.model import device_of
 from tuneloop.trainer.ranks.orders import EndOrder
 from tuneloop.trainer.ranks.ranks import ALONE, JoinedRanks, Ranks
 from tuneloop.trainer.ranks.rendezvous import RENDEZVOUS_VARIABLE
-from tuneloop.trainer.workers.follower import follow
 from tuneloop.trainer.workers.launching import launch
+from tuneloop.trainer.workers.rank import follow
 
 #: By size and bits of AdamW's moments. A model of 4 B with its masters and moments takes 72 GB, or 48 in 8 bits.
 _LEAST_BYTES = {("4b", 32): 100 << 30, ("4b", 8): 70 << 30}

@@ -7,8 +7,7 @@ from statistics import fmean, pstdev
 from typing import NamedTuple
 
 from tuneloop.shared.errors import NotEvaluated
-from tuneloop.shared.evaluation.formats import matches_format
-from tuneloop.shared.evaluation.tasks import Task, without_reasoning
+from tuneloop.shared.evaluation.tasks import Task, matches_format, without_reasoning
 
 SCORE, LENGTH, REFUSALS, MALFORMED = "score", "reply_length", "refusals", "malformed"
 

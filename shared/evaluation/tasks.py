@@ -11,12 +11,11 @@ import math
 import re
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
-from tuneloop.shared.evaluation.formats import format_of
 from tuneloop.shared.settings.feedback import JudgeSettings
 from tuneloop.shared.settings.versions import EvaluationSettings
 
@@ -26,6 +25,11 @@ Question = str | list[dict[str, Any]]
 Judge = Callable[["Task", str], float | None]
 
 _LONGEST_SLICE = 64
+
+#: Any JSON value, and nothing else beside it.
+JSON = "json"
+
+_OF_JSON = ("json_object", "json_schema")
 
 
 class Task(NamedTuple):
@@ -115,7 +119,16 @@ def without_reasoning(reply: str) -> str:
 
 
 def _by_function(options: EvaluationSettings) -> Judge:
-    function = _function(options.function or "")
+    name = options.function or ""
+    module, _, attribute = name.partition(":")
+    if str(Path.cwd()) not in sys.path:  # As `python -m` has it; a console script has not.
+        sys.path.append(str(Path.cwd()))
+    try:
+        function: Any = getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        raise EnvironmentRefused(f"monitor.evaluation.function: {name} cannot be imported: {error!r}") from error
+    if not callable(function):
+        raise EnvironmentRefused(f"monitor.evaluation.function: {name} is {type(function).__name__}, not a function")
 
     def judge(task: Task, reply: str) -> float:
         try:
@@ -127,19 +140,6 @@ def _by_function(options: EvaluationSettings) -> Judge:
         return score
 
     return judge
-
-
-def _function(name: str) -> Callable[[Question, str, str], Any]:
-    module, _, attribute = name.partition(":")
-    if str(Path.cwd()) not in sys.path:  # As `python -m` has it; a console script has not.
-        sys.path.append(str(Path.cwd()))
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:
-        raise EnvironmentRefused(f"monitor.evaluation.function: {name} cannot be imported: {error!r}") from error
-    if not callable(function):
-        raise EnvironmentRefused(f"monitor.evaluation.function: {name} is {type(function).__name__}, not a function")
-    return function  # type: ignore[no-any-return]
 
 
 def _task(number: int, line: bytes, options: EvaluationSettings) -> Task:
@@ -179,3 +179,44 @@ def _question(fields: dict[str, Any]) -> Question:
     ):
         raise ValueError('`messages` must be a list of messages, such as {"role": "user", "content": "7+5="}')
     return read
+
+
+def format_of(task: Mapping[str, Any]) -> str | None:
+    """JSON, a regular expression, or None for any format.
+
+    Without `format`, a `response_format` as in a request may demand JSON. Raises ValueError.
+    """
+    pattern = task.get("format")
+    if pattern is None:
+        response_format = task.get("response_format")
+        return JSON if isinstance(response_format, dict) and response_format.get("type") in _OF_JSON else None
+    if not isinstance(pattern, str) or not pattern:
+        raise ValueError('`format` must be "json" or a regular expression')
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f'`format` must be "json" or a regular expression of Python\'s ({error})') from None
+    return pattern
+
+
+def matches_format(wanted: str, reply: str) -> bool:
+    """Whether the whole reply, but for white space at its ends, has the format.
+
+    >>> matches_format(JSON, ' {"a": 1}'), matches_format(JSON, 'Here: {"a": 1}')
+    (True, False)
+    >>> matches_format("[A-D]", "B"), matches_format("[A-D]", "B.")
+    (True, False)
+    """
+    text = reply.strip()
+    if wanted != JSON:
+        return re.fullmatch(wanted, text) is not None
+    try:
+        json.loads(text, parse_constant=_no_json)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _no_json(name: str) -> NoReturn:
+    """Python reads NaN and Infinity, which JSON does not have."""
+    raise ValueError(name)

@@ -189,7 +189,7 @@ class Reports(LedgerPart):
     def _count_committed(self, policy: BatchPolicy, tenant: str | None = None) -> tuple[int, int, int, float | None]:
         """The committed rows that the policy takes, those young enough now, those in groups; since when."""
         newest = select(func.max(versions.c.version)).where(versions.c.state.in_(SERVABLE))
-        fit = young(policy, newest=func.coalesce(newest.scalar_subquery(), 0), now=self._clock())
+        fit = young(policy, newest=func.coalesce(newest.scalar_subquery(), 0))
         grouped = func.count(experiences.c.group_id).filter(fit)
         columns = (func.count(), func.count().filter(fit), grouped, func.min(experiences.c.committed_at))
         [counted] = self._read(select(*columns).where(_COMMITTED, takable(policy), _of(tenant)))

@@ -249,10 +249,7 @@ class _Explainer:
     def _find_waits_of_committed(self, row: RowHistory) -> Iterator[Reason]:
         policy, now = self._policy, self._ledger.transactions.time()
         staleness = self._ledger.versions.newest().version - row.version_min
-        age = now - row.sampled_at
-        if (policy.max_staleness is not None and staleness > policy.max_staleness) or (
-            policy.max_age is not None and age > policy.max_age
-        ):
+        if policy.max_staleness is not None and staleness > policy.max_staleness:
             yield Reason(Code.TOO_STALE, "it is too old for the next batch (trainer.max_staleness): it will expire")
             return
         if policy.group_by != "none" and row.group_id is None:

@@ -233,8 +233,6 @@ class AlgorithmSettings(Section):
     max_skipped_steps: ClassVar[int] = 3
     #: What seq-mean-token-sum-norm divides by, in tokens: any constant does, for AdamW takes the scale out.
     loss_horizon: ClassVar[int] = 1024
-    #: Steps at the start that train the critic only: it learns ten times as fast, and starts from the policy.
-    critic_warmup_steps: ClassVar[int] = 0
     #: Gradients with a larger norm are scaled down to it: what the papers of these methods use.
     max_grad_norm: ClassVar[float] = 1.0
 

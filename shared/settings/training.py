@@ -1,6 +1,6 @@
 """Settings of what learns: the trainer, what it takes from the ledger, and how versions are published."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from tuneloop.shared.settings.database_url import DatabaseUrl
 from tuneloop.shared.settings.types import AtLeastTwo, FileMode, FolderName, NotNegative, Positive, Seconds, Section
@@ -70,12 +70,6 @@ class TrainerSettings(Section):
     on feedback however late it comes. _Train._"""
     total_steps: Positive | None = None
     """Stop after so many steps; null: go on until stopped. _Train._"""
-
-    #: Versions between two whose critic and optimiser are written: of each, and where the disk is slower, of those that
-    #: come when the last state is written. After a crash, training goes on with the nearest older state.
-    state_interval: ClassVar[int] = 1
-    #: Seconds after their sampling when committed replies expire: `max_staleness` bounds what matters, the versions.
-    max_age: ClassVar[float | None] = None
 
     @property
     def tokens_at_once(self) -> int:

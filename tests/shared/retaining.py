@@ -44,7 +44,7 @@ def dropped(ledger: Ledger, **but: Any) -> None:
 
 def expired(ledger: Ledger, **but: Any) -> None:
     committed(ledger, 1, **but)
-    ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy(max_age=10.0))
+    ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy(max_staleness=-1))
 
 
 def in_work(ledger: Ledger, **but: Any) -> None:

@@ -1,15 +1,21 @@
 """A model of 30 000 weights, settings for it, and a ledger."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tests.constants import settings_of
 from tests.databases import put_file
+from tests.doubles.teacher import TeacherDouble, teaching
+from tests.doubles.warm.process import TRAINING, WarmProcess
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.settings.settings import Settings
@@ -98,3 +104,28 @@ def ledger(settings: Callable[..., Settings]) -> Iterator[Ledger]:
     ledger = Ledger(database.connect(url))
     yield ledger
     ledger.close()
+
+
+@pytest.fixture
+def start(settings: Callable[..., Settings], tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Starts a trainer as a process; ended with the test."""
+    started = []
+
+    def begin(**but: dict[str, object]) -> Any:
+        config = tmp_path / "trainer.yaml"
+        config.write_text(yaml.safe_dump(settings(**but).model_dump(mode="json", exclude_unset=True)))
+        command = [sys.executable, "-m", "tuneloop.trainer", "--config", str(config)]
+        process = WarmProcess(command, modules=TRAINING, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+@pytest.fixture
+def double(base: Path) -> Iterator[TeacherDouble]:
+    with teaching(base) as teacher:
+        yield teacher

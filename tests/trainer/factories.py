@@ -1,7 +1,8 @@
 """Experiences made up for tests."""
 
 import struct
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,23 @@ def commit(ledger: Ledger, samples: list[Sample], *, unsaid: Collection[int] = (
         )
         ledger.recording.record([said] if each.id in unsaid else [said, heard])
     ledger.recording.commit("t")
+
+
+def eventually(holds: Callable[[], object], within_s: float = 60.0) -> None:
+    """Wait until it holds; to look costs a trainer its time."""
+    began = time.monotonic()
+    while not holds():
+        waited = time.monotonic() - began
+        assert waited < within_s, "it never came true"
+        time.sleep(min(max(waited / 10, 0.01), 0.2))
+
+
+def read_until(process: Any, word: str) -> str:
+    """The line of a process's errors that has the word."""
+    for line in process.stderr:
+        if word in line:
+            return str(line)
+    raise AssertionError(f"ended without {word}")
 
 
 def gradients_of(learner: Any, name: str) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """A trainer that is busy is alive, and one that was overtaken is told so while it is busy."""
 
-import time
 from collections.abc import Callable
 from threading import Event
 
@@ -8,9 +7,8 @@ import pytest
 from sqlalchemy import select
 
 from tests.factories import committed
-from tests.trainer.factories import commit, sample
+from tests.trainer.factories import eventually
 from tuneloop.shared.errors import LedgerUnavailable, StaleEpoch
-from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import epochs, experiences
 from tuneloop.shared.ledger.training.training import Training
@@ -27,7 +25,7 @@ class Busy(Training):
     def lease(self, epoch, size, policy, *, held=()):
         rows = super().lease(epoch, size, policy, held=held)
         self.happens()
-        until(self.done)
+        eventually(self.done)
         return rows
 
 
@@ -42,13 +40,6 @@ class Deaf(Training):
         if self.asked <= self.deaf_to:
             raise LedgerUnavailable("away")
         super().extend(epoch)
-
-
-def until(holds):
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.01)
 
 
 def seen(ledger, epoch=1):
@@ -70,17 +61,6 @@ def test_a_beat_says_that_the_trainer_lives_and_keeps_its_leases(ledger):
     assert lease_until > 1500.0
 
 
-def test_it_beats_while_the_trainer_is_busy(settings, ledger):
-    busy = ledger.training = Busy(ledger.transactions, ledger.rewards)
-    first = []
-    busy.happens = lambda: first.append(seen(ledger).seen_at)
-    busy.done = lambda: seen(ledger).seen_at > first[0]
-    ledger.versions.ensure_base(settings().model.model_path)
-    commit(ledger, [sample(i) for i in range(4)])
-    TrainingLoop(settings(trainer={"total_steps": 1}), ledger, Event(), beat_s=0.01).run()
-    assert ledger.reports.counts()[State.TRAINED] == 4
-
-
 def test_a_trainer_that_was_overtaken_while_busy_is_told_to_stop(settings, ledger):
     stop = Event()
     busy = ledger.training = Busy(ledger.transactions, ledger.rewards)
@@ -97,6 +77,6 @@ def test_a_database_that_is_away_is_no_reason_to_stop(ledger):
     epoch = deaf.take_epoch("trainer")
     began = seen(ledger).seen_at
     with Heartbeat(deaf, epoch, stop, interval_s=0.01) as heartbeat:
-        until(lambda: seen(ledger).seen_at > began)
+        eventually(lambda: seen(ledger).seen_at > began)
     assert not stop.is_set()
     assert heartbeat.overtaken is None

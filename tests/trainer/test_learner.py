@@ -65,19 +65,6 @@ def test_padding_changes_no_logprob_and_no_value(settings):
             torch.testing.assert_close(values[row, :n], learner.critic.values(collate([each]))[0], rtol=0, atol=1e-5)
 
 
-def test_logprobs_are_those_of_the_row_s_temperature(settings):
-    learner = snapshot.load(settings(), None)
-    each = sample(3, temperature=0.5)
-    ids = torch.tensor(np.concatenate([each.prompt_ids, each.completion_ids]))[None].long()
-    with torch.no_grad():
-        logits = learner.actor.network(input_ids=ids).logits[0, len(each.prompt_ids) - 1 : -1]
-        logprobs, entropy = learner.actor.score(collate([each]))
-    expected = (logits / 0.5).log_softmax(1)
-    chosen = expected.gather(1, torch.tensor(each.completion_ids).long()[:, None])[:, 0]
-    torch.testing.assert_close(logprobs[0], chosen, rtol=0, atol=1e-5)
-    torch.testing.assert_close(entropy[0], -(expected.exp() * expected).sum(1), rtol=0, atol=1e-5)
-
-
 def _everything(learner):
     return {
         **{f"a.{name}": tensor.clone() for name, tensor in learner.actor.network.state_dict().items()},
@@ -119,17 +106,6 @@ def test_after_some_updates_of_a_step_that_failed_it_says_that_it_is_spoilt(sett
     assert all(parameter.grad is None for parameter in learner.actor.network.parameters())
 
 
-def test_the_critic_alone_learns_during_its_warm_up(settings):
-    learner = snapshot.load(settings(algorithm={"critic_warmup_steps": 1, "mini_batches": 1}), None)
-    before = _everything(learner)
-    metrics = learner.step(BATCH)
-    after = _everything(learner)
-    assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("a."))
-    assert not torch.equal(before["c.value_head.bias"], after["c.value_head.bias"])
-    assert not any(name.startswith("actor/") for name in metrics)
-    assert "actor/pg_loss" in learner.step(BATCH)
-
-
 def test_a_step_tells_what_it_did(settings):
     metrics = snapshot.load(settings(), None).step(BATCH)
     told = """actor/pg_loss actor/ppo_kl actor/pg_clipfrac actor/entropy actor/kl_loss actor/grad_norm actor/lr
@@ -138,52 +114,6 @@ def test_a_step_tells_what_it_did(settings):
         perf/tokens_per_second perf/useful_tokens time/train_step"""
     assert set(told.split()) == metrics.keys()
     assert all(math.isfinite(value) for value in metrics.values())
-
-
-def test_a_model_whose_logits_are_scaled_after_the_head_is_run_whole(settings):
-    learner = snapshot.load(settings(), None)
-    assert learner.actor._head_is_all
-    with torch.no_grad():
-        fast = learner.actor.score(collate(BATCH))
-        learner.actor._head_is_all = False
-        slow = learner.actor.score(collate(BATCH))
-    torch.testing.assert_close(fast, slow, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_learns_to_say_what_is_rewarded(settings, dtype):
-    """A reward for one token of 300: its probability rises from 1/300 to nearly one."""
-    lively = {"optimizer": {"lr": 3e-3}, "critic_optimizer": {"lr": 3e-3}, "kl_coef": 0.0}
-    learner = snapshot.load(settings(algorithm=lively, trainer={"dtype": dtype, "micro_batch_tokens": 4096}), None)
-    random = np.random.default_rng(0)
-    wanted, prompt = 5, np.array([60, 61, 62], dtype=np.int32)
-
-    def probability():
-        return math.exp(learner.logprobs([*prompt.tolist(), wanted])[-1])
-
-    before = probability()
-    for _ in range(60):
-        with torch.no_grad():
-            ids = torch.from_numpy(prompt).long()[None]
-            logprobs = learner.actor.network(input_ids=ids).logits[0, -1].float().log_softmax(0).numpy()
-        weights = np.exp(logprobs.astype(np.float64))
-        said = random.choice(len(weights), size=64, p=weights / weights.sum())
-        said[:8] = random.integers(0, 10, 8)  # so that the wanted token is seen early on
-        learner.step(
-            [
-                sample(
-                    i,
-                    prompt_ids=prompt,
-                    completion_ids=np.array([token], dtype=np.int32),
-                    logprobs=logprobs[[token]],
-                    reward=float(token == wanted),
-                    temperature=1.0,
-                )
-                for i, token in enumerate(said)
-            ]
-        )
-    assert before < 0.02
-    assert probability() > 0.9
 
 
 def _trajectory(run, calls=3):

@@ -1,43 +1,12 @@
 """The command: `python -m tuneloop.trainer --config trainer.yaml`."""
 
 import signal
-import subprocess
-import sys
 
 import pytest
-import yaml
 
-from tests.doubles.warm.process import TRAINING, WarmProcess
-from tests.trainer.factories import commit, sample
+from tests.trainer.factories import commit, read_until, sample
 from tuneloop.shared.errors import StaleEpoch
 from tuneloop.shared.experience import State
-
-
-@pytest.fixture
-def start(settings, tmp_path):
-    """Starts a trainer; ended with the test."""
-    started = []
-
-    def begin(**but):
-        config = tmp_path / "trainer.yaml"
-        tree = settings(**but).model_dump(mode="json", exclude_unset=True)
-        config.write_text(yaml.safe_dump(tree))
-        command = [sys.executable, "-m", "tuneloop.trainer", "--config", str(config)]
-        process = WarmProcess(command, modules=TRAINING, stderr=subprocess.PIPE, text=True)
-        started.append(process)
-        return process
-
-    yield begin
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def _read_until(process, word):
-    for line in process.stderr:
-        if word in line:
-            return
-    raise AssertionError(f"ended without {word}")
 
 
 # Which signals stop it is tested of what waits for them, too.
@@ -45,7 +14,7 @@ def _read_until(process, word):
 def test_a_signal_ends_it_at_once_and_gives_the_rows_back(start, ledger, number):
     commit(ledger, [sample(i) for i in range(8)])
     process = start(trainer={"save_interval": 10, "poll_interval": 60})
-    _read_until(process, "step=2")
+    read_until(process, "step=2")
     process.send_signal(number)
     assert process.wait(30) == 0  # it would wait for its next look at the ledger for twice as long
     assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.COMMITTED: 8}
@@ -78,7 +47,7 @@ def test_what_the_disk_refuses_is_one_sentence_and_an_exit_code(start, tmp_path)
 
 def test_being_overtaken_is_told_by_the_exit_code(start, ledger):
     process = start()
-    _read_until(process, "trainer_ready")
+    read_until(process, "trainer_ready")
     ledger.training.take_epoch("another")
     _, said = process.communicate(timeout=30)
     assert process.returncode == StaleEpoch.exit_code == 4
@@ -88,7 +57,7 @@ def test_being_overtaken_is_told_by_the_exit_code(start, ledger):
 def test_a_killed_trainer_is_continued_by_the_next(start, ledger):
     commit(ledger, [sample(i) for i in range(16)])
     process = start(trainer={"save_interval": 2})
-    _read_until(process, "version=1")
+    read_until(process, "version=1")
     process.kill()
     process.wait(10)
     assert start(trainer={"save_interval": 2, "total_steps": 4}).wait(60) == 0

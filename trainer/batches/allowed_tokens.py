@@ -7,17 +7,18 @@ log-probability 0 whatever the weights: nothing is learnt from it.
 
 import importlib.util
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from tuneloop.shared.experience import AllowedTokens, Grammar, Sample
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.batches.tokenizer import Tokenizer, ends_in_engines, tokenizer_of
+from tuneloop.trainer.batches.tokenizer import ends_in_engines, tokenizer_of
 
 Refused = dict[str, list[Sample]]
 
@@ -66,8 +67,7 @@ def with_allowed_tokens(
             if sample.grammar is not None:
                 if settings.algorithm.algorithm_type == "distill" and settings.algorithm.distill.teacher_url:
                     raise _GrammarNotRebuilt(_UNTAUGHT)
-                words = cast(Hashable, tokenizer_of(settings))
-                rebuilder = _rebuilder(words, settings.model.model_path, vocabulary)
+                rebuilder = _rebuilder(tokenizer_of(settings), settings.model.model_path, vocabulary)
                 sample = msgspec.structs.replace(sample, allowed=_replay(sample, sample.grammar, rebuilder))
             taken.append(sample)
         except _GrammarNotRebuilt as error:
@@ -78,7 +78,7 @@ def with_allowed_tokens(
 class _Rebuilder:
     """Compiles grammars for the tokens of one model. Raises _GrammarNotRebuilt without xgrammar."""
 
-    def __init__(self, words: Tokenizer, folder: Path, vocabulary: int) -> None:
+    def __init__(self, words: PreTrainedTokenizerBase, folder: Path, vocabulary: int) -> None:
         try:
             import xgrammar
         except ImportError as error:
@@ -86,7 +86,7 @@ class _Rebuilder:
         self._xgrammar: Any = xgrammar
         self._vocabulary = vocabulary
         self._ends = ends_in_engines(folder, words)
-        known = xgrammar.TokenizerInfo.from_huggingface(cast(Any, words), vocab_size=vocabulary)
+        known = xgrammar.TokenizerInfo.from_huggingface(words, vocab_size=vocabulary)
         self._compiler: Any = xgrammar.GrammarCompiler(known, cache_limit_bytes=_CACHE)
         bits = np.arange(-(-vocabulary // 32) * 32) < vocabulary
         self.everything = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
@@ -113,8 +113,8 @@ class _Rebuilder:
 
 
 @cache
-def _rebuilder(words: Hashable, folder: Path, vocabulary: int) -> _Rebuilder:
-    return _Rebuilder(cast(Tokenizer, words), folder, vocabulary)
+def _rebuilder(words: PreTrainedTokenizerBase, folder: Path, vocabulary: int) -> _Rebuilder:
+    return _Rebuilder(words, folder, vocabulary)
 
 
 def _replay(sample: Sample, grammar: Grammar, rebuilder: _Rebuilder) -> AllowedTokens:

@@ -8,13 +8,14 @@ import json
 import re
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
 
 from tuneloop.shared.experience import REDACTED, Sample, message_of
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.batches.tokenizer import Tokenizer, ends_of, tokenizer_of
+from tuneloop.trainer.batches.tokenizer import ends_of, tokenizer_of
 
 #: Stands for the answer's text while the template is rendered.
 _TEXT = "tuneloop-answer"
@@ -95,7 +96,7 @@ def _parts_of(answer: str) -> _Answer:
     return _Answer(text, str(reasoning).strip("\n"), _with_parsed_arguments(calls))
 
 
-def _turn(sample: Sample, answer: _Answer, words: Tokenizer, ends: Sequence[int]) -> _Turn:
+def _turn(sample: Sample, answer: _Answer, words: PreTrainedTokenizerBase, ends: Sequence[int]) -> _Turn:
     """How the prompt of the sample goes on with the answer."""
     tail, reply = _text_of(sample.prompt_ids[-_TAIL:], words), _text_of(sample.completion_ids, words)
     openings, thinks = _openings(words), _OPEN in (words.chat_template or "")
@@ -127,7 +128,7 @@ class _Opening(NamedTuple):
 
 
 @cache
-def _openings(words: Tokenizer) -> list[_Opening]:
+def _openings(words: PreTrainedTokenizerBase) -> list[_Opening]:
     """The ways in which prompts of this template may end, each once."""
     found: dict[str, _Opening] = {}
     for switch in _SWITCHES if words.chat_template is not None else ():
@@ -139,7 +140,9 @@ def _openings(words: Tokenizer) -> list[_Opening]:
     return list(found.values())
 
 
-def _by_template(opening: _Opening, answer: _Answer, words: Tokenizer, ends: Sequence[int]) -> _Turn | None:
+def _by_template(
+    opening: _Opening, answer: _Answer, words: PreTrainedTokenizerBase, ends: Sequence[int]
+) -> _Turn | None:
     """What the template writes around an answer; None if that cannot be told."""
     before, _, opened = opening.ends_with.partition(_OPEN)
     if not opened and _CLOSE in before:  # thinking is off: the block has no beginning
@@ -178,7 +181,9 @@ def _is_open(text: str) -> bool:
     return text.rfind(_OPEN) > text.rfind(_CLOSE)
 
 
-def _next_role(written: str, answer: _Answer, opening: _Opening, words: Tokenizer, ends: Sequence[str]) -> str | None:
+def _next_role(
+    written: str, answer: _Answer, opening: _Opening, words: PreTrainedTokenizerBase, ends: Sequence[str]
+) -> str | None:
     """The token that begins the turn behind the answer's, where that is what ends a reply, as with GLM."""
     after = [{"role": "tool", "content": "x", "tool_call_id": _CALL_ID}] if answer.calls else [_QUESTION]
     whole = _render(words, [_QUESTION, _message(answer), *after], opening.switch) or ""
@@ -195,16 +200,18 @@ def _message(answer: _Answer) -> dict[str, Any]:
     return message | ({"tool_calls": answer.calls} if answer.calls else {})
 
 
-def _render(words: Tokenizer, turns: list[dict[str, Any]], switch: dict[str, Any], **options: Any) -> str | None:
+def _render(
+    words: PreTrainedTokenizerBase, turns: list[dict[str, Any]], switch: dict[str, Any], **options: Any
+) -> str | None:
     """The conversation as the template writes it; None if it refuses to."""
     try:
-        return words.apply_chat_template(turns, tokenize=False, **switch, **options)
+        return cast(str, words.apply_chat_template(turns, tokenize=False, **switch, **options))
     except (TemplateError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return None
 
 
-def _text_of(ids: Any, words: Tokenizer) -> str:
-    return words.decode([int(each) for each in ids if each != REDACTED], skip_special_tokens=False)
+def _text_of(ids: Any, words: PreTrainedTokenizerBase) -> str:
+    return cast(str, words.decode([int(each) for each in ids if each != REDACTED], skip_special_tokens=False))
 
 
 def _with_parsed_arguments(calls: Any) -> list[dict[str, Any]]:

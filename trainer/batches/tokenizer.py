@@ -1,56 +1,24 @@
 """The tokenizer of a model folder, and the tokens that end a reply."""
 
 import json
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import cast
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
 
 
-class Tokenizer(Protocol):
-    """What is used of transformers' tokenizers."""
-
-    eos_token_id: int | None
-    all_special_ids: list[int]
-    added_tokens_decoder: dict[int, object]
-    chat_template: str | None
-
-    def __len__(self) -> int: ...
-
-    def __hash__(self) -> int: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of the text; special tokens that are spelled out in it become what they are."""
-        ...
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of token ids."""
-        ...
-
-    def get_vocab(self) -> dict[str, int]:
-        """The id of each token."""
-        ...
-
-    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
-        """The token of each id."""
-        ...
-
-    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: object) -> str:
-        """The conversation as the model reads it."""
-        ...
-
-
-def tokenizer_of(settings: Settings, folder: Path | None = None, setting: str = "model.model_path") -> Tokenizer:
+def tokenizer_of(
+    settings: Settings, folder: Path | None = None, setting: str = "model.model_path"
+) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder, by default the base model's. Raises EnvironmentRefused, naming the setting."""
     return _load(folder or settings.model.model_path, settings.model.trust_remote_code, setting)
 
 
-def ends_of(folder: Path, tokenizer: Tokenizer) -> list[int]:
+def ends_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens that end a reply: the tokenizer's, then what generation_config.json and config.json name.
 
     The first one is what a reply ends with that did not come from the model: it is the end of a turn in chat models,
@@ -67,7 +35,7 @@ def ends_of(folder: Path, tokenizer: Tokenizer) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def ends_in_engines(folder: Path, tokenizer: Tokenizer) -> list[int]:
+def ends_in_engines(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens with which vLLM lets a reply end: the tokenizer's, and those of generation_config.json or, without
     that file, of config.json."""
     found = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -83,10 +51,10 @@ def _named_ends(file: Path) -> list[int]:
 
 
 @cache
-def _load(folder: Path, trust_remote_code: bool, setting: str) -> Tokenizer:
+def _load(folder: Path, trust_remote_code: bool, setting: str) -> PreTrainedTokenizerBase:
     try:
         found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise EnvironmentRefused(f"{setting}: its tokenizer cannot be loaded: {reason}") from error
-    return cast(Tokenizer, found)
+    return cast(PreTrainedTokenizerBase, found)

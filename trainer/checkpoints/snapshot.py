@@ -26,6 +26,7 @@ import structlog
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from tuneloop.shared.checkpoints.layout import (
     ACTOR,
@@ -42,7 +43,7 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.algorithms.terms.moments import Moments
 from tuneloop.trainer.batches.batch import all_but_first
-from tuneloop.trainer.batches.tokenizer import Tokenizer, tokenizer_of
+from tuneloop.trainer.batches.tokenizer import tokenizer_of
 from tuneloop.trainer.checkpoints.tensor_file import DiskPriority, TensorFiles
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.model import Actor, Critic
@@ -65,7 +66,6 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     actor_updates: int
     critic_updates: int = 0
-    critic_since: int = 0
     baselines: dict[str, Moments] = {}
 
 
@@ -104,7 +104,8 @@ def resume(settings: Settings, folder: Path | None, state: Path | None, ranks: R
     page = ALGORITHMS[settings.algorithm.algorithm_type]
     reference = critic = None
     if page.critic_loss is not None:
-        critic = Critic.load(settings, state / CRITIC if state and _has_critic(state) else base)
+        # A version that another method trained has none: it is learnt anew.
+        critic = Critic.load(settings, state / CRITIC if state and (state / CRITIC).exists() else base)
     actor = actor_in(settings, folder / ACTOR if folder else base)
     if page.asks(settings.algorithm).reference:
         reference = actor.reference(settings)
@@ -116,7 +117,6 @@ def resume(settings: Settings, folder: Path | None, state: Path | None, ranks: R
         counters = _counters(folder)
         kept = _counters(state) if state else Counters(steps=counters.steps, actor_updates=0)
         learner.steps = counters.steps
-        learner.critic_since = kept.critic_since if state and _has_critic(state) else counters.steps
         if not state:
             _log.warning("optimizer_begins_anew", folder=folder.name, critic_too=learner.critic is not None)
         learner.baselines = counters.baselines
@@ -135,11 +135,6 @@ def resume(settings: Settings, folder: Path | None, state: Path | None, ranks: R
     return learner
 
 
-def _has_critic(state: Path) -> bool:
-    """Whether there is one to go on with. A version that another method trained has none: it is learnt anew."""
-    return (state / CRITIC).exists()
-
-
 def save(learner: Learner, folder: Path, *, base: Path) -> None:
     """Write all of the learner into the empty `folder`; tokenizer and configuration are copied from `base`."""
     save_weights(weights_of(learner), folder, base=base)
@@ -149,9 +144,7 @@ def save(learner: Learner, folder: Path, *, base: Path) -> None:
 def weights_of(learner: Learner) -> CapturedWeights:
     """The learner's own tensors: they change with its next step."""
     updates = {f"{name}_updates": optimizer.updates for name, optimizer in learner.optimizers.items()}
-    counters = Counters(
-        steps=learner.steps, critic_since=learner.critic_since, **updates, baselines=dict(learner.baselines)
-    )
+    counters = Counters(steps=learner.steps, **updates, baselines=dict(learner.baselines))
     return CapturedWeights(
         step=learner.steps,
         actor=learner.actor,
@@ -313,7 +306,7 @@ def actor_in(settings: Settings, folder: Path) -> Actor:
 
 
 @cache
-def _probe_ids(words: Tokenizer, vocabulary: int, length: int) -> tuple[int, ...]:
+def _probe_ids(words: PreTrainedTokenizerBase, vocabulary: int, length: int) -> tuple[int, ...]:
     """So many ordinary tokens, always the same; none if there are none."""
     special = {*words.all_special_ids, *words.added_tokens_decoder}
     ordinary = [token for token in range(min(vocabulary, len(words))) if token not in special]

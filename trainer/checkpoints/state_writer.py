@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import structlog
@@ -47,7 +47,7 @@ class PublishedVersion(NamedTuple):
 
 
 class StateToWrite(NamedTuple):
-    """What is to be written behind a version. `state`: None if none is due, or the writer is busy.
+    """What is to be written behind a version. `state`: None if the writer is busy, or there is no room.
 
     `is_live`: the learner's own tensors, which change with its next step.
     """
@@ -70,7 +70,6 @@ class StateWriter:
         self._last: PublishedVersion | None = None
         #: The version whose state was written last. Not its number: one that was not registered has a namesake.
         self._written: PublishedVersion | None = None
-        self._since = 0
         #: What is written of a version goes first.
         self.priority = DiskPriority()
         #: Whether the last state did not fit on the disk.
@@ -86,31 +85,27 @@ class StateWriter:
         self._copies.prepare(learner, self._pool)
 
     def capture(self, learner: Learner, *, patience_s: float = _PATIENCE_S) -> StateToWrite:
-        """Take a copy of the state of the version that is about to be published, if one is due.
+        """Take a copy of the state of the version that is about to be published, unless the writer is busy for so long.
 
-        A writer that is still at work is waited for so long.
         Of a learner for whose copy there is no room it is the state itself, if one process has all of it.
         """
-        due, size = self._since + 1 >= self._settings.trainer.state_interval, snapshot.size_of_state(learner)
-        if not due:
-            return StateToWrite(None, size, is_live=False, measured={})
+        size = snapshot.size_of_state(learner)
         obstacle = "behind the last version the disk had no room for one" if self._has_no_room else None
         if self._is_busy(patience_s):
             obstacle = "the one before is still written"
+        started, state, is_live = time.perf_counter(), None, False
         if obstacle is not None:
             _log.warning("state_skipped", step=learner.steps, reason=obstacle)
-            return StateToWrite(None, size, is_live=False, measured={"state/skipped": 1.0})
-        started = time.perf_counter()
-        state = self._copy(learner)
-        is_live = state is None and learner.ranks.size == 1
-        if state is None and not is_live:  # No process has all of it, so that none can write it.
+        elif (state := self._copy(learner)) is None and learner.ranks.size == 1:  # Else no process has all of it.
+            state, is_live = snapshot.state_of(learner), True
+        if state is None:
             return StateToWrite(None, size, is_live=False, measured={"state/skipped": 1.0})
         measured = {"state/skipped": 0.0, "time/publish/copy": time.perf_counter() - started}
-        return StateToWrite(state or snapshot.state_of(learner), size, is_live, measured)
+        return StateToWrite(state, size, is_live, measured)
 
     def follow(self, published: PublishedVersion, captured: StateToWrite) -> None:
         """Write what was captured for a version that is registered now, while training goes on, and prune."""
-        self._last, self._since = published, self._since + 1
+        self._last = published
         if captured.state is None and self._is_busy(0):
             return
         self._pending = captured.size if captured.state is not None else 0
@@ -119,7 +114,7 @@ class StateWriter:
             self.join()
 
     def finish(self, learner: Learner | None, version: int, curves: CurveWriter) -> None:
-        """Before a clean stop at `version`, which `learner` is: write its state now, if that was skipped or not due."""
+        """Before a clean stop at `version`, which `learner` is: write its state now, if that was skipped."""
         self.join()
         if learner and self._last is not None and self._last.version == version and self._last != self._written:
             size = snapshot.size_of_state(learner)
@@ -161,12 +156,7 @@ class StateWriter:
 
     def drain(self) -> list[tuple[int, Metrics]]:
         """What has been measured since the last call, each with its step."""
-        found = []
-        while True:
-            try:
-                found.append(self._measured.get_nowait())
-            except Empty:
-                return found
+        return [self._measured.get() for _ in range(self._measured.qsize())]
 
     def _copy(self, learner: Learner) -> CapturedState | None:
         state = self._copies.of(learner)
@@ -215,7 +205,7 @@ class StateWriter:
         except (OSError, SafetensorError) as error:  # A newer trainer has moved it away, or the disk refuses.
             _log.error("state_not_kept", version=published.version, reason=str(error))
             return {"state/skipped": 1.0}
-        self._written, self._since, self.full = published, 0, False
+        self._written, self.full = published, False
         took = time.perf_counter() - started
         _log.info("state_kept", version=published.version, step=published.step, seconds=round(took, 3))
         return {"time/publish/state": took}

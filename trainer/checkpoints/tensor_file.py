@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import modeling_utils
+from transformers import modeling_utils as _modeling_utils
 
 from tuneloop.shared.checkpoints.sealing import sha256_of
 
@@ -33,9 +33,6 @@ _WRITERS = 4
 
 #: How long a piece waits for what is more urgent.
 _PATIENCE_S = 1.0
-
-#: What save_pretrained calls in transformers 5.5 to 5.19.
-_WRITER = "safe_save_file"
 
 _ALIGNMENT = 8
 
@@ -104,13 +101,12 @@ class TensorFiles:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Have save_pretrained write its weights so, in this thread; it has no option for who writes them."""
-        with _redirected:
-            _here.files = self
-            try:
-                yield
-            finally:
-                _here.files = None
+        """Have save_pretrained write its weights so, in this thread."""
+        _here.files = self
+        try:
+            yield
+        finally:
+            _here.files = None
 
     def digests(self) -> dict[Path, str]:
         """The sha256 of each file, once all are written. Raises OSError or SafetensorError if one could not be."""
@@ -173,33 +169,18 @@ def _header(ordered: list[tuple[str, Tensor]], metadata: Mapping[str, str] | Non
     return len(text).to_bytes(8, "little") + text
 
 
-class _Redirection:
-    """transformers' own writer, replaced while any thread wants it to be; each thread's files go where it says."""
-
-    def __init__(self) -> None:
-        self._lock, self._users = threading.Lock(), 0
-        self._before: Any = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._users:
-                self._before = getattr(modeling_utils, _WRITER)
-                setattr(modeling_utils, _WRITER, self._write)
-            self._users += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                setattr(modeling_utils, _WRITER, self._before)
-
-    def _write(self, tensors: Mapping[str, Tensor], path: str, metadata: Mapping[str, str] | None = None) -> None:
-        files: TensorFiles | None = getattr(_here, "files", None)
-        if files is None:
-            self._before(tensors, path, metadata=metadata)
-        else:
-            files.write(tensors, path, metadata)
-
-
 _here = threading.local()
-_redirected = _Redirection()
+_transformers: Any = _modeling_utils
+_save_file = _transformers.safe_save_file
+
+
+def _write(tensors: Mapping[str, Tensor], path: str, metadata: Mapping[str, str] | None = None) -> None:
+    """What save_pretrained calls in transformers 5.5 to 5.19, which has no option for who writes."""
+    files: TensorFiles | None = getattr(_here, "files", None)
+    if files is None:
+        _save_file(tensors, path, metadata=metadata)
+    else:
+        files.write(tensors, path, metadata)
+
+
+_transformers.safe_save_file = _write

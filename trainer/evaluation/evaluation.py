@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from jinja2 import TemplateError
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig
 
 from tuneloop.runner.errors import JudgeAway, JudgeFailed
 from tuneloop.runner.judging.judge import Judge as ModelJudge
@@ -83,8 +83,8 @@ class HeldOut:
         """Raises EnvironmentRefused for a task that the model cannot be asked."""
         self._options = settings.monitor.evaluation
         self._budget = settings.trainer.tokens_at_once
-        self._tokenizer = cast(PreTrainedTokenizerBase, tokenizer_of(settings))
-        self._ends = ends_of(settings.model.model_path, tokenizer_of(settings))
+        self._tokenizer = tokenizer_of(settings)
+        self._ends = ends_of(settings.model.model_path, self._tokenizer)
         self._settings = settings
         with judging(settings):  # What is refused is so now.
             pass

@@ -59,22 +59,17 @@ class GateEvaluation:
         if self._take_gpu is not None:
             self._take_gpu(learner)
         try:
-            self._compare(learner, version, champion)
-        except NotEvaluated as error:
-            self._put_off(version, str(error))
-        except torch.OutOfMemoryError:
-            self._put_off(version, "it does not fit into the GPU's memory")
+            self._compare(learner, version, champion, before)
+        except (NotEvaluated, torch.OutOfMemoryError) as error:
+            reason = str(error) if isinstance(error, NotEvaluated) else "it does not fit into the GPU's memory"
+            _log.warning("version_not_evaluated", version=version, reason=reason)
+            self._not_before = time.monotonic() + self._again_s
 
-    def _put_off(self, version: int, reason: str) -> None:
-        _log.warning("version_not_evaluated", version=version, reason=reason)
-        self._not_before = time.monotonic() + self._again_s
-
-    def _compare(self, learner: Learner, version: int, champion: Version) -> None:
-        started, found = time.perf_counter(), self._answers(learner.actor)
+    def _compare(self, learner: Learner, version: int, champion: Version, before: tuple[Figure, ...]) -> None:
+        started, record = time.perf_counter(), self._ledger.evaluations.record
+        found = self._answers(learner.actor)
         if version == champion.version:
-            self._record(version, found)
-            return
-        before = self._figures(champion.version)
+            return record(version, Evaluator.TRAINER, found)
         if not before:
             folder = champion.path / ACTOR if champion.version else self._settings.model.model_path
             try:
@@ -82,13 +77,13 @@ class GateEvaluation:
             except EnvironmentRefused as error:
                 raise NotEvaluated(str(error)) from error
             before = self._answers(actor)
-            self._record(champion.version, before)
+            record(champion.version, Evaluator.TRAINER, before)
         verdict = gate_verdict(self._settings.gate, found, before)
         details = verdict.details(champion.version)
         reason = verdict.reason(champion.version)
         self._ledger.versions.note(version, VersionAction.EVALUATED, by="trainer", reason=reason, details=details)
         # Only now: with them in the ledger the version may be rejected, or served, at once.
-        self._record(version, found)
+        record(version, Evaluator.TRAINER, found)
         seconds = round(time.perf_counter() - started, 3)
         _log.info("version_evaluated", version=version, passed=verdict.passed, reason=reason, seconds=seconds)
 
@@ -101,6 +96,3 @@ class GateEvaluation:
     def _figures(self, version: int) -> tuple[Figure, ...]:
         """What is known of a version, if it is of these tasks."""
         return figures_on(self._ledger.evaluations.of(version, Evaluator.TRAINER), self._fingerprint)
-
-    def _record(self, version: int, figures: tuple[Figure, ...]) -> None:
-        self._ledger.evaluations.record(version, Evaluator.TRAINER, figures)

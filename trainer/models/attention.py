@@ -9,9 +9,8 @@ that share the row exchange positions for heads before, and back behind (ulysses
 """
 
 import inspect
-from collections.abc import Iterator
 from itertools import groupby
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import structlog
 import torch
@@ -52,15 +51,6 @@ class Bounds(TypedDict):
     cu_seq_lens_k: Tensor
     max_length_q: int
     max_length_k: int
-
-
-class _Sight(NamedTuple):
-    """Where sequences end, the longest, what scores are multiplied by, and how far a token looks back."""
-
-    ends: Tensor
-    longest: int
-    scale: float | None
-    window: int | None
 
 
 class _NotPackable(Exception):
@@ -152,11 +142,18 @@ def _attend(
     group: SequenceGroup | None = options.get("sequence_group")
     if group is not None:
         query, key, value = (_to_heads(each, group) for each in (query, key, value))
-    sight = _Sight(
-        options["cu_seq_lens_q"], options["max_length_q"], options.get("scaling"), options.get("sliding_window")
-    )
-    attend = _in_one if _has_kernel(query, value) else _by_length
-    attended = attend(query, key, value, sight)
+    ends, scale, window = options["cu_seq_lens_q"], options.get("scaling"), options.get("sliding_window")
+    width = query.shape[-1]
+    if (
+        _KERNEL_FITS
+        and query.device.type == _KERNEL_DEVICE
+        and query.dtype in {torch.bfloat16, torch.float16}
+        and width == value.shape[-1] <= _WIDEST_HEAD
+        and width % 8 == 0
+    ):
+        attended = _in_one(query, key, value, ends, options["max_length_q"], scale, window)
+    else:
+        attended = _by_length(query, key, value, ends, scale, window)
     return attended if group is None else _to_positions(attended, group), None
 
 
@@ -199,19 +196,9 @@ def _fewer_positions(each_PHW: Tensor, group: SequenceGroup) -> Tensor:
     return received.transpose(0, 1).flatten(1, 2)
 
 
-def _has_kernel(query: Tensor, value: Tensor) -> bool:
-    width = query.shape[-1]
-    return (
-        _KERNEL_FITS
-        and query.device.type == _KERNEL_DEVICE
-        and query.dtype in {torch.bfloat16, torch.float16}
-        and width == value.shape[-1] <= _WIDEST_HEAD
-        and width % 8 == 0
-    )
-
-
-def _in_one(query: Tensor, key: Tensor, value: Tensor, sight: _Sight) -> Tensor:
-    ends, longest, scale, window = sight
+def _in_one(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float | None, window: int | None
+) -> Tensor:
     # The kernel reads the keys of several heads once, in torch 2.11 without being told.
     options: dict[str, Any] = {"enable_gqa": True} if _KERNEL_IS_TOLD and key.shape[1] != query.shape[1] else {}
     query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
@@ -222,15 +209,21 @@ def _in_one(query: Tensor, key: Tensor, value: Tensor, sight: _Sight) -> Tensor:
 
 # How many sequences there are of which length is not to be compiled in.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _by_length(query: Tensor, key: Tensor, value: Tensor, sight: _Sight) -> Tensor:
-    ends, _, scale, window = sight
-    parts = []
-    for start, length, count in _runs(ends):
+def _by_length(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float | None, window: int | None
+) -> Tensor:
+    parts, start = [], 0
+    for length, run in groupby(ends.diff().tolist()):  # Sequences of one length that follow each other.
+        count = len(list(run))
         query_BHTD, key_BHTD, value_BHTD = (
             each[0, :, start : start + length * count].view(-1, count, length, each.shape[-1]).transpose(0, 1)
             for each in (query, key, value)
         )
-        mask = _window_mask(length, window, query.device) if window is not None and length > window else None
+        start, mask = start + length * count, None
+        if window is not None and length > window:
+            at = torch.arange(length, device=query.device)
+            back = at[:, None] - at
+            mask = (back >= 0) & (back < window)
         attended = scaled_dot_product_attention(
             query_BHTD,
             key_BHTD,
@@ -242,21 +235,6 @@ def _by_length(query: Tensor, key: Tensor, value: Tensor, sight: _Sight) -> Tens
         )
         parts.append(attended.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)[None]
-
-
-def _runs(ends: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Where sequences of one length begin that follow each other, their length, and how many they are."""
-    start = 0
-    for length, run in groupby(ends.diff().tolist()):
-        count = len(list(run))
-        yield start, length, count
-        start += length * count
-
-
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    at = torch.arange(length, device=device)
-    back = at[:, None] - at
-    return (back >= 0) & (back < window)
 
 
 ALL_ATTENTION_FUNCTIONS.register(PACKED, _attend)

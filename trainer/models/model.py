@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from safetensors import SafetensorError
@@ -40,17 +40,6 @@ _PARTS = ("body", "value_head")
 _SHARD = "250MB"
 
 
-class _Output(Protocol):
-    last_hidden_state: Tensor
-    logits: Tensor
-
-
-class _Layers(Protocol):
-    def get_input_embeddings(self) -> nn.Embedding: ...
-
-    def get_output_embeddings(self) -> nn.Module: ...
-
-
 class Actor:
     """The causal language model: a distribution over the next token. `positions` counts what it reads.
 
@@ -62,8 +51,15 @@ class Actor:
         self.positions = Positions()
         self.is_compiled = compiled
         self._body: nn.Module = network.base_model
-        self._head = cast(_Layers, network).get_output_embeddings()
-        self._head_is_all = self._compare()
+        self._head = cast(nn.Module, cast(Any, network).get_output_embeddings())
+        # Whether the head on the body's output is the whole model: some scale or cap the logits after it.
+        self._head_is_all = False
+        if self._body is not network:
+            ids_BT = torch.arange(min(8, self.vocabulary), device=network.device)[None]
+            with torch.no_grad():
+                hidden_BTD = self._body(input_ids=ids_BT, use_cache=False).last_hidden_state
+                logits_BTV = network(input_ids=ids_BT, use_cache=False).logits
+                self._head_is_all = torch.equal(self._head(hidden_BTD), logits_BTV)
 
     @classmethod
     def load(cls, settings: Settings, folder: Path) -> Self:
@@ -74,7 +70,7 @@ class Actor:
     @property
     def vocabulary(self) -> int:
         """How many token ids there are."""
-        return cast(_Layers, self.network).get_input_embeddings().num_embeddings
+        return cast(int, cast(Any, self.network).get_input_embeddings().num_embeddings)
 
     @property
     def width(self) -> int:
@@ -159,7 +155,8 @@ class Actor:
             temperatures_N = part.temperatures_N
             if temperatures_N is None:
                 temperatures_N = torch.ones_like(part.tokens_N, dtype=torch.float32)
-            arguments = (self._logits, features_ND[chosen], part.tokens_N, temperatures_N, part.allowed)
+            head = self._head if self._head_is_all else nn.Identity()
+            arguments = (head, features_ND[chosen], part.tokens_N, temperatures_N, part.allowed)
             if torch.is_grad_enabled():
                 # Untyped in torch 2.13.
                 parts.append(cast(tuple[Tensor, Tensor], checkpoint(_logprobs, *arguments, use_reentrant=False)))
@@ -167,18 +164,6 @@ class Actor:
                 parts.append(_logprobs(*arguments))
         logprobs_N, entropy_N = (torch.cat(column) for column in zip(*parts, strict=True))
         return logprobs_N, entropy_N
-
-    def _logits(self, features_ND: Tensor) -> Tensor:
-        return cast(Tensor, self._head(features_ND)) if self._head_is_all else features_ND
-
-    @torch.no_grad()
-    def _compare(self) -> bool:
-        """Whether the head on the body's output is the whole model: some scale or cap the logits after it."""
-        ids_BT = torch.arange(min(8, self.vocabulary), device=self.network.device)[None]
-        if self._body is self.network:
-            return False
-        hidden_BTD = _run(self._body, ids_BT).last_hidden_state
-        return torch.equal(self._head(hidden_BTD), _run(self.network, ids_BT).logits)
 
 
 class Critic(nn.Module):
@@ -289,10 +274,6 @@ def _load_pretrained(
     return network
 
 
-def _run(network: nn.Module, ids_BT: Tensor, **options: Any) -> _Output:
-    return cast(_Output, network(input_ids=ids_BT, use_cache=False, **options))
-
-
 class Features(NamedTuple):
     """What a network says before the `chosen` of a batch's reply tokens; the ranks of the group have the others."""
 
@@ -318,15 +299,15 @@ def _read(
     positions.add(rows, batch, group.place if group else 0)
     packed = is_packable(network)
     ids_BT, predicts_N = hand_over(rows.ids_BT, device), hand_over(rows.predicts_N, device)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"input_ids": ids_BT, "use_cache": False}
     if packed:
-        options = {"position_ids": hand_over(rows.positions_BT, device), "attention_mask": no_mask(device)}
+        options |= {"position_ids": hand_over(rows.positions_BT, device), "attention_mask": no_mask(device)}
         options |= bounds_of(list(rows.lengths), device)
     if group is not None:
         options["sequence_group"] = group
     if logits and packed and "logits_to_keep" in inspect.signature(network.forward).parameters:
-        return Features(_run(network, ids_BT, logits_to_keep=predicts_N, **options).logits[0], chosen, group)
-    found = _run(network, ids_BT, **options)
+        return Features(network(logits_to_keep=predicts_N, **options).logits[0], chosen, group)
+    found = network(**options)
     said = found.logits if logits else found.last_hidden_state
     return Features(said.flatten(0, 1).index_select(0, predicts_N), chosen, group)
 

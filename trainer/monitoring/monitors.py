@@ -39,15 +39,10 @@ _ENOUGH = 16
 
 def signals(replies: Sequence[ReplyExcerpt], refusals: Sequence[re.Pattern[str]]) -> dict[str, float]:
     """The share of replies that refuse, and that of wrong ones among those that call tools; each only of enough."""
-    refused = [refuses(reply.text, refusals) for reply in replies]
+    refused = [any(pattern.search(reply.text) for pattern in refusals) for reply in replies]
     wrong = [error for reply in replies if (error := tool_error(reply)) is not None]
     shares = {REFUSALS: refused, TOOL_ERRORS: wrong}
     return {name: sum(found) / len(found) for name, found in shares.items() if len(found) >= _ENOUGH}
-
-
-def refuses(text: str, patterns: Sequence[re.Pattern[str]]) -> bool:
-    """Whether one of the patterns is found."""
-    return any(pattern.search(text) for pattern in patterns)
 
 
 def tool_error(reply: ReplyExcerpt) -> bool | None:
@@ -67,18 +62,16 @@ def tool_error(reply: ReplyExcerpt) -> bool | None:
     calls = _json(reply.tool_calls)
     if not isinstance(calls, list) or not calls:
         return None
-    return any(_is_wrong(call, offered) for call in calls)
-
-
-def _is_wrong(call: object, offered: set[str] | None) -> bool:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        return True
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = _json(arguments)
-    unknown = offered is not None and function.get("name") not in offered
-    return unknown or not isinstance(arguments, dict)
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(arguments, str):
+            arguments = _json(arguments)
+        if not isinstance(function, dict) or not isinstance(arguments, dict):
+            return True
+        if offered is not None and function.get("name") not in offered:
+            return True
+    return False
 
 
 def _objects(value: object) -> list[dict[str, Any]]:

@@ -63,7 +63,16 @@ class TeacherRetries:
         """The samples of a failed batch to try again: all of them, after a wait, or those that are not dropped."""
         if isinstance(error, TeacherAway):
             self._count_failure(error)
-            refused: Mapping[str, Sequence[int]] = self._persistent_failures(error.failed)
+            # None is given up on while the teacher answers for no sample at all.
+            failed_ids = {number for ids in error.failed.values() for number in ids}
+            if failed_ids:
+                self._failures = {number: self._failures.get(number, 0) + 1 for number in failed_ids}
+            prefix = f"the teacher answers for other samples, but failed {_MAX_FAILURES} times in a row on this one"
+            found = {
+                f"{prefix}: {reason}": [number for number in ids if self._failures[number] >= _MAX_FAILURES]
+                for reason, ids in error.failed.items()
+            }
+            refused: Mapping[str, Sequence[int]] = {reason: ids for reason, ids in found.items() if ids}
             if not refused:
                 self._stop.wait(self._retry_s)
         else:
@@ -94,16 +103,3 @@ class TeacherRetries:
             if self._alarms.raise_alarm(Alarm(name=_AWAY, reason=f"{reason}; training waits for it")):
                 _log.error("alarm_raised", alarm=_AWAY, reason=reason)
             self._alarm_open = True
-
-    def _persistent_failures(self, failed: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-        """The samples to give up on, by the reason; none while the teacher answers for no sample at all."""
-        if not failed:
-            return {}
-        failed_ids = [number for ids in failed.values() for number in ids]
-        self._failures = {number: self._failures.get(number, 0) + 1 for number in failed_ids}
-        prefix = f"the teacher answers for other samples, but failed {_MAX_FAILURES} times in a row on this one"
-        persistent = {
-            reason: [number for number in ids if self._failures[number] >= _MAX_FAILURES]
-            for reason, ids in failed.items()
-        }
-        return {f"{prefix}: {reason}": ids for reason, ids in persistent.items() if ids}

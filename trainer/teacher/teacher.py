@@ -11,6 +11,7 @@ import ssl
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -169,25 +170,21 @@ class RemoteTeacher:
         failed_in_a_row = 0
         try:
             while len(answers) < len(bodies) and failed_in_a_row < _AT_ONCE:
-                turn, answer = self._next(responses, threads)
+                # Asked before a look, not behind it: what a thread put there before it ended is still found.
+                alive = any(thread.is_alive() for thread in threads)
+                try:
+                    turn, answer = responses.get(timeout=0.2)
+                except queue.Empty:
+                    if self._stop.is_set():
+                        raise TeacherAway("told to stop") from None
+                    if not alive:
+                        raise RuntimeError("the threads that ask the teacher have died") from None
+                    continue
                 answers[turn] = answer
                 failed_in_a_row = failed_in_a_row + 1 if isinstance(answer, TeacherAway) else 0
         finally:
             given_up.set()
         return answers
-
-    def _next(
-        self, responses: "queue.SimpleQueue[tuple[int, _Response]]", threads: Sequence[threading.Thread]
-    ) -> tuple[int, _Response]:
-        while True:
-            alive = any(thread.is_alive() for thread in threads)
-            try:
-                return responses.get(timeout=0.2)
-            except queue.Empty:
-                if self._stop.is_set():
-                    raise TeacherAway("told to stop") from None
-                if not alive:
-                    raise RuntimeError("the threads that ask the teacher have died") from None
 
     def _client(self) -> httpx.Client:
         """Connections of one thread."""
@@ -262,16 +259,13 @@ def _choice(answer: Any) -> dict[str, Any]:
 
 def _message(answer: Any) -> str:
     """What an error says, in OpenAI's envelope or not: one line of 300 characters at most."""
-    with_envelope = answer
     if isinstance(answer, str):
-        try:
-            with_envelope = json.loads(answer)
-        except ValueError:
-            with_envelope = answer
-    if isinstance(with_envelope, dict):
-        inner = with_envelope.get("error")
-        with_envelope = inner.get("message") if isinstance(inner, dict) else inner or with_envelope
-    return " ".join(str(with_envelope).split())[:300]
+        with suppress(ValueError):
+            answer = json.loads(answer)
+    if isinstance(answer, dict):
+        inner = answer.get("error")
+        answer = inner.get("message") if isinstance(inner, dict) else inner or answer
+    return " ".join(str(answer).split())[:300]
 
 
 #: The most tokens of a teacher's reply where `model.max_response_tokens` does not say.
@@ -298,10 +292,6 @@ class Teacher(Protocol):
     def reply(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with its replies, which it sampled at temperature 1, in the place of their own."""
         ...
-
-
-class _Generates(Protocol):
-    def generate(self, ids_BT: Tensor, **options: Any) -> Tensor: ...
 
 
 class _Numbers(LogitsProcessor):
@@ -369,7 +359,7 @@ class LocalTeacher:
             ids_1T = torch.tensor(sample.prompt_ids.astype(np.int64), device=self._actor.network.device)[None]
             with torch.random.fork_rng():
                 torch.manual_seed(self._settings.trainer.seed + sample.id)
-                generated = cast(_Generates, self._actor.network).generate(
+                generated = cast(Any, self._actor.network).generate(
                     ids_1T,
                     attention_mask=torch.ones_like(ids_1T),
                     max_new_tokens=most,

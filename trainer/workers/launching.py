@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -55,7 +55,14 @@ def launch(command: Sequence[str], size: int, stop: Stop) -> int:
 def _run(command: Sequence[str], size: int, stop: Stop) -> int:
     """Run the ranks until all have ended: by themselves, or because one has."""
     with tempfile.TemporaryDirectory(prefix="tuneloop-ranks-", ignore_cleanup_errors=True) as folder:
-        ranks = [_start(command, rank, size, Path(folder) / "rendezvous") for rank in range(size)]
+        ranks = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **environment_of(rank, size, Path(folder) / "rendezvous")},
+                preexec_fn=partial(_end_with_parent, os.getpid()) if rank == 0 else None,
+            )
+            for rank in range(size)
+        ]
         _log.info("ranks_started", pids=[rank.pid for rank in ranks])
         try:
             return _watch(ranks, stop)
@@ -73,7 +80,11 @@ def _watch(ranks: Sequence["subprocess.Popen[bytes]"], stop: Stop) -> int:
             stopping = True
         if deadline == float("inf") and any(rank.poll() is not None for rank in ranks):
             deadline = time.monotonic() + _GRACE_S
-        _until_one_ends(ranks, _LOOK_S)
+        with ExitStack() as closing:  # Wait until one of those that run has ended, or so long.
+            running = [os.pidfd_open(rank.pid) for rank in ranks if rank.poll() is None]
+            for each in running:
+                closing.callback(os.close, each)
+            select.select(running, [], [], _LOOK_S)
     codes = [rank.poll() for rank in ranks]
     for number, code in enumerate(codes):
         if code:
@@ -81,27 +92,6 @@ def _watch(ranks: Sequence["subprocess.Popen[bytes]"], stop: Stop) -> int:
     if codes[0] == 0 or (stopping and codes[0] == -signal.SIGTERM):  # before it knew how to stop
         return 0
     return next((code for code in codes if code in _FOR_GOOD), 1)
-
-
-def _until_one_ends(ranks: Sequence["subprocess.Popen[bytes]"], timeout_s: float) -> None:
-    """Wait until one of those that run has ended, or so long."""
-    ends: list[int] = []
-    try:
-        for rank in ranks:
-            if rank.poll() is None:
-                ends.append(os.pidfd_open(rank.pid))
-        select.select(ends, [], [], timeout_s)
-    finally:
-        for end in ends:
-            os.close(end)
-
-
-def _start(command: Sequence[str], rank: int, size: int, rendezvous: Path) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        command,
-        env={**os.environ, **environment_of(rank, size, rendezvous)},
-        preexec_fn=partial(_end_with_parent, os.getpid()) if rank == 0 else None,
-    )
 
 
 def _end_with_parent(parent: int) -> None:

@@ -1,13 +1,26 @@
-"""What one rank of the trainer does, from its start to its end."""
+"""What one rank of the trainer does, from its start to its end. All but rank 0 follow its orders."""
 
+from contextlib import suppress
+from functools import partial
+from weakref import ref
+
+import structlog
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from tuneloop.shared.errors import NotFinite, RankFailed
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.loop import run
-from tuneloop.trainer.micro_batch import fit_to_memory
+from tuneloop.trainer.micro_batch import checkpoint_activations, fit_to_memory
 from tuneloop.trainer.models.model import device_of
-from tuneloop.trainer.ranks.orders import EndOrder
+from tuneloop.trainer.models.room import room_for_weights
+from tuneloop.trainer.ranks.orders import EndOrder, LoadOrder, StateOrder, StepOrder
 from tuneloop.trainer.ranks.ranks import JoinedRanks
 from tuneloop.trainer.stop import Stop
-from tuneloop.trainer.workers.follower import follow
+
+_log = structlog.get_logger()
 
 
 def take_part(settings: Settings, stop: Stop) -> None:
@@ -24,3 +37,45 @@ def serve(settings: Settings, ranks: JoinedRanks, stop: Stop) -> None:
         run(settings, stop, ranks)
         ranks.lead(EndOrder())
     ranks.leave()
+
+
+def follow(settings: Settings, ranks: JoinedRanks) -> None:
+    """Do what rank 0 orders until it says that there is no more. An error ends this rank, unless all ranks have it."""
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    learner: Learner | None = None
+    while True:
+        match ranks.follow():
+            case LoadOrder() as order:
+                learner = None  # A GPU has no room for two.
+                with room_for_weights():
+                    learner = snapshot.resume(settings, *order.paths, ranks)
+                _log.info("rank_ready", rank=ranks.rank, folder=order.folder)
+            case StepOrder() as order:
+                assert learner is not None
+                learner.micro_batch_tokens = order.tokens
+                learner.smaller = partial(_shrink_as_rank_0_says, ref(learner)) if order.halves else None
+                if order.checkpointing:
+                    checkpoint_activations(learner)
+                # What all ranks raise together, of which rank 0 decides what comes of it.
+                with suppress(NotFinite, RankFailed, torch.OutOfMemoryError):
+                    learner.step(order.samples, version=order.version)
+            case StateOrder():
+                assert learner is not None
+                snapshot.give_state(learner)
+            case EndOrder():
+                return
+
+
+def _shrink_as_rank_0_says(stepping: ref[Learner]) -> int:
+    learner = stepping()
+    assert learner is not None
+    with learner.ranks.agree():
+        pass  # Rank 0 may have found out that nothing smaller helps.
+    tokens, is_checkpointing = (learner.ranks.decide(_leave_to_rank_0) for _ in range(2))
+    if is_checkpointing:
+        checkpoint_activations(learner)
+    return tokens
+
+
+def _leave_to_rank_0() -> int:
+    raise RankFailed("rank 0 alone decides how a step takes less memory")

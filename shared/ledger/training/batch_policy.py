@@ -7,7 +7,7 @@ from tuneloop.shared.settings.settings import Settings
 
 
 class BatchPolicy(NamedTuple):
-    """How batches are taken. `max_staleness` is in versions, `max_age` and both timeouts are in seconds.
+    """How batches are taken. `max_staleness` is in versions, both timeouts are in seconds.
 
     `any_reply`: also of replies that are not samples of the policy. `edited`: also of those that were edited and not
     rated. `by_result`: a run's last call says how it went, so
@@ -21,7 +21,6 @@ class BatchPolicy(NamedTuple):
     group_timeout: float = 3600.0
     batch_timeout: float | None = None
     max_staleness: int | None = None
-    max_age: float | None = None
     any_reply: bool = False
     edited: bool = False
     by_result: bool = False
@@ -40,7 +39,6 @@ class BatchPolicy(NamedTuple):
             group_timeout=buffer.group_timeout,
             batch_timeout=buffer.batch_timeout,
             max_staleness=trainer.max_staleness,
-            max_age=trainer.max_age,
             any_reply=settings.algorithm.of_any_reply,
             edited=settings.algorithm.of_edited_answers,
             by_result=settings.algorithm.by_result,

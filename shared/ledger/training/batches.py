@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Select, TextClause, and_, func, select, text, update
+from sqlalchemy import ColumnElement, Connection, Select, TextClause, and_, func, not_, select, text, update
 
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.raters import Rater
 from tuneloop.shared.ledger.storage.schema import COMMITTED, EDITED, experiences
 from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
-from tuneloop.shared.ledger.training.groups import bounds, gather, takable
+from tuneloop.shared.ledger.training.groups import gather, takable, young
 from tuneloop.shared.ledger.training.rater_shares import (
     WINDOW,
     Unit,
@@ -34,7 +34,7 @@ from tuneloop.shared.ledger.training.rater_shares import (
 _COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
 
 #: The tenants that have rows waiting: one look into the index for each, where DISTINCT would read every row.
-_TENANTS = f"""
+TENANTS = f"""
     WITH RECURSIVE waiting(tenant) AS (
         SELECT min(tenant) FROM experiences {{hint}} WHERE {COMMITTED}
         UNION ALL
@@ -44,21 +44,28 @@ _TENANTS = f"""
     SELECT tenant FROM waiting WHERE tenant IS NOT NULL
 """
 
-#: The committed rows that are not samples of the policy. SQLite must be told the index, as above.
-_UNSAMPLED = f"SELECT id, group_id FROM experiences {{hint}} WHERE {COMMITTED} AND unsampled IS NOT NULL"
+#: The committed rows that are not samples of the policy.
+UNSAMPLED = f"SELECT id, group_id FROM experiences {{hint}} WHERE {COMMITTED} AND unsampled IS NOT NULL"
 
 #: The groups with committed rows that were edited and not rated.
-_EDITED_GROUPS = f"SELECT DISTINCT group_id FROM experiences {{hint}} WHERE {COMMITTED} AND {EDITED}"
+EDITED_GROUPS = f"SELECT DISTINCT group_id FROM experiences {{hint}} WHERE {COMMITTED} AND {EDITED}"
+
+_INDEXES = {
+    TENANTS: "ix_experiences_committed",
+    UNSAMPLED: "ix_experiences_unsampled",
+    EDITED_GROUPS: "ix_experiences_edited",
+}
 
 
-def expire(connection: Connection, policy: BatchPolicy, *, newest: int, now: float) -> None:
+def expire(connection: Connection, policy: BatchPolicy, *, newest: int) -> None:
     """Set aside what is too old to be trained on, and with it the whole group that it belongs to."""
-    for bound in bounds(policy, newest=newest, now=now):
-        too_old = and_(_COMMITTED, bound.column < bound.least)
-        groups = select(experiences.c.group_id).where(too_old, experiences.c.group_id.is_not(None))
-        in_such_a_group = and_(_COMMITTED, experiences.c.group_id.in_(groups))
-        set_aside(connection, in_such_a_group, f"of a group sampled more than {bound.value:g} {bound.unit}, in part")
-        set_aside(connection, too_old, f"sampled more than {bound.value:g} {bound.unit}")
+    if policy.max_staleness is None:
+        return
+    too_old = and_(_COMMITTED, not_(young(policy, newest=newest)))
+    groups = select(experiences.c.group_id).where(too_old, experiences.c.group_id.is_not(None))
+    sampled = f"sampled more than {policy.max_staleness} versions before {newest}"
+    set_aside(connection, and_(_COMMITTED, experiences.c.group_id.in_(groups)), f"of a group {sampled}, in part")
+    set_aside(connection, too_old, sampled)
 
 
 def claim(
@@ -70,13 +77,13 @@ def claim(
     """
     if not policy.any_reply:
         # Drop what is no sample of the policy, with the reason; what is left of its group is gathered again.
-        rows = connection.execute(select_unsampled(connection.dialect.name)).all()
+        rows = connection.execute(by_index(UNSAMPLED, connection.dialect.name)).all()
         dropped = {"state": State.DROPPED, "reason": experiences.c.unsampled}
         for portion in portions([row.id for row in rows]):
             connection.execute(update(experiences).where(_COMMITTED, experiences.c.id.in_(portion)).values(dropped))
         _ungroup(connection, {row.group_id for row in rows} - {None})
     if not policy.edited:  # the trainer before this one may have had another method
-        edited = connection.execute(select_edited_groups(connection.dialect.name)).scalars()
+        edited = connection.execute(by_index(EDITED_GROUPS, connection.dialect.name)).scalars()
         _ungroup(connection, {*edited} - {None})
     missing = size - len(held)
     limited = is_limited(connection, policy)
@@ -119,17 +126,11 @@ def _next_units(
     """What the next batch is made of, `most` rows at least if there are so many."""
     if policy.group_by != "none":
         return _next_groups(connection, policy, most, missing, lock=lock)
-    return [Unit(id_, (id_,)) for id_ in _next_rows(connection, policy, most, lock=lock)]
-
-
-def _next_rows(connection: Connection, policy: BatchPolicy, most: int, *, lock: bool) -> list[int]:
-    """The next rows; with `lock`, but for those that someone is changing right now."""
-    queries = {each: next_of(each, policy, most) for each in _tenants(connection)}
-    queues = {
-        tenant: connection.execute(query.with_for_update(skip_locked=True) if lock else query).all()
-        for tenant, query in queries.items()
-    }
-    return [row.id for row in _by_turns(queues.values())[:most]]
+    queries = (next_of(each, policy, most) for each in _tenants(connection))
+    if lock:  # What someone is changing right now is left out.
+        queries = (query.with_for_update(skip_locked=True) for query in queries)
+    rows = _by_turns([connection.execute(query).all() for query in queries])[:most]
+    return [Unit(row.id, (row.id,)) for row in rows]
 
 
 def next_of(tenant: str, policy: BatchPolicy, size: int) -> Select[Any]:
@@ -147,23 +148,14 @@ def next_of(tenant: str, policy: BatchPolicy, size: int) -> Select[Any]:
     )
 
 
-def tenants(dialect: str) -> TextClause:
-    """The tenants that have committed rows. SQLite must be told the index: by itself it takes one of all states."""
-    return text(_TENANTS.format(hint="INDEXED BY ix_experiences_committed" if dialect == "sqlite" else ""))
+def by_index(statement: str, dialect: str) -> TextClause:
+    """TENANTS, UNSAMPLED or EDITED_GROUPS. SQLite must be told the index: by itself it takes one of all states."""
+    hint = f"INDEXED BY {_INDEXES[statement]}" if dialect == "sqlite" else ""
+    return text(statement.format(hint=hint))
 
 
 def _tenants(connection: Connection) -> Sequence[str]:
-    return connection.execute(tenants(connection.dialect.name)).scalars().all()
-
-
-def select_unsampled(dialect: str) -> TextClause:
-    """The committed rows that are not samples of the policy."""
-    return text(_UNSAMPLED.format(hint="INDEXED BY ix_experiences_unsampled" if dialect == "sqlite" else ""))
-
-
-def select_edited_groups(dialect: str) -> TextClause:
-    """The groups of committed rows that were edited and not rated."""
-    return text(_EDITED_GROUPS.format(hint="INDEXED BY ix_experiences_edited" if dialect == "sqlite" else ""))
+    return connection.execute(by_index(TENANTS, connection.dialect.name)).scalars().all()
 
 
 def _ungroup(connection: Connection, groups: Collection[int]) -> None:
@@ -188,10 +180,12 @@ def set_aside(connection: Connection, which: ColumnElement[bool], reason: str) -
 
 def _next_groups(connection: Connection, policy: BatchPolicy, most: int, missing: int, *, lock: bool) -> list[Unit]:
     """The next groups, of `most` rows at least if there are so many; none if `missing` are needed and not there."""
-    queues = {
-        tenant: connection.execute(next_groups(tenant, policy.order, most)).all() for tenant in _tenants(connection)
-    }
-    chosen, total = _first(_by_turns(queues.values()), most)
+    queues = [connection.execute(next_groups(each, policy.order, most)).all() for each in _tenants(connection)]
+    chosen, total = list[int](), 0
+    for group in _by_turns(queues):
+        if total < most:
+            chosen.append(group.group_id)
+            total += group.rows
     if total < missing and policy.batch_timeout is None:
         return []
     members: dict[int, list[int]] = defaultdict(list)
@@ -201,17 +195,6 @@ def _next_groups(connection: Connection, policy: BatchPolicy, most: int, missing
         for group_id, row in connection.execute(ordered.with_for_update() if lock else ordered):
             members[group_id].append(row)
     return [Unit(group_id, tuple(members[group_id])) for group_id in chosen if group_id in members]
-
-
-def _first(groups: Sequence[Any], rows: int) -> tuple[list[int], int]:
-    """The first groups, of at least so many rows if there are, and how many they have."""
-    chosen, total = [], 0
-    for group in groups:
-        if total >= rows:
-            break
-        chosen.append(group.group_id)
-        total += group.rows
-    return chosen, total
 
 
 def next_groups(tenant: str, order: str, size: int) -> Any:
@@ -236,12 +219,6 @@ class Backlog(NamedTuple):
     set_aside: int
 
 
-class _Waiting(NamedTuple):
-    unit: Unit
-    tenant: str
-    priority: float
-
-
 def trim(connection: Connection, policy: BatchPolicy) -> Backlog:
     """Let what waits beyond `policy.max_backlog` expire."""
     waiting = connection.execute(select(func.count()).select_from(experiences).where(_COMMITTED)).scalar_one()
@@ -255,33 +232,23 @@ def trim(connection: Connection, policy: BatchPolicy) -> Backlog:
     grouped = policy.group_by != "none"
     if grouped:
         query = query.where(experiences.c.group_id.is_not(None))
-    units: dict[int, list[Any]] = defaultdict(list)
+    members: dict[int, list[Any]] = defaultdict(list)
     for row in connection.execute(query):
-        units[row.group_id if grouped else row.id].append(row)
-    for each in _freshest_first(
-        connection,
-        [
-            _Waiting(Unit(number, tuple(row.id for row in rows)), rows[0].tenant, rows[0].priority)
-            for number, rows in units.items()
-        ],
-        policy,
-    ):
+        members[row.group_id if grouped else row.id].append(row)
+    by_priority = policy.order == "priority"
+    order = sorted(members, key=lambda each: (members[each][0].priority if by_priority else 0.0, each), reverse=True)
+    units = [Unit(number, tuple(row.id for row in members[number])) for number in order]
+    if is_limited(connection, policy):
+        raters = main_raters(connection, units, policy)
+        units = _in_turn(units, lambda each: raters[each.number])
+    for each in _in_turn(units, lambda each: members[each.number][0].tenant):
         if room <= 0:
-            beyond += each.unit.rows
-        room -= len(each.unit.rows)
+            beyond += each.rows
+        room -= len(each.rows)
     reason = f"more than {most} experiences waited: buffer.max_backlog"
     these = (and_(experiences.c.id.in_(portion), _COMMITTED) for portion in portions(sorted(beyond)))
     expired = sum(set_aside(connection, which, reason) for which in these)
     return Backlog(waiting - expired, expired)
-
-
-def _freshest_first(connection: Connection, waiting: Sequence[_Waiting], policy: BatchPolicy) -> Sequence[_Waiting]:
-    by_priority = policy.order == "priority"
-    found = sorted(waiting, key=lambda each: (each.priority if by_priority else 0.0, each.unit.number), reverse=True)
-    if is_limited(connection, policy):
-        raters = main_raters(connection, [each.unit for each in found], policy)
-        found = _in_turn(found, lambda each: raters[each.unit.number])
-    return _in_turn(found, lambda each: each.tenant)
 
 
 def _in_turn(things: Sequence[T], of: Callable[[T], Hashable]) -> list[T]:

@@ -1,7 +1,7 @@
 """The edited answers of replies, unless they were retracted."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, select, tuple_
@@ -28,8 +28,14 @@ def demonstrations(connection: Connection, rows: Sequence[Any]) -> dict[int, str
     for row in rows if about else ():
         for events in (about.get(_run(row), ()), about.get(row.msg_id, ())):
             own = (event for event in events if event.tenant == row.tenant and event.choice in (None, row.choice))
-            if (text := _latest(own)) is not None:
-                found[row.id] = text
+            latest: dict[tuple[str, str | None], str] = {}
+            for event in own:
+                # Removed before it is added again, so that the last entry is the latest event.
+                latest.pop((event.metric, event.source), None)
+                if event.kind == Kind.DEMONSTRATION:
+                    latest[event.metric, event.source] = event.text
+            if latest:
+                found[row.id] = next(reversed(latest.values()))
     return found
 
 
@@ -45,13 +51,3 @@ def _edits_about(connection: Connection, rows: Sequence[Any]) -> Iterator[Any]:
 
 def _run(row: Any) -> tuple[str, str | None, str | None]:
     return row.tenant, row.task_id, row.run_id
-
-
-def _latest(events: Iterable[Any]) -> str | None:
-    latest: dict[tuple[str, str | None], str] = {}
-    for event in events:
-        # Removed before it is added again, so that the last entry is the latest event.
-        latest.pop((event.metric, event.source), None)
-        if event.kind == Kind.DEMONSTRATION:
-            latest[event.metric, event.source] = event.text
-    return next(reversed(latest.values()), None)

@@ -8,7 +8,7 @@ its rows was committed. What is alone by then is no group: it expires.
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, select, text, true, tuple_, update
 
@@ -56,27 +56,10 @@ def takable(policy: BatchPolicy) -> ColumnElement[bool]:
     return sampled if policy.edited else and_(sampled, _NOT_EDITED)
 
 
-class Bound(NamedTuple):
-    """What must not be less, for a row to be young enough; `unit` says of what the setting's `value` is a number."""
-
-    column: ColumnElement[Any]
-    least: Any
-    value: float
-    unit: str
-
-
-def bounds(policy: BatchPolicy, *, newest: Any, now: float) -> Iterator[Bound]:
-    """How old a row may be that is trained on now, after the version `newest`, a number or what is one in SQL."""
-    if policy.max_staleness is not None:
-        oldest = newest - policy.max_staleness
-        yield Bound(experiences.c.version_min, oldest, policy.max_staleness, f"versions before {newest}")
-    if policy.max_age is not None:
-        yield Bound(experiences.c.sampled_at, now - policy.max_age, policy.max_age, "seconds ago")
-
-
-def young(policy: BatchPolicy, *, newest: Any, now: float) -> ColumnElement[bool]:
-    """Whether a row is within all bounds."""
-    return and_(true(), *(bound.column >= bound.least for bound in bounds(policy, newest=newest, now=now)))
+def young(policy: BatchPolicy, *, newest: Any) -> ColumnElement[bool]:
+    """Whether a row may be trained on after the version `newest`, a number or what is one in SQL."""
+    bounds = () if policy.max_staleness is None else (experiences.c.version_min >= newest - policy.max_staleness,)
+    return and_(true(), *bounds)
 
 
 def gather(connection: Connection, policy: BatchPolicy, *, newest: int, now: float) -> None:
@@ -86,7 +69,7 @@ def gather(connection: Connection, policy: BatchPolicy, *, newest: int, now: flo
     if policy.group_by == "preference":
         _gather_the_preferred(connection, rows, policy, now)
     else:
-        will_do = and_(takable(policy), young(policy, newest=newest, now=now))
+        will_do = and_(takable(policy), young(policy, newest=newest))
         _gather_the_named(connection, rows, policy, will_do, now)
 
 

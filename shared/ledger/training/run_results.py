@@ -74,8 +74,17 @@ def gather_whole(
     if members:
         grouped = update(experiences).where(experiences.c.id == bindparam("its_id"))
         connection.execute(grouped.values(group_id=bindparam("its_group")), members)
-    if taken:
-        _commit_with_results(connection, taken, now=now)
+    if taken:  # Each call is given the reward of its result, both locked, and committed into the group.
+        given = ("reward", "rewarded_at", "committed_at")
+        with_results = [
+            {"its_id": call.id, "its_group": group_id, **{f"its_{name}": getattr(result, name) for name in given}}
+            for call, result, group_id in taken
+        ]
+        values: dict[str, Any] = {name: bindparam(f"its_{name}") for name in given}
+        values |= {"state": State.COMMITTED, "group_id": bindparam("its_group")}
+        values["reward_rule"] = id_of_rule(connection, OF_ITS_RESULT, now=now)
+        committed_calls = update(experiences).where(experiences.c.id == bindparam("its_id"))
+        connection.execute(committed_calls.values(values), with_results)
 
 
 def without_results(connection: Connection, rows: Sequence[Any]) -> list[Any]:
@@ -126,20 +135,6 @@ def lock_rows(connection: Connection, ids: Collection[int]) -> dict[int, Any]:
 
 def _are(there: Mapping[int, Any], ids: Collection[int], state: State) -> bool:
     return all(id_ in there and there[id_].state == state and there[id_].group_id is None for id_ in ids)
-
-
-def _commit_with_results(connection: Connection, taken: Sequence[tuple[Any, Any, int]], *, now: float) -> None:
-    """Give each call the reward of its result, two locked rows, and commit it into the group."""
-    given = ("reward", "rewarded_at", "committed_at")
-    rows = [
-        {"its_id": call.id, "its_group": group_id, **{f"its_{name}": getattr(result, name) for name in given}}
-        for call, result, group_id in taken
-    ]
-    values: dict[str, Any] = {name: bindparam(f"its_{name}") for name in given}
-    values |= {"state": State.COMMITTED, "group_id": bindparam("its_group")}
-    values["reward_rule"] = id_of_rule(connection, OF_ITS_RESULT, now=now)
-    committed = update(experiences).where(experiences.c.id == bindparam("its_id"))
-    connection.execute(committed.values(values), rows)
 
 
 def _give_back(connection: Connection, ids: Collection[int], rule: int) -> None:

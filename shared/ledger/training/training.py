@@ -61,7 +61,7 @@ class Training(LedgerPart):
         with self._write() as connection:
             _fence(connection, epoch)
             newest = _newest_version(connection)
-            expire(connection, policy, newest=newest, now=now)
+            expire(connection, policy, newest=newest)
             ids = claim(connection, policy, size, held, newest=newest, now=now)
             leased = {"state": State.LEASED, "lease_epoch": epoch, "lease_until": now + LEASE_S}
             rows: list[Any] = []

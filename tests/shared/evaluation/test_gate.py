@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.constants import section_of
-from tuneloop.shared.evaluation.gate import evaluator_of, gate_verdict, same_tasks
+from tuneloop.shared.evaluation.gate import evaluator_of, gate_verdict
 from tuneloop.shared.evaluation.scores import LENGTH, MALFORMED, REFUSALS, SCORE, TASKS, Figure
 from tuneloop.shared.experience import Evaluator
 from tuneloop.shared.settings.settings import Settings
@@ -62,12 +62,6 @@ def test_all_that_is_wrong_is_told_with_the_figures_of_both() -> None:
     assert json.loads(json.dumps(verdict.figures)) == verdict.figures
 
 
-def test_figures_of_other_tasks_are_not_compared() -> None:
-    assert same_tasks(figures(), CHAMPION)
-    assert not same_tasks(figures(tasks=8.0), CHAMPION)
-    assert not same_tasks((), ())
-
-
 @pytest.mark.parametrize(
     ("rollout", "evaluator"),
     [
@@ -82,8 +76,3 @@ def test_a_fleet_evaluates_on_an_engine_one_engine_leaves_it_to_the_trainer(
 ) -> None:
     settings = Settings.model_validate({"model": {"model_path": "/m"}, "explorer": {"rollout_model": rollout}})
     assert evaluator_of(settings) is evaluator
-
-
-def test_a_gate_needs_tasks() -> None:
-    with pytest.raises(ValueError, match="block needs tasks to try a version on"):
-        Settings.model_validate({"model": {"model_path": "/m"}, "gate": "block"})

@@ -12,7 +12,7 @@ from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
 from tuneloop.shared.evaluation.scores import Figure, TaskReply, figures_of
 from tuneloop.shared.evaluation.tasks import Judge, Task, fingerprint, judge_of
 from tuneloop.shared.settings.feedback import JudgeSettings
-from tuneloop.shared.settings.versions import EvaluationSettings, MonitorSettings
+from tuneloop.shared.settings.versions import EvaluationSettings
 
 TASK = Task(1, "7+5=", "12", None)
 SUM = TASK._replace(slice="sums")
@@ -58,14 +58,6 @@ def test_a_function_that_is_not_there_is_refused(
         judge_of(EvaluationSettings(judge="function", function="no_such_module_here:f"))
 
 
-def test_a_function_goes_with_its_judge() -> None:
-    wrong = [EvaluationSettings(judge="function"), EvaluationSettings(function="a.b:c")]
-    assert all(list(MonitorSettings(evaluation=each).contradictions()) for each in wrong)
-    assert not list(MonitorSettings(evaluation=EvaluationSettings(judge="function", function="a.b:c")).contradictions())
-    with pytest.raises(ValueError, match=r"must be package\.module:name"):
-        EvaluationSettings(function="a.b")
-
-
 def test_an_evaluation_comes_to_means_of_all_and_of_each_slice() -> None:
     answered = [
         TaskReply(TASK, "12", 2, 1.0),
@@ -103,20 +95,6 @@ def test_the_share_of_replies_without_the_form_that_is_demanded_is_of_those_task
     found = figures_of(answered, fingerprint=1, refusals=[])
     assert found[-1]._replace(deviation=0.0) == Figure("malformed", "", 0.5, 0.0, 4)
     assert "malformed" not in {each.metric for each in figures_of(answered[:1], fingerprint=1, refusals=[])}
-
-
-def test_other_tasks_or_another_judge_have_another_fingerprint() -> None:
-    judge = JudgeSettings(model="critic")
-    alike = fingerprint([TASK], EvaluationSettings(), judge)
-    assert alike == fingerprint([TASK], EvaluationSettings(every=3), JudgeSettings(model="another"))
-    others = [
-        ([TASK._replace(form="json")], EvaluationSettings()),
-        ([SUM], EvaluationSettings()),
-        ([TASK], EvaluationSettings(judge="exact")),
-        ([TASK], EvaluationSettings(judge="model")),
-        ([TASK], section_of(EvaluationSettings, {"most_tokens": 5})),
-    ]
-    assert all(fingerprint(*each, judge) != alike for each in others)
 
 
 def test_a_model_that_judges_otherwise_has_another_fingerprint(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_late_feedback_counts_in_the_correction_alone(engine: Engine, settings: 
 def test_what_was_set_aside_says_why(base: Ledger, settings: Settings) -> None:
     [old] = committed(base)
     epoch = base.training.take_epoch("trainer")
-    base.training.lease(epoch, 1, BatchPolicy(max_age=1e-3))
+    base.training.lease(epoch, 1, BatchPolicy(max_staleness=-1))
     [reply] = told(base, settings, old).replies
     assert reply.state == "expired"
     assert any(sentence.startswith("set aside (expired): ") for sentence in reply.sentences)

@@ -5,10 +5,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.constants import section_of
-from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
-from tuneloop.trainer.algorithms.terms.targets import Targets
 from tuneloop.trainer.models import head as heads
 from tuneloop.trainer.models.head import AllowedSets, Head, ScoredTokens
 
@@ -100,20 +96,3 @@ def test_no_tensor_holds_all_logits_forth_or_back():
     with _Largest() as seen:
         _whole(leaves, said)
     assert seen.most >= N * V
-
-
-def test_a_head_that_is_not_trained_has_no_gradient_made_for_it():
-    leaves, said = _given(bias=False, tempered=False, grammar=False)
-    weight_VD = leaves[1].detach()
-    with _Largest() as seen:
-        logprobs_N, _ = Head(weight_VD[:, :4].contiguous(), None, compiled=False).score(leaves[0][:, :4], said)
-        logprobs_N.sum().backward()
-    assert leaves[0].grad is not None
-    assert seen.most == 16 * V
-
-
-def _loss(coefficient, entropy_BR):
-    algorithm = section_of(AlgorithmSettings, {"kl_coef": 0.0, "entropy_coef": coefficient})
-    logprobs_BR, mask_BR = -torch.ones(2, 3, requires_grad=True), torch.ones(2, 3) > 0
-    targets = Targets(mask_BR=mask_BR, sampled_BR=-torch.ones(2, 3), advantages_BR=torch.ones(2, 3))
-    return surrogate(algorithm, targets, logprobs_BR, entropy_BR, targets.totals)

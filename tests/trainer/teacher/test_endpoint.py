@@ -1,23 +1,15 @@
 """A teacher behind an endpoint: what it is asked, and what is made of each of its answers."""
 
 import threading
-from collections.abc import Iterator
 
-import msgspec
 import numpy as np
 import pytest
 
-from tests.doubles.teacher import TeacherDouble, logprob_of, teaching
+from tests.doubles.teacher import logprob_of
 from tests.trainer.factories import sample
 from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused, TeacherAway
 from tuneloop.trainer.batches.sequences import TokenSequence
 from tuneloop.trainer.teacher.teacher import RemoteTeacher
-
-
-@pytest.fixture
-def double(base) -> Iterator[TeacherDouble]:
-    with teaching(base) as teacher:
-        yield teacher
 
 
 @pytest.fixture
@@ -67,14 +59,6 @@ def test_what_cannot_be_a_teacher_is_refused_in_a_sentence(remote, double, fault
         setattr(double, name, value)
     with pytest.raises(EnvironmentRefused, match=r"algorithm\.distill\.teacher_url: .*" + sentence):
         remote().score(_sequences(2))
-
-
-@pytest.mark.parametrize("status", [429, 500, 502, 503])
-def test_a_hiccup_is_asked_again(remote, double, status):
-    teacher = remote()
-    teacher.check()
-    double.fails = [status, status]
-    assert teacher.score(_sequences(1)).any()
 
 
 def test_a_teacher_that_is_down_is_away_and_may_come_back(remote, double):
@@ -136,15 +120,3 @@ def test_its_reply_takes_the_place_of_the_model_s(remote, double):
     assert (asked["temperature"], asked["top_p"], asked["top_k"], asked["max_tokens"]) == (1.0, 1.0, 0, 9)
     prompts = sorted(body["prompt"] for body in double.requests[1:])
     assert prompts == sorted(each.prompt_ids.tolist() for each in samples)
-
-
-def test_a_prompt_too_long_for_the_teacher_is_refused(remote, double):
-    teacher = remote()
-    teacher.check()
-    double.refuses = 3
-    short, long = (
-        msgspec.structs.replace(sample(i), prompt_ids=np.arange(n, dtype=np.int32)) for i, n in ((0, 3), (1, 4))
-    )
-    with pytest.raises(SamplesRefused) as caught:
-        teacher.reply([short, long])
-    assert next(iter(caught.value.refused.values())) == [1]

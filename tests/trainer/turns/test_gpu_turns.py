@@ -3,18 +3,23 @@
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
+from threading import Event
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
-from tests.trainer.factories import sample
+from tests.trainer.factories import commit, eventually, sample
+from tuneloop.shared.errors import LedgerUnavailable, TurnNotGiven
 from tuneloop.shared.job_marks import GpuLocks
+from tuneloop.shared.ledger.training.training import Training
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.copies import PinnedMemory
 from tuneloop.trainer.gpu_turns import GpuTurns, _tensors
-from tuneloop.trainer.micro_batch import MicroBatch
+from tuneloop.trainer.loop import TrainingLoop, run
 from tuneloop.trainer.models.offloading import MovedTensors
 
 BATCHES = [[sample(i) for i in range(4 * at, 4 * at + 4)] for at in range(3)]
@@ -38,13 +43,6 @@ def stop():
 def turns(settings, stop):
     with closing(GpuTurns(settings(cluster={"gpu_turn": TURN_S}), stop)) as made:
         yield made
-
-
-def eventually(holds):
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def weights_of(learner):
@@ -137,39 +135,6 @@ def test_an_engine_that_waits_comes_before_the_next_turn(settings, turns, engine
     assert engine.held.take()
 
 
-def test_what_waits_for_the_publisher_does_not_keep_the_gpu_for_ever(settings, turns, engine):
-    learner = snapshot.load(settings(), None)
-    turns.begin(learner)
-    assert engine.wanted_by_engine.take()
-    time.sleep(2 * TURN_S)
-    turns.end_if_over(learner, publishes=True)
-    assert not engine.held.is_held_by_another()
-
-
-class Late:
-    """Tensors for which there is room at the third try."""
-
-    tries = 0
-
-    def put_back(self):
-        self.tries += 1
-        if self.tries < 3:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-
-
-def test_a_step_takes_the_gpu_first(settings, turns, engine):
-    learner, micro_batch = snapshot.load(settings(), None), MicroBatch(settings(), take_gpu=turns.begin)
-    assert engine.held.take()
-    stepping = threading.Thread(target=lambda: micro_batch.step(learner, BATCHES[0], version=0))
-    stepping.start()
-    stepping.join(0.5)
-    assert stepping.is_alive()
-    assert learner.steps == 0
-    engine.held.release()
-    stepping.join(60)
-    assert learner.steps == 1
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_between_turns_a_gpu_is_empty_and_steps_are_the_same(settings, engine, compiled):
@@ -195,3 +160,73 @@ def test_between_turns_a_gpu_is_empty_and_steps_are_the_same(settings, engine, c
         engine.held.release()
     for name, each in weights_of(here).items():
         assert torch.allclose(each.float().cpu(), weights_of(moved)[name].float().cpu(), atol=1e-6), name
+
+
+TURNS = {"gpu_turn": 30}
+
+
+class Away(Training):
+    """The database is away from the first batch on, until it is back."""
+
+    back = None
+
+    def extend(self, epoch):
+        self._require()
+        super().extend(epoch)
+
+    def release(self, epoch):
+        self._require()
+        return super().release(epoch)
+
+    def _require(self):
+        if self.back is not None and not self.back.is_set():
+            raise LedgerUnavailable("away")
+
+    def lease(self, epoch, size, policy, *, held=()):
+        rows = super().lease(epoch, size, policy, held=held)
+        if rows and self.back is None:
+            self.back = Event()
+        return rows
+
+
+def test_while_the_database_is_away_the_engine_has_the_gpu(settings, ledger, engine):
+    commit(ledger, [sample(i) for i in range(12)])
+    chosen = settings(trainer={"total_steps": 2, "save_interval": 2}, cluster=TURNS)
+    ledger.versions.ensure_base(chosen.model.model_path)
+    ledger.training, stop = Away(ledger.transactions, ledger.rewards), Event()
+    with ThreadPoolExecutor(1) as threads:
+        trainer = threads.submit(TrainingLoop(chosen, ledger, stop).run)
+        try:
+            eventually(lambda: ledger.training.back is not None)
+            eventually(lambda: trainer.done() or engine.held.take())
+            for _ in range(20):  # nor does it want it
+                assert not engine.wanted_by_trainer.is_held_by_another()
+                time.sleep(0.02)
+            engine.held.release()
+            ledger.training.back.set()
+            trainer.result(60)
+        finally:
+            stop.set()
+            if ledger.training.back is not None:
+                ledger.training.back.set()
+    assert ledger.versions.newest().version == 1
+    assert ledger.reports.counts()["trained"] == 8
+
+
+def test_steps_that_get_no_turn_before_a_stop_are_given_back_and_all_else_is_ended(
+    settings, ledger, engine, monkeypatch
+):
+    commit(ledger, [sample(i) for i in range(4)])
+    stop = Event()
+
+    def publish(self):
+        stop.set()
+        raise TurnNotGiven("told to stop while another has the GPU")
+
+    monkeypatch.setattr(TrainingLoop, "_publish", publish)
+    with capture_logs() as logs:
+        run(settings(trainer={"total_steps": 2}, cluster=TURNS), stop)
+    said = [each["event"] for each in logs]
+    assert said.index("steps_not_published") < said.index("trainer_stopped")
+    assert ledger.reports.counts()["committed"] == 4
+    assert engine.held.take()

@@ -34,7 +34,7 @@ from tuneloop.trainer.ranks import ranks as joined_ranks
 from tuneloop.trainer.ranks.orders import EndOrder
 from tuneloop.trainer.ranks.ranks import JoinedRanks, Ranks
 from tuneloop.trainer.ranks.rendezvous import environment_of
-from tuneloop.trainer.workers.follower import follow
+from tuneloop.trainer.workers.rank import follow
 
 STEPS = 2
 #: So many tokens have room with their activations, where that is a scenario; some sequences are longer.

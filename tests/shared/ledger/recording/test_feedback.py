@@ -212,6 +212,15 @@ def test_feedback_after_training_is_late(ledger: Ledger, engine: Engine) -> None
     assert [(row.reward, row.state) for row in rows(engine)] == [(1.0, State.TRAINED)]
 
 
+def test_feedback_after_expiry_is_late(ledger: Ledger, engine: Engine) -> None:
+    committed(ledger)
+    trained(ledger)
+    ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy(max_staleness=-1))
+    expired = [row for row in rows(engine) if row.state == State.EXPIRED]
+    assert expired
+    assert hear(ledger, msg_id=expired[0].msg_id, value=0.5) == Outcome.LATE
+
+
 def test_feedback_after_its_window_is_late_and_does_not_count(under: Any, engine: Engine) -> None:
     ledger = under(attribution_window=10.0, clock=lambda: 115.0)
     said = exchange(received_at=100.0)

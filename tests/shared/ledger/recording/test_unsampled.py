@@ -97,5 +97,5 @@ def test_the_facts_count_what_the_trainer_takes(ledger: Ledger, any_reply: bool,
     give(ledger, experiences=NUCLEUS)
     give(ledger)
     ledger.recording.record([exchange(experiences=NUCLEUS)])
-    facts = ledger.reports.facts(BatchPolicy(any_reply=any_reply, max_age=1e9))
+    facts = ledger.reports.facts(BatchPolicy(any_reply=any_reply, max_staleness=9))
     assert (facts.claimable, facts.too_old, facts.unsampled) == (claimable, 0, 0 if any_reply else 2)

@@ -56,12 +56,6 @@ def test_without_a_bound_and_for_methods_that_learn_from_any_reply_all_stay(ledg
     assert trim(None) == trim(3, any_reply=True) == Backlog(waiting=5, set_aside=0)
 
 
-def test_late_feedback_stays_however_old_while_little_waits(ledger: Ledger, trim: Trim, clock: Clock) -> None:
-    give(ledger, 3, received_at=1.0)
-    clock.now += 1e6
-    assert trim(3) == Backlog(waiting=3, set_aside=0)
-
-
 def test_the_lowest_priority_expires_first(ledger: Ledger, engine: Engine, trim: Trim) -> None:
     for priority in (2.0, 0.0, 1.0, 0.0):
         give(ledger, priority=priority)
@@ -95,15 +89,6 @@ def test_groups_expire_whole_and_those_that_wait_for_others_stay(ledger: Ledger,
     assert [row.task_id for row in in_state(engine, State.EXPIRED)] == ["a", "a"]
 
 
-def test_a_group_larger_than_the_bound_stays(ledger: Ledger, trim: Trim) -> None:
-    for run in "1234":
-        give(ledger, task_id="t", run_id=run)
-    policy = {"group_by": "task", "group_size": 4}
-    epoch = ledger.training.take_epoch("trainer")
-    ledger.training.lease(epoch, 99, BatchPolicy(**policy))
-    assert ledger.training.trim(epoch, BatchPolicy(max_backlog=2, **policy)) == Backlog(waiting=4, set_aside=0)
-
-
 def test_what_is_leased_is_not_set_aside(ledger: Ledger, engine: Engine) -> None:
     give(ledger, 5)
     epoch = ledger.training.take_epoch("trainer")
@@ -134,8 +119,3 @@ def waits_at_saturation(ledger: Ledger, clock: Clock, policy: BatchPolicy, *, ba
 def test_feedback_stays_fresh_when_ten_times_more_comes_in_than_is_trained(ledger: Ledger, clock: Clock) -> None:
     waits = waits_at_saturation(ledger, clock, BatchPolicy(max_backlog=8 * 4), batches=30)
     assert max(waits[5:]) <= 2.0
-
-
-def test_without_the_bound_feedback_waits_ever_longer(ledger: Ledger, clock: Clock) -> None:
-    waits = waits_at_saturation(ledger, clock, BatchPolicy(max_backlog=None), batches=30)
-    assert waits[29] > waits[15] + 10 > waits[0] + 20

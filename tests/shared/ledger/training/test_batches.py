@@ -11,17 +11,18 @@ from sqlalchemy import Engine, func, select, text
 
 from tests.doubles.clock import Clock
 from tests.explorer.running import eventually
-from tests.factories import exchange, experience, feedback, fill, ids, published, trained
+from tests.factories import exchange, experience, feedback, fill, ids, trained
 from tests.shared.ledger.training.test_run_results import ON_POSTGRESQL, between
 from tuneloop.shared.experience import Sample, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.ledger.training.batches import (
+    EDITED_GROUPS,
+    TENANTS,
+    UNSAMPLED,
+    by_index,
     next_groups,
     next_of,
-    select_edited_groups,
-    select_unsampled,
-    tenants,
 )
 from tuneloop.shared.settings.feedback import TrustedRaters
 from tuneloop.shared.settings.settings import Settings
@@ -71,12 +72,6 @@ def test_the_oldest_come_first_unless_the_policy_says_otherwise(ledger: Ledger, 
     assert ids(take(2)) == [1, 2]
 
 
-def test_the_freshest_come_first_if_the_policy_says_so(ledger: Ledger, take: Take) -> None:
-    for _ in range(4):
-        give(ledger)
-    assert ids(take(2, order="freshest")) == [3, 4]
-
-
 def test_the_highest_priority_comes_first_and_among_equals_the_oldest(ledger: Ledger, take: Take) -> None:
     for priority in (0.0, 2.0, -1.0, 2.0, 1.0):
         give(ledger, priority=priority)
@@ -98,15 +93,6 @@ def test_each_tenant_gets_the_same_share_and_what_one_leaves_goes_to_the_others(
 # Bounds.
 
 
-def test_what_was_sampled_too_long_ago_expires_with_the_reason(
-    ledger: Ledger, engine: Engine, take: Take, clock: Clock
-) -> None:
-    old, young = give(ledger, received_at=10.0), give(ledger, received_at=900.0)
-    assert [sample.id for sample in take(1, max_age=500.0)] == [2]
-    assert states(engine) == {old: State.EXPIRED, young: State.LEASED}
-    assert reasons(engine) == {"sampled more than 500 seconds ago"}
-
-
 def test_what_was_sampled_too_many_versions_ago_expires_with_the_reason(ledger: Ledger, engine: Engine) -> None:
     for _ in range(3):
         trained(ledger)
@@ -119,10 +105,10 @@ def test_what_was_sampled_too_many_versions_ago_expires_with_the_reason(ledger: 
 
 
 def test_a_group_of_which_a_part_is_too_old_expires_whole(ledger: Ledger, engine: Engine, take: Take) -> None:
-    old = give(ledger, task_id="t", run_id="1", received_at=10.0)
-    young = give(ledger, task_id="t", run_id="2", received_at=900.0)
+    old = give(ledger, task_id="t", run_id="1")
+    young = give(ledger, task_id="t", run_id="2", experiences=(experience(version_min=1, version_max=1),))
     assert take(9, group_by="task", group_size=2) == []  # gathered, but too few for a batch
-    assert take(1, group_by="task", group_size=2, max_age=500.0) == []
+    assert take(1, group_by="task", group_size=2, max_staleness=-1) == []
     assert states(engine) == {old: State.EXPIRED, young: State.EXPIRED}
 
 
@@ -137,15 +123,6 @@ def test_a_group_is_gathered_across_commits_and_taken_whole(ledger: Ledger, take
     give(ledger, task_id="t", run_id="2")
     batch = take(1, group_by="task", group_size=2)
     assert [(sample.task_id, sample.run_id, sample.group_id) for sample in batch] == [("t", "1", 1), ("t", "2", 1)]
-
-
-def test_a_batch_of_groups_has_at_least_its_size(ledger: Ledger, take: Take) -> None:
-    for task in ("a", "b", "c"):
-        for run in ("1", "2", "3"):
-            give(ledger, task_id=task, run_id=run)
-    assert [sample.task_id for sample in take(4, group_by="task", group_size=3)] == ["a"] * 3 + ["b"] * 3
-    assert take(4, group_by="task", group_size=3) == []
-    assert len(take(3, group_by="task", group_size=3)) == 3
 
 
 def test_a_group_waits_for_its_replies_that_have_no_feedback_yet(ledger: Ledger, take: Take) -> None:
@@ -195,16 +172,6 @@ def test_a_lone_run_never_trains_as_a_group_but_expires(
     assert reasons(engine) == {"alone in its group 3600 s after it was committed"}
 
 
-def test_a_member_that_comes_when_its_group_has_left_starts_another(ledger: Ledger, take: Take, clock: Clock) -> None:
-    for run in ("1", "2"):
-        give(ledger, task_id="t", run_id=run)
-    assert len(take(1, group_by="task", group_size=2)) == 2
-    give(ledger, task_id="t", run_id="3")
-    assert take(1, group_by="task", group_size=2) == []
-    give(ledger, task_id="t", run_id="4")
-    assert [sample.group_id for sample in take(1, group_by="task", group_size=2)] == [3, 3]
-
-
 def test_the_choices_of_a_reply_that_names_no_task_are_a_group(ledger: Ledger, take: Take) -> None:
     give(ledger, experiences=tuple(experience(choice=choice) for choice in range(4)))
     assert len(take(1, group_by="task", group_size=4)) == 4
@@ -214,13 +181,6 @@ def test_tenants_with_the_same_task_are_no_group(ledger: Ledger, take: Take) -> 
     for tenant in ("a", "b"):
         give(ledger, tenant=tenant, task_id="t", run_id=tenant)
     assert take(1, group_by="task", group_size=2) == []
-
-
-def test_a_trajectory_is_taken_whole(ledger: Ledger, take: Take) -> None:
-    for run in ("1", "2", "1", "1"):
-        give(ledger, task_id="t", run_id=run)
-    assert [sample.run_id for sample in take(2, group_by="run")] == ["1", "1", "1"]
-    assert [sample.run_id for sample in take(1, group_by="run")] == ["2"]
 
 
 @ON_POSTGRESQL
@@ -247,8 +207,9 @@ def test_a_lease_that_a_deadlock_with_new_feedback_ends_is_done_again(
     ledger: Ledger, take: Take, engine: Engine, clock: Clock
 ) -> None:
     for run_id in ("1", "2"):
-        give(ledger, task_id="t", run_id=run_id, received_at=clock.now)
-    give(ledger, received_at=clock.now - 1000)
+        young = (experience(version_min=1, version_max=1),)
+        give(ledger, task_id="t", run_id=run_id, received_at=clock.now, experiences=young)
+    give(ledger, received_at=clock.now)
     old, policy = 3, {"group_by": "task", "group_size": 2}
     assert take(9, **policy) == []  # gathered: 1 and 2
     row = select(experiences.c.id).with_for_update()
@@ -256,7 +217,7 @@ def test_a_lease_that_a_deadlock_with_new_feedback_ends_is_done_again(
     with ThreadPoolExecutor(1) as pool, engine.connect() as recording:
         recording.execute(text("SET LOCAL deadlock_timeout = '60s'"))  # so that it is the other that is ended
         recording.execute(row.where(experiences.c.id == 2))
-        leasing = pool.submit(take, 2, max_age=500.0, **policy)
+        leasing = pool.submit(take, 2, max_staleness=-1, **policy)
         eventually(lambda: recording.execute(waiting).scalar_one() > 0)
         recording.execute(row.where(experiences.c.id == old))  # which has expired in what is waiting for us
         recording.rollback()
@@ -297,18 +258,6 @@ def test_a_group_of_which_a_member_is_taken_back_while_it_is_gathered_waits_for_
     assert ids(take(1, group_by="task", group_size=2)) == [1, 2]
 
 
-def test_a_group_that_was_given_back_is_taken_again(ledger: Ledger) -> None:
-    for run in "12":
-        give(ledger, task_id="t", run_id=run)
-    policy = BatchPolicy(group_by="task", group_size=2)
-    epoch = ledger.training.take_epoch("one")
-    assert len(ledger.training.lease(epoch, 1, policy)) == 2
-    epoch = ledger.training.take_epoch("two")
-    batch = ledger.training.lease(epoch, 1, policy)
-    assert len(batch) == 2
-    assert ledger.training.register(epoch, ids(batch), step=1, publish=published) == 1
-
-
 # Cost.
 
 
@@ -340,9 +289,8 @@ def test_a_claim_reads_an_index_in_its_order_whatever_else_waits(engine: Engine)
         connection.exec_driver_sql("UPDATE experiences SET group_id = id WHERE id > 13000")
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.exec_driver_sql("VACUUM ANALYZE" if engine.dialect.name == "postgresql" else "ANALYZE")
-    assert "ix_experiences_committed" in plan_of(engine, tenants(engine.dialect.name))
-    assert "ix_experiences_unsampled" in plan_of(engine, select_unsampled(engine.dialect.name))
-    assert "ix_experiences_edited" in plan_of(engine, select_edited_groups(engine.dialect.name))
+    for statement, index in ((TENANTS, "committed"), (UNSAMPLED, "unsampled"), (EDITED_GROUPS, "edited")):
+        assert f"ix_experiences_{index}" in plan_of(engine, by_index(statement, engine.dialect.name))
     for query, index in indexed_claims():
         plan = plan_of(engine, query)
         assert index in plan
@@ -368,15 +316,9 @@ def test_the_settings_make_the_policy(tmp_path: Path) -> None:
         feedback={"trusted_raters": ["ann"]},
         judge={"url": "http://judge", "model": "m"},
     )
-    others = {"any_reply": False, "edited": False, "by_result": False, "max_backlog": 48, "max_age": None}
+    others = {"any_reply": False, "edited": False, "by_result": False, "max_backlog": 48}
     assert BatchPolicy.of(settings)._asdict() == chosen | bounds | raters | others
     unset = BatchPolicy.of(Settings(model={"model_path": tmp_path}))
     assert unset == BatchPolicy(max_rater_share=0.1, max_backlog=8 * 32)
     unbounded = Settings(model={"model_path": tmp_path}, buffer={"max_backlog": None})
     assert BatchPolicy.of(unbounded).max_backlog is None
-
-
-@pytest.mark.parametrize(("method", "any_reply"), [("ppo", False), ("sft", True), ("raft", True), ("kto", True)])
-def test_the_method_says_whether_any_reply_will_do(tmp_path: Path, method: str, any_reply: bool) -> None:
-    settings = Settings(model={"model_path": tmp_path}, algorithm={"algorithm_type": method})
-    assert BatchPolicy.of(settings).any_reply is any_reply

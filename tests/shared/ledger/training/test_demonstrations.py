@@ -45,10 +45,6 @@ def test_an_edited_answer_is_no_reward(events: list[Event], reward: Reward | Non
     assert reward_of(RewardRule(), events, sampled_at=0.0) == reward
 
 
-def test_it_counts_only_in_the_window() -> None:
-    assert reward_of(RewardRule(attribution_window=10.0), [edit(11.0)], sampled_at=0.0) is None
-
-
 def test_a_rule_that_gave_edited_answers_a_value_is_still_read() -> None:
     older = definition(RewardRule()).replace("{", '{"demonstration_value":1.0,', 1)
     assert rule_of(older) == RewardRule()
@@ -204,18 +200,6 @@ def test_the_latest_that_stands_is_the_one(ledger: Ledger) -> None:
         about(told, Kind.RETRACTION, source="ann"),
     ]
     assert leased_after(ledger, told, heard) == ["Second.", "Of one choice."]
-
-
-def test_what_was_taken_back_is_not_given(ledger: Ledger) -> None:
-    told = two()
-    heard = [about(told), about(told, Kind.RETRACTION, choice=1)]
-    assert leased_after(ledger, told, heard) == ["Better.", None]
-
-
-def test_a_retraction_of_something_else_leaves_it(ledger: Ledger) -> None:
-    told = exchange()
-    heard = [about(told), about(told, Kind.RETRACTION, metric="other"), about(told, Kind.RETRACTION, source="bob")]
-    assert leased_after(ledger, told, heard) == ["Better."]
 
 
 def test_one_about_a_whole_run_is_about_its_replies(ledger: Ledger) -> None:

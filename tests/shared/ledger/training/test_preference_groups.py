@@ -86,14 +86,6 @@ def test_one_that_is_taken_back_while_they_are_joined_leaves_the_others_for_the_
     assert names(take()) == [a, b, c]
 
 
-def test_it_waits_until_both_are_committed(ledger: Ledger, take: Take) -> None:
-    a, b = give(ledger), give(ledger, commit=False)
-    ledger.recording.record([preferred(a, b)])
-    assert take() == []
-    ledger.recording.commit("acme")
-    assert names(take()) == [a, b]
-
-
 @pytest.mark.parametrize("early", ["recorded", "not there"])
 def test_it_waits_for_a_reply_that_has_no_reward_or_is_not_there_yet(ledger: Ledger, take: Take, early: str) -> None:
     a, other = give(ledger), exchange()
@@ -108,17 +100,6 @@ def test_preferences_that_share_a_reply_make_one_group(ledger: Ledger, take: Tak
     a, b, c, d, e = (give(ledger) for _ in range(5))
     ledger.recording.record([preferred(a, b), preferred(c, d), preferred(d, b), preferred(e, e)])
     assert names(take()) == [a, b, c, d]
-
-
-def test_such_a_group_waits_for_all_of_them(ledger: Ledger, take: Take, now: list[float]) -> None:
-    a, b, c = give(ledger), give(ledger), give(ledger, commit=False)
-    ledger.recording.record([preferred(a, b), preferred(c, b)])
-    assert take() == []
-    now[0] += 3600.0
-    assert names(take()) == [a, b]
-    ledger.recording.commit("acme")
-    now[0] += 3600.0
-    assert take() == []
 
 
 def test_a_preference_names_choices(ledger: Ledger, take: Take) -> None:
@@ -137,14 +118,6 @@ def test_what_no_preference_names_is_set_aside_after_the_timeout(
     now[0] += 2.0
     assert take() == []
     assert aside(engine) == {a: "in no preference 3600 s after it was committed"}
-
-
-def test_so_is_what_stays_alone_in_its_preference(ledger: Ledger, engine: Engine, take: Take, now: list[float]) -> None:
-    a, b = give(ledger), exchange()
-    ledger.recording.record([b, preferred(a, b.msg_id)])
-    now[0] += 3600.0
-    assert take() == []
-    assert aside(engine) == {a: "alone in its preference 3600 s after it was committed"}
 
 
 def test_a_preference_over_what_was_trained_on_makes_no_group(
@@ -180,14 +153,6 @@ def test_one_that_comes_before_its_group_is_taken_widens_it(ledger: Ledger, take
     assert names(batch) == [c, a, b]
     assert {sample.group_id for sample in batch} == {1}
     assert ledger.reports.audit() == []
-
-
-def test_one_that_comes_when_its_group_has_gone_does_not(ledger: Ledger, take: Take) -> None:
-    a, b, c = (give(ledger) for _ in range(3))
-    ledger.recording.record([preferred(a, b)])
-    assert names(take()) == [a, b]
-    ledger.recording.record([preferred(a, c)])
-    assert take() == []
 
 
 def test_replies_of_two_tenants_are_no_group(ledger: Ledger, take: Take) -> None:

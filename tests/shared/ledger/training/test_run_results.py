@@ -81,14 +81,6 @@ def test_what_came_after_the_rewarded_call_is_waited_for_and_then_left_out(
     assert standings(engine)[-1] == (State.RECORDED, None)
 
 
-def test_a_call_that_was_rewarded_itself_waits_for_its_commit_and_keeps_its_reward(ledger: Ledger, take: Take) -> None:
-    first, *_ = run(ledger)
-    ledger.recording.record([feedback(msg_id=first, value=-0.5)])
-    assert take(1, BY_RUN) == []
-    ledger.recording.commit("acme")
-    assert [sample.reward for sample in take(1, BY_RUN)] == [-0.5, 0.7, 0.7]
-
-
 def test_the_runs_of_a_task_are_compared_by_their_results(ledger: Ledger, take: Take) -> None:
     run(ledger, 2, reward=1.0, name="1")
     run(ledger, 3, reward=None, name="2")
@@ -137,15 +129,6 @@ def test_what_is_said_of_such_a_call_while_it_is_leased_counts_when_the_lease_en
     assert [sample.reward for sample in take(1, BY_RUN)] == [0.1, 0.7, 0.7]
 
 
-def test_rewards_reckoned_anew_leave_the_run_whole(ledger: Ledger, engine: Engine, take: Take) -> None:
-    run(ledger)
-    assert take(9, BY_RUN) == []
-    assert (
-        Ledger(engine, rule=RewardRule(weights={"reward": 2.0}, clip=None)).recording.recompute_rewards().replies == 3
-    )
-    assert [sample.reward for sample in take(1, BY_RUN)] == [1.4] * 3
-
-
 def test_calls_that_are_too_old_or_were_not_sampled_stay_where_they_are(
     ledger: Ledger, engine: Engine, take: Take
 ) -> None:
@@ -161,14 +144,6 @@ def test_calls_that_are_too_old_or_were_not_sampled_stay_where_they_are(
     batch = ledger.training.lease(epoch, 1, BY_RUN._replace(max_staleness=1))
     assert ids(batch) == [6, 7]
     assert standings(engine)[3:5] == [(State.RECORDED, None)] * 2
-
-
-def test_what_was_flushed_late_still_came_before(ledger: Ledger, take: Take) -> None:
-    early, late = (exchange(task_id="t", run_id="1", received_at=at) for at in (10.0, 20.0))
-    ledger.recording.record([late])
-    ledger.recording.record([early, feedback(msg_id=late.msg_id, value=0.7)])
-    ledger.recording.commit("acme")
-    assert [sample.reward for sample in take(1, BY_RUN)] == [0.7, 0.7]
 
 
 @pytest.mark.parametrize("chosen", [0, 1])

@@ -8,7 +8,6 @@ from sqlalchemy import Engine, select
 
 from tests.doubles.clock import Clock
 from tests.factories import (
-    SHA256,
     committed,
     exchange,
     experience,
@@ -17,7 +16,6 @@ from tests.factories import (
     ids,
     leased,
     published,
-    rewarded,
     trained,
 )
 from tuneloop.shared.errors import LedgerError, StaleEpoch
@@ -43,14 +41,6 @@ def never(version: int) -> tuple[Path, str]:
     raise AssertionError(f"version {version} must not be published")
 
 
-def test_epochs_count_from_one(ledger: Ledger) -> None:
-    assert [ledger.training.take_epoch("a"), ledger.training.take_epoch("b"), ledger.training.take_epoch("a")] == [
-        1,
-        2,
-        3,
-    ]
-
-
 def test_a_sample_is_what_was_recorded(engine: Engine) -> None:
     said = experience(
         prompt_ids=pack_ids([7, 8]),
@@ -72,21 +62,6 @@ def test_a_sample_is_what_was_recorded(engine: Engine) -> None:
     assert (sample.version_min, sample.version_max, sample.temperature) == (1, 2, 0.5)
     assert (sample.task_id, sample.run_id) == ("task", "run")
     assert (sample.reward, sample.rewarded_at, sample.committed_at) == (0.75, 40.0, 50.0)
-
-
-def test_only_full_batches_are_leased(ledger: Ledger) -> None:
-    committed(ledger, 3)
-    epoch = ledger.training.take_epoch("trainer")
-    assert ledger.training.lease(epoch, 4, BatchPolicy()) == []
-    assert ledger.reports.counts() == only(committed=3)
-    assert len(ledger.training.lease(epoch, 3, BatchPolicy())) == 3
-    assert ledger.training.lease(epoch, 1, BatchPolicy()) == []
-
-
-def test_only_what_is_committed_is_leased(ledger: Ledger) -> None:
-    rewarded(ledger)
-    ledger.recording.record([exchange(), exchange(experiences=(experience(drop_reason="cut off"),))])
-    assert ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy()) == []
 
 
 def test_a_lease_names_its_epoch_and_its_end_and_can_be_extended(ledger: Ledger, engine: Engine) -> None:
@@ -113,14 +88,6 @@ def test_a_new_epoch_ends_the_leases_of_older_ones(ledger: Ledger) -> None:
     new = ledger.training.take_epoch("successor")
     assert ledger.reports.counts() == only(committed=2)
     assert ids(ledger.training.lease(new, 2, BatchPolicy())) == ids(samples)
-
-
-def test_what_is_too_old_expires_even_without_a_full_batch(ledger: Ledger) -> None:
-    for _ in range(3):
-        trained(ledger)
-    committed(ledger, 1)
-    assert ledger.training.lease(ledger.training.take_epoch("trainer"), 5, BatchPolicy(max_staleness=2)) == []
-    assert ledger.reports.counts() == only(trained=3, expired=1)
 
 
 def test_a_rejected_version_makes_nothing_older(ledger: Ledger) -> None:
@@ -178,13 +145,6 @@ def test_a_stale_trainer_can_do_nothing(ledger: Ledger) -> None:
     assert ledger.versions.all() == []
 
 
-def test_a_stale_release_leaves_the_successors_lease_alone(ledger: Ledger) -> None:
-    old, _samples = leased(ledger, 2)
-    ledger.training.lease(ledger.training.take_epoch("successor"), 2, BatchPolicy())
-    ledger.training.release(old)
-    assert ledger.reports.counts() == only(leased=2)
-
-
 def test_a_dropped_experience_keeps_its_reason_and_its_reward(ledger: Ledger, engine: Engine) -> None:
     epoch, samples = leased(ledger, 2)
     ledger.training.drop(epoch, ids(samples)[:1], "too long")
@@ -201,12 +161,6 @@ def test_a_dropped_experience_takes_the_correction_that_came_while_it_was_leased
     ledger.recording.record([feedback(msg_id=each.msg_id, value=0.25, call_id="late") for each in rows(engine)])
     ledger.training.drop(epoch, ids(samples)[:1], "too long")
     assert [(row.state, row.reward) for row in rows(engine)] == [("dropped", 0.25), ("leased", 1.0)]
-
-
-def test_only_what_is_leased_can_be_dropped(ledger: Ledger, engine: Engine) -> None:
-    committed(ledger, 1)
-    ledger.training.drop(ledger.training.take_epoch("trainer"), [rows(engine)[0].id, 10**9], "bad")
-    assert ledger.reports.counts() == only(committed=1)
 
 
 def test_registering_marks_what_was_trained(ledger: Ledger, engine: Engine) -> None:
@@ -248,25 +202,11 @@ def test_what_is_not_leased_cannot_be_trained_and_nothing_is_published(
     assert ledger.reports.counts() == only(leased=2)
 
 
-def test_nothing_is_trained_twice(ledger: Ledger) -> None:
-    epoch, samples = leased(ledger, 2)
-    ledger.training.register(epoch, ids(samples), step=1, publish=published)
-    with pytest.raises(LedgerError, match="0 are leased"):
-        ledger.training.register(epoch, ids(samples), step=2, publish=never)
-
-
 def test_version_numbers_grow_and_are_not_used_again(ledger: Ledger) -> None:
     ledger.versions.ensure_base(Path("/base"))
     first = trained(ledger)
     ledger.versions.reject(first, "worse")
     assert [first, trained(ledger), trained(ledger)] == [1, 2, 3]
-
-
-def test_an_epoch_and_a_sha_are_needed_for_a_version(ledger: Ledger) -> None:
-    epoch, samples = leased(ledger, 1)
-    with pytest.raises(LedgerError, match="refuses"):
-        ledger.training.register(epoch, ids(samples), step=-1, publish=lambda _: (Path("/c"), SHA256))
-    assert ledger.versions.all() == []
 
 
 @MANY

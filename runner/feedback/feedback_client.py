@@ -15,7 +15,7 @@ from typing import Any, Self
 import httpx
 
 from tuneloop.runner.errors import FeedbackAway, FeedbackRefused
-from tuneloop.runner.feedback.outbox import FeedbackOutbox, RefusedEntry
+from tuneloop.runner.feedback.feedback_outbox import FeedbackOutbox, RefusedEntry
 from tuneloop.runner.feedback.sender import NotNow, Rejected, Sender, names_of, understand
 from tuneloop.runner.feedback.verbs import Entry, FeedbackVerbs
 from tuneloop.runner.http_client import header_of_key, tls_context

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from tuneloop.runner.errors import FeedbackAway, FeedbackError
-from tuneloop.runner.feedback.outbox import FeedbackOutbox
+from tuneloop.runner.feedback.feedback_outbox import FeedbackOutbox
 from tuneloop.runner.feedback.verbs import MAX_ENTRY_BYTES, Entry
 from tuneloop.runner.judging.endpoint import retry_after_s
 

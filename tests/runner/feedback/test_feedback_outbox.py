@@ -16,7 +16,7 @@ from tests.explorer.running import eventually
 from tests.runner.feedback.service import Answer, FeedbackService, Json, feedback_service, taken
 from tuneloop.runner import Feedback, FeedbackError, OutboxFull
 from tuneloop.runner import outbox as outbox_files
-from tuneloop.runner.feedback import outbox, sender
+from tuneloop.runner.feedback import feedback_outbox, sender
 from tuneloop.runner.outbox import Outbox, OutboxFile
 
 
@@ -245,7 +245,7 @@ def test_what_an_older_version_left_is_sent(service: FeedbackService, tmp_path: 
 def test_what_was_sent_leaves_the_disk_while_more_is_said(
     service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "_FILE_BYTES", 1000)
+    monkeypatch.setattr(feedback_outbox, "_FILE_BYTES", 1000)
     with Feedback(service.url, outbox=tmp_path) as feedback:
         for value in range(100):
             feedback.reward("a", value)
@@ -319,12 +319,12 @@ def test_a_folder_that_cannot_be_read_for_a_while_is_read_again(
 ) -> None:
     looks: list[None] = []
 
-    def no_descriptors(self: outbox.FeedbackOutbox) -> None:
+    def no_descriptors(self: feedback_outbox.FeedbackOutbox) -> None:
         looks.append(None)
         raise OSError(24, "Too many open files")
 
     with Feedback(service.url, outbox=tmp_path) as feedback:
-        monkeypatch.setattr(outbox.FeedbackOutbox, "look", no_descriptors)
+        monkeypatch.setattr(feedback_outbox.FeedbackOutbox, "look", no_descriptors)
         eventually(lambda: len(looks) > 1)
         feedback.reward("a", 1)
         assert feedback.flush(30)
@@ -340,7 +340,7 @@ def test_ten_thousand_files_are_handed_out_with_few_descriptors(
         written.append([json.dumps([{"msg_ids": ["a"], "reward": value}]).encode()])
         written.close()
     before = len(os.listdir("/proc/self/fd"))
-    found = outbox.FeedbackOutbox(tmp_path, 1 << 30)
+    found = feedback_outbox.FeedbackOutbox(tmp_path, 1 << 30)
     found.look()
     assert found.pending == 10_000
     sent = []
@@ -359,13 +359,13 @@ def test_a_flush_waits_for_what_a_process_before_has_left(
     with Feedback(service.url, outbox=tmp_path) as feedback:
         feedback.reward("a", 1)
         stop(feedback)
-    look = outbox.FeedbackOutbox.look
+    look = feedback_outbox.FeedbackOutbox.look
 
-    def look_late(self: outbox.FeedbackOutbox) -> None:
+    def look_late(self: feedback_outbox.FeedbackOutbox) -> None:
         time.sleep(0.2)
         look(self)
 
-    monkeypatch.setattr(outbox.FeedbackOutbox, "look", look_late)
+    monkeypatch.setattr(feedback_outbox.FeedbackOutbox, "look", look_late)
     service.answer, service.calls = taken, []
     with Feedback(service.url, outbox=tmp_path) as feedback:
         assert feedback.flush(5)
@@ -375,7 +375,7 @@ def test_a_flush_waits_for_what_a_process_before_has_left(
 def test_damaged_records_that_fill_a_batch_are_left_behind(
     service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "_BATCH_BYTES", 100)
+    monkeypatch.setattr(feedback_outbox, "_BATCH_BYTES", 100)
     service.answer = away
     with Feedback(service.url, outbox=tmp_path) as feedback:
         feedback.comment("a", "x" * 100)
@@ -401,7 +401,7 @@ def test_a_file_that_is_removed_before_it_is_locked_is_not_written(
 
     def lock_late(descriptor: int) -> bool:
         monkeypatch.undo()
-        other = outbox.FeedbackOutbox(tmp_path, 1000)
+        other = feedback_outbox.FeedbackOutbox(tmp_path, 1000)
         other.look()
         assert other.next_batch() is None
         return outbox_files.lock(descriptor)

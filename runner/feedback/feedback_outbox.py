@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class UnsentEntries:
     """What is to be sent next: the entries of a file up to the offset `end`."""
 
     file: OutboxFile
@@ -90,7 +90,7 @@ class FeedbackOutbox:
         with self._lock:
             self._pending += len(entries)
 
-    def next_batch(self) -> Batch | None:
+    def next_batch(self) -> UnsentEntries | None:
         """What is to be sent next, some hundred entries of one file, if anything waits."""
         while (file := self._claimed or self._claim() or next(iter(self._outbox.files), None)) is not None:
             entries: list[Entry] = []
@@ -105,7 +105,7 @@ class FeedbackOutbox:
                 if len(entries) >= _BATCH_ENTRIES or end - file.taken >= _BATCH_BYTES:
                     break
             if end > file.taken:
-                return Batch(file, entries, end)
+                return UnsentEntries(file, entries, end)
             if file is self._claimed:
                 self._claimed = None
                 file.remove()
@@ -113,7 +113,7 @@ class FeedbackOutbox:
                 break
         return None
 
-    def note_sent(self, batch: Batch, refused: int) -> None:
+    def note_sent(self, batch: UnsentEntries, refused: int) -> None:
         """They need not be sent again, nor will they be; so many of them were set aside."""
         batch.file.taken = batch.end
         with self._lock:

@@ -22,7 +22,7 @@ from tuneloop.runner.errors import (
     TuneRefused,
 )
 from tuneloop.runner.feedback.feedback_client import AsyncFeedback, Feedback, FeedbackBatch, Receipt
-from tuneloop.runner.feedback.outbox import RefusedEntry
+from tuneloop.runner.feedback.feedback_outbox import RefusedEntry
 from tuneloop.runner.feedback.verbs import WholeRun, reply_id
 from tuneloop.runner.judging.endpoint import Endpoint
 from tuneloop.runner.judging.judge import Judge, LLMJudge, Preference, Verdict

@@ -23,6 +23,7 @@ from benchmarks.ledger.peer_recorder import Peer
 from tuneloop.explorer.capture.flusher import Flusher
 from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
 from tuneloop.explorer.capture.spool import Spool
+from tuneloop.explorer.capture.spool_slots import Slots
 from tuneloop.explorer.capture.transcript import ReplyIdSigner
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import TuneloopError
@@ -49,7 +50,9 @@ class Ours:
         metrics = Metrics()
         self._ledger = Ledger(database.connect(url))
         self._spool = Spool.open(folder, sync=sync)
-        self._flusher = Flusher(self._spool, self._ledger.recording, quarantined=_refuse, failed=_fail)
+        slots = Slots(folder)
+        slots.add(self._spool)
+        self._flusher = Flusher(slots, self._ledger.recording, quarantined=_refuse, failed=_fail)
         limits = SpoolLimits(self._spool, max_bytes=_SPOOL_BYTES, max_age_s=_DRAINED_S)
         self._recorder = Recorder(self._spool, limits, metrics)
         self._pool = pool

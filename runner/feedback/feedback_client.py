@@ -15,7 +15,7 @@ from typing import Any, Self
 import httpx
 
 from tuneloop.runner.errors import FeedbackAway, FeedbackRefused
-from tuneloop.runner.feedback.outbox import Outbox, RefusedEntry
+from tuneloop.runner.feedback.feedback_outbox import FeedbackOutbox, RefusedEntry
 from tuneloop.runner.feedback.sender import NotNow, Rejected, Sender, names_of, understand
 from tuneloop.runner.feedback.verbs import Entry, FeedbackVerbs
 from tuneloop.runner.http_client import header_of_key, tls_context
@@ -69,7 +69,7 @@ class _Line:
     def open_outbox(self, folder: Path, max_bytes: int) -> None:
         """Send through a folder, which has a folder for each service."""
         name = re.sub(r"[^A-Za-z0-9.]+", "-", self.url).strip("-")
-        self.sender = Sender(Outbox(folder / name, max_bytes), self.post, self.hang_up)
+        self.sender = Sender(FeedbackOutbox(folder / name, max_bytes), self.post, self.hang_up)
         self.sender.start()
         _lines.add(self)
 

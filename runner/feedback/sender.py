@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from tuneloop.runner.errors import FeedbackAway, FeedbackError
-from tuneloop.runner.feedback.outbox import Outbox
+from tuneloop.runner.feedback.feedback_outbox import FeedbackOutbox
 from tuneloop.runner.feedback.verbs import MAX_ENTRY_BYTES, Entry
 from tuneloop.runner.judging.endpoint import retry_after_s
 
@@ -127,7 +127,7 @@ log = logging.getLogger(__name__)
 class Sender:
     """Posts entries until the service has taken them or will never take them. The latter are set aside."""
 
-    def __init__(self, outbox: Outbox, post: Post, hang_up: Callable[[], None]) -> None:
+    def __init__(self, outbox: FeedbackOutbox, post: Post, hang_up: Callable[[], None]) -> None:
         self.outbox, self._post, self._hang_up = outbox, post, hang_up
         self.trouble: str | None = None
         self._thread: threading.Thread | None = None
@@ -197,7 +197,7 @@ class Sender:
                     looked = time.monotonic()
                     # Take over what processes that have ended left.
                     try:
-                        self.outbox.adopt()
+                        self.outbox.look()
                     finally:
                         with self._changed:
                             self._has_looked = True

@@ -3,7 +3,6 @@
 import errno
 import logging
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ import pytest
 from tests.explorer.running import eventually
 from tests.runner.feedback.service import FeedbackService, taken
 from tuneloop.runner import Composite, Feedback, OutboxFull, Reply
-from tuneloop.runner.feedback.segments import Segment
 
 SYNC = os.fsync
 
 
 def refuse_syncs_of_outboxes(descriptor: int) -> None:
-    if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".outbox"):
+    if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".records"):
         raise OSError(errno.EIO, "of the test")
     SYNC(descriptor)
 
@@ -41,50 +39,6 @@ def test_what_could_not_be_brought_to_disk_was_not_said(
         feedback.reward("a", 1)
         assert feedback.flush(30)
     assert rewards(service) == [1]
-
-
-def test_a_line_is_not_read_before_it_is_on_disk(tmp_path: Path) -> None:
-    segment = Segment.create(tmp_path)
-    written = segment.write([{"reward": 1.0}])
-    assert (list(segment.read(0)), segment.waiting, segment.is_done) == ([], 0, False)
-    segment.sync(written)
-    assert ([entries for entries, _ in segment.read(0)], segment.waiting) == ([[{"reward": 1.0}]], 1)
-    segment.close()
-
-
-def test_what_was_written_during_a_sync_that_failed_fails_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    segment = Segment.create(tmp_path)
-    segment.sync(segment.write([{"reward": 0.0}]))
-    first = segment.write([{"reward": 1.0}])
-    during: list[Any] = []
-
-    def fail(descriptor: int) -> None:
-        during.append(segment.write([{"reward": 2.0}]))
-        raise OSError(errno.EIO, "of the test")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="of the test"):
-        segment.sync(first)
-    monkeypatch.setattr(os, "fsync", SYNC)
-    with pytest.raises(OSError, match="refused what was written before"):
-        segment.sync(during[0])
-    segment.sync(segment.write([{"reward": 3.0}]))
-    assert [entries[0]["reward"] for entries, _ in segment.read(0)] == [0.0, 3.0]
-    segment.close()
-    adopted = Segment.adopt(segment.path)
-    assert adopted is not None
-    assert adopted.waiting == 2
-    adopted.close()
-
-
-def test_a_file_that_is_closed_meanwhile_brings_the_line_to_disk(tmp_path: Path) -> None:
-    segment = Segment.create(tmp_path)
-    written = segment.write([{"reward": 1.0}])
-    closing = threading.Thread(target=segment.close)
-    closing.start()
-    closing.join()
-    segment.sync(written)
-    assert segment.waiting == 1
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -146,7 +100,7 @@ def test_what_is_set_aside_after_a_line_that_was_cut_off_is_found(
 
 
 def of_outbox(descriptor: int) -> bool:
-    return os.readlink(f"/proc/self/fd/{descriptor}").endswith(".outbox")
+    return os.readlink(f"/proc/self/fd/{descriptor}").endswith(".records")
 
 
 def test_a_disk_that_takes_a_part_first_is_full(
@@ -175,37 +129,19 @@ def test_a_disk_that_takes_a_part_first_is_full(
     assert rewards(service) == [2]
 
 
-def test_a_disk_that_is_full_when_it_is_synced_says_so_to_all_who_wait(
+def test_a_disk_that_is_full_when_it_is_synced_says_so_to_who_speaks(
     service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    errors: list[Exception] = []
-
     def be_full(descriptor: int) -> None:
         if not of_outbox(descriptor):
             return SYNC(descriptor)
-        saying.start()
-        eventually(lambda: segment()._unsynced == 2)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def say_more() -> None:
-        try:
-            feedback.reward("a", 2)
-        except OutboxFull as error:
-            errors.append(error)
-
-    def segment() -> Segment:
-        found = feedback._line.sender.outbox._own  # type: ignore[union-attr]
-        assert found is not None
-        return found
-
     with Feedback(service.url, outbox=tmp_path) as feedback:
-        saying = threading.Thread(target=say_more)
         monkeypatch.setattr(os, "fsync", be_full)
         with pytest.raises(OutboxFull, match="No space"):
             feedback.reward("a", 1)
-        saying.join()
         monkeypatch.setattr(os, "fsync", SYNC)
         feedback.reward("a", 3)
         assert feedback.flush(30)
-    assert len(errors) == 1
     assert rewards(service) == [3]

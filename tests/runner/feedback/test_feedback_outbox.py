@@ -1,9 +1,11 @@
-"""The outbox: what is in it is sent, whatever happens to the app, to the service and to the files."""
+"""The outbox of feedback: what is in it is sent, whatever happens to the app, to the service and to the files."""
 
+import json
 import logging
 import os
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,8 +15,9 @@ import pytest
 from tests.explorer.running import eventually
 from tests.runner.feedback.service import Answer, FeedbackService, Json, feedback_service, taken
 from tuneloop.runner import Feedback, FeedbackError, OutboxFull
-from tuneloop.runner.feedback import outbox, segments, sender
-from tuneloop.runner.feedback.segments import Segment
+from tuneloop.runner import outbox as outbox_files
+from tuneloop.runner.feedback import feedback_outbox, sender
+from tuneloop.runner.outbox import Outbox, OutboxFile
 
 
 @pytest.fixture(autouse=True)
@@ -172,45 +175,42 @@ def test_the_bound_is_of_all_processes_together(service: FeedbackService, tmp_pa
         stop(two)
 
 
-def test_a_full_disk_says_so(service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_says_so(service: FeedbackService, tmp_path: Path) -> None:
     with Feedback(service.url, outbox=tmp_path) as feedback:
         feedback.reward("a", 1)
         assert feedback.flush(30)
-        segment = feedback._line.sender.outbox._own  # type: ignore[union-attr]
-        assert segment is not None
-        real = os.dup(segment._descriptor)
-        full = os.open("/dev/full", os.O_WRONLY)
-        monkeypatch.setattr(os, "ftruncate", lambda *where: None)
-        os.dup2(full, segment._descriptor)
+        [file] = feedback._line.sender.outbox._outbox.files  # type: ignore[union-attr]
+        full = os.open("/dev/full", os.O_RDWR)
+        os.dup2(full, file._descriptor)
+        os.close(full)
         with pytest.raises(OutboxFull, match="No space"):
             feedback.reward("a", 2)
-        os.dup2(real, segment._descriptor)
         feedback.reward("a", 3)
         assert feedback.flush(30)
-        os.close(real)
-        os.close(full)
     assert rewards(service) == [1, 3]
 
 
 @pytest.mark.parametrize("cut", range(1, 60, 7))
-def test_a_line_that_was_cut_off_is_not_sent_and_harms_none(service: FeedbackService, tmp_path: Path, cut: int) -> None:
-    segment = Segment.create(tmp_path)
+def test_a_record_that_was_cut_off_is_not_sent_and_harms_none(
+    service: FeedbackService, tmp_path: Path, cut: int
+) -> None:
     folder = tmp_path / service.url.replace("://", "-").replace(":", "-")
+    written = Outbox(folder, 1000)
     entries = [{"msg_ids": ["a"], "reward": value, "idempotency_key": str(value)} for value in (1.0, 2.0)]
-    end = segment.write(entries[:1]).end
-    segment.write(entries[1:])
-    segment.close()
-    folder.mkdir()
-    path = segment.path.rename(folder / segment.path.name)
-    os.truncate(path, end + cut)
+    written.append([json.dumps(entries[:1]).encode()])
+    [file] = written.files
+    end = file.end
+    written.append([json.dumps(entries[1:]).encode()])
+    written.close()
+    os.truncate(file.path, end + cut)
     with Feedback(service.url, outbox=tmp_path) as feedback:
         feedback.reward("a", 3)
         assert feedback.flush(30)
     assert rewards(service) == [1, 3]
-    assert not path.exists()
+    assert not file.path.exists()
 
 
-def test_a_damaged_line_costs_itself_alone(
+def test_a_damaged_record_costs_itself_alone_and_stays_to_be_looked_at(
     service: FeedbackService, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     service.answer = away
@@ -218,32 +218,34 @@ def test_a_damaged_line_costs_itself_alone(
         for value in range(3):
             feedback.reward("a", value)
         stop(feedback)
-    [path] = (each for each in files(tmp_path) if each.suffix == ".outbox")
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(lines[0] + lines[1].replace(b"1.0", b"9.0") + lines[2])
+    [path] = (each for each in files(tmp_path) if each.suffix == ".records")
+    damaged = path.read_bytes().replace(b"1.0", b"9.0")
+    path.write_bytes(damaged)
     service.answer, service.calls = taken, []
     with caplog.at_level(logging.ERROR), Feedback(service.url, outbox=tmp_path) as feedback:
         assert feedback.flush(30)
     assert rewards(service) == [0, 2]
-    assert "is damaged" in caplog.text
+    assert "are damaged" in caplog.text
+    assert [each.read_bytes() for each in files(tmp_path)] == [damaged]
 
 
-@pytest.mark.parametrize("written", [b"", b"garbage", b"%020d\n" % 10**9, b"%020d\n" % 5])
-def test_an_odd_cursor_means_that_all_is_sent_again(tmp_path: Path, written: bytes) -> None:
-    segment = Segment.create(tmp_path)
-    segment.write([{"reward": 1.0}])
-    segment.close()
-    Path(f"{segment.path}.sent").write_bytes(written)
-    adopted = Segment.adopt(segment.path)
-    assert adopted is not None
-    assert (adopted.sent, adopted.waiting) == (0, 1)
-    adopted.close()
+def test_what_an_older_version_left_is_sent(service: FeedbackService, tmp_path: Path) -> None:
+    entries = [{"msg_ids": ["a"], "reward": value, "idempotency_key": str(value)} for value in (1.0, 2.0)]
+    lines = [json.dumps([entry]).encode() for entry in entries]
+    folder = tmp_path / service.url.replace("://", "-").replace(":", "-")
+    folder.mkdir()
+    (folder / "1-1-a.outbox").write_bytes(b"".join(b"%08x %s\n" % (zlib.crc32(line), line) for line in lines))
+    (folder / "1-1-a.outbox.sent").write_bytes(b"%020d\n" % 0)
+    with Feedback(service.url, outbox=tmp_path) as feedback:
+        assert feedback.flush(30)
+    assert rewards(service) == [1, 2]
+    assert files(tmp_path) == []
 
 
 def test_what_was_sent_leaves_the_disk_while_more_is_said(
     service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "_SEGMENT_BYTES", 1000)
+    monkeypatch.setattr(feedback_outbox, "_FILE_BYTES", 1000)
     with Feedback(service.url, outbox=tmp_path) as feedback:
         for value in range(100):
             feedback.reward("a", value)
@@ -303,8 +305,8 @@ def test_a_file_that_cannot_be_taken_over_stops_nothing(
 ) -> None:
     with caplog.at_level(logging.ERROR), Feedback(service.url, outbox=tmp_path) as feedback:
         folder = feedback._line.sender.outbox.folder  # type: ignore[union-attr]
-        (folder / "1-1-a.outbox").mkdir()
-        eventually(lambda: "1-1-a.outbox cannot be sent" in caplog.text)
+        (folder / "1-a.records").mkdir()
+        eventually(lambda: "1-a.records cannot be sent" in caplog.text)
         feedback.reward("a", 1)
         assert feedback.flush(30)
         time.sleep(0.3)
@@ -317,27 +319,37 @@ def test_a_folder_that_cannot_be_read_for_a_while_is_read_again(
 ) -> None:
     looks: list[None] = []
 
-    def no_descriptors(self: outbox.Outbox) -> None:
+    def no_descriptors(self: feedback_outbox.FeedbackOutbox) -> None:
         looks.append(None)
         raise OSError(24, "Too many open files")
 
     with Feedback(service.url, outbox=tmp_path) as feedback:
-        monkeypatch.setattr(outbox.Outbox, "adopt", no_descriptors)
+        monkeypatch.setattr(feedback_outbox.FeedbackOutbox, "look", no_descriptors)
         eventually(lambda: len(looks) > 1)
         feedback.reward("a", 1)
         assert feedback.flush(30)
     assert rewards(service) == [1]
 
 
-def test_a_file_that_cannot_be_read_leaves_no_descriptor_open(tmp_path: Path) -> None:
-    segment = Segment.create(tmp_path)
-    segment.close()
-    Path(f"{segment.path}.sent").unlink()
-    Path(f"{segment.path}.sent").mkdir()
-    before = os.listdir("/proc/self/fd")
-    with pytest.raises(IsADirectoryError):
-        Segment.adopt(segment.path)
-    assert os.listdir("/proc/self/fd") == before
+def test_ten_thousand_files_are_handed_out_with_few_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    for value in range(10_000):
+        written = Outbox(tmp_path, 1)
+        written.append([json.dumps([{"msg_ids": ["a"], "reward": value}]).encode()])
+        written.close()
+    before = len(os.listdir("/proc/self/fd"))
+    found = feedback_outbox.FeedbackOutbox(tmp_path, 1 << 30)
+    found.look()
+    assert found.pending == 10_000
+    sent = []
+    while (batch := found.next_batch()) is not None:
+        sent += [entry["reward"] for entry in batch.entries]
+        assert len(os.listdir("/proc/self/fd")) < before + 5
+        found.note_sent(batch, 0)
+    assert sent == list(range(10_000))
+    assert (found.pending, files(tmp_path)) == (0, [])
 
 
 def test_a_flush_waits_for_what_a_process_before_has_left(
@@ -347,29 +359,29 @@ def test_a_flush_waits_for_what_a_process_before_has_left(
     with Feedback(service.url, outbox=tmp_path) as feedback:
         feedback.reward("a", 1)
         stop(feedback)
-    adopt = outbox.Outbox.adopt
+    look = feedback_outbox.FeedbackOutbox.look
 
-    def adopt_late(self: outbox.Outbox) -> None:
+    def look_late(self: feedback_outbox.FeedbackOutbox) -> None:
         time.sleep(0.2)
-        adopt(self)
+        look(self)
 
-    monkeypatch.setattr(outbox.Outbox, "adopt", adopt_late)
+    monkeypatch.setattr(feedback_outbox.FeedbackOutbox, "look", look_late)
     service.answer, service.calls = taken, []
     with Feedback(service.url, outbox=tmp_path) as feedback:
         assert feedback.flush(5)
         assert [len(call["feedback"]) for call in service.calls] == [1]
 
 
-def test_damaged_lines_that_fill_a_batch_are_left_behind(
+def test_damaged_records_that_fill_a_batch_are_left_behind(
     service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "_BATCH_BYTES", 100)
+    monkeypatch.setattr(feedback_outbox, "_BATCH_BYTES", 100)
     service.answer = away
     with Feedback(service.url, outbox=tmp_path) as feedback:
         feedback.comment("a", "x" * 100)
         feedback.reward("a", 1)
         stop(feedback)
-    [path] = (each for each in files(tmp_path) if each.suffix == ".outbox")
+    [path] = (each for each in files(tmp_path) if each.suffix == ".records")
     path.write_bytes(path.read_bytes().replace(b"xxx", b"yyy"))
 
     def strict(body: Json) -> Answer:
@@ -385,16 +397,16 @@ def test_damaged_lines_that_fill_a_batch_are_left_behind(
 def test_a_file_that_is_removed_before_it_is_locked_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process may look for files of ended ones between the two, and finds this one done."""
+    """Another process may look for files of ended ones between the two, and finds this one empty."""
 
     def lock_late(descriptor: int) -> bool:
         monkeypatch.undo()
-        other = outbox.Outbox(tmp_path, 1000)
-        other.adopt()
+        other = feedback_outbox.FeedbackOutbox(tmp_path, 1000)
+        other.look()
         assert other.next_batch() is None
-        return segments.lock(descriptor)
+        return outbox_files.lock(descriptor)
 
-    monkeypatch.setattr(segments, "lock", lock_late)
-    segment = Segment.create(tmp_path)
-    assert segment.path.exists()
-    segment.close()
+    monkeypatch.setattr(outbox_files, "lock", lock_late)
+    file = OutboxFile.create(tmp_path)
+    assert file.path.exists()
+    file.close()

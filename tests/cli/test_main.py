@@ -161,6 +161,12 @@ def test_run_becomes_the_service_of_its_mode(tmp_path, services, mode, service):
     assert process.returncode == 0
 
 
+def test_run_with_mistakes_starts_nothing(tmp_path, services):
+    code, out, error = tuneloop("run", "-c", settings_file(tmp_path), "--set", "mode=x", path=services)
+    assert (code, out) == (2, "")
+    assert error == "--set mode: mode: must be 'serve', 'train' or 'both', not 'x'\n"
+
+
 def test_run_both_hands_overrides_to_both(tmp_path, services):
     file = settings_file(tmp_path)
     _, out, _ = tuneloop("run", "-c", file, "--set", "name=n", path=services, EXPLORER_DOES="0", TRAINER_DOES="0")
@@ -229,6 +235,16 @@ def test_run_both_ends_when_neither_gets_through_its_first_start(tmp_path, servi
     code, out, _ = tuneloop("run", "-c", settings_file(tmp_path), path=services, EXPLORER_DOES="3", TRAINER_DOES="3")
     assert code == 3
     assert out.count("trainer [") <= 2
+
+
+def test_run_both_serves_on_when_the_trainer_has_done_its_steps(tmp_path, services):
+    process = start("run", "-c", settings_file(tmp_path), path=services, TRAINER_DOES="0")
+    assert ended(pids(process)["trainer"])
+    time.sleep(0.2)
+    assert process.poll() is None
+    process.terminate()
+    assert "explorer SIGTERM" in process.communicate(timeout=10)[0]
+    assert process.returncode == 0
 
 
 def test_the_services_die_with_a_supervisor_that_is_killed(tmp_path, services):

@@ -1,6 +1,7 @@
 import json
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from tests.conftest import Place
-from tests.factories import rewarded
+from tests.factories import committed, feedback, ids, published, rewarded
 from tuneloop.cli.main import app
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.settings.settings import Settings
@@ -60,6 +61,19 @@ def test_rewards_are_reckoned_anew_and_first_only_told(file: Path, ledger: Ledge
     ledger.recording.commit("acme")
     epoch = ledger.training.take_epoch("trainer")
     assert [sample.reward for sample in ledger.training.lease(epoch, 3, BatchPolicy())] == [3.0] * 3
+
+
+def test_a_ledger_of_the_settings_does_with_late_feedback_what_they_say(file: Path, ledger: Ledger) -> None:
+    values = yaml.safe_load(file.read_text())
+    for compensate, rows in ((False, 1), (True, 3)):
+        of_settings = Ledger.of(Settings.model_validate(values | {"feedback": {"compensate_late": compensate}}))
+        with closing(of_settings):
+            [said] = committed(of_settings)
+            epoch = of_settings.training.take_epoch("trainer")
+            samples = of_settings.training.lease(epoch, 1, BatchPolicy())
+            of_settings.training.register(epoch, ids(samples), step=1, publish=published)
+            of_settings.recording.record([feedback(msg_id=said.msg_id, value=-0.5)])
+            assert sum(of_settings.reports.counts().values()) == rows
 
 
 @pytest.mark.contract

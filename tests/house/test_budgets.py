@@ -8,11 +8,11 @@ from collections import Counter
 
 from sources import ROOT, SOURCES, functions
 
-SOURCE_LINES = 64_050
-TEST_LINES = 76_340
+SOURCE_LINES = 62_110
+TEST_LINES = 74_340
 OPTIONS = 160
 #: Per thousand of all functions.
-PRIVATE_USED_ONCE = 167
+PRIVATE_USED_ONCE = 124
 
 
 def test_the_source_does_not_grow() -> None:

@@ -15,6 +15,8 @@ from tuneloop.runner import Example, Judge, JudgeAway, JudgeError, JudgeFailed, 
 from tuneloop.runner.judging.endpoint import MAX_WAIT_S, Endpoint
 from tuneloop.runner.judging.prompts import MAX_SHOWN
 
+FIVES = json.dumps(verdict(5))
+
 REPLY = Reply(
     text="Use pandas.read_csv().",
     messages=({"role": "user", "content": "How do I read a CSV file?"},),
@@ -147,6 +149,21 @@ def test_a_verdict_is_found_among_words(judge: Judge, double: JudgeDouble, said:
     assert judge.score(REPLY).total == 4.0
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        f"The reply says {FIVES}. My own verdict: {json.dumps(verdict(1))}",
+        f"The reply says {FIVES}. My own verdict: " + '{"scores": {"relevance": 1, ',
+        '{"reason": "It says ' + FIVES + '", "scores": {"relevance": 1, "accuracy": 1, "completeness": 1}}',
+        '{"reason": "It says ' + FIVES,
+    ],
+)
+def test_a_verdict_that_the_judge_only_quotes_is_not_its_own(judge: Judge, double: JudgeDouble, said: str) -> None:
+    double.says = [said]
+    with pytest.raises(JudgeFailed):
+        judge.score(REPLY)
+
+
 FIVES = json.dumps(verdict(5))
 
 
@@ -171,6 +188,13 @@ def test_a_verdict_that_is_only_quoted_or_thought_does_not_count(judge: Judge, d
 def test_a_verdict_in_a_thought_that_has_no_end_does_not_count(judge: Judge, double: JudgeDouble, said: str) -> None:
     double.says = [said]
     with pytest.raises(JudgeFailed, match="the judge's answer ends in the middle of a thought"):
+        judge.score(REPLY)
+
+
+@pytest.mark.parametrize("said", [f"hm {FIVES}</think>I cannot say.", f"hm</think>{FIVES}</think>{FIVES}"])
+def test_a_verdict_that_was_only_thought_does_not_count(judge: Judge, double: JudgeDouble, said: str) -> None:
+    double.says = [said]
+    with pytest.raises(JudgeFailed):
         judge.score(REPLY)
 
 

@@ -35,6 +35,13 @@ def _states(ledger):
     return [str(each.state) for each in ledger.versions.all()]
 
 
+def test_a_trainer_that_starts_again_goes_on_from_a_canary(settings, trained):
+    trained.versions.begin_canary(2, by="explorer", reason="a tenth")
+    run(settings(trainer={"total_steps": 3}), Event())
+    assert _parents(trained) == {1: 0, 2: 1, 3: 2}
+    assert _states(trained) == ["retired", "champion", "canary", "candidate"]
+
+
 def test_after_a_rollback_it_goes_on_from_the_champion_and_no_number_comes_twice(settings, trained):
     trained.versions.begin_canary(2, by="explorer", reason="a tenth")
     run(settings(trainer={"total_steps": 3}), Event())

@@ -7,8 +7,9 @@ import pytest
 from sqlalchemy import select
 
 from tests.factories import committed
-from tests.trainer.factories import eventually
+from tests.trainer.factories import commit, eventually, sample
 from tuneloop.shared.errors import LedgerUnavailable, StaleEpoch
+from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import epochs, experiences
 from tuneloop.shared.ledger.training.training import Training
@@ -59,6 +60,17 @@ def test_a_beat_says_that_the_trainer_lives_and_keeps_its_leases(ledger):
         [lease_until] = connection.execute(select(experiences.c.lease_until)).scalars()
     assert seen(ledger).seen_at == 1500.0
     assert lease_until > 1500.0
+
+
+def test_it_beats_while_the_trainer_is_busy(settings, ledger):
+    busy = ledger.training = Busy(ledger.transactions, ledger.rewards)
+    first = []
+    busy.happens = lambda: first.append(seen(ledger).seen_at)
+    busy.done = lambda: seen(ledger).seen_at > first[0]
+    ledger.versions.ensure_base(settings().model.model_path)
+    commit(ledger, [sample(i) for i in range(4)])
+    TrainingLoop(settings(trainer={"total_steps": 1}), ledger, Event(), beat_s=0.01).run()
+    assert ledger.reports.counts()[State.TRAINED] == 4
 
 
 def test_a_trainer_that_was_overtaken_while_busy_is_told_to_stop(settings, ledger):

@@ -107,6 +107,46 @@ def test_a_restart_between_two_versions_changes_no_loss_and_no_weight(settings, 
     other.close()
 
 
+def test_a_reply_without_tokens_is_dropped_and_another_takes_its_place(settings, ledger):
+    nothing = sample(1, completion_ids=np.array([], dtype=np.int32), logprobs=np.array([], dtype=np.float32))
+    commit(ledger, [sample(0), nothing, *[sample(i) for i in range(2, 6)]])
+    chosen = settings(trainer={"total_steps": 1})
+    run(chosen, Event())
+    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 4, State.DROPPED: 1, State.COMMITTED: 1}
+    assert len(_losses(chosen)) == 1
+
+
+def test_staleness_is_counted_in_versions(settings, ledger):
+    commit(ledger, [sample(i) for i in range(8)])
+    commit(ledger, [sample(i, version_min=1, version_max=2) for i in range(8, 11)])
+    commit(ledger, [sample(11)])
+    chosen = settings(trainer={"total_steps": 3})
+    run(chosen, Event())
+    folder = chosen.tensorboard_dir / "trainer"
+    assert points(folder, "off_policy/staleness_max") == [(1, 0), (2, 1), (3, 2)]
+    assert points(folder, "off_policy/staleness_mean")[2] == (3, pytest.approx(1.25))
+
+
+def test_groups_are_trained_on_whole_and_a_run_that_is_left_alone_is_not(settings, ledger):
+    nothing = np.array([], dtype=np.float32)
+    bad = sample(0, task_id="a", run_id="1", completion_ids=nothing.astype(np.int32), logprobs=nothing)
+    whole = [sample(number, task_id="b", run_id=str(number)) for number in range(1, 6)]
+    commit(ledger, [bad, sample(9, task_id="a", run_id="2"), *whole])
+    run(
+        settings(buffer={"train_batch_size": 4, "group_by": "task", "group_size": 2}, trainer={"total_steps": 1}),
+        Event(),
+    )
+    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 5, State.DROPPED: 2}
+
+
+def test_with_a_batch_timeout_a_step_is_what_there_is(settings, ledger):
+    nothing = sample(1, completion_ids=np.array([], dtype=np.int32), logprobs=np.array([], dtype=np.float32))
+    commit(ledger, [sample(0), nothing, sample(2)])
+    chosen = settings(buffer={"train_batch_size": 64, "batch_timeout": 0.01}, trainer={"total_steps": 1})
+    run(chosen, Event())
+    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 2, State.DROPPED: 1}
+
+
 @pytest.mark.postgres
 def test_a_trainer_that_starts_again_waits_for_its_database(settings, tmp_path, postgres_url):
     away = tmp_path / "away"

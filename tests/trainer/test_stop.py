@@ -14,6 +14,27 @@ from tuneloop.trainer.stop import SignalStop
 stop = SignalStop(signal.SIGTERM, signal.SIGINT)
 assert not stop.is_set() and not stop.wait(0.01)
 """
+
+
+TOLD_BY_A_THREAD = (
+    WAITING
+    + """
+import threading
+threading.Timer(0.2, stop.set).start()
+assert stop.wait(60) and stop.is_set() and stop.wait(60)
+for _ in range(10_000):
+    stop.set()  # more than the pair of sockets holds
+print(True)
+"""
+)
+
+WAITING = """
+import os, signal, sys, time
+from tuneloop.trainer.stop import SignalStop
+
+stop = SignalStop(signal.SIGTERM, signal.SIGINT)
+assert not stop.is_set() and not stop.wait(0.01)
+"""
 TOLD = (
     WAITING
     + """
@@ -36,6 +57,14 @@ def test_a_signal_ends_the_wait() -> None:
         process.terminate()
         assert process.communicate(timeout=30)[0] == "True\n"
     assert process.returncode == 0
+
+
+def test_another_thread_ends_the_wait_too() -> None:
+    with _waiting_then(TOLD_BY_A_THREAD) as process:
+        try:
+            assert process.communicate(timeout=30)[0] == "True\n"
+        finally:
+            process.kill()
 
 
 def test_ctrl_c_is_answered_at_once_with_what_is_waited_for() -> None:

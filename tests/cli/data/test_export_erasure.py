@@ -74,6 +74,28 @@ def test_lines_that_cannot_be_read_stay_and_are_told(tmp_path: Path) -> None:
     assert path.read_bytes() == b"nonsense ann\n[1]\n"
 
 
+def test_their_rows_are_taken_out_of_parquet_group_by_group(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    event = pa.struct([("source", pa.string()), ("text", pa.string())])
+    columns = [
+        ("msg_id", pa.string()),
+        ("user", pa.string()),
+        ("feedback", pa.list_(event)),
+        ("ids", pa.list_(pa.int32())),
+    ]
+    schema = pa.schema(columns, metadata={"written": "by us"})
+    people = ["ann", "bob", None, "ann", "ann", "ann", "bob"]
+    rows = [{"msg_id": f"x{i}", "user": who, "feedback": [], "ids": [i]} for i, who in enumerate(people)]
+    rows[1]["feedback"] = [{"source": "ann", "text": "canary"}]
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path, row_group_size=2)
+    before = pq.read_table(path).schema
+    assert erase_rows(str(path), ANN, dry_run=True) == erase_rows(str(path), ANN) == FileErasure(str(path), 5, 2)
+    left = pq.read_table(path)
+    assert left.to_pylist() == [rows[2], rows[6]]
+    assert left.schema.equals(before, check_metadata=True)
+    assert b"canary" not in path.read_bytes()
+
+
 @pytest.mark.parametrize(
     ("name", "data", "problem"),
     [

@@ -34,6 +34,18 @@ def test_few_values_have_no_interval() -> None:
     assert few.low == pytest.approx(0.4385, abs=1e-3)
 
 
+def test_an_interval_holds_the_truth_in_95_of_100_cases() -> None:
+    chance = random.Random(1)
+    holds = 0
+    for _ in range(2000):
+        found = difference_of([chance.gauss(0, 1) for _ in range(8)], [chance.gauss(0.5, 2) for _ in range(12)])
+        assert found is not None
+        assert found.low is not None
+        assert found.high is not None
+        holds += found.low <= 0.5 <= found.high
+    assert 0.935 < holds / 2000 < 0.965
+
+
 # A/B.
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.doubles.judge import JudgeDouble, judge_place, shown, verdict
-from tuneloop.runner import LLMJudge
+from tuneloop.runner import JudgeFailed, LLMJudge
 
 CRITERIA = {"relevance": "Is it relevant?", "accuracy": "Is it right?", "completeness": "Is it all?"}
 
@@ -45,6 +45,14 @@ def test_nothing_is_sent_to_whom_nobody_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     with pytest.raises(ValueError, match="base_url"):
         LLMJudge("gpt-4")
+
+
+def test_no_score_is_made_up(double: JudgeDouble) -> None:
+    double.says = ["I would rather not."]
+    judge = LLMJudge("gpt-4", CRITERIA, base_url=double.base_url)
+    with pytest.raises(JudgeFailed):
+        judge.evaluate("2+2?", "4")
+    judge.close()
 
 
 def test_a_criterion_may_not_be_called_total() -> None:

@@ -2,7 +2,10 @@
 
 import pytest
 
-from tuneloop.runner import Reply, reward_function
+from tuneloop.runner import Reply, ToolCall, reward_function
+from tuneloop.runner.rewards.reply import ToolResult
+
+TOOLS = {"correct_tool": 1.0, "correct_args": 0.5, "tool_success": 1.0, "invalid_tool": -2.0}
 
 MATH = {"correctness": 3.0, "steps_penalty": -0.1, "format_bonus": 0.5}
 
@@ -28,6 +31,19 @@ def test_a_math_reward_is_what_its_weights_say() -> None:
 )
 def test_an_answer_in_words_is_compared_as_a_whole(text: str, right: float) -> None:
     assert reward_function({"correctness": 1.0})(Reply(text=text, expected="Paris")).total == right
+
+
+def test_a_tool_reward_counts_each_part() -> None:
+    wanted = (ToolCall("search", {"q": "invoice"}),)
+    reply = Reply(text="", tools=("search",), tool_calls=wanted, expected_calls=wanted)
+    called = Reply(**{name: getattr(reply, name) for name in ("text", "tools", "tool_calls", "expected_calls")})
+    assert reward_function({"correct_tool": 1.0, "correct_args": 0.5})(called).total == 1.5
+    worked = Reply(
+        text="", tools=("search",), tool_calls=wanted, expected_calls=wanted, results=(ToolResult("1 mail", True),)
+    )
+    assert reward_function(TOOLS)(worked).total == 2.5
+    wrong = Reply(text="", tools=("search",), tool_calls=(ToolCall("delete", {}),), expected_calls=wanted)
+    assert reward_function(TOOLS)(wrong).total == -2.0
 
 
 def test_own_components_go_beside_ours_or_in_their_place() -> None:

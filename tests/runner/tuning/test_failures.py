@@ -14,7 +14,7 @@ from openai import AsyncOpenAI, OpenAI
 from tests.doubles.serving import serving
 from tests.runner.tuning.service_double import MODEL, ServiceDouble
 from tests.runner.tuning.tuned import tuned
-from tuneloop.runner import AlgorithmConfig, JudgeOutput, TuneFailed, TuneRefused, WorkflowOutput, tune
+from tuneloop.runner import AlgorithmConfig, JudgeOutput, ServiceAway, TuneFailed, TuneRefused, WorkflowOutput, tune
 
 TASKS = [{"question": f"{n}+1", "bad": n % 4 == 3} for n in range(8)]
 STEPS = AlgorithmConfig(group_size=2, batch_size=4)
@@ -207,6 +207,54 @@ def test_too_many_failures_stop_it(tmp_path: Path) -> None:
             )
         with pytest.raises(TuneFailed, match=r"\d of 8 runs failed"):
             tune(workflow_func=raises, train_dataset=TASKS, algorithm=STEPS, service=url, checkpoint_root_dir=tmp_path)
+
+
+def test_a_service_that_is_away_for_a_moment_costs_nothing(tmp_path: Path) -> None:
+    double = ServiceDouble(reply_s=0.01)
+
+    async def workflow(task: Any, model: AsyncOpenAI) -> Any:
+        if len(double.calls) == 3 and not double.rewards.get(("", "")):
+            double.away = True
+            asyncio.get_running_loop().call_later(1.0, lambda: setattr(double, "away", False))
+        return WorkflowOutput(reward=float(len(await ask(task, model.with_options(max_retries=0)))))
+
+    with serving(double) as url:
+        result = tune(
+            workflow_func=workflow, train_dataset=TASKS, algorithm=STEPS, service=url, checkpoint_root_dir=tmp_path
+        )
+    assert len(double.rewards) == 16
+    assert [each.failed for each in result.history] == [0, 0]
+
+
+def test_a_service_that_stays_away_stops_it_and_resume_goes_on(tmp_path: Path) -> None:
+    double = ServiceDouble()
+
+    async def workflow(task: Any, model: AsyncOpenAI) -> Any:
+        double.away = len(double.calls) >= 10 and not resumed
+        return WorkflowOutput(reward=float(len(await ask(task, model.with_options(max_retries=0)))))
+
+    resumed: list[bool] = []
+    with serving(double) as url:
+
+        def call() -> Any:
+            return tune(
+                workflow_func=workflow,
+                train_dataset=TASKS,
+                algorithm=STEPS,
+                service=url,
+                checkpoint_root_dir=tmp_path,
+                service_timeout=1.0,
+                concurrency=1,
+                resume=True,
+            )
+
+        with pytest.raises(ServiceAway, match=r"did not answer for 1 s: 503"):
+            call()
+        double.away = False
+        resumed.append(True)
+        call()
+    assert len(double.rewards) == 16
+    assert double.accepted == 16
 
 
 def test_a_plain_function_that_ends_the_process_is_a_failure_too(tmp_path: Path) -> None:

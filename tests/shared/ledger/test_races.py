@@ -39,6 +39,12 @@ def test_two_leasers_never_share_a_row(ledger: Ledger, engine: Engine) -> None:
     assert sorted(taken) == list(range(1, 401))
 
 
+def test_two_who_take_an_epoch_at_once_get_different_ones(ledger: Ledger) -> None:
+    """The first of them in an empty table."""
+    taken = [at_once(*[lambda: ledger.training.take_epoch("trainer")] * 4) for _ in range(5)]
+    assert sorted(epoch for four in taken for epoch in four) == list(range(1, 21))
+
+
 def test_whoever_was_overtaken_holds_nothing(ledger: Ledger, engine: Engine) -> None:
     """A lease that waited for a new epoch to be taken must see that epoch."""
     fill(engine, 200)
@@ -138,6 +144,20 @@ def test_the_last_of_many_feedbacks_at_once_is_the_reward(ledger: Ledger, engine
     assert [row.reward_sum for row in ledger.reports.rewards()] == [values[-1]]
 
 
+def test_a_correction_comes_before_the_lease_or_not_at_all(ledger: Ledger, engine: Engine) -> None:
+    said = committed(ledger, 40)
+    epoch = ledger.training.take_epoch("trainer")
+    corrections = [feedback(msg_id=each.msg_id, value=-1.0) for each in said]
+    leases, _ = at_once(
+        lambda: [ledger.training.lease(epoch, 1, BatchPolicy()) for _ in said],
+        lambda: [ledger.recording.record([correction]) for correction in corrections],
+    )
+    seen = {sample.id: sample.reward for batch in leases for sample in batch}
+    with engine.connect() as connection:
+        stored = connection.execute(text("SELECT id, reward FROM experiences WHERE state = 'leased'")).all()
+    assert {id_: reward for id_, reward in stored} == seen
+
+
 def test_there_is_one_champion_however_many_promote(ledger: Ledger) -> None:
     ledger.versions.ensure_base(Path("/base"))
     for _ in range(8):
@@ -146,3 +166,18 @@ def test_there_is_one_champion_however_many_promote(ledger: Ledger) -> None:
     assert done == [None] * 8
     assert [version.version for version in ledger.versions.all() if version.state == VersionState.CHAMPION] == [8]
     assert ledger.versions.champion().version == 8
+
+
+def test_a_version_is_promoted_or_rejected_but_not_both(ledger: Ledger) -> None:
+    ledger.versions.ensure_base(Path("/base"))
+    for _ in range(6):
+        version = trained(ledger)
+        at_once(lambda: ledger.versions.promote(version), lambda: ledger.versions.reject(version, "worse"))  # noqa: B023
+        found = ledger.versions.all()[version]
+        assert found.state == (VersionState.REJECTED if found.reason else VersionState.CHAMPION)
+
+
+def test_many_may_register_the_base_model_at_once(ledger: Ledger) -> None:
+    assert at_once(*[lambda: ledger.versions.ensure_base(Path("/base"))] * 4) == [None] * 4
+    assert at_once(*[lambda: ledger.own("shop", "assistant")] * 4) == [None] * 4
+    assert len(ledger.versions.all()) == 1

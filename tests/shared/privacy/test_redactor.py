@@ -14,10 +14,10 @@ from pydantic import ValidationError
 
 from tests.doubles.spelling import write_tokenizer
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.experience import REDACTED, Exchange, Experience, Feedback, Kind, pack_ids, pack_logprobs
+from tuneloop.shared.experience import REDACTED, Exchange, Experience, Feedback, Grammar, Kind, pack_ids, pack_logprobs
 from tuneloop.shared.privacy.detection import Detector
 from tuneloop.shared.privacy.redactor import Redactor, pseudonym
-from tuneloop.shared.privacy.vocabulary import Vocabulary
+from tuneloop.shared.privacy.vocabulary import Spelling, Vocabulary
 from tuneloop.shared.settings.feedback import PrivacySettings
 
 _Record = TypeVar("_Record", Exchange, Feedback)
@@ -69,6 +69,11 @@ def written(record: _Record) -> _Record:
     return found
 
 
+def test_what_holds_nothing_is_left_as_it_is(bytes_as_tokens: Vocabulary) -> None:
+    given = exchange("hello", "fine", request=b'{ "messages" : [] }')
+    assert redactor(bytes_as_tokens).exchange(given) is given
+
+
 def test_a_value_found_in_the_prompt_is_replaced_in_the_reply(bytes_as_tokens: Vocabulary) -> None:
     hides = redactor(bytes_as_tokens, redact=[], patterns={"code": r"code (\w+)"})
     clean = hides.exchange(exchange("my code XYZ123 is", "it is code XYZ123, or \u00e9"))
@@ -95,6 +100,12 @@ def test_ids_of_text_that_is_no_ascii_keep_their_places(bytes_as_tokens: Vocabul
     assert bytes(each for each in ids if each != REDACTED).decode() == "\u00fcber  \u00e9"
     assert ids.count(REDACTED) == len(MAIL)
     assert np.frombuffer(said.logprobs, "<f4").tolist().count(0.0) == len(MAIL)
+
+
+def test_a_token_that_lies_across_the_border_goes_too() -> None:
+    spelling = Spelling([b"to ", b": an", b"n@x", b".or", b"g, b", b"ye"])
+    assert spelling.text[5:14] == "ann@x.org"
+    assert list(spelling.tokens(5, 14)) == [1, 2, 3, 4]
 
 
 def test_a_prompt_that_is_redacted_makes_the_reply_no_sample(bytes_as_tokens: Vocabulary) -> None:
@@ -171,6 +182,27 @@ def test_only_names_of_ours_are_kept_that_a_request_goes_on_from() -> None:
         found = redacted_request({"previous_response_id": name, "metadata": {"previous_response_id": MAIL}}, **digits)
         assert MAIL not in json.dumps(found)
     assert MAIL not in json.dumps(redacted_request({"input": [{"previous_response_id": {"to": MAIL}}]}))
+
+
+def test_names_are_the_same_for_the_same_name_and_key_only() -> None:
+    hides = redactor()
+    assert hides.name(MAIL) == hides.name(MAIL) == pseudonym(MAIL, KEY) != hides.name("bob@example.org")
+    assert pseudonym(MAIL, b"x" * 32) != pseudonym(MAIL, KEY)
+    assert hides.name("ann") == "ann"
+
+
+def test_a_grammar_that_holds_a_secret_is_not_kept(bytes_as_tokens: Vocabulary) -> None:
+    given = exchange("hello", "fine")
+    held = exchange("hello", "fine").experiences[0]
+    held = replace(held, grammar=Grammar(kind="regex", spec=MAIL))
+    [said] = redactor(bytes_as_tokens).exchange(replace(given, experiences=(held,))).experiences
+    assert (said.grammar, said.unsampled) == (None, "redacted")
+
+
+def test_another_models_tokenizer_is_noticed() -> None:
+    wrong = Vocabulary([b"?"] * 256)
+    [said] = redactor(wrong).exchange(exchange("hello", f"to {MAIL}")).experiences
+    assert (said.prompt_ids, said.completion_ids, said.logprobs, said.drop_reason) == (b"", b"", b"", "redacted")
 
 
 def test_ids_are_redacted_that_no_text_tells(bytes_as_tokens: Vocabulary) -> None:

@@ -286,6 +286,12 @@ def test_anchors_and_merges_work(tmp_path):
     assert settings.algorithm.critic_optimizer.lr == settings.algorithm.optimizer.lr == 1e-3
 
 
+def test_a_number_like_1e_6_is_a_number(tmp_path):
+    settings = report(tmp_path, MODEL + "algorithm: {optimizer: {lr: 5e-6}}\n").settings
+    assert settings is not None
+    assert settings.algorithm.optimizer.lr == 5e-6
+
+
 def test_an_environment_variable_wins_over_the_file(tmp_path):
     text = MODEL + "explorer: {proxy_port: 1}\n"
     settings = report(tmp_path, text, TUNELOOP__EXPLORER__PROXY_PORT="9000", TUNELOOPX="3").settings
@@ -297,6 +303,12 @@ def test_the_processs_environment_is_read(tmp_path, monkeypatch):
     (tmp_path / "x.yaml").write_text("mode: both\n")
     monkeypatch.setenv("TUNELOOP__MODEL__MODEL_PATH", "a/b")
     assert load_settings(tmp_path / "x.yaml").model.model_path == Path("a/b")
+
+
+def test_a_set_flag_wins_over_the_environment(tmp_path):
+    settings = report(tmp_path, MODEL, "explorer.proxy_port=7", TUNELOOP__EXPLORER__PROXY_PORT="9000").settings
+    assert settings is not None
+    assert settings.explorer.proxy_port == 7
 
 
 def test_overrides_take_text_numbers_truth_lists_and_null(tmp_path):

@@ -33,6 +33,22 @@ def _loss(algorithm, logprobs_BR, *, teacher_BR=TEACHER, mask_BR=MASK, totals=No
     return distill.actor_loss(algorithm, targets, logprobs_BR, entropy_BR, totals or targets.totals)
 
 
+def test_each_token_is_pulled_by_what_the_teacher_thinks_of_it():
+    """At a ratio of 1 the gradient is -(log teacher - log policy) / tokens, and none goes through the advantage."""
+    logprobs = SAMPLED.clone().requires_grad_()
+    loss = _loss(_algorithm(), logprobs)
+    loss.value.backward()
+    expected = torch.where(MASK, SAMPLED - TEACHER, 0.0) / MASK.sum()
+    torch.testing.assert_close(logprobs.grad, expected, rtol=0, atol=1e-12)
+    assert float(loss.metrics["actor/teacher_kl"]) == pytest.approx(float(expected.sum()))
+
+
+def test_no_update_in_expectation_from_a_teacher_that_agrees():
+    logprobs = SAMPLED.clone().requires_grad_()
+    _loss(_algorithm(), logprobs, teacher_BR=SAMPLED).value.backward()
+    assert not logprobs.grad.any()
+
+
 @pytest.mark.parametrize("said", [-math.inf, -9999.0])
 def test_a_token_that_the_teacher_rules_out_counts_20_nats(said):
     teacher = TEACHER.clone()
@@ -40,6 +56,13 @@ def test_a_token_that_the_teacher_rules_out_counts_20_nats(said):
     logprobs = SAMPLED.clone().requires_grad_()
     _loss(_algorithm(), logprobs, teacher_BR=teacher).value.backward()
     assert float(logprobs.grad[0, 0]) == pytest.approx(20 / 9)
+
+
+def test_stale_replies_are_weighted_by_the_clipped_ratio():
+    """Far from what sampled them, with the teacher in favour: the clip holds the gradient back."""
+    logprobs = (SAMPLED + 1).requires_grad_()
+    _loss(_algorithm(), logprobs, teacher_BR=SAMPLED + 2).value.backward()
+    assert not logprobs.grad.any()
 
 
 def test_the_teacher_s_replies_are_imitated_as_in_sft():

@@ -18,6 +18,13 @@ def _advantages(of, **group):
     return multi_step_grpo.prepare(algorithm, targets(of), of, {})[0].advantages_BR
 
 
+def test_a_run_is_judged_by_its_last_call_and_all_its_calls_learn_from_that():
+    of = calls([9.0, 2.0, 0.0], runs=[0, 0, 1], groups=[0, 0, 0], of_BR=OF_BR)
+    assert _advantages(of, scale="none").tolist() == [[1, 1, 0, 1], [-1, 0, 0, 0]]
+    expected = [[2**-0.5, 2**-0.5, 0, 2**-0.5], [-(2**-0.5), 0, 0, 0]]
+    assert _advantages(of).tolist() == [pytest.approx(row, abs=1e-5) for row in expected]
+
+
 def test_the_last_call_is_the_last_sampled_wherever_it_stands():
     of = calls([9.0, 2.0, 0.0], runs=[0, 0, 1], groups=[0, 0, 0], of_BR=OF_BR)
     other_way_round = calls([2.0, 9.0, 0.0], runs=[0, 0, 1], groups=[0, 0, 0], of_BR=OF_BR)

@@ -62,6 +62,13 @@ def test_it_learns_to_say_what_is_rewarded(settings, kind):
     assert learner.critic is None
 
 
+def test_it_learns_as_much_with_an_optimizer_of_8_bits(settings, monkeypatch):
+    monkeypatch.setitem(LIVELY, "optimizer", LIVELY["optimizer"] | {"bits": 8})
+    before, after, _ = _trained(settings, "reinforce", lambda token: float(token == WANTED))
+    assert before < 0.02
+    assert after > 0.5
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reward_for_anything_teaches_nothing(settings, kind):
     before, after, _ = _trained(settings, kind, lambda token: 1.0)

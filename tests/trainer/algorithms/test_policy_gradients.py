@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import pad
 
 from tests.constants import section_of
 from tests.trainer.calls import calls
@@ -15,6 +16,26 @@ from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.algorithms.terms.off_policy import importance_weights
 from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
 from tuneloop.trainer.algorithms.terms.targets import Targets
+
+
+def _cut(made, parts):
+    """The rows in random order, in at most so many micro-batches."""
+    order = torch.randperm(len(made.calls.of_BR), generator=made.random)
+    return [part for part in order.tensor_split(parts) if len(part)]
+
+
+def _shares(algorithm, made, parts, *, naive):
+    """The loss and gradient as the sum of micro-batches; `naive`: as the mean of their means."""
+    targets, now = made.targets(algorithm), made.said["now_BR"].clone().requires_grad_()
+    losses = []
+    for rows in parts:
+        part = targets.rows(rows, now[rows])
+        totals = part.totals if naive else targets.totals
+        losses.append(surrogate(algorithm, part, now[rows], made.said["entropy_BR"][rows], totals).value)
+    loss = sum(losses) / (len(parts) if naive else 1)
+    loss.backward()
+    return loss.detach(), now.grad
+
 
 KINDS = ["ppo", "reinforce", "reinforce++", "rloo", "grpo", "multi_step_grpo"]
 MODES = get_args(AlgorithmSettings.model_fields["loss_agg_mode"].annotation)
@@ -100,6 +121,49 @@ def test_losses_and_gradients_are_finite_and_nothing_is_learnt_outside_the_mask(
     assert not gradient[made.calls.of_BR < 0].any()
 
 
+@settings(max_examples=150)
+@given(algorithms, batches, st.integers(1, 5))
+def test_the_width_of_the_padding_changes_nothing(algorithm, made, more):
+    loss, gradient = made.loss(algorithm)
+    wider = {"of_BR": pad(made.calls.of_BR, (0, more), value=-1), "ends_BR": pad(made.calls.ends_BR, (0, more))}
+    made.calls = replace(made.calls, **wider)
+    made.said = {name: pad(each, (0, more), value=7.0) for name, each in made.said.items()}
+    wide_loss, wide_gradient = made.loss(algorithm)
+    torch.testing.assert_close(wide_loss, loss, rtol=0, atol=1e-12)
+    torch.testing.assert_close(wide_gradient, pad(gradient, (0, more)), rtol=0, atol=1e-12)
+
+
+@settings(max_examples=150)
+@given(algorithms, batches)
+def test_what_models_say_of_the_users_and_tools_tokens_changes_nothing(algorithm, made):
+    loss, gradient = made.loss(algorithm)
+    outside_BR = made.calls.of_BR < 0
+    made.said = {name: each + torch.where(outside_BR, 3.0, 0.0) for name, each in made.said.items()}
+    other_loss, other_gradient = made.loss(algorithm)
+    torch.testing.assert_close(other_loss, loss, rtol=0, atol=1e-12)
+    torch.testing.assert_close(other_gradient, gradient, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=150)
+@given(algorithms, batches, st.integers(1, 4))
+def test_it_does_not_matter_how_a_batch_is_cut_into_micro_batches(algorithm, made, count):
+    loss, gradient = made.loss(algorithm)
+    shares = _shares(algorithm, made, _cut(made, count), naive=False)
+    torch.testing.assert_close(shares, (loss, gradient), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mean_of_the_micro_batches_means_would_be_found(kind, mode):
+    """The usual mistake fails the test above, in every mode: the cut is into 1 and 4 sequences."""
+    algorithm = section_of(AlgorithmSettings, {"algorithm_type": kind, "loss_agg_mode": mode, "loss_horizon": 16})
+    made = next(made for made in map(Made, range(1000)) if len(made.calls.of_BR) == 5 and made.loss(algorithm)[1].any())
+    _, gradient = made.loss(algorithm)
+    _, naive = _shares(algorithm, made, [torch.tensor([0]), torch.arange(1, 5)], naive=True)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(naive, gradient, rtol=0, atol=1e-12)
+
+
 @settings(max_examples=100)
 @given(algorithms, batches, st.sampled_from([0.0, 0.1, 1 / 3, -7.7, 1e6]))
 def test_rewards_that_are_all_the_same_say_nothing(algorithm, made, reward):
@@ -134,3 +198,11 @@ def test_a_run_that_is_alone_in_its_group_has_no_advantage(kind, scale):
     prepared, _ = ALGORITHMS[kind].prepare(algorithm, targets, of, {})
     assert prepared.advantages_BR[0].item() == 0
     assert prepared.advantages_BR[1].item() == -prepared.advantages_BR[2].item() != 0
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ppo"])
+def test_in_single_precision_advantages_are_single_precision(kind):
+    of = calls(torch.tensor([0.0, 1.0]), groups=[0, 0])
+    targets = Targets(mask_BR=of.of_BR >= 0, sampled_BR=torch.zeros(2, 1))
+    prepared, _ = ALGORITHMS[kind].prepare(AlgorithmSettings(), targets, of, {})
+    assert prepared.advantages_BR.dtype == torch.float32

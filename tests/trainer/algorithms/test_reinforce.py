@@ -36,6 +36,14 @@ def test_then_rewards_are_compared_with_what_came_before_them():
     assert _step([5.0, 1.0, 3.0], after)[0] == _divided(2, -2, 0)
 
 
+def test_what_was_remembered_before_is_left_as_it_was():
+    """The learner goes back to it when a step was not finite."""
+    _, before = _step([0.0, 1.0], tasks=["a", ""], kind="task")
+    copy = dict(before)
+    _step([5.0, 5.0], before, tasks=["a", "b"], kind="task")
+    assert before == copy
+
+
 def test_by_batch_nothing_before_matters():
     _, after = _step([0.0, 1.0, 2.0])
     assert _step([4.0, 6.0], after, kind="batch")[0] == _divided(-1, 1)
@@ -46,6 +54,13 @@ def test_a_tasks_own_mean_is_drawn_to_that_of_all_by_one_batch():
     _, after = _step([4.0, 4.0, 0.0, 0.0], tasks=["easy", "easy", "hard", ""], kind="task")
     tasks = ["easy", "hard", "new", ""]
     assert _step([3.0, 3.0, 3.0, 3.0], after, tasks=tasks, kind="task")[0] == _divided(0, 2, 1, 1)
+
+
+def test_a_task_seen_more_often_is_believed_more():
+    """With a decay of a half: one batch, then one and a half; (1.5 x 4 + 2) / 2.5."""
+    _, after = _step([4.0, 0.0], tasks=["easy", ""], kind="task")
+    _, after = _step([4.0, 0.0], after, tasks=["easy", ""], kind="task")
+    assert _step([0.0, 3.0], after, tasks=["easy", ""], kind="task")[0] == _divided(-3.2, 1)
 
 
 def test_tasks_are_remembered_by_digests_and_the_longest_unseen_is_forgotten(monkeypatch):
@@ -90,3 +105,9 @@ def test_a_call_pays_for_the_divergence_of_its_tokens():
     of = calls([4.0, 2.5])
     given = targets(of, sampled_BR=torch.zeros(2, 1).double(), reference_BR=torch.tensor([[-2.0], [0.0]]).double())
     assert _step([4.0, 2.5], given=given)[0] == _divided(0.25, -0.25)
+
+
+def test_every_token_of_a_call_has_its_advantage_also_in_a_merged_sequence():
+    of = calls([0.0, 4.0], of_BR=torch.tensor([[0, 0, -1, 1]]))
+    prepared, _ = reinforce.prepare(AlgorithmSettings(), targets(of), of, {})
+    assert prepared.advantages_BR.tolist() == [pytest.approx([-1, -1, 0, 1], abs=1e-5)]

@@ -18,8 +18,10 @@ from tuneloop.shared.experience import AllowedTokens, Grammar, Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.allowed_tokens import find_missing_library, with_allowed_tokens
 from tuneloop.trainer.batches.batch import Batch, collate
+from tuneloop.trainer.batches.selection import select
 from tuneloop.trainer.batches.sequences import TokenSequence, assemble
 from tuneloop.trainer.batches.tokenizer import tokenizer_of
+from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.model import Actor
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["yes", "no"]}}, "required": ["a"]}
@@ -169,6 +171,17 @@ def test_log_probability_and_entropy_are_those_among_what_is_allowed(actor: Acto
     assert batch.held_BR.tolist() == [[0, -1, 1], [-1, -1, -1]]
 
 
+def test_gradients_are_those_of_the_masked_distribution(actor: Actor) -> None:
+    sets = [{7, 20, 30}]
+    _, logprobs_BR, entropy_BR = _scored(actor, [_allowed(actor, _given(temperature=0.7), sets, [0, -1, -1])])
+    weight = next(actor.network.parameters())
+    (found,) = torch.autograd.grad(logprobs_BR[0, 0] + entropy_BR[0, 0], weight)
+    logits = actor.network(torch.tensor([[5, 6, 7, 8, 9]])).logits[0, 1, [7, 20, 30]] / 0.7
+    spread = logits.log_softmax(0)
+    (expected,) = torch.autograd.grad(spread[0] - (spread.exp() * spread).sum(), weight)
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
 def test_calls_that_share_a_sequence_keep_each_its_own_grammar(actor: Actor, of_bytes: Callable[..., Settings]) -> None:
     settings = of_bytes()
     first = _sampled(actor, settings, YES_OR_NO)
@@ -185,6 +198,18 @@ def test_calls_that_share_a_sequence_keep_each_its_own_grammar(actor: Actor, of_
     alone_BR, _ = actor.score(collate([TokenSequence.alone(held)]))
     together_BR, _ = actor.score(batch)
     assert torch.allclose(together_BR[0, :length], alone_BR[0], atol=1e-5)
+
+
+def test_a_step_begins_at_ratio_one_and_learns(actor: Actor, of_bytes: Callable[..., Settings]) -> None:
+    settings = of_bytes(algorithm={"algorithm_type": "reinforce", "kl_coef": 0.1, "entropy_coef": 0.01})
+    learner = Learner(settings, actor=actor, critic=None, reference=actor.reference(settings))
+    given = [_sampled(actor, settings, YES_OR_NO, temperature=1.0, seed=seed) for seed in range(8)]
+    kept, refused = select(given, settings, vocabulary=actor.vocabulary)
+    assert refused == {}
+    before = [each.clone() for each in actor.network.parameters()]
+    metrics = learner.step(kept, version=0)
+    assert metrics["mismatch_kl/fresh"] == pytest.approx(0, abs=1e-6)
+    assert any(not torch.equal(old, new) for old, new in zip(before, actor.network.parameters(), strict=True))
 
 
 def test_a_reply_that_the_grammar_does_not_allow_is_refused(actor: Actor, of_bytes: Callable[..., Settings]) -> None:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 
 from tests.constants import section_of
@@ -55,12 +56,34 @@ def test_credit_is_paid_where_the_settings_say(credit, paid):
     assert calls.paid_BR.tolist() == [paid]
 
 
+@pytest.mark.parametrize("credit", ["call", "trajectory", "discounted"])
+def test_merging_changes_no_call_s_credit(credit):
+    samples = [*_trajectory(1.0, 2.0, 3.0), *_trajectory(5.0, 0.0, run="q", first=10)]
+    merged = _calls(samples, credit=credit)
+    apart = _calls(samples, credit=credit, merge=False)
+    assert merged.rewards_C.tolist() == apart.rewards_C.tolist()
+    assert merged.last_C.tolist() == apart.last_C.tolist() == [False, False, True, False, True]
+    assert merged.rows_C.tolist() == [0, 0, 0, 1, 1]
+    assert merged.runs_C.tolist() == apart.runs_C.tolist() == [0, 0, 0, 1, 1]
+    assert merged.groups_C.tolist() == [0] * 5
+
+
+def test_tokens_of_tools_get_nothing():
+    calls = _calls(_trajectory(1.0, 2.0))
+    assert calls.spread(torch.tensor([5.0, 6.0])).tolist() == [[5, 5, 0, 6, 6]]
+
+
 def test_a_long_reply_is_punished_softly_before_its_limit():
     """Replies of two tokens; DAPO's punishment over the last two before the limit."""
     options = {"overlong": {"buffer": 2}}
     for limit, expected in ((4, 1.0), (3, 0.5), (2, 0.0), (1, 0.0), (None, 1.0)):
         calls = _calls(_trajectory(1.0), limit=limit, **options)
         assert calls.rewards_C.tolist() == [expected]
+
+
+def test_each_call_is_punished_by_itself_after_it_was_credited():
+    calls = _calls(_trajectory(0.0, 0.0, 9.0), limit=3, turn_discount=0.1, overlong={"buffer": 2}, credit="discounted")
+    assert calls.rewards_C.tolist() == pytest.approx([0.09 - 0.5, 0.9 - 0.5, 9.0 - 0.5])
 
 
 def test_a_call_with_redacted_tokens_is_paid_once_at_its_last_token_that_is_learnt():

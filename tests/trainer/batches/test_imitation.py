@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from examples.sums.model import build, save
 from tests.constants import section_of
+from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.batches.selection import imitable, with_demonstrations
+from tuneloop.trainer.batches.selection import imitable, sort_out, with_demonstrations
 from tuneloop.trainer.batches.tokenizer import ends_of, tokenizer_of
 
 #: The tokenizer's; the config of the tiny model names another one.
@@ -93,6 +95,13 @@ def test_it_ends_as_the_model_s_own_reply_did(settings, base, tmp_path):
         assert edited.completion_ids[-1] == end
 
 
+def test_a_reply_that_was_cut_off_may_be_edited(settings):
+    _, edited = _demonstrated(settings, "whole", finish_reason="length", completion_ids=np.zeros(0, np.int32))
+    sft = _algorithm()
+    kept, refused = sort_out([edited], sft, vocabulary=VOCABULARY, group_by="none")
+    assert ([each.id for each in kept], refused) == ([9], {})
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
@@ -139,3 +148,16 @@ def test_an_answer_longer_than_the_model_takes_is_left_out(settings, base, tmp_p
     taken, refused = with_demonstrations(given, chosen)
     assert len(taken) == 1
     assert refused == {f"the edited answer is too long: the model takes {longest} tokens with the prompt": given[1:]}
+
+
+def test_calls_of_tools_are_written_by_the_chat_template(settings, tmp_path):
+    folder = tmp_path / "chat"
+    save(*build(), folder)
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    answer = json.dumps({"role": "assistant", "content": "Well.", "tool_calls": [call]})
+    given = sample(9, demonstration=answer)
+    changed = settings(algorithm={"algorithm_type": "sft"}, model={"model_path": folder})
+    [edited], _ = with_demonstrations([given], changed)
+    words = AutoTokenizer.from_pretrained(folder)
+    said = 'Well.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    assert words.decode(edited.completion_ids) == said

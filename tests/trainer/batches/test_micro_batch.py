@@ -83,6 +83,17 @@ def test_an_update_that_no_memory_is_left_for_is_refused_and_none_is_made_twice(
     assert learner.spoilt
 
 
+def test_a_step_that_has_no_room_changes_nothing(settings, monkeypatch):
+    learner = snapshot.load(settings(trainer={"micro_batch_tokens": 4096}), None)
+    before, generator = _weights(learner), learner.generator.get_state()
+    _full_after(monkeypatch, calls=0, room=10)
+    with pytest.raises(torch.OutOfMemoryError):
+        learner.step(ROWS)
+    assert all(torch.equal(before[name], each) for name, each in _weights(learner).items())
+    assert torch.equal(generator, learner.generator.get_state())
+    assert (learner.steps, learner.spoilt) == (0, False)
+
+
 def test_it_is_halved_until_the_step_fits_and_remembered(settings, ledger, monkeypatch):
     chosen = settings(trainer={"total_steps": 1, "micro_batch_tokens": 2048})
     step, sizes = snapshot.Learner.step, []
@@ -166,6 +177,20 @@ def test_a_row_that_has_no_room_alone_is_given_up_and_no_smaller_size_is_remembe
     micro_batch.step(learner, ROWS, version=None)
     with pytest.raises(SamplesRefused):
         micro_batch.step(learner, rows, version=None)
+
+
+def test_of_a_pair_both_are_given_up(settings, monkeypatch):
+    chosen = settings(
+        trainer={"micro_batch_tokens": 192, "activation_checkpointing": False},
+        algorithm={"algorithm_type": "dpo"},
+        buffer={"group_by": "task", "group_size": 2},
+    )
+    prompt = sample(0).prompt_ids
+    rows = [sample(0), sample(1, prompt_ids=prompt), sample(2, prompt_ids=prompt), _long(3, prompt_ids=prompt)]
+    _room_for_kept_activations(monkeypatch, 192)
+    with pytest.raises(SamplesRefused) as caught:
+        MicroBatch(chosen).step(snapshot.load(chosen, None), rows, version=None)
+    assert list(caught.value.refused.values()) == [[2, 3]]
 
 
 def test_others_are_learnt_from_without_a_row_that_has_no_room(settings, ledger, monkeypatch):

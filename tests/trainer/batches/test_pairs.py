@@ -4,6 +4,8 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.constants import section_of
 from tests.trainer.conftest import VOCABULARY
@@ -36,6 +38,26 @@ def test_equal_rewards_are_no_pair():
     pairs, refused = make_pairs([_reply(0, 1.0), _reply(1, 1.0), _reply(2, 0.0), _reply(3, 1.0)])
     assert _ids(pairs) == [0, 2]
     assert _left(refused) == {"no pair: another reply to its prompt has the same reward": [1, 3]}
+
+
+def test_other_prompts_of_the_group_are_no_rivals():
+    other = np.array([1, 2, 4], np.int32)
+    pairs, refused = make_pairs([_reply(0, 1.0), _reply(1, 0.0, prompt=other)])
+    assert pairs == []
+    assert _left(refused) == {"no pair: its group's other replies are to other prompts": [0, 1]}
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 1)), max_size=12))
+def test_every_reply_is_in_one_pair_or_left_over_once(drawn):
+    prompts = [PROMPT, np.array([9], np.int32)]
+    samples = [_reply(i, float(reward), group=group, prompt=prompts[p]) for i, (group, reward, p) in enumerate(drawn)]
+    pairs, refused = make_pairs(samples)
+    seen = _ids(pairs) + [each.id for left in refused.values() for each in left]
+    assert sorted(seen) == list(range(len(samples)))
+    for better, worse in zip(pairs[::2], pairs[1::2], strict=True):
+        assert better.reward > worse.reward
+        assert better.group_id == worse.group_id
+        assert better.prompt_ids.tobytes() == worse.prompt_ids.tobytes()
 
 
 def test_selection_makes_pairs_for_dpo_of_what_can_be_trained_on():

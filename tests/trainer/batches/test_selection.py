@@ -39,6 +39,22 @@ def test_a_sample_that_cannot_be_trained_on_says_why(but, word):
     assert word in reason
 
 
+def test_what_cannot_be_trained_on_is_sorted_out_by_its_reason():
+    good, hot, other = sample(1), sample(2, temperature=0.0), sample(3, temperature=0.0)
+    kept, refused = sort_out([good, hot, other], PPO, vocabulary=250, group_by="none")
+    assert kept == [good]
+    assert list(refused.values()) == [[hot, other]]
+
+
+def test_a_run_that_is_left_alone_in_its_group_goes_too():
+    pair = [sample(number, group_id=1, task_id="a", run_id=str(number)) for number in (1, 2)]
+    calls = [sample(number, group_id=3, task_id="b", run_id="one") for number in (3, 4)]
+    cold = sample(5, group_id=3, task_id="b", run_id="two", temperature=0.0)
+    kept, refused = sort_out([*pair, *calls, cold], PPO, vocabulary=250, group_by="task")
+    assert kept == pair
+    assert sorted(each.id for group in refused.values() for each in group) == [3, 4, 5]
+
+
 def test_imitation_needs_no_sampling():
     cold = sample(1, temperature=0.0, logprobs=np.full_like(sample(1).logprobs, np.nan))
     for method in ("sft", "raft", "dpo", "kto"):

@@ -1,6 +1,7 @@
 """Calls of a run as token sequences."""
 
 import numpy as np
+import pytest
 
 from tests.trainer.factories import sample
 from tuneloop.shared.experience import REDACTED
@@ -37,12 +38,37 @@ def test_calls_that_extend_each_other_become_one_sequence_in_which_only_replies_
     assert batch.ids_BT[0, 1:][batch.predicts_BT[0, :-1]].tolist() == [4, 5, 6, 3, 2]
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        _said(2, [7, 8, 4, 9], [6]),  # the history was changed
+        _said(2, [7, 8, 4, 5, 9], [6], run_id="another"),
+        _said(2, [7, 8, 4, 5, 9], [6], task_id="another"),
+        _said(2, [7, 8, 4, 5, 9], [6], tenant="another"),
+        _said(2, [7, 8, 4, 5, 9], [6], run_id=None),
+    ],
+)
+def test_calls_that_do_not_belong_together_stay_apart(other):
+    assert len(assemble([FIRST, other], merge=True)) == 2
+
+
 def test_agents_that_take_turns_within_a_run_are_kept_apart_and_side_calls_are_alone():
     planner = [_said(1, [1, 7], [4]), _said(3, [1, 7, 4, 9], [5]), _said(6, [1, 7, 4, 9, 5, 9], [6])]
     solver = [_said(2, [2, 7], [4]), _said(4, [2, 7, 4, 9], [5]), _said(7, [2, 7, 4, 9, 5, 8], [6])]
     judge, same_words = _said(5, [3, 4, 5], [1]), _said(8, [4, 5], [1])
     sequences = assemble([*solver, judge, *planner, same_words], merge=True)
     assert sorted([call.id for call in each.calls] for each in sequences) == [[1, 3, 6], [2, 4, 7], [5], [8]]
+
+
+def test_without_merging_each_call_is_a_sequence():
+    assert [each.calls for each in assemble([FIRST, SECOND], merge=False)] == [(FIRST,), (SECOND,)]
+
+
+def test_a_trajectory_that_branches_shares_no_token_of_two_branches():
+    branch = _said(4, [7, 8, 4, 5, 1], [2])
+    sequences = assemble([FIRST, SECOND, branch], merge=True)
+    assert sorted(len(each.calls) for each in sequences) == [1, 2]
+    assert sorted(call.id for each in sequences for call in each.calls) == [1, 2, 4]
 
 
 def test_an_answer_that_nobody_went_on_from_was_asked_again():

@@ -95,6 +95,16 @@ def test_a_restart_examines_the_newest_version_and_the_champion_if_nobody_has(ga
     assert len(evaluated(ledger)) == 1
 
 
+def test_other_tasks_make_another_examination(gated, ledger):
+    commit(ledger, [sample(i) for i in range(4)])
+    run(gated(trainer={"total_steps": 1}), Event())
+    chosen = gated(trainer={"total_steps": 1})
+    chosen.monitor.evaluation.path.write_text(json.dumps(TASKS[0]))
+    run(chosen, Event())
+    samples = [{each.samples for each in ledger.evaluations.of(version, Evaluator.TRAINER)} for version in (0, 1)]
+    assert samples == [{1}, {1}]
+
+
 # A model that judges.
 
 

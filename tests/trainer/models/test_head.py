@@ -96,3 +96,13 @@ def test_no_tensor_holds_all_logits_forth_or_back():
     with _Largest() as seen:
         _whole(leaves, said)
     assert seen.most >= N * V
+
+
+def test_a_head_that_is_not_trained_has_no_gradient_made_for_it():
+    leaves, said = _given(bias=False, tempered=False, grammar=False)
+    weight_VD = leaves[1].detach()
+    with _Largest() as seen:
+        logprobs_N, _ = Head(weight_VD[:, :4].contiguous(), None, compiled=False).score(leaves[0][:, :4], said)
+        logprobs_N.sum().backward()
+    assert leaves[0].grad is not None
+    assert seen.most == 16 * V

@@ -36,6 +36,16 @@ def _logprobs(network, ids):
     return logits.log_softmax(1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
+def test_only_the_adapter_is_trained(adapted, base):
+    learner = snapshot.load(adapted(), None)
+    before = {name: each.clone() for name, each in learner.actor.network.state_dict().items()}
+    for batch in BATCHES[:2]:
+        learner.step(batch)
+    changed = {name for name, each in learner.actor.network.state_dict().items() if not torch.equal(each, before[name])}
+    assert changed == {name for name in before if "lora_" in name}
+    assert len(changed) == 2 * 7 * 2  # two matrices for each of seven targets in two layers
+
+
 def test_a_new_adapter_changes_nothing_and_the_reference_stays_there(adapted, settings):
     learner, bare = snapshot.load(adapted(), None), snapshot.load(settings(), None)
     ids = list(range(40, 60))

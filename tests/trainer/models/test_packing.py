@@ -215,6 +215,40 @@ def test_a_gpu_s_kernel_is_asked_for_what_the_cpu_makes(monkeypatch, window, gro
     _agree(attended, attention._by_length(query, key, value, ends, 0.3, window))
 
 
+def test_with_a_gpu_s_kernel_a_layer_is_compiled_in_one_piece(monkeypatch):
+    """Whatever breaks it costs a third of a step's time, and nothing says so."""
+
+    def kernel(query, key, value, ends, _, longest, _also, *, scale, window_size, enable_gqa=False):
+        return attended(query, key, value)
+
+    @torch.library.custom_op("tuneloop_tests::attended", mutates_args=())
+    def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return query + key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+
+    attended.register_fake(lambda query, *_: torch.empty_like(query))
+    monkeypatch.setattr(attention, "_KERNEL_DEVICE", "cpu")
+    monkeypatch.setattr(attention.varlen, "varlen_attn", kernel)
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    network = AutoModel.from_config(config, dtype=torch.bfloat16)
+    network.set_attn_implementation(attention.PACKED)
+    network.layers[0].compile(dynamic=True, fullgraph=True, backend="eager")
+    ids_BT, device = torch.arange(14)[None], torch.device("cpu")
+    with torch.no_grad():
+        network(
+            input_ids=ids_BT, attention_mask=attention.no_mask(device), use_cache=False, **bounds_of([7, 7], device)
+        )
+    assert attention.is_packable(network)
+
+
 def test_a_gpu_s_kernel_takes_what_it_is_given():
     """Its shapes alone, forth and back: there is no GPU here."""
     query, key = (

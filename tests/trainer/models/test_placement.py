@@ -36,3 +36,7 @@ def test_it_is_what_torch_waits_for_and_measures_by_default(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     device = device_of(settings({"engine_num": 1}, cluster={"gpu_per_node": 2}))
     assert [device] == chosen == [torch.device("cuda:1")]
+
+
+def test_engines_of_a_service_elsewhere_are_not_in_the_way():
+    assert gpu_of(settings({"engine_num": 2}, mode="train"), gpus_here=4) == 0

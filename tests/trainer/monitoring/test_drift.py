@@ -16,6 +16,7 @@ from tuneloop.trainer.monitoring.drift import (
     ENTROPY,
     EXTREME,
     KL,
+    KL_BASE,
     LENGTH,
     LEVEL,
     OUTLIERS,
@@ -70,6 +71,17 @@ def test_a_monitor_trips_beyond_its_threshold_and_not_before(alarm, signal, hone
     assert alarms(SMALL, loud) == {alarm}
 
 
+def test_a_distance_that_is_measured_now_and_then_holds_until_it_is_measured_again():
+    history = after(SMALL, {KL_BASE: 0.2}, {}, {}, {KL_BASE: 0.8}, {}, {})
+    assert history.series[KL_BASE] == [(1, 0.2), (2, 0.2), (3, 0.2), (4, 0.8), (5, 0.8), (6, 0.8)]
+    assert drift.verdicts(SMALL, history)["kl"].value == pytest.approx(0.8)
+    assert alarms(SMALL, history) == {"kl"}
+    # Gone back to before the first, there is nothing to hold.
+    assert after(SMALL, {}, history=drift.until(history, 0)).series[KL_BASE] == []
+    # A method that looks at the base model itself takes over.
+    assert alarms(SMALL, after(SMALL, *[{KL: 0.1}] * 3, history=history)) == set()
+
+
 @pytest.mark.parametrize("level", [0.76, 0.24])
 def test_a_reward_that_jumps_up_or_down_is_suspect_until_it_stays_there(level):
     before = after(SMALL, *[{LEVEL: 0.5}] * 9)
@@ -113,6 +125,39 @@ def trained(options, *points, history=None):
 )
 def test_a_reward_that_rises_while_the_evaluation_falls_is_hacked(points, raised):
     assert alarms(SMALL, trained(SMALL, *points)) == ({"reward_hack"} if raised else set())
+
+
+def test_the_base_models_score_is_compared_with_the_rewards_of_the_first_steps():
+    history = drift.with_score(SMALL, History(), 0, 0.9)
+    assert drift.verdicts(SMALL, history) == {}
+    history = after(SMALL, *[{REWARD: 0.1}] * 3, *[{REWARD: 0.7}] * 3, history=history)
+    assert alarms(SMALL, drift.with_score(SMALL, history, 6, 0.2)) == {"reward_hack"}
+
+
+def test_an_evaluation_of_long_ago_is_forgotten_unless_the_alarm_is_open():
+    options = SMALL.model_copy(update={"evaluation_window": 10})
+    hacked = trained(options, (0.2, 0.9), (0.8, 0.3))
+    assert alarms(options, hacked) == {"reward_hack"}
+    still = [(0.8, 0.3)] * 5
+    assert alarms(options, trained(options, *still, history=hacked)) == set()
+    open_one = History(series=hacked.series, scores=hacked.scores, raised={"reward_hack": 6})
+    assert alarms(options, trained(options, *still, history=open_one)) == {"reward_hack"}
+    assert alarms(options, trained(options, *still, (0.8, 0.85), history=open_one)) == set()
+
+
+def test_an_alarm_is_raised_once_and_cleared_once():
+    history, told = after(SMALL, *[{LENGTH: 10.0}] * 4), []
+    for length in [10] * 3 + [50] * 6 + [10] * 6:
+        history = after(SMALL, {LENGTH: length}, history=history)
+        for name, over in list(drift.changes(history, drift.verdicts(SMALL, history))):
+            told.append((name, over))
+            raised = {name: 1} if over else {}
+            history = History(series=history.series, scores=history.scores, raised=raised)
+    assert told == [("reply_length", True), ("reply_length", False)]
+
+
+def test_an_alarm_stays_where_nothing_is_known_and_goes_where_its_monitor_is_gone():
+    assert list(drift.changes(History(raised={"kl": 3, "gone": 3}), {})) == [("gone", False)]
 
 
 # Replies.

@@ -2,6 +2,7 @@
 
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -59,6 +60,14 @@ def test_what_cannot_be_a_teacher_is_refused_in_a_sentence(remote, double, fault
         setattr(double, name, value)
     with pytest.raises(EnvironmentRefused, match=r"algorithm\.distill\.teacher_url: .*" + sentence):
         remote().score(_sequences(2))
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503])
+def test_a_hiccup_is_asked_again(remote, double, status):
+    teacher = remote()
+    teacher.check()
+    double.fails = [status, status]
+    assert teacher.score(_sequences(1)).any()
 
 
 def test_a_teacher_that_is_down_is_away_and_may_come_back(remote, double):
@@ -120,3 +129,15 @@ def test_its_reply_takes_the_place_of_the_model_s(remote, double):
     assert (asked["temperature"], asked["top_p"], asked["top_k"], asked["max_tokens"]) == (1.0, 1.0, 0, 9)
     prompts = sorted(body["prompt"] for body in double.requests[1:])
     assert prompts == sorted(each.prompt_ids.tolist() for each in samples)
+
+
+def test_a_prompt_too_long_for_the_teacher_is_refused(remote, double):
+    teacher = remote()
+    teacher.check()
+    double.refuses = 3
+    short, long = (
+        msgspec.structs.replace(sample(i), prompt_ids=np.arange(n, dtype=np.int32)) for i, n in ((0, 3), (1, 4))
+    )
+    with pytest.raises(SamplesRefused) as caught:
+        teacher.reply([short, long])
+    assert next(iter(caught.value.refused.values())) == [1]

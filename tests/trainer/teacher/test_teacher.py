@@ -197,3 +197,11 @@ def test_what_the_teacher_refuses_is_dropped_with_its_reason_and_another_takes_i
     assert (counts[State.TRAINED], counts[State.DROPPED], counts[State.COMMITTED]) == (12, 1, 0)
     [drop] = ledger.reports.facts(BatchPolicy(), drops=5).drops
     assert drop.reason == "the teacher refuses it: This model's maximum context length is 90 tokens."
+
+
+def test_a_teacher_of_another_model_stops_the_trainer_in_a_sentence(settings, ledger, base):
+    with teaching(base, shift=1) as double:
+        distill = {"teacher_url": double.url, "teacher_model": "big"}
+        with pytest.raises(EnvironmentRefused, match="another tokenizer"):
+            run(settings(algorithm={"algorithm_type": "distill", "distill": distill}), threading.Event())
+    assert not ledger.reports.counts()[State.LEASED]

@@ -20,6 +20,7 @@ from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.copies import PinnedMemory
 from tuneloop.trainer.gpu_turns import GpuTurns, _tensors
 from tuneloop.trainer.loop import TrainingLoop, run
+from tuneloop.trainer.micro_batch import MicroBatch
 from tuneloop.trainer.models.offloading import MovedTensors
 
 BATCHES = [[sample(i) for i in range(4 * at, 4 * at + 4)] for at in range(3)]
@@ -133,6 +134,28 @@ def test_an_engine_that_waits_comes_before_the_next_turn(settings, turns, engine
     turns.end(learner)
     turns.end(learner)  # nothing more happens
     assert engine.held.take()
+
+
+def test_what_waits_for_the_publisher_does_not_keep_the_gpu_for_ever(settings, turns, engine):
+    learner = snapshot.load(settings(), None)
+    turns.begin(learner)
+    assert engine.wanted_by_engine.take()
+    time.sleep(2 * TURN_S)
+    turns.end_if_over(learner, publishes=True)
+    assert not engine.held.is_held_by_another()
+
+
+def test_a_step_takes_the_gpu_first(settings, turns, engine):
+    learner, micro_batch = snapshot.load(settings(), None), MicroBatch(settings(), take_gpu=turns.begin)
+    assert engine.held.take()
+    stepping = threading.Thread(target=lambda: micro_batch.step(learner, BATCHES[0], version=0))
+    stepping.start()
+    stepping.join(0.5)
+    assert stepping.is_alive()
+    assert learner.steps == 0
+    engine.held.release()
+    stepping.join(60)
+    assert learner.steps == 1
 
 
 @pytest.mark.gpu

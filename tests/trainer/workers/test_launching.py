@@ -72,3 +72,10 @@ def test_what_the_workers_cannot_start_with_is_one_sentence_and_an_exit_code(sta
 def test_the_worker_that_has_a_reason_says_how_all_end(script, code, monkeypatch):
     monkeypatch.setattr("tuneloop.trainer.workers.launching._GRACE_S", 0.5)
     assert launch(["sh", "-c", script], 2, Event()) == code
+
+
+def test_workers_are_started_again_when_one_is_killed(tmp_path):
+    starts = tmp_path / "starts"
+    script = f"[ $RANK = 1 ] && exit 0; echo >> {starts}; [ $(wc -l < {starts}) = 1 ] && kill -9 $$; exit 0"
+    assert launch(["sh", "-c", script], 2, Event()) == 0
+    assert len(starts.read_text()) == 2

@@ -11,7 +11,8 @@ from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import Kind, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage import database
-from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
+from tuneloop.shared.ledger.storage.schema import exchanges, experiences, exports, feedback
+from tuneloop.shared.settings.feedback import RewardRule
 
 
 @pytest.fixture
@@ -74,6 +75,22 @@ def test_what_was_still_in_a_spool_is_not_taken_any_more(ledger: Ledger, engine:
     assert (left["exchanges"], left["experiences"], left["feedback"]) == ([], [], [])
 
 
+def test_what_others_say_and_what_is_said_later_is_taken(ledger: Ledger, engine: Engine) -> None:
+    ledger.retention.erase("acme", "ann")
+    others = [exchange(user="bob"), exchange(user="ann", tenant="other"), exchange()]
+    later = exchange(user="ann", received_at=NOW + 1)
+    ledger.recording.record([*others, later, heard(msg_id=later.msg_id, source="ann", received_at=NOW + 2)])
+    assert len(column(engine, exchanges.c.msg_id)) == 4
+    assert column(engine, feedback.c.source) == ["ann"]
+
+
+def test_a_name_that_no_database_can_hold_is_found_again(ledger: Ledger, engine: Engine) -> None:
+    ledger.recording.record([exchange(user="a\0b")])
+    assert ledger.retention.erase("acme", "a\0b").experiences == 1
+    ledger.recording.record([exchange(user="a\0b")])
+    assert column(engine, exchanges.c.msg_id) == []
+
+
 def test_what_is_said_of_their_replies_afterwards_is_not_taken(ledger: Ledger, engine: Engine) -> None:
     """A judge had read one when it was deleted; another was still in a spool."""
     kept, read, spooled = exchange(user="bob"), exchange(user="ann"), exchange(user="ann")
@@ -88,6 +105,13 @@ def test_what_is_said_of_their_replies_afterwards_is_not_taken(ledger: Ledger, e
     assert column(engine, feedback.c.event_id) == [taken.event_id]
     assert ledger.retention.deleted_among([read.msg_id, spooled.msg_id, kept.msg_id]) == {read.msg_id, spooled.msg_id}
     assert ledger.stored.about_deleted(late) == [each.event_id for each in late]
+
+
+def test_a_second_deletion_reaches_what_came_after_the_first(engine: Engine) -> None:
+    for now in (10.0, 20.0):
+        Ledger(engine, clock=lambda now=now: now).retention.erase("acme", "ann")
+    Ledger(engine).recording.record([exchange(user="ann", received_at=15.0)])
+    assert column(engine, exchanges.c.msg_id) == []
 
 
 def test_others_take_the_rewards_that_they_have_without_the_feedback_of_the_person(
@@ -119,6 +143,24 @@ def test_others_take_the_rewards_that_they_have_without_the_feedback_of_the_pers
     assert column(engine, feedback.c.source) == ["c"]
 
 
+def test_a_deletion_repeats_nothing_that_is_trained(engine: Engine) -> None:
+    ledger = Ledger(engine, rule=RewardRule(attribution_window=1e12), compensate_late=True, clock=lambda: NOW)
+    [said] = trained(ledger)
+    ledger.recording.record(
+        [
+            *(heard(msg_id=said.msg_id, source=name, value=0.0) for name in ("ann", "b")),
+            heard(msg_id=said.msg_id, kind=Kind.RETRACTION, value=None),
+        ]
+    )
+    ledger.recording.commit("acme")
+    epoch = ledger.training.take_epoch("trainer")
+    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=2, publish=published)
+    rows = len(column(engine, experiences.c.id))
+    assert rows == 2
+    ledger.retention.erase("acme", "ann")
+    assert len(column(engine, experiences.c.id)) == rows
+
+
 def test_what_is_left_of_a_group_is_gathered_anew(ledger: Ledger, engine: Engine) -> None:
     policy = BatchPolicy(group_by="task", group_size=2, group_timeout=1e12)
     for run, user in (("1", "ann"), ("2", "bob")):
@@ -131,6 +173,24 @@ def test_what_is_left_of_a_group_is_gathered_anew(ledger: Ledger, engine: Engine
     with engine.connect() as connection:
         assert connection.execute(select(experiences.c.group_id)).scalars().all() == [None]
     assert ledger.training.lease(epoch, 1, policy) == []
+
+
+def test_feedback_about_a_run_of_several_people_stays(ledger: Ledger, engine: Engine) -> None:
+    for user in ("ann", "bob"):
+        ledger.recording.record(
+            [exchange(user=user, task_id="t", run_id="mixed"), exchange(user=user, task_id="t", run_id=user)]
+        )
+    ledger.recording.record([heard(msg_id=None, task_id="t", run_id=run) for run in ("mixed", "ann", "bob")])
+    assert ledger.retention.erase("acme", "ann").feedback == 1
+    assert column(engine, feedback.c.run_id) == ["bob", "mixed"]
+
+
+def test_a_file_that_was_exported_is_known(ledger: Ledger, engine: Engine) -> None:
+    with engine.begin() as connection:
+        connection.execute(exports.insert().values(path="/a.jsonl", format="sft", rows=3, created_at=0))
+    assert ledger.retention.exported_files() == [("/a.jsonl", 3)]
+    ledger.retention.exported_rows("/a.jsonl", 1)
+    assert ledger.retention.exported_files() == [("/a.jsonl", 1)]
 
 
 @pytest.mark.parametrize("place", ["sqlite"], indirect=True)

@@ -11,7 +11,7 @@ from sqlalchemy import Engine, delete, select
 from tests.factories import committed, exchange, experience, feedback, ids, leased, published, rewarded, trained
 from tuneloop.shared.experience import Feedback, Kind, Outcome, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
-from tuneloop.shared.ledger.storage.schema import exchanges, experiences
+from tuneloop.shared.ledger.storage.schema import exchanges, experiences, reward_rules
 from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
 from tuneloop.shared.settings.feedback import RewardRule
 
@@ -91,6 +91,13 @@ def test_feedback_waits_for_its_reply_and_is_then_accepted(ledger: Ledger, engin
     assert rewards(engine) == [0.5]
 
 
+def test_feedback_of_another_tenant_waits_for_ever(ledger: Ledger, engine: Engine) -> None:
+    said = exchange()
+    ledger.recording.record([said])
+    assert hear(ledger, msg_id=said.msg_id, tenant="other") == Outcome.PENDING
+    assert rewards(engine) == [None]
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_feedback_on_a_trajectory_reaches_its_replies_whichever_came_first(
     ledger: Ledger, engine: Engine, first: bool
@@ -122,6 +129,15 @@ def test_what_is_offered_again_changes_nothing(ledger: Ledger, engine: Engine) -
     assert rewards(engine) == [0.0, 0.5], "what another slot holds had not been offered"
 
 
+def test_a_request_that_is_sent_again_does_not_hide_what_was_said_before_it(ledger: Ledger, engine: Engine) -> None:
+    said = exchange()
+    sent = {"event_id": "a key", "msg_id": said.msg_id, "value": 0.0}
+    ledger.recording.record([said, feedback(**sent, call_id="once")])
+    again = [feedback(msg_id=said.msg_id, value=1.0), feedback(**sent, call_id="twice")]
+    ledger.recording.record(again, ["slot", "slot"])
+    assert rewards(engine) == [1.0]
+
+
 @pytest.mark.parametrize(
     ("once", "again"),
     [
@@ -141,6 +157,18 @@ def test_a_request_that_is_sent_again_does_not_hide_what_is_said_with_it(
     ledger.recording.record([feedback(**about | key | again, call_id="twice"), feedback(**about, **again)])
     assert rewards(engine) == [again["value"]]
     assert len(events(engine)) == 3
+
+
+def test_a_request_that_is_sent_twice_at_once_does_not_hide_what_is_said_with_it(
+    ledger: Ledger, engine: Engine
+) -> None:
+    said = exchange()
+    sent = {"event_id": "a key", "msg_id": said.msg_id, "value": 1.0}
+    since = [feedback(msg_id=said.msg_id, value=value) for value in (0.0, 1.0)]
+    ledger.recording.record(
+        [said, feedback(**sent, call_id="once"), since[0], feedback(**sent, call_id="twice"), since[1]]
+    )
+    assert rewards(engine) == [1.0]
 
 
 def test_a_reply_joins_the_trajectory_that_its_feedback_names(ledger: Ledger, engine: Engine) -> None:
@@ -192,6 +220,15 @@ def test_a_retracted_reward_puts_the_reply_back_also_after_the_commit(ledger: Le
     assert ledger.recording.commit("acme") == 2
 
 
+def test_a_retraction_of_one_source_leaves_the_other(ledger: Ledger, engine: Engine) -> None:
+    said = exchange()
+    ledger.recording.record([said, feedback(msg_id=said.msg_id, source="ann")])
+    ledger.recording.record([feedback(msg_id=said.msg_id, source="judge", value=0.0)])
+    assert rewards(engine) == [0.5]
+    hear(ledger, msg_id=said.msg_id, source="judge", **retraction())
+    assert rewards(engine) == [1.0]
+
+
 def test_feedback_for_a_leased_reply_is_late_until_the_lease_ends(ledger: Ledger, engine: Engine) -> None:
     epoch, samples = leased(ledger)
     msg_id = rows(engine)[0].msg_id
@@ -238,6 +275,21 @@ def test_a_reply_without_feedback_gets_the_default_with_the_commit_after_its_win
     now[0] = 111.0
     assert ledger.recording.commit("acme") == 1
     assert rewards(engine) == [-1.0, None]
+
+
+def test_late_feedback_makes_a_compensating_experience_once(under: Any, engine: Engine) -> None:
+    ledger = under(compensate_late=True)
+    trained(ledger)
+    before = rows(engine)[0]
+    heard = feedback(msg_id=before.msg_id, value=-0.5, received_at=LATE)
+    for _ in range(3):
+        ledger.recording.record([heard])
+    [same, copy] = rows(engine)
+    assert same == before
+    assert (copy.correction, copy.state, copy.reward, copy.blob) == (1, State.REWARDED, -0.5, before.blob)
+    assert ledger.recording.commit("acme") == 1
+    samples = ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy())
+    assert [sample.reward for sample in samples] == [-0.5]
 
 
 def test_a_compensating_experience_takes_corrections_until_it_is_trained_on(under: Any, engine: Engine) -> None:
@@ -313,6 +365,13 @@ def test_rewards_are_reckoned_anew_but_not_of_what_is_leased_or_trained(under: A
     assert new.recording.recompute_rewards() == (2, 0)
 
 
+def test_a_dry_run_writes_nothing_at_all(under: Any, engine: Engine) -> None:
+    rewarded(under())
+    under(weights={"reward": 3.0}).recording.recompute_rewards(dry_run=True)
+    with engine.connect() as connection:
+        assert len(connection.execute(select(reward_rules)).all()) == 1
+
+
 _values = st.sampled_from([-1.0, 0.0, 0.5, 1.0])
 _said = st.one_of(
     st.fixed_dictionaries({"value": _values}),
@@ -346,3 +405,18 @@ def test_the_reward_does_not_depend_on_when_the_row_comes_nor_on_repetitions(
     for some in (again[:cut], again):
         ledger.recording.record(some, ["slot"] * len(some))
     assert rewards(engine) == expected
+
+
+def test_a_preference_that_is_retracted_takes_its_reward_from_both(under: Any, engine: Engine) -> None:
+    ledger = under(weights={"preference": 1.0}, boolean_values=(-1.0, 1.0))
+    better, worse = exchange(), exchange()
+    preference = {"kind": Kind.PREFERENCE, "metric": "preference", "value": None}
+    ledger.recording.record([better, worse, feedback(msg_id=better.msg_id, other_msg_id=worse.msg_id, **preference)])
+    assert rewards(engine) == [1.0, -1.0]
+    ledger.recording.record([feedback(msg_id=better.msg_id, **retraction(metric="preference"))])
+    assert rewards(engine) == [None, None]
+    assert ledger.reports.counts()[State.RECORDED] == 2
+    ledger.recording.record([feedback(msg_id=worse.msg_id, other_msg_id=better.msg_id, **preference)])
+    assert rewards(engine) == [-1.0, 1.0]
+    ledger.recording.recompute_rewards()
+    assert rewards(engine) == [-1.0, 1.0]

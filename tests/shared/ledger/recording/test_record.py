@@ -4,11 +4,12 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event, select
 
-from tests.factories import exchange, experience, feedback, rewarded
+from tests.factories import exchange, experience, feedback, leased, rewarded
 from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import MAX_NAME, Kind, State
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.storage.schema import experiences
+from tuneloop.shared.ledger.storage.schema import exchanges, experiences
+from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
 
 
 def rows(engine: Engine) -> list[Any]:
@@ -34,6 +35,25 @@ def test_a_replayed_spool_changes_nothing(ledger: Ledger, engine: Engine) -> Non
     ledger.recording.record([said])
     assert rows(engine) == before
     assert ledger.reports.counts() == only(recorded=1, rewarded=1)
+
+
+def test_a_replayed_feedback_does_not_take_back_a_commit(ledger: Ledger) -> None:
+    said, heard = exchange(msg_id="chatcmpl-x"), feedback(msg_id="chatcmpl-x")
+    ledger.recording.record([said, heard])
+    ledger.recording.commit("acme")
+    ledger.recording.record([said, heard])
+    assert ledger.reports.counts() == only(committed=1)
+
+
+def test_the_first_to_use_a_msg_id_keeps_it(ledger: Ledger, engine: Engine) -> None:
+    ledger.recording.record([exchange(msg_id="chatcmpl-x", experiences=(experience(text="first"),))])
+    ledger.recording.record([exchange(msg_id="chatcmpl-x", experiences=(experience(text="second"),))])
+    assert [row.text for row in rows(engine)] == ["first"]
+
+
+def test_feedback_in_the_same_group_may_stand_before_its_reply(ledger: Ledger, engine: Engine) -> None:
+    ledger.recording.record([feedback(msg_id="chatcmpl-x", value=0.25), exchange(msg_id="chatcmpl-x")])
+    assert rewards(engine) == [0.25]
 
 
 @pytest.mark.parametrize("step", [-86400.0, -2.0, 0.0, 86400.0])
@@ -64,6 +84,16 @@ def test_a_reward_may_be_corrected_until_the_lease(ledger: Ledger, engine: Engin
     assert ledger.reports.counts() == only(committed=1)
 
 
+def test_feedback_after_the_lease_is_kept_but_changes_no_reward(ledger: Ledger, engine: Engine) -> None:
+    _epoch, samples = leased(ledger)
+    msg_id = rows(engine)[0].msg_id
+    ledger.recording.record([feedback(msg_id=msg_id, value=-0.5)])
+    assert rewards(engine) == [samples[0].reward] == [1.0]
+    with engine.connect() as connection:
+        kept = connection.execute(select(feedback_table.c.value).order_by(feedback_table.c.id)).scalars().all()
+    assert kept == [1.0, -0.5]
+
+
 def test_what_must_not_be_trained_on_is_dropped_with_its_reason_and_still_takes_a_reward(
     ledger: Ledger, engine: Engine
 ) -> None:
@@ -79,6 +109,18 @@ def test_a_reward_that_is_no_number_is_refused_whole(ledger: Ledger, reward: flo
     with pytest.raises(LedgerError, match="refuses"):
         ledger.recording.record([said, feedback(msg_id=said.msg_id, value=reward)])
     assert ledger.reports.counts() == only()
+
+
+def test_what_no_database_can_hold_is_replaced(ledger: Ledger, engine: Engine) -> None:
+    odd = "a\0b\ud800c"
+    said = exchange(task_id=odd, run_id=odd, request=b"\0\xff", experiences=(experience(text=odd, drop_reason=odd),))
+    ledger.recording.record([said, feedback(msg_id=said.msg_id, task_id=odd, run_id=odd)])
+    [row] = rows(engine)
+    assert row.text == row.reason == "a\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}c"
+    with engine.connect() as connection:
+        stored = connection.execute(select(exchanges)).one()
+    assert stored.request == b"\0\xff"
+    assert row.task_id == row.run_id == row.text
 
 
 def test_a_task_of_any_name_is_committed_by_that_name(ledger: Ledger) -> None:
@@ -136,3 +178,9 @@ def test_commit_takes_only_the_tenants_own(ledger: Ledger) -> None:
     assert ledger.recording.commit("acme") == 1
     assert ledger.recording.commit("nobody") == 0
     assert ledger.reports.counts() == only(rewarded=1, committed=1)
+
+
+def test_commit_takes_only_what_is_rewarded_and_only_once(ledger: Ledger) -> None:
+    rewarded(ledger)
+    ledger.recording.record([exchange()])
+    assert [ledger.recording.commit("acme"), ledger.recording.commit("acme")] == [1, 0]

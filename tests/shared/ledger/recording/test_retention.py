@@ -12,6 +12,7 @@ from tuneloop.shared.ledger.recording import retention
 from tuneloop.shared.ledger.recording.retention import bounds_of, bounds_of_tenants
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
 from tuneloop.shared.ledger.storage.transactions import Transactions
+from tuneloop.shared.settings.feedback import RetentionSettings
 from tuneloop.shared.settings.settings import Settings
 
 
@@ -64,6 +65,18 @@ def test_what_is_in_work_is_never_purged(ledger: Ledger) -> None:
     assert (ledger.reports.counts()[State.LEASED], ledger.reports.counts()[State.COMMITTED]) == (1, 1)
     with pytest.raises(ValueError, match="committed, leased wait for the trainer"):
         ledger.retention.purge({State.LEASED: 1.0, State.COMMITTED: 1.0})
+
+
+def test_a_dry_run_changes_nothing(ledger: Ledger, engine: Engine) -> None:
+    for make in IN_STATE.values():
+        make(ledger, received_at=OLD, user="ann")
+    ledger.recording.record([heard(received_at=OLD)])
+    before = everything(engine)
+    told, erased = ledger.retention.purge(EVERYTHING, dry_run=True), ledger.retention.erase("acme", "ann", dry_run=True)
+    assert everything(engine) == before
+    assert erased == ledger.retention.erase("acme", "ann", dry_run=True)
+    assert told == ledger.retention.purge(EVERYTHING)
+    assert (set(told.experiences.values()), told.parked) == ({1}, 1)
 
 
 def test_the_ledger_adds_up_after_trained_rows_were_purged(ledger: Ledger, engine: Engine) -> None:
@@ -144,3 +157,31 @@ def test_a_preference_that_was_taken_back_does_not_come_back(ledger: Ledger, eng
     ledger.recording.recompute_rewards()
     assert column(engine, exchanges.c.msg_id) == [worse.msg_id]
     assert ledger.reports.counts()[State.RECORDED] == 1
+
+
+def test_feedback_about_a_run_goes_with_its_last_reply(ledger: Ledger, engine: Engine) -> None:
+    for received_at in (OLD, NOW):
+        ledger.recording.record([exchange(task_id="t", run_id="r", received_at=received_at)])
+    ledger.recording.record([heard(msg_id=None, task_id="t", run_id="r", received_at=NOW)])
+    ledger.retention.purge({State.REWARDED: 50.0})
+    assert len(column(engine, feedback.c.id)) == 1
+    Ledger(engine, clock=lambda: NOW + 100).retention.purge({State.REWARDED: 50.0})
+    assert column(engine, feedback.c.id) == []
+
+
+def test_feedback_whose_reply_never_comes_goes_by_the_bound_of_recorded(ledger: Ledger, engine: Engine) -> None:
+    ledger.recording.record([heard(received_at=OLD), heard(msg_id="chatcmpl-new", received_at=NOW)])
+    assert ledger.retention.purge({State.TRAINED: 50.0}).parked == 0
+    assert ledger.retention.purge({State.RECORDED: 50.0}).parked == 1
+    assert column(engine, feedback.c.msg_id) == ["chatcmpl-new"]
+
+
+def test_the_settings_say_what_may_stay_how_long() -> None:
+    assert bounds_of(RetentionSettings()) == {}
+    assert bounds_of(RetentionSettings.model_validate({state.value: 1 + i for i, state in enumerate(EVERYTHING)})) == {
+        State.RECORDED: 1.0,
+        State.REWARDED: 2.0,
+        State.TRAINED: 3.0,
+        State.EXPIRED: 4.0,
+        State.DROPPED: 5.0,
+    }

@@ -10,6 +10,7 @@ from tuneloop.shared.experience import MAX_REWARD, Kind
 from tuneloop.shared.ledger.recording.reward_rule import (
     Event,
     Reward,
+    default_of,
     definition,
     in_window,
     reward_of,
@@ -77,11 +78,23 @@ def test_the_median_of_the_sources_counts_and_each_with_its_latest() -> None:
     assert value(MEAN, *said) == pytest.approx(0.4)
 
 
+def test_two_sources_are_averaged() -> None:
+    assert value(RULE, event(source="a", value=0.25), event(source="b", value=0.75)) == 0.5
+
+
 def test_one_source_cannot_say_more_than_the_clip_lets_it() -> None:
     """Else one of two would decide alone, however the sum is clipped."""
     said = [event(source="a", value=1.0), event(source="b", value=-1e6)]
     assert value(RULE, *said) == 0.0
     assert value(MEAN.model_copy(update={"clip": (-1.0, 1.0)}), *said) == -1.0
+
+
+def test_many_names_in_one_call_are_one_word() -> None:
+    """The 99 sources that made a +1 into -0.98."""
+    flood = [event(source=f"name-{number}", value=-1.0, call_id="one call") for number in range(99)]
+    assert value(RULE, event(source="ann", value=1.0, call_id="ann's"), *flood) == 0.0
+    two = [event(source=name, value=1.0, call_id=name) for name in ("ann", "ben")]
+    assert value(RULE, *two, *flood) == 1.0
 
 
 def of_run(**but: Any) -> Event:
@@ -131,6 +144,12 @@ def test_feedback_counts_until_the_window_closes_and_its_last_moment_belongs_to_
     assert value(rule, event(received_at=15.1), sampled_at=5.0) is None
     assert value(rule, event(value=0.5), event(received_at=15.1), sampled_at=5.0) == 0.5
     assert in_window(RULE, sampled_at=0.0, received_at=1e12)
+
+
+def test_the_default_is_for_a_window_that_has_closed() -> None:
+    assert default_of(RewardRule(attribution_window=10.0, default=-1.0), sampled_at=5.0) == Reward(-1.0, 15.0)
+    assert default_of(RewardRule(attribution_window=10.0), sampled_at=5.0) is None
+    assert default_of(RULE, sampled_at=5.0) is None
 
 
 def test_a_retraction_takes_back_what_its_source_said_and_no_more() -> None:

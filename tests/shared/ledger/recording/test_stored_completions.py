@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, LargeBinary, event, insert, literal, select
 
-from tests.factories import exchange, experience, fill, rewarded
+from tests.factories import committed, exchange, experience, fill, rewarded
 from tests.factories import feedback as heard
 from tests.shared.retaining import EVERYTHING, column, everything, in_work, trained
 from tuneloop.shared.experience import Exchange, Kind, State
-from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.recording import stored_completions
 from tuneloop.shared.ledger.recording.stored_completions import (
     Deletion,
@@ -269,6 +269,25 @@ def test_what_is_leased_stays_as_it_is_until_the_lease_ends(ledger: Ledger, engi
 def column_where(engine: Engine, state: State) -> list[str]:
     with engine.connect() as connection:
         return list(connection.execute(select(experiences.c.msg_id).where(experiences.c.state == state)).scalars())
+
+
+def test_a_deleted_completion_is_not_leased(ledger: Ledger) -> None:
+    said = committed(ledger, 2)
+    ledger.stored.delete("acme", said[0].msg_id)
+    epoch = ledger.training.take_epoch("trainer")
+    assert ledger.training.lease(epoch, 2, BatchPolicy()) == []
+    assert len(ledger.training.lease(epoch, 1, BatchPolicy())) == 1
+
+
+def test_a_trained_row_goes_with_the_repeat_that_waits(engine: Engine) -> None:
+    ledger = Ledger(engine, rule=RewardRule(), compensate_late=True, clock=lambda: NOW)
+    [said] = trained(ledger)
+    ledger.recording.record([heard(msg_id=said.msg_id, value=0.0)])
+    assert len(column(engine, experiences.c.id)) == 2
+    assert len(ledger.stored.get("acme", said.msg_id).choices) == 1  # type: ignore[union-attr]
+    assert ledger.stored.delete("acme", said.msg_id) is Deletion.DONE
+    assert column(engine, experiences.c.id) == []
+    assert ledger.reports.imbalance() == []
 
 
 @pytest.mark.parametrize("deleted", ["better", "worse"])

@@ -7,7 +7,7 @@ from sqlalchemy import text
 
 from tests.conftest import Place
 from tests.doubles.warm.process import WarmProcess
-from tests.factories import exchange
+from tests.factories import exchange, rewarded
 from tuneloop.shared.errors import EnvironmentRefused, SettingsError
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
@@ -81,6 +81,22 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         database.upgrade(f"sqlite:///{tmp_path}/file/ledger.db")
 
 
+def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ledger.db").write_text("something else " * 100)
+    with pytest.raises(EnvironmentRefused, match="file is not a database"):
+        database.upgrade(f"sqlite:///{tmp_path}/ledger.db")
+
+
+def test_upgrading_twice_is_upgrading_once(place: Place) -> None:
+    database.upgrade(place.url, schema=place.schema)
+    engine = database.connect(place.url, schema=place.schema)
+    rewarded(Ledger(engine))
+    database.upgrade(place.url, schema=place.schema)
+    assert tables(place) == ALL
+    assert Ledger(engine).recording.commit("acme") == 1
+    engine.dispose()
+
+
 def test_four_processes_may_upgrade_at_once(place: Place) -> None:
     command = [sys.executable, "-c", UPGRADE, place.url, place.schema or ""]
     started = [WarmProcess(command) for _ in range(4)]
@@ -119,6 +135,20 @@ def test_a_schema_may_have_any_name(postgres_url: str, name: str) -> None:
         assert connection.execute(text("SELECT current_schema()")).scalar() == name
         assert tables(place) == ALL
     engine.dispose()
+
+
+@pytest.mark.postgres
+def test_two_schemas_of_one_database_know_nothing_of_each_other(postgres_url: str) -> None:
+    ledgers = []
+    for name in ("one", "two"):
+        database.upgrade(postgres_url, schema=name)
+        ledgers.append(Ledger(database.connect(postgres_url, schema=name)))
+    ledgers[0].own("shop", "one")
+    ledgers[1].own("shop", "two")
+    ledgers[0].recording.record([exchange()])
+    assert [sum(ledger.reports.counts().values()) for ledger in ledgers] == [1, 0]
+    for ledger in ledgers:
+        ledger.close()
 
 
 def test_sqlite_is_set_to_lose_nothing_and_to_keep_its_references(sqlite_place: Place) -> None:

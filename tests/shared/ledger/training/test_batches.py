@@ -11,7 +11,7 @@ from sqlalchemy import Engine, func, select, text
 
 from tests.doubles.clock import Clock
 from tests.explorer.running import eventually
-from tests.factories import exchange, experience, feedback, fill, ids, trained
+from tests.factories import exchange, experience, feedback, fill, ids, published, trained
 from tests.shared.ledger.training.test_run_results import ON_POSTGRESQL, between
 from tuneloop.shared.experience import Sample, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
@@ -72,6 +72,12 @@ def test_the_oldest_come_first_unless_the_policy_says_otherwise(ledger: Ledger, 
     assert ids(take(2)) == [1, 2]
 
 
+def test_the_freshest_come_first_if_the_policy_says_so(ledger: Ledger, take: Take) -> None:
+    for _ in range(4):
+        give(ledger)
+    assert ids(take(2, order="freshest")) == [3, 4]
+
+
 def test_the_highest_priority_comes_first_and_among_equals_the_oldest(ledger: Ledger, take: Take) -> None:
     for priority in (0.0, 2.0, -1.0, 2.0, 1.0):
         give(ledger, priority=priority)
@@ -123,6 +129,15 @@ def test_a_group_is_gathered_across_commits_and_taken_whole(ledger: Ledger, take
     give(ledger, task_id="t", run_id="2")
     batch = take(1, group_by="task", group_size=2)
     assert [(sample.task_id, sample.run_id, sample.group_id) for sample in batch] == [("t", "1", 1), ("t", "2", 1)]
+
+
+def test_a_batch_of_groups_has_at_least_its_size(ledger: Ledger, take: Take) -> None:
+    for task in ("a", "b", "c"):
+        for run in ("1", "2", "3"):
+            give(ledger, task_id=task, run_id=run)
+    assert [sample.task_id for sample in take(4, group_by="task", group_size=3)] == ["a"] * 3 + ["b"] * 3
+    assert take(4, group_by="task", group_size=3) == []
+    assert len(take(3, group_by="task", group_size=3)) == 3
 
 
 def test_a_group_waits_for_its_replies_that_have_no_feedback_yet(ledger: Ledger, take: Take) -> None:
@@ -181,6 +196,13 @@ def test_tenants_with_the_same_task_are_no_group(ledger: Ledger, take: Take) -> 
     for tenant in ("a", "b"):
         give(ledger, tenant=tenant, task_id="t", run_id=tenant)
     assert take(1, group_by="task", group_size=2) == []
+
+
+def test_a_trajectory_is_taken_whole(ledger: Ledger, take: Take) -> None:
+    for run in ("1", "2", "1", "1"):
+        give(ledger, task_id="t", run_id=run)
+    assert [sample.run_id for sample in take(2, group_by="run")] == ["1", "1", "1"]
+    assert [sample.run_id for sample in take(1, group_by="run")] == ["2"]
 
 
 @ON_POSTGRESQL
@@ -256,6 +278,18 @@ def test_a_group_of_which_a_member_is_taken_back_while_it_is_gathered_waits_for_
     ledger.recording.record([feedback(msg_id=first, value=0.0)])
     ledger.recording.commit("acme")
     assert ids(take(1, group_by="task", group_size=2)) == [1, 2]
+
+
+def test_a_group_that_was_given_back_is_taken_again(ledger: Ledger) -> None:
+    for run in "12":
+        give(ledger, task_id="t", run_id=run)
+    policy = BatchPolicy(group_by="task", group_size=2)
+    epoch = ledger.training.take_epoch("one")
+    assert len(ledger.training.lease(epoch, 1, policy)) == 2
+    epoch = ledger.training.take_epoch("two")
+    batch = ledger.training.lease(epoch, 1, policy)
+    assert len(batch) == 2
+    assert ledger.training.register(epoch, ids(batch), step=1, publish=published) == 1
 
 
 # Cost.

@@ -86,6 +86,14 @@ def test_one_that_is_taken_back_while_they_are_joined_leaves_the_others_for_the_
     assert names(take()) == [a, b, c]
 
 
+def test_it_waits_until_both_are_committed(ledger: Ledger, take: Take) -> None:
+    a, b = give(ledger), give(ledger, commit=False)
+    ledger.recording.record([preferred(a, b)])
+    assert take() == []
+    ledger.recording.commit("acme")
+    assert names(take()) == [a, b]
+
+
 @pytest.mark.parametrize("early", ["recorded", "not there"])
 def test_it_waits_for_a_reply_that_has_no_reward_or_is_not_there_yet(ledger: Ledger, take: Take, early: str) -> None:
     a, other = give(ledger), exchange()
@@ -100,6 +108,17 @@ def test_preferences_that_share_a_reply_make_one_group(ledger: Ledger, take: Tak
     a, b, c, d, e = (give(ledger) for _ in range(5))
     ledger.recording.record([preferred(a, b), preferred(c, d), preferred(d, b), preferred(e, e)])
     assert names(take()) == [a, b, c, d]
+
+
+def test_such_a_group_waits_for_all_of_them(ledger: Ledger, take: Take, now: list[float]) -> None:
+    a, b, c = give(ledger), give(ledger), give(ledger, commit=False)
+    ledger.recording.record([preferred(a, b), preferred(c, b)])
+    assert take() == []
+    now[0] += 3600.0
+    assert names(take()) == [a, b]
+    ledger.recording.commit("acme")
+    now[0] += 3600.0
+    assert take() == []
 
 
 def test_a_preference_names_choices(ledger: Ledger, take: Take) -> None:

@@ -11,6 +11,18 @@ from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.settings.feedback import FeedbackSettings, JudgeSettings, RewardRule, TrustedRaters
 
 
+def rated_by_eve_too(ledger: Ledger, count: int) -> list[Exchange]:
+    """Replies that two of twenty raters rated, the half of them good, and a key that says of each what they say."""
+    said = [exchange() for _ in range(count)]
+    events = []
+    for number, each in enumerate(said):
+        names = (f"rater-{number % 20}", f"rater-{(number + 7) % 20}", "key:eve")
+        events += [feedback(msg_id=each.msg_id, source=name, value=float(number % 2)) for name in names]
+    ledger.recording.record([*said, *events])
+    ledger.recording.commit("acme")
+    return said
+
+
 @pytest.fixture
 def ledger(engine: Engine) -> Ledger:
     return Ledger(engine, rule=RewardRule())
@@ -94,6 +106,19 @@ def contradicted(ledger: Ledger) -> list[Exchange]:
     return said
 
 
+@pytest.mark.parametrize("group_by", ["none", "run"])
+@pytest.mark.parametrize(("floods", "timeout"), [(0, None), (30, None), (30, 1e12)])
+def test_where_no_batch_comes_about_rewards_stay_as_they_are(
+    ledger: Ledger, engine: Engine, group_by: str, floods: int, timeout: float | None
+) -> None:
+    contradicted(ledger)
+    crowded(ledger, floods=floods, others=0)
+    before = rewards(engine)
+    policy = LIMITED._replace(group_by=group_by, batch_timeout=timeout)
+    assert ledger.training.lease(ledger.training.take_epoch("trainer"), 40, policy) == []
+    assert rewards(engine) == before
+
+
 def test_groups_are_limited_as_rows_are(ledger: Ledger) -> None:
     crowded(ledger, floods=0)
     whole = []
@@ -109,6 +134,15 @@ def test_groups_are_limited_as_rows_are(ledger: Ledger) -> None:
     assert len(ids(batch)) == 10
 
 
+@pytest.mark.parametrize("waiting", [64, 256])
+def test_one_key_that_rates_every_reply_holds_up_none(ledger: Ledger, waiting: int) -> None:
+    said = rated_by_eve_too(ledger, waiting)
+    epoch = ledger.training.take_epoch("trainer")
+    batches = [ledger.training.lease(epoch, 64, LIMITED) for _ in range(waiting // 64)]
+    assert sorted(each.msg_id for batch in batches for each in batch) == sorted(each.msg_id for each in said)
+    assert ledger.reports.counts()[State.DROPPED] == 0
+
+
 @pytest.mark.contract
 def test_who_rates_every_reply_does_not_outweigh_the_others(ledger: Ledger, engine: Engine) -> None:
     said = contradicted(ledger)
@@ -118,6 +152,18 @@ def test_who_rates_every_reply_does_not_outweigh_the_others(ledger: Ledger, engi
     ledger.training.release(epoch)
     ledger.recording.record([feedback(msg_id=said[-1].msg_id, source="rater-3", value=1.0)])
     assert rewards(engine)[-1] == 1.0
+
+
+def test_a_group_is_taken_though_one_rates_all_of_it(ledger: Ledger) -> None:
+    said = [exchange(task_id=f"task-{n // 2}", run_id=str(n)) for n in range(20)]
+    names = [("eve", f"rater-{n % 10}") for n in range(20)]
+    ledger.recording.record(said)
+    ledger.recording.record(
+        [feedback(msg_id=each.msg_id, source=name) for each, both in zip(said, names, strict=True) for name in both]
+    )
+    ledger.recording.commit("acme")
+    policy = LIMITED._replace(group_by="task", group_size=2)
+    assert len(ledger.training.lease(ledger.training.take_epoch("trainer"), 20, policy)) == 20
 
 
 def test_the_share_of_a_rater_with_the_name_of_another_tenants_trusted_one_is_limited(ledger: Ledger) -> None:

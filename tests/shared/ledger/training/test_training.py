@@ -16,6 +16,7 @@ from tests.factories import (
     ids,
     leased,
     published,
+    rewarded,
     trained,
 )
 from tuneloop.shared.errors import LedgerError, StaleEpoch
@@ -62,6 +63,21 @@ def test_a_sample_is_what_was_recorded(engine: Engine) -> None:
     assert (sample.version_min, sample.version_max, sample.temperature) == (1, 2, 0.5)
     assert (sample.task_id, sample.run_id) == ("task", "run")
     assert (sample.reward, sample.rewarded_at, sample.committed_at) == (0.75, 40.0, 50.0)
+
+
+def test_only_full_batches_are_leased(ledger: Ledger) -> None:
+    committed(ledger, 3)
+    epoch = ledger.training.take_epoch("trainer")
+    assert ledger.training.lease(epoch, 4, BatchPolicy()) == []
+    assert ledger.reports.counts() == only(committed=3)
+    assert len(ledger.training.lease(epoch, 3, BatchPolicy())) == 3
+    assert ledger.training.lease(epoch, 1, BatchPolicy()) == []
+
+
+def test_only_what_is_committed_is_leased(ledger: Ledger) -> None:
+    rewarded(ledger)
+    ledger.recording.record([exchange(), exchange(experiences=(experience(drop_reason="cut off"),))])
+    assert ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy()) == []
 
 
 def test_a_lease_names_its_epoch_and_its_end_and_can_be_extended(ledger: Ledger, engine: Engine) -> None:
@@ -145,6 +161,13 @@ def test_a_stale_trainer_can_do_nothing(ledger: Ledger) -> None:
     assert ledger.versions.all() == []
 
 
+def test_a_stale_release_leaves_the_successors_lease_alone(ledger: Ledger) -> None:
+    old, _samples = leased(ledger, 2)
+    ledger.training.lease(ledger.training.take_epoch("successor"), 2, BatchPolicy())
+    ledger.training.release(old)
+    assert ledger.reports.counts() == only(leased=2)
+
+
 def test_a_dropped_experience_keeps_its_reason_and_its_reward(ledger: Ledger, engine: Engine) -> None:
     epoch, samples = leased(ledger, 2)
     ledger.training.drop(epoch, ids(samples)[:1], "too long")
@@ -200,6 +223,13 @@ def test_what_is_not_leased_cannot_be_trained_and_nothing_is_published(
         ledger.training.register(epoch, wrong(ids(samples)), step=1, publish=never)
     assert ledger.versions.all() == []
     assert ledger.reports.counts() == only(leased=2)
+
+
+def test_nothing_is_trained_twice(ledger: Ledger) -> None:
+    epoch, samples = leased(ledger, 2)
+    ledger.training.register(epoch, ids(samples), step=1, publish=published)
+    with pytest.raises(LedgerError, match="0 are leased"):
+        ledger.training.register(epoch, ids(samples), step=2, publish=never)
 
 
 def test_version_numbers_grow_and_are_not_used_again(ledger: Ledger) -> None:

@@ -46,6 +46,13 @@ def test_the_largest_rater_is_told_where_there_are_several(ledger: Ledger) -> No
     assert ledger.drift.largest_rater(1) == 1.0
 
 
+def test_the_same_name_at_two_tenants_is_two_raters(ledger: Ledger) -> None:
+    said = [exchange(tenant=tenant) for tenant in ("acme", "other")]
+    ledger.recording.record(said)
+    ledger.recording.record([feedback(msg_id=each.msg_id, tenant=each.tenant, source="judge") for each in said])
+    assert ledger.drift.largest_rater(2) == 0.5
+
+
 def say(ledger: Ledger, count: int, *keys: str, value: float = 0.5, tenant: str = "acme") -> None:
     """Each key rates so many replies."""
     said = [exchange(tenant=tenant) for _ in range(count)]
@@ -77,6 +84,13 @@ def test_where_there_are_one_or_two_keys_either_can_say_that_something_is_amiss(
     assert ledger.drift.extreme_share(20, RewardRule()) is None
     say(ledger, 10, "b", value=9.0)
     assert ledger.drift.extreme_share(20, RewardRule()) == 0.5
+
+
+def test_the_keys_of_one_tenant_crowd_out_no_other(ledger: Ledger) -> None:
+    for tenant in ("globex", "initech"):
+        say(ledger, 12, "web", "app", tenant=tenant)
+    say(ledger, 1, *(f"eve-{number}" for number in range(200)), value=9.0, tenant="mallory")
+    assert ledger.drift.extreme_share(20, RewardRule()) == 0.0
 
 
 def test_a_rater_in_quarantine_hides_no_other_of_its_key(ledger: Ledger) -> None:

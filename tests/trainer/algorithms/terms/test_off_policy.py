@@ -7,7 +7,7 @@ import torch
 
 from tests.constants import section_of
 from tuneloop.shared.settings.algorithm import AlgorithmSettings, OffPolicySettings
-from tuneloop.trainer.algorithms.terms.off_policy import importance_weights
+from tuneloop.trainer.algorithms.terms.off_policy import importance_weights, needs_start
 from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
 from tuneloop.trainer.algorithms.terms.targets import Targets
 
@@ -27,6 +27,24 @@ def test_weights_say_how_much_of_the_batch_counts():
     assert masked["off_policy/effective_sample_size"] == pytest.approx(1 / 3)
     _, nothing = importance_weights(OffPolicySettings(correction="mask"), SAMPLED + 1.0, SAMPLED, MASK)
     assert (nothing["off_policy/outside"], nothing["off_policy/effective_sample_size"]) == (1.0, 0.0)
+
+
+def test_an_absurd_ratio_is_a_finite_weight():
+    far = torch.full((1, 1), 3e5)
+    for each in (far, -far):
+        weights, told = importance_weights(
+            OffPolicySettings(proximal="recomputed"), each, torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+        )
+        assert weights.isfinite().all()
+        assert all(math.isfinite(value) for value in told.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [({}, False), ({"correction": "mask"}, True), ({"proximal": "recomputed"}, True), ({"correction": "none"}, False)],
+)
+def test_the_start_is_asked_for_only_where_it_counts(options, needed):
+    assert needs_start(OffPolicySettings(**options)) is needed
 
 
 def _learnt(*, correction, proximal="recomputed", clip_range_high=0.2):
@@ -69,3 +87,23 @@ def test_stale_replies_teach_the_right_thing_only_with_the_correction():
 
 def test_the_ratio_against_what_was_sampled_is_a_correction_by_itself():
     assert _learnt(correction="truncate", proximal="sampled", clip_range_high=50.0) > 0.85
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        ("truncate", [[2.0, 0.25, 0.0], [1.5, 0.0, 0.0]]),
+        ("mask", [[0.0, 0.0, 0.0], [1.5, 0.0, 0.0]]),
+        ("none", [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]),
+    ],
+)
+def test_weights_of_a_recomputed_start(correction, expected):
+    options = OffPolicySettings(proximal="recomputed", correction=correction)
+    weights, _ = importance_weights(options, START, SAMPLED, MASK)
+    torch.testing.assert_close(weights, torch.tensor(expected))
+
+
+def test_with_the_ratio_against_what_was_sampled_a_mask_counts_no_weight_twice():
+    weights, told = importance_weights(OffPolicySettings(correction="mask"), START, SAMPLED, MASK)
+    assert weights.tolist() == [[0, 0, 0], [1, 0, 0]]
+    assert told["off_policy/outside"] == pytest.approx(2 / 3)

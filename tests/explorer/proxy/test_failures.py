@@ -477,9 +477,9 @@ class _BuggyWriter(ReplyWriter):
 
 
 def test_a_bug_loses_no_more_than_it_must(explorer: RunningExplorer, double: EngineDouble) -> None:
-    dialects = explorer.services.dialects
-    assert isinstance(dialects, dict)
-    dialects[CHAT] = Buggy()
+    routes = explorer.app.routes
+    assert isinstance(routes, dict)
+    routes[CHAT] = partial(explorer.services.proxy.answer, Buggy())
     with capture_logs() as logs:
         reply = explorer.chat()
         double.stalls_after = 8

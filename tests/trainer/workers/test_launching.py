@@ -3,51 +3,26 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from threading import Event
 
 import pytest
-import yaml
 
-from tests.doubles.warm.process import TRAINING, WarmProcess
-from tests.trainer.factories import commit, points, sample
+from tests.trainer.factories import commit, points, read_until, sample
 from tuneloop.shared.checkpoints.file_checks import is_weights_only
 from tuneloop.shared.experience import State
 from tuneloop.trainer.workers.launching import launch
 
 
 @pytest.fixture
-def start(settings, tmp_path):
+def start(start):
     """Starts a trainer of two workers; ended with the test."""
-    started = []
-
-    def begin(**but):
-        config = tmp_path / "trainer.yaml"
-        sections = {"trainer": {"workers": 2, "save_interval": 2}, **but}
-        config.write_text(yaml.safe_dump(settings(**sections).model_dump(mode="json", exclude_unset=True)))
-        command = [sys.executable, "-m", "tuneloop.trainer", "--config", str(config)]
-        process = WarmProcess(command, modules=TRAINING, stderr=subprocess.PIPE, text=True)
-        started.append(process)
-        return process
-
-    yield begin
-    for process in started:
-        process.terminate()
-        process.communicate(timeout=60)
-
-
-def _read_until(process, word):
-    for line in process.stderr:
-        if word in line:
-            return line
-    raise AssertionError(f"ended without {word}")
+    return lambda **but: start(**{"trainer": {"workers": 2, "save_interval": 2}, **but})
 
 
 def _pids(process):
     """Those of rank 0 and rank 1."""
-    return [int(each) for each in re.findall(r"\d+", _read_until(process, "ranks_started").partition("pids=")[2])]
+    return [int(each) for each in re.findall(r"\d+", read_until(process, "ranks_started").partition("pids=")[2])]
 
 
 def test_a_worker_killed_in_mid_step_is_continued_from_the_last_version(start, ledger, settings):
@@ -56,24 +31,24 @@ def test_a_worker_killed_in_mid_step_is_continued_from_the_last_version(start, l
     process = start()
 
     leader, follower = _pids(process)
-    _read_until(process, "step=3")
+    read_until(process, "step=3")
     os.kill(follower, signal.SIGSTOP)  # so that rank 0 waits for it within a step
     commit(ledger, rows[12:24])
     time.sleep(2)
     os.kill(follower, signal.SIGKILL)
-    _read_until(process, "ranks_start_again")
+    read_until(process, "ranks_start_again")
 
     leader, follower = _pids(process)
-    _read_until(process, "step=6")
+    read_until(process, "step=6")
     os.kill(follower, signal.SIGSTOP)
     commit(ledger, rows[24:])
     time.sleep(2)
     os.kill(leader, signal.SIGKILL)
     os.kill(follower, signal.SIGCONT)
-    _read_until(process, "ranks_start_again")
+    read_until(process, "ranks_start_again")
 
     _pids(process)
-    _read_until(process, "version=4")
+    read_until(process, "version=4")
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
     assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 32}

@@ -203,6 +203,8 @@ class FeedbackOutbox:
                 for line in file:
                     if line.endswith(b"\n") and line[:8] == b"%08x" % zlib.crc32(line[9:-1]):
                         self.put(json.loads(line[9:-1]))
+                    else:
+                        log.error("feedback is lost: a line of %s is damaged or cut off", path)
                 path.unlink()
                 Path(f"{path}.sent").unlink(missing_ok=True)
 

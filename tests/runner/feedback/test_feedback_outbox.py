@@ -229,17 +229,22 @@ def test_a_damaged_record_costs_itself_alone_and_stays_to_be_looked_at(
     assert [each.read_bytes() for each in files(tmp_path)] == [damaged]
 
 
-def test_what_an_older_version_left_is_sent(service: FeedbackService, tmp_path: Path) -> None:
+def test_what_an_older_version_left_is_sent(
+    service: FeedbackService, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     entries = [{"msg_ids": ["a"], "reward": value, "idempotency_key": str(value)} for value in (1.0, 2.0)]
     lines = [json.dumps([entry]).encode() for entry in entries]
     folder = tmp_path / service.url.replace("://", "-").replace(":", "-")
     folder.mkdir()
-    (folder / "1-1-a.outbox").write_bytes(b"".join(b"%08x %s\n" % (zlib.crc32(line), line) for line in lines))
+    (folder / "1-1-a.outbox").write_bytes(
+        b"".join(b"%08x %s\n" % (zlib.crc32(line), line) for line in lines) + b"damaged"
+    )
     (folder / "1-1-a.outbox.sent").write_bytes(b"%020d\n" % 0)
-    with Feedback(service.url, outbox=tmp_path) as feedback:
+    with caplog.at_level(logging.ERROR), Feedback(service.url, outbox=tmp_path) as feedback:
         assert feedback.flush(30)
     assert rewards(service) == [1, 2]
     assert files(tmp_path) == []
+    assert caplog.text.count("feedback is lost") == 1
 
 
 def test_what_was_sent_leaves_the_disk_while_more_is_said(

@@ -225,6 +225,7 @@ class MediaFetcher:
         host = parsed.host
         for address in await self._addresses(host):
             try:
+                # Of its own for each: a kept connection was opened for another name, and cookies are for nobody else.
                 async with (
                     httpx.AsyncClient(
                         transport=httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False),

@@ -1,9 +1,10 @@
 """The outbox: append-only files that hold records on disk until somebody has taken them.
 
+{folder}/{time}-{owner}-{random}.records    a record: mark, length, number, checksum, payload
+
 A file belongs to one process, which holds its lock for life; nobody appends to a file that another process began. A
-record is its length, its number in the file, a checksum, and the payload. The checksum begins with the file's random
-name, so that no text inside a payload can pass for a record. A damaged record costs itself alone: a reader looks for
-the next whole one.
+record's number counts from 1 in its file. The checksum begins with the file's name, so that no text inside a payload
+can pass for a record. A damaged record costs itself alone: a reader looks for the next whole one.
 """
 
 import errno
@@ -13,16 +14,13 @@ import threading
 import time
 import uuid
 import zlib
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 SUFFIX = ".records"
-
-#: What a file is called once it was taken and had damage in it: it stays, to be looked at.
-DAMAGED_SUFFIX = ".damaged"
 
 _MARK = b"\xf5\xc1TL"  # no UTF-8 text has its first two bytes
 
@@ -30,10 +28,23 @@ _MARK = b"\xf5\xc1TL"  # no UTF-8 text has its first two bytes
 _HEAD = struct.Struct("<4sIQI")
 _COUNTED = struct.Struct("<IQ")
 
+#: How many bytes at once are searched for the next whole record.
+_SEARCHED = 1 << 20
+
+#: Files of one folder that a reader has open at once.
+_OPEN_FILES = 64
+
+
+class Place(NamedTuple):
+    """Where a record lies: the file's id, and the record's number in it."""
+
+    file: str
+    number: int
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A payload, its number in its file, from 1 on, and the offset of what follows it."""
+    """A payload, its number in its file, and the offset of what follows it."""
 
     payload: bytes
     number: int
@@ -42,56 +53,50 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """So many bytes before the offset `end` are no record."""
+    """`data` is no record; `end` is the offset of what follows it."""
 
-    size: int
+    data: bytes
     end: int
 
 
-class OutboxFile:
-    """A file whose lock this process holds. `end` is where its records end, `taken` up to where somebody took them."""
+class _Append:
+    """What one caller wants on disk. `wake` is set when it is there, or refused, or when the caller is to write."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.path, self._descriptor = path, descriptor
-        self._seed = zlib.crc32(path.stem.encode())
-        self.end = os.fstat(descriptor).st_size
-        self.taken = self._number = 0
-        self.is_damaged = False
+    def __init__(self, payloads: Sequence[bytes]) -> None:
+        self.payloads, self.wake = payloads, threading.Event()
+        self.is_done = False
+        self.last = Place("", 0)
+        self.error: OSError | None = None
 
-    @classmethod
-    def create(cls, folder: Path) -> "OutboxFile":
-        """A new file. The names of a folder's files sort by the time of their creation. Raises OSError."""
-        path = folder / f"{time.time_ns():020d}-{uuid.uuid4().hex}{SUFFIX}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-        try:
-            if lock(descriptor) and path.exists():
-                sync_folder(folder)
-                return cls(path, descriptor)
-        except OSError:
-            path.unlink(missing_ok=True)
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-        return cls.create(folder)  # another process was quicker to claim it, and may have removed it as empty
 
-    @classmethod
-    def claim(cls, path: Path) -> "OutboxFile | None":
-        """A file that another process left. None: that process still lives, or the file is gone. Raises OSError."""
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return None
-        if lock(descriptor) and path.exists():
-            return cls(path, descriptor)
-        os.close(descriptor)
-        return None
+class _OpenFile:
+    """The file that an outbox appends to."""
+
+    def __init__(self, folder: Path, owner: str) -> None:
+        """Raises OSError. The names of a folder's files sort by the time of their creation."""
+        while True:
+            self.path = folder / f"{time.time_ns():020d}-{owner}-{uuid.uuid4().hex[:16]}{SUFFIX}"
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW
+            self._descriptor = os.open(self.path, flags, 0o600)
+            try:
+                if lock(self._descriptor) and self.path.exists():
+                    sync_folder(folder)
+                    break
+            except OSError:
+                self.path.unlink(missing_ok=True)
+                os.close(self._descriptor)
+                raise
+            os.close(self._descriptor)  # another process was quicker to claim it, and may have removed it as empty
+        self.id, self.began = self.path.stem, time.monotonic()
+        self._seed = zlib.crc32(self.id.encode())
+        self.end = self.number = 0
 
     def append(self, payloads: Sequence[bytes]) -> None:
         """Bring payloads to disk. Raises OSError: then the file takes no more, and none of them was appended."""
-        data, number = bytearray(), self._number
+        data, number = bytearray(), self.number
         for payload in payloads:
             number += 1
-            data += _HEAD.pack(_MARK, len(payload), number, self._checksum(len(payload), number, payload)) + payload
+            data += _HEAD.pack(_MARK, len(payload), number, _checksum(self._seed, number, payload)) + payload
         try:
             left = memoryview(data)
             while left:
@@ -103,62 +108,17 @@ class OutboxFile:
             with suppress(OSError):
                 os.ftruncate(self._descriptor, self.end)
             raise
-        self.end, self._number = self.end + len(data), number
-
-    def read(self, offset: int) -> Iterator[Record | Damage]:
-        """What lies between an offset and the end of the file. Raises OSError."""
-        data = os.pread(self._descriptor, self.end - offset, offset)
-        place = 0
-        while place < len(data):
-            found = place
-            while (record := self._record_at(data, found, offset)) is None and found >= 0:
-                found = data.find(_MARK, found + 1)
-            if record is None:
-                yield Damage(len(data) - place, offset + len(data))
-                return
-            if found > place:
-                yield Damage(found - place, offset + found)
-            yield record
-            place = record.end - offset
-
-    def remove(self) -> None:
-        """Delete the file, all of which was taken; where it is damaged, keep it under another name."""
-        if self.is_damaged:
-            self.path.replace(self.path.with_suffix(DAMAGED_SUFFIX))
-        else:
-            self.path.unlink(missing_ok=True)
-        self.close()
+        self.end, self.number = self.end + len(data), number
 
     def close(self) -> None:
-        """Leave the file to whoever claims it next."""
         os.close(self._descriptor)
-
-    def _record_at(self, data: bytes, place: int, offset: int) -> Record | None:
-        if place < 0 or data[place : place + len(_MARK)] != _MARK or len(data) - place < _HEAD.size:
-            return None
-        _, length, number, checksum = _HEAD.unpack_from(data, place)
-        start = place + _HEAD.size
-        payload = data[start : start + length]
-        if len(payload) < length or self._checksum(length, number, payload) != checksum:
-            return None
-        return Record(payload, number, offset + start + length)
-
-    def _checksum(self, length: int, number: int, payload: bytes) -> int:
-        return zlib.crc32(payload, zlib.crc32(_COUNTED.pack(length, number), self._seed))
-
-
-class _Append:
-    def __init__(self, payloads: Sequence[bytes]) -> None:
-        self.payloads = payloads
-        self.is_done = False
-        self.error: OSError | None = None
 
 
 class Outbox:
-    """The files that this process writes in a folder, oldest first; the last one is appended to.
+    """Appends to files of its own in a folder, one after the other: each takes up to `file_bytes`.
 
-    Threads may append at once: one fsync serves all who wait for it. A file of `file_bytes`, and one that the disk
-    refused, is followed by a new one.
+    Threads may append at once: one fsync serves all who wait for it. After an error of the disk a new file is begun.
+    The files' names hold the `owner`, by which readers know them.
     """
 
     def __init__(self, folder: Path, file_bytes: int) -> None:
@@ -166,57 +126,193 @@ class Outbox:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.folder, self._file_bytes = folder.resolve(), file_bytes
         sync_folder(self.folder.parent)
-        self.files: list[OutboxFile] = []
-        self._open: OutboxFile | None = None
-        self._waiting: deque[_Append] = deque()
-        self._writing = threading.Lock()
+        self.owner = uuid.uuid4().hex[:8]
+        #: Bytes that were appended, in all files.
+        self.written = 0
+        self._open: _OpenFile | None = None
+        self._waiting: list[_Append] = []
+        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._is_led = False
 
-    def append(self, payloads: Sequence[bytes]) -> None:
-        """Return when all payloads are on disk. Raises OSError: then none of them is in the outbox."""
+    def append(self, payloads: Sequence[bytes]) -> Place:
+        """Return when all payloads are on disk, with the place of the last one.
+
+        Raises OSError: then none of them is in the outbox.
+        """
         own = _Append(payloads)
-        self._waiting.append(own)
-        with self._writing:
-            if not own.is_done:  # nobody before us took it along
-                self._append([self._waiting.popleft() for _ in range(len(self._waiting))])
+        with self._lock:
+            self._waiting.append(own)
+            leads, self._is_led = not self._is_led, True
+        if not leads:
+            own.wake.wait()
+        if not own.is_done:  # it is our turn to write, for all who wait by now
+            with self._lock:
+                group, self._waiting = self._waiting, []
+            with self._writing:
+                self._append(group)
+            with self._lock:
+                self._is_led = bool(self._waiting)
+                if self._waiting:
+                    self._waiting[0].wake.set()
+            for each in group:
+                each.wake.set()
         if own.error is not None:
             raise OSError(own.error.errno, own.error.strerror) from own.error
+        return own.last
 
-    def begin_new_file(self) -> None:
-        """Append no more to the open file, so that it can be removed."""
+    def begin_new_file(self, *, after_s: float = 0.0) -> None:
+        """Let the open file go to its readers, if it was begun so many seconds ago."""
         with self._writing:
-            self._open = None
-
-    def remove(self, file: OutboxFile) -> bool:
-        """Remove a file that was taken whole; False: it is still appended to."""
-        with self._writing:
-            if file is self._open:
-                return False
-            self.files.remove(file)
-        file.remove()
-        return True
+            if self._open is not None and time.monotonic() - self._open.began >= after_s:
+                self._close_file()
 
     def close(self) -> None:
-        """Wait for those who append, and leave what was not taken to the next process."""
-        with self._writing:
-            for file in self.files:
-                if file.taken == file.end:
-                    file.remove()
-                else:
-                    file.close()
-            self.files, self._open = [], None
+        """Wait for those who append, and let the open file go."""
+        self.begin_new_file()
 
     def _append(self, group: Sequence[_Append]) -> None:
-        error: OSError | None = None
+        payloads, error, file = [payload for each in group for payload in each.payloads], None, ""
         try:
-            if self._open is None or self._open.end >= self._file_bytes:
-                self._open = None
-                self._open = OutboxFile.create(self.folder)
-                self.files.append(self._open)
-            self._open.append([payload for each in group for payload in each.payloads])
+            file, number = self._put(payloads)
         except OSError as refused:
-            error, self._open = refused, None
+            error, number = refused, 0
+            self._close_file()
+        number -= len(payloads)
         for each in group:
-            each.error, each.is_done = error, True
+            number += len(each.payloads)
+            each.last, each.error, each.is_done = Place(file, number), error, True
+
+    def _put(self, payloads: Sequence[bytes]) -> Place:
+        if self._open is not None and self._open.end >= self._file_bytes:
+            self._close_file()
+        if self._open is None:
+            self._open = _OpenFile(self.folder, self.owner)
+        before = self._open.end
+        self._open.append(payloads)
+        self.written += self._open.end - before
+        return Place(self._open.id, self._open.number)
+
+    def _close_file(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+
+class OutboxReader:
+    """Reads a file to which its owner may append meanwhile. `taken` is the offset up to which somebody has it."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError: the file may be gone."""
+        self.path, self.id = path, path.stem
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        self._seed = zlib.crc32(self.id.encode())
+        self.taken = 0
+        self.is_claimed = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return os.fstat(self._descriptor).st_size
+
+    def claim(self) -> bool:
+        """Whether the file is ours: its owner has let it go, or died, and nobody else has claimed it."""
+        self.is_claimed = self.is_claimed or lock(self._descriptor)
+        return self.is_claimed
+
+    def read(self, offset: int) -> Iterator[Record | Damage]:
+        """What lies between an offset and the end of the file, but for what its owner is just writing.
+
+        Raises OSError.
+        """
+        end = self.size
+        while offset < end:
+            record = self._record_at(offset, end)
+            if record is None:
+                found = self._next_record(offset + 1, end)
+                if found == end and not self.is_claimed:
+                    return
+                yield Damage(os.pread(self._descriptor, found - offset, offset), found)
+                offset = found
+            else:
+                yield record
+                offset = record.end
+
+    def remove(self) -> None:
+        """Delete the file."""
+        self.path.unlink(missing_ok=True)
+        self.close()
+
+    def close(self) -> None:
+        """Leave the file to whoever claims it next."""
+        os.close(self._descriptor)
+
+    def _record_at(self, offset: int, end: int) -> Record | None:
+        head = os.pread(self._descriptor, _HEAD.size, offset)
+        if len(head) < _HEAD.size or not head.startswith(_MARK):
+            return None
+        _, length, number, checksum = _HEAD.unpack(head)
+        if (after := offset + _HEAD.size + length) > end:
+            return None
+        payload = os.pread(self._descriptor, length, offset + _HEAD.size)
+        if len(payload) < length or _checksum(self._seed, number, payload) != checksum:
+            return None
+        return Record(payload, number, after)
+
+    def _next_record(self, offset: int, end: int) -> int:
+        """The offset of the next whole record, or the end."""
+        while offset < end:
+            data = os.pread(self._descriptor, _SEARCHED + len(_MARK), offset)
+            found = data.find(_MARK)
+            if found < 0:
+                offset += _SEARCHED
+            elif self._record_at(offset + found, end) is not None:
+                return offset + found
+            else:
+                offset += found + 1
+        return end
+
+
+class OutboxReaders:
+    """The files of a folder that are ours to read, oldest first: those of the `owners`, and those that others left.
+
+    At most 64 of them are open at once.
+    """
+
+    def __init__(self, folder: Path, owners: Container[str]) -> None:
+        self.folder, self._owners = folder, owners
+        self._open: dict[str, OutboxReader] = {}
+
+    def look(self, *, but: Container[str] = ()) -> list[OutboxReader]:
+        """The files as they are now, without those of these ids. Raises OSError."""
+        for name in names_in(self.folder):
+            if len(self._open) >= _OPEN_FILES:
+                break
+            if (id_ := name.removesuffix(SUFFIX)) in self._open or id_ in but:
+                continue
+            with suppress(FileNotFoundError):  # its process has removed it
+                reader = OutboxReader(self.folder / name)
+                if reader.claim() or id_.partition("-")[2].partition("-")[0] in self._owners:
+                    self._open[id_] = reader
+                else:
+                    reader.close()
+        for reader in self._open.values():
+            reader.claim()
+        return list(self._open.values())
+
+    def close(self, reader: OutboxReader) -> None:
+        """Look at a file no more, unless somebody looks for it anew."""
+        del self._open[reader.id]
+        reader.close()
+
+    def close_all(self) -> None:
+        """Leave what was not taken to the next process."""
+        for reader in list(self._open.values()):
+            self.close(reader)
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names of the files of records in a folder, oldest first. Raises OSError."""
+    return sorted(name for name in os.listdir(folder) if name.endswith(SUFFIX))
 
 
 def lock(descriptor: int) -> bool:
@@ -237,3 +333,7 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _checksum(seed: int, number: int, payload: bytes) -> int:
+    return zlib.crc32(payload, zlib.crc32(_COUNTED.pack(len(payload), number), seed))

@@ -219,12 +219,12 @@ class OutboxReader:
         self.is_claimed = self.is_claimed or lock(self._descriptor)
         return self.is_claimed
 
-    def read(self, offset: int) -> Iterator[Record | Damage]:
-        """What lies between an offset and the end of the file, but for what its owner is just writing.
+    def read(self, offset: int, end: int | None = None) -> Iterator[Record | Damage]:
+        """What lies between two offsets, or to the end of the file but for what its owner is just writing.
 
         Raises OSError.
         """
-        end = self.size
+        end = self.size if end is None else end
         while offset < end:
             record = self._record_at(offset, end)
             if record is None:
@@ -282,6 +282,11 @@ class OutboxReaders:
         self.folder, self._owners = folder, owners
         self._open: dict[str, OutboxReader] = {}
 
+    @property
+    def files(self) -> list[OutboxReader]:
+        """Those that are open."""
+        return list(self._open.values())
+
     def look(self, *, but: Container[str] = ()) -> list[OutboxReader]:
         """The files as they are now, without those of these ids. Raises OSError."""
         for name in names_in(self.folder):
@@ -297,7 +302,7 @@ class OutboxReaders:
                     reader.close()
         for reader in self._open.values():
             reader.claim()
-        return list(self._open.values())
+        return self.files
 
     def close(self, reader: OutboxReader) -> None:
         """Look at a file no more, unless somebody looks for it anew."""

@@ -63,7 +63,7 @@ def make_job_dir(settings: Settings) -> None:
     folders = {
         job: "checkpoint_root_dir",
         job / "logs": "checkpoint_root_dir",
-        settings.spool_dir: "explorer.spool_dir",
+        settings.outbox_dir: "explorer.outbox_dir",
     }
     for folder, setting in folders.items():
         try:

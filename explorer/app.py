@@ -15,10 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
 from tuneloop.explorer.auth import CrossOrigin, EntryGate, is_from_here
 from tuneloop.explorer.background_tasks import OnFailure, Task, every, run_task
-from tuneloop.explorer.capture.control_client import ControlClient
-from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
-from tuneloop.explorer.capture.spool import Spool
-from tuneloop.explorer.capture.transcript import ReplyIdSigner
+from tuneloop.explorer.control_client import ControlClient
 from tuneloop.explorer.dialects.conversations import Conversations
 from tuneloop.explorer.dialects.dialect import (
     CHAT,
@@ -40,6 +37,7 @@ from tuneloop.explorer.limits import BodyLimits, ConnectionLimits, most_connecti
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.proxy import Proxy
 from tuneloop.explorer.proxy.shadow import Shadow
+from tuneloop.explorer.recorder import FILE_BYTES, OutboxLimits, Recorder
 from tuneloop.explorer.routes import (
     admin,
     keys,
@@ -52,9 +50,11 @@ from tuneloop.explorer.routes import (
 from tuneloop.explorer.routes.metrics_json import TRINITY
 from tuneloop.explorer.routes.responses import StoredResponses
 from tuneloop.explorer.traces import Traces
+from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.explorer.ui import page
+from tuneloop.runner.outbox import Outbox
 from tuneloop.shared import VERSION
-from tuneloop.shared.errors import SpoolFull
+from tuneloop.shared.errors import StorageFull
 from tuneloop.shared.job_marks import KEY, TRAFFIC_S, load_key, touch_traffic
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.operations.engines import EngineSummary
@@ -77,8 +77,8 @@ class Services:
     feedback_tokens: TokenRoute
     fleet: Fleet
     control_client: ControlClient
-    limits: SpoolLimits
-    spool: Spool
+    limits: OutboxLimits
+    outbox: Outbox
     recorder: Recorder
 
 
@@ -208,35 +208,36 @@ def _why_not_ready(services: Services) -> str | None:
         return "no engine is ready"
     try:
         services.limits.admit()
-    except SpoolFull as error:
+    except StorageFull as error:
         return str(error)
-    if (reason := services.limits.refusal) is not None:
-        return f"the database refuses what is recorded, which waits in the spool: {reason}"
+    if (reason := services.limits.status.refusal) is not None:
+        return f"the database refuses what is recorded, which waits in the outbox: {reason}"
     return None
 
 
-def open_spool(settings: Settings, stack: AsyncExitStack) -> Spool:
-    """The spool that the routes write to, closed by `stack`."""
-    spool = Spool.open(settings.spool_dir, sync=settings.explorer.durability == "fsync")
-    stack.callback(spool.close)
-    return spool
+def open_outbox(settings: Settings, stack: AsyncExitStack) -> Outbox:
+    """The outbox that the routes write to, closed by `stack`. Raises OSError."""
+    outbox = Outbox(settings.outbox_dir, FILE_BYTES)
+    stack.callback(outbox.close)
+    return outbox
 
 
 def open_services(
-    settings: Settings, ledger: Ledger, *, spool: Spool, fleet: Fleet, metrics: Metrics, control_client: ControlClient
+    settings: Settings, ledger: Ledger, *, outbox: Outbox, fleet: Fleet, metrics: Metrics, control_client: ControlClient
 ) -> tuple[Services, list[Task]]:
     """Open the services that the routes call, and the tasks that they need."""
     explorer, key, found = settings.explorer, load_key(settings.job_dir / KEY), metrics.redaction
-    limits = SpoolLimits(
-        spool,
-        max_bytes=explorer.spool_max_bytes,
-        max_age_s=explorer.spool_max_age,
+    limits = OutboxLimits(
+        outbox,
+        max_bytes=explorer.outbox_max_bytes,
+        max_age_s=explorer.outbox_max_age,
         check_database=ledger.recording.check_place,
     )
     redactor = Redactor.open(settings, key, count=found.count_redacted, timed_out=found.count_timed_out)
     if redactor and not redactor.spells_ids:
         log.warning("token_ids_not_spelled", model=str(settings.model.model_path))
-    recorder, signer = Recorder(spool, limits, metrics, redactor), ReplyIdSigner(key)
+    recorder = Recorder(outbox, limits, metrics, redactor, wake_drain=control_client.wake_drain)
+    signer = ReplyIdSigner(key)
     conversations = Conversations(signer, control_client=control_client, reports=ledger.reports)
     shadow = Shadow(
         fleet,
@@ -274,7 +275,6 @@ def open_services(
             signer=signer,
             recorder=recorder,
             control_client=control_client,
-            ledger=ledger,
             metrics=metrics,
             settings=settings,
             traces=traces,
@@ -285,7 +285,7 @@ def open_services(
         fleet=fleet,
         control_client=control_client,
         limits=limits,
-        spool=spool,
+        outbox=outbox,
     )
     watching = proxy.parser.capture.watch(ledger.alarms, metrics)
     tasks = [limits.run(metrics), shadow.run(), watching]

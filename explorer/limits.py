@@ -21,7 +21,7 @@ from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.ledger.keys import KeyLimits
 
 if TYPE_CHECKING:
-    from tuneloop.explorer.capture.transcript import Transcript
+    from tuneloop.explorer.transcript import Transcript
 
 #: What is written of an answer at once. More is written when its client has read most of this.
 PIECE_BYTES = 64 << 10
@@ -37,7 +37,7 @@ _MINUTE_S = 60.0
 #: Until a place is likely to be free.
 _RETRY_S = 1.0
 
-#: Descriptors that are left for the spool, the database, engines and logs; the fewest connections with few of them.
+#: Descriptors that are left for the outbox, the database, engines and logs; the fewest connections with few of them.
 _RESERVED_DESCRIPTORS, _FEWEST_CONNECTIONS = 256, 16
 
 Receive = Callable[[], Awaitable[Any]]

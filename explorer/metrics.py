@@ -38,7 +38,7 @@ class Metrics:
         )
         self.recorded = Counter(
             "tuneloop_experiences_recorded",
-            "Experiences written to the spool; reason is empty for samples of the policy",
+            "Experiences written to the outbox; reason is empty for samples of the policy",
             ["reason"],
             registry=registry,
         )
@@ -51,17 +51,22 @@ class Metrics:
         )
         self.redaction = RedactionMetrics(registry)
         self._add_ledger_metrics(registry)
-        self.spool_bytes = Gauge(
-            "tuneloop_spool_bytes", "Bytes in all spools that are not yet in the database", registry=registry
+        self.outbox_bytes = Gauge(
+            "tuneloop_outbox_bytes", "Bytes in the outbox that are not yet in the database", registry=registry
         )
-        self.spool_oldest_seconds = Gauge(
-            "tuneloop_spool_oldest_seconds",
+        self.outbox_records = Gauge(
+            "tuneloop_outbox_records", "Records in the outbox that are not yet in the database", registry=registry
+        )
+        self.outbox_oldest_seconds = Gauge(
+            "tuneloop_outbox_oldest_seconds",
             "Age of the oldest record that is not yet in the database",
             registry=registry,
         )
         self.database_up = Gauge("tuneloop_database_up", "1 while the database answers, else 0", registry=registry)
-        self.quarantined = Counter(
-            "tuneloop_spool_quarantined", "Records that the database refused repeatedly", registry=registry
+        self.outbox_refused = Counter(
+            "tuneloop_outbox_refused",
+            "Records set aside: the database refused them repeatedly, or they are damaged",
+            registry=registry,
         )
         self.purged = Counter(
             "tuneloop_purged", "Experiences deleted because of their age, by state", ["state"], registry=registry

@@ -208,6 +208,7 @@ class OutboxReader:
         self._seed = zlib.crc32(self.id.encode())
         self.taken = 0
         self.is_claimed = False
+        self._seen, self._last = 0, 0
 
     @property
     def size(self) -> int:
@@ -236,6 +237,12 @@ class OutboxReader:
             else:
                 yield record
                 offset = record.end
+
+    def last_number(self) -> int:
+        """The number of the last record. Reads what was not read for this before. Raises OSError."""
+        for found in self.read(self._seen):
+            self._seen, self._last = found.end, found.number if isinstance(found, Record) else self._last
+        return self._last
 
     def remove(self) -> None:
         """Delete the file."""
@@ -296,7 +303,7 @@ class OutboxReaders:
                 continue
             with suppress(FileNotFoundError):  # its process has removed it
                 reader = OutboxReader(self.folder / name)
-                if reader.claim() or id_.partition("-")[2].partition("-")[0] in self._owners:
+                if reader.claim() or owner_of(id_) in self._owners:
                     self._open[id_] = reader
                 else:
                     reader.close()
@@ -313,6 +320,11 @@ class OutboxReaders:
         """Leave what was not taken to the next process."""
         for reader in list(self._open.values()):
             self.close(reader)
+
+
+def owner_of(file: str) -> str:
+    """The owner in a file's id."""
+    return file.partition("-")[2].partition("-")[0]
 
 
 def names_in(folder: Path) -> list[str]:

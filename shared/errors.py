@@ -71,8 +71,8 @@ class FileRefused(TuneloopError):
     """A file cannot be read or written; the message lists its mistakes, one a line."""
 
 
-class SpoolFull(TuneloopError):
-    """The local spool has reached its bound."""
+class StorageFull(TuneloopError):
+    """A record cannot be kept: the outbox has reached its bound, or its disk refuses it."""
 
 
 class EngineError(TuneloopError):

@@ -24,7 +24,7 @@ from tuneloop.explorer.capture.flusher import Flusher
 from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.capture.spool_slots import Slots
-from tuneloop.explorer.capture.transcript import ReplyIdSigner
+from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import TuneloopError
 from tuneloop.shared.experience import Exchange, Experience, pack_ids, pack_logprobs

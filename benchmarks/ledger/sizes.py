@@ -8,7 +8,7 @@ from benchmarks.ledger import peer_recorder
 from benchmarks.ledger.load import PROMPT_TOKENS, Reply, replies
 from benchmarks.ledger.peer_recorder import Peer
 from benchmarks.ledger.recording import DIFFERENT, exchange, with_reply_id
-from tuneloop.explorer.capture.transcript import ReplyIdSigner
+from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 

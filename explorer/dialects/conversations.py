@@ -7,10 +7,10 @@ from typing import Any
 import orjson
 
 from tuneloop.explorer.auth import Caller
-from tuneloop.explorer.capture.control_client import ControlClient
-from tuneloop.explorer.capture.transcript import ReplyIdSigner
+from tuneloop.explorer.control_client import ControlClient
 from tuneloop.explorer.dialects import responses_request
 from tuneloop.explorer.http.bodies import MAX_CONTAINERS, MAX_VALUES, count_structure
+from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.ledger.reports import Reports
 
@@ -61,9 +61,9 @@ class Conversations:
 
         Raises RequestRefused if it was not recorded.
 
-        Raises LedgerUnavailable while that is unknown: it may be in a spool that waits for the database.
+        Raises LedgerUnavailable while that is unknown: it may be in an outbox that waits for the database.
         """
-        flushed = await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S)
+        flushed = await self._control_client.wait_until_taken(_FLUSH_TIMEOUT_S)
         return await asyncio.to_thread(self._read, response_id, caller.tenant, flushed=flushed)
 
     def _read(self, response_id: str, tenant: str, *, flushed: bool) -> list[dict[str, Any]]:

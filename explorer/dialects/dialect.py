@@ -14,7 +14,12 @@ from typing import Any, ClassVar, NamedTuple
 import orjson
 
 from tuneloop.explorer.auth import Caller
-from tuneloop.explorer.capture.transcript import (
+from tuneloop.explorer.dialects import messages, responses_reply, responses_request
+from tuneloop.explorer.engines import vllm
+from tuneloop.explorer.engines.fleet import Engine, Fleet, least_busy
+from tuneloop.explorer.http.bodies import coerce_int, flag_of
+from tuneloop.explorer.http.errors import anthropic_engine_error, anthropic_error
+from tuneloop.explorer.transcript import (
     MAX_CHOICES,
     ChatTranscript,
     RequestedFields,
@@ -23,11 +28,6 @@ from tuneloop.explorer.capture.transcript import (
     Transcript,
     minted_at,
 )
-from tuneloop.explorer.dialects import messages, responses_reply, responses_request
-from tuneloop.explorer.engines import vllm
-from tuneloop.explorer.engines.fleet import Engine, Fleet, least_busy
-from tuneloop.explorer.http.bodies import coerce_int, flag_of
-from tuneloop.explorer.http.errors import anthropic_engine_error, anthropic_error
 from tuneloop.shared.errors import EngineError, RequestRefused
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"

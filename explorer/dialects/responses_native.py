@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 
 from tuneloop.explorer.auth import Caller
-from tuneloop.explorer.capture.transcript import CapturedChoice, RequestedFields, Transcript
 from tuneloop.explorer.dialects.dialect import RESPONSES, Dialect, ReadConversation, ReplyWriter
+from tuneloop.explorer.transcript import CapturedChoice, RequestedFields, Transcript
 from tuneloop.shared.errors import EngineError, RequestRefused
 from tuneloop.shared.ledger.recording.stored_completions import metadata_as_text
 

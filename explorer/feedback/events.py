@@ -10,8 +10,8 @@ from typing import NamedTuple
 import orjson
 
 from tuneloop.explorer.auth import Caller
-from tuneloop.explorer.capture.transcript import ParsedReplyId, ReplyIdSigner
 from tuneloop.explorer.feedback.request import MAX_OF_ONE, Entry, Signal
+from tuneloop.explorer.transcript import ParsedReplyId, ReplyIdSigner
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Feedback, Kind

@@ -17,7 +17,6 @@ import structlog
 
 from tuneloop.explorer.auth import Caller
 from tuneloop.explorer.background_tasks import every
-from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.dialects import messages, responses_request
 from tuneloop.explorer.dialects.dialect import MESSAGES, RESPONSES, TEXT, Json, ReadConversation, choice_count
 from tuneloop.explorer.engines.fleet import in_share
@@ -25,9 +24,10 @@ from tuneloop.explorer.metrics import Metrics
 from tuneloop.runner.errors import JudgeAway, JudgeError, JudgeFailed
 from tuneloop.runner.judging.judge import Judge, Verdict
 from tuneloop.runner.judging.rubric import Rubric
+from tuneloop.runner.outbox import Outbox
 from tuneloop.runner.rewards.reply import Message, Reply, calls_of
 from tuneloop.shared import steady_time
-from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable, RequestRefused, SpoolFull
+from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import Feedback, Kind, State, encode
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.judging import JUDGEABLE, JudgedExchange, ReplyState
@@ -61,26 +61,26 @@ class UnjudgedReply(NamedTuple):
 class JudgeLoop:
     """Looks for replies to judge, has them judged, and brings the verdicts to disk.
 
-    `wait_until_flushed` waits until all that is on disk is in the database.
+    `wait_until_taken` waits until all that is on disk is in the database.
     """
 
     def __init__(
         self,
         settings: JudgeSettings,
         ledger: Ledger,
-        spool: Spool,
+        outbox: Outbox,
         *,
         metrics: Metrics,
         conversation: ReadConversation,
-        wait_until_flushed: Callable[[float], Awaitable[bool]],
+        wait_until_taken: Callable[[float], Awaitable[bool]],
     ) -> None:
         self._settings = settings
         self._judge = judge_of(settings)
         self._ledger = ledger
-        self._spool = spool
+        self._outbox = outbox
         self._metrics = metrics
         self._conversation = conversation
-        self._caught_up = wait_until_flushed
+        self._caught_up = wait_until_taken
         self._last = 0
         self._sweep_at = 0.0
         self._failed: set[int] = set()
@@ -157,7 +157,8 @@ class JudgeLoop:
             verdict = await self._judge.score_async(
                 await reading_of(exchange, candidate.reply.tenant, self._conversation)
             )
-            await self._spool.append([encode(each) for each in events_of(self._settings.source, candidate, verdict)])
+            payloads = [encode(each) for each in events_of(self._settings.source, candidate, verdict)]
+            await asyncio.to_thread(self._outbox.append, payloads)
         except (JudgeFailed, RequestRefused) as error:
             self._failed.add(candidate.reply.id)
             self._count("failed", candidate, error)
@@ -166,7 +167,7 @@ class JudgeLoop:
             self._away = True
             self._count("away", candidate, error)
             return min(error.retry_after_s or 0.0, SWEEP_S)
-        except (SpoolFull, LedgerUnavailable) as error:
+        except (OSError, LedgerUnavailable) as error:
             self._count("not_kept", candidate, error)
             return 0.0
         self._done.add(candidate.reply.id)

@@ -16,7 +16,7 @@ from tuneloop.shared.errors import (
     KeyRefused,
     LedgerUnavailable,
     RequestRefused,
-    SpoolFull,
+    StorageFull,
     TuneloopError,
     UnknownRater,
     VersionRefused,
@@ -35,7 +35,7 @@ _BUG = "an internal error; it has been logged"
 _STATUS_TABLE: Mapping[type[TuneloopError], tuple[int, str, float | None]] = {
     EngineError: (502, "engine_error", None),
     LedgerUnavailable: (503, "database_unavailable", 5.0),
-    SpoolFull: (503, "storage_full", 5.0),
+    StorageFull: (503, "storage_full", 5.0),
     KeyRefused: (400, "invalid_value", None),
     VersionRefused: (409, "version_refused", None),
     UnknownRater: (404, "unknown_rater", None),

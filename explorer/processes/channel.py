@@ -14,12 +14,14 @@ import msgspec
 import structlog
 
 from tuneloop.explorer.access.feedback_tokens import FeedbackBinding
-from tuneloop.explorer.capture.control_client import ShadowReply
+from tuneloop.explorer.control_client import ShadowReply
 from tuneloop.explorer.engines.fleet import EngineView, TrafficSplit
 from tuneloop.explorer.limits import KeyUsage
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.shared.errors import ChannelLost
 from tuneloop.shared.ledger.keys import KeyTable
+from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
+from tuneloop.shared.outbox_status import OutboxStatus
 
 log = structlog.get_logger()
 
@@ -42,16 +44,33 @@ class FleetView(msgspec.Struct, frozen=True):
     keys: KeyTable
 
 
-class AnnounceSlot(ChannelMessage, frozen=True):
-    """A worker: this is my slot. It serves when that is known. The answer is a FleetView."""
+class AnnounceOwner(ChannelMessage, frozen=True):
+    """A worker: I write outbox files of this owner. It serves when that is known. The answer is a FleetView."""
 
-    folder: str
+    owner: str
 
 
-class WaitUntilFlushed(ChannelMessage, frozen=True):
-    """A worker: wait until all that is on disk, in all slots, is in the database. The answer is whether it is."""
+class WaitUntilTaken(ChannelMessage, frozen=True):
+    """A worker: wait until all that is on disk, of all workers, is in the database. The answer is whether it is."""
 
     timeout_s: float
+
+
+class WakeDrain(ChannelMessage, frozen=True):
+    """A worker: somebody waits for what became of feedback. Nothing is answered."""
+
+
+class UpdateResults(ChannelMessage, frozen=True):
+    """The control process: this became of feedback. Nothing is answered."""
+
+    results: FeedbackResults
+
+
+class UpdateOutbox(ChannelMessage, frozen=True):
+    """The control process: so much waits for the database, which is away or not. Nothing is answered."""
+
+    status: OutboxStatus
+    away: bool
 
 
 class TakeOfToken(ChannelMessage, frozen=True):
@@ -121,8 +140,8 @@ class AnswerAtOnce(ChannelMessage, frozen=True):
     """The control process: does your event loop turn?"""
 
 
-class StartSegment(ChannelMessage, frozen=True):
-    """The control process: begin a new segment of your slot."""
+class BeginFile(ChannelMessage, frozen=True):
+    """The control process: begin a new file. Nothing is answered."""
 
 
 class StartInfo(msgspec.Struct, frozen=True):
@@ -136,8 +155,11 @@ class StartInfo(msgspec.Struct, frozen=True):
 
 _Any = (
     GetStartInfo
-    | AnnounceSlot
-    | WaitUntilFlushed
+    | AnnounceOwner
+    | WaitUntilTaken
+    | WakeDrain
+    | UpdateResults
+    | UpdateOutbox
     | TakeOfToken
     | GetExposition
     | ReportFailure
@@ -150,7 +172,7 @@ _Any = (
     | WaitUntilIdle
     | CollectMetrics
     | AnswerAtOnce
-    | StartSegment
+    | BeginFile
 )
 
 
@@ -204,6 +226,11 @@ class Channel:
             raise ChannelLost("the other process could not answer")
         return msgspec.msgpack.decode(frame.answer, type=kind)
 
+    def tell(self, message: ChannelMessage) -> None:
+        """Say something that nothing is answered to; a side that is gone does not hear it."""
+        if not self.lost:
+            self._send(_Frame(0, cast(_Any, message)))
+
     async def run(self) -> None:
         """Hear the other side until it is gone."""
         try:
@@ -233,9 +260,11 @@ class Channel:
             answer = msgspec.Raw(_encode(await self._answering(question)))
         except Exception:
             log.exception("question_not_answered", question=type(question).__name__)
-            self._send(_Frame(number, failed=True))
+            answered = _Frame(number, failed=True)
         else:
-            self._send(_Frame(number, answer=answer))
+            answered = _Frame(number, answer=answer)
+        if number:
+            self._send(answered)
 
     def _send(self, frame: _Frame) -> None:
         if not self._writer.is_closing():

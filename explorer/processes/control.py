@@ -1,6 +1,6 @@
 """The control process: binds the port, keeps the workers running, and does for all of them what is done once.
 
-Requests do not pass here, so nothing done here, such as moving the spool into the database, keeps them waiting.
+Requests do not pass here, so nothing done here, such as moving the outbox into the database, keeps them waiting.
 """
 
 import asyncio
@@ -13,20 +13,19 @@ from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import structlog
 
 from tuneloop.explorer.background_tasks import run_task
-from tuneloop.explorer.capture.spool_slots import RemoteSlot, Slots
 from tuneloop.explorer.engines.fleet import Engine, EngineView, TrafficSplit
 from tuneloop.explorer.limits import SharedUsage
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.explorer.processes.channel import (
-    AnnounceSlot,
+    AnnounceOwner,
     AnswerAtOnce,
     AnswerMessage,
+    BeginFile,
     Channel,
     ChannelMessage,
     CollectMetrics,
@@ -38,21 +37,25 @@ from tuneloop.explorer.processes.channel import (
     ReportShadowReply,
     ShareUsage,
     StartInfo,
-    StartSegment,
     TakeOfToken,
     UpdateEngine,
     UpdateKeys,
+    UpdateOutbox,
+    UpdateResults,
     UpdateSplit,
-    WaitUntilFlushed,
     WaitUntilIdle,
+    WaitUntilTaken,
+    WakeDrain,
 )
 from tuneloop.explorer.processes.garbage import freeze_garbage
 from tuneloop.explorer.processes.patient_ledger import open_ledger
 from tuneloop.explorer.processes.services import ControlServices, open_control_services
 from tuneloop.shared.errors import ChannelLost, EnvironmentRefused, LedgerError, TuneloopError
 from tuneloop.shared.ledger.keys import KeyTable
+from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
 from tuneloop.shared.ledger.storage.database_file import DatabaseFile
 from tuneloop.shared.operations.older_ledger import report_older
+from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.hardware import explorer_workers_of
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import WITH_SECRETS
@@ -81,12 +84,12 @@ _LIVED_S = 60.0
 
 
 class WorkerProcess:
-    """One worker, from its start to its end. It has a `slot` once it serves."""
+    """One worker, from its start to its end. It is the `owner` of outbox files once it serves."""
 
     def __init__(self, serial: int, number: int) -> None:
         self.serial = serial
         self.number = number
-        self.slot: RemoteSlot | None = None
+        self.owner = ""
         self.reason = ""
         self._stopping = False
         self._process: Process | None = None
@@ -126,6 +129,10 @@ class WorkerProcess:
             code = await process.wait()
         return code
 
+    def tell(self, message: ChannelMessage) -> None:
+        """Say something that it does not answer."""
+        self._channel.tell(message)
+
     async def ask(self, question: ChannelMessage, kind: Any = None, *, timeout_s: float | None = None) -> Any:
         """What it answers. Raises ChannelLost if nothing."""
         return await self._channel.ask(question, kind, timeout_s=timeout_s)
@@ -147,7 +154,7 @@ async def _kill_when_frozen(worker: WorkerProcess) -> None:
     misses = 0
     while misses < _MISSES:
         await asyncio.sleep(_ASK_S)
-        if worker.slot is None:
+        if not worker.owner:
             continue
         began = asyncio.get_running_loop().time()
         try:
@@ -167,7 +174,6 @@ class Workers:
         self,
         settings: Settings,
         sockets: Sequence[socket.socket],
-        slots: Slots,
         *,
         worker_of: Callable[[int, int], WorkerProcess] = WorkerProcess,
     ) -> None:
@@ -175,7 +181,6 @@ class Workers:
         self._settings = settings
         self._worker_of = worker_of
         self._sockets = sockets
-        self._slots = slots
         self._serials = itertools.count()
         self._running: dict[int, WorkerProcess] = {}
         self._stopping = asyncio.Event()
@@ -210,11 +215,9 @@ class Workers:
                 code, worker.reason = os.EX_OSERR, f"explorer.workers: a worker cannot be started: {error}"
             finally:
                 watching.cancel()
-            has_served = has_served or worker.slot is not None
+            has_served = has_served or bool(worker.owner)
             self._running.pop(number)
             self._usage.retire(worker.serial)
-            if worker.slot is not None:
-                self._slots.leave(worker.slot)
             if self._begun.is_set():
                 self._services.totals.retire(worker.serial)
             if self._stopping.is_set():
@@ -246,13 +249,29 @@ class Workers:
         """Return when all workers divide their requests so, or are no more."""
         await self._ask_all(UpdateSplit(split), kill=True, timeout_s=_LEARN_S)
 
+    def tell_results(self, owner: str, results: FeedbackResults) -> None:
+        """Let the worker that took feedback know what became of it."""
+        for worker in self._serving:
+            if worker.owner == owner:
+                worker.tell(UpdateResults(results))
+
+    def tell_outbox(self, status: OutboxStatus, *, away: bool) -> None:
+        """Let all workers know how much waits for the database."""
+        for worker in self._serving:
+            worker.tell(UpdateOutbox(status, away))
+
+    def begin_new_files(self) -> None:
+        """Have all workers let their outbox files go."""
+        for worker in self._serving:
+            worker.tell(BeginFile())
+
     async def wait_until_idle(self, engine: Engine) -> None:
         """Return when no worker has a request in flight there."""
         await self._ask_all(WaitUntilIdle(engine.number))
 
     @property
     def _serving(self) -> list[WorkerProcess]:
-        return [worker for worker in self._running.values() if worker.slot is not None]
+        return [worker for worker in self._running.values() if worker.owner]
 
     async def _ask_all(self, question: ChannelMessage, *, kill: bool = False, timeout_s: float | None = None) -> None:
         async def ask(worker: WorkerProcess) -> None:
@@ -277,10 +296,14 @@ class Workers:
                 settings = self._settings.model_copy(update={"explorer": explorer.model_copy(update=shares)})
                 data = settings.model_dump_json(context=WITH_SECRETS).encode()
                 return StartInfo(data, _views(services), self._database.identity)
-            case AnnounceSlot(folder):
-                return await self._let_serve(worker, Path(folder))
-            case WaitUntilFlushed(timeout_s):
-                return await services.wait_until_flushed(timeout_s)
+            case AnnounceOwner(owner):
+                services.drain.owners.add(owner)
+                worker.owner = owner  # from now on it learns of every change
+                return FleetView(_views(services), services.fleet.split, services.key_watch.table)
+            case WaitUntilTaken(timeout_s):
+                return await services.wait_until_taken(timeout_s)
+            case WakeDrain():
+                services.wake_drain()
             case TakeOfToken(binding, count):
                 return await services.take_of_token(binding, count)
             case ReportShadowReply(copied):
@@ -296,17 +319,6 @@ class Workers:
             case _:
                 raise TypeError(question)
         return None
-
-    async def _let_serve(self, worker: WorkerProcess, folder: Path) -> FleetView:
-        loop = asyncio.get_running_loop()
-
-        def renew() -> None:
-            asyncio.run_coroutine_threadsafe(worker.ask(StartSegment()), loop)
-
-        slot = RemoteSlot(folder, renew)
-        self._slots.add(slot)
-        worker.slot = slot  # from now on it learns of every change
-        return FleetView(_views(self._services), self._services.fleet.split, self._services.key_watch.table)
 
     async def _exposition(self) -> bytes:
         async def count(worker: WorkerProcess) -> None:
@@ -330,20 +342,19 @@ async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
         failures.append(error)
         loop.call_soon_threadsafe(ending.set)
 
-    workers = Workers(settings, sockets, slots := Slots(settings.spool_dir))
+    workers = Workers(settings, sockets)
     async with AsyncExitStack() as stack:
         # They import what they need while the database is opened.
         serving = [loop.create_task(run_task(workers.keep_running(each), fail)) for each in range(len(sockets))]
-        stack.callback(slots.close)
         stack.push_async_callback(_end, workers, serving)
         ledger = await asyncio.to_thread(open_ledger, settings)
         stack.callback(ledger.close)
-        try:  # before what the spool still has is forgotten
+        try:
             for sentence in await asyncio.to_thread(report_older, settings, ledger):
                 log.error("ledger_older", sentence=sentence)
         except (LedgerError, OSError) as error:
             log.warning("ledger_not_compared", reason=str(error))
-        services, tasks = await open_control_services(settings, ledger, slots, stack, on_failure=fail, audience=workers)
+        services, tasks = await open_control_services(settings, ledger, stack, on_failure=fail, audience=workers)
         host, port = sockets[0].getsockname()[:2]
         url = f"http://{host}:{port}"
         log.info(

@@ -214,7 +214,7 @@ def open_ledger(settings: Settings) -> PatientLedger:
         log.warning(
             "started_without_the_database",
             serving=ledger.versions.champion().version,
-            sentence="what was served last is served again, and exchanges and feedback wait in the spool",
+            sentence="what was served last is served again, and exchanges and feedback wait in the outbox",
             reason=str(error),
         )
     return ledger

@@ -8,20 +8,16 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from prometheus_client import generate_latest
 
 from tuneloop.explorer.access.feedback_tokens import FeedbackBinding, TokenUses
 from tuneloop.explorer.access.key_watch import KeyWatch, require_keys
 from tuneloop.explorer.background_tasks import OnFailure, Task
-from tuneloop.explorer.capture.control_client import ShadowReply
-from tuneloop.explorer.capture.flusher import Flusher
-from tuneloop.explorer.capture.retention import SpoolRetention
-from tuneloop.explorer.capture.spool import Spool
-from tuneloop.explorer.capture.spool_slots import Slots
-from tuneloop.explorer.capture.transcript import ReplyIdSigner
+from tuneloop.explorer.control_client import ShadowReply
 from tuneloop.explorer.dialects.conversations import Conversations
+from tuneloop.explorer.drain import Drain
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, FleetReplicas
@@ -29,6 +25,7 @@ from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.engines.vllm import control_of
 from tuneloop.explorer.feedback.judge import JudgeLoop
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
+from tuneloop.explorer.processes.forgetting import Forgetting
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
 from tuneloop.explorer.processes.supervision.engine_supervisor import (
     Attachment,
@@ -38,17 +35,22 @@ from tuneloop.explorer.processes.supervision.engine_supervisor import (
     FleetTrial,
 )
 from tuneloop.explorer.processes.version_log import VersionLog, decision_span
+from tuneloop.explorer.recorder import FILE_BYTES
+from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.explorer.versions.attestation import Attestation
 from tuneloop.explorer.versions.evaluation import CandidateEvaluation
 from tuneloop.explorer.versions.loading import Verifier, servable_champion
 from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.explorer.versions.trial import CanaryController
+from tuneloop.runner.outbox import Outbox
 from tuneloop.shared import steady_time
+from tuneloop.shared.errors import TuneloopError
 from tuneloop.shared.job_marks import KEY, GpuLocks, load_key
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
+from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
-from tuneloop.shared.spool_format import spool_status
 from tuneloop.shared.telemetry.opening import open_tracing
 
 #: Types of models whose head is their embeddings unless their configuration says otherwise.
@@ -65,6 +67,45 @@ class Address(NamedTuple):
     socket: str | None
 
 
+class WorkerReplicas(FleetReplicas, Protocol):
+    """The workers: they send requests to the engines, and write outbox files."""
+
+    def tell_results(self, owner: str, results: FeedbackResults) -> None:
+        """Let the worker that took feedback know what became of it."""
+
+    def tell_outbox(self, status: OutboxStatus, *, away: bool) -> None:
+        """Let all know how much waits for the database."""
+
+    def begin_new_files(self) -> None:
+        """Have all let their outbox files go."""
+
+
+class OutboxWatch:
+    """Hears from the drain's thread, and lets the workers know."""
+
+    def __init__(self, audience: WorkerReplicas, metrics: Metrics, on_failure: OnFailure) -> None:
+        self._audience, self._metrics, self._on_failure = audience, metrics, on_failure
+        self._loop = asyncio.get_running_loop()
+        self.now, self.away = OutboxStatus(), False
+
+    def taken(self, owner: str, results: FeedbackResults) -> None:
+        """Feedback that this owner appended is in the database."""
+        self._loop.call_soon_threadsafe(self._audience.tell_results, owner, results)
+
+    def status(self, status: OutboxStatus, *, away: bool) -> None:
+        """What waits now."""
+        self.now, self.away = status, away
+        self._loop.call_soon_threadsafe(partial(self._audience.tell_outbox, status, away=away))
+
+    def refused(self) -> None:
+        """A record was set aside."""
+        self._metrics.outbox_refused.inc()
+
+    def failed(self, error: TuneloopError) -> None:
+        """The drain cannot go on."""
+        self._on_failure(error)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlServices:
     """All of it. It is a ControlClient for routes in the same process."""
@@ -74,16 +115,21 @@ class ControlServices:
     metrics: Metrics
     totals: ProcessTotals
     settings: Settings
-    flusher: Flusher
+    drain: Drain
+    outbox: OutboxWatch
     watch: LedgerGauges
     canary_controller: CanaryController
     key_watch: KeyWatch
     token_uses: TokenUses
     engine_sleep: EngineSleep | None
 
-    async def wait_until_flushed(self, timeout_s: float) -> bool:
+    async def wait_until_taken(self, timeout_s: float) -> bool:
         """Wait until all that is on disk now is in the database. False if it is not by then, or away."""
-        return await self.flusher.wait_until_flushed(timeout_s)
+        return await self.drain.wait_until_taken(timeout_s)
+
+    def wake_drain(self) -> None:
+        """Have the outbox looked at now."""
+        self.drain.wake()
 
     async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
         """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""
@@ -95,10 +141,11 @@ class ControlServices:
 
     async def exposition(self) -> bytes:
         """The metrics of the whole service."""
-        metrics, spool = self.metrics, await asyncio.to_thread(spool_status, self.settings.spool_dir)
-        metrics.spool_bytes.set(spool.bytes)
-        metrics.spool_oldest_seconds.set(0.0 if spool.since is None else max(0.0, steady_time.now() - spool.since))
-        metrics.database_up.set(self.watch.reached and not self.flusher.away)
+        metrics, outbox = self.metrics, self.outbox.now
+        metrics.outbox_bytes.set(outbox.bytes)
+        metrics.outbox_records.set(outbox.records)
+        metrics.outbox_oldest_seconds.set(0.0 if outbox.since is None else max(0.0, steady_time.now() - outbox.since))
+        metrics.database_up.set(self.watch.reached and not self.outbox.away)
         for state in EngineState:
             metrics.engines.labels(state.value).set(sum(each.state is state for each in self.fleet.engines))
         return generate_latest(self.totals)
@@ -107,26 +154,31 @@ class ControlServices:
 async def open_control_services(
     settings: Settings,
     ledger: Ledger,
-    slots: Slots,
     stack: AsyncExitStack,
     *,
     on_failure: OnFailure,
-    audience: FleetReplicas,
+    audience: WorkerReplicas,
 ) -> tuple[ControlServices, list[Task]]:
     """The services, closed by `stack`, and what it must run; `audience` are others who send requests to the engines."""
     metrics = Metrics()
-    own: Spool | None = None
-    if settings.judge.url is not None:  # where verdicts are brought to disk; the flusher must not outlive it
-        own = Spool.open(settings.spool_dir, sync=settings.explorer.durability == "fsync")
+    outbox = OutboxWatch(audience, metrics, on_failure)
+    drain = Drain(settings.outbox_dir, ledger.recording, outbox)
+    own: Outbox | None = None
+    if settings.judge.url is not None:  # where verdicts are brought to disk
+        own = Outbox(settings.outbox_dir, FILE_BYTES)
         stack.callback(own.close)
-        slots.add(own)
-    flusher = Flusher(slots, ledger.recording, quarantined=metrics.quarantined.inc, failed=on_failure)
-    flusher.start()
-    stack.push_async_callback(asyncio.to_thread, flusher.stop)
+        drain.owners.add(own.owner)
+    drain.start()
+    stack.push_async_callback(asyncio.to_thread, drain.stop)
     interval_s = min(settings.explorer.service_status_check_interval, _WATCH_S)
     watch = LedgerGauges(ledger, metrics, settings, interval_s=interval_s)
     stack.callback(watch.close)
-    forgetting = SpoolRetention(settings, ledger.retention, slots, metrics=metrics, interval_s=interval_s)
+
+    def forget_files() -> None:
+        drain.forget()
+        audience.begin_new_files()
+
+    forgetting = Forgetting(settings, ledger.retention, forget_files, metrics=metrics, interval_s=interval_s)
     fleet, addresses, sockets = await _open_fleet(settings, stack, audience=audience)
     reloader = Reloader(settings, fleet, ledger=ledger, metrics=metrics)
     examination = CandidateEvaluation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
@@ -154,7 +206,8 @@ async def open_control_services(
         totals=totals,
         canary_controller=canary_controller,
         settings=settings,
-        flusher=flusher,
+        drain=drain,
+        outbox=outbox,
         watch=watch,
         key_watch=key_watch,
         token_uses=TokenUses(),
@@ -174,7 +227,7 @@ async def open_control_services(
         conversation=Conversations(
             ReplyIdSigner(load_key(settings.job_dir / KEY)), control_client=services, reports=ledger.reports
         ).read,
-        wait_until_flushed=services.wait_until_flushed,
+        wait_until_taken=services.wait_until_taken,
     )
     return services, [
         watch.run(),

@@ -19,18 +19,18 @@ import uvicorn
 import uvloop
 
 from tuneloop.explorer.access.feedback_tokens import FeedbackBinding, FeedbackTokens
-from tuneloop.explorer.app import Services, create_app, open_services, open_spool
+from tuneloop.explorer.app import Services, create_app, open_outbox, open_services
 from tuneloop.explorer.auth import Gatekeeper
 from tuneloop.explorer.background_tasks import Task, every
-from tuneloop.explorer.capture.control_client import ShadowReply
-from tuneloop.explorer.capture.spool import Spool
+from tuneloop.explorer.control_client import ShadowReply
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.limits import KeyUsage
 from tuneloop.explorer.metrics import Metrics, process_samples
 from tuneloop.explorer.processes.channel import (
-    AnnounceSlot,
+    AnnounceOwner,
     AnswerAtOnce,
+    BeginFile,
     Channel,
     ChannelMessage,
     CollectMetrics,
@@ -42,17 +42,21 @@ from tuneloop.explorer.processes.channel import (
     ReportShadowReply,
     ShareUsage,
     StartInfo,
-    StartSegment,
     TakeOfToken,
     UpdateEngine,
     UpdateKeys,
+    UpdateOutbox,
+    UpdateResults,
     UpdateSplit,
-    WaitUntilFlushed,
     WaitUntilIdle,
+    WaitUntilTaken,
+    WakeDrain,
 )
 from tuneloop.explorer.processes.garbage import freeze_garbage
 from tuneloop.explorer.processes.patient_ledger import PatientLedger
 from tuneloop.explorer.protocol import Http11
+from tuneloop.explorer.recorder import Recorder
+from tuneloop.runner.outbox import Outbox
 from tuneloop.shared.errors import ChannelLost, RequestRefused, TuneloopError
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
@@ -112,18 +116,18 @@ class Worker:
         redact_crash_reports(settings.privacy)
         async with AsyncExitStack() as stack:
             try:
-                spool = open_spool(settings, stack)
+                outbox = open_outbox(settings, stack)
             except OSError as error:
                 await self._channel.ask(
-                    ReportFailure(f"explorer.spool_dir: {error}; make room, or choose another folder")
+                    ReportFailure(f"explorer.outbox_dir: {error}; make room, or choose another folder")
                 )
             else:
-                await self._serve(settings, beginning, spool)
+                await self._serve(settings, beginning, outbox)
         self._ended = True
         channel_task.cancel()
         return 0 if self._served else 1
 
-    async def _serve(self, settings: Settings, beginning: StartInfo, spool: Spool) -> None:
+    async def _serve(self, settings: Settings, beginning: StartInfo, outbox: Outbox) -> None:
         ledger = PatientLedger.of(settings)
         ledger.transactions.file.identity = beginning.database_file
         metrics = Metrics()
@@ -133,7 +137,7 @@ class Worker:
             self._channel,
             settings,
             gate=gate,
-            spool=spool,
+            outbox=outbox,
             metrics=metrics,
             workers=explorer_workers_of(settings),
         )
@@ -165,7 +169,7 @@ class Worker:
             await self._channel.run()
         finally:
             if not self._ended:
-                # Nobody moves the spool, swaps weights or starts us again: what was acknowledged is on disk.
+                # Nobody moves the outbox, swaps weights or starts us again: what was acknowledged is on disk.
                 log.error("control_process_gone", worker=self._number)
                 os._exit(1)
 
@@ -199,13 +203,17 @@ class ChannelControlClient:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    async def wait_until_flushed(self, timeout_s: float) -> bool:
+    async def wait_until_taken(self, timeout_s: float) -> bool:
         """Wait until all that is on disk now is in the database. False if it is not by then, or away."""
         try:
-            return bool(await self._channel.ask(WaitUntilFlushed(timeout_s), bool, timeout_s=timeout_s + _GRACE_S))
+            return bool(await self._channel.ask(WaitUntilTaken(timeout_s), bool, timeout_s=timeout_s + _GRACE_S))
         except ChannelLost as error:  # what is on disk is safe there all the same
             log.warning("control_process_silent", reason=str(error))
             return False
+
+    def wake_drain(self) -> None:
+        """Have the outbox looked at now."""
+        self._channel.tell(WakeDrain())
 
     async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
         """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""
@@ -230,7 +238,7 @@ class ChannelControlClient:
 class WorkerLink:
     """Opens a worker's services, and answers what the control process asks of them.
 
-    `spool` is the worker's slot, `workers` how many there are.
+    `outbox` is where it writes, `workers` how many there are.
     """
 
     def __init__(
@@ -239,14 +247,15 @@ class WorkerLink:
         settings: Settings,
         *,
         gate: Gatekeeper,
-        spool: Spool,
+        outbox: Outbox,
         metrics: Metrics,
         workers: int,
     ) -> None:
         self._channel = channel
         self._settings = settings
         self._gate = gate
-        self._spool = spool
+        self._outbox = outbox
+        self._recorder: Recorder
         self._metrics = metrics
         self._workers = workers
         self._fleet: Fleet
@@ -263,12 +272,13 @@ class WorkerLink:
         services, tasks = open_services(
             self._settings,
             ledger,
-            spool=self._spool,
+            outbox=self._outbox,
             fleet=self._fleet,
             metrics=self._metrics,
             control_client=ChannelControlClient(self._channel),
         )
-        known: FleetView = await self._channel.ask(AnnounceSlot(str(self._spool.folder)), FleetView)
+        self._recorder = services.recorder
+        known: FleetView = await self._channel.ask(AnnounceOwner(self._outbox.owner), FleetView)
         await self._fleet.set_split(known.split)
         await self._fleet.apply(known.engines)
         self._gate.apply(known.keys)
@@ -293,8 +303,12 @@ class WorkerLink:
                 return process_samples(self._metrics.registry)
             case AnswerAtOnce():
                 pass
-            case StartSegment():
-                self._spool.renew()
+            case BeginFile():
+                await asyncio.to_thread(self._outbox.begin_new_file)
+            case UpdateResults(results):
+                self._recorder.note_results(results)
+            case UpdateOutbox(status, away):
+                self._recorder.note_status(status, away=away)
             case _:
                 raise TypeError(question)
         return None

@@ -1,1 +1,1 @@
-"""The hot path: a request to an engine, its reply to the client and to the spool."""
+"""The hot path: a request to an engine, its reply to the client and to the outbox."""

@@ -15,11 +15,11 @@ import msgspec
 import orjson
 import structlog
 
-from tuneloop.explorer.capture.transcript import Sampling
 from tuneloop.explorer.dialects.dialect import CHAT, TEXT
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.vllm import EngineControl
 from tuneloop.explorer.proxy.request import Request
+from tuneloop.explorer.transcript import Sampling
 from tuneloop.shared.errors import EngineError
 from tuneloop.shared.experience import Grammar
 from tuneloop.shared.settings.settings import Settings

@@ -1,4 +1,4 @@
-"""Answers requests for replies: the client's request to an engine, the engine's reply to the client and to the spool.
+"""Answers requests for replies: the client's request to an engine, the engine's reply to the client and to the outbox.
 
 This is the hot path. Requests are parsed by `explorer/proxy/request.py`, and translated by
 `explorer/dialects/dialect.py`.
@@ -12,8 +12,6 @@ from collections.abc import Callable
 import orjson
 import structlog
 
-from tuneloop.explorer.capture.recorder import Recorder
-from tuneloop.explorer.capture.transcript import ReplyIdSigner, Sampling
 from tuneloop.explorer.dialects.dialect import Dialect, SystemTurns
 from tuneloop.explorer.edge import ClientRequest, Headers
 from tuneloop.explorer.engines.client import EngineReply
@@ -23,9 +21,11 @@ from tuneloop.explorer.limits import PIECE_BYTES, Admission
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.grammars import Grammars
 from tuneloop.explorer.proxy.request import Request, RequestParser
+from tuneloop.explorer.recorder import Recorder
 from tuneloop.explorer.traces import Traces
+from tuneloop.explorer.transcript import ReplyIdSigner, Sampling
 from tuneloop.shared import engine_flags
-from tuneloop.shared.errors import EngineError, EngineUnreachable, RequestRefused, SpoolFull
+from tuneloop.shared.errors import EngineError, EngineUnreachable, RequestRefused, StorageFull
 from tuneloop.shared.experience import Exchange
 from tuneloop.shared.settings.settings import Settings
 
@@ -301,7 +301,7 @@ class Proxy:
             self._failures.at_end(in_flight)
             await self._record(in_flight)
             await raw.end_stream(writer.finish())
-        except SpoolFull as error:
+        except StorageFull as error:
             log.error("reply_lost", msg_id=request.msg_id, reason=str(error))
             await raw.end_stream(writer.error_event("the reply could not be stored", "storage_full"))
         except EngineError as error:
@@ -324,7 +324,7 @@ class Proxy:
         transcript.broken = not (transcript.complete and len(transcript.choices) == in_flight.request.choices)
         try:
             await self._record(in_flight)
-        except SpoolFull as error:
+        except StorageFull as error:
             log.error("reply_lost", msg_id=in_flight.request.msg_id, reason=str(error))
 
     async def _record(self, in_flight: ReplyInFlight) -> None:

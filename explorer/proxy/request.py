@@ -21,7 +21,6 @@ import structlog
 
 from tuneloop.explorer.auth import Caller, RunBinding
 from tuneloop.explorer.background_tasks import every
-from tuneloop.explorer.capture.transcript import ReplyIdSigner, Sampling
 from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter, SystemTurns, merged_header
 from tuneloop.explorer.edge import ClientRequest, Headers
 from tuneloop.explorer.engines import fleet, vllm
@@ -42,6 +41,7 @@ from tuneloop.explorer.http.bodies import (
 from tuneloop.explorer.limits import RequestMeter
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.media import MediaFetcher, with_own_uuids
+from tuneloop.explorer.transcript import ReplyIdSigner, Sampling
 from tuneloop.shared import engine_flags, steady_time
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import person_name

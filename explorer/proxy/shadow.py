@@ -1,4 +1,4 @@
-"""Shadow traffic: sends copies of requests to a candidate version, whose replies reach no client and no spool.
+"""Shadow traffic: sends copies of requests to a candidate version, whose replies reach no client and no outbox.
 
 Users come first: beyond a few shadow requests at once, the rest are dropped.
 """
@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable, Collection
 
 import structlog
 
-from tuneloop.explorer.capture.control_client import ShadowReply
-from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields, TextTranscript, Transcript
+from tuneloop.explorer.control_client import ShadowReply
 from tuneloop.explorer.dialects.dialect import CHAT, TEXT, split_events
 from tuneloop.explorer.engines.client import EngineReply
 from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.request import Request
+from tuneloop.explorer.transcript import ChatTranscript, RequestedFields, TextTranscript, Transcript
 from tuneloop.shared.errors import EngineError
 from tuneloop.shared.ledger.versions.drift import LONGEST
 

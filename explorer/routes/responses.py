@@ -10,10 +10,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from tuneloop.explorer.auth import Caller, caller_of
-from tuneloop.explorer.capture.control_client import ControlClient
-from tuneloop.explorer.capture.transcript import ReplyIdSigner
+from tuneloop.explorer.control_client import ControlClient
 from tuneloop.explorer.dialects.dialect import RESPONSES
 from tuneloop.explorer.dialects.responses_request import normalize, untranslatable_reason
+from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.ledger.recording.stored_completions import StoredCompletions
 
@@ -48,7 +48,7 @@ class StoredResponses:
         find = partial(self._stored.get, caller.tenant, response_id, endpoint=RESPONSES)
         found = await asyncio.to_thread(find)
         if found is None:
-            if not await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S):
+            if not await self._control_client.wait_until_taken(_FLUSH_TIMEOUT_S):
                 raise LedgerUnavailable(
                     "the database is unavailable; acknowledged data is safe on disk: try again later"
                 )

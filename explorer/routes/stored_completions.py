@@ -11,9 +11,9 @@ from fastapi.responses import Response
 from starlette.datastructures import QueryParams
 
 from tuneloop.explorer.auth import caller_of
-from tuneloop.explorer.capture.control_client import ControlClient
-from tuneloop.explorer.capture.recorder import Recorder
+from tuneloop.explorer.control_client import ControlClient
 from tuneloop.explorer.http.bodies import read_object, wrong_type
+from tuneloop.explorer.recorder import Recorder
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.stored_completions import (
@@ -56,7 +56,7 @@ class PageQuery(NamedTuple):
 
 
 class CompletionReader:
-    """Looks in the ledger, and waits for the spool before it answers that there is nothing."""
+    """Looks in the ledger, and waits for the outbox before it answers that there is nothing."""
 
     def __init__(self, request: Request) -> None:
         self._control_client: ControlClient = request.app.state.services.control_client
@@ -64,13 +64,13 @@ class CompletionReader:
         caller = caller_of(request.scope)
         self.tenant, self.sees_all, self._caller = caller.tenant, caller.sees_all, caller
 
-    async def wait_until_flushed(self) -> bool:
-        """Wait until what is in the spool now is in the database; False if that is unavailable."""
-        return await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S)
+    async def wait_until_taken(self) -> bool:
+        """Wait until what is in the outbox now is in the database; False if that is unavailable."""
+        return await self._control_client.wait_until_taken(_FLUSH_TIMEOUT_S)
 
     async def require_flushed(self) -> None:
         """The same. Raises LedgerUnavailable where that does not happen in time."""
-        if not await self.wait_until_flushed():
+        if not await self.wait_until_taken():
             raise LedgerUnavailable("the database is unavailable; acknowledged data is safe on disk: try again later")
 
     async def read(self, query: Callable[[], _T]) -> _T:
@@ -103,7 +103,7 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
     async def list_completions(request: Request, reader: CompletionReaderOf) -> Response:
         query = parse_page_query(request.query_params)
         tags = wanted_tags(reader.tenant, request.query_params, reader.recorder.pairs_as_stored)
-        await reader.wait_until_flushed()  # a list may lag behind, so an unavailable database is no error here
+        await reader.wait_until_taken()  # a list may lag behind, so an unavailable database is no error here
         return await reader.read(lambda: _list(*_page(completions, reader.tenant, query, tags, to_object)))
 
     @app.get(f"{ENDPOINT}/{{msg_id}}")

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from tuneloop.explorer.auth import caller_of
-from tuneloop.explorer.capture.recorder import Recorder
+from tuneloop.explorer.recorder import Recorder
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import State
@@ -45,7 +45,7 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
         if missing:
             raise RequestRefused(f"{missing[0]} is missing", code="missing", param=missing[0])
         caller, control_client = caller_of(request.scope), request.app.state.services.control_client
-        if not await control_client.wait_until_flushed(_PATIENCE_S):
+        if not await control_client.wait_until_taken(_PATIENCE_S):
             raise LedgerUnavailable("the database is away, or still behind: ask again later")
         recorder: Recorder = request.app.state.services.recorder
 

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from tuneloop.explorer.capture.recorder import Recorder
+from tuneloop.explorer.recorder import Recorder
 from tuneloop.explorer.ui.overview import LedgerCounts, build_overview, describe_waiting
 from tuneloop.explorer.ui.reading.conversation import last_words, read_calls, read_request
 from tuneloop.explorer.ui.reading.reply_query import FIELDS, link, parse_cursor, parse_filter, with_stored_names

@@ -1,5 +1,6 @@
 """A whole explorer, under a real uvicorn in a thread, attached to engine doubles."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,20 +20,21 @@ from tests.doubles.engine import MODEL
 from tests.doubles.serving import serving
 from tests.explorer.checkpoints import write_model
 from tests.explorer.whole import create_app
+from tuneloop.explorer import recorder
 from tuneloop.explorer.app import Services
-from tuneloop.explorer.capture import spool
 from tuneloop.explorer.edge import Edge
-from tuneloop.explorer.feedback import routes
 from tuneloop.explorer.processes.services import ControlServices
 from tuneloop.explorer.routes import responses, stored_completions
+from tuneloop.runner import outbox
+from tuneloop.runner.outbox import OutboxReader, names_in
 from tuneloop.shared.errors import LedgerForbidden, LedgerUnavailable, TuneloopError
 from tuneloop.shared.experience import Exchange, Feedback, Record, State, decode
 from tuneloop.shared.ledger.ledger import Ledger, Version
+from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
 from tuneloop.shared.ledger.recording.recording import CommitLimits, Recording
 from tuneloop.shared.ledger.versions.alarms import Alarms
 from tuneloop.shared.ledger.versions.versions import Versions
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.spool_format import Position
 
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "3+4="}], "max_tokens": 12, "temperature": 1.0}
 
@@ -44,14 +46,14 @@ class MoodyRecording(Recording):
     forbids = False
     refuses: Callable[[Record], bool] = staticmethod(lambda record: False)
 
-    def record(self, records: Sequence[Record], slots: Sequence[object] = ()) -> None:
+    def record(self, records: Sequence[Record], places: Sequence[tuple[str, int]] = ()) -> FeedbackResults:
         if self.away:
             raise LedgerUnavailable("away")
         if self.forbids:
             raise LedgerForbidden("permission denied for table experiences")
         if any(self.refuses(each) for each in records):
             raise ValueError("refused")
-        super().record(records, slots)
+        return super().record(records, places)
 
     def commit(self, tenant: str, **limits: Unpack[CommitLimits]) -> int:
         if self.away:
@@ -106,7 +108,6 @@ def settings_for(
                 "listen_address": "127.0.0.1",
                 "proxy_port": 0,
                 "service_status_check_interval": 0.1,
-                "durability": "write",
                 "request_timeout": 30,
             }
             | explorer,
@@ -121,6 +122,16 @@ def open_ledger(settings: Settings) -> MoodyLedger:
     ledger = MoodyLedger(engine_of(url), rule=settings.reward)
     ledger.versions.ensure_base(settings.model.model_path.absolute())
     return ledger
+
+
+def records_in(folder: Path) -> list[Record]:
+    """What the files of an outbox hold, oldest first."""
+    found = []
+    for name in names_in(folder):
+        reader = OutboxReader(folder / name)
+        found += [decode(each.payload) for each in reader.read(0) if isinstance(each, outbox.Record)]
+        reader.close()
+    return found
 
 
 @dataclass
@@ -161,7 +172,7 @@ class RunningExplorer:
 
     def records(self) -> list[Record]:
         """Everything on disk that was not forgotten, oldest first."""
-        return [decode(payload) for payload, _ in spool.read(self.services.spool.folder, Position(0, 0))]
+        return records_in(self.settings.outbox_dir)
 
     def exchanges(self) -> list[Exchange]:
         return [each for each in self.records() if isinstance(each, Exchange)]
@@ -170,7 +181,8 @@ class RunningExplorer:
         return [each for each in self.records() if isinstance(each, Feedback)]
 
     def until_flushed(self) -> None:
-        eventually(lambda: self.services.spool.flushed.position >= self.services.spool.end)
+        written = self.services.outbox.written
+        eventually(lambda: asyncio.run(self.control.wait_until_taken(1.0)) and self.services.outbox.written == written)
 
     def until_looked(self) -> None:
         """Wait until it has looked for a new version, and has done all that it does about one."""
@@ -227,7 +239,7 @@ def explorer_running(settings: Settings, ledger: MoodyLedger | None = None) -> I
     app = create_app(settings, ledger, on_failure=failures.append)
     with pytest.MonkeyPatch.context() as patch, serving(app) as url, httpx.Client(base_url=url, timeout=60) as http:
         # A disk may stand still for seconds.
-        patch.setattr(routes, "_PATIENCE_S", 30.0)
+        patch.setattr(recorder, "_PATIENCE_S", 30.0)
         for module in (responses, stored_completions):
             patch.setattr(module, "_FLUSH_TIMEOUT_S", 30.0)
         eventually(lambda: http.get("/health/ready").status_code == 200)

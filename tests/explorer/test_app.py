@@ -22,7 +22,7 @@ from tests.explorer.running import HELLO, eventually, explorer_running, settings
 from tests.explorer.whole import create_app
 from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
 from tuneloop.explorer.capture.spool import Spool
-from tuneloop.explorer.capture.transcript import ReplyIdSigner
+from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.explorer.dialects.dialect import ChatDialect
 from tuneloop.explorer.edge import Edge
 from tuneloop.explorer.engines.client import EngineHttp

@@ -9,10 +9,9 @@ from contextlib import AsyncExitStack
 
 from tuneloop.explorer import app
 from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
-from tuneloop.explorer.app import Services, open_spool
+from tuneloop.explorer.app import Services, open_outbox
 from tuneloop.explorer.auth import Gatekeeper
 from tuneloop.explorer.background_tasks import OnFailure, Task
-from tuneloop.explorer.capture.spool_slots import Slots
 from tuneloop.explorer.edge import Edge
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.processes.channel import AnswerMessage, Channel, ChannelMessage, GetStartInfo, StartInfo
@@ -47,14 +46,10 @@ def create_app(settings: Settings, ledger: Ledger, *, on_failure: OnFailure) -> 
     gate.count_in(metrics.refused)
 
     async def opening(stack: AsyncExitStack) -> tuple[Services, list[Task]]:
-        spool = open_spool(settings, stack)
-        slots = Slots(settings.spool_dir)
-        stack.callback(slots.close)
+        outbox = open_outbox(settings, stack)
         unused = stack.enter_context(socket.socket())
-        workers = Workers(settings, [unused], slots, worker_of=lambda serial, number: LoopWorker(ours, serial, number))
-        services, tasks = await open_control_services(
-            settings, ledger, slots, stack, on_failure=on_failure, audience=workers
-        )
+        workers = Workers(settings, [unused], worker_of=lambda serial, number: LoopWorker(ours, serial, number))
+        services, tasks = await open_control_services(settings, ledger, stack, on_failure=on_failure, audience=workers)
         workers.serve_with(services, ledger.transactions.file)
         ours, theirs = socket.socketpair()
 
@@ -62,7 +57,7 @@ def create_app(settings: Settings, ledger: Ledger, *, on_failure: OnFailure) -> 
             return await link.answer(question)
 
         channel = await Channel.over(theirs, answer)
-        link = WorkerLink(channel, settings, gate=gate, spool=spool, metrics=metrics, workers=1)
+        link = WorkerLink(channel, settings, gate=gate, outbox=outbox, metrics=metrics, workers=1)
         running = [asyncio.ensure_future(each) for each in (workers.keep_running(0), channel.run())]
 
         async def end() -> None:

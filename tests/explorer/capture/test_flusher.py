@@ -84,7 +84,7 @@ def own(tmp_path: Path) -> Iterator[Spool]:
 async def until_caught_up(flusher: Flusher) -> None:
     """The flusher notices only at its next try that the database is back."""
     async with asyncio.timeout(60):
-        while not await flusher.wait_until_flushed(60):  # noqa: ASYNC110 - it is the flusher's thread that moves on
+        while not await flusher.wait_until_taken(60):  # noqa: ASYNC110 - it is the flusher's thread that moves on
             await asyncio.sleep(0.02)
 
 
@@ -118,7 +118,7 @@ async def test_records_reach_the_ledger_in_their_order(own: Spool) -> None:
     notebook, said = Notebook(), [exchange() for _ in range(2000)]
     with flushing(own, notebook) as (flusher, _):
         await asyncio.gather(*(append(own, each) for each in said))
-        assert await flusher.wait_until_flushed(60)
+        assert await flusher.wait_until_taken(60)
     assert notebook.records == said
     assert own.backlog_bytes() == 0
 
@@ -136,7 +136,7 @@ async def test_stopping_while_the_database_is_away_is_quick_and_loses_nothing(tm
     notebook.away = False
     again = Spool.open(tmp_path, sync=False)
     with flushing(again, notebook) as (flusher, _):
-        assert await flusher.wait_until_flushed(60)
+        assert await flusher.wait_until_taken(60)
     again.close()
     assert notebook.records == said
 
@@ -148,10 +148,10 @@ async def test_what_a_killed_process_wrote_comes_first_though_its_lock_stays_for
     await append(killed, before)
     with flushing(own, notebook) as (flusher, _):
         await append(own, since)
-        assert not await flusher.wait_until_flushed(0.5)
+        assert not await flusher.wait_until_taken(0.5)
         assert notebook.records == []
         killed.close()
-        assert await flusher.wait_until_flushed(60)
+        assert await flusher.wait_until_taken(60)
     own.close()
     assert notebook.records == [before, since]
 
@@ -178,7 +178,7 @@ async def test_a_long_backlog_does_not_keep_a_stop_waiting_and_is_not_lost(own: 
     await stopping
     assert notebook.records == said[:GROUP]
     with flushing(own, notebook) as (again, _):
-        assert await again.wait_until_flushed(60)
+        assert await again.wait_until_taken(60)
     assert notebook.records == said
 
 
@@ -201,7 +201,7 @@ async def test_what_is_refused_for_a_while_goes_in_afterwards(own: Spool, error:
     with flushing(own, notebook, patience=Patience()) as (flusher, set_aside):
         await append(own, *said)
         eventually(lambda: spool_format.refusal_of(own.folder.parent) is not None)
-        assert not await flusher.wait_until_flushed(1.0)
+        assert not await flusher.wait_until_taken(1.0)
         notebook.refuses = lambda record: False
         await until_caught_up(flusher)
         assert spool_format.refusal_of(own.folder.parent) is None
@@ -227,7 +227,7 @@ async def test_a_quarantine_that_cannot_be_written_is_tried_again(own: Spool) ->
     blocker.mkdir()
     with flushing(own, notebook) as (flusher, _):
         await append(own, *said)
-        assert not await flusher.wait_until_flushed(0.3)
+        assert not await flusher.wait_until_taken(0.3)
         blocker.rmdir()
         await until_caught_up(flusher)
     assert notebook.records[-1] == said[1]
@@ -242,7 +242,7 @@ async def test_slots_of_dead_processes_are_adopted_before_ours(tmp_path: Path) -
     notebook, said = Notebook(), exchange()
     with flushing(first, notebook) as (flusher, _):
         await append(first, said)
-        assert await flusher.wait_until_flushed(60)
+        assert await flusher.wait_until_taken(60)
     assert notebook.records == [*left, said]
     with flushing(first, notebook):
         pass
@@ -291,12 +291,12 @@ async def test_all_our_writers_are_followed_and_waited_for(own: Spool, remote: S
     with flushing(own, notebook, slots) as (flusher, _):
         for number, each in enumerate(said):
             await append((own, other)[number % 2], each)
-            assert await flusher.wait_until_flushed(60)
+            assert await flusher.wait_until_taken(60)
             assert each in notebook.records
         assert (own.backlog_bytes(), other.backlog_bytes()) == (0, 0)
         slot.renew()
         await append(other, exchange())
-        assert await flusher.wait_until_flushed(60)
+        assert await flusher.wait_until_taken(60)
         eventually(lambda: spool_format.segments(other.folder) == [2])
     other.close()
 
@@ -315,7 +315,7 @@ async def test_what_was_said_to_several_writers_comes_in_the_order_in_which_it_w
     slots.add(second)
     ledger = Ledger(engine)
     with flushing(first, ledger.recording, slots) as (flusher, _):
-        assert await flusher.wait_until_flushed(60)
+        assert await flusher.wait_until_taken(60)
     assert [row.reward_sum for row in ledger.reports.rewards()] == [60.0]
     first.close()
     second.close()
@@ -406,7 +406,7 @@ async def test_what_a_writer_that_died_had_acknowledged_is_waited_for(own: Spool
     other.close()
     slots.leave(slot)
     with flushing(own, notebook, slots) as (flusher, _):
-        assert await flusher.wait_until_flushed(60)
+        assert await flusher.wait_until_taken(60)
         assert notebook.records == left
         eventually(lambda: slots.ours == [own])
     with pytest.raises(ValueError, match="closed"):
@@ -418,11 +418,11 @@ async def test_many_wait_and_are_all_told(own: Spool) -> None:
     notebook.away = True
     with flushing(own, notebook) as (flusher, _):
         await append(own, exchange())
-        waiting = [asyncio.ensure_future(flusher.wait_until_flushed(60)) for _ in range(4)]
+        waiting = [asyncio.ensure_future(flusher.wait_until_taken(60)) for _ in range(4)]
         assert await asyncio.gather(*waiting) == [False] * 4, "nobody waits for a database that is away"
         notebook.away = False
         await until_caught_up(flusher)
-        assert await asyncio.gather(*(flusher.wait_until_flushed(60) for _ in range(4))) == [True] * 4
+        assert await asyncio.gather(*(flusher.wait_until_taken(60) for _ in range(4))) == [True] * 4
     assert not [each for each in threading.enumerate() if each.name == "flusher"]
 
 

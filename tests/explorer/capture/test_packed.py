@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.doubles.engine import pieces, recorded
-from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields, Sampling, TextTranscript, Transcript
+from tuneloop.explorer.transcript import ChatTranscript, RequestedFields, Sampling, TextTranscript, Transcript
 from tuneloop.shared.experience import Experience
 
 KINDS = ["whole_captured.json", "whole_tools_captured.json", "stream_captured.sse", "stream_n2_captured.sse"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuneloop.explorer.capture.transcript import (
+from tuneloop.explorer.transcript import (
     MAX_CHOICES,
     PREFIX,
     PREFIXES,

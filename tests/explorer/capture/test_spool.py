@@ -14,7 +14,7 @@ from tuneloop.explorer.capture import spool
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.capture.spool_slots import FlushedMark
 from tuneloop.shared import spool_format
-from tuneloop.shared.errors import SpoolFull
+from tuneloop.shared.errors import StorageFull
 from tuneloop.shared.spool_format import Position
 
 START = Position(0, 0)
@@ -150,7 +150,7 @@ from pathlib import Path
 from tuneloop.explorer.capture import spool
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.shared.spool_format import Position
-from tuneloop.shared.errors import SpoolFull
+from tuneloop.shared.errors import StorageFull
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
@@ -163,7 +163,7 @@ async def main(full, room):
     for _ in range(5):
         try:
             await own.append([b"x" * 5000])
-        except SpoolFull:
+        except StorageFull:
             refused += 1
     assert refused == 5, refused
     own.flushed.move(Position(1, 9))  # the mark moves all the same
@@ -212,7 +212,7 @@ async def test_a_folder_that_is_moved_away_takes_nothing_until_it_is_back(tmp_pa
     await own.append([b"a"])
     for moved in (own.folder, own.folder.parent):
         elsewhere = moved.rename(tmp_path / "elsewhere")
-        with pytest.raises(SpoolFull, match="was deleted or moved"):
+        with pytest.raises(StorageFull, match="was deleted or moved"):
             await own.append([b"b"])
         own.check()
         assert own.broken is not None

@@ -11,7 +11,7 @@ from tests.factories import exchange, feedback
 from tuneloop.explorer.capture.recorder import RESERVE_BYTES, SpoolLimits
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.shared import spool_format
-from tuneloop.shared.errors import SpoolFull
+from tuneloop.shared.errors import StorageFull
 from tuneloop.shared.experience import encode
 from tuneloop.shared.spool_format import Position
 
@@ -38,7 +38,7 @@ async def test_the_bound_is_kept_until_the_database_has_caught_up(own: Spool) ->
     found = limits(own, max_bytes=100)
     found.admit()
     end = await own.append([b"x" * 200])
-    with pytest.raises(SpoolFull, match="100 bytes"):
+    with pytest.raises(StorageFull, match="100 bytes"):
         found.admit()
     own.flushed.move(end)
     found.admit()
@@ -53,7 +53,7 @@ async def test_what_other_processes_hold_counts_dead_or_alive(own: Spool) -> Non
     found.admit()
     found.look()
     assert found.bytes() == 600
-    with pytest.raises(SpoolFull, match="600 bytes"):
+    with pytest.raises(StorageFull, match="600 bytes"):
         found.admit()
     alive.flushed.move(alive.end)
     found.look()
@@ -78,7 +78,7 @@ async def test_a_disk_is_not_filled_to_its_last_byte(own: Spool, free: int, tota
     found = limits(own, disk=disk(free + 100, total))
     found.admit()
     await own.append([b"x" * 200])
-    with pytest.raises(SpoolFull, match="the disk of the spool"):
+    with pytest.raises(StorageFull, match="the disk of the spool"):
         found.admit()
 
 
@@ -119,7 +119,7 @@ async def test_what_has_waited_too_long_refuses_more(own: Spool) -> None:
     found = limits(own, max_age_s=50)
     end = await own.append([encode(feedback(received_at=time.time() - 60))])
     found.look()
-    with pytest.raises(SpoolFull, match="for 50 seconds"):
+    with pytest.raises(StorageFull, match="for 50 seconds"):
         found.admit()
     own.flushed.move(end)
     found.admit()

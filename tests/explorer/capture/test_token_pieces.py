@@ -8,7 +8,7 @@ import pytest
 
 from tests.doubles.engine import pieces, recorded
 from tests.explorer.capture.test_packed import pack, packed
-from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields, Sampling, TokenPieces
+from tuneloop.explorer.transcript import ChatTranscript, RequestedFields, Sampling, TokenPieces
 from tuneloop.explorer.dialects.dialect import ReplyWriter
 
 ID = "chatcmpl-recorded"

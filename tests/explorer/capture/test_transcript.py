@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.doubles.engine import pieces, recorded
-from tuneloop.explorer.capture.transcript import ChatTranscript, RequestedFields, Sampling, Transcript
+from tuneloop.explorer.transcript import ChatTranscript, RequestedFields, Sampling, Transcript
 from tuneloop.shared.experience import Experience, is_captured
 
 pytestmark = pytest.mark.contract

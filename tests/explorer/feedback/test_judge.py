@@ -288,10 +288,10 @@ class Bench:
             self.spool,
             metrics=Metrics(),
             conversation=no_conversation,
-            wait_until_flushed=self.wait_until_flushed,
+            wait_until_taken=self.wait_until_taken,
         )
 
-    async def wait_until_flushed(self, timeout_s: float) -> bool:
+    async def wait_until_taken(self, timeout_s: float) -> bool:
         return self.all_there
 
     def chat(self) -> Exchange:

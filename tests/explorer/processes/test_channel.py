@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tuneloop.explorer.capture.control_client import ShadowReply
+from tuneloop.explorer.control_client import ShadowReply
 from tuneloop.explorer.engines.fleet import EngineState, TrafficSplit
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.explorer.processes.channel import (

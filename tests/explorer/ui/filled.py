@@ -8,7 +8,7 @@ from sqlalchemy import Engine, text
 
 from tests.doubles.engine import MODEL
 from tests.explorer.checkpoints import publish
-from tuneloop.explorer.capture.transcript import ReplyIdSigner
+from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.shared import steady_time
 from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.evaluation.scores import Figure

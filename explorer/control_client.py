@@ -20,8 +20,11 @@ class ShadowReply(msgspec.Struct, frozen=True):
 class ControlClient(Protocol):
     """What runs beside the requests, in the same process or in another."""
 
-    async def wait_until_flushed(self, timeout_s: float) -> bool:
+    async def wait_until_taken(self, timeout_s: float) -> bool:
         """Wait until all that is on disk now is in the database. False if it is not by then, or away."""
+
+    def wake_drain(self) -> None:
+        """Have the outbox looked at now: somebody waits for what became of feedback."""
 
     async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
         """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""

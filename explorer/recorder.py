@@ -1,0 +1,282 @@
+"""Brings exchanges and feedback to disk: when `record` returns they are safe, whatever dies next."""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+
+from tuneloop.explorer.background_tasks import every
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.runner.outbox import Outbox
+from tuneloop.shared import steady_time
+from tuneloop.shared.errors import LedgerForbidden, StorageFull
+from tuneloop.shared.experience import Exchange, Feedback, Outcome, Record, encode
+from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
+from tuneloop.shared.outbox_status import OutboxStatus
+from tuneloop.shared.privacy.redactor import Redactor
+
+log = structlog.get_logger()
+
+#: A file takes so many bytes, and is open for so many seconds.
+FILE_BYTES, _FILE_S = 256 << 20, 3600.0
+
+#: How much of the file system stays free, whichever is less: replies in flight when requests are refused need it.
+RESERVE_SHARE, RESERVE_BYTES = 0.05, 1 << 30
+
+_LOOK_S = 0.5
+
+#: How much must go onto a disk that has refused a write before it counts as mended.
+_PROOF = bytes(64 << 10)
+
+#: From this size on records are redacted in a thread: others' replies go on meanwhile.
+_LARGE = 256 << 10
+
+#: What an event without a text counts for in that.
+_EVENT_CHARACTERS = 512
+
+#: How long a call waits for what became of its feedback, which is safe by then.
+_PATIENCE_S = 2.0
+
+
+class OutboxLimits:
+    """What the outbox holds at most: several processes share the bound.
+
+    `admit` is asked for every request and reads nothing: the drain tells what waits, our own bytes are counted as they
+    are written, and the disk is looked at every half a second. `check_database` raises LedgerForbidden where what is
+    recorded could reach no ledger of ours: its file was deleted or replaced.
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        *,
+        max_bytes: int,
+        max_age_s: float,
+        check_database: Callable[[], None] = lambda: None,
+        disk: Callable[[Path], os.statvfs_result] = os.statvfs,
+    ) -> None:
+        self._outbox, self._check_database, self._disk = outbox, check_database, disk
+        self._max_bytes, self._max_age_s = max_bytes, max_age_s
+        self.status = OutboxStatus()
+        self._told_at = 0  # what we had written when the status was told
+        self._misplaced: str | None = None
+        #: Why the disk refused the last record; None once it takes one again.
+        self.broken: str | None = None
+        self.look()
+
+    async def run(self, metrics: Metrics) -> None:
+        """Bring the limits up to date every half a second."""
+
+        async def look() -> None:
+            try:
+                await asyncio.to_thread(self.look)
+            except OSError as error:
+                log.error("outbox_limits_not_updated", folder=str(self._outbox.folder), reason=str(error))
+
+        await every(_LOOK_S, look, task="outbox_limits", metrics=metrics)
+
+    def look(self) -> None:
+        """Bring what `admit` goes by up to date. Raises OSError."""
+        try:
+            self._check_database()
+            self._misplaced = None
+        except LedgerForbidden as error:
+            self._misplaced = f"the database is not there any more: {error}"
+        disk, self._written = self._disk(self._outbox.folder), self._outbox.written
+        self._reserve = min(int(RESERVE_SHARE * disk.f_blocks * disk.f_frsize), RESERVE_BYTES)
+        self._free = disk.f_bavail * disk.f_frsize
+        # A file goes when all of it is in the database: on a small disk that must not be when nothing else has room.
+        small = self._free - self._reserve < FILE_BYTES
+        self._outbox.begin_new_file(after_s=_LOOK_S if small else _FILE_S)
+        if self.broken is not None:
+            with suppress(OSError), tempfile.TemporaryFile(dir=self._outbox.folder) as file:
+                file.write(_PROOF)
+                file.flush()
+                os.fsync(file.fileno())
+                self.broken = None
+
+    def note(self, status: OutboxStatus) -> None:
+        """Take up what the drain tells."""
+        self.status, self._told_at = status, self._outbox.written
+
+    def admit(self) -> None:
+        """Raise StorageFull when no more should be taken on, because it might not be kept."""
+        if reason := self._misplaced or self.broken:
+            raise StorageFull(reason)
+        written = self._outbox.written
+        if self.status.bytes + written - self._told_at >= self._max_bytes:
+            raise StorageFull(f"the outbox holds {self._max_bytes} bytes that the database has not taken")
+        if self._free - (written - self._written) < self._reserve:
+            raise StorageFull(f"the disk of the outbox has less than {self._reserve} bytes left")
+        if self.status.since is not None and steady_time.now() - self.status.since > self._max_age_s:
+            message = f"the database has not taken what the outbox has held for {self._max_age_s:g} seconds"
+            raise StorageFull(message)
+
+
+class _Call:
+    """A call that waits for what becomes of its events."""
+
+    def __init__(self, events: Sequence[Feedback]) -> None:
+        self.left = {event.event_id for event in events}
+        self.results = FeedbackResults(outcomes=dict.fromkeys(self.left, Outcome.PENDING))
+        self.is_over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def take(self, results: FeedbackResults) -> None:
+        """Keep what is told of this call's events."""
+        if found := self.left & results.outcomes.keys():
+            self.results.add(results, found)
+            self.left -= found
+        if not self.left:
+            self.end()
+
+    def end(self) -> None:
+        """Wait no longer."""
+        if not self.is_over.done():
+            self.is_over.set_result(None)
+
+
+class Recorder:
+    """The outbox, as the routes see it. `wake_drain` tells the drain that a call waits."""
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        limits: OutboxLimits,
+        metrics: Metrics,
+        redactor: Redactor | None = None,
+        *,
+        wake_drain: Callable[[], None],
+    ) -> None:
+        self._outbox, self._limits, self._metrics, self._wake_drain = outbox, limits, metrics, wake_drain
+        self._redactor = redactor if redactor else None
+        self._writing: set[asyncio.Task[list[Record]]] = set()
+        # More threads would only keep each other, and the event loop, from the interpreter.
+        self._threads, self._appender = ThreadPoolExecutor(2, "redaction"), ThreadPoolExecutor(1, "outbox")
+        self._waiting: list[tuple[Sequence[bytes], asyncio.Future[None]]] = []
+        self._appending: asyncio.Task[None] | None = None
+        self._calls: set[_Call] = set()
+        self._away = False
+
+    def admit(self) -> None:
+        """Raise StorageFull if the reply to a request could not be kept."""
+        self._limits.admit()
+
+    async def record(self, exchange: Exchange) -> None:
+        """Bring an exchange to disk; it gets there even if the request's own task is cancelled meanwhile."""
+        [written] = await self._write([exchange])
+        assert isinstance(written, Exchange)
+        for experience in written.experiences:
+            self._metrics.count_recorded(experience.drop_reason or experience.unsampled or "")
+
+    async def take(self, events: Sequence[Feedback]) -> FeedbackResults:
+        """Bring feedback to disk, all of it or none, and tell what became of it as far as that is known soon."""
+        self._limits.admit()
+        call = _Call(events)
+        self._calls.add(call)
+        try:
+            await self._write(events)
+            if not self._away:
+                self._wake_drain()
+                await asyncio.wait([call.is_over], timeout=_PATIENCE_S)
+        finally:
+            self._calls.discard(call)
+        return call.results
+
+    def note_results(self, results: FeedbackResults) -> None:
+        """Take up what became of feedback, by the drain."""
+        for call in list(self._calls):
+            call.take(results)
+
+    def note_status(self, status: OutboxStatus, *, away: bool) -> None:
+        """Take up what waits for the database, and whether that is away."""
+        self._limits.note(status)
+        self._away = away
+        for call in self._calls if away else ():
+            call.end()
+
+    @property
+    def slow(self) -> bool:
+        """Whether even a name may take longer than an event loop should wait."""
+        return self._redactor is not None and self._redactor.slow
+
+    def name_as_stored(self, name: str) -> str:
+        """What a task, a run or a person of this name is called in the database."""
+        return self._redactor.name(name) if self._redactor else name
+
+    def pairs_as_stored(self, pairs: Mapping[str, str]) -> Mapping[str, str]:
+        """Metadata as it may be stored."""
+        return self._redactor.pairs(pairs) if self._redactor else pairs
+
+    async def close(self) -> None:
+        """Wait for what is still being written, whose requests were cancelled."""
+        await asyncio.gather(*self._writing, return_exceptions=True)
+        if self._appending is not None:
+            await self._appending
+        self._threads.shutdown(wait=False)
+        self._appender.shutdown()
+
+    async def _write(self, records: Sequence[Record]) -> list[Record]:
+        redactor, size = self._redactor, sum(map(_size, records))
+        if size > _LARGE or self.slow:
+            task = asyncio.create_task(self._write_aside(records))
+            self._writing.add(task)
+            task.add_done_callback(self._writing.discard)
+            try:
+                return await asyncio.shield(task)
+            except asyncio.CancelledError:
+                await asyncio.wait([task])  # what it holds counts as its request's until it is done
+                raise
+        written = redactor.records(records) if redactor else list(records)
+        await self._append([encode(each) for each in written])
+        return written
+
+    async def _write_aside(self, records: Sequence[Record]) -> list[Record]:
+        """The same while others are answered."""
+        redactor = self._redactor
+
+        def prepare() -> tuple[list[Record], list[bytes]]:
+            written = redactor.records(records) if redactor else list(records)
+            return written, [encode(each) for each in written]
+
+        written, payloads = await asyncio.get_running_loop().run_in_executor(self._threads, prepare)
+        await self._append(payloads)
+        return written
+
+    async def _append(self, payloads: Sequence[bytes]) -> None:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((payloads, done))
+        if self._appending is None or self._appending.done():
+            self._appending = asyncio.create_task(self._append_all())
+        await done  # who is cancelled meanwhile has the records written all the same
+
+    async def _append_all(self) -> None:
+        """Bring to disk what waits, and then what has come meanwhile."""
+        while self._waiting:
+            group, self._waiting = self._waiting, []
+            payloads = [payload for each, _ in group for payload in each]
+            error: StorageFull | None = None
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._appender, self._outbox.append, payloads)
+            except OSError as refused:
+                reason = f"{self._outbox.folder} takes no records: {refused.strerror}"
+                self._limits.broken, error = reason, StorageFull(reason)
+                log.error("outbox_broken", folder=str(self._outbox.folder), reason=refused.strerror)
+            for _, done in group:
+                if done.done():
+                    continue
+                if error is None:
+                    done.set_result(None)
+                else:
+                    done.set_exception(StorageFull(str(error)))
+
+
+def _size(record: Record) -> int:
+    """About how many characters there are to be looked at."""
+    if isinstance(record, Feedback):
+        return len(record.text or "") + _EVENT_CHARACTERS
+    return len(record.request) + sum(len(each.text) + len(each.prompt_ids) for each in record.experiences)

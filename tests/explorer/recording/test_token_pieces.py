@@ -8,8 +8,8 @@ import pytest
 
 from tests.doubles.engine import pieces, recorded
 from tests.explorer.capture.test_packed import pack, packed
-from tuneloop.explorer.transcript import ChatTranscript, RequestedFields, Sampling, TokenPieces
 from tuneloop.explorer.dialects.dialect import ReplyWriter
+from tuneloop.explorer.transcript import ChatTranscript, RequestedFields, Sampling, TokenPieces
 
 ID = "chatcmpl-recorded"
 RECORDINGS = ["stream_captured.sse", "stream_n2_captured.sse", "stream_tools_captured.sse"]

@@ -177,9 +177,6 @@ class Drain:
                     if is_damage or len(group) == GROUP or size >= GROUP_BYTES:
                         self._take(group)
                         group, size = [], 0
-                        if time.monotonic() >= self._stop_at:
-                            log.warning("outbox_left_for_the_next_start", reason="there is more than can be moved now")
-                            raise _Stopped
                     if isinstance(found, Damage):
                         self._set_aside(_Unread(reader, Record(found.data, 0, found.end)), "these bytes are damaged")
             except OSError as error:
@@ -190,14 +187,19 @@ class Drain:
 
     def _take(self, group: Sequence[_Unread]) -> None:
         """Put records into the database; those that it refuses are set aside."""
-        readable, records = [], []
-        for each in group:
+        if group and time.monotonic() >= self._stop_at:
+            log.warning("outbox_left_for_the_next_start", reason="there is more than can be moved now")
+            raise _Stopped
+        records = []
+        for index, each in enumerate(group):
             try:
                 records.append(decode(each.record.payload))
-                readable.append(each)
             except msgspec.MsgspecError as error:
+                self._take(group[:index])
                 self._set_aside(each, _reason(error))
-        places = [(each.reader.id, each.record.number) for each in readable]
+                self._take(group[index + 1 :])
+                return
+        places = [(each.reader.id, each.record.number) for each in group]
         pause, refusal = _SHORTEST_PAUSE_S, ""
         while records:
             try:
@@ -206,7 +208,7 @@ class Drain:
                 refusal = _reason(error)
                 if len(records) > 1:
                     log.warning("group_refused", records=len(records), reason=refusal)
-                    for each in readable:
+                    for each in group:
                         self._take([each])
                     return
                 # Once for all records that are refused for the same reason: a client's mistake that comes a hundred
@@ -214,14 +216,14 @@ class Drain:
                 waited_s = time.monotonic() - self._began.setdefault(refusal, time.monotonic())
                 longest = RECORD_PATIENCE_S if isinstance(error, RecordRefused) else PATIENCE_S
                 if not isinstance(error, LedgerError) or waited_s >= longest:
-                    self._set_aside(readable[0], refusal)
+                    self._set_aside(group[0], refusal)
                     return
                 self._wait(pause, refusal)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
             else:
                 self._began.pop(refusal, None)
-                self._note(readable)
-                said = zip(readable, records, strict=True)
+                self._note(group)
+                said = zip(group, records, strict=True)
                 for owner in {owner_of(each.reader.id) for each, record in said if isinstance(record, Feedback)}:
                     self._listener.taken(owner, results)
                 return

@@ -292,7 +292,7 @@ class OutboxReaders:
     @property
     def files(self) -> list[OutboxReader]:
         """Those that are open."""
-        return list(self._open.values())
+        return [self._open[id_] for id_ in sorted(self._open)]
 
     def look(self, *, but: Container[str] = ()) -> list[OutboxReader]:
         """The files as they are now, without those of these ids. Raises OSError."""

@@ -5,7 +5,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -72,33 +72,37 @@ class OutboxLimits:
     async def run(self, metrics: Metrics) -> None:
         """Bring the limits up to date every half a second."""
 
-        async def look() -> None:
-            try:
-                await asyncio.to_thread(self.look)
-            except OSError as error:
-                log.error("outbox_limits_not_updated", folder=str(self._outbox.folder), reason=str(error))
-
-        await every(_LOOK_S, look, task="outbox_limits", metrics=metrics)
+        await every(_LOOK_S, partial(asyncio.to_thread, self.look), task="outbox_limits", metrics=metrics)
 
     def look(self) -> None:
-        """Bring what `admit` goes by up to date. Raises OSError."""
+        """Bring what `admit` goes by up to date."""
         try:
             self._check_database()
             self._misplaced = None
         except LedgerForbidden as error:
             self._misplaced = f"the database is not there any more: {error}"
-        disk, self._written = self._disk(self._outbox.folder), self._outbox.written
+        try:
+            disk, self._written = self._disk(self._outbox.folder), self._outbox.written
+            if self.broken is not None:
+                with tempfile.TemporaryFile(dir=self._outbox.folder) as file:
+                    file.write(_PROOF)
+                    file.flush()
+                    os.fsync(file.fileno())
+        except OSError as error:
+            self.note_refusal(error)
+            return
+        self.broken = None
         self._reserve = min(int(RESERVE_SHARE * disk.f_blocks * disk.f_frsize), RESERVE_BYTES)
         self._free = disk.f_bavail * disk.f_frsize
         # A file goes when all of it is in the database: on a small disk that must not be when nothing else has room.
         small = self._free - self._reserve < FILE_BYTES
         self._outbox.begin_new_file(after_s=_LOOK_S if small else _FILE_S)
-        if self.broken is not None:
-            with suppress(OSError), tempfile.TemporaryFile(dir=self._outbox.folder) as file:
-                file.write(_PROOF)
-                file.flush()
-                os.fsync(file.fileno())
-                self.broken = None
+
+    def note_refusal(self, error: OSError) -> None:
+        """The disk refuses records, and more must not be taken until it is mended."""
+        if self.broken is None:
+            log.error("outbox_broken", folder=str(self._outbox.folder), reason=error.strerror)
+        self.broken = f"{self._outbox.folder} takes no records: {error.strerror}"
 
     def note(self, status: OutboxStatus) -> None:
         """Take up what the drain tells."""
@@ -263,9 +267,8 @@ class Recorder:
             try:
                 await asyncio.get_running_loop().run_in_executor(self._appender, self._outbox.append, payloads)
             except OSError as refused:
-                reason = f"{self._outbox.folder} takes no records: {refused.strerror}"
-                self._limits.broken, error = reason, StorageFull(reason)
-                log.error("outbox_broken", folder=str(self._outbox.folder), reason=refused.strerror)
+                self._limits.note_refusal(refused)
+                error = StorageFull(str(self._limits.broken))
             for _, done in group:
                 if done.done():
                     continue

@@ -12,9 +12,8 @@ import pytest
 from tests.clients.packages import EXAMPLES, PACKAGES, PLACES, Driver, Package, node_folder
 from tests.doubles.engine import EngineDouble, EnginePlace, engine_place, recorded
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
-from tuneloop.explorer.capture import retention, spool
-from tuneloop.shared.experience import Exchange, State, decode
-from tuneloop.shared.spool_format import Position
+from tests.outboxes import exchanges_in
+from tuneloop.shared.experience import Exchange, State
 
 pytestmark = [pytest.mark.xdist_group("clients"), pytest.mark.contract]
 
@@ -34,7 +33,7 @@ class Party:
         self.double = double
         self.drivers = drivers
         self._kept: dict[str, Exchange] = {}
-        self._read_to = Position(0, 0)
+        self._seen: set[str] = set()
 
     def news(self) -> dict[str, Exchange]:
         """The exchanges that were kept since somebody last asked."""
@@ -44,9 +43,9 @@ class Party:
 
     def kept_since(self) -> int:
         """How many were kept since then."""
-        for payload, after in spool.read(self.explorer.services.spool.folder, self._read_to):
-            self._read_to = after
-            if isinstance(record := decode(payload), Exchange):
+        for record in exchanges_in(self.explorer.settings.outbox_dir):
+            if record.msg_id not in self._seen:
+                self._seen.add(record.msg_id)
                 self._kept[record.msg_id] = record
         return len(self._kept)
 
@@ -78,8 +77,7 @@ def party(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Party]:
     folder = tmp_path_factory.mktemp("clients")
     node_folder(folder)
     place: EnginePlace
-    with engine_place() as place, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(retention, "SEGMENT_S", 1e9)  # what was kept is counted on disk
+    with engine_place() as place:
         double = place.fresh()
         with explorer_running(settings_for(folder, [double.url], max_waiting=200)) as explorer:
             drivers = {each.name: Driver(each, folder, explorer.url) for each in PACKAGES}

@@ -20,15 +20,14 @@ from tests.doubles.engine import MODEL
 from tests.doubles.serving import serving
 from tests.explorer.checkpoints import write_model
 from tests.explorer.whole import create_app
+from tests.outboxes import records_in
 from tuneloop.explorer import recorder
 from tuneloop.explorer.app import Services
 from tuneloop.explorer.edge import Edge
 from tuneloop.explorer.processes.services import ControlServices
 from tuneloop.explorer.routes import responses, stored_completions
-from tuneloop.runner import outbox
-from tuneloop.runner.outbox import OutboxReader, names_in
 from tuneloop.shared.errors import LedgerForbidden, LedgerUnavailable, TuneloopError
-from tuneloop.shared.experience import Exchange, Feedback, Record, State, decode
+from tuneloop.shared.experience import Exchange, Feedback, Record, State
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
 from tuneloop.shared.ledger.recording.recording import CommitLimits, Recording
@@ -122,16 +121,6 @@ def open_ledger(settings: Settings) -> MoodyLedger:
     ledger = MoodyLedger(engine_of(url), rule=settings.reward)
     ledger.versions.ensure_base(settings.model.model_path.absolute())
     return ledger
-
-
-def records_in(folder: Path) -> list[Record]:
-    """What the files of an outbox hold, oldest first."""
-    found = []
-    for name in names_in(folder):
-        reader = OutboxReader(folder / name)
-        found += [decode(each.payload) for each in reader.read(0) if isinstance(each, outbox.Record)]
-        reader.close()
-    return found
 
 
 @dataclass

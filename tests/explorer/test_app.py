@@ -20,9 +20,6 @@ from tests.doubles.engine import CHAT, EngineDouble
 from tests.doubles.serving import serving
 from tests.explorer.running import HELLO, eventually, explorer_running, settings_for
 from tests.explorer.whole import create_app
-from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
-from tuneloop.explorer.capture.spool import Spool
-from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.explorer.dialects.dialect import ChatDialect
 from tuneloop.explorer.edge import Edge
 from tuneloop.explorer.engines.client import EngineHttp
@@ -31,6 +28,9 @@ from tuneloop.explorer.engines.vllm import EngineControl, open_session
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.protocol import Http11
 from tuneloop.explorer.proxy.proxy import Proxy
+from tuneloop.explorer.recorder import OutboxLimits, Recorder
+from tuneloop.explorer.transcript import ReplyIdSigner
+from tuneloop.runner.outbox import Outbox
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.reports import Reports
@@ -41,11 +41,12 @@ from tuneloop.shared.ledger.storage.schema import metadata
 @asynccontextmanager
 async def chat_by_hand(tmp_path: Path, double: EngineDouble, *, patience_s: float = 1.0) -> AsyncIterator[Any]:
     """The chat route alone, with an engine that counts as one of our own, on the CPU."""
-    spool, metrics = Spool.open(tmp_path / "spool", sync=False), Metrics()
+    outbox, metrics = Outbox(tmp_path / "outbox", 1 << 20), Metrics()
     http = EngineHttp(url=double.url)
     async with open_session(url=double.url, socket=None, key=None) as session:
         fleet = Fleet([Engine(0, http, EngineControl(session, model_name="t"))], wait_timeout_s=patience_s)
-        recorder = Recorder(spool, SpoolLimits(spool, max_bytes=1 << 20, max_age_s=60), metrics)
+        limits = OutboxLimits(outbox, max_bytes=1 << 20, max_age_s=60)
+        recorder = Recorder(outbox, limits, metrics, wake_drain=lambda: None)
         proxy = Proxy(
             settings_for(tmp_path), fleet, signer=ReplyIdSigner(b"k" * 32), recorder=recorder, metrics=metrics
         )
@@ -59,7 +60,8 @@ async def chat_by_hand(tmp_path: Path, double: EngineDouble, *, patience_s: floa
         for connection in state.connections:
             connection.shutdown()
     await http.close()
-    spool.close()
+    await recorder.close()
+    outbox.close()
 
 
 async def test_on_the_cpu_a_seed_is_left_out_and_that_is_said(tmp_path: Path, double: EngineDouble) -> None:

@@ -22,15 +22,13 @@ from tests.doubles.engine import CHAT, MODEL, EngineDouble
 from tests.doubles.warm.process import WarmProcess
 from tests.explorer.checkpoints import write_model
 from tests.explorer.running import HELLO, eventually
+from tests.outboxes import exchanges_in
 from tuneloop.explorer.__main__ import serve
-from tuneloop.explorer.capture import spool
-from tuneloop.shared import spool_format
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.experience import Exchange, State, decode
+from tuneloop.shared.experience import Exchange, State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.database import connect
 from tuneloop.shared.settings.loader import load_settings
-from tuneloop.shared.spool_format import Position
 
 
 def write_settings(folder: Path, **but: Any) -> Path:
@@ -114,16 +112,8 @@ def test_a_folder_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     settings = write_settings(tmp_path, checkpoint_root_dir=str(tmp_path / "file" / "below"), **ATTACHED)
     refused(settings, "checkpoint_root_dir", "choose another folder")
-    settings = write_settings(tmp_path, explorer__spool_dir="/proc/spool", **ATTACHED)
-    refused(settings, "explorer.spool_dir", "choose another folder")
-
-
-def test_a_spool_that_a_worker_cannot_open_is_said(tmp_path: Path) -> None:
-    (job(tmp_path) / "spool" / "0" / "lock").mkdir(parents=True)
-    code, reply = ended(write_settings(tmp_path, **ATTACHED))
-    assert code == 3
-    assert reply.startswith("explorer.spool_dir: ")
-    assert "make room, or choose another folder" in reply
+    settings = write_settings(tmp_path, explorer__outbox_dir="/proc/outbox", **ATTACHED)
+    refused(settings, "explorer.outbox_dir", "choose another folder")
 
 
 def test_a_key_that_is_none_is_said(tmp_path: Path) -> None:
@@ -171,13 +161,8 @@ def _url(running: "subprocess.Popen[bytes]") -> str:
 
 
 def kept(folder: Path) -> list[Exchange]:
-    """The exchanges on disk, in the spool of whatever process."""
-    records = [
-        decode(payload)
-        for slot in spool_format.slots(job(folder) / "spool")
-        for payload, _ in spool.read(slot, Position(0, 0))
-    ]
-    return [each for each in records if isinstance(each, Exchange)]
+    """The exchanges on disk, in the outbox of whatever process."""
+    return exchanges_in(job(folder) / "outbox")
 
 
 def stored(folder: Path) -> dict[State, int]:

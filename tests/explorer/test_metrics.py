@@ -23,7 +23,7 @@ def worker(requests: int, *, version: int = 0, in_flight: int = 0) -> CollectorR
 
 def test_what_workers_count_is_added_up() -> None:
     own = Metrics()
-    own.quarantined.inc()
+    own.outbox_refused.inc()
     totals = ProcessTotals(own.registry)
     totals.update(0, process_samples(worker(3, in_flight=1)))
     totals.update(1, process_samples(worker(4, version=1, in_flight=2)))
@@ -34,7 +34,7 @@ def test_what_workers_count_is_added_up() -> None:
     assert found["tuneloop_request_seconds_bucket", "/chat,0.01"] == 0
     assert found["tuneloop_request_seconds_bucket", "/chat,0.025"] == 7
     assert found["tuneloop_requests_in_flight", ""] == 3
-    assert found["tuneloop_spool_quarantined_total", ""] == 1
+    assert found["tuneloop_outbox_refused_total", ""] == 1
 
 
 def test_gauges_of_the_service_are_the_control_processs_alone() -> None:

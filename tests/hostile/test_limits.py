@@ -15,8 +15,8 @@ from tests.explorer.wire import BODY, Wire, chunked
 from tests.hostile.bed import ADMIN_KEY
 from tuneloop.explorer import protocol
 from tuneloop.explorer.access import feedback_tokens
-from tuneloop.explorer.capture.flusher import STOP_S
 from tuneloop.explorer.dialects import conversations
+from tuneloop.explorer.drain import STOP_S
 from tuneloop.explorer.feedback import request, routes
 from tuneloop.explorer.http import bodies
 from tuneloop.explorer.limits import ConnectionLimits
@@ -46,7 +46,7 @@ FIXED: dict[str, object] = {
     "objects and lists in a body": bodies.MAX_CONTAINERS,
     "values in a body": bodies.MAX_VALUES,
     "how long they wait": ExplorerSettings.wait_timeout,
-    "how long the database has taken nothing": ExplorerSettings.spool_max_age,
+    "how long the database has taken nothing": ExplorerSettings.outbox_max_age,
     "what a client does not read": None,
     "an answer over 64 KiB of which its client reads nothing, whole or streamed": ConnectionLimits.read_timeout_s,
     "[files that a request names by URL](operations.md#files-from-urls)": media.MAX_FILES,
@@ -60,7 +60,7 @@ FIXED: dict[str, object] = {
     "events about one reply, those that prefer another to it too, or one run in all": MAX_SAID,
     "those of them of one key, or of one source without a key": MAX_SAID_BY_ONE,
     "a tenant's events about runs without a reply, and replies that are not stored": MAX_EARLY,
-    "moving the spool when the service ends": STOP_S,
+    "moving the outbox when the service ends": STOP_S,
     "`metadata` of a request": chat_request.MAX_METADATA_BYTES,
     "text in one call of feedback, counted once for each id": request.MAX_CHARACTERS,
     "`task_id`, `run_id`, `source`, `metric`, `label`, `idempotency_key`": MAX_NAME,
@@ -120,7 +120,7 @@ def test_a_bound_is_the_one_in_the_code(what: str) -> None:
 
 def test_no_bound_is_forgotten() -> None:
     assert FIXED.keys() <= table().keys()
-    limits = re.compile(r"explorer\.(max_|head_|body_|wait_|request_|spool_max_|allowed_media_)\w+")
+    limits = re.compile(r"explorer\.(max_|head_|body_|wait_|request_|outbox_max_|allowed_media_)\w+")
     named = {each.setting for each in table().values()}
     assert {key for key, _ in options() if limits.fullmatch(key)} <= named
 

@@ -37,8 +37,8 @@ CHAT, FEEDBACK, TRAINED = 21, 38, 126
 #: How long a road's last calls may take, and what runs while nothing is asked is looked at.
 _SETTLED_S, _IDLE_S = 0.3, 1.5
 
-#: The loop that brings records from the spool into the ledger.
-_DRAIN = frozenset({"explorer/capture/flusher.py:Flusher._run"})
+#: The loop that brings records from the outbox into the ledger.
+_DRAIN = frozenset({"explorer/drain.py:Drain._run"})
 
 STREAMED = "/v1/chat/completions"
 

@@ -19,8 +19,7 @@ from tests.doubles.engine import EngineDouble
 from tests.doubles.serving import serving
 from tests.loop.harness.services import Service, alive, descendants, ledger_of, wait_for
 from tests.loop.harness.users import Book, Failure, Users, attached_settings
-from tuneloop.explorer.capture.recorder import RESERVE_SHARE
-from tuneloop.shared import spool_format
+from tuneloop.explorer.recorder import RESERVE_SHARE
 from tuneloop.shared.ledger.storage.schema import experiences, feedback
 
 pytestmark = pytest.mark.contract
@@ -29,12 +28,12 @@ LONG, LONGER = "x" * 5000, "x" * 20_000
 
 
 @contextmanager
-def explorer_of(folder: Path, spool_dir: Path | None = None, **but: object) -> Iterator[Service]:
+def explorer_of(folder: Path, outbox_dir: Path | None = None, **but: object) -> Iterator[Service]:
     """An explorer over an engine double; `but` are sections of the settings."""
     with serving(EngineDouble(piece_pause_s=0.002)) as url:
         config = attached_settings(folder, url, **but)
         values = yaml.safe_load(config.read_text())
-        values["explorer"]["spool_dir"] = str(spool_dir or folder / "spool")
+        values["explorer"]["outbox_dir"] = str(outbox_dir or folder / "outbox")
         config.write_text(yaml.safe_dump(values))
         explorer = Service(config, "explorer")
         try:
@@ -62,7 +61,7 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
 
 
 def limit(explorer: Service, size: int) -> None:
-    """Let no file of its processes grow beyond `size`, as a full disk would not: spool, database and log alike."""
+    """Let no file of its processes grow beyond `size`, as a full disk would not: outbox, database and log alike."""
     for pid in (explorer.process.pid, *descendants(explorer.process.pid)):
         hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
@@ -122,10 +121,9 @@ def through_a_full_disk(
 
 def test_a_disk_that_takes_no_more_in_the_middle_of_replies_costs_no_acknowledged_one(tmp_path: Path) -> None:
     with explorer_of(tmp_path) as explorer:
-        [slot] = spool_format.slots(explorer.settings.spool_dir)
 
         def fill() -> None:
-            limit(explorer, max(path.stat().st_size for path in slot.glob("*.seg")) + 100_000)
+            limit(explorer, max(path.stat().st_size for path in explorer.settings.outbox_dir.iterdir()) + 100_000)
 
         book = through_a_full_disk(explorer, fill, lambda: limit(explorer, resource.RLIM_INFINITY))
         assert_nothing_was_lost(explorer, book)
@@ -141,7 +139,7 @@ def test_a_disk_that_others_fill_refuses_before_it_is_full(tmp_path: Path, small
             while (disk := os.statvfs(small_disk)).f_bavail >= RESERVE_SHARE * disk.f_blocks:
                 file.write(bytes(4096))
 
-    with explorer_of(tmp_path, spool_dir=small_disk) as explorer:
+    with explorer_of(tmp_path, outbox_dir=small_disk) as explorer:
         book = through_a_full_disk(explorer, fill, hog.unlink)
         assert all(isinstance(each.error, httpx.HTTPStatusError) for each in book.failures), "no reply broke off"
         assert_nothing_was_lost(explorer, book)
@@ -153,7 +151,7 @@ def test_a_disk_that_others_fill_refuses_before_it_is_full(tmp_path: Path, small
 def test_a_disk_that_an_outage_fills_is_empty_again_after_it(tmp_path: Path, small_disk: Path) -> None:
     server = postgres.started()
     buffer = {"trainer_input": {"experience_buffer": {"path": server.url}}}
-    with explorer_of(tmp_path, spool_dir=small_disk, buffer=buffer) as explorer:
+    with explorer_of(tmp_path, outbox_dir=small_disk, buffer=buffer) as explorer:
         book = through_a_full_disk(explorer, server.stop, server.start, question=LONGER)
         assert_nothing_was_lost(explorer, book)
     server.close()

@@ -9,9 +9,9 @@ from tests.doubles.engine import EngineDouble
 from tests.explorer.access.test_keys import CHAT, MakeKey, code, make_key, secret_of
 from tests.explorer.running import HELLO, RunningExplorer, eventually
 from tests.explorer.wire import Wire, http_request
-from tuneloop.explorer.transcript import ChatTranscript, RequestedFields, TextTranscript, Transcript
 from tuneloop.explorer.dialects.responses_native import NativeResponseTranscript
 from tuneloop.explorer.limits import BodyLimits, KeyMeter, KeyUsage, RequestMeter
+from tuneloop.explorer.transcript import ChatTranscript, RequestedFields, TextTranscript, Transcript
 from tuneloop.shared.experience import Scope
 from tuneloop.shared.ledger.keys import KeyLimits
 

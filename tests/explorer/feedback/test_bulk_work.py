@@ -9,14 +9,15 @@ import pytest
 
 from tests.explorer.running import HELLO, RunningExplorer
 from tests.factories import exchange, feedback
-from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
-from tuneloop.explorer.capture.spool import Spool, read
+from tests.outboxes import exchanges_in
+from tuneloop.explorer import recorder as recorder_module
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.recorder import OutboxLimits, Recorder
+from tuneloop.runner.outbox import Outbox
 from tuneloop.shared.experience import Record
 from tuneloop.shared.privacy.detection import Detector
 from tuneloop.shared.privacy.redactor import Redactor
 from tuneloop.shared.settings.feedback import PrivacySettings
-from tuneloop.shared.spool_format import Position
 
 LARGE = b'{"messages": [], "more": "%b"}' % (b"x" * (300 << 10))
 
@@ -50,10 +51,10 @@ class SlowRedactor(Redactor):
 
 @pytest.fixture
 def redacting(tmp_path: Path) -> Iterator[tuple[Recorder, SlowRedactor]]:
-    spool, redactor = Spool.open(tmp_path, sync=False), SlowRedactor()
-    limits = SpoolLimits(spool, max_bytes=1 << 30, max_age_s=60)
-    yield Recorder(spool, limits, Metrics(), redactor), redactor
-    spool.close()
+    outbox, redactor = Outbox(tmp_path, 1 << 20), SlowRedactor()
+    limits = OutboxLimits(outbox, max_bytes=1 << 30, max_age_s=60)
+    yield Recorder(outbox, limits, Metrics(), redactor, wake_drain=lambda: None), redactor
+    outbox.close()
 
 
 async def test_who_is_cancelled_ends_with_the_work(redacting: tuple[Recorder, SlowRedactor], tmp_path: Path) -> None:
@@ -67,13 +68,16 @@ async def test_who_is_cancelled_ends_with_the_work(redacting: tuple[Recorder, Sl
     redactor.gate.set()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert b"left" in b"".join([payload for payload, _ in read(tmp_path / "0", Position(0, 0))])
+    assert [each.key for each in exchanges_in(tmp_path)] == ["left"]
 
 
-async def test_many_events_are_redacted_aside(redacting: tuple[Recorder, SlowRedactor]) -> None:
+async def test_many_events_are_redacted_aside(
+    redacting: tuple[Recorder, SlowRedactor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorder, redactor = redacting
     redactor.gate.set()
     events = [feedback(event_id=str(number)) for number in range(5000)]
-    assert len(await recorder.take(events)) == 5000
+    monkeypatch.setattr(recorder_module, "_PATIENCE_S", 0.0)
+    assert len((await recorder.take(events)).outcomes) == 5000
     assert redactor.threads
     assert threading.get_ident() not in redactor.threads

@@ -15,8 +15,7 @@ from tests.doubles.judge import JudgeDouble, judge_place, shown, verdict
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, open_ledger, settings_for
 from tests.explorer.test_main import attached_to, job, service, write_settings
 from tests.factories import exchange, experience
-from tuneloop.explorer.capture import spool
-from tuneloop.explorer.capture.spool import Spool
+from tests.outboxes import records_in
 from tuneloop.explorer.engines.fleet import in_share
 from tuneloop.explorer.feedback.judge import (
     METRIC,
@@ -30,13 +29,13 @@ from tuneloop.explorer.feedback.judge import (
 )
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.runner import Judge, JudgeFailed, Reply, Rubric
+from tuneloop.runner.outbox import Outbox
 from tuneloop.shared.errors import EnvironmentRefused, RequestRefused
-from tuneloop.shared.experience import Exchange, Feedback, decode
+from tuneloop.shared.experience import Exchange, Feedback
 from tuneloop.shared.ledger.recording.judging import JudgedExchange
 from tuneloop.shared.settings.feedback import JudgeSettings as JudgeSettings
 from tuneloop.shared.settings.feedback import RewardRule
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.spool_format import Position
 
 pytestmark = pytest.mark.contract
 
@@ -271,7 +270,7 @@ def test_the_service_judges_in_its_control_process(tmp_path: Path, double: Engin
         eventually(lambda: http.post("/commit", json={}).json()["committed"] == 1)
         assert process.poll() is None
     assert judge.headers[0]["authorization"] == "Bearer secret"
-    assert (job(tmp_path) / "spool").is_dir()
+    assert (job(tmp_path) / "outbox").is_dir()
 
 
 class Bench:
@@ -280,12 +279,12 @@ class Bench:
     def __init__(self, folder: Path, judge: JudgeDouble) -> None:
         settings = settings_for(folder)
         self.ledger = open_ledger(settings)
-        self.spool = Spool.open(settings.spool_dir, sync=False)
+        self.outbox = Outbox(settings.outbox_dir, 1 << 20)
         self.all_there = True
         self.judging = JudgeLoop(
             section_of(JudgeSettings, {"url": judge.base_url, "model": "j", "retries": 0}),
             self.ledger,
-            self.spool,
+            self.outbox,
             metrics=Metrics(),
             conversation=no_conversation,
             wait_until_taken=self.wait_until_taken,
@@ -301,7 +300,7 @@ class Bench:
         return said
 
     def flush(self) -> list[Feedback]:
-        events = [decode(payload) for payload, _ in spool.read(self.spool.folder, Position(0, 0))]
+        events = records_in(self.outbox.folder)
         self.ledger.recording.record(events)
         return [event for event in events if isinstance(event, Feedback)]
 
@@ -314,7 +313,7 @@ async def bench(tmp_path: Path, judge: JudgeDouble) -> AsyncIterator[Bench]:
     found = Bench(tmp_path, judge)
     yield found
     await found.judging._judge.close_async()
-    found.spool.close()
+    found.outbox.close()
     found.ledger.close()
 
 

@@ -160,8 +160,8 @@ def test_why_a_commit_is_put_off_is_logged(running_explorer: Run, double: Engine
     assert reasons == ["away", "the database is away, or still behind; " + _SAFE]
 
 
-def test_a_full_spool_refuses_with_a_time_to_come_back(running_explorer: Run, double: EngineDouble) -> None:
-    explorer = running_explorer(double, spool_max_bytes=2000)
+def test_a_full_outbox_refuses_with_a_time_to_come_back(running_explorer: Run, double: EngineDouble) -> None:
+    explorer = running_explorer(double, outbox_max_bytes=2000)
     explorer.ledger.recording.away = True
     said = reply_id(explorer)
     while (reply := explorer.chat()).status_code == 200:
@@ -172,7 +172,7 @@ def test_a_full_spool_refuses_with_a_time_to_come_back(running_explorer: Run, do
         assert int(refused.headers["retry-after-ms"]) >= 1
     ready = explorer.http.get("/health/ready")
     assert (ready.status_code, ready.json()["status"]) == (503, "not_ready")
-    assert "spool" in ready.json()["reason"]
+    assert "outbox" in ready.json()["reason"]
     assert explorer.http.get("/health/live").status_code == 200
     for stream in (False, True):
         assert explorer.chat(store=False, stream=stream).status_code == 200, "what is not kept needs no room"
@@ -186,7 +186,7 @@ def test_a_full_spool_refuses_with_a_time_to_come_back(running_explorer: Run, do
 def test_a_database_that_is_away_for_too_long_is_no_longer_waited_for(
     running_explorer: Run, double: EngineDouble
 ) -> None:
-    explorer = running_explorer(double, spool_max_age=0.5)
+    explorer = running_explorer(double, outbox_max_age=0.5)
     explorer.ledger.recording.away = True
     said = reply_id(explorer)
     eventually(lambda: explorer.chat().status_code == 503)
@@ -194,7 +194,7 @@ def test_a_database_that_is_away_for_too_long_is_no_longer_waited_for(
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "storage_full")
     assert "0.5 seconds" in refused.json()["error"]["message"]
     assert explorer.http.get("/health/ready").status_code == 503
-    assert explorer.metrics()["tuneloop_spool_oldest_seconds"] > 0.5
+    assert explorer.metrics()["tuneloop_outbox_oldest_seconds"] > 0.5
     explorer.ledger.recording.away = False
     eventually(lambda: explorer.chat().status_code == 200)
     explorer.until_flushed()
@@ -203,12 +203,12 @@ def test_a_database_that_is_away_for_too_long_is_no_longer_waited_for(
 
 def test_a_stream_that_cannot_be_stored_ends_with_an_error(explorer: RunningExplorer, double: EngineDouble) -> None:
     double.piece_pause_s = 0.02
-    spool = explorer.services.spool
+    outbox = explorer.services.outbox
     with explorer.http.stream("POST", CHAT, json=HELLO | {"stream": True}) as reply:
         lines = reply.iter_lines()
         next(lines)
         with Path("/dev/full").open("wb") as full:
-            os.dup2(full.fileno(), spool._file.fileno())
+            os.dup2(full.fileno(), outbox._open._descriptor)
         rest = list(lines)
     assert not [line for line in rest if "[DONE]" in line]
     assert '"code":"storage_full"' in rest[-2]

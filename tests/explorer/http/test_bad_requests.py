@@ -111,7 +111,7 @@ def complaint(reply: httpx.Response) -> dict[str, Any]:
 
 
 def state(explorer: RunningExplorer) -> tuple[object, ...]:
-    return explorer.services.spool.end, explorer.counts(), len(explorer.rows("SELECT 1 FROM feedback"))
+    return explorer.services.outbox.written, explorer.counts(), len(explorer.rows("SELECT 1 FROM feedback"))
 
 
 @pytest.fixture(scope="module")

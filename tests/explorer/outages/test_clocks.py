@@ -29,7 +29,7 @@ _BOUNDS: dict[str, Any] = {
 
 
 class Explorers:
-    """Explorers of one experiment, each with an engine and a spool of its own."""
+    """Explorers of one experiment, each with an engine and an outbox of its own."""
 
     def __init__(self, root: Path, place: Place, doubles: dict[str, EngineDouble], patch: pytest.MonkeyPatch) -> None:
         self._root = root
@@ -44,7 +44,7 @@ class Explorers:
         return write_settings(
             folder,
             checkpoint_root_dir=str(self._root / "checkpoints"),
-            explorer__spool_dir=str(folder / "spool"),
+            explorer__outbox_dir=str(folder / "outbox"),
             model__model_path=str(write_model(self._root / "model")),
             buffer__trainer_input__experience_buffer=buffer,
             explorer__service_status_check_interval=0.1,

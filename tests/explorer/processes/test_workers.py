@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,19 +26,17 @@ from tests.explorer.checkpoints import register
 from tests.explorer.running import HELLO, eventually, settings_for
 from tests.explorer.test_main import attached_to, job, service, write_settings
 from tests.loop.harness.services import alive, command_of, descendants
-from tuneloop.explorer.capture import spool
-from tuneloop.explorer.capture.spool_slots import RemoteSlot, Slots
+from tests.outboxes import exchanges_in, records_by_file
 from tuneloop.explorer.http.sockets import listen
 from tuneloop.explorer.processes import control
 from tuneloop.explorer.processes.channel import AnswerMessage, Channel
 from tuneloop.explorer.processes.control import WorkerProcess, Workers
-from tuneloop.shared import spool_format
+from tuneloop.runner.outbox import SUFFIX, owner_of
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.experience import Exchange, State, VersionState, decode
+from tuneloop.shared.experience import Exchange, State, VersionState
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.database import connect
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.spool_format import Position
 
 STREAM = HELLO | {"stream": True}
 
@@ -56,33 +54,28 @@ class Staff:
 
     @property
     def root(self) -> Path:
-        return job(self.folder) / "spool"
+        return job(self.folder) / "outbox"
 
     def pids(self) -> list[int]:
         """The workers that live."""
         return [pid for pid in descendants(self.process.pid) if "tuneloop.explorer.processes.worker" in command_of(pid)]
 
-    def slot_of(self, pid: int) -> str | None:
-        """The slot whose lock a worker holds."""
+    def owner_of(self, pid: int) -> str | None:
+        """The owner whose file a worker appends to."""
         for held in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(FileNotFoundError):  # it has just been closed
-                path = held.readlink()
-                if path.name == "lock":
-                    return path.parent.name
+                if (path := held.readlink()).suffix == SUFFIX:
+                    return owner_of(path.stem)
         return None
 
     def kept(self) -> dict[str, list[str]]:
-        """The ids on disk by slot, as often as they are there."""
-        return {
-            slot.name: [
-                record.msg_id
-                for payload, _ in spool.read(slot, Position(0, 0))
-                if isinstance(record := decode(payload), Exchange)
-            ]
-            for slot in spool_format.slots(self.root)
-        }
+        """The ids on disk by owner, as often as they are there."""
+        found: dict[str, list[str]] = {}
+        for file, records in records_by_file(self.root).items():
+            found.setdefault(owner_of(file), []).extend(each.msg_id for each in records if isinstance(each, Exchange))
+        return found
 
-    def slot_of_reply(self, msg_id: str) -> str:
+    def owner_of_reply(self, msg_id: str) -> str:
         (slot,) = [slot for slot, ids in self.kept().items() if msg_id in ids]
         return slot
 
@@ -91,7 +84,7 @@ class Staff:
         found: dict[str, httpx.Client] = {}
         while len(found) < 2:
             client = stack.enter_context(httpx.Client(base_url=self.http.base_url, timeout=30))
-            found[self.slot_of_reply(chat(client))] = client
+            found[self.owner_of_reply(chat(client))] = client
         return found
 
     def metrics(self, client: httpx.Client) -> dict[str, float]:
@@ -211,12 +204,7 @@ async def test_no_weights_change_before_both_know(staff: Staff) -> None:
         staff.double.piece_pause_s = 0.0
     assert ledger.versions.all()[version].state is VersionState.CHAMPION
     ledger.close()
-    found = {
-        record.msg_id: record.experiences[0]
-        for slot in spool_format.slots(staff.root)
-        for payload, _ in spool.read(slot, Position(0, 0))
-        if isinstance(record := decode(payload), Exchange)
-    }
+    found = {record.msg_id: record.experiences[0] for record in exchanges_in(staff.root)}
     spoken = [found[task.result()] for task in across]
     marks = [(each.unsampled, each.version_min, each.version_max) for each in spoken]
     assert marks == [("mixed_version", 0, version)] * 16
@@ -230,7 +218,7 @@ def test_a_worker_that_is_killed_costs_nobody_else_anything(staff: Staff) -> Non
     with ExitStack() as stack:
         clients = staff.clients_of_both(stack)
         victim, survivor = staff.pids()
-        lost, spared = clients[str(staff.slot_of(victim))], clients[str(staff.slot_of(survivor))]
+        lost, spared = clients[str(staff.owner_of(victim))], clients[str(staff.owner_of(survivor))]
         acknowledged = [chat(client) for client in (lost, spared) for _ in range(20)]
         before = staff.metrics(spared)
         os.kill(victim, signal.SIGKILL)
@@ -239,7 +227,7 @@ def test_a_worker_that_is_killed_costs_nobody_else_anything(staff: Staff) -> Non
             with httpx.Client(base_url=staff.http.base_url, timeout=30) as fresh:
                 acknowledged.append(chat(fresh))
         assert staff.metrics(spared)["tuneloop_requests_total"] >= before["tuneloop_requests_total"] + 40
-        eventually(lambda: len([pid for pid in staff.pids() if staff.slot_of(pid)]) == 2)
+        eventually(lambda: len([pid for pid in staff.pids() if staff.owner_of(pid)]) == 2)
         assert victim not in staff.pids()
         assert survivor in staff.pids()
         counts = spared.post("/feedback", json={"msg_ids": acknowledged, "reward": 1}).json()["counts"]
@@ -255,7 +243,7 @@ def test_a_worker_that_is_stopped_is_replaced_within_ten_seconds(staff: Staff) -
     frozen, _ = staff.pids()
     os.kill(frozen, signal.SIGSTOP)
     eventually(lambda: frozen not in staff.pids(), within_s=10)
-    eventually(lambda: len([pid for pid in staff.pids() if staff.slot_of(pid)]) == 2)
+    eventually(lambda: len([pid for pid in staff.pids() if staff.owner_of(pid)]) == 2)
     assert chat(staff.http)
 
 
@@ -288,9 +276,7 @@ async def test_a_worker_whose_loop_is_blocked_is_ended_and_one_that_computes_in_
             ours, theirs = socket.socketpair()
             serving = threading.Thread(target=asyncio.run, args=(serve(theirs),))
             self._channel = await Channel.over(ours, answering)
-            (folder := tmp_path / str(self.serial)).mkdir()
-            self.slot = RemoteSlot(folder, lambda: None)
-            slots.add(self.slot)
+            self.owner = "it has served"
             serving.start()
             await self._channel.run()
             await asyncio.to_thread(serving.join)
@@ -304,8 +290,8 @@ async def test_a_worker_whose_loop_is_blocked_is_ended_and_one_that_computes_in_
             workers.stop()
 
     killed: list[float] = []
-    with closing(Slots(tmp_path / "spool")) as slots, socket.socket() as unused:
-        workers, began = Workers(settings_for(tmp_path), [unused], slots, worker_of=Worker), time.monotonic()
+    with socket.socket() as unused:
+        workers, began = Workers(settings_for(tmp_path), [unused], worker_of=Worker), time.monotonic()
         await workers.keep_running(0)
     if at_work == "in a thread":
         assert killed == []
@@ -332,7 +318,7 @@ def test_when_the_control_process_dies_nothing_of_it_stays(staff: Staff) -> None
     staff.process.kill()
     staff.process.wait()
     eventually(lambda: not any(map(alive, workers)), within_s=5)
-    assert staff.slot_of_reply(said)
+    assert staff.owner_of_reply(said)
 
 
 def test_with_wait_both_end_their_replies_before_weights_change_and_before_they_stop(
@@ -373,7 +359,7 @@ def test_a_worker_that_is_killed_at_its_first_start_is_started_again(tmp_path: P
             eventually(lambda: len(staff.pids()) == 2)
             victim = staff.pids()[0]
             os.kill(victim, signal.SIGKILL)
-            eventually(lambda: len([pid for pid in staff.pids() if staff.slot_of(pid)]) == 2)
+            eventually(lambda: len([pid for pid in staff.pids() if staff.owner_of(pid)]) == 2)
             assert victim not in staff.pids()
             assert process.poll() is None
         finally:
@@ -392,17 +378,15 @@ async def test_a_worker_that_the_machine_cannot_start_is_tried_again(
         async def run(self, listening: socket.socket, answering: AnswerMessage) -> int:
             if self.serial not in serves:
                 return await super().run(listening, answering)
-            (folder := tmp_path / str(self.serial)).mkdir()
-            self.slot = RemoteSlot(folder, lambda: None)
-            slots.add(self.slot)
+            self.owner = "it has served"
             if self.serial:
                 workers.stop()
             return 1
 
-    with closing(Slots(tmp_path / "spool")) as slots, socket.socket() as unused, capture_logs() as logs:
-        workers = Workers(settings_for(tmp_path), [unused], slots, worker_of=Worker)
+    with socket.socket() as unused, capture_logs() as logs:
+        workers = Workers(settings_for(tmp_path), [unused], worker_of=Worker)
         with pytest.raises(EnvironmentRefused, match="a worker cannot be started"):
             await workers.keep_running(0)
-        serves, workers = {0, 3}, Workers(settings_for(tmp_path), [unused], slots, worker_of=Worker)
+        serves, workers = {0, 3}, Workers(settings_for(tmp_path), [unused], worker_of=Worker)
         await workers.keep_running(0)
     assert [each["exit_code"] for each in logs if each["event"] == "worker_down"] == [1, os.EX_OSERR, os.EX_OSERR]

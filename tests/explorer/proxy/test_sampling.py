@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuneloop.explorer.transcript import Sampling
 from tuneloop.explorer.proxy.request import BEYOND_IDS, NEUTRAL, sampling_of
+from tuneloop.explorer.transcript import Sampling
 from tuneloop.shared.errors import RequestRefused
 
 pytestmark = pytest.mark.contract

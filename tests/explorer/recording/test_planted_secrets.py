@@ -11,8 +11,8 @@ import pytest
 from tests.cli.data.exporting import exported
 from tests.doubles.serving import serving
 from tests.doubles.spelling import SpellingDouble
-from tests.explorer.capture.test_redaction import BODIES, CHAT_BODY, PLANTED, PRIVACY, TEXT, ask, private, traces
 from tests.explorer.proxy.test_tracing import Receiver, attributes_of
+from tests.explorer.recording.test_redaction import BODIES, CHAT_BODY, PLANTED, PRIVACY, TEXT, ask, private, traces
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
 from tuneloop.cli.exports import Format
 

@@ -221,7 +221,7 @@ def test_requests_that_fail_and_records_that_are_refused_leave_nothing(
         explorer.http.get(f"/nowhere/{PLANTED['email']}", params={"q": TEXT})
         explorer.ledger.recording.refuses = lambda record: True
         ask(explorer, "/v1/chat/completions", stream=False)
-        eventually(lambda: any(tmp_path.rglob("quarantine.seg")), within_s=90)
+        eventually(lambda: bool(explorer.ledger.recording.refused_records()), within_s=90)
         assert traces(tmp_path, explorer.http.get("/metrics").content) == set()
     captured = capfd.readouterr()
     assert traces(tmp_path, captured.out.encode(), captured.err.encode()) == set()

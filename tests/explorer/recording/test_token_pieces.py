@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.doubles.engine import pieces, recorded
-from tests.explorer.capture.test_packed import pack, packed
+from tests.explorer.recording.test_packed import pack, packed
 from tuneloop.explorer.dialects.dialect import ReplyWriter
 from tuneloop.explorer.transcript import ChatTranscript, RequestedFields, Sampling, TokenPieces
 

@@ -55,26 +55,27 @@ def test_a_database_that_refuses_is_a_reason_not_to_be_ready_and_an_alarm(explor
     assert explorer.ledger.reports.counts()[State.REWARDED] == 1
 
 
-def test_a_spool_that_was_moved_away_is_noticed_within_a_second_and_nothing_is_acknowledged(
+def test_an_outbox_that_was_moved_away_is_noticed_within_a_second_and_nothing_is_acknowledged(
     explorer: RunningExplorer,
 ) -> None:
     reply = explorer.chat().json()["id"]
-    elsewhere = explorer.settings.spool_dir.rename(explorer.settings.spool_dir.with_name("elsewhere"))
+    elsewhere = explorer.settings.outbox_dir.rename(explorer.settings.outbox_dir.with_name("elsewhere"))
     assert explorer.feedback(reply).status_code == 503
     eventually(lambda: explorer.http.get("/health/ready").status_code == 503, within_s=1.0)
-    assert "deleted or moved" in explorer.http.get("/health/ready").json()["reason"]
+    assert "takes no records" in explorer.http.get("/health/ready").json()["reason"]
     assert explorer.chat().status_code == 503
-    elsewhere.rename(explorer.settings.spool_dir)
+    elsewhere.rename(explorer.settings.outbox_dir)
     eventually(lambda: explorer.http.get("/health/ready").status_code == 200)
     assert explorer.feedback(reply).status_code == 200
 
 
-def test_what_is_in_quarantine_is_an_alarm_until_it_is_put_back(explorer: RunningExplorer) -> None:
+def test_what_the_database_refused_is_an_alarm_until_it_is_put_back(explorer: RunningExplorer) -> None:
     explorer.ledger.recording.refuses = lambda record: True
     explorer.chat()
-    eventually(lambda: [alarm.name for alarm in explorer.ledger.alarms.all()] == ["records_quarantined"])
-    assert "tuneloop spool list" in explorer.ledger.alarms.all()[0].reason
-    (explorer.settings.spool_dir / "0" / "quarantine.seg").unlink()
+    eventually(lambda: [alarm.name for alarm in explorer.ledger.alarms.all()] == ["records_refused"])
+    assert "tuneloop outbox list" in explorer.ledger.alarms.all()[0].reason
+    [refused] = explorer.ledger.recording.refused_records()
+    explorer.ledger.recording.delete_refused(refused.file, refused.end_offset)
     eventually(lambda: explorer.ledger.alarms.all() == [])
 
 
@@ -102,17 +103,18 @@ def test_every_metric_moves(running_explorer: Run, double: EngineDouble) -> None
     assert found["tuneloop_request_seconds_count"] == found["tuneloop_requests_total"]
     assert found["tuneloop_experiences_recorded_total"] == found["tuneloop_requests_total"]
     assert found["tuneloop_feedback_total"] == 1
-    assert found["tuneloop_spool_quarantined_total"] == 1
+    assert found["tuneloop_outbox_refused_total"] == 1
     assert found["tuneloop_reload_seconds_count"] == 1
     assert found["tuneloop_engines"] == 1
     explorer.ledger.recording.away = True
     explorer.chat()
-    assert explorer.metrics()["tuneloop_spool_bytes"] > 0
-    eventually(lambda: explorer.metrics()["tuneloop_spool_oldest_seconds"] > 0)
+    eventually(lambda: explorer.metrics()["tuneloop_outbox_bytes"] > 0)
+    assert explorer.metrics()["tuneloop_outbox_records"] == 1
+    eventually(lambda: explorer.metrics()["tuneloop_outbox_oldest_seconds"] > 0)
     explorer.ledger.recording.away = False
     explorer.until_flushed()
-    assert explorer.metrics()["tuneloop_spool_bytes"] == 0
-    assert explorer.metrics()["tuneloop_spool_oldest_seconds"] == 0
+    eventually(lambda: explorer.metrics()["tuneloop_outbox_bytes"] == 0)
+    assert explorer.metrics()["tuneloop_outbox_oldest_seconds"] == 0
     seen = set(found)
 
     def untouched() -> set[str]:

@@ -95,7 +95,9 @@ class Machines:
 
 @contextmanager
 def elsewhere(one: RunningExplorer, url: str, folder: Path) -> Iterator[Machines]:
-    settings = settings_for(folder, [url], spool_dir=folder / "spool").model_copy(update={"model": one.settings.model})
+    settings = settings_for(folder, [url], outbox_dir=folder / "outbox").model_copy(
+        update={"model": one.settings.model}
+    )
     settings.job_dir.parent.mkdir(parents=True)
     settings.job_dir.symlink_to(one.settings.job_dir)
     ledger = MoodyLedger(engine_of(f"sqlite:///{one.settings.job_dir}/ledger.db"), rule=settings.reward)

@@ -221,9 +221,9 @@ def _look(lineage: Lineage, database: Engine) -> None:
 def _settle(stage: Stage, database: Engine, lineage: Lineage) -> None:
     """Wait until all that was acknowledged is in the database, and too little is left for another version."""
     deadline, ledger = time.monotonic() + _SETTLED_S, Ledger(database)
-    # Answered only when the spool is empty; nobody has this task.
+    # Answered only when the outbox is empty; nobody has this task.
     while not _posted(f"{stage.explorer.url}/commit", {"task_id": "nobody"}):
-        assert time.monotonic() < deadline, "the spool does not get into the database"
+        assert time.monotonic() < deadline, "the outbox does not get into the database"
         _pause(stage, 0.2)
     while (counts := ledger.reports.counts())[State.COMMITTED] + counts[State.LEASED] >= BATCH * STEPS_PER_VERSION:
         assert time.monotonic() < deadline, f"the trainer does not get through: {counts}"
@@ -256,7 +256,7 @@ def _report(stage: Stage, crowd: Crowd, found: Found, lineage: Lineage, **more: 
             found,
             lineage=lineage,
             imbalance=more["imbalance"],
-            quarantined=len(list(stage.explorer.settings.spool_dir.glob("*/quarantine.seg"))),
+            quarantined=len(ledger.recording.refused_records()),
             gave_up=stage.gave_up,
         ),
     )

@@ -197,7 +197,7 @@ def commit(url: str) -> int:
         said = httpx.post(f"{url}/commit", timeout=60)
         return said if said.status_code != 503 else None
 
-    said = wait_for(told, why="the spool does not get into the database")
+    said = wait_for(told, why="the outbox does not get into the database")
     committed: int = said.raise_for_status().json()["committed"]
     return committed
 

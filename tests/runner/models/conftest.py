@@ -7,7 +7,6 @@ import pytest
 
 from tests.doubles.engine import EngineDouble, engine_place
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
-from tuneloop.explorer.capture import retention
 
 
 @pytest.fixture
@@ -18,8 +17,7 @@ def double() -> Iterator[EngineDouble]:
 
 
 @pytest.fixture
-def explorer(tmp_path: Path, double: EngineDouble, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningExplorer]:
-    """An explorer with that engine, which forgets nothing that was flushed."""
-    monkeypatch.setattr(retention, "SEGMENT_S", 1e9)
+def explorer(tmp_path: Path, double: EngineDouble) -> Iterator[RunningExplorer]:
+    """An explorer with that engine, which forgets nothing."""
     with explorer_running(settings_for(tmp_path, [double.url])) as running:
         yield running

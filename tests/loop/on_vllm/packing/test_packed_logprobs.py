@@ -12,10 +12,10 @@ import pytest
 from tests.loop.harness.bare_engine import KEY, MODEL, engine_on, put_weights
 from tests.loop.harness.oracle import Oracle
 from tests.loop.harness.services import free_port
-from tuneloop.explorer.transcript import ChatTranscript, RequestedFields, TextTranscript, Transcript
 from tuneloop.explorer.engines.packing import front_end
 from tuneloop.explorer.engines.packing.wire import HEADER, PACKED
 from tuneloop.explorer.engines.vllm import CAPTURE, CAPTURE_TEXT
+from tuneloop.explorer.transcript import ChatTranscript, RequestedFields, TextTranscript, Transcript
 
 pytestmark = pytest.mark.vllm
 

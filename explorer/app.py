@@ -274,7 +274,6 @@ def open_services(
             signer=signer,
             recorder=recorder,
             control_client=control_client,
-            ledger=ledger,
             metrics=metrics,
             settings=settings,
             traces=traces,

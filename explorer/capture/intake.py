@@ -124,7 +124,7 @@ class Intake:
         pause = _SHORTEST_PAUSE_S
         while True:
             try:
-                self._recording.record(records, slots)
+                self._recording.record(records)
             except LedgerUnavailable as error:
                 if isinstance(error, LedgerForbidden):
                     self._refuse(_reason(error))

@@ -21,7 +21,6 @@ from tuneloop.explorer.capture.transcript import (
     TextTranscript,
     TokenPieces,
     Transcript,
-    minted_at,
 )
 from tuneloop.explorer.dialects import messages, responses_reply, responses_request
 from tuneloop.explorer.engines import vllm
@@ -29,6 +28,7 @@ from tuneloop.explorer.engines.fleet import Engine, Fleet, least_busy
 from tuneloop.explorer.http.bodies import coerce_int, flag_of
 from tuneloop.explorer.http.errors import anthropic_engine_error, anthropic_error
 from tuneloop.shared.errors import EngineError, RequestRefused
+from tuneloop.shared.experience import minted_at
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 

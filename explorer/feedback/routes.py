@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import structlog
 from fastapi import Request
@@ -23,7 +23,7 @@ from tuneloop.explorer.access.feedback_tokens import (
 from tuneloop.explorer.auth import Caller, caller_of
 from tuneloop.explorer.capture.control_client import ControlClient
 from tuneloop.explorer.capture.recorder import Recorder
-from tuneloop.explorer.capture.transcript import ReplyIdSigner, minted_at
+from tuneloop.explorer.capture.transcript import ReplyIdSigner
 from tuneloop.explorer.feedback.events import EventFactory, FeedbackEvent
 from tuneloop.explorer.feedback.request import Entry, parse_entries
 from tuneloop.explorer.http.bodies import (
@@ -43,7 +43,7 @@ from tuneloop.explorer.traces import Traces
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import Feedback, Kind, Outcome
-from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.recording.feedback_results import RATINGS, FeedbackResults
 from tuneloop.shared.ledger.recording.recording import CommitLimits, Recording
 from tuneloop.shared.ledger.recording.reward_rule import is_clipped
 from tuneloop.shared.settings.settings import Settings
@@ -56,39 +56,11 @@ WEAKEST_FIRST = (Outcome.UNKNOWN, Outcome.FULL, Outcome.LATE, Outcome.PENDING, O
 
 _Result = TypeVar("_Result")
 
-#: What became of each choice, by `id:choice`, where it was not the same for all.
-_Apart = Mapping[str, Outcome]
-
-
-class Results(NamedTuple):
-    """What became of each event, and of the choices of those that it differs for.
-
-    `not_trained` is why replies will not be trained on, by msg_id and choice. `of_runs`: the replies whose reward an
-    event about their run makes.
-    """
-
-    outcomes: Mapping[str, Outcome]
-    apart: Mapping[str, _Apart] = {}
-    not_trained: Mapping[str, Mapping[int, str]] = {}
-    of_runs: Mapping[str, Sequence[str]] = {}
-
-
-#: Late events of a call whose choices are told apart: each is a query.
-_MOST_APART = 100
-
-#: Events of a call about runs, and replies of each, of which it is told whose reward they make.
+#: Replies of each run of which it is told that their reward takes what was said of it.
 _MOST_OF_RUNS = 100
-
-#: What a rule makes numbers of, if their metrics have a weight.
-_RATINGS = frozenset({Kind.NUMBER, Kind.BOOLEAN, Kind.LABEL, Kind.PREFERENCE})
 
 #: A call that names more is worked on in a thread. This many take some milliseconds.
 _FEW = 100
-
-#: Of the replies of a larger call it is not said whether they will be trained on.
-_MAX_EXPLAINED = 1000
-
-_PATIENCE_S = 2.0  # feedback is safe by then; only what became of it is not known yet
 
 
 async def read_body(request: Request, *, may_be_empty: bool = False) -> dict[str, object]:
@@ -108,7 +80,6 @@ class FeedbackRoutes:
         signer: ReplyIdSigner,
         recorder: Recorder,
         control_client: ControlClient,
-        ledger: Ledger,
         metrics: Metrics,
         settings: Settings,
         traces: Traces | None = None,
@@ -116,9 +87,8 @@ class FeedbackRoutes:
         self._signer, self._traces = signer, traces
         self._recorder = recorder
         self._control_client = control_client
-        self._ledger = ledger
         self._metrics = metrics
-        self._any_reply, self._rule = settings.algorithm.of_any_reply, settings.reward
+        self._rule = settings.reward
         self._judge_source = settings.judge.own_source
 
     async def feedback(self, request: Request) -> dict[str, object]:
@@ -152,7 +122,7 @@ class FeedbackRoutes:
             message = f"this token allows {bound.max_events} events, or too many tokens of its key are in use"
             raise RequestRefused(message, status=403, code="token_used_up")
         caller.meter.take_feedback(len(events))
-        found = await self._store(events, caller) if events else Results({})
+        found = await self._recorder.take(events) if events else FeedbackResults()
         if self._traces is not None and events:
             self._traces.send_feedback(traceparent, started, events, found.outcomes)
         answer = await self._aside(len(parsed), partial(self._answer, parsed, found))
@@ -172,7 +142,7 @@ class FeedbackRoutes:
             return work()
         return await asyncio.to_thread(work)
 
-    def _answer(self, parsed: Sequence[FeedbackEvent], found: Results) -> dict[str, object]:
+    def _answer(self, parsed: Sequence[FeedbackEvent], found: FeedbackResults) -> dict[str, object]:
         """What became of each; it is counted, too."""
         stored = _first_of_each(parsed)
         results = [
@@ -187,7 +157,7 @@ class FeedbackRoutes:
         for (kind, outcome), count in pairs.items():
             self._metrics.feedback.labels(kind, outcome).inc(count)
         answer, named = _answer(parsed, results), [(each.about, each.event) for each in parsed if each.event]
-        rated = {event.metric for _, event in named if event.kind in _RATINGS}
+        rated = {event.metric for _, event in named if event.kind in RATINGS}
         if unweighted := sorted(rated - self._rule.weights.keys()):
             answer["not_counted"] = unweighted
         numbers = [event for _, event in named if event.kind is Kind.NUMBER]
@@ -207,49 +177,6 @@ class FeedbackRoutes:
         if replies := dict(_replies_of_runs(parsed, found.of_runs)):
             answer["replies"] = replies
         return answer
-
-    async def _store(self, events: Sequence[Feedback], caller: Caller) -> Results:
-        """Bring events to disk, and say what became of each as far as that is known soon, and of their choices."""
-        events = await self._recorder.take(events)
-        pending = Results(dict.fromkeys([event.event_id for event in events], Outcome.PENDING))
-        if not await self._control_client.wait_until_flushed(_PATIENCE_S):
-            return pending
-        try:
-            async with asyncio.timeout(_PATIENCE_S):
-                return await asyncio.to_thread(self._look_up, events)
-        except (LedgerUnavailable, TimeoutError):
-            return pending  # it went away again; the events are on disk all the same
-
-    def _look_up(self, events: Sequence[Feedback]) -> Results:
-        """What became of events by the database, and why their replies will not be trained on."""
-        recording = self._ledger.recording
-        outcomes = recording.outcomes(events[0].call_id, [event.event_id for event in events])
-        absent = [event for event in events if outcomes[event.event_id] is Outcome.DUPLICATE]
-        outcomes |= dict.fromkeys(recording.without_room(absent), Outcome.FULL)
-        outcomes |= dict.fromkeys(self._ledger.stored.about_deleted(absent), Outcome.UNKNOWN)
-        outcomes |= dict.fromkeys(self._about_lost(events, outcomes), Outcome.UNKNOWN)
-        late = [event for event in events if outcomes[event.event_id] is Outcome.LATE][:_MOST_APART]
-        apart = {event.event_id: choices for event in late if (choices := recording.outcomes_apart(event))}
-        # The replies whose reward each of the first events about runs makes.
-        rated = [event for event in events if event.msg_id is None and event.kind in _RATINGS]
-        told = [event for event in rated if outcomes[event.event_id] is not Outcome.PENDING][:_MOST_OF_RUNS]
-        of_runs = {event.event_id: recording.replies_decided_by(event) for event in told}
-        ids = {event.msg_id for event in events if event.msg_id}
-        if not 0 < len(ids) <= _MAX_EXPLAINED or Outcome.PENDING in outcomes.values():
-            return Results(outcomes, apart, of_runs=of_runs)
-        why = self._ledger.reports.not_trained(ids, any_reply=self._any_reply)
-        return Results(outcomes, apart, why, of_runs)
-
-    def _about_lost(self, events: Sequence[Feedback], results: Mapping[str, Outcome]) -> Iterator[str]:
-        """The events that wait in vain: a restored backup does not have their reply."""
-        named = {
-            event.event_id: [each for each in (event.msg_id, event.other_msg_id) if each is not None]
-            for event in events
-            if results[event.event_id] is Outcome.PENDING
-        }
-        ids = {each for about in named.values() for each in about}
-        missing = self._ledger.restoration.missing({each: minted_at(each) for each in ids}) if ids else set()
-        yield from (event_id for event_id, about in named.items() if not missing.isdisjoint(about))
 
 
 def _replies_of_runs(

@@ -125,6 +125,9 @@ epochs = Table(
     CheckConstraint("epoch >= 1", name="from_one"),
 )
 
+#: The trainer of the epoch in which a ledger was put back, and who says so of its versions.
+RESTORE = "tuneloop restore"
+
 #: Every set of weights that exists; 0 is the base model.
 versions = Table(
     "versions",
@@ -373,8 +376,8 @@ partial("ix_experiences_unsampled", experiences.c.state, experiences.c.sampled_a
 #: What may have become of feedback that is stored.
 _STORED = [outcome for outcome in Outcome if outcome is not Outcome.FULL]
 
-#: Append-only, but for `repeated_at`: when its source last said the same again. Has no foreign key to exchanges, because
-#: feedback may come before the row of its reply.
+#: Append-only, but for `repeated_at`: when its source last said the same again. Has no foreign key to exchanges,
+#: because feedback may come before the row of its reply.
 feedback = Table(
     "feedback",
     metadata,

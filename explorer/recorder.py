@@ -126,16 +126,18 @@ class _Call:
     """A call that waits for what becomes of its events."""
 
     def __init__(self, events: Sequence[Feedback]) -> None:
-        self.left = {event.event_id for event in events}
-        self.results = FeedbackResults(outcomes=dict.fromkeys(self.left, Outcome.PENDING))
+        self._left = {event.event_id: event for event in events}
+        self.results = FeedbackResults(outcomes=dict.fromkeys(self._left, Outcome.PENDING))
         self.is_over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def take(self, results: FeedbackResults) -> None:
         """Keep what is told of this call's events."""
-        if found := self.left & results.outcomes.keys():
-            self.results.add(results, found)
-            self.left -= found
-        if not self.left:
+        found = results.of([*self._left.values()])
+        for name in FeedbackResults.__struct_fields__:
+            getattr(self.results, name).update(getattr(found, name))
+        for event_id in found.outcomes:
+            del self._left[event_id]
+        if not self._left:
             self.end()
 
     def end(self) -> None:

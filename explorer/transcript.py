@@ -33,21 +33,20 @@ import msgspec
 import orjson
 
 from tuneloop.shared.errors import EngineError
-from tuneloop.shared.experience import Experience, Grammar, pack_ids, pack_logprobs
+from tuneloop.shared.experience import SIGNED, SIGNED_BYTES, Experience, Grammar, pack_ids, pack_logprobs
 
 PREFIX = "chatcmpl-"
 PREFIXES = (PREFIX, "cmpl-", "resp_", "msg_")
 MAX_CHOICES = (1 << 24) - 1
 
 _MAC_BYTES = 9
-_SIGNED, _SIGNED_BYTES = 40, 25
 _MANY = 255
 _MANY_BYTES = 3
 _CHOICE_DIGITS = len(str(MAX_CHOICES))
 _DIGITS = "0123456789abcdefghijklmnopqrstuv"
-_SHIFTS = range(5 * (_SIGNED - 2), -1, -10)
+_SHIFTS = range(5 * (SIGNED - 2), -1, -10)
 _TWO_DIGITS = [high + low for high in _DIGITS for low in _DIGITS]
-_WELL_FORMED = re.compile(f"[0-9a-v]{{{_SIGNED}}}").fullmatch
+_WELL_FORMED = re.compile(f"[0-9a-v]{{{SIGNED}}}").fullmatch
 
 
 class ParsedReplyId(NamedTuple):
@@ -82,7 +81,7 @@ class ReplyIdSigner:
         prefix = prefix or PREFIX
         if not _WELL_FORMED(signed):
             return None
-        data = int(signed, 32).to_bytes(_SIGNED_BYTES)  # tens of times faster than b32hexdecode, whose digits these are
+        data = int(signed, 32).to_bytes(SIGNED_BYTES)  # tens of times faster than b32hexdecode, whose digits these are
         name, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(name, tenant, prefix)):
             return None
@@ -99,11 +98,6 @@ class ReplyIdSigner:
         whose = f"{tenant}\0{prefix}" if prefix != PREFIX else tenant
         # A MAC as HMAC is one, at a fifth of its price.
         return hashlib.blake2b(name + whose.encode(), key=self._key, digest_size=_MAC_BYTES).digest()
-
-
-def minted_at(msg_id: str) -> float:
-    """When a msg_id was minted that is ours, in seconds since 1970."""
-    return (int(msg_id[-_SIGNED:], 32) >> 8 * (_SIGNED_BYTES - 6)) / 1000
 
 
 #: Of a float32.

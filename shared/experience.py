@@ -267,6 +267,14 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True, tag="feedback"):
 
 Record = Exchange | Feedback
 
+#: What a msg_id that is ours ends in: so many digits of base 32, of so many bytes.
+SIGNED, SIGNED_BYTES = 40, 25
+
+
+def minted_at(msg_id: str) -> float:
+    """When a msg_id was minted, in seconds since 1970. Raises ValueError if it is not ours."""
+    return (int(msg_id[-SIGNED:], 32) >> 8 * (SIGNED_BYTES - 6)) / 1000
+
 
 def time_received(record: Record, clock: SteadyClock = steady_time.now) -> float:
     """When a record was received, in seconds since 1970, as well as this process knows."""

@@ -26,9 +26,9 @@ from tuneloop.explorer.transcript import (
     TextTranscript,
     TokenPieces,
     Transcript,
-    minted_at,
 )
 from tuneloop.shared.errors import EngineError, RequestRefused
+from tuneloop.shared.experience import minted_at
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 

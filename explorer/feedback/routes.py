@@ -22,6 +22,8 @@ from tuneloop.explorer.access.feedback_tokens import (
 )
 from tuneloop.explorer.auth import Caller, caller_of
 from tuneloop.explorer.control_client import ControlClient
+from tuneloop.explorer.recorder import Recorder
+from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.explorer.feedback.events import EventFactory, FeedbackEvent
 from tuneloop.explorer.feedback.request import Entry, parse_entries
 from tuneloop.explorer.http.bodies import (
@@ -37,13 +39,11 @@ from tuneloop.explorer.http.bodies import (
     wrong_type,
 )
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.recorder import Recorder
 from tuneloop.explorer.traces import Traces
-from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import Feedback, Kind, Outcome
-from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
+from tuneloop.shared.ledger.recording.feedback_results import RATINGS, FeedbackResults
 from tuneloop.shared.ledger.recording.recording import CommitLimits, Recording
 from tuneloop.shared.ledger.recording.reward_rule import is_clipped
 from tuneloop.shared.settings.settings import Settings
@@ -56,11 +56,8 @@ WEAKEST_FIRST = (Outcome.UNKNOWN, Outcome.FULL, Outcome.LATE, Outcome.PENDING, O
 
 _Result = TypeVar("_Result")
 
-#: Replies of a run that are named.
+#: Replies of each run of which it is told that their reward takes what was said of it.
 _MOST_OF_RUNS = 100
-
-#: What a rule makes numbers of, if their metrics have a weight.
-_RATINGS = frozenset({Kind.NUMBER, Kind.BOOLEAN, Kind.LABEL, Kind.PREFERENCE})
 
 #: A call that names more is worked on in a thread. This many take some milliseconds.
 _FEW = 100
@@ -160,7 +157,7 @@ class FeedbackRoutes:
         for (kind, outcome), count in pairs.items():
             self._metrics.feedback.labels(kind, outcome).inc(count)
         answer, named = _answer(parsed, results), [(each.about, each.event) for each in parsed if each.event]
-        rated = {event.metric for _, event in named if event.kind in _RATINGS}
+        rated = {event.metric for _, event in named if event.kind in RATINGS}
         if unweighted := sorted(rated - self._rule.weights.keys()):
             answer["not_counted"] = unweighted
         numbers = [event for _, event in named if event.kind is Kind.NUMBER]

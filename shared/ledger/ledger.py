@@ -56,17 +56,18 @@ class Ledger:
         rule: RewardRule | None = None,
         trusted_raters: TrustedRaters | None = None,
         compensate_late: bool = False,
+        any_reply: bool = False,
         clock: Callable[[], float] = steady_time.now,
         ticks: Callable[[], float] = time.monotonic,
         transactions: Callable[..., Transactions] = Transactions,
     ) -> None:
-        """`ticks` measure how long a trainer is silent.
+        """`ticks` measure how long a trainer is silent; `any_reply`: the method takes what is no sample of the policy.
 
         `transactions(engine, clock=clock)` makes the one way to the database that all parts share.
         """
         self.transactions = transactions(engine, clock=clock)
         self.rewards = Rewards(rule, trusted_raters=trusted_raters, compensate_late=compensate_late, clock=clock)
-        self.recording = Recording(self.transactions, self.rewards, ticks=ticks)
+        self.recording = Recording(self.transactions, self.rewards, any_reply=any_reply, ticks=ticks)
         self.training = Training(self.transactions, self.rewards)
         self.restoration = Restoration(self.transactions, self.rewards)
         self.retention = Retention(self.transactions, self.rewards)
@@ -99,6 +100,7 @@ class Ledger:
             rule=settings.reward,
             trusted_raters=settings.feedback.all_trusted(settings.judge),
             compensate_late=settings.feedback.compensate_late,
+            any_reply=settings.algorithm.of_any_reply,
             clock=LedgerClock(engine),
         )
 

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, exists, func, or_, select, text, true
+from sqlalchemy import ColumnElement, and_, exists, func, select, text, true
 
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.facts import DropCount, HeldBack, LedgerFacts, StateCount, Trainer, Weights
@@ -20,7 +20,7 @@ from tuneloop.shared.ledger.storage.schema import (
     versions,
     worth,
 )
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, is_among, portions
+from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.batches import held_by_shares
 from tuneloop.shared.ledger.training.groups import takable, young
@@ -39,15 +39,6 @@ _UNSAMPLED: ColumnElement[bool] = text("unsampled IS NOT NULL")  # type: ignore[
 _WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED)
 
 _EDITED_COMMITTED = select(func.count()).select_from(experiences).where(_COMMITTED, text(EDITED))
-
-_IS_DROPPED = and_(experiences.c.state == State.DROPPED, experiences.c.correction == 0)
-_IS_UNFIT = and_(_UNSAMPLED, experiences.c.state.not_in((State.TRAINED, State.EXPIRED)))
-_WHY = select(
-    experiences.c.msg_id,
-    experiences.c.choice,
-    func.coalesce(experiences.c.reason, experiences.c.unsampled).label("why"),
-).where(is_among(experiences.c.msg_id, "replies"))
-_DROPPED, _DROPPED_OR_UNFIT = _WHY.where(_IS_DROPPED), _WHY.where(or_(_IS_DROPPED, _IS_UNFIT))
 
 
 class VersionReward(NamedTuple):
@@ -218,18 +209,6 @@ class Reports(LedgerPart):
         query = select(state, reason, count).where(state.in_(states), reason.is_not(None)).group_by(state, reason)
         rows = self._read(query.order_by(count.desc(), state, reason).limit(limit))
         return tuple(DropCount(State(row[0]), *row[1:]) for row in rows)
-
-    def not_trained(self, msg_ids: Collection[str], *, any_reply: bool) -> dict[str, dict[int, str]]:
-        """Why replies will not be trained on, by msg_id and choice.
-
-        They are dropped, or no samples of the policy, unless the method takes `any_reply`.
-        """
-        query = _DROPPED if any_reply else _DROPPED_OR_UNFIT
-        rows = [row for each in portions(msg_ids) for row in self._read(query, {"replies": each})]
-        found: dict[str, dict[int, str]] = {}
-        for row in rows:
-            found.setdefault(row.msg_id, {})[row.choice] = row.why
-        return found
 
     def imbalance(self) -> list[str]:
         """A sentence for each sum that does not balance; empty when all do."""

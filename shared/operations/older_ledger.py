@@ -96,17 +96,17 @@ def adopt(settings: Settings, ledger: Ledger) -> Adoption:
 
     No service may run. What the ledger has is not stored again.
     """
-    records: list[tuple[tuple[bool, float], Record, Path]] = []
+    records: list[tuple[tuple[bool, float], Record]] = []
     for slot in _slots_that_know_more(settings.spool_dir, ledger):
         order = (False, 0.0)  # A correction may lie in another slot than what it corrects.
         for record in _records_before(slot):
             if isinstance(record, Feedback) and record.stamp is not None:
                 order = max(order, record.stamp.order)
-            records.append((order, record, slot))
+            records.append((order, record))
     refused = 0
-    for _, record, slot in sorted(records, key=lambda each: each[0]):
+    for _, record in sorted(records, key=lambda each: each[0]):
         try:
-            ledger.recording.record([record], [slot])
+            ledger.recording.record([record])
         except (RecordRefused, ValueError):
             refused += 1
     for path in settings.spool_dir.glob("*/*.kept"):

@@ -1,24 +1,19 @@
-"""Which feedback is stored: not what repeats or is offered again, and no more than there is room for.
-
-Also what became of it for each choice of a reply.
-"""
+"""Which feedback is stored: not what repeats, and no more than there is room for."""
 
 import math
-from collections import Counter
+from bisect import bisect
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Select, and_, func, literal_column, or_, select, tuple_
+from sqlalchemy import Connection, Select, and_, bindparam, func, literal_column, or_, select, tuple_, update
 
-from tuneloop.shared.experience import Feedback, Kind, Outcome
+from tuneloop.shared.experience import Feedback, Kind
 from tuneloop.shared.ledger.raters import voice_of
-from tuneloop.shared.ledger.recording.rewards import TRAJECTORY, RewardRow, event_order, in_time_for, newest_corrections
+from tuneloop.shared.ledger.recording.rewards import TRAJECTORY, event_order
+from tuneloop.shared.ledger.storage.rows import feedback_row
 from tuneloop.shared.ledger.storage.schema import experiences, feedback
-from tuneloop.shared.ledger.storage.transactions import is_among, portions
-from tuneloop.shared.settings.feedback import RewardRule
-
-#: The choices of a reply or trajectory that are told apart.
-MAX_TOLD = 1000
+from tuneloop.shared.ledger.storage.transactions import ignoring, is_among, portions
 
 #: Feedback events about one reply or run: each later one is reckoned with all of them.
 MAX_SAID = 1000
@@ -30,9 +25,6 @@ MAX_CHOICES_SAID = 25
 #: Events of a tenant about replies and runs that are not there: not yet, or not to be stored at all.
 MAX_EARLY = 100_000
 _EARLY_S = 10.0
-
-#: An event's id, and the id of the request that brought it.
-EventName = tuple[str, str]
 
 #: What a query finds, in or outside a transaction.
 Read = Callable[[Select[Any]], Iterable[Any]]
@@ -52,30 +44,26 @@ _ABOUT_REPLIES = _EARLIER.where(
 _RUN = tuple_(feedback.c.tenant, feedback.c.task_id, feedback.c.run_id)
 _ABOUT_RUNS = _EARLIER.where(feedback.c.msg_id.is_(None), is_among(_RUN, "runs"))
 
-_STORED_EVENTS = select(feedback.c.event_id).where(is_among(feedback.c.event_id, "names"))
+_STORED_EVENTS = select(feedback.c.event_id, feedback.c.call_id, feedback.c.outcome).where(
+    is_among(feedback.c.event_id, "names")
+)
+_SAID_AGAIN = (
+    update(feedback)
+    .where(feedback.c.event_id == bindparam("its_event_id"))
+    .values(repeated_at=bindparam("its_repeated_at"))
+)
 
 
-def rows_about(event: Feedback) -> Select[Any]:
-    """The rows of an event that names no single choice, the first MAX_TOLD of them."""
-    rows = select(*(experiences.c[name] for name in RewardRow._fields)).where(experiences.c.tenant == event.tenant)
-    if event.msg_id is not None:
-        rows = rows.where(experiences.c.msg_id == event.msg_id)
-    else:
-        named = tuple_(*(experiences.c[name] for name in TRAJECTORY))
-        run = (event.tenant, event.task_id, event.run_id)
-        rows = rows.where(experiences.c.task_id.is_not(None), named.in_([run]))
-    return rows.order_by(experiences.c.id).limit(MAX_TOLD)
+class TakenFeedback(NamedTuple):
+    """Events that were stored; stored ones that count later now, as they were said again; those for which no room was.
 
+    `known`: the events that were there before, of all that have one of the `names`, by these.
+    """
 
-def outcomes_apart(rule: RewardRule, event: Feedback, rows: Sequence[RewardRow]) -> dict[str, Outcome]:
-    """What became of an event for each choice, as `msg_id:choice`; empty if it is the same for all."""
-    # What the event itself made of a row that it came too late for does not count.
-    earlier = (row for row in rows if not (row.correction and row.rewarded_at == event.received_at))
-    outcomes = {
-        f"{row.msg_id}:{row.choice}": Outcome.ACCEPTED if in_time_for(rule, event, row) else Outcome.LATE
-        for row in newest_corrections(earlier)
-    }
-    return outcomes if len(set(outcomes.values())) > 1 else {}
+    new: dict[str, Feedback]
+    moved: list[Any]
+    full: set[str]
+    known: Mapping[str, Any]
 
 
 def equal_texts(read: Read, texts: Collection[tuple[int, str | None]]) -> set[tuple[int, str | None]]:
@@ -86,31 +74,6 @@ def equal_texts(read: Read, texts: Collection[tuple[int, str | None]]) -> set[tu
             (row, text) for row, text in read(select(feedback.c.id, feedback.c.text).where(feedback.c.id.in_(portion)))
         }
     return found & set(texts)
-
-
-def offered_again(
-    events: Sequence[Feedback], stored: Collection[EventName], slots: Mapping[EventName, object]
-) -> set[EventName]:
-    """Those of the events that were offered before, when the process or the database died before we knew of it.
-
-    What a slot holds of one key is stored in its order. So what comes before an event that is stored had its turn, too:
-    where it is not there, it said what had been said, or found no room. Taken now it would be the last word.
-    """
-    found, done = set(), set()
-    for event in reversed(events):
-        name = name_of(event)
-        if (slot := slots.get(name)) is not None:
-            queue = slot, event.tenant, event.key
-            if name in stored:
-                done.add(queue)
-            if queue in done:
-                found.add(name)
-    return found
-
-
-def name_of(event: Any) -> EventName:
-    """An event, as the request that brought it named it."""
-    return event.event_id, event.call_id
 
 
 class FeedbackQuota:
@@ -219,41 +182,68 @@ def _run_of(event: Any) -> tuple[object, ...]:
     return event.tenant, event.task_id, event.run_id
 
 
-def stored_among(connection: Connection, among: Select[Any], names: Collection[str]) -> set[str]:
-    """Those of the names that are stored: a spool may be read twice."""
-    return {name for some in portions(names) for name in connection.execute(among, {"names": some}).scalars()}
+def store_feedback(connection: Connection, events: Sequence[Feedback], *, names: Collection[str]) -> TakenFeedback:
+    """Store the events that are new, say something other than their source said last before them, and fit.
 
-
-def without_repeats(
-    connection: Connection, events: Sequence[Feedback], slot_of: Mapping[EventName, object]
-) -> list[Feedback]:
-    """The events that are not stored, do not repeat the latest one of the same source on the same subject, and fit."""
-    last: dict[object, Any] = {}
+    What repeats is only noted as said again: of two explorers one may bring what it heard long after the other.
+    """
     quota = FeedbackQuota(connection.execute)
-    earlier = earlier_feedback(events, connection.execute)
-    again = offered_again(events, {name_of(row) for row in earlier}, slot_of)
+    # When each subject's events were said, first and last: times, and beside them the events.
+    times, said = defaultdict[object, list[float]](list), defaultdict[object, list[Any]](list)
+    latest: dict[object, tuple[float, int]] = {}
+    earlier = [(row.received_at, row.id, row) for row in earlier_feedback(events, connection.execute)]
+    earlier += [(row.repeated_at, row.id, row) for _, _, row in earlier if row.repeated_at is not None]
+    for at, id_, row in sorted(earlier, key=lambda each: each[:2]):
+        times[subject_of(row)].append(at)
+        said[subject_of(row)].append(row)
+        latest.update(dict.fromkeys(_things(row), (at, id_)))
+        if at == row.received_at:
+            quota.take(row)
+
+    def place_of(event: Feedback) -> int:
+        """Behind all that was said of its subject until then."""
+        return bisect(times[subject_of(event)], event.received_at)
+
     # What a client sends again under its key is not the last word: others may have spoken since.
-    stored = stored_among(connection, _STORED_EVENTS, {event.event_id for event in events})
-    events = [event for event in events if name_of(event) not in again and event.event_id not in stored]
-    for row in sorted(earlier, key=event_order):
-        last[subject_of(row)] = row
-        quota.take(row)
-    alike = ((last[subject_of(event)], event) for event in events if subject_of(event) in last)
+    known = {
+        row.event_id: row for some in portions(names) for row in connection.execute(_STORED_EVENTS, {"names": some})
+    }
+    alike = [(said[subject_of(event)][place - 1], event) for event in events if (place := place_of(event))]
     texts = [(row.id, event.text) for row, event in alike if content_of(row) == content_of(event) and row.has_text]
     same = equal_texts(connection.execute, texts)
-    new = []
+    new: dict[str, Feedback] = {}
+    again: dict[str, tuple[Any, float]] = {}
+    full = set[str]()
     for event in events:
-        before = last.get(subject_of(event))
-        if event.event_id in stored or (before is not None and is_repeated(before, event, same)):
+        subject, place = subject_of(event), place_of(event)
+        before = said[subject][place - 1] if place else None
+        if event.event_id in known or event.event_id in new:
             continue
+        if before is not None and is_repeated(before, event, same):
+            was = again.get(before.event_id, (before, getattr(before, "repeated_at", None) or before.received_at))[1]
+            if event.received_at <= was:
+                continue
+            again[before.event_id] = before, event.received_at
         # Who has said something may take it back, once, whatever others have said since.
-        takes_back = event.kind is Kind.RETRACTION and before is not None and before.kind != Kind.RETRACTION
-        if takes_back or quota.allows(event):
+        elif (event.kind is Kind.RETRACTION and before is not None and before.kind != Kind.RETRACTION) or quota.allows(
+            event
+        ):
             quota.take(event)
-            last[subject_of(event)] = event
-            stored.add(event.event_id)
-            new.append(event)
-    return new
+            before = new[event.event_id] = event
+        else:
+            full.add(event.event_id)
+            continue
+        times[subject].insert(place, event.received_at)
+        said[subject].insert(place, before)
+    if new:
+        rows = [{**feedback_row(each), "repeated_at": again.get(id_, (each, None))[1]} for id_, each in new.items()]
+        connection.execute(ignoring(connection, feedback), rows)
+    old = {id_: row for id_, (row, _) in again.items() if id_ not in new}
+    if old:
+        moves = [{"its_event_id": id_, "its_repeated_at": again[id_][1]} for id_ in old]
+        connection.execute(_SAID_AGAIN, moves)
+    moved = [row for row in old.values() if any(latest[thing] > event_order(row) for thing in _things(row))]
+    return TakenFeedback(new, moved, full, known)
 
 
 def earlier_feedback(

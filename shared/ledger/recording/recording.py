@@ -1,9 +1,10 @@
 """The explorer's verbs: record exchanges and feedback, commit experiences, recompute rewards."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
-from typing import NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import msgspec
 from sqlalchemy import (
@@ -14,45 +15,25 @@ from sqlalchemy import (
     and_,
     bindparam,
     exists,
+    func,
     literal_column,
     select,
     update,
 )
 
 from tuneloop.shared import steady_time
-from tuneloop.shared.experience import Exchange, Feedback, Kind, Outcome, Record, State
+from tuneloop.shared.experience import Exchange, Feedback, Kind, Outcome, Record, State, decode
 from tuneloop.shared.ledger.raters import Rater, voter_of
 from tuneloop.shared.ledger.recording.attestation import mark_untrusted
-from tuneloop.shared.ledger.recording.new_feedback import (
-    EarlyFeedback,
-    FeedbackQuota,
-    content_of,
-    earlier_feedback,
-    equal_texts,
-    is_repeated,
-    name_of,
-    outcomes_apart,
-    rows_about,
-    stored_among,
-    subject_of,
-    target_of,
-    targets_there,
-    without_repeats,
-)
-from tuneloop.shared.ledger.recording.retention import not_erased
-from tuneloop.shared.ledger.recording.rewards import (
-    RewardRow,
-    Rewards,
-    Trajectory,
-    event_order,
-    replies_decided_by,
-    replies_of,
-    replies_preferred_to,
-    write,
-)
+from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults, Told, rated_runs, results_of
+from tuneloop.shared.ledger.recording.new_feedback import EarlyFeedback, store_feedback
+from tuneloop.shared.ledger.recording.outbox_files import OutboxFiles, move_on
+from tuneloop.shared.ledger.recording.retention import deleted_among, names_in, not_erased
+from tuneloop.shared.ledger.recording.rewards import Rewards, Trajectory, replies_of, replies_preferred_to, write
 from tuneloop.shared.ledger.recording.stored_completions import tag
-from tuneloop.shared.ledger.storage.rows import exchange_row, experience_row, feedback_row
+from tuneloop.shared.ledger.storage.rows import exchange_row, experience_row
 from tuneloop.shared.ledger.storage.schema import (
+    RESTORE,
     deletions,
     epochs,
     erasures,
@@ -62,16 +43,9 @@ from tuneloop.shared.ledger.storage.schema import (
     mismatches,
     new_rater,
     raters,
+    refused_records,
 )
-from tuneloop.shared.ledger.storage.transactions import (
-    LedgerPart,
-    Transactions,
-    alone,
-    ignoring,
-    is_among,
-    portions,
-    put,
-)
+from tuneloop.shared.ledger.storage.transactions import Transactions, alone, ignoring, is_among, portions, put
 
 #: Seconds without a heartbeat after which a trainer's leases end. A newer trainer ends them at once.
 LEASE_S = 600.0
@@ -82,10 +56,6 @@ _VOTERS_KNOWN = 100_000
 #: Replies whose rewards are recomputed in one transaction.
 _PAGE = 1000
 
-_OUTCOMES = select(feedback.c.event_id, feedback.c.call_id, feedback.c.outcome).where(
-    is_among(feedback.c.event_id, "events")
-)
-_RECEIVED = select(feedback.c.received_at).where(is_among(feedback.c.event_id, "events"))
 _STORED_REPLIES = select(exchanges.c.msg_id).where(is_among(exchanges.c.msg_id, "names"))
 _NEWEST_EPOCH = select(epochs.c.epoch, epochs.c.seen_at).order_by(epochs.c.epoch.desc()).limit(1)
 
@@ -97,6 +67,8 @@ _PRESENT: Executable = select(
     exists().where(literal_column("outcome = 'pending'"), feedback.c.id > 0).label("pending"),
     exists().where(feedback.c.other_msg_id.is_not(None)).label("preferences"),
     exists().where(feedback.c.msg_id.is_(None)).label("of_runs"),
+    # When the database was put back to an earlier moment.
+    select(func.max(epochs.c.started_at)).where(epochs.c.trainer == RESTORE).scalar_subquery().label("restored_at"),
 )
 
 #: Whether `its_tenant` has feedback about a reply that waits for it, and whether any reply was preferred to another.
@@ -124,16 +96,23 @@ class CommitLimits(TypedDict, total=False):
     until: float | None
 
 
-class Recording(LedgerPart):
+class Recording(OutboxFiles):
     """Exchanges and feedback come in, and are committed for training.
 
-    `ticks` are seconds that nobody sets, and that stand still while the machine sleeps.
+    `ticks` are seconds that nobody sets, and that stand still while the machine sleeps. `any_reply`: whether the method
+    takes replies that are no samples of the policy.
     """
 
     def __init__(
-        self, transactions: Transactions, rewards: Rewards, *, ticks: Callable[[], float] = time.monotonic
+        self,
+        transactions: Transactions,
+        rewards: Rewards,
+        *,
+        any_reply: bool = False,
+        ticks: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(transactions)
+        self._any_reply = any_reply
         #: Raises LedgerForbidden if the database's file was deleted or replaced; asks the file system alone.
         self.check_place = transactions.file.check
         self._boot_time = transactions.boot_time
@@ -143,99 +122,81 @@ class Recording(LedgerPart):
         #: What the trainer last wrote, and since when by our own ticks: its clock and ours need not agree.
         self._heartbeat: tuple[object, float] = None, ticks()
 
-    def record(self, records: Sequence[Record], slots: Sequence[object] = ()) -> None:
-        """Store exchanges and feedback in their order; what is there already stays as it is.
+    def record(self, records: Sequence[Record], places: Sequence[tuple[str, int]] = ()) -> FeedbackResults:
+        """Store exchanges and feedback in their order, and tell what became of the feedback.
 
-        `slots` are those that the records were read from, in which they are read again if the process dies.
+        What is there already stays as it is. `places` are the files that the records were read from, and their numbers
+        there: what was taken of a file is not taken again.
         """
-        from_slots = zip(records, slots, strict=bool(slots))
-        slot_of = {name_of(each): slot for each, slot in from_slots if isinstance(each, Feedback)}
         voters: set[Rater] = set()
         with self._write() as connection:
-            # What processes took for the time gives way to the ledger's, in records of this start of the machine.
-            began, boot = self._boot_time(), steady_time.boot()
-            dated = [
-                msgspec.structs.replace(each, received_at=began + each.stamp.seconds)
-                if began is not None and each.stamp and each.stamp.boot == boot
-                else each
-                for each in records
-            ]
+            dated = self._dated(records)
+            heard = [record for record in dated if isinstance(record, Feedback)]
+            # Else a reply and its feedback, recorded by two processes at once, would not see each other.
+            alone(connection, "record", shared=not heard)
+            last: dict[str, int] = {}
+            for file, number in places:
+                last[file] = max(number, last.get(file, 0))
+            taken = move_on(connection, last, self._clock())
+            if places:
+                dated = [each for each, (file, at) in zip(dated, places, strict=True) if at > taken[file]]
             new_exchanges = [record for record in dated if isinstance(record, Exchange)]
             new_feedback = [record for record in dated if isinstance(record, Feedback)]
-            # Else a reply and its feedback, recorded by two processes at once, would not see each other.
-            alone(connection, "record", shared=not new_feedback)
             present = connection.execute(_PRESENT).one()
+            offered = new_feedback
             new_exchanges, new_feedback = not_erased(
                 connection, new_exchanges, new_feedback, deletions=present.deletions, erasures=present.erasures
             )
+            dropped: dict[str, Outcome] = {}
+            if len(new_feedback) < len(offered):
+                deleted = deleted_among({name for each in offered for name in names_in(each)}, connection.execute)
+                dropped = {each.event_id: Outcome.UNKNOWN for each in offered if deleted & names_in(each)}
             if present.mismatches:
                 new_exchanges = mark_untrusted(connection, new_exchanges)
+            msg_ids = [each.msg_id for each in new_exchanges]
             choices = [experience_row(each, choice) for each in new_exchanges for choice in each.experiences]
-            there = stored_among(connection, _STORED_REPLIES, {each.msg_id for each in new_exchanges})
+            there = {
+                name
+                for portion in portions({*msg_ids})
+                for name in connection.execute(_STORED_REPLIES, {"names": portion}).scalars()
+            }
             put(connection, exchanges, [exchange_row(each) for each in new_exchanges])
             tag(connection, [each for each in new_exchanges if each.msg_id not in there])
             put(connection, experiences, choices)
-            new_feedback = self._early.within_bound(connection, new_feedback)
-            if changed := without_repeats(connection, new_feedback, slot_of):
-                connection.execute(ignoring(connection, feedback), [feedback_row(each) for each in changed])
-                sources = {(each.tenant, each.source or "") for each in changed}
-                named = (each for each in sources if each not in self._rewards.trusted_raters)
-                voters = {(tenant, voter_of(source)) for tenant, source in named} - self._voters
-                put(connection, raters, [new_rater(*voter, self._clock()) for voter in voters])
-            touched = set(_replies(connection, changed))
-            msg_ids = [each.msg_id for each in new_exchanges]
+            offered, new_feedback = new_feedback, self._early.within_bound(connection, new_feedback)
+            full = {each.event_id for each in offered} - {each.event_id for each in new_feedback}
+            found = store_feedback(connection, new_feedback, names={each.event_id for each in heard})
+            sources = {(each.tenant, each.source or "") for each in found.new.values()}
+            named = (each for each in sources if each not in self._rewards.trusted_raters)
+            voters = {(tenant, voter_of(source)) for tenant, source in named} - self._voters
+            put(connection, raters, [new_rater(*voter, self._clock()) for voter in voters])
+            touched = set(_replies(connection, [*found.new.values(), *found.moved, *rated_runs(heard)]))
             for wanted, earlier in ((present.pending, _RATED), (present.preferences, _PREFERRED_TO)):
                 for portion in portions(msg_ids if wanted else ()):
                     touched.update(connection.execute(earlier, {"replies": portion}).scalars())
             if present.of_runs:
                 touched.update(each.msg_id for each in new_exchanges if None not in (each.task_id, each.run_id))
-            self._rewards.compute(connection, touched)
+            decided = self._rewards.compute(connection, touched)
+            dropped |= dict.fromkeys(full, Outcome.FULL)
+            told = Told(self._rewards.rule, self._any_reply, dropped, present.restored_at or 0.0)
+            results = results_of(connection, heard, found, decided, told)
         if len(self._voters) > _VOTERS_KNOWN:
             self._voters.clear()
         self._voters |= voters
+        return results
 
-    def outcomes(self, call_id: str, event_ids: Collection[str]) -> dict[str, Outcome]:
-        """What became of the events of one call, all of which the ledger has been given."""
-        found: dict[str, Outcome] = {}
-        for portion in portions(event_ids):
-            for row in self._read(_OUTCOMES, {"events": portion}):
-                found[row.event_id] = Outcome(row.outcome) if row.call_id == call_id else Outcome.DUPLICATE
-        return {event_id: found.get(event_id, Outcome.DUPLICATE) for event_id in event_ids}
-
-    def without_room(self, events: Collection[Feedback]) -> set[str]:
-        """Those of these events that are not there because their reply or run, voice or tenant has all it may have.
-
-        Not those that are stored, or repeat what is.
-        """
-        quota, said = FeedbackQuota(self._read), {}
-        for row in sorted(earlier_feedback(events, self._read), key=event_order):
-            quota.take(row)
-            said[subject_of(row), content_of(row)] = row
-        names = {event.event_id for event in events}
-        stored = {row.event_id for portion in portions(names) for row in self._read(_OUTCOMES, {"events": portion})}
-        alike = [(said.get((subject_of(event), content_of(event))), event) for event in events]
-        same = equal_texts(self._read, [(row.id, event.text) for row, event in alike if row and row.has_text])
-        left = [event for row, event in alike if not (row and is_repeated(row, event, same))]
-        left = [event for event in left if event.event_id not in stored]
-        there = targets_there(left, self._read)
-        return {event.event_id for event in left if target_of(event) not in there or not quota.allows(event)}
-
-    def outcomes_apart(self, event: Feedback) -> dict[str, Outcome]:
-        """What became of a late event for each of several choices, by `msg_id:choice`; empty if all were too late."""
-        if event.choice is not None:
-            return {}
-        rows = [RewardRow(*row) for row in self._read(rows_about(event))]
-        # Its process dated it otherwise than the ledger, by whose time rewards are.
-        for stored in self._read(_RECEIVED, {"events": [event.event_id]}) if len(rows) > 1 else ():
-            event = msgspec.structs.replace(event, received_at=stored.received_at)
-        return outcomes_apart(self._rewards.rule, event, rows)
-
-    def replies_decided_by(self, event: Feedback) -> list[str]:
-        """Of the first MAX_TOLD experiences of a run, the replies whose reward an event about the run makes."""
-        with self._snapshot() as connection:
-            msg_ids = list(dict.fromkeys(row.msg_id for row in connection.execute(rows_about(event))))
-            whose = (self._rewards.rule, self._rewards.trusted_raters)
-            return list(dict.fromkeys(replies_decided_by(connection, event, msg_ids, *whose)))
+    def refuse(self, file: str, number: int, end_offset: int, payload: bytes, reason: str) -> None:
+        """Keep what cannot be recorded of a file, but not of a deleted person, and take what follows it."""
+        with self._write() as connection:
+            alone(connection, "record", shared=True)  # else a deletion might not see it, nor it the deletion
+            move_on(connection, {file: number}, now := self._clock())
+            with suppress(msgspec.MsgspecError):
+                [record] = self._dated([decode(payload)])
+                said, heard = ([record], []) if isinstance(record, Exchange) else ([], [record])
+                if not any(not_erased(connection, said, heard, deletions=True, erasures=True)):
+                    return
+            row = {"file": file, "end_offset": end_offset, "number": number, "reason": reason, "payload": payload}
+            connection.execute(ignoring(connection, refused_records), row | {"refused_at": now})
 
     def commit(self, tenant: str, **limits: Unpack[CommitLimits]) -> int:
         """Release the tenant's rewarded experiences to the trainer and return how many."""
@@ -255,6 +216,16 @@ class Recording(LedgerPart):
                 )
                 connection.execute(rewarding, values)
             return connection.execute(_committing(names), values).rowcount
+
+    def _dated(self, records: Sequence[Record]) -> list[Record]:
+        """What processes took for the time gives way to the ledger's, in records of this start of the machine."""
+        began, boot = self._boot_time(), steady_time.boot()
+        return [
+            msgspec.structs.replace(each, received_at=began + each.stamp.seconds)
+            if began is not None and each.stamp and each.stamp.boot == boot
+            else each
+            for each in records
+        ]
 
     def end_silent_leases(self) -> None:
         """Give back what a trainer holds that has not been heard of for LEASE_S, as long as we have listened."""
@@ -309,7 +280,7 @@ def _committing(given: frozenset[str]) -> Update:
     return rewarded.values(state=State.COMMITTED, committed_at=bindparam("now"))
 
 
-def _replies(connection: Connection, events: Sequence[Feedback]) -> Iterator[str]:
+def _replies(connection: Connection, events: Sequence[Any]) -> Iterator[str]:
     """The replies that the events bear on."""
     trajectories: set[Trajectory] = set()
     for event in events:
@@ -320,5 +291,5 @@ def _replies(connection: Connection, events: Sequence[Feedback]) -> Iterator[str
         if event.other_msg_id is not None:
             yield event.other_msg_id
     yield from replies_of(connection, trajectories)
-    retracted = {event.msg_id for event in events if event.kind is Kind.RETRACTION and event.msg_id is not None}
+    retracted = {event.msg_id for event in events if event.kind == Kind.RETRACTION and event.msg_id is not None}
     yield from replies_preferred_to(connection, retracted)

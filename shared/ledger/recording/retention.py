@@ -1,14 +1,17 @@
 """The verbs that delete: what is older than the settings allow, and whatever came from a person.
 
-What was deleted must not come back: it may still lie in a spool. Deleted trained rows are counted in their versions'
+What was deleted must not come back: it may still lie in an outbox. Deleted trained rows are counted in their versions'
 `purged`, so that the ledger still adds up.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+import msgspec
 from sqlalchemy import (
     ColumnElement,
     Connection,
@@ -27,7 +30,17 @@ from sqlalchemy import (
     update,
 )
 
-from tuneloop.shared.experience import KEY_SOURCE, Exchange, Feedback, Kind, Outcome, Record, State, person_behind
+from tuneloop.shared.experience import (
+    KEY_SOURCE,
+    Exchange,
+    Feedback,
+    Kind,
+    Outcome,
+    Record,
+    State,
+    decode,
+    person_behind,
+)
 from tuneloop.shared.ledger.recording.rewards import Rewards, Trajectory, replies_of
 from tuneloop.shared.ledger.storage.schema import (
     Utf8Text,
@@ -39,6 +52,7 @@ from tuneloop.shared.ledger.storage.schema import (
     feedback,
     rater_events,
     raters,
+    refused_records,
     versions,
 )
 from tuneloop.shared.ledger.storage.transactions import (
@@ -271,7 +285,7 @@ class Retention(LedgerPart):
         """Delete a person: their exchanges, the feedback about these, and the feedback that they gave.
 
         Others' replies that are not trained on yet take the rewards that they have without it. Records of theirs that
-        were received before now, and are still in a spool, are not stored, nor is what is said of theirs from now on.
+        were received before now, and are still in an outbox, are not stored, nor is what is said of theirs from now on.
         `at` is when they were erased, if that was earlier.
         """
         with self._write() as connection:
@@ -301,6 +315,7 @@ class Retention(LedgerPart):
                     alike = select(table.c.name).where(table.c.tenant == tenant, _may_be(table.c.name, user))
                     names = {name for name in connection.execute(alike).scalars() if person_behind(name) == user}
                     connection.execute(delete(table).where(table.c.tenant == tenant, table.c.name.in_(names)))
+                _forget_refused(connection, (tenant, stored_name(user)), msg_ids)
                 self._rewards.recompute(connection, touched)
         trained = Counter(row.trained_version for row in rows if row.trained_version is not None)
         return ErasureResult(frozenset(msg_ids), len(rows), len(events), dict(sorted(trained.items())))
@@ -403,6 +418,20 @@ def _feedback_to_erase(
         yield from connection.execute(select(feedback).where(about_runs))
 
 
+def _forget_refused(connection: Connection, person: Person, msg_ids: Collection[str]) -> None:
+    """Delete what of theirs was refused, and the damaged bytes: nobody can tell whose these are."""
+    places = refused_records.c.file, refused_records.c.end_offset
+    gone = {*msg_ids}
+    for place in connection.execute(select(*places).order_by(*places)).all():
+        this = tuple_(*places) == place
+        with suppress(msgspec.MsgspecError):
+            record = decode(connection.execute(select(refused_records.c.payload).where(this)).scalar_one())
+            if list(without_erased([record], {person: math.inf}, deleted=gone)):
+                continue
+            gone |= {record.msg_id} if isinstance(record, Exchange) else set()
+        connection.execute(delete(refused_records).where(this))
+
+
 def _may_be(name: ColumnElement[str], user: str) -> ColumnElement[bool]:
     """Whether a rater's name is the person's, or ends in it behind the name of a client's key."""
     by_key = and_(name.startswith(KEY_SOURCE), name.endswith(f"/{user}", autoescape=True))
@@ -430,6 +459,7 @@ def delete_with_exchanges(connection: Connection, rows: Sequence[Any]) -> None:
         # Whether a preference was taken back: it must not outlive the word that took it back.
         later = feedback.alias()
         same = (later.c[name] == feedback.c[name] for name in ("tenant", "msg_id", "metric"))
+        later_at, at = (func.coalesce(each.repeated_at, each.received_at) for each in (later.c, feedback.c))
         connection.execute(
             delete(feedback).where(
                 feedback.c.msg_id.in_(portion),
@@ -439,7 +469,7 @@ def delete_with_exchanges(connection: Connection, rows: Sequence[Any]) -> None:
                         later.c.kind == Kind.RETRACTION,
                         *same,
                         later.c.source.is_not_distinct_from(feedback.c.source),
-                        later.c.id > feedback.c.id,
+                        tuple_(later_at, later.c.id) > tuple_(at, feedback.c.id),
                         or_(later.c.choice.is_(None), later.c.choice == feedback.c.choice),
                     ),
                 ),

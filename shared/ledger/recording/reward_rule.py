@@ -14,7 +14,7 @@ names cost nothing.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ class Event(NamedTuple):
     """A feedback event as it bears on one reply; `preferred`: whether that is the better one of a preference's two.
 
     `trusted`: its rater is no voter, but whose word settles it. `of_run`: it is about the reply's whole run. `weight`,
-    above 0 and at most 1: how much its rater's word weighs beside others'.
+    above 0 and at most 1: how much its rater's word weighs beside others'. `repeated_at`: when it was last said again.
     """
 
     id: int
@@ -50,6 +50,7 @@ class Event(NamedTuple):
     trusted: bool = False
     of_run: bool = False
     weight: float = 1.0
+    repeated_at: float | None = None
 
 
 class Reward(NamedTuple):
@@ -209,11 +210,18 @@ def fates(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -> di
     return found
 
 
-def _in_time(rule: RewardRule, events: Iterable[Event], sampled_at: float) -> Iterator[Event]:
-    """The events that can count, in their order."""
-    for event in events:
-        if rewarding(event.kind) and in_window(rule, sampled_at=sampled_at, received_at=event.received_at):
-            yield event
+def _in_time(rule: RewardRule, events: Iterable[Event], sampled_at: float) -> list[Event]:
+    """The events that can count, in their order: what is said again after the window has no later place for that."""
+
+    def counts(at: float) -> bool:
+        return in_window(rule, sampled_at=sampled_at, received_at=at)
+
+    def place(event: Event) -> tuple[float, int]:
+        again = event.repeated_at or event.received_at
+        return again if counts(again) else event.received_at, event.id
+
+    found = [event for event in events if rewarding(event.kind) and counts(event.received_at)]
+    return found if rule.attribution_window is None else sorted(found, key=place)
 
 
 def default_of(rule: RewardRule, *, sampled_at: float) -> Reward | None:

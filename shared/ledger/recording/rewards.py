@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, and_, bindparam, case, func, insert, or_, select, tuple_, update
 
 from tuneloop.shared import steady_time
-from tuneloop.shared.experience import Feedback, Kind, Outcome, State
+from tuneloop.shared.experience import Kind, Outcome, State
 from tuneloop.shared.ledger.raters import Rater, rater_of, voice_of, without_quarantined
 from tuneloop.shared.ledger.recording.reward_rule import (
     Event,
@@ -60,7 +60,7 @@ _REPEATING = insert(experiences).from_select(
 
 #: What of an event can bear on a reward: of its text that is a label alone, which is short.
 _READ = (
-    *(column for column in feedback.c if column.name not in {"text", "event_id", "occurred_at"}),
+    *(column for column in feedback.c if column.name not in {"text", "occurred_at"}),
     case((feedback.c.kind == Kind.LABEL, feedback.c.text)).label("text"),
 )
 _NAMED = or_(is_among(feedback.c.msg_id, "replies"), is_among(feedback.c.other_msg_id, "replies"))
@@ -112,21 +112,30 @@ class Change(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What feedback changes about some replies: labels they lacked, rewards, trained rows to repeat, outcomes."""
+    """What feedback changes about some replies: labels they lacked, rewards, trained rows to repeat, outcomes.
+
+    `read`: the rows and events that it was decided by.
+    """
 
     labels: list[RewardRow]
     changes: list[Change]
     repeats: list[Change]
     outcomes: dict[int, Outcome]
+    read: list[tuple[list[RewardRow], "RowEvents"]]
+
+    def __bool__(self) -> bool:
+        """Whether it changes anything."""
+        return any(self[:-1])
 
 
 def plan(
     connection: Connection, msg_ids: Collection[str], rule: RewardRule, *, trusted: TrustedRaters, now: float
 ) -> Plan:
     """The changes to the replies by all the feedback about them."""
-    decided = Plan([], [], [], {})
+    decided = Plan([], [], [], {}, [])
     for portion in portions(msg_ids):
         found, rows, events = _read(connection, portion, trusted)
+        decided.read.append((rows, events))
         decided.labels.extend(after for before, after in zip(found, rows, strict=True) if after != before)
         rewards = {row.id: events.reward(rule, row) for row in rows}
         edits = {id_: each.edit for id_, each in rewards.items() if each is not None and each.edit is not None}
@@ -175,16 +184,17 @@ def read_history(
 ) -> dict[int, FeedbackHistory]:
     """The feedback about each row of a reply, by the rows' ids.
 
-    A row that is leased or trained on has the reward of what had been said by then: of the first events, as many as
-    make its reward.
+    A row that is leased or trained on has the reward of what the ledger had by then: of the events that it took first,
+    as many as make its reward.
     """
     _, rows, events = _read(connection, [msg_id], trusted, _UNLOCKED_ROWS)
     found = {}
     for row in rows:
         rule, mine = rule_of_row(row.id), [event for event in events.all if bears_on(event, row)]
-        for end in (math.inf, *(event.id for event in reversed(mine[-_MAX_LATE:])), math.inf):
+        came = sorted((event.id for event in mine), reverse=True)
+        for end in (math.inf, *came[:_MAX_LATE], math.inf):
             heard = [event for event in events.all if event.id < end]
-            about = _Events(heard, [event for event in heard if event.id in events.bearing], trusted, {}).about(row)
+            about = RowEvents(heard, [event for event in heard if event.id in events.bearing], trusted, {}).about(row)
             reward = reward_of(rule, about, sampled_at=row.sampled_at)
             made = reward or default_of(rule, sampled_at=row.sampled_at)
             if row.state in OPEN or (made and made[:2] == (row.reward, row.rewarded_at)):
@@ -198,18 +208,6 @@ def read_history(
         said = [(event, known[event.id]) for event in mine]
         found[row.id] = FeedbackHistory(said, parts(rule, counting), reward and reward.value)
     return found
-
-
-def replies_decided_by(
-    connection: Connection, event: Feedback, msg_ids: Sequence[str], rule: RewardRule, trusted: TrustedRaters
-) -> Iterator[str]:
-    """Those of these replies whose reward an event about their run makes, alone or with others."""
-    said = (event.metric, event.source, True)
-    _, rows, events = _read(connection, msg_ids, trusted, _UNLOCKED_ROWS)
-    for row in rows:
-        counting = counting_events(rule, events.about(row), sampled_at=row.sampled_at) if row.state in OPEN else ()
-        if any((each.metric, each.source, each.of_run) == said for each, _ in counting):
-            yield row.msg_id
 
 
 def write(connection: Connection, decided: Plan, rule_id: int, *, repeat: bool) -> None:
@@ -269,7 +267,7 @@ def _read(
     trusted: TrustedRaters,
     query: Any = _ROWS,
     weights: Mapping[Rater, float] = MappingProxyType({}),
-) -> tuple[list[RewardRow], list[RewardRow], "_Events"]:
+) -> tuple[list[RewardRow], list[RewardRow], "RowEvents"]:
     """The rows of some replies, the same with the labels that feedback names, and the feedback about them."""
     named = {"replies": msg_ids}
     found = [RewardRow(*row) for row in connection.execute(query, named)]
@@ -278,7 +276,7 @@ def _read(
     bearing = without_quarantined(connection, feedback_rows)
     # The rows with the task and run that their feedback names, where their request named none.
     names: dict[tuple[str, str, str], str] = {}
-    for event in sorted(bearing, key=event_order):
+    for event in sorted(bearing, key=lambda each: (each.received_at, each.id)):
         for label in ("task_id", "run_id"):
             if (name := getattr(event, label)) is not None and event.msg_id is not None:
                 names.setdefault((event.tenant, event.msg_id, label), name)
@@ -292,11 +290,11 @@ def _read(
     runs = {(row.tenant, row.task_id, row.run_id) for row in rows if None not in (row.task_id, row.run_id)}
     about_runs = [event for few in portions(runs, of=3) for event in connection.execute(_ABOUT_RUNS, {"runs": few})]
     bearing += without_quarantined(connection, about_runs)
-    return found, rows, _Events(feedback_rows + about_runs, bearing, trusted, weights)
+    return found, rows, RowEvents(feedback_rows + about_runs, bearing, trusted, weights)
 
 
-class _Events:
-    """The feedback about some rows: each event once, in the order in which they came.
+class RowEvents:
+    """The feedback about some rows: each event once, in the order in which they count.
 
     Those that are not `bearing` on any row have an outcome all the same.
     """
@@ -344,7 +342,8 @@ class _Events:
                     whose = (event.call_id, rater_of(event) in self._trusted)
                     weight = self._weights.get((event.tenant, voice_of(event.source or "")), 1.0)
                     bearing = (made[1], event.received_at, *whose, event.msg_id is None)
-                    self._made[made] = Event(event.id, *content, *bearing, weight=weight)
+                    again = event.repeated_at
+                    self._made[made] = Event(event.id, *content, *bearing, weight=weight, repeated_at=again)
                 self._by_key[key].append(self._made[made])
         return self._by_key[key]
 
@@ -364,10 +363,12 @@ def retracted_preferences(events: Sequence[Any]) -> Iterator[int]:
             yield from (each.id for each in preferences[thing] if event.choice in (None, each.choice))
 
 
-def event_order(event: Any) -> int:
-    """The order in which events count: that in which they came into the ledger, which no clock can change."""
-    number: int = event.id
-    return number
+def event_order(event: Any) -> tuple[float, int]:
+    """The order in which events count: when each was last said by the ledger's time, those of one moment by their ids.
+
+    What comes in late, from an outbox that was away, has its place all the same.
+    """
+    return max(event.received_at, event.repeated_at or event.received_at), event.id
 
 
 def _targets(event: Any) -> Iterator[object]:
@@ -428,7 +429,7 @@ def _update_by_ids(table: Any, names: tuple[str, ...]) -> Any:
     return update(table).where(is_among(table.c.id, "its_ids")).values({name: bindparam(name) for name in names})
 
 
-def _outcomes(rule: RewardRule, rows: Sequence[RewardRow], events: _Events) -> Iterator[tuple[int, Outcome]]:
+def _outcomes(rule: RewardRule, rows: Sequence[RewardRow], events: RowEvents) -> Iterator[tuple[int, Outcome]]:
     """The outcomes of events that waited for their reply, or came too late for a row that is open again."""
     waiting = [event for event in events.all if event.outcome in (Outcome.PENDING, Outcome.LATE)]
     by_target: dict[object, list[RewardRow]] = defaultdict(list)
@@ -465,7 +466,7 @@ def newest_corrections(rows: Iterable[RewardRow]) -> Collection[RewardRow]:
 
 
 def _repeats(
-    rule: RewardRule, rows: Sequence[RewardRow], events: _Events, outcomes: Mapping[int, Outcome]
+    rule: RewardRule, rows: Sequence[RewardRow], events: RowEvents, outcomes: Mapping[int, Outcome]
 ) -> Iterator[Change]:
     """Trained replies to which feedback that came too late gives another reward, or, unrated, another edited answer."""
     late = {event.id for event in events.all if outcomes.get(event.id, event.outcome) == Outcome.LATE}
@@ -500,7 +501,7 @@ class Rewards:
     def compute(self, connection: Connection, msg_ids: Collection[str]) -> Plan:
         """Let the feedback about these replies make their rewards, whichever of the two came first."""
         decided = self.plan(connection, msg_ids)
-        if any(decided):
+        if decided:
             write(connection, decided, self.rule_id(connection), repeat=self.compensate_late)
         return decided
 
@@ -524,7 +525,7 @@ class Rewards:
             found |= set(connection.execute(corrected).scalars())
         for rule_id, (rule, replies) in rules_of(connection, found).items():
             decided = self.plan(connection, replies, rule)
-            if any(decided):
+            if decided:
                 write(connection, decided, rule_id, repeat=self.compensate_late)
 
     def recompute(self, connection: Connection, msg_ids: Collection[str]) -> Plan:

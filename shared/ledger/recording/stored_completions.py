@@ -30,14 +30,12 @@ from sqlalchemy import (
     tuple_,
 )
 
-from tuneloop.shared.experience import Exchange, Feedback, State
+from tuneloop.shared.experience import Exchange, State
 from tuneloop.shared.ledger.recording.retention import (
     delete_by,
     delete_with_exchanges,
-    deleted_among,
     forget_feedback,
     mark_deleted,
-    names_in,
     regroup,
 )
 from tuneloop.shared.ledger.recording.rewards import Rewards
@@ -356,12 +354,6 @@ class StoredCompletions(LedgerPart):
             self._rewards.recompute(connection, others)
             mark_deleted(connection, [exchange], at=self._clock())
         return Deletion.DONE
-
-    def about_deleted(self, events: Sequence[Feedback]) -> list[str]:
-        """The ids of those events that name a deleted completion, and so were not stored."""
-        named = {msg_id for event in events for msg_id in names_in(event)}
-        deleted = deleted_among(named, self._read)
-        return [event.event_id for event in events if deleted & names_in(event)]
 
     def _with_several(
         self, wanted: Collection[bytes], after: PageCursor | None, order: Order, limit: int

@@ -125,6 +125,9 @@ epochs = Table(
     CheckConstraint("epoch >= 1", name="from_one"),
 )
 
+#: The trainer of the epoch in which a ledger was put back, and who says so of its versions.
+RESTORE = "tuneloop restore"
+
 #: Every set of weights that exists; 0 is the base model.
 versions = Table(
     "versions",
@@ -373,7 +376,8 @@ partial("ix_experiences_unsampled", experiences.c.state, experiences.c.sampled_a
 #: What may have become of feedback that is stored.
 _STORED = [outcome for outcome in Outcome if outcome is not Outcome.FULL]
 
-#: Append-only. Has no foreign key to exchanges, because feedback may come before the row of its reply.
+#: Append-only, but for `repeated_at`: when its source last said the same again. Has no foreign key to exchanges,
+#: because feedback may come before the row of its reply.
 feedback = Table(
     "feedback",
     metadata,
@@ -396,6 +400,7 @@ feedback = Table(
     Column("occurred_at", Double, nullable=True),
     Column("outcome", String(16), nullable=False),
     Column("key", String(64), nullable=True),
+    Column("repeated_at", Double, nullable=True),
     CheckConstraint(one_of("kind", Kind), name="kind"),
     CheckConstraint(one_of("outcome", _STORED), name="outcome"),
     CheckConstraint("value IS NULL OR (value > -1e300 AND value < 1e300)", name="value_is_finite"),
@@ -414,6 +419,29 @@ partial("ix_feedback_pending", feedback.c.id, where="outcome = 'pending'")
 partial("ix_feedback_early", feedback.c.tenant, where="outcome = 'pending' AND msg_id IS NOT NULL")
 partial("ix_feedback_rated", *(feedback.c[name] for name in ("tenant", "key", "id")), where=RATED)
 partial("ix_feedback_source", feedback.c.tenant, feedback.c.source, where="source IS NOT NULL")
+
+#: The highest number of a record that was taken of each file of an outbox, and when a drain last brought some of it.
+outbox_files = Table(
+    "outbox_files",
+    metadata,
+    Column("file", Text, primary_key=True),
+    Column("number", BigInteger, nullable=False),
+    Column("seen_at", Double, nullable=False),
+    Column("removed_at", Double, nullable=True),
+)
+
+#: Records that the database refused for what they hold, and damaged bytes of files.
+refused_records = Table(
+    "refused_records",
+    metadata,
+    Column("file", Text, nullable=False),
+    Column("end_offset", BigInteger, nullable=False),
+    Column("number", BigInteger, nullable=False),
+    Column("reason", Utf8Text, nullable=False),
+    Column("payload", LargeBinary, nullable=False),
+    Column("refused_at", Double, nullable=False),
+    PrimaryKeyConstraint("file", "end_offset"),
+)
 
 #: People whose rows were deleted. What of theirs was received before, and comes in later, is not taken.
 erasures = Table(

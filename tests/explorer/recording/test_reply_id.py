@@ -14,9 +14,9 @@ from tuneloop.explorer.transcript import (
     PREFIXES,
     ParsedReplyId,
     ReplyIdSigner,
-    minted_at,
 )
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.experience import minted_at
 from tuneloop.shared.job_marks import load_key
 
 SIGNER = ReplyIdSigner(b"k" * 32)

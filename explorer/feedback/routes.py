@@ -22,8 +22,6 @@ from tuneloop.explorer.access.feedback_tokens import (
 )
 from tuneloop.explorer.auth import Caller, caller_of
 from tuneloop.explorer.control_client import ControlClient
-from tuneloop.explorer.recorder import Recorder
-from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.explorer.feedback.events import EventFactory, FeedbackEvent
 from tuneloop.explorer.feedback.request import Entry, parse_entries
 from tuneloop.explorer.http.bodies import (
@@ -39,7 +37,9 @@ from tuneloop.explorer.http.bodies import (
     wrong_type,
 )
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.recorder import Recorder
 from tuneloop.explorer.traces import Traces
+from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import Feedback, Kind, Outcome

@@ -177,8 +177,7 @@ def test_a_full_outbox_refuses_with_a_time_to_come_back(running_explorer: Run, d
     for stream in (False, True):
         assert explorer.chat(store=False, stream=stream).status_code == 200, "what is not kept needs no room"
     explorer.ledger.recording.away = False
-    explorer.until_flushed()
-    assert explorer.chat().status_code == 200
+    eventually(lambda: explorer.chat().status_code == 200)
     ready = explorer.http.get("/health/ready").json()
     assert (ready["status"], ready["reason"]) == ("ready", None)
 
@@ -242,7 +241,7 @@ def test_a_method_that_learns_from_any_reply_leaves_none_of_them_out(
     running_explorer: Run, double: EngineDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     explorer = running_explorer(double)
-    monkeypatch.setattr(explorer.services.feedback, "_any_reply", True)
+    monkeypatch.setattr(explorer.ledger.recording, "_any_reply", True)
     assert "not_trained" not in ok(explorer.feedback(reply_id(explorer, tools=[STRICT])))
 
 

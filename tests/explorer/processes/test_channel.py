@@ -12,7 +12,8 @@ from tuneloop.explorer.control_client import ShadowReply
 from tuneloop.explorer.engines.fleet import EngineState, TrafficSplit
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.explorer.processes.channel import (
-    AnnounceSlot,
+    AnnounceOwner,
+    BeginFile,
     Channel,
     CollectMetrics,
     EngineView,
@@ -20,11 +21,10 @@ from tuneloop.explorer.processes.channel import (
     GetStartInfo,
     ReportMetrics,
     ReportShadowReply,
-    StartSegment,
     UpdateEngine,
     UpdateSplit,
-    WaitUntilFlushed,
     WaitUntilIdle,
+    WaitUntilTaken,
 )
 from tuneloop.shared.errors import ChannelLost
 
@@ -61,8 +61,8 @@ async def test_questions_are_answered_both_ways_at_once() -> None:
     async with talking(counts, waits) as (worker, control):
         told = await asyncio.gather(
             control.ask(CollectMetrics(), list[MetricSample]),
-            worker.ask(WaitUntilFlushed(2.0), bool),
-            worker.ask(WaitUntilFlushed(0.5), bool),
+            worker.ask(WaitUntilTaken(2.0), bool),
+            worker.ask(WaitUntilTaken(0.5), bool),
         )
     assert told == [samples, True, False]
 
@@ -71,7 +71,7 @@ async def test_questions_are_answered_both_ways_at_once() -> None:
     "question",
     [
         GetStartInfo(),
-        AnnounceSlot("/spool/0"),
+        AnnounceOwner("0123abcd"),
         UpdateSplit(TrafficSplit(3, share=0.1)),
         UpdateSplit(None),
         ReportShadowReply(ShadowReply(3, failed=False, refused=True, seconds=0.5, tokens=12)),
@@ -79,7 +79,7 @@ async def test_questions_are_answered_both_ways_at_once() -> None:
         ReportMetrics([MetricSample("a", "a_total", (), 1.0)]),
         UpdateEngine(EngineView(1, "http://e", None, EngineState.RELOADING, 3, 2)),
         WaitUntilIdle(1),
-        StartSegment(),
+        BeginFile(),
     ],
 )
 async def test_a_question_arrives_as_it_was_asked(question: Any) -> None:
@@ -103,7 +103,7 @@ async def test_questions_are_taken_up_in_their_order() -> None:
         return None
 
     async with talking(other=hears) as (one, _):
-        await asyncio.gather(*(one.ask(WaitUntilFlushed(float(number))) for number in range(1000)))
+        await asyncio.gather(*(one.ask(WaitUntilTaken(float(number))) for number in range(1000)))
     assert heard == [float(number) for number in range(1000)]
 
 

@@ -290,14 +290,13 @@ class OutboxReader:
     def _next_record(self, offset: int, end: int) -> int:
         """The offset of the next whole record, or the end."""
         while offset < end:
-            data = os.pread(self._descriptor, _SEARCHED + len(_MARK), offset)
+            data = os.pread(self._descriptor, _SEARCHED + len(_MARK) - 1, offset)
             found = data.find(_MARK)
-            if found < 0:
-                offset += _SEARCHED
-            elif self._record_at(offset + found, end) is not None:
-                return offset + found
-            else:
-                offset += found + 1
+            while found >= 0:
+                if self._record_at(offset + found, end) is not None:
+                    return offset + found
+                found = data.find(_MARK, found + 1)
+            offset += _SEARCHED
         return end
 
 

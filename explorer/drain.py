@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import msgspec
 import structlog
 
-from tuneloop.runner.outbox import SUFFIX, Damage, OutboxReader, OutboxReaders, Record, names_in, owner_of
+from tuneloop.runner.outbox import SUFFIX, Damage, OutboxReader, OutboxReaders, Record, names_in
 from tuneloop.shared.errors import LedgerError, LedgerForbidden, LedgerUnavailable, RecordRefused, TuneloopError
 from tuneloop.shared.experience import Exchange, Feedback, decode, time_received
 from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
@@ -224,7 +224,7 @@ class Drain:
                 self._began.pop(refusal, None)
                 self._note(group)
                 said = zip(group, records, strict=True)
-                for owner in {owner_of(each.reader.id) for each, record in said if isinstance(record, Feedback)}:
+                for owner in {each.reader.owner for each, record in said if isinstance(record, Feedback)}:
                     self._listener.taken(owner, results)
                 return
 

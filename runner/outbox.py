@@ -8,7 +8,9 @@ can pass for a record. A damaged record costs itself alone: a reader looks for t
 """
 
 import errno
+import logging
 import os
+import re
 import struct
 import threading
 import time
@@ -16,11 +18,13 @@ import uuid
 import zlib
 from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 SUFFIX = ".records"
+
+#: The time in nanoseconds, the owner, and what makes the name unique.
+_NAME = re.compile(rf"[0-9]{{20}}-([0-9a-f]{{8}})-[0-9a-f]{{16}}{re.escape(SUFFIX)}")
 
 _MARK = b"\xf5\xc1TL"  # no UTF-8 text has its first two bytes
 
@@ -31,8 +35,10 @@ _COUNTED = struct.Struct("<IQ")
 #: How many bytes at once are searched for the next whole record.
 _SEARCHED = 1 << 20
 
-#: Files of one folder that a reader has open at once.
+#: Files that others left in a folder, and that a reader has open at once.
 _OPEN_FILES = 64
+
+log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
@@ -42,8 +48,7 @@ class Place(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """A payload, its number in its file, and the offset of what follows it."""
 
     payload: bytes
@@ -51,8 +56,7 @@ class Record:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Damage:
+class Damage(NamedTuple):
     """`data` is no record; `end` is the offset of what follows it."""
 
     data: bytes
@@ -60,13 +64,13 @@ class Damage:
 
 
 class _Append:
-    """What one caller wants on disk. `wake` is set when it is there, or refused, or when the caller is to write."""
+    """What one caller wants on disk."""
 
     def __init__(self, payloads: Sequence[bytes]) -> None:
-        self.payloads, self.wake = payloads, threading.Event()
+        self.payloads = payloads
         self.is_done = False
         self.last = Place("", 0)
-        self.error: OSError | None = None
+        self.error: OSError | None = OSError(errno.EIO, "the thread that wrote this failed")
 
 
 class _OpenFile:
@@ -84,31 +88,41 @@ class _OpenFile:
                     break
             except OSError:
                 self.path.unlink(missing_ok=True)
-                os.close(self._descriptor)
+                self.close()
                 raise
-            os.close(self._descriptor)  # another process was quicker to claim it, and may have removed it as empty
+            self.close()  # another process was quicker to claim it, and may have removed it as empty
         self.id, self.began = self.path.stem, time.monotonic()
-        self._seed = zlib.crc32(self.id.encode())
         self.end = self.number = 0
+        self._status = os.fstat(self._descriptor)
+        self._seed = zlib.crc32(self.id.encode())
 
-    def append(self, payloads: Sequence[bytes]) -> None:
-        """Bring payloads to disk. Raises OSError: then the file takes no more, and none of them was appended."""
-        data, number = bytearray(), self.number
+    def append(self, payloads: Sequence[bytes]) -> int | None:
+        """Bring payloads to disk, so many bytes. Raises OSError: then the file takes no more, and has none of them.
+
+        None: nor has it, since somebody deleted, moved or changed it.
+        """
+        data, number, written, size = bytearray(), self.number, 0, None
         for payload in payloads:
             number += 1
             data += _HEAD.pack(_MARK, len(payload), number, _checksum(self._seed, number, payload)) + payload
         try:
-            left = memoryview(data)
-            while left:
-                left = left[os.write(self._descriptor, left) :]
+            with memoryview(data) as view:
+                while written < len(view):
+                    written += os.write(self._descriptor, view[written:])
             os.fsync(self._descriptor)
-            if not os.path.samestat(self.path.stat(), os.fstat(self._descriptor)):
-                raise OSError(errno.ESTALE, f"{self.path} was replaced")
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(self._descriptor, self.end)
-            raise
-        self.end, self.number = self.end + len(data), number
+            with suppress(FileNotFoundError):
+                found = os.lstat(self.path)
+                if os.path.samestat(found, self._status) and found.st_size == self.end + written:
+                    size = written
+        finally:
+            if size is None:
+                with suppress(OSError):
+                    os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
+                    if not self.end:
+                        self.path.unlink()
+        if size is not None:
+            self.end, self.number = self.end + size, number
+        return size
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -123,88 +137,97 @@ class Outbox:
 
     def __init__(self, folder: Path, file_bytes: int) -> None:
         """Raises OSError where the folder cannot be made."""
+        made = [each for each in folder.parents if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.folder, self._file_bytes = folder.resolve(), file_bytes
-        sync_folder(self.folder.parent)
+        for each in (self.folder, *made):
+            sync_folder(each.parent)
         self.owner = uuid.uuid4().hex[:8]
         #: Bytes that were appended, in all files.
         self.written = 0
         self._open: _OpenFile | None = None
         self._waiting: list[_Append] = []
-        self._lock, self._writing = threading.Lock(), threading.Lock()
-        self._is_led = False
+        self._changed = threading.Condition()
+        self._is_writing = False
 
     def append(self, payloads: Sequence[bytes]) -> Place:
         """Return when all payloads are on disk, with the place of the last one.
 
-        Raises OSError: then none of them is in the outbox.
+        Raises OSError: then none of them stays in the outbox. A reader may have read them before they were refused.
         """
-        own = _Append(payloads)
-        with self._lock:
-            self._waiting.append(own)
-            leads, self._is_led = not self._is_led, True
-        if not leads:
-            own.wake.wait()
-        if not own.is_done:  # it is our turn to write, for all who wait by now
-            with self._lock:
-                group, self._waiting = self._waiting, []
-            with self._writing:
-                self._append(group)
-            with self._lock:
-                self._is_led = bool(self._waiting)
-                if self._waiting:
-                    self._waiting[0].wake.set()
-            for each in group:
-                each.wake.set()
+        own, group = _Append(payloads), list[_Append]()
+        try:
+            with self._changed:
+                self._waiting.append(own)
+                while self._is_writing and not own.is_done:
+                    self._changed.wait()
+                if not own.is_done:  # it is our turn to write, for all who wait by now
+                    group, self._waiting, self._is_writing = self._waiting, group, True
+            if group:
+                self._write(group)
+        finally:  # whatever was raised here, the group is answered
+            if group:
+                with self._changed:
+                    for each in group:
+                        each.is_done = True
+                    self._is_writing = False
+                    self._changed.notify_all()
         if own.error is not None:
             raise OSError(own.error.errno, own.error.strerror) from own.error
         return own.last
 
     def begin_new_file(self, *, after_s: float = 0.0) -> None:
         """Let the open file go to its readers, if it was begun so many seconds ago."""
-        with self._writing:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_writing)
             if self._open is not None and time.monotonic() - self._open.began >= after_s:
-                self._close_file()
+                self.forget_file()
 
     def close(self) -> None:
-        """Wait for those who append, and let the open file go."""
+        """Wait for whoever writes, and let the open file go."""
         self.begin_new_file()
 
-    def _append(self, group: Sequence[_Append]) -> None:
-        payloads, error, file = [payload for each in group for payload in each.payloads], None, ""
+    def forget_file(self) -> None:
+        """Close the open file, without waiting for whoever writes: in a forked child, the file is the parent's."""
+        file, self._open = self._open, None
+        if file is not None:
+            file.close()
+
+    def _write(self, group: Sequence[_Append]) -> None:
+        payloads = [payload for each in group for payload in each.payloads]
         try:
-            file, number = self._put(payloads)
-        except OSError as refused:
-            error, number = refused, 0
-            self._close_file()
-        number -= len(payloads)
-        for each in group:
-            number += len(each.payloads)
-            each.last, each.error, each.is_done = Place(file, number), error, True
-
-    def _put(self, payloads: Sequence[bytes]) -> Place:
-        if self._open is not None and self._open.end >= self._file_bytes:
-            self._close_file()
-        if self._open is None:
-            self._open = _OpenFile(self.folder, self.owner)
-        before = self._open.end
-        self._open.append(payloads)
-        self.written += self._open.end - before
-        return Place(self._open.id, self._open.number)
-
-    def _close_file(self) -> None:
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+            if self._open is not None and self._open.end >= self._file_bytes:
+                self.forget_file()
+            for _ in range(2):
+                file = self._open = self._open or _OpenFile(self.folder, self.owner)
+                if (size := file.append(payloads)) is not None:
+                    break
+                self.forget_file()
+            else:
+                raise OSError(errno.ESTALE, f"somebody deletes what is written in {self.folder}")
+        except BaseException as error:
+            self.forget_file()
+            if not isinstance(error, OSError):
+                raise
+            for each in group:
+                each.error = error
+        else:
+            self.written += size
+            number = file.number - len(payloads)
+            for each in group:
+                number += len(each.payloads)
+                each.last, each.error = Place(file.id, number), None
 
 
 class OutboxReader:
     """Reads a file to which its owner may append meanwhile. `taken` is the offset up to which somebody has it."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError: the file may be gone."""
-        self.path, self.id = path, path.stem
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        """Raises OSError: the file may be gone, or nothing that an outbox made."""
+        if (name := _NAME.fullmatch(path.name)) is None:
+            raise OSError(errno.EINVAL, "no outbox gives such a name", str(path))
+        self.path, self.id, self.owner = path, path.stem, name[1]
+        self._descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)  # NFS locks no file that is open to read alone
         self._seed = zlib.crc32(self.id.encode())
         self.taken = 0
         self.is_claimed = False
@@ -220,17 +243,27 @@ class OutboxReader:
         self.is_claimed = self.is_claimed or lock(self._descriptor)
         return self.is_claimed
 
+    @property
+    def is_there(self) -> bool:
+        """Whether nobody has removed or replaced the file."""
+        try:
+            return os.path.samestat(os.lstat(self.path), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            return False
+
     def read(self, offset: int, end: int | None = None) -> Iterator[Record | Damage]:
         """What lies between two offsets, or to the end of the file but for what its owner is just writing.
 
         Raises OSError.
         """
-        end = self.size if end is None else end
+        is_claimed, size = self.is_claimed, self.size  # in this order: until it is claimed, its owner may append
+        end = size if end is None else end
+        is_whole = is_claimed and end == size
         while offset < end:
             record = self._record_at(offset, end)
             if record is None:
                 found = self._next_record(offset + 1, end)
-                if found == end and not self.is_claimed:
+                if found == end and not is_whole:
                     return
                 yield Damage(os.pread(self._descriptor, found - offset, offset), found)
                 offset = found
@@ -245,9 +278,9 @@ class OutboxReader:
         return self._last
 
     def remove(self) -> None:
-        """Delete the file."""
-        self.path.unlink(missing_ok=True)
-        self.close()
+        """Delete the file, which is claimed. Raises OSError."""
+        if self.is_there:
+            self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Leave the file to whoever claims it next."""
@@ -268,26 +301,26 @@ class OutboxReader:
     def _next_record(self, offset: int, end: int) -> int:
         """The offset of the next whole record, or the end."""
         while offset < end:
-            data = os.pread(self._descriptor, _SEARCHED + len(_MARK), offset)
+            data = os.pread(self._descriptor, _SEARCHED + len(_MARK) - 1, offset)
             found = data.find(_MARK)
-            if found < 0:
-                offset += _SEARCHED
-            elif self._record_at(offset + found, end) is not None:
-                return offset + found
-            else:
-                offset += found + 1
+            while found >= 0:
+                if self._record_at(offset + found, end) is not None:
+                    return offset + found
+                found = data.find(_MARK, found + 1)
+            offset += _SEARCHED
         return end
 
 
 class OutboxReaders:
     """The files of a folder that are ours to read, oldest first: those of the `owners`, and those that others left.
 
-    At most 64 of them are open at once.
+    At most 64 of the latter are open at once.
     """
 
     def __init__(self, folder: Path, owners: Container[str]) -> None:
-        self.folder, self._owners = folder, owners
+        self.folder, self._owners = folder.resolve(), owners
         self._open: dict[str, OutboxReader] = {}
+        self._unreadable: set[str] = set()
 
     @property
     def files(self) -> list[OutboxReader]:
@@ -295,21 +328,32 @@ class OutboxReaders:
         return [self._open[id_] for id_ in sorted(self._open)]
 
     def look(self, *, but: Container[str] = ()) -> list[OutboxReader]:
-        """The files as they are now, without those of these ids. Raises OSError."""
-        for name in names_in(self.folder):
-            if len(self._open) >= _OPEN_FILES:
-                break
-            if (id_ := name.removesuffix(SUFFIX)) in self._open or id_ in but:
-                continue
-            with suppress(FileNotFoundError):  # its process has removed it
-                reader = OutboxReader(self.folder / name)
-                if reader.claim() or owner_of(id_) in self._owners:
-                    self._open[id_] = reader
-                else:
-                    reader.close()
+        """The files as they are now, without those of these ids. Raises OSError if the folder cannot be read.
+
+        A file that cannot be opened is logged. One that somebody replaced is read from its beginning.
+        """
         for reader in self._open.values():
             reader.claim()
+        for name in names_in(self.folder):
+            id_ = name.removesuffix(SUFFIX)
+            is_left = len(self._open) >= _OPEN_FILES and name[21:29] not in self._owners
+            if is_left or id_ in self._open or id_ in but:
+                continue
+            try:
+                self._keep_if_ours(OutboxReader(self.folder / name))
+            except FileNotFoundError:
+                continue  # its process has removed it
+            except OSError as error:
+                if name not in self._unreadable:
+                    self._unreadable.add(name)
+                    log.error("a file of the outbox cannot be read: %s", error)
         return self.files
+
+    def _keep_if_ours(self, reader: OutboxReader) -> None:
+        if (reader.claim() and reader.is_there) or (not reader.is_claimed and reader.owner in self._owners):
+            self._open[reader.id] = reader
+        else:
+            reader.close()
 
     def close(self, reader: OutboxReader) -> None:
         """Look at a file no more, unless somebody looks for it anew."""

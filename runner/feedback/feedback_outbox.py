@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from pathlib import Path
 
 from tuneloop.runner.errors import OutboxFull
 from tuneloop.runner.feedback.verbs import Entry
-from tuneloop.runner.outbox import SUFFIX, Outbox, OutboxFile, Record, lock
-from tuneloop.runner.private_files import append_rows
+from tuneloop.runner.outbox import Damage, Outbox, OutboxReader, OutboxReaders, Place, Record, lock, names_in
+from tuneloop.runner.private_files import append_rows, private_opener
 
 #: A file of so many bytes is followed by another.
 _FILE_BYTES = 4 << 20
@@ -25,9 +26,7 @@ _SENT_BYTES = 64 << 10
 #: A batch has no more entries, and no further record once it has so many bytes.
 _BATCH_ENTRIES, _BATCH_BYTES = 500, 1 << 20
 
-_REFUSED = "refused.jsonl"
-
-_OLD_SUFFIX = ".outbox"
+_REFUSED, _OLD_SUFFIX = "refused.jsonl", ".outbox"
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ log = logging.getLogger(__name__)
 class UnsentEntries:
     """What is to be sent next: the entries of a file up to the offset `end`."""
 
-    file: OutboxFile
+    file: OutboxReader
     entries: Sequence[Entry]
     end: int
 
@@ -59,67 +58,71 @@ class FeedbackOutbox:
         self.folder, self._max_bytes = folder, max_bytes
         self.sent = self.refused = 0
         self._set_aside: set[bytes] = set()
-        self._unreadable: set[Path] = set()
+        self._unreadable: set[str] = set()
         self._begin()
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._outbox = Outbox(self.folder, _FILE_BYTES)
-        self._claimed: OutboxFile | None = None
-        self._left: dict[Path, int] = {}  # unclaimed files, oldest first, and the entries in each
-        self._pending = self._others_bytes = 0
+        self._readers = OutboxReaders(self.folder, {self._outbox.owner})
+        self._files: list[OutboxReader] = []  # in the order in which they are sent
+        self._entries: Counter[str] = Counter()  # that wait, by the file's id
+        self._last = Place("", 0)  # of what is acknowledged
+        self._others_bytes = self._sent_bytes = 0
 
     @property
     def pending(self) -> int:
         """How many entries wait, of ours and of processes that ended."""
         with self._lock:
-            return self._pending + sum(self._left.values())
+            return (+self._entries).total()  # a file from which more was sent than is counted yet hides no other
 
     def put(self, entries: Sequence[Entry]) -> None:
         """Return when the entries are on disk, all of them or, with OutboxFull or OSError, none."""
-        with self._lock:
-            waiting = self._others_bytes + sum(file.end - file.taken for file in self._outbox.files)
+        waiting = self._others_bytes + self._outbox.written - self._sent_bytes
         if waiting >= self._max_bytes:
             raise OutboxFull(f"{waiting} bytes of feedback wait to be sent, max_bytes is {self._max_bytes}")
         try:
-            self._outbox.append([json.dumps(entries, allow_nan=False).encode()])
+            place = self._outbox.append([json.dumps(entries, allow_nan=False).encode()])
         except OSError as error:
             if error.errno in {errno.ENOSPC, errno.EDQUOT}:
                 raise OutboxFull(f"{self.folder}: {error.strerror}") from error
             raise
         with self._lock:
-            self._pending += len(entries)
+            self._entries[place.file] += len(entries)
+            self._last = max(self._last, place)
 
     def next_batch(self) -> UnsentEntries | None:
         """What is to be sent next, some hundred entries of one file, if anything waits."""
-        while (file := self._claimed or self._claim() or next(iter(self._outbox.files), None)) is not None:
-            entries: list[Entry] = []
-            end = file.taken
-            for found in file.read(file.taken):
-                end = found.end
-                if isinstance(found, Record):
-                    entries += json.loads(found.payload)
-                else:
-                    file.is_damaged = True
-                    log.error("%d bytes of %s before byte %d are damaged", found.size, file.path, end)
-                if len(entries) >= _BATCH_ENTRIES or end - file.taken >= _BATCH_BYTES:
-                    break
-            if end > file.taken:
-                return UnsentEntries(file, entries, end)
-            if file is self._claimed:
-                self._claimed = None
-                file.remove()
-            elif not self._outbox.remove(file):
-                break
+        counted: set[str] = set()
+        for is_second in (False, True):
+            if is_second:
+                counted = set(self._entries)
+                self._files = sorted(self._readers.look(but=self._unreadable), key=lambda file: not file.is_claimed)
+            for file in [*self._files]:
+                try:
+                    if (batch := self._read(file)) is not None:
+                        return batch
+                    if not file.is_claimed:
+                        continue
+                    file.remove()
+                except (OSError, ValueError) as error:
+                    log.error("feedback that waits in %s cannot be sent: %s", file.path, error)
+                    self._unreadable.add(file.id)
+                self._files.remove(file)
+                self._readers.close(file)
+        with self._lock:
+            for id_ in counted - {file.id for file in self._files}:  # another process sends it, or has
+                del self._entries[id_]
         return None
 
     def note_sent(self, batch: UnsentEntries, refused: int) -> None:
         """They need not be sent again, nor will they be; so many of them were set aside."""
-        batch.file.taken = batch.end
         with self._lock:
-            self._pending -= len(batch.entries)
+            self._entries[batch.file.id] -= len(batch.entries)
+        self._sent_bytes += batch.end - batch.file.taken
+        batch.file.taken = batch.end
         self.sent += len(batch.entries) - refused
-        if batch.file.taken == batch.file.end > _SENT_BYTES:
+        if not batch.file.is_claimed and batch.end == batch.file.size > _SENT_BYTES:
             self._outbox.begin_new_file()
 
     def set_aside(self, entry: Entry, reason: str) -> None:
@@ -148,51 +151,49 @@ class FeedbackOutbox:
     def look(self) -> None:
         """Find the files of processes that ended. One that cannot be read stays, and is logged."""
         self._convert_old_files()
-        ours = {file.path.name for file in (*self._outbox.files, *filter(None, [self._claimed]))}
-        left, others_bytes = {}, 0
-        for path in sorted(self.folder.glob(f"*{SUFFIX}")):
-            if path.name in ours:
-                continue
-            try:
-                others_bytes += path.stat().st_size
-                if path in self._left:
-                    left[path] = self._left[path]
-                elif (file := OutboxFile.claim(path)) is not None:
-                    with closing(file):
-                        left[path] = _entries_in(file)
-            except FileNotFoundError:  # its process has sent it
-                continue
-            except OSError as error:
-                if path not in self._unreadable:
-                    self._unreadable.add(path)
-                    log.error("feedback that waits in %s cannot be sent: %s", path, error)
-        with self._lock:
-            self._left, self._others_bytes = left, others_bytes
+        waiting = -sum(file.taken for file in self._files)
+        for name in names_in(self.folder):
+            with suppress(OSError, ValueError), closing(OutboxReader(self.folder / name)) as file:
+                waiting += file.size
+                if file.id not in self._entries and file.claim():
+                    entries = sum(len(json.loads(each.payload)) for each in file.read(0) if isinstance(each, Record))
+                    with self._lock:
+                        self._entries[file.id] = entries
+        self._others_bytes = waiting - (self._outbox.written - self._sent_bytes)
 
     def close(self) -> None:
         """Leave what waits to whoever opens the folder next."""
-        if self._claimed is not None:
-            self._claimed.close()
-            self._claimed = None
         self._outbox.close()
+        try:
+            self.next_batch()  # removes what is all sent
+        finally:
+            self._readers.close_all()
 
     def forget_parents_files(self) -> None:
         """In a forked child: leave the parent's files to it."""
-        for file in (*self._outbox.files, *filter(None, [self._claimed])):
-            file.close()
+        self._outbox.forget_file()
+        self._readers.close_all()
         self._begin()
 
-    def _claim(self) -> OutboxFile | None:
-        """Open the oldest file that a process has left."""
-        while self._left:
-            path = next(iter(self._left))
-            with self._lock:
-                entries = self._left.pop(path)
-                if (file := OutboxFile.claim(path)) is not None:
-                    self._claimed, self._pending = file, self._pending + entries
-                    self._others_bytes -= file.end
-                    return file
-        return None
+    def _read(self, file: OutboxReader) -> UnsentEntries | None:
+        """What is acknowledged and not sent yet. The bytes of damaged records are kept beside the file."""
+        entries: list[Entry] = []
+        end = file.taken
+        for found in file.read(end):
+            if isinstance(found, Damage):
+                kept = file.path.with_name(f"{file.id}.{end}.damaged")
+                if not kept.exists() or kept.read_bytes() != found.data:
+                    log.error("%d bytes of %s from byte %d on are damaged", len(found.data), file.path, end)
+                    with open(kept, "wb", opener=private_opener) as copy:
+                        copy.write(found.data)
+            elif not file.is_claimed and Place(file.id, found.number) > self._last:
+                break
+            else:
+                entries += json.loads(found.payload)
+            end = found.end
+            if len(entries) >= _BATCH_ENTRIES or end - file.taken >= _BATCH_BYTES:
+                break
+        return UnsentEntries(file, entries, end) if end > file.taken else None
 
     def _convert_old_files(self) -> None:
         """Take in what a version before this file format left: lines of a checksum, a space, and a list of entries."""
@@ -207,10 +208,6 @@ class FeedbackOutbox:
                         log.error("feedback is lost: a line of %s is damaged or cut off", path)
                 path.unlink()
                 Path(f"{path}.sent").unlink(missing_ok=True)
-
-
-def _entries_in(file: OutboxFile) -> int:
-    return sum(len(json.loads(each.payload)) for each in file.read(0) if isinstance(each, Record))
 
 
 def _digest(entry: Entry) -> bytes:

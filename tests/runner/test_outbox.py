@@ -2,152 +2,248 @@
 
 import errno
 import os
+import random
+import shutil
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tuneloop.runner.outbox import Damage, Outbox, OutboxFile, Record
+from tuneloop.runner import outbox as outbox_module
+from tuneloop.runner.outbox import Damage, Outbox, OutboxReader, OutboxReaders, Place, Record, lock
 
 pytestmark = pytest.mark.contract
 
-SYNC = os.fsync
+SYNC, WRITE = os.fsync, os.write
 TWENTY = [b"record %d " % number + b"x" * number for number in range(20)]
 
 
 @pytest.fixture
 def outbox(tmp_path: Path) -> Iterator[Outbox]:
-    found = Outbox(tmp_path, 1 << 20)
+    found = Outbox(tmp_path / "outbox", 1 << 20)
     yield found
     found.close()
 
 
-def read(file: OutboxFile) -> tuple[list[bytes], int]:
+def files(outbox: Outbox) -> list[Path]:
+    return sorted(outbox.folder.glob("*.records"))
+
+
+def read(reader: OutboxReader, offset: int = 0) -> tuple[list[bytes], int]:
     """The payloads of a file, and how many stretches of it are damaged."""
-    found = list(file.read(0))
-    payloads = [each.payload for each in found if isinstance(each, Record)]
-    return payloads, sum(isinstance(each, Damage) for each in found)
+    found = list(reader.read(offset))
+    return [each.payload for each in found if isinstance(each, Record)], sum(isinstance(each, Damage) for each in found)
 
 
-def payloads_of(outbox: Outbox) -> list[bytes]:
-    return [payload for file in outbox.files for payload in read(file)[0]]
+def read_claimed(path: Path) -> tuple[list[bytes], int]:
+    with closing(OutboxReader(path)) as reader:
+        assert reader.claim()
+        return read(reader)
 
 
-def claimed(path: Path) -> OutboxFile:
-    found = OutboxFile.claim(path)
-    assert found is not None
-    return found
+def places(reader: OutboxReader) -> list[Place]:
+    return [Place(reader.id, each.number) for each in reader.read(0) if isinstance(each, Record)]
 
 
-def left_by(outbox: Outbox) -> Path:
-    """The only file of an outbox, whose process has ended."""
-    [file] = outbox.files
+def left_in(outbox: Outbox) -> list[bytes]:
+    """What its process left there, oldest first."""
     outbox.close()
-    return file.path
+    return [payload for path in files(outbox) for payload in read_claimed(path)[0]]
 
 
-def test_records_are_read_in_their_order_with_their_numbers(outbox: Outbox) -> None:
-    outbox.append(TWENTY[:7])
-    outbox.append(TWENTY[7:])
-    [file] = outbox.files
-    found = [each for each in file.read(0) if isinstance(each, Record)]
-    assert [(each.number, each.payload) for each in found] == list(enumerate(TWENTY, 1))
-    assert [each.payload for each in file.read(found[4].end) if isinstance(each, Record)] == TWENTY[5:]
+def start(*calls: Callable[[], object]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=call) for call in calls]
+    for each in threads:
+        each.start()
+    return threads
+
+
+def test_records_are_read_in_their_order_at_their_places(outbox: Outbox) -> None:
+    last = [outbox.append(TWENTY[:7]), outbox.append(TWENTY[7:])]
+    with closing(OutboxReader(*files(outbox))) as reader:
+        assert not reader.claim()
+        assert places(reader) == [Place(reader.id, number) for number in range(1, 21)]
+        assert last == [Place(reader.id, 7), Place(reader.id, 20)]
+        assert read(reader) == (TWENTY, 0)
+        [*_, fifth] = [each for each in reader.read(0) if isinstance(each, Record) and each.number <= 5]
+        assert read(reader, fifth.end) == (TWENTY[5:], 0)
+        assert outbox.written == reader.size
 
 
 def test_a_bit_that_flips_in_any_byte_costs_one_record_alone(outbox: Outbox) -> None:
     outbox.append(TWENTY)
-    path = left_by(outbox)
+    outbox.close()
+    [path] = files(outbox)
     whole = path.read_bytes()
     for place in range(len(whole)):
         damaged = bytearray(whole)
         damaged[place] ^= 1 << (place % 8)
         path.write_bytes(damaged)
-        file = claimed(path)
-        found, damages = read(file)
-        file.close()
+        found, damages = read_claimed(path)
         [lost] = set(TWENTY) - set(found)
-        assert (len(found), damages) == (19, 1), place
-        assert found == [each for each in TWENTY if each != lost]
+        assert (found, damages) == ([each for each in TWENTY if each != lost], 1), place
 
 
-def test_a_tail_that_is_torn_at_any_byte_costs_what_was_not_acknowledged(outbox: Outbox) -> None:
+def test_a_tail_that_is_torn_at_any_byte_is_damaged_when_its_owner_has_died(outbox: Outbox) -> None:
+    """While the owner lives, it is being written: it is read when it is whole."""
     outbox.append(TWENTY[:2])
-    [file] = outbox.files
-    acknowledged = file.end
+    [path] = files(outbox)
+    acknowledged = path.stat().st_size
     outbox.append(TWENTY[2:3])
-    path = left_by(outbox)
     whole = path.read_bytes()
-    for end in range(acknowledged + 1, len(whole)):
-        path.write_bytes(whole[:end])
-        file = claimed(path)
-        assert read(file) == (TWENTY[:2], 1)
-        file.close()
+    torn = range(acknowledged + 1, len(whole))
+    with closing(OutboxReader(path)) as reader:
+        for end in torn:
+            os.truncate(path, end)
+            assert not reader.claim()
+            assert read(reader) == (TWENTY[:2], 0)
+            path.write_bytes(whole)
+            assert read(reader) == (TWENTY[:3], 0)
+        outbox.close()
+        for end in torn:
+            path.write_bytes(whole[:end])
+            assert reader.claim()
+            assert read(reader) == (TWENTY[:2], 1)
+
+
+def test_what_is_being_written_when_a_file_is_looked_at_is_not_damaged_though_the_file_is_claimed_meanwhile(
+    outbox: Outbox,
+) -> None:
+    outbox.append(TWENTY[:1])
+    [path] = files(outbox)
+    end = path.stat().st_size
+    outbox.append(TWENTY[1:2])
+    whole = path.read_bytes()
+    os.truncate(path, end + 5)
+    with closing(OutboxReader(path)) as reader:
+        reading = reader.read(0)
+        next(reading)
+        path.write_bytes(whole)
+        outbox.close()
+        assert reader.claim()
+        assert list(reading) == []
+        assert read(reader) == (TWENTY[:2], 0)
 
 
 def test_what_a_client_says_does_not_pass_for_a_record(outbox: Outbox, tmp_path: Path) -> None:
     other = Outbox(tmp_path / "other", 1 << 20)
     other.append([b"I am a record"])
-    forged = left_by(other).read_bytes()
-    outbox.append([b"before " + forged + b" after"])
-    path = left_by(outbox)
+    other.close()
+    outbox.append([b"before " + files(other)[0].read_bytes() + b" after"])
+    outbox.close()
+    [path] = files(outbox)
     whole = bytearray(path.read_bytes())
     whole[0] ^= 1
     path.write_bytes(whole)
-    file = claimed(path)
-    assert read(file) == ([], 1)
-    file.close()
+    assert read_claimed(path) == ([], 1)
 
 
-@pytest.mark.parametrize("call", ["fsync", "write"])
+@pytest.mark.parametrize("refused", ["fsync", "write", "rest of a write"])
 def test_after_an_error_of_the_disk_a_new_file_is_begun(
-    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, call: str
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
     def refuse(*_: object) -> int:
         monkeypatch.undo()
-        raise OSError(errno.EIO, "of the test")
+        raise OSError(errno.ENOSPC, "of the test")
 
-    outbox.append([b"acknowledged"])
-    monkeypatch.setattr(os, call, refuse)
-    with pytest.raises(OSError, match="of the test"):
-        outbox.append([b"refused"])
-    outbox.append([b"said again"])
-    assert len(outbox.files) == 2
-    assert payloads_of(outbox) == [b"acknowledged", b"said again"]
+    def write_a_part(descriptor: int, data: bytes) -> int:
+        monkeypatch.setattr(os, "write", refuse)
+        return WRITE(descriptor, data[:60])
+
+    first = outbox.append([b"acknowledged"])
+    monkeypatch.setattr(os, refused.split()[-1], write_a_part if refused.startswith("rest") else refuse)
+    with pytest.raises(OSError, match="of the test") as told:
+        outbox.append([b"refused"] * 3)
+    assert told.value.errno == errno.ENOSPC
+    again = outbox.append([b"said again"])
+    assert (again.number, again.file > first.file) == (1, True)
+    assert [path.stem for path in files(outbox)] == [first.file, again.file]
+    assert left_in(outbox) == [b"acknowledged", b"said again"]
 
 
-def test_all_who_wait_for_a_sync_that_fails_are_told(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors: list[OSError] = []
+def test_a_full_disk_is_not_filled_with_empty_files(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "of the test")
+
+    monkeypatch.setattr(os, "write", refuse)
+    for _ in range(3):
+        with pytest.raises(OSError, match="of the test"):
+            outbox.append([b"refused"])
+    assert files(outbox) == []
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "of the test"), MemoryError(), KeyboardInterrupt()])
+def test_all_who_wait_for_what_fails_are_told_and_nobody_else(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    told: list[BaseException] = []
 
     def say(payload: bytes) -> None:
         try:
             outbox.append([payload])
-        except OSError as error:
-            errors.append(error)
+        except BaseException as refusal:  # noqa: BLE001 - an interrupt is one, too
+            told.append(refusal)
 
-    def refuse(descriptor: int) -> None:
-        monkeypatch.setattr(os, "fsync", refuse_again)
-        for each in others:
-            each.start()
-        while len(outbox._waiting) < len(others):
-            pass
-        raise OSError(errno.ENOSPC, "of the test")
+    def wait_for_all(descriptor: int) -> None:
+        while len(outbox._waiting) < 4:
+            time.sleep(0.001)
+        monkeypatch.setattr(os, "fsync", fail)
+        SYNC(descriptor)
 
-    def refuse_again(descriptor: int) -> None:
+    def fail(descriptor: int) -> None:
+        late.extend(start(lambda: say(b"late")))
+        while not outbox._waiting:
+            time.sleep(0.001)
         monkeypatch.setattr(os, "fsync", SYNC)
-        raise OSError(errno.EIO, "of the test, too")
+        raise error
 
-    others = [threading.Thread(target=say, args=[b"%d" % number]) for number in range(3)]
+    late: list[threading.Thread] = []
     outbox.append([b"acknowledged"])
-    monkeypatch.setattr(os, "fsync", refuse)
-    say(b"first")
-    for each in others:
-        each.join()
-    assert sorted(str(error.errno) for error in errors) == sorted(map(str, [errno.ENOSPC, *[errno.EIO] * 3]))
-    assert payloads_of(outbox) == [b"acknowledged"]
+    monkeypatch.setattr(os, "fsync", wait_for_all)
+    threads = start(*[lambda: say(b"x")] * 5)
+    for each in threads:
+        each.join(30)
+    late[0].join(30)
+    assert not any(each.is_alive() for each in (*threads, *late))
+    assert len(told) == 4
+    assert sum(not isinstance(each, OSError) for each in told) == (not isinstance(error, OSError))
+    assert left_in(outbox) == [b"acknowledged", b"x", b"late"]
+
+
+def test_who_is_interrupted_while_it_waits_holds_up_nobody(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    def slow(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", SYNC)
+        while not outbox._waiting:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        interrupted.wait(30)
+        SYNC(descriptor)
+
+    interrupted = threading.Event()
+    outbox.append([b"1"])
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    monkeypatch.setattr(os, "fsync", slow)
+    [writer] = start(lambda: outbox.append([b"2"]))
+    while not outbox._is_writing:
+        time.sleep(0.001)
+    with pytest.raises(KeyboardInterrupt):
+        outbox.append([b"3"])
+    signal.signal(signal.SIGUSR1, before)
+    interrupted.set()
+    writer.join(30)
+    [last] = start(lambda: outbox.append([b"4"]))
+    last.join(30)
+    assert not last.is_alive()
+    assert [each for each in left_in(outbox) if each != b"3"] == [b"1", b"2", b"4"]
 
 
 def test_many_threads_share_the_syncs(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,80 +252,248 @@ def test_many_threads_share_the_syncs(outbox: Outbox, monkeypatch: pytest.Monkey
     def slow(descriptor: int) -> None:
         nonlocal syncs
         syncs += 1
-        if syncs == 2:
-            while len(outbox._waiting) < 99:
-                pass
+        while syncs == 1 and len(outbox._waiting) < 99:
+            time.sleep(0.001)
         SYNC(descriptor)
 
-    outbox.append([b"the first makes the file"])
+    said: list[Place] = []
+    said.append(outbox.append([b"the first makes the file"]))
     monkeypatch.setattr(os, "fsync", slow)
-    syncs = 1
-    threads = [threading.Thread(target=outbox.append, args=[[b"%d" % number]]) for number in range(100)]
-    for each in threads:
-        each.start()
-    for each in threads:
+    for each in start(*[lambda: said.append(outbox.append([b"x", b"y"]))] * 100):
         each.join()
-    assert syncs == 3
-    assert len(payloads_of(outbox)) == 101
+    assert syncs == 2
+    assert sorted(said) == [Place(said[0].file, number) for number in range(1, 202, 2)]
 
 
-@pytest.mark.parametrize("loss", ["deleted", "copied back from yesterday"])
-def test_a_file_that_is_taken_from_its_writer_takes_no_more(outbox: Outbox, loss: str) -> None:
+@pytest.mark.parametrize("loss", ["deleted", "moved", "replaced", "overwritten"])
+def test_what_is_said_after_a_file_was_taken_from_its_writer_is_in_a_new_file(outbox: Outbox, loss: str) -> None:
+    first = outbox.append([b"yesterday"])
+    [path] = files(outbox)
+    yesterday, moved = path.read_bytes(), path.with_suffix(".moved")
     outbox.append([b"acknowledged"])
-    [file] = outbox.files
-    yesterday = file.path.read_bytes()
-    file.path.unlink()
-    if loss != "deleted":
-        file.path.write_bytes(yesterday)
-    with pytest.raises(OSError, match=r"was replaced|No such file"):
+    readers = OutboxReaders(outbox.folder, {outbox.owner})
+    [open_file] = readers.look()
+    if loss == "overwritten":
+        path.write_bytes(yesterday)
+    else:
+        path.rename(moved)
+        if loss == "deleted":
+            moved.unlink()
+        if loss == "replaced":
+            path.write_bytes(yesterday)
+    again = outbox.append([b"said again"])
+    assert (again.number, again.file > first.file) == (1, True)
+    outbox.close()
+    found = {reader.id: read(reader)[0] for reader in readers.look()}
+    assert found.pop(again.file) == [b"said again"]
+    assert found == ({} if loss in {"deleted", "moved"} else {first.file: [b"yesterday"]})
+    if loss == "moved":
+        moved.rename(path)
+        assert next(map(places, readers.look())) == [Place(first.file, 1), Place(first.file, 2)]
+    assert (open_file in readers.look()) == (loss == "overwritten")
+    readers.close_all()
+
+
+def test_a_folder_whose_files_are_deleted_at_once_takes_nothing(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def delete(descriptor: int) -> None:
+        for path in files(outbox):
+            path.unlink()
+
+    monkeypatch.setattr(os, "fsync", delete)
+    with pytest.raises(OSError, match="deletes") as told:
         outbox.append([b"refused"])
-    outbox.append([b"said again"])
-    assert payloads_of(outbox) == [b"acknowledged", b"said again"]
+    assert told.value.errno == errno.ESTALE
 
 
-def test_a_file_of_a_living_process_is_not_claimed_and_one_of_a_dead_process_is(tmp_path: Path) -> None:
+def test_a_file_of_a_living_process_is_its_own_and_one_of_a_dead_process_is_claimed_by_one_reader(
+    tmp_path: Path,
+) -> None:
     code = (
         "import sys, time; from pathlib import Path; from tuneloop.runner.outbox import Outbox\n"
         "outbox = Outbox(Path(sys.argv[1]), 1000); outbox.append([b'said']); print('', flush=True); time.sleep(60)"
     )
+    readers = [OutboxReaders(tmp_path, ()) for _ in range(2)]
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as writer:
         assert writer.stdout
         writer.stdout.readline()
-        [path] = tmp_path.iterdir()
-        assert OutboxFile.claim(path) is None
+        assert [each.look() for each in readers] == [[], []]
+        late = OutboxReader(*tmp_path.iterdir())
         writer.kill()
-    file = claimed(path)
-    assert read(file) == ([b"said"], 0)
-    file.close()
+    [file], none = (each.look() for each in readers)
+    assert (read(file), none, late.claim()) == (([b"said"], 0), [], False)
+    file.remove()
+    readers[0].close(file)
+    with pytest.raises(FileNotFoundError):
+        late.claim()
+    assert [each.look() for each in readers] == [[], []]
+    late.close()
 
 
-def test_a_link_is_no_file_and_a_linked_folder_stays_the_one_it_was(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
+def test_a_file_that_is_removed_before_it_is_locked_is_not_written(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may look for files of ended ones between the two, and finds this one empty."""
+
+    def lock_late(descriptor: int) -> bool:
+        monkeypatch.undo()
+        readers = OutboxReaders(outbox.folder, ())
+        [empty] = readers.look()
+        empty.remove()
+        readers.close_all()
+        return lock(descriptor)
+
+    monkeypatch.setattr(outbox_module, "lock", lock_late)
+    place = outbox.append([b"said"])
+    assert [path.stem for path in files(outbox)] == [place.file]
+    assert left_in(outbox) == [b"said"]
+
+
+def test_owners_on_one_folder_leave_each_others_files_until_they_are_let_go(outbox: Outbox) -> None:
+    other = Outbox(outbox.folder, 1 << 20)
+    outbox.append([b"one"])
+    other.append([b"two"])
+    one, two = (OutboxReaders(outbox.folder, {each.owner}) for each in (outbox, other))
+    assert [read(each) for each in one.look()] == [([b"one"], 0)]
+    assert [read(each) for each in two.look()] == [([b"two"], 0)]
+    other.close()
+    assert [read(each)[0] for each in one.look()] == [[b"one"], [b"two"]]
+    assert [each.is_claimed for each in one.look()] == [False, True]
+    one.close_all()
+    two.close_all()
+
+
+def test_a_linked_folder_stays_the_one_it_was(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "one")
     outbox = Outbox(link, 1000)
+    readers = OutboxReaders(link, {outbox.owner})
     link.unlink()
     link.symlink_to(tmp_path / "two")
     outbox.append([b"said"])
-    [file] = outbox.files
-    assert file.path.parent == tmp_path / "one"
-    (tmp_path / "two" / "linked.records").symlink_to(file.path)
+    assert [read(each) for each in readers.look()] == [([b"said"], 0)]
+    assert [path.parent for path in files(outbox)] == [tmp_path / "one"]
+    readers.close_all()
     outbox.close()
-    with pytest.raises(OSError, match="symbolic links"):
-        OutboxFile.claim(tmp_path / "two" / "linked.records")
 
 
-def test_a_full_file_is_followed_by_another_and_a_taken_one_is_removed(tmp_path: Path) -> None:
+def test_what_no_outbox_made_stays_and_is_logged_once(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
+    outbox.append([b"said"])
+    outbox.close()
+    [path] = files(outbox)
+    shutil.copy(path, path.with_stem(f"{path.stem} copy"))
+    path.with_name("1-a.records").write_bytes(b"x")
+    path.with_name(f"{1:020d}-aaaaaaaa-{1:016x}.records").mkdir()
+    path.with_name(f"{2:020d}-aaaaaaaa-{1:016x}.records").symlink_to(path)
+    readers = OutboxReaders(outbox.folder, ())
+    for _ in range(2):
+        assert [read(each) for each in readers.look()] == [([b"said"], 0)]
+    assert len(caplog.records) == 4
+    assert len(files(outbox)) == 5
+    readers.close_all()
+
+
+def test_a_file_that_is_copied_back_is_read_again_at_the_same_places(outbox: Outbox) -> None:
+    outbox.append(TWENTY)
+    outbox.close()
+    [path] = files(outbox)
+    yesterday = path.read_bytes()
+    readers = OutboxReaders(outbox.folder, ())
+    [file] = readers.look()
+    before = places(file)
+    for replaces in (True, False):
+        if not replaces:
+            file.remove()
+            readers.close(file)
+            assert readers.look() == []
+        copy = path.with_suffix(".copy")
+        copy.write_bytes(yesterday)
+        copy.replace(path)
+        [file] = readers.look()
+        assert (places(file), file.taken, file.claim()) == (before, 0, True)
+    assert readers.look(but={"other"}) == [file]
+    readers.close(file)
+    assert readers.look(but={file.id}) == []
+
+
+def test_of_ten_thousand_files_few_are_open(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    for value in range(10_000):
+        outbox.append([b"%d" % value])
+        outbox.begin_new_file()
+    living = Outbox(outbox.folder, 1000)
+    living.append([b"last"])
+    before = len(os.listdir("/proc/self/fd"))
+    readers, found, taken = OutboxReaders(outbox.folder, {living.owner}), list[bytes](), set[str]()
+    while files := [each for each in readers.look(but=taken) if each.is_claimed]:
+        assert len(os.listdir("/proc/self/fd")) <= before + 65
+        for file in files:
+            found += read(file)[0]
+            taken.add(file.id)
+            readers.close(file)
+    assert found == [b"%d" % value for value in range(10_000)]
+    assert [read(each)[0] for each in readers.look(but=taken)] == [[b"last"]]
+    readers.close_all()
+    living.close()
+
+
+def test_a_full_file_is_followed_by_another_and_an_old_one_is_let_go(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path, 100)
+    readers = OutboxReaders(tmp_path, ())
     for each in TWENTY:
         outbox.append([each])
-    assert len(outbox.files) > 5
-    assert payloads_of(outbox) == TWENTY
-    first, last = outbox.files[0], outbox.files[-1]
-    assert outbox.remove(first)
-    assert not first.path.exists()
-    assert not outbox.remove(last)
+    let_go = len(readers.look())
+    assert let_go > 5
+    outbox.begin_new_file(after_s=60)
+    assert len(readers.look()) == let_go
     outbox.begin_new_file()
-    assert outbox.remove(last)
-    outbox.close()
+    assert [payload for each in readers.look() for payload in read(each)[0]] == TWENTY
+    readers.close_all()
+
+
+WRITER = """
+import sys, threading
+from pathlib import Path
+from tuneloop.runner.outbox import Outbox
+outbox = Outbox(Path(sys.argv[1]), 1 << 16)
+def say(thread):
+    for number in range(100_000):
+        place = outbox.append([b"%d %d " % (thread, number) + b"x" * (number % 3000)])
+        sys.stdout.write(f"{thread} {number} {place.file} {place.number}\\n")
+        sys.stdout.flush()
+threads = [threading.Thread(target=say, args=[thread]) for thread in range(8)]
+for each in threads:
+    each.start()
+"""
+
+
+def test_of_killed_processes_every_acknowledged_record_is_there_once_in_order(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    acknowledged = 0
+    for kill in range(6):
+        folder = tmp_path / str(kill)
+        command = [sys.executable, "-c", WRITER, str(folder)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout
+            first = writer.stdout.readline()
+            time.sleep(draw.random() * 0.3)
+            writer.kill()
+            lines = [first, *writer.stdout]
+        stored: dict[Place, bytes] = {}
+        readers = OutboxReaders(folder, ())
+        for file in readers.look():
+            for each in file.read(0):
+                if isinstance(each, Record):
+                    stored[Place(file.id, each.number)] = each.payload
+        readers.close_all()
+        said = [payload.split()[:2] for payload in stored.values()]
+        by_thread = [[int(number) for thread, number in said if int(thread) == each] for each in range(8)]
+        assert all(numbers == list(range(len(numbers))) for numbers in by_thread)
+        for line in (each for each in lines if each.endswith("\n") and each.count(" ") == 3):
+            thread, number, id_, place = line.split()
+            assert stored[Place(id_, int(place))].startswith(f"{thread} {number} ".encode())
+            acknowledged += 1
+    assert acknowledged > 100

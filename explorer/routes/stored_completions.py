@@ -56,7 +56,7 @@ class PageQuery(NamedTuple):
 
 
 class CompletionReader:
-    """Looks in the ledger, and waits for the spool before it answers that there is nothing."""
+    """Looks in the ledger, and waits for the outbox before it answers that there is nothing."""
 
     def __init__(self, request: Request) -> None:
         self._control_client: ControlClient = request.app.state.services.control_client
@@ -65,7 +65,7 @@ class CompletionReader:
         self.tenant, self.sees_all, self._caller = caller.tenant, caller.sees_all, caller
 
     async def wait_until_flushed(self) -> bool:
-        """Wait until what is in the spool now is in the database; False if that is unavailable."""
+        """Wait until what is in the outbox now is in the database; False if that is unavailable."""
         return await self._control_client.wait_until_flushed(_FLUSH_TIMEOUT_S)
 
     async def require_flushed(self) -> None:
@@ -130,9 +130,11 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
         return _list(*_slice(messages(stored), query))
 
     @app.get(f"{ENDPOINT}/{{msg_id}}/explain")
-    async def explain_reply(msg_id: str, reader: CompletionReaderOf) -> Response:
+    async def explain_reply(request: Request, msg_id: str, reader: CompletionReaderOf) -> Response:
+        outbox = request.app.state.services.drain_status
+
         def read() -> Explanation:
-            return explain(ledger, settings, msg_id, tenant=reader.tenant, sees_all=reader.sees_all)
+            return explain(ledger, settings, msg_id, outbox, tenant=reader.tenant, sees_all=reader.sees_all)
 
         found = await reader.read(read)
         if not found.replies:

@@ -113,9 +113,9 @@ class Settings(Section):
         return reveal(buffer.path) or f"sqlite:///{self.job_dir / 'buffer' / buffer.name}.db"
 
     @property
-    def spool_dir(self) -> Path:
-        """The folder of the explorer's local spool."""
-        return self.explorer.spool_dir or self.job_dir / "spool"
+    def outbox_dir(self) -> Path:
+        """The folder of the explorer's outbox."""
+        return self.explorer.outbox_dir or self.job_dir / "outbox"
 
     @property
     def tensorboard_dir(self) -> Path:

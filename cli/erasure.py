@@ -285,9 +285,9 @@ def erase_(
                 " any more"
             )
         redactor = Redactor(Detector(settings.privacy), key=load_key(key))
+        left = "" if dry_run else _left_outbox(settings)
         result = erase(ledger, tenant, user, redactor=redactor, dry_run=dry_run)
-        if not dry_run and (left := _left_outbox(settings)):
-            result = result._replace(problems=(*result.problems, left))
+        result = result._replace(problems=(*result.problems, *filter(None, [left])))
     if as_json:
         lists = {name: [each._asdict() for each in getattr(result, name)] for name in ("versions", "files")}
         echo(json.dumps(result._asdict() | lists))

@@ -49,7 +49,7 @@ def list_(
         waits = f"{number(each.records, 'record')}, {number(each.bytes, 'byte')} not in the database yet{since}"
         echo(f"{file}  {waits if each.bytes else 'all in the database'}")
     for row in refused:
-        what = "damaged bytes" if row.number is None else f"record {row.number}"
+        what = f"record {row.number}" if row.number else "damaged bytes"
         told = f"{what} of {row.file}, {number(row.size, 'byte')}, refused {moment(row.refused_at)}"
         echo(f"{name_of(row)}  {told}: {visible(row.reason)}")
     if not files and not refused:

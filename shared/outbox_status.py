@@ -9,6 +9,7 @@ import msgspec
 
 from tuneloop.runner.outbox import SUFFIX, Outbox, OutboxReader, names_in
 from tuneloop.runner.outbox import Record as OutboxRecord
+from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import Exchange, decode
 
 #: Bytes of a file to which commands append: one command, one file.
@@ -31,11 +32,13 @@ class OutboxStatus(NamedTuple):
 
 
 def files_of(folder: Path) -> list[str]:
-    """The ids of an outbox's files, oldest first; none where there is no folder. Raises OSError."""
+    """The ids of an outbox's files, oldest first; none where there is no folder. Raises EnvironmentRefused, OSError."""
     try:
         return [name.removesuffix(SUFFIX) for name in names_in(folder)]
     except FileNotFoundError:
         return []
+    except PermissionError:
+        raise EnvironmentRefused(f"{folder} is its explorer's alone: give the command as the explorer's user") from None
 
 
 def path_of(folder: Path, file: str) -> Path:

@@ -26,7 +26,7 @@ REPORT_NOTHING = {
     "debug",
     "schema",
     "config schema",
-    "spool show",
+    "outbox show",
 }
 
 

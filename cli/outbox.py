@@ -11,7 +11,7 @@ import typer
 
 from tuneloop.cli.command_group import CommandGroup
 from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo_json, existing_ledger
-from tuneloop.shared.experience import decode
+from tuneloop.shared.experience import Record, decode
 from tuneloop.shared.logging import visible
 from tuneloop.shared.operations.diagnosis import ago, moment, number
 from tuneloop.shared.operations.outbox import name_of, refused_by_name, retry
@@ -49,9 +49,8 @@ def list_(
         waits = f"{number(each.records, 'record')}, {number(each.bytes, 'byte')} not in the database yet{since}"
         echo(f"{file}  {waits if each.bytes else 'all in the database'}")
     for row in refused:
-        what = f"record {row.number}" if row.number else "damaged bytes"
-        told = f"{what} of {row.file}, {number(row.size, 'byte')}, refused {moment(row.refused_at)}"
-        echo(f"{name_of(row)}  {told}: {visible(row.reason)}")
+        told = f"{number(row.size, 'byte')} of {row.file}, refused {moment(row.refused_at)}: {visible(row.reason)}"
+        echo(f"{name_of(row)}  {told}")
     if not files and not refused:
         echo("nothing waits, and nothing was refused")
 
@@ -65,9 +64,10 @@ def show(
         [row] = refused_by_name(ledger, [name]).values()
         payload = ledger.recording.refused_payload(row.file, row.end_offset)
     try:
-        echo(msgspec.json.encode(decode(payload)).decode())
+        found: Record | bytes | None = payload and decode(payload)
     except msgspec.MsgspecError:
-        echo(msgspec.json.encode(payload).decode())
+        found = payload
+    echo(msgspec.json.encode(found).decode())
 
 
 @app.command("retry")

@@ -10,7 +10,7 @@ import msgspec
 from tuneloop.runner.outbox import SUFFIX, Outbox, OutboxReader, names_in
 from tuneloop.runner.outbox import Record as OutboxRecord
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.experience import Exchange, decode
+from tuneloop.shared.experience import Exchange, decode, time_received
 
 #: Bytes of a file to which commands append: one command, one file.
 _FILE_BYTES = 1 << 30
@@ -102,4 +102,4 @@ def recorded_at(payload: bytes) -> float | None:
         record = decode(payload)
     except msgspec.MsgspecError:
         return None
-    return record.received_at + (record.latency_s if isinstance(record, Exchange) else 0.0)
+    return time_received(record) + (record.latency_s if isinstance(record, Exchange) else 0.0)

@@ -76,10 +76,10 @@ def take(ledger: Ledger, file: str, number: int, *, seen_at: float = 0.0) -> Non
         connection.execute(text(words), {"file": file, "number": number, "seen_at": seen_at})
 
 
-def refuse(ledger: Ledger, file: str, *payloads: bytes, number: int = 1, reason: str = "out of range") -> None:
-    """Let the database have refused what a file held; without a number, as damaged bytes."""
+def refuse(ledger: Ledger, file: str, *payloads: bytes, reason: str = "out of range") -> None:
+    """Let the database have refused what a file held."""
     rows = [
-        {"file": file, "end": end, "number": number, "reason": reason, "payload": payload, "at": 1000.0}
+        {"file": file, "end": end, "number": end, "reason": reason, "payload": payload, "at": 1000.0}
         for end, payload in enumerate(payloads, start=1)
     ]
     words = "INSERT INTO refused_records (file, end_offset, number, reason, payload, refused_at)"

@@ -9,7 +9,7 @@ import msgspec
 from tuneloop.shared.errors import TuneloopError
 from tuneloop.shared.experience import decode
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.recording.recording import RefusedRecord
+from tuneloop.shared.ledger.recording.outbox_files import RefusedRecord
 from tuneloop.shared.outbox_status import OutboxStatus, append_to, files_of, outbox_status
 from tuneloop.shared.settings.settings import Settings
 
@@ -49,6 +49,8 @@ def retry(settings: Settings, ledger: Ledger, refused: dict[str, RefusedRecord])
     records, damaged = 0, []
     for name, each in refused.items():
         payload = ledger.recording.refused_payload(each.file, each.end_offset)
+        if payload is None:  # somebody else was quicker
+            continue
         try:
             decode(payload)
         except msgspec.MsgspecError:

@@ -27,6 +27,7 @@ REPORT_NOTHING = {
     "schema",
     "config schema",
     "outbox show",
+    "outbox drain",
 }
 
 

@@ -69,11 +69,11 @@ def outboxed(folder: Path, *records: Exchange | Feedback) -> str:
         return outbox.append([encode(each) for each in records]).file
 
 
-def take(ledger: Ledger, file: str, number: int, *, seen_at: float = 0.0) -> None:
-    """Let the ledger have the records of a file up to this number, as far as it knows."""
+def take(ledger: Ledger, file: str, number: int) -> None:
+    """Let the ledger have the records of a file up to this number, as far as it knows, long ago."""
     with ledger.transactions.write() as connection:
         words = "INSERT INTO outbox_files (file, number, seen_at) VALUES (:file, :number, :seen_at)"
-        connection.execute(text(words), {"file": file, "number": number, "seen_at": seen_at})
+        connection.execute(text(words), {"file": file, "number": number, "seen_at": 0.0})
 
 
 def refuse(ledger: Ledger, file: str, *payloads: bytes, reason: str = "out of range") -> None:

@@ -99,6 +99,8 @@ class LedgerGauges:
         """Bring the gauges up to date that say what waits where, and why no step is happening."""
         now, metrics = steady_time.now(), self._metrics
         outbox = self._outbox()
+        if ledger is not None:
+            outbox = outbox._replace(refused_records=len(self._ledger.recording.refused_records()))
         facts = Facts(now=now, rules=Rules.of(self._settings), outbox=outbox, ledger=ledger, away=away)
         holds = {reason.code for reason in diagnose(facts)}
         for code in Code:

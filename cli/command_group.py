@@ -29,7 +29,8 @@ _OTHER_NAMES = {
     "delete": "erase",
     "forget": "erase",
     "settings": "config show",
-    "quarantine": "spool list",
+    "quarantine": "outbox list",
+    "spool": "outbox",
 }
 
 _FILE_ENDINGS = (".yaml", ".yml")

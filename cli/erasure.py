@@ -33,8 +33,12 @@ from tuneloop.shared.ledger.recording.retention import (
     bounds_of_tenants,
     stored_name,
 )
+from tuneloop.shared.operations.diagnosis import number
+from tuneloop.shared.operations.engines import read_engines
+from tuneloop.shared.outbox_status import files_of, held_file
 from tuneloop.shared.privacy.detection import Detector
 from tuneloop.shared.privacy.redactor import Redactor
+from tuneloop.shared.settings.settings import Settings
 
 _NAMES = ("user", "other_user")
 _REPLIES = ("msg_id", "other_msg_id")
@@ -183,7 +187,7 @@ class Erasure(NamedTuple):
 def erase(
     ledger: Ledger, tenant: str, user: str, *, redactor: Redactor | None = None, dry_run: bool = False
 ) -> Erasure:
-    """Delete the person from the ledger and from the exported files. The spools follow at the explorers' next look.
+    """Delete the person from the ledger and from the exported files. Running explorers clear their outboxes.
 
     With a `redactor`, by the name that it writes in the place of theirs too.
     """
@@ -271,7 +275,7 @@ def erase_(
 ) -> None:
     """Delete a person everywhere, and list the versions that were trained on them. Services may run.
 
-    Ends with 1 if something could not be reached.
+    Running explorers clear their outboxes within ten minutes. Ends with 1 if something could not be reached.
     """
     with existing_ledger(config, set_) as (settings, ledger):
         if not (key := settings.job_dir / KEY).exists():
@@ -281,7 +285,9 @@ def erase_(
                 " any more"
             )
         redactor = Redactor(Detector(settings.privacy), key=load_key(key))
+        left = "" if dry_run else _left_outbox(settings)
         result = erase(ledger, tenant, user, redactor=redactor, dry_run=dry_run)
+        result = result._replace(problems=(*result.problems, *filter(None, [left])))
     if as_json:
         lists = {name: [each._asdict() for each in getattr(result, name)] for name in ("versions", "files")}
         echo(json.dumps(result._asdict() | lists))
@@ -289,6 +295,17 @@ def erase_(
         echo("\n".join(_erasure_lines(result)))
     if result.problems:
         raise typer.Exit(1)
+
+
+def _left_outbox(settings: Settings) -> str:
+    """What to do about an outbox that no explorer clears; "" where one does, or there is nothing in it."""
+    folder = settings.outbox_dir
+    if not (files := files_of(folder)) or held_file(folder) is not None or read_engines(settings) is not None:
+        return ""
+    return (
+        f"{number(len(files), 'file')} of {folder} may hold text of theirs, and no explorer runs that removes them:"
+        f" start it, or `tuneloop outbox drain {folder}`"
+    )
 
 
 def _erasure_lines(result: Erasure) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn, assert_never
 
 import typer
 
-from tuneloop.cli import exports, imports, keys, operations, rewards, settings, versions
+from tuneloop.cli import exports, imports, keys, operations, outbox, rewards, settings, versions
 from tuneloop.cli.both import supervise
 from tuneloop.cli.capacity_plan import plan
 from tuneloop.cli.command_group import CommandGroup
@@ -59,7 +59,7 @@ app.add_typer(operations.alarms_app, name="alarms")
 app.add_typer(rewards.raters_app, name="raters")
 app.add_typer(keys.app, name="keys")
 app.add_typer(versions.app, name="versions")
-app.add_typer(operations.spool_app, name="spool")
+app.add_typer(outbox.app, name="outbox")
 app.command("purge")(purge)
 app.command("erase")(erase_)
 app.command()(operations.backup)
@@ -201,12 +201,11 @@ def db_current(config: ConfigOption, set_: SetOption = None, for_programs: JsonO
 
 @db_app.command("adopt")
 def db_adopt(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
-    """Go on with a database that was put back without its checkpoints and spool. No service may run."""
+    """Go on with a database that was put back without its checkpoints. No service may run."""
     with existing_ledger(config, set_) as (settings, ledger):
         require_stopped(settings)
-        done = adopt(settings, ledger)
+        following = adopt(settings.job_dir, ledger)
     if for_programs:
-        echo_json({"offered": done.offered, "refused": done.refused, "next_version": done.next_version})
-        return
-    echo(f"{done.offered} records of the spool were offered to the database again, {done.refused} were refused")
-    echo(f"the next version is {done.next_version}")
+        echo_json({"next_version": following})
+    else:
+        echo(f"the next version is {following}")

@@ -1,10 +1,10 @@
-"""The commands of those who run an experiment: doctor, explain, alarms, backup, restore, and the refused records."""
+"""The commands of those who run an experiment: doctor, explain, alarms, backup and restore."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from tuneloop.cli.command_group import CommandGroup
@@ -19,8 +19,7 @@ from tuneloop.cli.options import (
     open_to_group,
 )
 from tuneloop.shared.disk_space import gigabytes
-from tuneloop.shared.errors import EnvironmentRefused, LedgerError, LedgerUnavailable, TuneloopError
-from tuneloop.shared.experience import Exchange, Record
+from tuneloop.shared.errors import EnvironmentRefused, TuneloopError
 from tuneloop.shared.ledger.ledger import Alarm
 from tuneloop.shared.logging import visible
 from tuneloop.shared.operations.backup import BackupManifest, back_up, check_backup
@@ -28,9 +27,8 @@ from tuneloop.shared.operations.backup import restore as put_back
 from tuneloop.shared.operations.diagnosis import moment
 from tuneloop.shared.operations.doctor import as_json, as_text, examine_experiment
 from tuneloop.shared.operations.explain import explain as explain_reply
-from tuneloop.shared.quarantine import pieces_below, retry
+from tuneloop.shared.operations.outbox import read_outbox
 from tuneloop.shared.settings.loader import read_settings
-from tuneloop.shared.spool_format import slots
 
 
 def doctor(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
@@ -58,7 +56,7 @@ def explain(
 ) -> None:
     """Tell what happened to one reply, and what it waits for. Exit code 1: the ledger does not have it."""
     with existing_ledger(config, set_) as (settings, ledger):
-        found = explain_reply(ledger, settings, msg_id)
+        found = explain_reply(ledger, settings, msg_id, partial(read_outbox, settings, ledger))
     if for_programs:
         echo_json(found.as_json())
     else:
@@ -131,7 +129,7 @@ def backup(
     as_json: JsonOption = False,
     set_: SetOption = None,
 ) -> None:
-    """Write spool, database, checkpoints and key into FOLDER. Services may run."""
+    """Write outbox, database, checkpoints and key into FOLDER. Services may run."""
     settings = read_settings(config, set_ or ()).valid_settings()
     manifest = check_backup(settings, folder) if check else back_up(settings, folder)
     _tell_backup(folder, manifest, as_json=as_json)
@@ -165,85 +163,5 @@ def _tell_backup(folder: Path, manifest: BackupManifest, *, as_json: bool, **mor
     echo(f"{folder}: {whose} as of {when}, {gigabytes(size)}, versions {versions}")
     for following in more.values():
         echo(f"restored; the next version is {following}")
-
-
-spool_app = typer.Typer(
-    help="The records that the database refused, in this machine's spool.", no_args_is_help=True, cls=CommandGroup
-)
-
-_Names = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="As list prints them; none: all.")]
-
-
-@spool_app.command("list")
-def list_(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
-    """List what is in quarantine, a line each: name, slot, kind, reply, when it was received. No text of a user."""
-    root = read_settings(config, set_ or ()).valid_settings().spool_dir
-    if for_programs:
-        found: list[dict[str, object]] = []
-        for slot, piece in pieces_below(root):
-            told: dict[str, object] = {"name": piece.name, "slot": slot.name, "kind": None, "bytes": len(piece.data)}
-            if piece.record is not None:
-                del told["bytes"]
-                told |= {"kind": _kind(piece.record), "about": _about(piece.record)}
-                told |= {"received_at": piece.record.received_at}
-            found.append(told)
-        echo_json(found)
-        return
-    lines = []
-    for slot, piece in pieces_below(root):
-        what = f"{len(piece.data)} bytes that are not a record of this release"
-        if piece.record is not None:
-            what = f"{_kind(piece.record)}  {_about(piece.record)}  {moment(piece.record.received_at)}"
-        lines.append(f"{piece.name}  slot {slot.name}  {what}")
-    echo("\n".join(lines) or "nothing is in quarantine")
-
-
-@spool_app.command("show")
-def show_record(name: Annotated[str, typer.Argument(help="As list prints it.")], config: ConfigOption) -> None:
-    """Print one record as JSON, with everything that users wrote."""
-    root = read_settings(config).valid_settings().spool_dir
-    for _slot, piece in pieces_below(root):
-        if piece.name == name:
-            echo(msgspec.json.encode(piece.record if piece.record is not None else piece.data).decode())
-            return
-    raise TuneloopError(f"no record {name} is in quarantine below {root}")
-
-
-@spool_app.command("retry")
-def retry_(
-    config: ConfigOption, names: _Names = None, set_: SetOption = None, for_programs: JsonOption = False
-) -> None:
-    """Offer records to the database again; those that it takes leave the quarantine. Exit code 1 if it refuses any."""
-    with existing_ledger(config, set_) as (settings, ledger):
-
-        def record(each: Record) -> None:
-            try:
-                ledger.recording.record([each])
-            except LedgerUnavailable:
-                raise
-            except (LedgerError, OverflowError) as error:
-                raise ValueError(str(error)) from error
-
-        root = settings.spool_dir
-        if unknown := set(names or ()) - {piece.name for _slot, piece in pieces_below(root)}:
-            raise TuneloopError(f"not in quarantine below {root}: {', '.join(sorted(unknown))}")
-        done = [
-            each for slot in slots(root) for each in retry(slot, lambda piece: not names or piece.name in names, record)
-        ]
-    refused = [each for each in done if each.refused is not None]
-    for each in refused:
-        echo(f"{each.piece.name}: {each.refused}", err=True)
-    if for_programs:
-        echo_json({"taken": len(done) - len(refused), "refused": {each.piece.name: each.refused for each in refused}})
-    else:
-        echo(f"{len(done) - len(refused)} records are in the database now, {len(refused)} are still refused")
-    if refused:
-        raise typer.Exit(1)
-
-
-def _kind(record: Record) -> str:
-    return "exchange" if isinstance(record, Exchange) else "feedback"
-
-
-def _about(record: Record) -> str:
-    return record.msg_id or f"{record.task_id}/{record.run_id}"
+        missing = f"what was acknowledged after {when} may be missing; what outboxes still hold of it comes when their"
+        echo(f"{missing} explorers start, or by `tuneloop outbox drain`")

@@ -58,6 +58,7 @@ from tuneloop.shared.errors import StorageFull
 from tuneloop.shared.job_marks import KEY, TRAFFIC_S, load_key, touch_traffic
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.operations.engines import EngineSummary
+from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.privacy.redactor import Redactor
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.opening import open_tracing
@@ -80,6 +81,10 @@ class Services:
     limits: OutboxLimits
     outbox: Outbox
     recorder: Recorder
+
+    def drain_status(self) -> OutboxStatus:
+        """What waits for the database, as the drain told last."""
+        return self.limits.status
 
 
 #: Opens the services, closed by the stack; also returns the tasks that must run beside the requests.

@@ -1,12 +1,26 @@
-"""What the outbox of an explorer holds that the database has not taken."""
+"""The outbox as who does not run it sees it: how much of it the ledger does not have, read from its files."""
 
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
+
+from tuneloop.runner.outbox import SUFFIX, Outbox, OutboxReader, names_in
+from tuneloop.runner.outbox import Record as OutboxRecord
+from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.experience import Exchange, decode, time_received
+
+#: Bytes of a file to which commands append: one command, one file.
+_FILE_BYTES = 1 << 30
 
 
 class OutboxStatus(NamedTuple):
-    """The state of an outbox: so many `records` and `bytes` wait for the database, the oldest of them `since` then.
+    """What waits for the ledger: `records` and `bytes` in `files`, the oldest since `since`.
 
-    `refused_records` are in the database, aside. `refusal` is why the database takes nothing although it answers.
+    `refused_records`: those that the database refused for what they hold. `refusal`: why it refuses others now, as a
+    running service knows.
     """
 
     files: int = 0
@@ -15,3 +29,77 @@ class OutboxStatus(NamedTuple):
     since: float | None = None
     refused_records: int = 0
     refusal: str | None = None
+
+
+def files_of(folder: Path) -> list[str]:
+    """The ids of an outbox's files, oldest first; none where there is no folder. Raises EnvironmentRefused, OSError."""
+    try:
+        return [name.removesuffix(SUFFIX) for name in names_in(folder)]
+    except FileNotFoundError:
+        return []
+    except PermissionError:
+        raise EnvironmentRefused(f"{folder} is its explorer's alone: give the command as the explorer's user") from None
+
+
+def path_of(folder: Path, file: str) -> Path:
+    """Where the file of this id lies."""
+    return folder / f"{file}{SUFFIX}"
+
+
+def outbox_status(folder: Path, numbers: Mapping[str, int]) -> OutboxStatus:
+    """What the ledger, which has these numbers of the files, does not have. Raises OSError."""
+    found = OutboxStatus()
+    for file in files_of(folder):
+        with suppress(FileNotFoundError):  # it was removed just now: the ledger has all of it
+            waiting = file_status(path_of(folder, file), numbers.get(file, 0))
+            found = OutboxStatus(
+                found.files + waiting.files,
+                found.records + waiting.records,
+                found.bytes + waiting.bytes,
+                min((each for each in (found.since, waiting.since) if each is not None), default=None),
+            )
+    return found
+
+
+def file_status(path: Path, taken: int) -> OutboxStatus:
+    """What follows the record of this number in one file, with damaged bytes among it. Raises OSError."""
+    records = size = damaged = offset = 0
+    since: float | None = None
+    with closing(OutboxReader(path)) as reader:
+        for each in reader.read(0):
+            length, offset = each.end - offset, each.end
+            if not isinstance(each, OutboxRecord):
+                damaged += length
+            elif each.number <= taken:
+                damaged = 0  # what is damaged before a record was set aside when the record was taken
+            else:
+                records, size = records + 1, size + length
+                since = recorded_at(each.payload) if since is None else since
+    return OutboxStatus(int(size + damaged > 0), records, size + damaged, since)
+
+
+def held_file(folder: Path) -> Path | None:
+    """A file of an explorer that runs; None where all that wrote here have ended."""
+    for file in files_of(folder):
+        with suppress(FileNotFoundError), closing(OutboxReader(path_of(folder, file))) as reader:
+            if not reader.claim():
+                return reader.path
+    return None
+
+
+def append_to(folder: Path, payloads: Sequence[bytes]) -> None:
+    """Put records into a new file of the outbox. Raises OSError: then none is there."""
+    outbox = Outbox(folder, _FILE_BYTES)
+    try:
+        outbox.append(payloads)
+    finally:
+        outbox.close()
+
+
+def recorded_at(payload: bytes) -> float | None:
+    """When a record was written, in seconds since 1970; None for bytes that are no record of this release."""
+    try:
+        record = decode(payload)
+    except msgspec.MsgspecError:
+        return None
+    return time_received(record) + (record.latency_s if isinstance(record, Exchange) else 0.0)

@@ -2,12 +2,14 @@
 
 import itertools
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Engine, insert, text
 
-from tuneloop.shared.experience import Exchange, Experience, Feedback, Sample, pack_ids, pack_logprobs
+from tuneloop.runner.outbox import Outbox
+from tuneloop.shared.experience import Exchange, Experience, Feedback, Sample, encode, pack_ids, pack_logprobs
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.recording.reward_rule import definition
 from tuneloop.shared.ledger.storage.codec import to_blob
@@ -59,6 +61,30 @@ def feedback(**but: Any) -> Feedback:
         "received_at": float(next(_numbers)),
     }
     return Feedback(**fields | but)
+
+
+def outboxed(folder: Path, *records: Exchange | Feedback) -> str:
+    """Records on disk that the ledger does not have, as an explorer leaves them; the id of their file."""
+    with closing(Outbox(folder, 1 << 20)) as outbox:
+        return outbox.append([encode(each) for each in records]).file
+
+
+def take(ledger: Ledger, file: str, number: int) -> None:
+    """Let the ledger have the records of a file up to this number, as far as it knows, long ago."""
+    with ledger.transactions.write() as connection:
+        words = "INSERT INTO outbox_files (file, number, seen_at) VALUES (:file, :number, :seen_at)"
+        connection.execute(text(words), {"file": file, "number": number, "seen_at": 0.0})
+
+
+def refuse(ledger: Ledger, file: str, *payloads: bytes, reason: str = "out of range") -> None:
+    """Let the database have refused what a file held."""
+    rows = [
+        {"file": file, "end": end, "number": end, "reason": reason, "payload": payload, "at": 1000.0}
+        for end, payload in enumerate(payloads, start=1)
+    ]
+    words = "INSERT INTO refused_records (file, end_offset, number, reason, payload, refused_at)"
+    with ledger.transactions.write() as connection:
+        connection.execute(text(f"{words} VALUES (:file, :end, :number, :reason, :payload, :at)"), rows)
 
 
 def rewarded(ledger: Ledger, count: int = 1, **but: Any) -> list[Exchange]:

@@ -24,8 +24,8 @@ from tuneloop.explorer.capture.flusher import Flusher
 from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
 from tuneloop.explorer.capture.spool import Spool
 from tuneloop.explorer.capture.spool_slots import Slots
-from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.shared.errors import TuneloopError
 from tuneloop.shared.experience import Exchange, Experience, pack_ids, pack_logprobs
 from tuneloop.shared.ledger.ledger import Ledger

@@ -3,9 +3,8 @@
 import asyncio
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
-from pathlib import Path
 
 import structlog
 
@@ -20,8 +19,8 @@ from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.ledger_clock import CLOCK_SKEW, ClockSkew
 from tuneloop.shared.ledger.versions.alarms import Alarm, Alarms
 from tuneloop.shared.operations.diagnosis import WAITING, Code, diagnose
+from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.spool_format import SpoolStatus, spool_status
 from tuneloop.shared.tensorboard import Curves
 
 log = structlog.get_logger()
@@ -29,16 +28,24 @@ log = structlog.get_logger()
 #: Of how many versions /metrics says what they earn.
 _REWARDS_SHOWN = 8
 
-REFUSES, QUARANTINED = "database_refuses", "records_quarantined"
+REFUSES, REFUSED = "database_refuses", "records_refused"
 
 
 class LedgerGauges:
     """Writes per served version, at step = version: `served/requests`, `served/rewarded`, `served/reward_mean`.
 
-    `reached` says whether the database answered the last time.
+    `outbox` tells what the ledger does not have yet; `reached` says whether the database answered the last time.
     """
 
-    def __init__(self, ledger: Ledger, metrics: Metrics, settings: Settings, *, interval_s: float) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        metrics: Metrics,
+        settings: Settings,
+        *,
+        outbox: Callable[[], OutboxStatus],
+        interval_s: float,
+    ) -> None:
         self._ledger = ledger
         self._metrics = metrics
         self._settings = settings
@@ -48,7 +55,7 @@ class LedgerGauges:
         self._written: dict[int, tuple[int, int, float]] = {}
         self._alarmed: set[str] = set()
         self._shown_rewards: set[str] = set()
-        self._spool_alarms = SpoolAlarms(settings.spool_dir, ledger.alarms, metrics)
+        self._outbox, self._outbox_alarms = outbox, OutboxAlarms(ledger.alarms, metrics)
 
     async def run(self) -> None:
         """Update the gauges every `interval_s` seconds."""
@@ -91,15 +98,17 @@ class LedgerGauges:
     def _set_gauges(self, ledger: LedgerFacts | None, *, away: str = "") -> None:
         """Bring the gauges up to date that say what waits where, and why no step is happening."""
         now, metrics = steady_time.now(), self._metrics
-        spool = spool_status(self._settings.spool_dir)
-        facts = Facts(now=now, rules=Rules.of(self._settings), spool=spool, ledger=ledger, away=away)
+        outbox = self._outbox()
+        if ledger is not None:
+            outbox = outbox._replace(refused_records=len(self._ledger.recording.refused_records()))
+        facts = Facts(now=now, rules=Rules.of(self._settings), outbox=outbox, ledger=ledger, away=away)
         holds = {reason.code for reason in diagnose(facts)}
         for code in Code:
             metrics.no_step.labels(code.value).set(code in holds)
-        self._spool_alarms.show(spool)
+        self._outbox_alarms.show(outbox)
         if ledger is None:
             return
-        self._spool_alarms.update(spool, ledger.alarms)
+        self._outbox_alarms.update(outbox, ledger.alarms)
         # This machine's clock and the database's, compared with the ledger's time.
         transactions = self._ledger.transactions
         transactions.keep_time()
@@ -122,45 +131,46 @@ class LedgerGauges:
         self._alarmed |= open_
         for name in self._alarmed:
             metrics.alarm.labels(name).set(name in open_)
-        self._spool_alarms.show(spool)
+        self._outbox_alarms.show(outbox)
 
     def close(self) -> None:
         """Close the curves."""
         self._curves.close()
 
 
-class SpoolAlarms:
-    """The alarms of this machine's spool; their reasons begin with what they are about.
+class OutboxAlarms:
+    """The alarms of what waits for the database, or was refused by it.
 
-    The gauge tells them even if the database cannot be written to; there, each is raised as soon as it can be.
+    The gauge tells them even if the database cannot be written to; there, each is raised as soon as it can be. Each
+    machine has its own: their reasons begin with its name.
     """
 
-    def __init__(self, root: Path, alarms: Alarms, metrics: Metrics) -> None:
-        self._about = f"{socket.gethostname()}: {root}: "
+    def __init__(self, alarms: Alarms, metrics: Metrics) -> None:
+        self._about = f"{socket.gethostname()}: "
         self._alarms = alarms
         self._metrics = metrics
         self._shown: set[str] = set()
 
-    def update(self, spool: SpoolStatus, opened: Collection[Alarm]) -> None:
-        """Raise and clear, of those that are open, what the spool's state asks for."""
-        for name, reason in _reasons(spool).items():
+    def update(self, outbox: OutboxStatus, opened: Collection[Alarm]) -> None:
+        """Raise and clear, of those that are open, what the outbox's state asks for."""
+        for name, reason in _reasons(outbox).items():
             try:
                 _keep_own(self._alarms, name, reason, self._about, opened)
             except LedgerError as error:  # the next turn tries again
                 log.warning("alarm_not_stored", name=name, reason=str(error))
 
-    def show(self, spool: SpoolStatus) -> None:
+    def show(self, outbox: OutboxStatus) -> None:
         """Bring the gauge up to date, whatever the database holds."""
-        for name, reason in _reasons(spool).items():
+        for name, reason in _reasons(outbox).items():
             if reason is not None or name in self._shown:
                 self._shown.add(name)
                 self._metrics.alarm.labels(name).set(reason is not None)
 
 
-def _reasons(spool: SpoolStatus) -> dict[str, str | None]:
+def _reasons(outbox: OutboxStatus) -> dict[str, str | None]:
     """Why each alarm is wanted; None where it is not."""
-    held = f"{spool.quarantined_bytes} bytes of records that the database refused: `tuneloop spool list`"
-    return {REFUSES: spool.refused, QUARANTINED: held if spool.quarantined_bytes else None}
+    held = f"{outbox.refused_records} records that the database refused: `tuneloop outbox list`"
+    return {REFUSES: outbox.refusal, REFUSED: held if outbox.refused_records else None}
 
 
 def _keep_own(alarms: Alarms, name: str, reason: str | None, about: str, opened: Collection[Alarm]) -> None:

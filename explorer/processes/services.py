@@ -171,7 +171,7 @@ async def open_control_services(
     drain.start()
     stack.push_async_callback(asyncio.to_thread, drain.stop)
     interval_s = min(settings.explorer.service_status_check_interval, _WATCH_S)
-    watch = LedgerGauges(ledger, metrics, settings, interval_s=interval_s)
+    watch = LedgerGauges(ledger, metrics, settings, interval_s=interval_s, outbox=lambda: outbox.now)
     stack.callback(watch.close)
 
     def forget_files() -> None:

@@ -130,9 +130,11 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
         return _list(*_slice(messages(stored), query))
 
     @app.get(f"{ENDPOINT}/{{msg_id}}/explain")
-    async def explain_reply(msg_id: str, reader: CompletionReaderOf) -> Response:
+    async def explain_reply(request: Request, msg_id: str, reader: CompletionReaderOf) -> Response:
+        outbox = request.app.state.services.drain_status
+
         def read() -> Explanation:
-            return explain(ledger, settings, msg_id, tenant=reader.tenant, sees_all=reader.sees_all)
+            return explain(ledger, settings, msg_id, outbox, tenant=reader.tenant, sees_all=reader.sees_all)
 
         found = await reader.read(read)
         if not found.replies:

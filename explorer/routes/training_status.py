@@ -16,8 +16,8 @@ from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules, StateCount
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.operations.diagnosis import diagnose
+from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.spool_format import spool_status
 
 #: A trainer looks for a batch so many times while a commit counts as new.
 _LOOKS = 3
@@ -32,10 +32,11 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
 
     @app.get("/training")
     async def training(request: Request) -> Response:
-        served = request.app.state.services.fleet.served_versions
+        services = request.app.state.services
+        served = services.fleet.served_versions
         caller = caller_of(request.scope)
         tenant = None if caller.sees_all else caller.tenant
-        status = await asyncio.to_thread(lambda: _status(settings, ledger, served, tenant))
+        status = await asyncio.to_thread(lambda: _status(settings, ledger, served, services.drain_status(), tenant))
         return Response(orjson.dumps(status), media_type="application/json")
 
     @app.get("/training/calls")
@@ -58,11 +59,13 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
         return Response(orjson.dumps(await asyncio.to_thread(count)), media_type="application/json")
 
 
-def _status(settings: Settings, ledger: Ledger, served: list[int], tenant: str | None) -> dict[str, object]:
+def _status(
+    settings: Settings, ledger: Ledger, served: list[int], outbox: OutboxStatus, tenant: str | None
+) -> dict[str, object]:
     """With a `tenant`, nothing that tells of others' rows: counts are its own, and sentences are left out."""
     rules, now = Rules.of(settings), steady_time.now()
     facts = ledger.reports.facts(BatchPolicy.of(settings), batch=rules.least)
-    reasons = diagnose(Facts(now=now, rules=rules, spool=spool_status(settings.spool_dir), ledger=facts))
+    reasons = diagnose(Facts(now=now, rules=rules, outbox=outbox, ledger=facts))
     if tenant is not None:
         counts, reasons = ledger.reports.counts(tenant), []
         facts = replace(

@@ -3,6 +3,7 @@
 import asyncio
 import statistics
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -14,8 +15,8 @@ from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger, Version
 from tuneloop.shared.operations.diagnosis import diagnose, number
 from tuneloop.shared.operations.doctor import MAX_DROP_REASONS, WAITS_FOR
 from tuneloop.shared.operations.version_comparison import MIN_SOURCES, welch
+from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.spool_format import spool_status
 
 #: Versions of which the curve shows the rewards, and the newest replies of each by which it does.
 SHOWN, AMONG = 20, 500
@@ -44,11 +45,12 @@ class RewardPoint(NamedTuple):
 class LedgerCounts:
     """The ledger's counts, made once for all who ask: what they cost grows with the ledger.
 
-    They are at least so many seconds old before they are made anew, and so many times as old as it takes to make them.
+    `outbox` tells what the ledger does not have yet. Counts are at least so many seconds old before they are made anew,
+    and so many times as old as it takes to make them.
     """
 
-    def __init__(self, settings: Settings, ledger: Ledger) -> None:
-        self._settings, self._ledger = settings, ledger
+    def __init__(self, settings: Settings, ledger: Ledger, outbox: Callable[[], OutboxStatus]) -> None:
+        self._settings, self._ledger, self._outbox = settings, ledger, outbox
         self._lock = asyncio.Lock()
         self._facts: Facts | None = None
         self._due = 0.0
@@ -60,8 +62,8 @@ class LedgerCounts:
                 began = time.monotonic()
                 now, rules, policy = steady_time.now(), Rules.of(self._settings), BatchPolicy.of(self._settings)
                 count = partial(self._ledger.reports.facts, policy, drops=MAX_DROP_REASONS, batch=rules.least)
-                spool = spool_status(self._settings.spool_dir)
-                self._facts = Facts(now=now, rules=rules, spool=spool, ledger=await asyncio.to_thread(count))
+                found = await asyncio.to_thread(count)
+                self._facts = Facts(now=now, rules=rules, outbox=self._outbox(), ledger=found)
                 ended = time.monotonic()
                 self._due = ended + max(_INTERVAL_S, _INTERVAL_COUNTS * (ended - began))
             return self._facts

@@ -26,7 +26,8 @@ _LINKS = {"page": PATH, "api": "/docs", "openapi": "/openapi.json", "models": "/
 
 def add_routes(app: FastAPI, settings: Settings, ledger: Ledger, gate: EntryGate) -> None:
     """Add the page to the app."""
-    site, counts = Site(settings, ledger, gate), LedgerCounts(settings, ledger)
+    site = Site(settings, ledger, gate)
+    counts = LedgerCounts(settings, ledger, lambda: app.state.services.drain_status())
     operations = partial(add_operations, counts=counts)
     overview = partial(add_overview, counts=counts)
     add_site(app, site, overview, add_exchanges, add_versions, add_rating, operations, add_changes)

@@ -91,8 +91,9 @@ def add_exchanges(router: APIRouter, site: Site) -> None:
     async def explain_exchange(request: Request, msg_id: str) -> Response:
         tenant = site.tenant_of(request)
         sees_all = site.guard.is_operators(site.guard.admit(request))
+        outbox = request.app.state.services.drain_status
         found = await site.in_thread(
-            request, lambda: explain(ledger, site.settings, msg_id, tenant=tenant, sees_all=sees_all)
+            request, lambda: explain(ledger, site.settings, msg_id, outbox, tenant=tenant, sees_all=sees_all)
         )
         return site.show(request, "_explained.html", explanation=found)
 

@@ -1,4 +1,4 @@
-"""The state of the ledger, its trainer and the spool at one moment, for `shared/operations/diagnosis.py`."""
+"""The state of the ledger, its trainer and the outbox at one moment, for `shared/operations/diagnosis.py`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from typing import NamedTuple, Self
 from tuneloop.shared.disk_space import DiskSpace
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.versions.alarms import Alarm
+from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.spool_format import SpoolStatus
 
 #: A trainer without a heartbeat for so many seconds is dead, or hangs: one that lives sends one every ten.
 TRAINER_SEEN_S = 60.0
@@ -157,7 +157,7 @@ class Facts:
 
     now: float
     rules: Rules
-    spool: SpoolStatus
+    outbox: OutboxStatus
     ledger: LedgerFacts | None
     away: str = ""
     disk: DiskSpace | None = None

@@ -1,13 +1,14 @@
 """Takes a backup into a plain folder while the services run, and puts one back into an empty job.
 
-{folder}/spool/{slot}/                 what the spool held that the database need not have
+{folder}/outbox/*.records              what the outbox held: the database need not have it
 {folder}/secrets/msg_id.key            the key that the names of replies are signed with
 {folder}/ledger.db, ledger.pg_dump     the database, as of one moment
 {folder}/checkpoints/global_step_{n}/  the versions that this database names
 {folder}/manifest.json                 what it is of, and the size of each file
 
-A record goes from the spool into the database, and a checkpoint is in its place before the database names it. What each
-comes from is copied before it, so a record that moves on meanwhile is in both; the database takes it once.
+A record goes from the outbox into the database. The outbox is copied first, so a record that moves on meanwhile is in
+both; the database, which is copied with the numbers that it has of the outbox's files, takes it once. A version's files
+are copied after the database that names it.
 """
 
 import math
@@ -45,12 +46,11 @@ from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.dump import Snapshot, dump_name, load, open_snapshot
 from tuneloop.shared.ledger.versions.versions import SERVABLE
 from tuneloop.shared.operations.older_ledger import MIN_SKIPPED, registered_here, round_up
-from tuneloop.shared.quarantine import keeping
+from tuneloop.shared.outbox_status import files_of, held_file, path_of
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.spool_format import QUARANTINE, flushed_of, is_taken, segment_path, segments, slots
 
 #: What this release writes, and reads.
-FORMAT = 2
+FORMAT = 3
 
 #: Why the version before the next one is none.
 LEFT_OUT = "restored from a backup: versions up to this number may have been published after it"
@@ -58,7 +58,7 @@ LEFT_OUT = "restored from a backup: versions up to this number may have been pub
 #: How often a snapshot is taken anew because the trainer pruned a version that it names in that very moment.
 _TRIES = 5
 
-_MANIFEST, _SPOOL, _CHECKPOINTS = "manifest.json", "spool", "checkpoints"
+_MANIFEST, _OUTBOX, _CHECKPOINTS = "manifest.json", "outbox", "checkpoints"
 _SERVES = (VersionState.CANDIDATE, VersionState.CANARY, VersionState.CHAMPION)
 
 
@@ -113,8 +113,9 @@ def back_up(settings: Settings, target: Path, *, clock: Callable[[], float] = ti
         raise FileRefused(f"{draft}: cannot be written: {error.strerror}") from None
     try:
         cut_at = clock()
-        for slot in slots(settings.spool_dir):
-            _copy_slot(slot, draft / _SPOOL / slot.name)
+        for file in files_of(settings.outbox_dir):
+            with suppress(FileNotFoundError):  # the database has all of it by now
+                _copy(path_of(settings.outbox_dir, file), path_of(draft / _OUTBOX, file))
         if (key := settings.job_dir / KEY).exists():
             _copy(key, draft / KEY)
         for number in range(_TRIES):
@@ -148,18 +149,6 @@ def back_up(settings: Settings, target: Path, *, clock: Callable[[], float] = ti
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return manifest
-
-
-def _copy_slot(slot: Path, target: Path) -> None:
-    """Copy what the database may not have yet."""
-    done = flushed_of(slot)
-    waiting = [segment_path(slot, number).name for number in segments(slot) if number >= done.segment]
-    for name in ("flushed", *waiting, *(path.name for path in slot.glob("*.torn"))):
-        with suppress(FileNotFoundError):  # the database has all of it by now
-            _copy(slot / name, target / name)
-    if (slot / QUARANTINE).exists():  # after the segments: what they lose goes there
-        with keeping(slot), suppress(FileNotFoundError):
-            _copy(slot / QUARANTINE, target / QUARANTINE)
 
 
 def _save(settings: Settings, snapshot: Snapshot, draft: Path, *, last: bool) -> tuple[int, list[int] | None]:
@@ -257,7 +246,7 @@ def restore(
     next_version: int | None = None,
     clock: Callable[[], float] | None = None,
 ) -> RestoreResult:
-    """Put a backup back where the settings say, where nothing is yet.
+    """Put a backup back where the settings say, where nothing is yet but an outbox, whose records the database gets.
 
     The next version gets the number `next_version`, or one that no version published since the backup can have had.
     Raises FileRefused or EnvironmentRefused. Interrupted, it is given again: until it has ended no service starts.
@@ -266,7 +255,7 @@ def restore(
     require_stopped(settings, clock)
     schema, interrupted = settings.buffer.trainer_input.experience_buffer.name, restoring_in(job)
     if interrupted is None:
-        there = [str(path) for path in (*CheckpointStore(job).folders(), *slots(settings.spool_dir))]
+        there = [str(path) for path in CheckpointStore(job).folders()]
         there += ["tables in the database"] if revisions.current(settings.database_url, schema=schema) else []
         if there:
             raise EnvironmentRefused(
@@ -287,8 +276,13 @@ def restore(
         store = CheckpointStore(job, mode=int(settings.trainer.checkpoint_mode, 8))
         for folder in sorted((root / _CHECKPOINTS).glob("*")):
             store.put_back(folder)
-        for path in _files(root / _SPOOL):
-            _copy(path, settings.spool_dir / path.relative_to(root / _SPOOL))
+        for file in files_of(root / _OUTBOX):
+            saved, target = path_of(root / _OUTBOX, file), path_of(settings.outbox_dir, file)
+            # What is there is the file itself, and longer than the copy, which was made while it was written.
+            if not target.exists() or target.stat().st_size < saved.stat().st_size:
+                _copy(saved, target)
+        for path in _files(root / "spool"):  # of a release without an outbox: the explorer converts it at its start
+            _copy(path, job / path.relative_to(root))
         if (root / KEY).exists():
             _copy(root / KEY, job / KEY)
         (job / SERVED).unlink(missing_ok=True)
@@ -319,9 +313,8 @@ def require_stopped(settings: Settings, clock: Callable[[], float] | None = None
 
     By the ledger's time, unless there is a `clock`.
     """
-    taken = [slot for slot in slots(settings.spool_dir) if is_taken(slot)]
-    if taken:
-        raise EnvironmentRefused(f"an explorer runs: it holds {taken[0]}; stop all services first")
+    if (held := held_file(settings.outbox_dir)) is not None:
+        raise EnvironmentRefused(f"an explorer runs: it holds {held}; stop all services first")
     schema = settings.buffer.trainer_input.experience_buffer.name
     # What an interrupted restore has put there is no trainer's, and none has started since.
     if restoring_in(settings.job_dir) or revisions.current(settings.database_url, schema=schema) is None:

@@ -1,4 +1,4 @@
-"""Why no training step is happening: from facts about the ledger, its trainer and the spool to sentences with a cure.
+"""Why no training step is happening: from facts about the ledger, its trainer and the outbox to sentences with a cure.
 
 Pure: the caller brings the facts.
 """
@@ -12,8 +12,8 @@ from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts
 from tuneloop.shared.logging import visible
 
-#: Bytes that have waited in the spool for so many seconds are stuck.
-SPOOL_WAITS_S = 60.0
+#: Records that have waited in the outbox for so many seconds are stuck.
+OUTBOX_WAITS_S = 60.0
 
 #: More untrainable replies than this for each trainable one are no client's choice.
 _NEARLY_ALL = 20
@@ -40,7 +40,7 @@ class Code(StrEnum):
     NO_TRAINER = "no_trainer"
     DISK_FULL = "disk_full"
     LEASED = "leased"
-    SPOOL_NOT_FLUSHED = "spool_not_flushed"
+    OUTBOX_NOT_DRAINED = "outbox_not_drained"
     NOTHING_RECORDED = "nothing_recorded"
     NOT_TRAINABLE = "not_trainable"
     NO_FEEDBACK = "no_feedback"
@@ -66,20 +66,16 @@ class Reason(NamedTuple):
 def diagnose(facts: Facts) -> list[Reason]:
     """Every reason that holds, the first to be cured first."""
     reasons = []
-    spool, ledger = facts.spool, facts.ledger
-    if spool.refused is not None:
-        told = (
-            f"the database answers, but refuses what the spool holds ({spool.refused}): let it; nothing acknowledged is"
-        )
-        reasons.append(Reason(Code.DATABASE_REFUSES, f"{told} lost meanwhile"))
-    elif spool.bytes and spool.since is not None and facts.now - spool.since > SPOOL_WAITS_S:
-        told = (
-            f"{number(spool.bytes, 'byte')} of the spool have waited for {ago(facts.now, spool.since)}: an explorer on"
-        )
-        told += " this machine moves them when the database takes them; start one, or see in its log what keeps it"
-        reasons.append(Reason(Code.SPOOL_NOT_FLUSHED, told))
+    outbox, ledger = facts.outbox, facts.ledger
+    if outbox.refusal is not None:
+        told = f"the database answers, but refuses what the outbox holds ({outbox.refusal}): let it; nothing"
+        reasons.append(Reason(Code.DATABASE_REFUSES, f"{told} acknowledged is lost meanwhile"))
+    elif outbox.since is not None and facts.now - outbox.since > OUTBOX_WAITS_S:
+        told = f"{number(outbox.records, 'record')} of the outbox have waited for {ago(facts.now, outbox.since)}: an"
+        told += " explorer on this machine puts them into the database; start one, or see in its log what keeps it"
+        reasons.append(Reason(Code.OUTBOX_NOT_DRAINED, told))
     if ledger is None:
-        away = "the database cannot be read: start it or correct its URL; what is acknowledged waits in the spool"
+        away = "the database cannot be read: start it or correct its URL; what is acknowledged waits in the outbox"
         return [Reason(Code.DATABASE_AWAY, away), *reasons]
     reasons += _of_the_trainer(facts, ledger)
     full = next((alarm.reason for alarm in ledger.alarms if alarm.name == DISK_FULL), None)

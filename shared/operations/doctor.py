@@ -19,12 +19,15 @@ from tuneloop.shared.ledger.storage.ledger_clock import ClockSkew
 from tuneloop.shared.ledger.versions.versions import SERVABLE
 from tuneloop.shared.operations.diagnosis import Reason, ago, diagnose, equation, moment, number
 from tuneloop.shared.operations.engines import EngineSummary, read_engines
-from tuneloop.shared.operations.older_ledger import find_older
+from tuneloop.shared.operations.older_ledger import find_lost_versions
 from tuneloop.shared.operations.open_versions import OpenVersion, find_open_versions
+from tuneloop.shared.operations.outbox import read_outbox
+from tuneloop.shared.outbox_status import OutboxStatus, files_of, outbox_status
 from tuneloop.shared.settings.database_url import without_password
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.spool_format import spool_status
-from tuneloop.shared.steady_time import SteadyClock
+
+#: Where an explorer runs, a file of its outbox is removed within 70 minutes.
+_SILENT_S = 7200.0
 
 #: How many of the reasons of dropped and expired rows are listed.
 MAX_DROP_REASONS = 5
@@ -43,16 +46,18 @@ _HOW = {"pinned": "is pinned", "canary": "is the canary", "waits": "waits"}
 class DoctorReport(NamedTuple):
     """The facts, a sentence for each sum of the ledger that does not balance, and why no step is happening.
 
-    `open_versions` are the waiting candidate, the canary and the pinned version. `older` says what knows more than the
-    ledger, `restoring` that a restore has not come to its end. `engines` are those of the explorer that answers where
-    the settings say, None without one; `pace` is that of the last minutes, None without two versions in them.
+    `open_versions` are the waiting candidate, the canary and the pinned version. `older` says what knows more than
+    the ledger, `unseen` names files of outboxes that nobody has seen for two hours, `restoring` says that a restore
+    has not come to its end. `engines` are those of the explorer that answers where the settings say, None without
+    one; `pace` is that of the last minutes, None without two versions in them.
     """
 
     facts: Facts
     imbalance: list[str]
     reasons: list[Reason]
     open_versions: tuple[OpenVersion, ...]
-    older: tuple[str, ...] = ()
+    older: str = ""
+    unseen: tuple[str, ...] = ()
     restoring: str = ""
     engines: list[EngineSummary] | None = None
     clock: ClockSkew | None = None
@@ -60,12 +65,13 @@ class DoctorReport(NamedTuple):
 
 
 def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None = None) -> DoctorReport:
-    """Look at the ledger and the spool, and ask the explorer of its engines; nothing is changed.
+    """Look at the ledger and the outbox, and ask the explorer of its engines; nothing is changed.
 
     `clock` tells the time in the place of the ledger's.
     """
-    schema, waits_by, now = settings.buffer.trainer_input.experience_buffer.name, SteadyClock(), time.time()
+    schema, now = settings.buffer.trainer_input.experience_buffer.name, time.time()
     ledger, counts, disk, away, restoring = None, None, None, "", ""
+    outbox: OutboxStatus | None = None
     report: dict[str, Any] = {"imbalance": [], "open_versions": ()}
     try:
         present, newest = revisions.current(settings.database_url, schema=schema), revisions.newest()
@@ -81,10 +87,11 @@ def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None 
             report = {
                 "imbalance": ledger.reports.audit(),
                 "open_versions": find_open_versions(ledger, settings),
-                "older": tuple(find_older(settings, ledger)),
+                "older": find_lost_versions(settings.job_dir, ledger) or "",
+                "unseen": tuple(ledger.recording.unseen_files(files_of(settings.outbox_dir), _SILENT_S)),
                 "clock": ClockSkew(time.time() - now, ledger.transactions.clock_skew()),
             }
-            waits_by.follow(now)
+            outbox = read_outbox(settings, ledger)
             counts, disk = found, _space(ledger, settings)
     except EnvironmentRefused as error:
         away = str(error)
@@ -96,7 +103,7 @@ def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None 
     facts = Facts(
         now=clock() if clock else now,
         rules=Rules.of(settings),
-        spool=spool_status(settings.spool_dir, waits_by),
+        outbox=outbox or outbox_status(settings.outbox_dir, {}),
         ledger=counts,
         away=away,
         disk=disk,
@@ -144,7 +151,7 @@ def as_sections(report: DoctorReport, settings: Settings) -> dict[str, list[str]
         sections["Ledger"] = [facts.away]
     else:
         wrong = [f"does NOT hold: {sentence}" for sentence in report.imbalance]
-        sections["Ledger"] = [*equation(facts.ledger), *(wrong or ["holds"]), *report.older]
+        sections["Ledger"] = [*equation(facts.ledger), *(wrong or ["holds"]), *filter(None, [report.older])]
         sections["Waiting"] = list(_waiting(facts.ledger, facts))
         pace = [report.pace.sentence] if report.pace else []
         sections["Trainer"] = [_trainer(facts.ledger, facts.now), *pace]
@@ -165,14 +172,11 @@ def as_sections(report: DoctorReport, settings: Settings) -> dict[str, list[str]
         sections["Clocks"] = [f"by the ledger's time {report.clock.sentence}: correct them; they age nothing"]
     if facts.disk is not None:
         sections["Disk"] = [facts.disk.sentence]
-    spool = facts.spool
-    held = f"{number(spool.slots, 'slot')}, {number(spool.bytes, 'byte')} not in the database yet"
-    held += _oldest(facts.now, spool.since)
-    if spool.quarantined_bytes:
-        held += f"; {number(spool.quarantined_bytes, 'byte')} in quarantine: `tuneloop spool list`"
-    if spool.refused:
-        held += f"; the database refuses it: {spool.refused}"
-    sections["Spool"] = [f"{settings.spool_dir}: {held}"]
+    sections["Outbox"] = [f"{settings.outbox_dir}: {_outbox(facts)}"]
+    sections["Outbox"] += [
+        f"{file}: the database knows this file, and no explorer holds it: `tuneloop outbox drain` its folder"
+        for file in report.unseen
+    ]
     if report.restoring:
         sections["Restore"] = [report.restoring]
     sections["Diagnosis"] = [f"{reason.code}: {reason.sentence}" for reason in report.reasons]
@@ -189,6 +193,16 @@ def _waiting(ledger: LedgerFacts, facts: Facts) -> Iterator[str]:
         yield f"{each.state.value:<10} {each.rows:>8} no samples of the policy, not to be trained on: {each.reason}"
     for each in ledger.drops:
         yield f"{each.state.value:<10} {each.rows:>8} {each.reason}"
+
+
+def _outbox(facts: Facts) -> str:
+    outbox = facts.outbox
+    told = f"{number(outbox.records, 'record')}, {number(outbox.bytes, 'byte')} "
+    told += "on disk" if facts.ledger is None else "not in the database yet"
+    told += _oldest(facts.now, outbox.since)
+    if outbox.refused_records:
+        told += f"; the database refused {number(outbox.refused_records, 'record')}: `tuneloop outbox list`"
+    return told
 
 
 def _oldest(now: float, then: float | None) -> str:
@@ -222,10 +236,10 @@ def as_json(report: DoctorReport) -> Mapping[str, object]:
         "now": facts.now,
         "holds": None if ledger is None else not report.imbalance,
         "imbalance": report.imbalance,
-        "older": report.older,
+        "older": report.older or None,
         "restoring": report.restoring or None,
         "clock": report.clock and report.clock._asdict(),
-        "spool": facts.spool._asdict(),
+        "outbox": facts.outbox._asdict() | {"unseen": report.unseen},
         "disk": facts.disk and facts.disk._asdict() | {"folder": str(facts.disk.folder), "missing": facts.disk.missing},
         "reasons": [reason._asdict() for reason in report.reasons],
         "engines": report.engines and [each._asdict() for each in report.engines],

@@ -1,6 +1,6 @@
 """What happened to one reply: recorded, rated, committed, trained on, served; or what it waits for."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from tuneloop.shared.experience import State, VersionState
@@ -11,8 +11,8 @@ from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.recording.reward_rule import EventFate, Fate
 from tuneloop.shared.ledger.recording.rewards import OF_ITS_RESULT
 from tuneloop.shared.operations.diagnosis import Code, Reason, diagnose, moment, number
+from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.spool_format import spool_status
 
 #: What a committed reply may wait for, as it is told to a tenant: the diagnosis tells of all tenants' rows.
 _WAITS = {
@@ -106,24 +106,33 @@ class Explanation(NamedTuple):
 
 
 def explain(
-    ledger: Ledger, settings: Settings, reply_id: str, *, tenant: str | None = None, sees_all: bool = True
+    ledger: Ledger,
+    settings: Settings,
+    reply_id: str,
+    outbox: Callable[[], OutboxStatus],
+    *,
+    tenant: str | None = None,
+    sees_all: bool = True,
 ) -> Explanation:
     """What happened to a reply, or to the choice that the id names; with a `tenant`, only if it is that tenant's.
 
-    Unless the reader `sees_all`, nothing tells of other tenants' replies.
+    `outbox` tells what the ledger does not have yet. Unless the reader `sees_all`, nothing tells of other tenants'
+    replies.
     """
     msg_id, _, choice = reply_id.partition(":")
     history = ledger.reply_histories.get(msg_id, tenant)
     if history is None:
-        return Explanation(reply_id, list(_explain_missing(ledger, settings, msg_id, tenant)), [])
+        return Explanation(reply_id, list(_explain_missing(ledger, msg_id, tenant, outbox)), [])
     engine = "" if history.engine is None else f" by engine {history.engine}"
     recorded = f"{msg_id} came to {history.endpoint} at {_when(history.received_at)}, and was answered{engine}"
     rows = [row for row in history.rows if not choice or str(row.choice) == choice]
-    explainer = _Explainer(ledger, settings, history, sees_all=sees_all)
+    explainer = _Explainer(ledger, settings, history, outbox, sees_all=sees_all)
     return Explanation(reply_id, [recorded], [explainer.explain_row(row) for row in rows])
 
 
-def _explain_missing(ledger: Ledger, settings: Settings, msg_id: str, tenant: str | None) -> Iterator[str]:
+def _explain_missing(
+    ledger: Ledger, msg_id: str, tenant: str | None, outbox: Callable[[], OutboxStatus]
+) -> Iterator[str]:
     missing = ledger.reply_histories.missing(msg_id, tenant)
     if missing.deleted_at is not None:
         yield f"{msg_id[:96]} was deleted at {_when(missing.deleted_at)}: by itself, with its person, or by retention"
@@ -134,13 +143,21 @@ def _explain_missing(ledger: Ledger, settings: Settings, msg_id: str, tenant: st
     )
     if missing.pending:
         yield f"{number(missing.pending, 'feedback event')} about it wait for the reply"
-    if spool_status(settings.spool_dir).bytes:
-        yield "the spool holds records that are not in the database yet: ask again later"
+    if outbox().records:
+        yield "the outbox holds records that are not in the database yet: ask again later"
 
 
 class _Explainer:
-    def __init__(self, ledger: Ledger, settings: Settings, history: ReplyHistory, *, sees_all: bool) -> None:
-        self._ledger, self._settings, self._history = ledger, settings, history
+    def __init__(
+        self,
+        ledger: Ledger,
+        settings: Settings,
+        history: ReplyHistory,
+        outbox: Callable[[], OutboxStatus],
+        *,
+        sees_all: bool,
+    ) -> None:
+        self._ledger, self._history, self._outbox = ledger, history, outbox
         self._policy, self._rules, self._sees_all = BatchPolicy.of(settings), Rules.of(settings), sees_all
 
     def explain_row(self, row: RowHistory) -> ReplyExplanation:
@@ -258,8 +275,7 @@ class _Explainer:
                 f"its {policy.group_by} is not complete: give feedback on its other replies and commit them",
             )
         facts = self._ledger.reports.facts(policy, batch=self._rules.least)
-        spool = spool_status(self._settings.spool_dir)
-        for reason in diagnose(Facts(now=now, rules=self._rules, spool=spool, ledger=facts)):
+        for reason in diagnose(Facts(now=now, rules=self._rules, outbox=self._outbox(), ledger=facts)):
             if reason.code in _WAITS:
                 yield reason if self._sees_all else Reason(reason.code, _WAITS[reason.code])
 

@@ -250,12 +250,12 @@ class ExplorerSettings(Section):
     holds whatever is written here. Not with `engine_urls`. _Serve._"""
     capture: CaptureSettings = CaptureSettings()
     outbox_dir: Path | None = None
-    """Folder of the explorer's spool; null: `spool` in the job folder. Best a local disk that outlives the service.
+    """Folder of the explorer's outbox; null: `outbox` in the job folder. Best a local disk that outlives the service.
     _Serve._"""
     outbox_max_bytes: Positive = 1 << 30
-    """How much may wait in the spool while the database is away, in the slots of all explorers that share `spool_dir`.
-    Beyond it, or once less than 5 % of the spool's disk (at most 1 GiB) is free, new requests and feedback are refused
-    with 503; replies in flight are still kept, and so are requests with `store: false` answered. _Serve._"""
+    """How much may wait in the outbox while the database is away, of all explorers that share `outbox_dir`. Beyond it,
+    or once less than 5 % of the outbox's disk (at most 1 GiB) is free, new requests and feedback are refused with 503;
+    replies in flight are still kept, and so are requests with `store: false` answered. _Serve._"""
     max_body_bytes: Positive = 16 << 20
     """Bytes of the largest request that is accepted. _Serve._"""
     max_held_bytes: Positive = 512 << 20
@@ -287,7 +287,7 @@ class ExplorerSettings(Section):
     wait_timeout: ClassVar[float] = 60.0
     #: Whether the next turn of a conversation goes to the engine that answered the last one, whose prefix cache has it.
     prefix_affinity: ClassVar[bool] = True
-    #: Seconds that a record may wait in the spool for the database: a day, in which somebody sees the alarms.
+    #: Seconds that a record may wait in the outbox for the database: a day, in which somebody sees the alarms.
     outbox_max_age: ClassVar[float] = 86400.0
     #: Engines that go on answering while another one takes new weights. None: 1 with `rollout.mode: rolling`, else 0.
     min_running_model_num: ClassVar[int | None] = None

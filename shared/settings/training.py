@@ -25,10 +25,10 @@ class TrainerSettings(Section):
     """Besides the newest, the weights of versions whose step is a multiple of this are kept; null: of none. _Train._"""
     checkpoint_mode: FileMode = "0600"
     """The rights of a checkpoint's files, in octal, whatever the umask; its folders, and the job folder, can be entered
-    by who may read them. The SQLite file, the spool, logs and marks of either service are open to its group as these
-    are, and to nobody else. `0600`: the trainer's user alone. An explorer of another user needs `0640`, a second
-    trainer of another user `0660`, in one group (a job folder with the setgid bit hands the group on), and the right to
-    enter the folders above. _Train._"""
+    by who may read them. The SQLite file, logs and marks of either service are open to its group as these are, and to
+    nobody else; the outbox is its explorer's alone. `0600`: the trainer's user alone. An explorer of another user needs
+    `0640`, a second trainer of another user `0660`, in one group (a job folder with the setgid bit hands the group on),
+    and the right to enter the folders above. _Train._"""
     ulysses_sequence_parallel_size: Positive = 1
     """Workers that [read each row together](decisions/0062-optimiser-state-in-shards.md), a part of its tokens each,
     for sequences too long for one GPU. It must divide `workers`, and with the model's heads go evenly. _Train._"""

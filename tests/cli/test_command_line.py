@@ -26,7 +26,8 @@ REPORT_NOTHING = {
     "debug",
     "schema",
     "config schema",
-    "spool show",
+    "outbox show",
+    "outbox drain",
 }
 
 

@@ -13,10 +13,7 @@ from tests.doubles.spelling import SpellingDouble, write_tokenizer
 from tests.doubles.warm.commands import run_tuneloop
 from tests.explorer.running import HELLO, eventually
 from tests.explorer.test_main import service, write_settings
-from tuneloop.explorer.capture import spool
-from tuneloop.shared.quarantine import set_aside
 from tuneloop.shared.settings.loader import load_settings
-from tuneloop.shared.spool_format import Position, slots
 
 MAIL = "ann@example.org"
 
@@ -93,12 +90,10 @@ def test_every_copy_of_an_erased_person_is_gone_and_no_name_of_theirs_is_left(
         told = {"msg_ids": [said], "reward": 1, "comment": words.decode(), "demonstration": words.decode()}
         assert http.post("/feedback", json=told | {"source": MAIL}).status_code == 200
         assert http.post("/commit").status_code == 200
-        [slot] = [each for each in slots(settings.spool_dir) if holding(words, each)]
-        for payload, _ in list(spool.read(slot, Position(0, 0))):
-            set_aside(slot, payload)
+        [waiting] = holding(words, settings.outbox_dir)
         for name, format_ in {"rows.jsonl": "experiences", "sft.jsonl": "sft", "kto.parquet": "kto"}.items():
             commanded("export", "-c", file, "--format", format_, "--to", out / name)
-        assert {"rows.jsonl", "quarantine.seg"} < holding(words, settings.job_dir, out)
+        assert {"rows.jsonl", waiting} < holding(words, settings.job_dir, out)
         assert holding(MAIL.encode(), settings.job_dir, out) == set()
         commanded("erase", "-c", file, "--user", MAIL)
         eventually(lambda: holding(words, settings.job_dir, out) == set())

@@ -241,7 +241,7 @@ def test_no_request_fails_while_the_release_is_changed(
                         _all_arrive(list(load.ids), postgres_url)  # and what the old explorer recorded
                         figures = httpx.get(f"http://127.0.0.1:{old_port}/metrics").text
                         assert "tuneloop_database_up 1.0" in figures
-                        assert "tuneloop_spool_quarantined_total 0.0" in figures
+                        assert "tuneloop_outbox_refused_total 0.0" in figures
                         old.terminate()
                         assert old.wait(90) == 0
                         load.goes_on()

@@ -6,22 +6,19 @@ from pathlib import Path
 import pytest
 
 from tests.explorer.running import open_ledger, settings_for
-from tests.factories import exchange
+from tests.factories import feedback, outboxed
 from tuneloop.explorer.access.key_watch import KeyWatch
-from tuneloop.explorer.capture import spool
-from tuneloop.explorer.capture.spool_slots import FlushedMark, SharedEnd
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.processes.patient_ledger import ServedVersions, recall_versions, remember
 from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable, TuneloopError
-from tuneloop.shared.experience import VersionState, encode
+from tuneloop.shared.experience import VersionState
 from tuneloop.shared.held_files import read_unlinked
 from tuneloop.shared.job_marks import load_key, note_registered, registered_in
 from tuneloop.shared.ledger.keys import KeyTable
 from tuneloop.shared.ledger.ledger import Version
-from tuneloop.shared.quarantine import pieces_below, set_aside
-from tuneloop.shared.spool_format import Position, next_after, segment_path, slots
+from tuneloop.shared.outbox_status import outbox_status, path_of
 
 
 def replaced_by_link(path: Path) -> None:
@@ -43,32 +40,6 @@ def test_a_file_is_read_and_a_link_is_not(tmp_path: Path) -> None:
     refused(lambda: read_unlinked(tmp_path / "a"))
 
 
-def test_no_segment_is_written_through_a_link(tmp_path: Path) -> None:
-    (tmp_path / "other").write_bytes(b"x")
-    segment_path(tmp_path, 1).symlink_to(tmp_path / "other")
-    refused(lambda: spool._open_segment(tmp_path, 1))
-    assert (tmp_path / "other").read_bytes() == b"x"
-
-
-WRITERS: dict[str, Callable[[Path], object]] = {
-    "flushed": lambda slot: FlushedMark(slot / "flushed"),
-    "end": SharedEnd,
-    "lock": spool.take_slot,
-    "quarantine.seg": lambda slot: set_aside(slot, encode(exchange())),
-    "quarantine.lock": lambda slot: set_aside(slot, encode(exchange())),
-}
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_nothing_is_written_through_a_link_in_a_slot(tmp_path: Path, name: str) -> None:
-    slot, other = tmp_path / "0", tmp_path / "other"
-    slot.mkdir()
-    other.write_bytes(before := bytes(range(100)))
-    (slot / name).symlink_to(other)
-    refused(lambda: WRITERS[name](slot))
-    assert other.read_bytes() == before
-
-
 async def test_an_engine_does_not_log_through_a_link(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_bytes(b"x")
@@ -81,30 +52,12 @@ async def test_an_engine_does_not_log_through_a_link(tmp_path: Path) -> None:
     assert other.read_bytes() == b"x"
 
 
-async def test_a_segment_that_is_a_link_is_not_read(tmp_path: Path) -> None:
-    writer = spool.Spool.open(tmp_path, sync=False)
-    await writer.append([encode(exchange())])
-    writer.close()
-    [slot] = slots(tmp_path)
-    assert len(list(spool.read(slot, Position(0, 0)))) == 1
-    replaced_by_link(segment_path(slot, 1))
-    refused(lambda: list(spool.read(slot, Position(0, 0))))
-    refused(lambda: next_after(slot, Position(0, 0)))
-
-
-def test_a_slot_that_is_a_link_is_none(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "0").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "1").mkdir()
-    assert slots(tmp_path) == [tmp_path / "1"]
-
-
-def test_a_quarantine_that_is_a_link_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "0").mkdir()
-    set_aside(tmp_path / "0", encode(exchange()))
-    assert len(list(pieces_below(tmp_path))) == 1
-    replaced_by_link(tmp_path / "0" / "quarantine.seg")
-    refused(lambda: list(pieces_below(tmp_path)))
+def test_a_file_of_an_outbox_that_is_a_link_is_not_read(tmp_path: Path) -> None:
+    file = path_of(tmp_path, outboxed(tmp_path, feedback()))
+    assert outbox_status(tmp_path, {}).records == 1
+    replaced_by_link(file)
+    with pytest.raises(OSError, match="symbolic links"):
+        outbox_status(tmp_path, {})
 
 
 def test_marks_and_keys_that_are_links_say_nothing(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import json
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ from typer.testing import CliRunner, Result
 from tests.factories import committed, exchange, experience, feedback, ids, published, rewarded
 from tuneloop.cli.main import app
 from tuneloop.cli.options import seconds
+from tuneloop.runner.outbox import Outbox
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.experience import State
+from tuneloop.shared.experience import State, encode
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import exports
@@ -113,6 +115,20 @@ def ann(ledger: Ledger, tmp_path: Path) -> None:
         for name in ("sft.jsonl", "gone.jsonl"):
             row = {"path": str(tmp_path / name), "format": "sft", "rows": 2, "created_at": 0}
             connection.execute(exports.insert().values(row))
+
+
+def test_erase_tells_of_an_outbox_that_no_explorer_clears(file: Path, ledger: Ledger, settings: Settings) -> None:
+    erase = ("erase", "-c", file, "--user", "ann")
+    assert not any("outbox" in line for line in told(*erase))
+    with closing(Outbox(settings.outbox_dir, 1 << 20)) as outbox:
+        outbox.append([encode(exchange(user="ann"))])
+        assert not any("outbox" in line for line in told(*erase))
+    assert not any("outbox" in line for line in told(*erase, "--dry-run"))
+    done = ran(*erase)
+    assert done.exit_code == 1
+    folder = settings.outbox_dir
+    assert f"not reached: 1 file of {folder} may hold text of theirs, and no explorer runs" in done.output
+    assert f"`tuneloop outbox drain {folder}`" in done.output
 
 
 @pytest.mark.usefixtures("ann")

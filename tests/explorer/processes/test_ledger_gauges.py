@@ -10,14 +10,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.explorer.running import RunningExplorer, eventually, open_ledger, settings_for
 from tests.factories import committed, exchange, feedback, rewarded
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.processes.ledger_gauges import LedgerGauges, SpoolAlarms
+from tuneloop.explorer.processes.ledger_gauges import LedgerGauges, OutboxAlarms
 from tuneloop.shared.capacity.pace import VersionPace, note_version
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.ledger.facts import LedgerFacts
 from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
 from tuneloop.shared.ledger.reports import Reports, VersionReward
 from tuneloop.shared.operations.diagnosis import WAITING, Code
-from tuneloop.shared.spool_format import SpoolStatus
+from tuneloop.shared.outbox_status import OutboxStatus
 
 
 class AwayReports(Reports):
@@ -85,7 +85,7 @@ def test_what_is_committed_waits_since_its_commit(tmp_path: Path) -> None:
     settings, metrics = settings_for(tmp_path), Metrics()
     ledger = open_ledger(settings)
     rewarded(ledger, 3, received_at=time.time() - 90_000)
-    gauges = LedgerGauges(ledger, metrics, settings, interval_s=60)
+    gauges = LedgerGauges(ledger, metrics, settings, outbox=OutboxStatus, interval_s=60)
 
     def waits(state: str) -> float | None:
         gauges.update()
@@ -111,7 +111,7 @@ def test_a_database_that_is_away_is_the_reason(tmp_path: Path) -> None:
     settings, metrics = settings_for(tmp_path), Metrics()
     ledger = open_ledger(settings)
     ledger.reports = AwayReports(ledger.transactions)
-    gauges = LedgerGauges(ledger, metrics, settings, interval_s=60)
+    gauges = LedgerGauges(ledger, metrics, settings, outbox=OutboxStatus, interval_s=60)
     with pytest.raises(LedgerUnavailable):
         gauges.update()
     assert not gauges.reached
@@ -130,19 +130,16 @@ def test_an_alarm_is_a_gauge_until_it_is_cleared(explorer: RunningExplorer) -> N
     eventually(lambda: by_label(explorer, "tuneloop_alarm") == {"length": 0, "entropy": 1})
 
 
-def test_each_machine_has_its_own_alarm_where_their_spools_lie_at_one_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_machine_has_its_own_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = open_ledger(settings_for(tmp_path))
-    well = SpoolStatus(slots=1, bytes=0, since=None, quarantined_bytes=0)
-    ill = well._replace(refused="permission denied")
+    well, ill = OutboxStatus(), OutboxStatus(refusal="permission denied")
 
-    def machine(name: str) -> Callable[[SpoolStatus], list[str]]:
+    def machine(name: str) -> Callable[[OutboxStatus], list[str]]:
         monkeypatch.setattr("socket.gethostname", lambda: name)
-        alarms = SpoolAlarms(Path("/var/spool/tuneloop"), ledger.alarms, Metrics())
+        alarms = OutboxAlarms(ledger.alarms, Metrics())
 
-        def turn(spool: SpoolStatus) -> list[str]:
-            alarms.update(spool, ledger.alarms.all())
+        def turn(outbox: OutboxStatus) -> list[str]:
+            alarms.update(outbox, ledger.alarms.all())
             return [each.reason.split(":")[0] for each in ledger.alarms.all()]
 
         return turn
@@ -152,6 +149,10 @@ def test_each_machine_has_its_own_alarm_where_their_spools_lie_at_one_path(
     assert (other(ill), one(well)) == (["one"], [])
     assert (other(ill), one(well)) == (["other"], ["other"])
     assert other(well) == []
+    assert one(well._replace(refused_records=2)) == ["one"]
+    [alarm] = ledger.alarms.all()
+    assert alarm.name == "records_refused"
+    assert alarm.reason == "one: 2 records that the database refused: `tuneloop outbox list`"
     ledger.close()
 
 
@@ -160,7 +161,7 @@ def test_the_newest_versions_that_were_rewarded_say_what_they_earn(
 ) -> None:
     settings = settings_for(tmp_path)
     metrics, ledger = Metrics(), open_ledger(settings)
-    gauges = LedgerGauges(ledger, metrics, settings, interval_s=1)
+    gauges = LedgerGauges(ledger, metrics, settings, outbox=OutboxStatus, interval_s=1)
     rewarded = [VersionReward(version, 4, 2, version / 2) for version in range(10)]
     for rewards in ([*rewarded[:9], VersionReward(9, 1, 0, 0)], rewarded):
         monkeypatch.setattr(ledger.reports, "rewards", lambda rewards=rewards: rewards)

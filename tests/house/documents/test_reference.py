@@ -10,7 +10,7 @@ from page_files import DOCS, ROOT
 
 from tuneloop import runner
 from tuneloop.explorer.engines.fleet import EngineState
-from tuneloop.explorer.processes.ledger_gauges import QUARANTINED, REFUSES
+from tuneloop.explorer.processes.ledger_gauges import REFUSED, REFUSES
 from tuneloop.explorer.proxy.request import BEYOND_IDS, NEUTRAL
 from tuneloop.explorer.versions import attestation, loading
 from tuneloop.shared.experience import Outcome, State, VersionState
@@ -69,7 +69,7 @@ def test_every_state_is_on_its_page() -> None:
 def test_every_table_of_the_database_that_has_something_of_people_is_told() -> None:
     """A new table: does it hold what somebody wrote, or who it was? Then it is a row of kept.md."""
     without = {
-        *("alarms", "epochs", "evaluations", "experiment", "mismatches", "reward_rules"),
+        *("alarms", "epochs", "evaluations", "experiment", "mismatches", "outbox_files", "reward_rules"),
         *("version_events", "versions"),
     }
     page = (DOCS / "kept.md").read_text()
@@ -86,7 +86,7 @@ def test_why_a_reply_is_no_sample_is_told_parameter_by_parameter() -> None:
 
 
 def test_every_alarm_is_on_its_page() -> None:
-    of_explorers = {attestation.ALARM, loading.DAMAGED, loading.UNREADABLE, LEDGER_OLDER, REFUSES, QUARANTINED}
+    of_explorers = {attestation.ALARM, loading.DAMAGED, loading.UNREADABLE, LEDGER_OLDER, REFUSES, REFUSED}
     alarms = of_explorers | {CLOCK_SKEW} | {retries._AWAY, step_reports.NOT_FINITE, DISK_FULL, CAPTURE_MISMATCH}
     page = (DOCS / "reasons.md").read_text()
     assert _first_column(page, "| alarm |") == alarms

@@ -151,8 +151,9 @@ def run(
         load_s = round(time.monotonic() - begun)
         _settle(stage, database, lineage)
         try:
-            imbalance = Ledger(database).reports.imbalance()
-            return _report(stage, crowd, Found(database), lineage, imbalance=imbalance, load_s=load_s)
+            ledger = Ledger(database)
+            more = {"imbalance": ledger.reports.imbalance(), "set_aside": len(ledger.recording.refused_records())}
+            return _report(stage, crowd, Found(database), lineage, load_s=load_s, **more)
         finally:
             database.dispose()
 
@@ -256,7 +257,7 @@ def _report(stage: Stage, crowd: Crowd, found: Found, lineage: Lineage, **more: 
             found,
             lineage=lineage,
             imbalance=more["imbalance"],
-            quarantined=len(ledger.recording.refused_records()),
+            quarantined=more["set_aside"],
             gave_up=stage.gave_up,
         ),
     )

@@ -1,4 +1,4 @@
-"""Backups: spool, database and checkpoints in a plain folder, put back into an empty job, on either database."""
+"""Backups: outbox, database and checkpoints in a plain folder, put back into an empty job, on either database."""
 
 import itertools
 import os
@@ -16,7 +16,8 @@ import pytest
 from tests.conftest import Place
 from tests.databases import Schemas
 from tests.explorer.checkpoints import register, write_model
-from tests.factories import committed, exchange, experience, feedback, leased
+from tests.factories import committed, exchange, experience, feedback, leased, outboxed
+from tuneloop.runner.outbox import Outbox
 from tuneloop.shared.checkpoints.file_checks import check_files
 from tuneloop.shared.checkpoints.manifest import read_manifest
 from tuneloop.shared.errors import EnvironmentRefused, FileRefused
@@ -25,8 +26,8 @@ from tuneloop.shared.job_marks import KEY, require_restored, restoring_in
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database, dump, revisions
 from tuneloop.shared.operations.backup import back_up, check_backup, restore
+from tuneloop.shared.outbox_status import files_of, outbox_status, path_of
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.spool_format import frame, segment_path, spool_status
 
 NUL = "a \0 and half a pair \ud800"
 TABLES = ("exchanges", "experiences", "feedback", "versions", "version_events", "keys", "erasures", "epochs")
@@ -76,12 +77,6 @@ class Experiment:
                 table: sorted(repr({k: v for k, v in row.items() if k != "path"}) for row in snapshot.rows(table))
                 for table in TABLES
             }
-
-    def spool(self, *records: bytes, slot: str = "0") -> None:
-        """Bring records to disk that the database does not have, as a worker that was killed leaves them."""
-        folder = self.settings.spool_dir / slot
-        folder.mkdir(parents=True, exist_ok=True)
-        segment_path(folder, 1).write_bytes(b"".join(map(frame, records)))
 
 
 class Bench:
@@ -134,7 +129,7 @@ def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
 
 @pytest.fixture
 def source(bench: Bench) -> Experiment:
-    """An experiment with rows in every state, two versions, and records in its spool."""
+    """An experiment with rows in every state, two versions, and records in its outbox."""
     found = bench.open(bench.settings("source"))
     ledger, job = found.ledger, found.job
     for _ in range(2):
@@ -147,14 +142,14 @@ def source(bench: Bench) -> Experiment:
     ledger.retention.erase("acme", "somebody")
     (job / KEY).parent.mkdir()
     (job / KEY).write_bytes(os.urandom(32))
-    found.spool(encode(exchange(msg_id="chatcmpl-spooled")), encode(feedback(msg_id="chatcmpl-spooled")))
+    outboxed(found.settings.outbox_dir, exchange(msg_id="chatcmpl-waiting"), feedback(msg_id="chatcmpl-waiting"))
     return found
 
 
 @pytest.mark.parametrize("bench", BOTH, indirect=True)
 def test_what_was_backed_up_is_there_again_elsewhere(source: Experiment, bench: Bench, tmp_path: Path) -> None:
     before = source.tables()
-    counts, spooled = source.ledger.reports.counts(), spool_status(source.settings.spool_dir).bytes
+    counts, waiting = source.ledger.reports.counts(), outbox_status(source.settings.outbox_dir, {})
     back_up(source.settings, tmp_path / "backup")
     assert source.tables() == before
     assert not list(source.job.glob(".*"))
@@ -175,11 +170,51 @@ def test_what_was_backed_up_is_there_again_elsewhere(source: Experiment, bench: 
     champion = target.ledger.versions.champion()
     assert (champion.version, champion.path, champion.pinned) == (2, target.job / "global_step_2", True)
     check_files(champion.path, read_manifest(champion.path, sha256=champion.manifest_sha256))
-    assert spool_status(there.spool_dir).bytes == spooled > 0
+    assert outbox_status(there.outbox_dir, {}) == waiting
+    assert waiting.records == 2
     assert restored.next_version > 1000
     target.ledger.versions.unpin(by="ann")
     assert register(target.ledger, target.job) == restored.next_version
     assert target.ledger.versions.newest().version == restored.next_version
+
+
+def test_a_file_of_the_outbox_that_is_still_there_is_longer_than_its_copy(
+    source: Experiment, bench: Bench, tmp_path: Path
+) -> None:
+    """The disk of the database was lost, that of the outbox was not."""
+    settings = source.settings
+    with closing(Outbox(settings.outbox_dir, 1 << 20)) as outbox:
+        open_file = outbox.append([encode(exchange())]).file
+        path = path_of(settings.outbox_dir, open_file)
+        with path.open("ab") as torn:
+            torn.write(path.read_bytes()[:9])
+        back_up(settings, tmp_path / "backup")
+        with path.open("ab") as torn:
+            torn.truncate(torn.tell() - 9)
+        outbox.append([encode(exchange())])
+        with pytest.raises(EnvironmentRefused, match=f"an explorer runs: it holds {path}"):
+            restore(settings, tmp_path / "backup", clock=later)
+    there = bench.settings("target")
+    shutil.copytree(settings.outbox_dir, there.outbox_dir)
+    for file in files_of(there.outbox_dir):
+        if file != open_file:
+            path_of(there.outbox_dir, file).unlink()
+    restore(there, tmp_path / "backup")
+    assert outbox_status(there.outbox_dir, {}) == outbox_status(settings.outbox_dir, {})
+    elsewhere = bench.settings("elsewhere")
+    restore(elsewhere, tmp_path / "backup")
+    assert outbox_status(elsewhere.outbox_dir, {}).records == 3
+
+
+def test_a_spool_in_a_backup_of_an_older_release_is_left_to_the_explorer(
+    source: Experiment, bench: Bench, tmp_path: Path
+) -> None:
+    back_up(source.settings, tmp_path / "backup")
+    (tmp_path / "backup/spool/0").mkdir(parents=True)
+    (tmp_path / "backup/spool/0/00000001.seg").write_bytes(b"frames")
+    there = bench.settings("target")
+    restore(there, tmp_path / "backup")
+    assert (there.job_dir / "spool/0/00000001.seg").read_bytes() == b"frames"
 
 
 @pytest.mark.parametrize("bench", BOTH, indirect=True)
@@ -188,7 +223,7 @@ def test_what_is_there_is_never_replaced(source: Experiment, tmp_path: Path) -> 
     before = source.tables()
     with pytest.raises(EnvironmentRefused, match=r"trainer trainer was seen \d s ago: stop all services first"):
         restore(source.settings, tmp_path / "backup")
-    with pytest.raises(EnvironmentRefused, match=r"already: .*global_step_1, .*/spool/0, tables in the database"):
+    with pytest.raises(EnvironmentRefused, match=r"already: .*global_step_1, .*global_step_2, tables in the database"):
         restore(source.settings, tmp_path / "backup", clock=later)
     assert source.tables() == before
     with pytest.raises(FileRefused, match="is there already"):
@@ -387,7 +422,7 @@ def test_a_restore_killed_at_any_point_is_given_again(
             half += 1
             restore(there, tmp_path / "backup")
         elif revisions.current(there.database_url, schema="") is None:
-            assert not list(there.job_dir.rglob("global_step_*")) + list(there.job_dir.rglob("*.seg"))
+            assert not list(there.job_dir.rglob("global_step_*")) + list(there.job_dir.rglob("*.records"))
             continue
         require_restored(there.job_dir)
         with closing(Ledger.of(there)) as ledger:

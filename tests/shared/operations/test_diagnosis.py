@@ -22,16 +22,16 @@ from tuneloop.shared.ledger.facts import TRAINER_SEEN_S, Facts, LedgerFacts, Rul
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.shared.operations.diagnosis import Code, ago, diagnose, equation
+from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.spool_format import SpoolStatus
 
 PAIRS, ANY = Rules(2), BatchPolicy()
-NO_SPOOL = SpoolStatus(slots=0, bytes=0, since=None, quarantined_bytes=0)
+NO_OUTBOX = OutboxStatus()
 
 
 def reasons(ledger: Ledger, rules: Rules = PAIRS, policy: BatchPolicy = ANY, *, in_s: float = 0.0) -> dict[Code, str]:
     """Why no step is happening by this ledger, so many seconds from now."""
-    facts = Facts(now=time.time() + in_s, rules=rules, spool=NO_SPOOL, ledger=ledger.reports.facts(policy, drops=5))
+    facts = Facts(now=time.time() + in_s, rules=rules, outbox=NO_OUTBOX, ledger=ledger.reports.facts(policy, drops=5))
     return dict(diagnose(facts))
 
 
@@ -234,22 +234,33 @@ def test_reasons_come_in_the_order_of_the_road(ledger: Ledger) -> None:
 
 
 def test_a_database_that_is_away_hides_the_rest() -> None:
-    spool = SpoolStatus(slots=1, bytes=70, since=1000.0, quarantined_bytes=0)
-    found = diagnose(Facts(now=1100.0, rules=Rules(2), spool=spool, ledger=None, away="refused"))
-    assert [reason.code for reason in found] == [Code.DATABASE_AWAY, Code.SPOOL_NOT_FLUSHED]
+    outbox = OutboxStatus(files=1, records=2, bytes=70, since=1000.0)
+    found = diagnose(Facts(now=1100.0, rules=Rules(2), outbox=outbox, ledger=None, away="refused"))
+    assert [reason.code for reason in found] == [Code.DATABASE_AWAY, Code.OUTBOX_NOT_DRAINED]
 
 
-@pytest.mark.parametrize(("now", "codes"), [(1030.0, [Code.NONE]), (1200.0, [Code.SPOOL_NOT_FLUSHED])])
-def test_what_waits_in_the_spool_for_long_is_a_reason(now: float, codes: list[Code]) -> None:
-    spool = SpoolStatus(slots=1, bytes=70, since=1000.0, quarantined_bytes=0)
+@pytest.mark.parametrize(("now", "codes"), [(1030.0, [Code.NONE]), (1200.0, [Code.OUTBOX_NOT_DRAINED])])
+def test_what_waits_in_the_outbox_for_long_is_a_reason(now: float, codes: list[Code]) -> None:
+    outbox = OutboxStatus(files=1, records=2, bytes=70, since=1000.0)
     ledger = LedgerFacts(
         states={State.COMMITTED: StateCount(2, 900.0, 2)},
         claimable=2,
         trainer=Trainer("host:1", 1, 900.0, now, None),
         weights=Weights(newest=0, registered_at=900.0, champion=0, step=0, rejected=0, reason=None),
     )
-    found = diagnose(Facts(now=now, rules=Rules(2), spool=spool, ledger=ledger))
+    found = diagnose(Facts(now=now, rules=Rules(2), outbox=outbox, ledger=ledger))
     assert [reason.code for reason in found] == codes
+
+
+def test_a_database_that_refuses_is_the_reason_and_not_what_waits_for_it() -> None:
+    outbox = OutboxStatus(files=1, records=2, bytes=70, since=1000.0, refusal="no such table: exchanges")
+    [reason] = [
+        each
+        for each in diagnose(Facts(now=1200.0, rules=Rules(2), outbox=outbox, ledger=LedgerFacts(states={})))
+        if "outbox" in each.sentence
+    ]
+    assert reason.code is Code.DATABASE_REFUSES
+    assert "no such table: exchanges" in reason.sentence
 
 
 def test_the_equation_of_a_ledger(ledger: Ledger, engine: Engine) -> None:

@@ -1,6 +1,5 @@
 """`tuneloop doctor`: a page that an operator reads in one look, from a real database in each condition."""
 
-import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -11,14 +10,13 @@ import yaml
 
 from tests.conftest import Place
 from tests.doubles.warm.commands import Ended, run_tuneloop
-from tests.factories import committed, exchange, experience, feedback, rewarded, trained
-from tuneloop.explorer.capture.spool import Spool
+from tests.factories import committed, exchange, experience, feedback, outboxed, refuse, rewarded, take, trained
 from tuneloop.shared.capacity.pace import VersionPace, note_version
-from tuneloop.shared.experience import encode
 from tuneloop.shared.ledger.ledger import Alarm, Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.operations.diagnosis import Code
 from tuneloop.shared.operations.doctor import as_json, as_text, examine_experiment
+from tuneloop.shared.outbox_status import OutboxStatus, files_of, path_of
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
 
@@ -67,19 +65,6 @@ def page(settings: Settings) -> dict[str, list[str]]:
     return found
 
 
-def spool_one(settings: Settings, received_at: float) -> int:
-    """A record that no database has; its bytes."""
-
-    async def append() -> int:
-        spool = Spool.open(settings.spool_dir)
-        await spool.append([encode(exchange(received_at=received_at))])
-        waiting = spool.backlog_bytes()
-        spool.close()
-        return waiting
-
-    return asyncio.run(append())
-
-
 def test_before_anything_ran_nothing_is_made_and_nothing_wrong(file: Path, settings: Settings) -> None:
     code, out, error = doctor(file)
     assert (code, error) == (0, "")
@@ -116,7 +101,7 @@ def test_a_ledger_in_order_is_a_page(settings: Settings, made: Ledger) -> None:
     assert re.fullmatch(r"trainer, epoch 1: up, last seen \d s ago", trainer)
     (versions,) = found["Versions"]
     assert re.fullmatch(r"newest 1, registered \d s ago; served 1; 1 step done", versions)
-    assert found["Spool"] == [f"{settings.spool_dir}: 0 slots, 0 bytes not in the database yet"]
+    assert found["Outbox"] == [f"{settings.outbox_dir}: 0 records, 0 bytes not in the database yet"]
     assert found["Diagnosis"] == ["none: a full batch waits, and a trainer that lives is about to take it"]
 
 
@@ -170,27 +155,34 @@ def test_replies_that_the_method_will_not_take_are_told_while_they_wait(settings
     assert line not in page(taking)["Waiting"]
 
 
-@pytest.mark.usefixtures("made")
-def test_what_the_spool_holds_is_told_without_touching_it(settings: Settings) -> None:
-    waiting = spool_one(settings, received_at=1000.0)
+def test_what_the_outbox_holds_is_told_without_touching_it(settings: Settings, made: Ledger) -> None:
+    file = outboxed(settings.outbox_dir, *(exchange(received_at=at, latency_s=0.5) for at in (10.0, 1000.0)))
+    waiting = path_of(settings.outbox_dir, file).stat().st_size // 2
+    take(made, file, 1)
+    take(made, "1-gone-1", 3)
+    refuse(made, file, b"refused")
     report = examine_experiment(settings, clock=lambda: 4600.5)
     text = "\n".join(as_text(report, settings))
-    assert f"1 slot, {waiting} bytes not in the database yet, the oldest for 60 min, since 1970-01-01" in text
-    assert Code.SPOOL_NOT_FLUSHED in [reason.code for reason in report.reasons]
-    assert (report.facts.spool.bytes, report.facts.spool.since) == (waiting, 1000.5)
+    assert f"1 record, {waiting} bytes not in the database yet, the oldest for 60 min, since 1970-01-01" in text
+    assert "; the database refused 1 record: `tuneloop outbox list`" in text
+    assert "1-gone-1: the database knows this file, and no explorer holds it: `tuneloop outbox drain` its" in text
+    assert Code.OUTBOX_NOT_DRAINED in [reason.code for reason in report.reasons]
+    assert report.facts.outbox == OutboxStatus(1, 1, waiting, 1000.5, 1)
+    assert report.unseen == ("1-gone-1",)
+    assert files_of(settings.outbox_dir) == [file]
 
 
-def test_while_the_database_is_away_the_spool_is_told(tmp_path: Path) -> None:
+def test_while_the_database_is_away_the_outbox_is_told(tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text(f"checkpoint_root_dir: {tmp_path}\nmodel: {{model_path: some/model}}\n")
     url = "buffer.trainer_input.experience_buffer.path=postgresql://u:secret@127.0.0.1:1/d"
-    waiting = spool_one(load_settings(file), received_at=1000.0)
+    outboxed(load_settings(file).outbox_dir, exchange(received_at=1000.0))
     code, out, error = doctor(file, "--set", url)
     assert code == 3
     assert "cannot use the database postgresql+psycopg://u:***@127.0.0.1:1/d" in error
-    assert f"{waiting} bytes not in the database yet" in out
+    assert re.search(r"1 record, \d+ bytes on disk, the oldest for ", out)
     assert "database_away: the database cannot be read" in out
-    assert "spool_not_flushed: " in out
+    assert "outbox_not_drained: " in out
     assert "secret" not in out + error
 
 

@@ -12,6 +12,7 @@ from tests.factories import committed, exchange, experience, feedback, ids, publ
 from tuneloop.shared.experience import Exchange, Kind
 from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
 from tuneloop.shared.operations.explain import Explanation, explain
+from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.feedback import RewardRule, TrustedRaters
 from tuneloop.shared.settings.settings import Settings
 
@@ -30,7 +31,7 @@ def base(ledger: Ledger) -> Ledger:
 
 
 def told(ledger: Ledger, settings: Settings, said: Exchange | str) -> Explanation:
-    return explain(ledger, settings, said if isinstance(said, str) else said.msg_id)
+    return explain(ledger, settings, said if isinstance(said, str) else said.msg_id, OutboxStatus)
 
 
 def waits(found: Explanation) -> list[str]:
@@ -77,7 +78,7 @@ def test_a_rewarded_reply_waits_for_a_commit_and_a_committed_one_for_a_batch(bas
     assert (found.replies[0].reward, found.replies[0].parts, waits(found)) == (1.0, {"reward": 1.0}, ["not_committed"])
     base.recording.commit("acme")
     assert waits(told(base, settings, said)) == ["no_trainer", "batch_not_full"]
-    private = explain(base, settings, said.msg_id, tenant="acme", sees_all=False)
+    private = explain(base, settings, said.msg_id, OutboxStatus, tenant="acme", sees_all=False)
     assert waits(private) == ["no_trainer", "batch_not_full"]
     assert not any("1 can be had" in reason.sentence for reason in private.replies[0].waits_for)
 
@@ -95,7 +96,7 @@ def test_a_leased_reply_and_a_trained_one_name_epoch_step_and_version(base: Ledg
     assert "the version, or a later one, is not served yet" in reply.sentences
     base.alarms.raise_alarm(Alarm("reply_length", "replies are long", holds=True))
     assert waits(told(base, settings, said)) == ["promotion_held"]
-    [private] = explain(base, settings, said.msg_id, tenant="acme", sees_all=False).replies
+    [private] = explain(base, settings, said.msg_id, OutboxStatus, tenant="acme", sees_all=False).replies
     assert not any("trainer trainer" in each or "reply_length" in each for each in private.sentences)
     base.versions.promote(version)
     assert "the version, or a later one, is served since" in "\n".join(told(base, settings, said).lines)
@@ -144,7 +145,7 @@ def test_another_tenants_reply_is_told_as_an_unknown_one(base: Ledger, settings:
     base.recording.record([gone])
     base.stored.delete("acme", gone.msg_id)
     for each in (said, gone):
-        found = explain(base, settings, each.msg_id, tenant="other", sees_all=False)
+        found = explain(base, settings, each.msg_id, OutboxStatus, tenant="other", sees_all=False)
         assert found.replies == []
         assert found.sentences[0].startswith("the ledger has no reply")
 

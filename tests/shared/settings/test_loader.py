@@ -121,6 +121,12 @@ def test_an_empty_section_has_its_defaults(tmp_path):
             "feedback.quarantine_below: removed: raters are not compared any more. Delete the line;",
         ),
         (
+            "explorer: {spool_dir: /x}\n",
+            "explorer.spool_dir: removed: use explorer.outbox_dir, a folder of its own",
+        ),
+        ("explorer: {spool_max_bytes: 9}\n", "explorer.spool_max_bytes: removed: use explorer.outbox_max_bytes"),
+        ("explorer: {durability: write}\n", "explorer.durability: removed: it is always 'fsync'. Delete the line"),
+        (
             "monitor: {drift: {reward_rise: 0.1}}\n",
             "1:19: monitor.drift.reward_rise: removed: it is always 0.05. Delete the line",
         ),

@@ -66,7 +66,7 @@ def test_a_trainer_does_not_start_on_a_database_that_was_put_back_alone(settings
     with pytest.raises(EnvironmentRefused, match=r"version 2 and epoch 2 were registered.*tuneloop db adopt"):
         run(chosen, Event())
     with closing(Ledger.of(chosen)) as older:
-        assert adopt(chosen, older).next_version == 2001
+        assert adopt(chosen.job_dir, older) == 2001
         run(chosen, Event())
         assert [each.version for each in older.versions.all()][-2:] == [2001, 2002]
         assert older.reports.audit() == []

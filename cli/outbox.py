@@ -100,5 +100,5 @@ def drain(folder: _Folder, config: ConfigOption, set_: SetOption = None) -> None
     """Put what a left-over folder, such as another machine's volume, holds into the database. Services may run."""
     if set_:
         os.environ[OVERRIDES_VARIABLE] = json.dumps(set_)
-    command = [sys.executable, "-P", "-m", "tuneloop.explorer.drain", str(config), str(folder)]
+    command = [sys.executable, "-P", "-m", "tuneloop.explorer.drain_folder", str(config), str(folder)]
     os.execv(command[0], command)

@@ -92,7 +92,7 @@ def test_a_left_over_folder_is_drained_by_the_explorers_code(
     monkeypatch.delenv(OVERRIDES_VARIABLE, raising=False)
     run("outbox", "drain", tmp_path / "volume", "--set", "project=p")
     assert [command[1:] for command in given] == [
-        ["-P", "-m", "tuneloop.explorer.drain", str(file), str(tmp_path / "volume")]
+        ["-P", "-m", "tuneloop.explorer.drain_folder", str(file), str(tmp_path / "volume")]
     ]
     assert json.loads(os.environ.pop(OVERRIDES_VARIABLE)) == ["project=p"]
 

@@ -1,0 +1,74 @@
+"""`python -m tuneloop.explorer.drain_folder CONFIG FOLDER`: puts what a left-over folder holds into the ledger, once."""
+
+import asyncio
+import sys
+from contextlib import closing
+from pathlib import Path
+
+from tuneloop.explorer.drain import Drain
+from tuneloop.explorer.older_spool import convert
+from tuneloop.explorer.processes.patient_ledger import PatientLedger
+from tuneloop.explorer.recorder import FILE_BYTES
+from tuneloop.runner.outbox import Outbox, names_in
+from tuneloop.shared.errors import LedgerUnavailable, StartupError, TuneloopError
+from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
+from tuneloop.shared.logging import configure_logging
+from tuneloop.shared.outbox_status import OutboxStatus
+from tuneloop.shared.settings.loader import load_settings
+from tuneloop.shared.settings.settings import Settings
+
+#: How long the database may be away.
+_PATIENCE_S = 60.0
+
+
+class _Listener:
+    set_aside = 0
+    failure: TuneloopError | None = None
+
+    def taken(self, owner: str, results: FeedbackResults) -> None:
+        """Nobody waits for the results."""
+
+    def status(self, status: OutboxStatus, *, away: bool) -> None:
+        """Nobody asks."""
+
+    def refused(self) -> None:
+        self.set_aside += 1
+
+    def failed(self, error: TuneloopError) -> None:
+        self.failure = error
+
+
+def drain_folder(settings: Settings, folder: Path) -> str:
+    """Drain the folder, and say what was found. Raises TuneloopError, OSError."""
+    with closing(Outbox(folder, FILE_BYTES)) as outbox:
+        convert([folder], outbox)
+    before, listener = len(names_in(folder)), _Listener()
+    with closing(PatientLedger.of(settings)) as ledger:
+        ledger.transactions.open()
+        drain = Drain(folder, ledger.recording, listener, keep_s=0.0)
+        drain.start()
+        is_clear = asyncio.run(drain.wait_until_taken(_PATIENCE_S))
+        drain.stop()
+    if listener.failure is not None:
+        raise listener.failure
+    if not is_clear:
+        raise LedgerUnavailable("the database did not take everything; what is left stays in the folder: try again")
+    held = len(names_in(folder))
+    said = f"{before - held} files are in the database, and were removed"
+    said += f"; {listener.set_aside} records were set aside: `tuneloop outbox list`" if listener.set_aside else ""
+    return said + (f"; {held} files belong to an explorer that runs" if held else "")
+
+
+def main() -> None:
+    """Drain, and exit with 1 where something is left to do."""
+    configure_logging()
+    config, folder = map(Path, sys.argv[1:])
+    try:
+        sys.stdout.write(drain_folder(load_settings(config), folder) + "\n")
+    except TuneloopError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(error.exit_code if isinstance(error, StartupError) else 1)
+
+
+if __name__ == "__main__":
+    main()

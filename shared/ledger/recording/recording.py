@@ -25,7 +25,7 @@ from tuneloop.shared import steady_time
 from tuneloop.shared.experience import Exchange, Feedback, Kind, Outcome, Record, State, decode
 from tuneloop.shared.ledger.raters import Rater, voter_of
 from tuneloop.shared.ledger.recording.attestation import mark_untrusted
-from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults, Told, rated_runs, results_of
+from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults, rated_runs, results_of
 from tuneloop.shared.ledger.recording.new_feedback import EarlyFeedback, store_feedback
 from tuneloop.shared.ledger.recording.outbox_files import OutboxFiles, move_on
 from tuneloop.shared.ledger.recording.retention import deleted_among, names_in, not_erased
@@ -178,8 +178,12 @@ class Recording(OutboxFiles):
                 touched.update(each.msg_id for each in new_exchanges if None not in (each.task_id, each.run_id))
             decided = self._rewards.compute(connection, touched)
             dropped |= dict.fromkeys(full, Outcome.FULL)
-            told = Told(self._rewards.rule, self._any_reply, dropped, present.restored_at or 0.0)
-            results = results_of(connection, heard, found, decided, told)
+            results = results_of(
+                *(connection, heard, found, decided, self._rewards.rule),
+                dropped=dropped,
+                restored_at=present.restored_at,
+                any_reply=self._any_reply,
+            )
         if len(self._voters) > _VOTERS_KNOWN:
             self._voters.clear()
         self._voters |= voters

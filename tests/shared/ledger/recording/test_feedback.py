@@ -1,8 +1,10 @@
 """What the ledger makes of feedback as people give it: early, late, again, corrected, taken back."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -94,6 +96,15 @@ def test_feedback_waits_for_its_reply_and_is_then_accepted(ledger: Ledger, engin
     ledger.recording.record([said])
     assert outcome(engine, "early") == Outcome.ACCEPTED
     assert rewards(engine) == [0.5]
+
+
+def test_feedback_on_a_reply_that_a_restored_database_lost_is_told_to_be_unknown(under: Any) -> None:
+    ledger = under(clock=lambda: 1000.0)
+    lost, new = (f"chatcmpl-{np.base_repr(1000 * at << 8 * 19, 32).lower():0>40}" for at in (900, 1100))
+    assert hear(ledger, msg_id=lost) == Outcome.PENDING
+    ledger.restoration.begin_anew(version=1, epoch=1, reason="restored", path=Path("/path"))
+    assert hear(ledger, msg_id=lost, value=0.5) == Outcome.UNKNOWN
+    assert hear(ledger, msg_id=new) == hear(ledger, **run_of("none")) == Outcome.PENDING
 
 
 def test_feedback_of_another_tenant_waits_for_ever(ledger: Ledger, engine: Engine) -> None:

@@ -130,7 +130,7 @@ class Recording(OutboxFiles):
         """
         voters: set[Rater] = set()
         with self._write() as connection:
-            dated = self._dated(records)
+            dated = self._date_records(records)
             heard = [record for record in dated if isinstance(record, Feedback)]
             # Else a reply and its feedback, recorded by two processes at once, would not see each other.
             alone(connection, "record", shared=not heard)
@@ -195,7 +195,7 @@ class Recording(OutboxFiles):
             alone(connection, "record", shared=True)  # else a deletion might not see it, nor it the deletion
             move_on(connection, {file: number}, now := self._clock())
             with suppress(msgspec.MsgspecError):
-                [record] = self._dated([decode(payload)])
+                [record] = self._date_records([decode(payload)])
                 said, heard = ([record], []) if isinstance(record, Exchange) else ([], [record])
                 if not any(not_erased(connection, said, heard, deletions=True, erasures=True)):
                     return
@@ -221,7 +221,7 @@ class Recording(OutboxFiles):
                 connection.execute(rewarding, values)
             return connection.execute(_committing(names), values).rowcount
 
-    def _dated(self, records: Sequence[Record]) -> list[Record]:
+    def _date_records(self, records: Sequence[Record]) -> list[Record]:
         """What processes took for the time gives way to the ledger's, in records of this start of the machine."""
         began, boot = self._boot_time(), steady_time.boot()
         return [

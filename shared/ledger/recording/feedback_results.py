@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from sqlalchemy import Connection, and_, func, or_, select, text
@@ -68,18 +68,6 @@ class FeedbackResults(msgspec.Struct, frozen=True):
 _Rows = defaultdict[object, list[tuple[RewardRow, RowEvents]]]
 
 
-class Told(NamedTuple):
-    """What else the results depend on.
-
-    `dropped`: the outcomes of events that were refused first. `restored_at`: when the ledger was put back, 0 if never.
-    """
-
-    rule: RewardRule
-    any_reply: bool
-    dropped: Mapping[str, Outcome]
-    restored_at: float
-
-
 def rated_runs(events: Sequence[Feedback]) -> list[Feedback]:
     """The events about runs whose replies are told."""
     of_runs = (each for each in events if each.msg_id is None and each.kind in RATINGS)
@@ -87,11 +75,24 @@ def rated_runs(events: Sequence[Feedback]) -> list[Feedback]:
 
 
 def results_of(
-    connection: Connection, events: Sequence[Feedback], taken: TakenFeedback, decided: Plan, told: Told
+    connection: Connection,
+    events: Sequence[Feedback],
+    taken: TakenFeedback,
+    decided: Plan,
+    rule: RewardRule,
+    *,
+    dropped: Mapping[str, Outcome],
+    restored_at: float | None,
+    any_reply: bool,
 ) -> FeedbackResults:
-    """What became of the events of a group, whose replies and runs were looked at for the plan."""
+    """What became of the events of a group, for whose replies and runs the plan is.
+
+    `dropped`: the outcomes of events that were refused first. `restored_at`: when the ledger was put back.
+    """
     results = FeedbackResults()
-    for event, outcome in zip(events, _outcomes(events, taken, decided, told), strict=True):
+    if not events:
+        return results
+    for event, outcome in zip(events, _outcomes(events, taken, decided, dropped, restored_at or 0.0), strict=True):
         if results.outcomes.setdefault(event.event_id, outcome) is not outcome:
             results.of_calls.setdefault(event.call_id, {})[event.event_id] = outcome
     rows: _Rows = defaultdict(list)
@@ -103,16 +104,16 @@ def results_of(
     for event in islice(late, _MOST_APART):
         about = (event.tenant, event.msg_id) if event.msg_id else (event.tenant, event.task_id, event.run_id)
         choices = {
-            f"{row.msg_id}:{row.choice}": Outcome.ACCEPTED if in_time_for(told.rule, event, row) else Outcome.LATE
+            f"{row.msg_id}:{row.choice}": Outcome.ACCEPTED if in_time_for(rule, event, row) else Outcome.LATE
             for row in newest_corrections(row for row, _ in rows[about][:MAX_TOLD])
         }
         if len({*choices.values()}) > 1:
             results.apart[event.event_id] = choices
     told_runs = [each for each in rated_runs(events) if results.outcomes[each.event_id] is not Outcome.PENDING]
-    results.of_runs.update(_replies_decided_by(told_runs, rows, told.rule))
+    results.of_runs.update(_replies_decided_by(told_runs, rows, rule))
     there = {each.msg_id for each in events if results.outcomes[each.event_id] is not Outcome.PENDING} - {None}
     for portion in portions(there if len(there) <= _MAX_EXPLAINED else ()):
-        for why in connection.execute(_DROPPED if told.any_reply else _DROPPED_OR_UNFIT, {"replies": portion}):
+        for why in connection.execute(_DROPPED if any_reply else _DROPPED_OR_UNFIT, {"replies": portion}):
             results.not_trained.setdefault(why.msg_id, {})[why.choice] = why.why
     return results
 
@@ -131,7 +132,13 @@ def _replies_decided_by(events: Sequence[Feedback], rows: _Rows, rule: RewardRul
         yield event.event_id, list(made)
 
 
-def _outcomes(events: Sequence[Feedback], taken: TakenFeedback, decided: Plan, told: Told) -> Iterator[Outcome]:
+def _outcomes(
+    events: Sequence[Feedback],
+    taken: TakenFeedback,
+    decided: Plan,
+    dropped: Mapping[str, Outcome],
+    restored_at: float,
+) -> Iterator[Outcome]:
     there: dict[str, Any] = {}
     for _, heard in decided.read:
         there |= {each.event_id: decided.outcomes.get(each.id, each.outcome) for each in heard.all}
@@ -139,13 +146,13 @@ def _outcomes(events: Sequence[Feedback], taken: TakenFeedback, decided: Plan, t
         id_ = event.event_id
         stored = taken.new.get(id_) or taken.known.get(id_)
         if stored is None:
-            yield Outcome.FULL if id_ in taken.full else told.dropped.get(id_, Outcome.DUPLICATE)
+            yield Outcome.FULL if id_ in taken.full else dropped.get(id_, Outcome.DUPLICATE)
         elif stored.call_id != event.call_id:
             yield Outcome.DUPLICATE
         else:
             outcome = Outcome(there.get(id_, getattr(stored, "outcome", Outcome.PENDING)))
             with suppress(ValueError):
                 # It waits in vain: a restored backup does not have its reply.
-                if outcome is Outcome.PENDING and event.msg_id and minted_at(event.msg_id) < told.restored_at:
+                if outcome is Outcome.PENDING and event.msg_id and minted_at(event.msg_id) < restored_at:
                     outcome = Outcome.UNKNOWN
             yield outcome

@@ -25,7 +25,7 @@ from tuneloop.shared import steady_time
 from tuneloop.shared.experience import Exchange, Feedback, Kind, Outcome, Record, State, decode
 from tuneloop.shared.ledger.raters import Rater, voter_of
 from tuneloop.shared.ledger.recording.attestation import mark_untrusted
-from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults, Told, rated_runs, results_of
+from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults, rated_runs, results_of
 from tuneloop.shared.ledger.recording.new_feedback import EarlyFeedback, store_feedback
 from tuneloop.shared.ledger.recording.outbox_files import OutboxFiles, move_on
 from tuneloop.shared.ledger.recording.retention import deleted_among, names_in, not_erased
@@ -130,7 +130,7 @@ class Recording(OutboxFiles):
         """
         voters: set[Rater] = set()
         with self._write() as connection:
-            dated = self._dated(records)
+            dated = self._date_records(records)
             heard = [record for record in dated if isinstance(record, Feedback)]
             # Else a reply and its feedback, recorded by two processes at once, would not see each other.
             alone(connection, "record", shared=not heard)
@@ -178,8 +178,12 @@ class Recording(OutboxFiles):
                 touched.update(each.msg_id for each in new_exchanges if None not in (each.task_id, each.run_id))
             decided = self._rewards.compute(connection, touched)
             dropped |= dict.fromkeys(full, Outcome.FULL)
-            told = Told(self._rewards.rule, self._any_reply, dropped, present.restored_at or 0.0)
-            results = results_of(connection, heard, found, decided, told)
+            results = results_of(
+                *(connection, heard, found, decided, self._rewards.rule),
+                dropped=dropped,
+                restored_at=present.restored_at,
+                any_reply=self._any_reply,
+            )
         if len(self._voters) > _VOTERS_KNOWN:
             self._voters.clear()
         self._voters |= voters
@@ -191,7 +195,7 @@ class Recording(OutboxFiles):
             alone(connection, "record", shared=True)  # else a deletion might not see it, nor it the deletion
             move_on(connection, {file: number}, now := self._clock())
             with suppress(msgspec.MsgspecError):
-                [record] = self._dated([decode(payload)])
+                [record] = self._date_records([decode(payload)])
                 said, heard = ([record], []) if isinstance(record, Exchange) else ([], [record])
                 if not any(not_erased(connection, said, heard, deletions=True, erasures=True)):
                     return
@@ -217,7 +221,7 @@ class Recording(OutboxFiles):
                 connection.execute(rewarding, values)
             return connection.execute(_committing(names), values).rowcount
 
-    def _dated(self, records: Sequence[Record]) -> list[Record]:
+    def _date_records(self, records: Sequence[Record]) -> list[Record]:
         """What processes took for the time gives way to the ledger's, in records of this start of the machine."""
         began, boot = self._boot_time(), steady_time.boot()
         return [

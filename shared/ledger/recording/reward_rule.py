@@ -221,7 +221,8 @@ def _in_time(rule: RewardRule, events: Iterable[Event], sampled_at: float) -> li
         return again if counts(again) else event.received_at, event.id
 
     found = [event for event in events if rewarding(event.kind) and counts(event.received_at)]
-    return found if rule.attribution_window is None else sorted(found, key=place)
+    is_ordered = all(event.repeated_at is None or counts(event.repeated_at) for event in found)
+    return found if is_ordered else sorted(found, key=place)
 
 
 def default_of(rule: RewardRule, *, sampled_at: float) -> Reward | None:

@@ -81,9 +81,3 @@ class Restoration(LedgerPart):
         newest = [select(func.max(column)) for column in (versions.c.version, epochs.c.epoch)]
         version, epoch = (self._read(query)[0][0] or 0 for query in newest)
         return Numbers(version, epoch)
-
-    def last_at(self) -> float | None:
-        """When the ledger was last put back, in seconds since 1970; None if it never was."""
-        query = select(func.max(epochs.c.started_at)).where(epochs.c.trainer == RESTORE)
-        found: float | None = self._read(query)[0][0]
-        return found

@@ -139,9 +139,29 @@ def test_the_last_of_many_feedbacks_at_once_is_the_reward(ledger: Ledger, engine
     ledger.recording.record([said])
     events = [feedback(msg_id=said.msg_id, value=float(number)) for number in range(40)]
     at_once(*[lambda some=events[start::4]: [ledger.recording.record([event]) for event in some] for start in range(4)])  # type: ignore[misc]
+    assert [row.reward_sum for row in ledger.reports.rewards()] == [39.0]
     with engine.connect() as connection:
-        values = connection.execute(select(feedback_table.c.value).order_by(feedback_table.c.id)).scalars().all()
-    assert [row.reward_sum for row in ledger.reports.rewards()] == [values[-1]]
+        assert len(connection.execute(select(feedback_table.c.id)).all()) == 40
+
+
+def test_a_record_that_two_offer_at_once_is_stored_once(ledger: Ledger, engine: Engine) -> None:
+    said = exchange()
+    ledger.recording.record([said])
+    for number in range(1, 21):
+        # Not known by its id: what one of them does not store for its number, the other has.
+        offers = [[feedback(msg_id=said.msg_id, value=float(number)), exchange()] for _ in range(3)]
+        places = [("file", 2 * number - 1), ("file", 2 * number)]
+        at_once(*[lambda offer=offer: ledger.recording.record(offer, places) for offer in offers])  # type: ignore[misc]  # noqa: B023
+    assert ledger.recording.taken_numbers(["file"]) == {"file": 40}
+    with engine.connect() as connection:
+        assert len(connection.execute(select(feedback_table.c.id)).all()) == 20
+    assert sum(ledger.reports.counts().values()) == 21
+
+
+def test_exchanges_alone_that_two_offer_at_once_are_stored_once(ledger: Ledger) -> None:
+    for number in range(1, 21):
+        at_once(*[lambda: ledger.recording.record([exchange()], [("file", number)])] * 3)  # noqa: B023
+    assert sum(ledger.reports.counts().values()) == 20
 
 
 def test_a_correction_comes_before_the_lease_or_not_at_all(ledger: Ledger, engine: Engine) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from sqlalchemy import select
 
 from tests.conftest import Place
 from tests.databases import Schemas
@@ -25,6 +26,7 @@ from tuneloop.shared.experience import Kind, State, encode
 from tuneloop.shared.job_marks import KEY, require_restored, restoring_in
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database, dump, revisions
+from tuneloop.shared.ledger.storage.schema import RESTORE, epochs
 from tuneloop.shared.operations.backup import back_up, check_backup, restore
 from tuneloop.shared.outbox_status import files_of, outbox_status, path_of
 from tuneloop.shared.settings.settings import Settings
@@ -426,7 +428,7 @@ def test_a_restore_killed_at_any_point_is_given_again(
             continue
         require_restored(there.job_dir)
         with closing(Ledger.of(there)) as ledger:
-            assert ledger.restoration.last_at()
+            assert ledger.transactions.read(select(epochs).where(epochs.c.trainer == RESTORE))
             assert ledger.reports.audit() == []
             assert sum(ledger.reports.counts().values()) == 9
         check_files(there.job_dir / "global_step_2", read_manifest(there.job_dir / "global_step_2"))

@@ -8,7 +8,7 @@ from tests.factories import exchange, experience, ids, leased, published, reward
 from tests.factories import feedback as heard
 from tests.shared.retaining import IN_STATE, NOW, OLD, column, everything, in_work, recorded, trained
 from tuneloop.shared.errors import LedgerError
-from tuneloop.shared.experience import Kind, State
+from tuneloop.shared.experience import Kind, Outcome, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, exports, feedback
@@ -101,10 +101,10 @@ def test_what_is_said_of_their_replies_afterwards_is_not_taken(ledger: Ledger, e
     late = [heard(msg_id=each.msg_id, **comment) for each in (read, spooled)]
     compared = heard(msg_id=kept.msg_id, other_msg_id=read.msg_id, kind=Kind.PREFERENCE, value=None)
     taken = heard(msg_id=kept.msg_id, **comment)
-    ledger.recording.record([*late, compared, taken])
+    outcomes = ledger.recording.record([*late, compared, taken]).outcomes
     assert column(engine, feedback.c.event_id) == [taken.event_id]
     assert ledger.retention.deleted_among([read.msg_id, spooled.msg_id, kept.msg_id]) == {read.msg_id, spooled.msg_id}
-    assert ledger.stored.about_deleted(late) == [each.event_id for each in late]
+    assert [id_ for id_ in outcomes if outcomes[id_] is Outcome.UNKNOWN] == [e.event_id for e in (*late, compared)]
 
 
 def test_a_second_deletion_reaches_what_came_after_the_first(engine: Engine) -> None:

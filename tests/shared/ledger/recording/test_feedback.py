@@ -1,8 +1,10 @@
 """What the ledger makes of feedback as people give it: early, late, again, corrected, taken back."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -39,8 +41,12 @@ def events(engine: Engine) -> list[Any]:
 def hear(ledger: Ledger, **but: Any) -> Outcome:
     """Record an event, and what the ledger says became of it."""
     event = feedback(**{"call_id": "this call"} | but)
-    ledger.recording.record([event])
-    return ledger.recording.outcomes("this call", [event.event_id])[event.event_id]
+    return ledger.recording.record([event]).outcomes[event.event_id]
+
+
+def outcome(engine: Engine, event_id: str) -> str:
+    """What has become of an event since."""
+    return next(each.outcome for each in events(engine) if each.event_id == event_id)
 
 
 def run_of(name: str, **but: Any) -> dict[str, Any]:
@@ -77,7 +83,8 @@ def test_a_repeated_event_is_a_duplicate_also_when_something_else_was_said_since
     said = exchange()
     ledger.recording.record([said])
     first = {"event_id": "by its key", "msg_id": said.msg_id, "value": 0.0}
-    assert hear(ledger, **first, call_id="first") == Outcome.DUPLICATE  # of another call than the one asked about
+    assert hear(ledger, **first, call_id="first") == Outcome.ACCEPTED
+    assert hear(ledger, **first, call_id="first") == Outcome.ACCEPTED  # the same call, taken once more
     hear(ledger, msg_id=said.msg_id, value=1.0)
     assert hear(ledger, **first) == Outcome.DUPLICATE
     assert rewards(engine) == [1.0]
@@ -87,8 +94,17 @@ def test_feedback_waits_for_its_reply_and_is_then_accepted(ledger: Ledger, engin
     said = exchange()
     assert hear(ledger, event_id="early", msg_id=said.msg_id, value=0.5) == Outcome.PENDING
     ledger.recording.record([said])
-    assert ledger.recording.outcomes("this call", ["early"]) == {"early": Outcome.ACCEPTED}
+    assert outcome(engine, "early") == Outcome.ACCEPTED
     assert rewards(engine) == [0.5]
+
+
+def test_feedback_on_a_reply_that_a_restored_database_lost_is_told_to_be_unknown(under: Any) -> None:
+    ledger = under(clock=lambda: 1000.0)
+    lost, new = (f"chatcmpl-{np.base_repr(1000 * at << 8 * 19, 32).lower():0>40}" for at in (900, 1100))
+    assert hear(ledger, msg_id=lost) == Outcome.PENDING
+    ledger.restoration.begin_anew(version=1, epoch=1, reason="restored", path=Path("/path"))
+    assert hear(ledger, msg_id=lost, value=0.5) == Outcome.UNKNOWN
+    assert hear(ledger, msg_id=new) == hear(ledger, **run_of("none")) == Outcome.PENDING
 
 
 def test_feedback_of_another_tenant_waits_for_ever(ledger: Ledger, engine: Engine) -> None:
@@ -117,16 +133,18 @@ def test_of_feedback_on_a_reply_and_on_its_trajectory_that_on_the_reply_counts(l
 
 
 def test_what_is_offered_again_changes_nothing(ledger: Ledger, engine: Engine) -> None:
-    """A group whose transaction was committed before anybody knew; what merely repeated left no trace."""
+    """A group whose transaction was committed before anybody knew; what merely repeated has no row of its own."""
     said, other = exchange(), exchange()
     first, repeated, corrected = (feedback(msg_id=said.msg_id, value=value) for value in (0.0, 0.0, 1.0))
     anothers = feedback(msg_id=other.msg_id, value=0.5, key="another")
-    ledger.recording.record([said, other, first])
-    ledger.recording.record([repeated, corrected], ["slot", "slot"])
-    ledger.recording.record([repeated, anothers, corrected], ["slot", "slot", "slot"])
-    assert rewards(engine) == [1.0, 0.5], "another key's had not had its turn"
-    ledger.recording.record([repeated, corrected], ["another slot", "slot"])
-    assert rewards(engine) == [0.0, 0.5], "what another slot holds had not been offered"
+    ledger.recording.record([said, other, first], [("a", 1), ("a", 2), ("a", 3)])
+    ledger.recording.record([repeated, corrected], [("b", 1), ("b", 2)])
+    again = ledger.recording.record([repeated, anothers, corrected], [("b", 1), ("c", 1), ("b", 2)])
+    assert rewards(engine) == [1.0, 0.5]
+    assert list(again.outcomes.values()) == [Outcome.DUPLICATE, Outcome.ACCEPTED, Outcome.ACCEPTED]
+    ledger.recording.record([repeated, corrected])
+    assert rewards(engine) == [1.0, 0.5], "what was said earlier is no later word where nobody knows its number"
+    assert ledger.recording.taken_numbers(["a", "b", "c", "d"]) == {"a": 3, "b": 2, "c": 1}
 
 
 def test_a_request_that_is_sent_again_does_not_hide_what_was_said_before_it(ledger: Ledger, engine: Engine) -> None:
@@ -134,7 +152,8 @@ def test_a_request_that_is_sent_again_does_not_hide_what_was_said_before_it(ledg
     sent = {"event_id": "a key", "msg_id": said.msg_id, "value": 0.0}
     ledger.recording.record([said, feedback(**sent, call_id="once")])
     again = [feedback(msg_id=said.msg_id, value=1.0), feedback(**sent, call_id="twice")]
-    ledger.recording.record(again, ["slot", "slot"])
+    outcomes = ledger.recording.record(again).outcomes
+    assert outcomes == {again[0].event_id: Outcome.ACCEPTED, "a key": Outcome.DUPLICATE}
     assert rewards(engine) == [1.0]
 
 
@@ -165,10 +184,10 @@ def test_a_request_that_is_sent_twice_at_once_does_not_hide_what_is_said_with_it
     said = exchange()
     sent = {"event_id": "a key", "msg_id": said.msg_id, "value": 1.0}
     since = [feedback(msg_id=said.msg_id, value=value) for value in (0.0, 1.0)]
-    ledger.recording.record(
-        [said, feedback(**sent, call_id="once"), since[0], feedback(**sent, call_id="twice"), since[1]]
-    )
+    twice = feedback(**sent, call_id="twice")
+    results = ledger.recording.record([said, feedback(**sent, call_id="once"), since[0], twice, since[1]])
     assert rewards(engine) == [1.0]
+    assert (results.outcomes["a key"], results.of([twice]).outcomes) == ("accepted", {"a key": Outcome.DUPLICATE})
 
 
 def test_a_reply_joins_the_trajectory_that_its_feedback_names(ledger: Ledger, engine: Engine) -> None:
@@ -235,7 +254,7 @@ def test_feedback_for_a_leased_reply_is_late_until_the_lease_ends(ledger: Ledger
     assert hear(ledger, event_id="late", msg_id=msg_id, value=-0.5) == Outcome.LATE
     assert rewards(engine) == [1.0]
     ledger.training.take_epoch("the next trainer")
-    assert ledger.recording.outcomes("this call", ["late"]) == {"late": Outcome.ACCEPTED}
+    assert outcome(engine, "late") == Outcome.ACCEPTED
     assert (rewards(engine), states(engine)) == ([-0.5], [State.COMMITTED])
     assert (epoch, len(samples)) == (1, 1)
 
@@ -333,10 +352,22 @@ def test_each_choice_is_told_apart(ledger: Ledger) -> None:
     epoch = ledger.training.take_epoch("trainer")
     ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
     apart = {f"{said.msg_id}:0": Outcome.LATE, f"{said.msg_id}:1": Outcome.ACCEPTED}
-    assert ledger.recording.outcomes_apart(feedback(msg_id=said.msg_id)) == apart
-    assert ledger.recording.outcomes_apart(feedback(msg_id=None, task_id="task", run_id="run")) == apart
-    assert ledger.recording.outcomes_apart(feedback(msg_id=said.msg_id, choice=0)) == {}
-    assert ledger.recording.outcomes_apart(feedback(msg_id=None, task_id="task", run_id="other")) == {}
+    late = [feedback(msg_id=said.msg_id, value=0.5), feedback(**run_of("run")), feedback(msg_id=said.msg_id, choice=0)]
+    results = ledger.recording.record([*late, feedback(**run_of("other"))])
+    assert results.apart == {late[0].event_id: apart, late[1].event_id: apart}
+    assert results.of_runs[late[1].event_id] == []
+
+
+def test_the_replies_that_take_what_was_said_of_their_run_are_told(ledger: Ledger) -> None:
+    said = [exchange(task_id="task", run_id="1", experiences=(experience(), experience(choice=1))) for _ in range(3)]
+    heard = feedback(**run_of("1"), value=0.25)
+    own = feedback(msg_id=said[1].msg_id, value=1.0)
+    comment = feedback(**run_of("1"), kind=Kind.COMMENT, metric="comment", value=None, text="so")
+    results = ledger.recording.record([*said, own, heard, comment])
+    assert results.of_runs == {heard.event_id: [said[0].msg_id, said[2].msg_id]}
+    again = feedback(**run_of("1"), value=0.25)
+    assert ledger.recording.record([again]).of_runs == {again.event_id: [said[0].msg_id, said[2].msg_id]}
+    assert ledger.recording.record([feedback(**run_of("none"))]).of_runs == {}
 
 
 @pytest.mark.parametrize("said", [{"value": 1.0, "source": "who agrees"}, retraction()])
@@ -403,7 +434,7 @@ def test_the_reward_does_not_depend_on_when_the_row_comes_nor_on_repetitions(
     again = [*made[:place], said, *made[place:]]
     cut = data.draw(st.integers(0, len(again)))
     for some in (again[:cut], again):
-        ledger.recording.record(some, ["slot"] * len(some))
+        ledger.recording.record(some)
     assert rewards(engine) == expected
 
 

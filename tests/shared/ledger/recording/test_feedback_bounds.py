@@ -19,6 +19,10 @@ def stored(engine: Engine) -> int:
         return connection.execute(select(func.count()).select_from(feedback_table)).scalar_one()
 
 
+def without_room(outcomes: dict[str, Outcome]) -> set[str]:
+    return {event_id for event_id, outcome in outcomes.items() if outcome is Outcome.FULL}
+
+
 def record(ledger: Ledger, events: list[Feedback]) -> None:
     for start in range(0, len(events), 500):
         ledger.recording.record(events[start : start + 500])
@@ -34,13 +38,12 @@ def test_beyond_so_many_events_nothing_is_stored_but_what_is_taken_back(
     record(ledger, [feedback(**about, source=f"rater {number}") for number in range(MAX_SAID + 100)])
     assert stored(engine) == MAX_SAID
     late = feedback(**about, source="one more")
-    ledger.recording.record([late])
-    assert ledger.recording.without_room([late]) == {late.event_id}
+    assert ledger.recording.record([late]).outcomes == {late.event_id: Outcome.FULL}
     retracted = feedback(**about, source="rater 3", kind=Kind.RETRACTION, value=None)
     unknown = feedback(**about, source="nobody", kind=Kind.RETRACTION, value=None)
-    ledger.recording.record([retracted, unknown])
+    outcomes = ledger.recording.record([retracted, unknown]).outcomes
+    assert outcomes == {retracted.event_id: Outcome.ACCEPTED, unknown.event_id: Outcome.FULL}
     assert stored(engine) == MAX_SAID + 1
-    assert ledger.recording.outcomes("call", [retracted.event_id])[retracted.event_id] == Outcome.ACCEPTED
     other = exchange()
     ledger.recording.record([other, feedback(msg_id=other.msg_id)])
     assert stored(engine) == MAX_SAID + 2
@@ -52,9 +55,11 @@ def test_one_key_leaves_room_for_others_whatever_names_it_uses(ledger: Ledger, e
     record(ledger, [feedback(msg_id=said.msg_id, source=f"key:loud/{number}") for number in range(MAX_SAID)])
     assert stored(engine) == MAX_SAID_BY_ONE
     quiet = feedback(msg_id=said.msg_id, source="key:quiet", value=0.0)
-    ledger.recording.record([quiet])
-    assert ledger.recording.without_room([feedback(msg_id=said.msg_id, source="key:loud/new"), quiet]) != set()
-    assert ledger.recording.outcomes("call", [quiet.event_id])[quiet.event_id] == Outcome.ACCEPTED
+    loud = feedback(msg_id=said.msg_id, source="key:loud/new")
+    assert ledger.recording.record([loud, quiet]).outcomes == {
+        loud.event_id: Outcome.FULL,
+        quiet.event_id: Outcome.ACCEPTED,
+    }
 
 
 @pytest.mark.parametrize(("choices", "times"), [(1, 1), (3, 3), (30, MAX_CHOICES_SAID)])
@@ -67,9 +72,9 @@ def test_a_reply_has_room_by_its_choices_up_to_a_bound_of_all(
     ledger.recording.record([said])
     # Choices that there are not give no room.
     loud = [feedback(msg_id=said.msg_id, choice=number, source="key:loud") for number in range(100)]
-    record(ledger, loud)
+    outcomes = ledger.recording.record(loud).outcomes
     assert stored(engine) == 2 * times
-    assert ledger.recording.without_room(loud) == {each.event_id for each in loud[2 * times :]}
+    assert without_room(outcomes) == {each.event_id for each in loud[2 * times :]}
     record(ledger, [feedback(msg_id=said.msg_id, source=f"rater {number}") for number in range(100)])
     assert stored(engine) == 4 * times
 
@@ -96,12 +101,12 @@ def test_feedback_on_replies_that_are_not_stored_is_not_kept_without_end(
     Ledger(engine).recording.record([early, *more[:10]])
     assert stored(engine) == 600
     refused = [*more[300:302], early]
-    assert Ledger(engine).recording.without_room(refused) == {each.event_id for each in refused}
+    assert without_room(Ledger(engine).recording.record(refused).outcomes) == {each.event_id for each in refused}
     said, others = exchange(), feedback(tenant="globex", msg_id="chatcmpl-theirs")
     about = [feedback(msg_id=said.msg_id, value=number) for number in (1, 0.5)]
-    ledger.recording.record([said, about[0], others])
+    assert without_room(ledger.recording.record([said, about[0], others]).outcomes) == set()
     assert stored(engine) == 602
-    assert Ledger(engine).recording.without_room([about[1]]) == set()
+    assert without_room(Ledger(engine).recording.record([about[1]]).outcomes) == set()
 
 
 def test_what_is_stored_or_repeated_is_not_told_to_find_no_room(ledger: Ledger) -> None:
@@ -113,4 +118,4 @@ def test_what_is_stored_or_repeated_is_not_told_to_find_no_room(ledger: Ledger) 
     record(ledger, heard)
     again = [feedback(msg_id=said.msg_id, source="rater 4"), feedback(**comment, text="so")]
     other = feedback(**comment, text="no")
-    assert ledger.recording.without_room([*heard[:2], *again, other]) == {other.event_id}
+    assert without_room(ledger.recording.record([*heard[:2], *again, other]).outcomes) == {other.event_id}

@@ -15,9 +15,8 @@ def test_it_comes_to_the_trainer_with_its_grammar(engine: Engine) -> None:
     ledger = Ledger(engine)
     said = exchange(experiences=(experience(grammar=GRAMMAR), experience(choice=1)))
     assert decode(encode(said)) == said
-    ledger.recording.record([said, feedback(msg_id=said.msg_id)])
+    assert ledger.recording.record([said, feedback(msg_id=said.msg_id)]).not_trained == {}
     ledger.recording.commit("acme")
-    assert ledger.reports.not_trained([said.msg_id], any_reply=False) == {}
     epoch = ledger.training.take_epoch("trainer")
     leased = ledger.training.lease(epoch, 2, BatchPolicy())
     assert [(each.grammar, each.unsampled, each.allowed) for each in leased] == [

@@ -6,9 +6,9 @@ from sqlalchemy import Engine, text
 from tests.doubles.clock import Clock
 from tests.factories import exchange, feedback
 from tuneloop.shared import steady_time
-from tuneloop.shared.experience import State
+from tuneloop.shared.experience import Kind, State
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.storage.ledger_clock import COMPARE_S, LedgerClock, database_time
+from tuneloop.shared.ledger.storage.ledger_clock import COMPARE_S, ClockSkew, LedgerClock, database_time
 from tuneloop.shared.steady_time import Stamp, boot, since_boot
 
 DAY = 86400.0
@@ -75,3 +75,54 @@ def test_the_real_time_of_this_machine_is_the_databases(engine: Engine) -> None:
         assert ledger.transactions.time() == pytest.approx(database_time(connection), abs=2.0)
     began = ledger.transactions.boot_time()
     assert began == pytest.approx(steady_time.now() - since_boot(), abs=2.0)
+
+
+@pytest.mark.contract
+def test_explorers_whose_clocks_are_a_minute_apart_stamp_the_same_time(engine: Engine) -> None:
+    """Each knows by the database's clock when its machine was started."""
+    said = []
+    for began, wrong in ((4000.0, 60.0), (900.0, -60.0)):
+        ticks = Clock(5000.0 - began)
+        clock = LedgerClock(engine, ticks=ticks, database=lambda _: START + 5000.0)
+        said.append(exchange(received_at=START + 4999.0 + wrong, stamp=Stamp(boot(), ticks.now - 1.0)))
+        Ledger(engine, clock=clock).recording.record(said[-1:])
+    with engine.connect() as connection:
+        found = connection.execute(text("SELECT received_at FROM exchanges")).scalars().all()
+    assert found == [START + 4999.0] * 2
+
+
+@pytest.mark.parametrize("step", [-86400.0, -2.0, 86400.0])
+def test_a_correction_counts_whatever_the_clock_of_its_process_says(world: World, step: float) -> None:
+    said = exchange(stamp=Stamp(boot(), 1.0))
+    world.ledger.recording.record([said])
+    words = [{"value": 0.9}, {"value": 0.1}, {"value": 0.9}, {"value": None, "kind": Kind.RETRACTION}]
+    for number, word in enumerate(words):
+        at = {"received_at": 1e9 + number * step, "stamp": Stamp(boot(), 10.0 + number)}
+        world.ledger.recording.record([feedback(msg_id=said.msg_id, **at, **word)])
+        with world.ledger.transactions.engine.connect() as connection:
+            assert connection.execute(text("SELECT reward FROM experiences")).scalars().all() == [word["value"]]
+
+
+def test_the_estimate_is_that_of_the_quickest_answer_until_another_one_differs_by_more_than_its_doubt(
+    engine: Engine,
+) -> None:
+    ticks, ahead = Clock(5000.0), Clock(0.0)
+    delays = iter([0.4, 0.2, 0.01, 0.3, 0.4, 0.06, 0.06, 0.0])
+
+    def answer(_: object) -> float:
+        """The answer is right when it is made, and needs its time to get here."""
+        now = START + ticks.now + ahead.now
+        ticks.now += next(delays)
+        return now
+
+    clock = LedgerClock(engine, ticks=ticks, database=answer)
+    assert clock.began == pytest.approx(START - 0.005)
+    for ahead.now, began in ((0.0, START - 0.005), (2.0, START + 1.97), (2.0, START + 2.0)):
+        ticks.now += COMPARE_S
+        assert clock.compare() == pytest.approx(began)
+
+
+@pytest.mark.parametrize(("off", "wrong"), [(0.9, False), (1.0, True), (-1.0, True)])
+def test_a_clock_that_is_a_second_off_is_told(off: float, wrong: bool) -> None:
+    assert ClockSkew(off, 0.0).wrong is ClockSkew(0.0, off).wrong is wrong
+    assert ("right, the" in ClockSkew(off, 0.0).sentence) is not wrong

@@ -157,8 +157,7 @@ def test_an_edit_that_comes_after_training_is_late_and_taught_if_late_feedback_i
         ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, SFT)), step=1, publish=published)
         heard = about(told, call_id="c", text="Best.")
         for _ in range(2):
-            ledger.recording.record([heard])
-            assert ledger.recording.outcomes("c", [heard.event_id]) == {heard.event_id: Outcome.LATE}
+            assert ledger.recording.record([heard]).outcomes == {heard.event_id: Outcome.LATE}
             assert state_of(ledger, told.msg_id) == after
     ledger.recording.commit("acme")
     [again] = ledger.training.lease(epoch, 1, SFT)

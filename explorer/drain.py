@@ -8,17 +8,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import structlog
 
-from tuneloop.runner.outbox import SUFFIX, Damage, OutboxReader, OutboxReaders, Record, names_in
+from tuneloop.runner.outbox import SUFFIX, Damage, OutboxReader, Record, names_in, owner_of
 from tuneloop.shared.errors import LedgerError, LedgerForbidden, LedgerUnavailable, RecordRefused, TuneloopError
-from tuneloop.shared.experience import Exchange, Feedback, decode, time_received
+from tuneloop.shared.experience import Feedback, decode
 from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
 from tuneloop.shared.ledger.recording.recording import Recording
-from tuneloop.shared.outbox_status import OutboxStatus
+from tuneloop.shared.outbox_status import OutboxStatus, file_status
 
 log = structlog.get_logger()
 
@@ -48,43 +48,38 @@ class _Stopped(Exception):
 
 
 class _Unread(NamedTuple):
-    reader: OutboxReader
+    file: str
     record: Record
-
-
-class DrainListener(Protocol):
-    """Hears from the thread of a drain: what became of an owner's feedback, what waits, and what was set aside."""
-
-    def taken(self, owner: str, results: FeedbackResults) -> None: ...  # noqa: D102
-
-    def status(self, status: OutboxStatus, *, away: bool) -> None: ...  # noqa: D102
-
-    def refused(self) -> None: ...  # noqa: D102
-
-    def failed(self, error: TuneloopError) -> None: ...  # noqa: D102
 
 
 class Drain:
     """One thread that reads the files of the `owners`, and those that dead processes left.
 
     While the database is away, or forbids it, all waits. A record that the database refuses by itself is offered again
-    for some time, and then set aside in the database.
+    for some time, and then set aside in the database. From its thread it calls `taken` with an owner and what became of
+    its feedback, `tell` with what waits and whether the database is away, `refused` for each record that was set aside,
+    and `failed` if it cannot go on.
     """
 
     def __init__(
         self,
         folder: Path,
         recording: Recording,
-        listener: DrainListener,
         *,
+        taken: Callable[[str, FeedbackResults], None],
+        tell: Callable[[OutboxStatus, bool], None],
+        refused: Callable[[], None],
+        failed: Callable[[TuneloopError], None],
         keep_s: float = KEEP_S,
         stop_s: float = STOP_S,
     ) -> None:
         self.owners: set[str] = set()
-        self._folder, self._recording, self._listener = folder, recording, listener
+        self._folder, self._recording = folder, recording
+        self._taken, self._say, self._refused, self._failed = taken, tell, refused, failed
         self._keep_s, self._stop_s, self._stop_at = keep_s, stop_s, float("inf")
-        self._readers = OutboxReaders(folder, self.owners)
-        self._numbers: dict[str, int] = {}  # of each file, the last one that the ledger has
+        self._offsets: dict[str, int] = {}  # up to which the ledger has each file
+        self._numbers: dict[str, int] = {}  # and the number of the last record there
+        self._others: set[str] = set()  # files that another service reads
         self._drained: dict[str, float] = {}  # since when nothing is left of a file
         self._forget_before = ""
         self._began: dict[str, float] = {}  # since when the database refuses for this reason
@@ -94,6 +89,8 @@ class Drain:
         self._waiting: deque[Future[bool]] = deque()
         self._asked: list[Future[bool]] = []  # before the files were looked at
         self._wake, self._stop = threading.Event(), threading.Event()
+        #: Has the files looked at now: somebody waits for what they hold.
+        self.wake = self._wake.set
         self._thread = threading.Thread(target=self._run, name="drain", daemon=True)
 
     def start(self) -> None:
@@ -106,10 +103,6 @@ class Drain:
         self._stop.set()
         self._wake.set()
         self._thread.join()
-
-    def wake(self) -> None:
-        """Look at the files now: somebody waits for what they hold."""
-        self._wake.set()
 
     def forget(self) -> None:
         """Keep no file that there is now once it is drained: a person was erased."""
@@ -129,7 +122,7 @@ class Drain:
             while True:
                 is_last = self._stop.is_set()
                 self._wake.clear()
-                self._hear()
+                self._asked = self._hear()
                 try:
                     self._answer(self._look())
                 except _Stopped:
@@ -138,12 +131,10 @@ class Drain:
                     return
                 self._wake.wait(_LOOK_S)
         except TuneloopError as error:
-            self._listener.failed(error)
+            self._failed(error)
         except Exception as error:
             log.exception("drain_failed")
-            self._listener.failed(LedgerError(f"the outbox cannot be moved into the database: {error!r}"))
-        finally:
-            self._readers.close_all()
+            self._failed(LedgerError(f"the outbox cannot be moved into the database: {error!r}"))
 
     def _look(self) -> bool:
         """Move all that the files hold now. False if some of it could not be read."""
@@ -151,38 +142,54 @@ class Drain:
         if time.monotonic() >= self._compare_at:
             self._compare_numbers()
         is_clear, before = True, -1
-        while before != (before := sum(self._numbers.values())) and is_clear:
-            try:
-                readers = self._readers.look(but=self._drained)
-            except OSError as error:
-                log.error("outbox_not_read", folder=str(self._folder), reason=str(error))
-                return False
-            is_clear = self._move(readers)
-            self._let_go()
+        while before != (before := sum(self._offsets.values())) and is_clear:
+            is_clear = self._move()
+        self._remove()
         self._tell()
         return is_clear
 
-    def _move(self, readers: Sequence[OutboxReader]) -> bool:
-        # The ends of all files at about one moment: a reply in one file comes before what another says of it.
-        ends = [(reader, reader.size) for reader in readers]
-        group: list[_Unread] = []
-        size, is_clear = 0, True
-        for reader, end in ends:
+    def _unread(self) -> list[tuple[Path, int]]:
+        """The files that are not drained, oldest first, and their ends at about one moment. Raises OSError."""
+        found = []  # a reply in one file comes before what another one says of it
+        for name in names_in(self._folder):
+            if name.removesuffix(SUFFIX) not in self._drained:
+                with contextlib.suppress(FileNotFoundError):  # another service has removed it
+                    found.append(((path := self._folder / name), path.stat().st_size))
+        return found
+
+    def _move(self) -> bool:
+        group, size, is_clear, finished = list[_Unread](), 0, True, list[str]()
+        try:
+            unread = self._unread()
+        except OSError as error:
+            log.error("outbox_not_read", folder=str(self._folder), reason=str(error))
+            return False
+        for path, end in unread:
             try:
-                for found in reader.read(reader.taken, end):
-                    is_damage = isinstance(found, Damage)
-                    if not isinstance(found, Damage):
-                        group.append(_Unread(reader, found))
-                        size += len(found.payload)
-                    if is_damage or len(group) == GROUP or size >= GROUP_BYTES:
-                        self._take(group)
-                        group, size = [], 0
-                    if isinstance(found, Damage):
-                        self._set_aside(_Unread(reader, Record(found.data, 0, found.end)), "these bytes are damaged")
+                with contextlib.closing(OutboxReader(path)) as reader:
+                    if not reader.claim() and reader.owner not in self.owners:
+                        self._others.add(reader.id)
+                        continue
+                    self._others.discard(reader.id)
+                    for found in reader.read(self._offsets.get(reader.id, 0), end):
+                        if isinstance(found, Record):
+                            group.append(_Unread(reader.id, found))
+                            size += len(found.payload)
+                        if isinstance(found, Damage) or len(group) == GROUP or size >= GROUP_BYTES:
+                            self._take(group)
+                            group, size = [], 0
+                        if isinstance(found, Damage):
+                            number = self._numbers.get(reader.id, 0)
+                            self._set_aside(reader.id, Record(found.data, number, found.end), "these bytes are damaged")
+                    if reader.is_claimed and reader.size == end:
+                        finished.append(reader.id)
+            except FileNotFoundError:
+                continue
             except OSError as error:
-                log.error("outbox_not_read", file=str(reader.path), reason=str(error))
+                log.error("outbox_not_read", file=str(path), reason=str(error))
                 is_clear = False
         self._take(group)
+        self._drained.update(dict.fromkeys(finished, time.monotonic()))
         return is_clear
 
     def _take(self, group: Sequence[_Unread]) -> None:
@@ -196,10 +203,10 @@ class Drain:
                 records.append(decode(each.record.payload))
             except msgspec.MsgspecError as error:
                 self._take(group[:index])
-                self._set_aside(each, _reason(error))
+                self._set_aside(*each, _reason(error))
                 self._take(group[index + 1 :])
                 return
-        places = [(each.reader.id, each.record.number) for each in group]
+        places = [(each.file, each.record.number) for each in group]
         pause, refusal = _SHORTEST_PAUSE_S, ""
         while records:
             try:
@@ -216,7 +223,7 @@ class Drain:
                 waited_s = time.monotonic() - self._began.setdefault(refusal, time.monotonic())
                 longest = RECORD_PATIENCE_S if isinstance(error, RecordRefused) else PATIENCE_S
                 if not isinstance(error, LedgerError) or waited_s >= longest:
-                    self._set_aside(group[0], refusal)
+                    self._set_aside(*group[0], refusal)
                     return
                 self._wait(pause, refusal)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -224,24 +231,22 @@ class Drain:
                 self._began.pop(refusal, None)
                 self._note(group)
                 said = zip(group, records, strict=True)
-                for owner in {each.reader.owner for each, record in said if isinstance(record, Feedback)}:
-                    self._listener.taken(owner, results)
+                for owner in {owner_of(each.file) for each, record in said if isinstance(record, Feedback)}:
+                    self._taken(owner, results)
                 return
 
-    def _set_aside(self, unread: _Unread, reason: str) -> None:
+    def _set_aside(self, file: str, record: Record, reason: str) -> None:
         """Put bytes of a file aside in the database, so that they do not hold up the others for ever."""
-        reader, (data, number, end) = unread.reader, (unread.record.payload, unread.record.number, unread.record.end)
-        log.error("record_set_aside", file=str(reader.path), end=end, reason=reason)
-        self._when_there(lambda: self._recording.refuse(reader.id, number, end, data, reason))
-        self._note([unread])
-        self._listener.refused()
+        log.error("record_set_aside", file=file, end=record.end, reason=reason)
+        self._when_there(lambda: self._recording.refuse(file, record.number, record.end, record.payload, reason))
+        self._note([_Unread(file, record)])
+        self._refused()
 
     def _note(self, group: Sequence[_Unread]) -> None:
         """The database has these records."""
         self._refusal = None
-        for reader, record in group:
-            reader.taken = record.end
-            self._numbers[reader.id] = max(self._numbers.get(reader.id, 0), record.number)
+        for file, record in group:
+            self._offsets[file], self._numbers[file] = record.end, max(self._numbers.get(file, 0), record.number)
 
     def _when_there(self, call: Callable[[], _Result]) -> _Result:
         """What a verb of the ledger returns, once the database is there. Raises _Stopped."""
@@ -265,16 +270,15 @@ class Drain:
         self._refusal = refusal
         self._tell()
         if self._away or refusal is not None:
-            self._hear()
-            self._answer(False)
+            self._answer(False, *self._hear())
         if self._stop.wait(pause):
             raise _Stopped
 
-    def _hear(self) -> None:
-        self._asked += [self._waiting.popleft() for _ in range(len(self._waiting))]
+    def _hear(self) -> list[Future[bool]]:
+        return [self._waiting.popleft() for _ in range(len(self._waiting))]
 
-    def _answer(self, is_clear: bool) -> None:
-        for waiter in self._asked:
+    def _answer(self, is_clear: bool, *others: Future[bool]) -> None:
+        for waiter in (*self._asked, *others):
             with contextlib.suppress(InvalidStateError):  # it has given up
                 waiter.set_result(is_clear)
         self._asked = []
@@ -286,52 +290,33 @@ class Drain:
         for file in files:
             if (has := known.get(file, 0)) < self._numbers[file]:
                 log.error("ledger_lost_records", file=file, had=self._numbers[file], has=has)
-                self._numbers[file] = has
+                self._numbers[file], self._offsets[file] = has, 0
                 self._drained.pop(file, None)
-                for reader in self._readers.files:
-                    reader.taken = 0 if reader.id == file else reader.taken
         self._compare_at = time.monotonic() + _COMPARE_S
 
-    def _let_go(self) -> None:
-        """Close the files that are drained, and remove those that are not kept any more."""
+    def _remove(self) -> None:
+        """Remove the drained files that are not kept any more."""
         now = time.monotonic()
-        for reader in self._readers.files:
-            if reader.is_claimed and reader.taken >= reader.size:
-                self._drained[reader.id] = now
-                self._readers.close(reader)
         gone = [file for file, at in self._drained.items() if now - at >= self._keep_s or file < self._forget_before]
         for file in gone:
             with contextlib.suppress(OSError):
                 (self._folder / f"{file}{SUFFIX}").unlink(missing_ok=True)
-            del self._drained[file]
-            self._numbers.pop(file, None)
+            for known in (self._drained, self._offsets, self._numbers):
+                known.pop(file, None)
         if gone:
             self._when_there(lambda: self._recording.note_removed(gone))
 
     def _tell(self) -> None:
-        """Tell the status, if that was not done just now."""
-        if time.monotonic() < self._tell_at:
+        """Tell what waits, if that was not done just now: a long backlog takes long to count."""
+        if (began := time.monotonic()) < self._tell_at:
             return
-        self._tell_at = time.monotonic() + _TELL_S
-        files = records = size = 0
-        since: float | None = None
+        waits = OutboxStatus(refusal=self._refusal)
         with contextlib.suppress(OSError):
-            files = len(names_in(self._folder))
-            for reader in self._readers.files:
-                if (waits := reader.size - reader.taken) > 0:
-                    size, records = size + waits, records + reader.last_number() - self._numbers.get(reader.id, 0)
-                    since = _oldest(reader) if since is None else since
-        self._listener.status(OutboxStatus(files, records, size, since, 0, self._refusal), away=self._away)
-
-
-def _oldest(reader: OutboxReader) -> float:
-    """When the first record that waits was received."""
-    for found in reader.read(reader.taken):
-        with contextlib.suppress(msgspec.MsgspecError):
-            if isinstance(found, Record):
-                record = decode(found.payload)
-                return time_received(record) + (record.latency_s if isinstance(record, Exchange) else 0.0)
-    return reader.path.stat().st_mtime
+            for path, end in self._unread():
+                if (file := path.stem) not in self._others and end > (offset := self._offsets.get(file, 0)):
+                    waits = waits.plus(file_status(path, self._numbers.get(file, 0), offset))
+        self._say(waits, self._away)
+        self._tell_at = max(began + _TELL_S, time.monotonic() + 20 * (time.monotonic() - began))
 
 
 def _reason(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""`python -m tuneloop.explorer.drain_folder CONFIG FOLDER`: puts what a left-over folder holds into the ledger, once."""
+"""`python -m tuneloop.explorer.drain_folder CONFIG FOLDER`: puts what a left-over folder holds into the ledger."""
 
 import asyncio
 import sys
@@ -11,9 +11,7 @@ from tuneloop.explorer.processes.patient_ledger import PatientLedger
 from tuneloop.explorer.recorder import FILE_BYTES
 from tuneloop.runner.outbox import Outbox, names_in
 from tuneloop.shared.errors import LedgerUnavailable, StartupError, TuneloopError
-from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
 from tuneloop.shared.logging import configure_logging
-from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
 
@@ -21,41 +19,32 @@ from tuneloop.shared.settings.settings import Settings
 _PATIENCE_S = 60.0
 
 
-class _Listener:
-    set_aside = 0
-    failure: TuneloopError | None = None
-
-    def taken(self, owner: str, results: FeedbackResults) -> None:
-        """Nobody waits for the results."""
-
-    def status(self, status: OutboxStatus, *, away: bool) -> None:
-        """Nobody asks."""
-
-    def refused(self) -> None:
-        self.set_aside += 1
-
-    def failed(self, error: TuneloopError) -> None:
-        self.failure = error
-
-
 def drain_folder(settings: Settings, folder: Path) -> str:
     """Drain the folder, and say what was found. Raises TuneloopError, OSError."""
     with closing(Outbox(folder, FILE_BYTES)) as outbox:
         convert([folder], outbox)
-    before, listener = len(names_in(folder)), _Listener()
+    before, failures, set_aside = len(names_in(folder)), list[TuneloopError](), list[None]()
     with closing(PatientLedger.of(settings)) as ledger:
         ledger.transactions.open()
-        drain = Drain(folder, ledger.recording, listener, keep_s=0.0)
+        drain = Drain(
+            folder,
+            ledger.recording,
+            taken=lambda owner, results: None,
+            tell=lambda status, away: None,
+            refused=lambda: set_aside.append(None),
+            failed=failures.append,
+            keep_s=0.0,
+        )
         drain.start()
         is_clear = asyncio.run(drain.wait_until_taken(_PATIENCE_S))
         drain.stop()
-    if listener.failure is not None:
-        raise listener.failure
+    if failures:
+        raise failures[0]
     if not is_clear:
         raise LedgerUnavailable("the database did not take everything; what is left stays in the folder: try again")
-    held = len(names_in(folder))
+    held, refused = len(names_in(folder)), len(set_aside)
     said = f"{before - held} files are in the database, and were removed"
-    said += f"; {listener.set_aside} records were set aside: `tuneloop outbox list`" if listener.set_aside else ""
+    said += f"; {refused} records were set aside: `tuneloop outbox list`" if refused else ""
     return said + (f"; {held} files belong to an explorer that runs" if held else "")
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import structlog
 
-from tuneloop.runner.outbox import Outbox, lock
+from tuneloop.runner.outbox import Outbox
+from tuneloop.runner.private_files import lock
 
 log = structlog.get_logger()
 

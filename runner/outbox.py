@@ -8,7 +8,6 @@ can pass for a record. A damaged record costs itself alone: a reader looks for t
 """
 
 import errno
-import logging
 import os
 import re
 import struct
@@ -16,10 +15,13 @@ import threading
 import time
 import uuid
 import zlib
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from tuneloop.runner.private_files import is_named, lock, sync_folder
 
 SUFFIX = ".records"
 
@@ -35,21 +37,16 @@ _COUNTED = struct.Struct("<IQ")
 #: How many bytes at once are searched for the next whole record.
 _SEARCHED = 1 << 20
 
-#: Files that others left in a folder, and that a reader has open at once.
-_OPEN_FILES = 64
-
-log = logging.getLogger(__name__)
-
 
 class Place(NamedTuple):
-    """Where a record lies: the file's id, and the record's number in it."""
+    """Where a record lies."""
 
     file: str
     number: int
 
 
 class Record(NamedTuple):
-    """A payload, its number in its file, and the offset of what follows it."""
+    """A payload, its number in its file, and the offset of its end."""
 
     payload: bytes
     number: int
@@ -57,20 +54,10 @@ class Record(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """`data` is no record; `end` is the offset of what follows it."""
+    """Bytes that are no record, and the offset of their end."""
 
     data: bytes
     end: int
-
-
-class _Append:
-    """What one caller wants on disk."""
-
-    def __init__(self, payloads: Sequence[bytes]) -> None:
-        self.payloads = payloads
-        self.is_done = False
-        self.last = Place("", 0)
-        self.error: OSError | None = OSError(errno.EIO, "the thread that wrote this failed")
 
 
 class _OpenFile:
@@ -78,22 +65,22 @@ class _OpenFile:
 
     def __init__(self, folder: Path, owner: str) -> None:
         """Raises OSError. The names of a folder's files sort by the time of their creation."""
-        while True:
+        is_ours, flags = False, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW
+        while not is_ours:  # a reader may be quicker to claim it, and remove it as empty
             self.path = folder / f"{time.time_ns():020d}-{owner}-{uuid.uuid4().hex[:16]}{SUFFIX}"
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW
             self._descriptor = os.open(self.path, flags, 0o600)
             try:
-                if lock(self._descriptor) and self.path.exists():
-                    sync_folder(folder)
-                    break
+                is_ours = lock(self._descriptor) and is_named(self._descriptor, self.path)
+                sync_folder(folder)
             except OSError:
                 self.path.unlink(missing_ok=True)
-                self.close()
+                is_ours = False
                 raise
-            self.close()  # another process was quicker to claim it, and may have removed it as empty
+            finally:
+                if not is_ours:
+                    self.close()
         self.id, self.began = self.path.stem, time.monotonic()
         self.end = self.number = 0
-        self._status = os.fstat(self._descriptor)
         self._seed = zlib.crc32(self.id.encode())
 
     def append(self, payloads: Sequence[bytes]) -> int | None:
@@ -110,18 +97,14 @@ class _OpenFile:
                 while written < len(view):
                     written += os.write(self._descriptor, view[written:])
             os.fsync(self._descriptor)
-            with suppress(FileNotFoundError):
-                found = os.lstat(self.path)
-                if os.path.samestat(found, self._status) and found.st_size == self.end + written:
-                    size = written
+            if is_named(self._descriptor, self.path) and os.fstat(self._descriptor).st_size == self.end + written:
+                self.end, self.number, size = self.end + written, number, written
         finally:
             if size is None:
                 with suppress(OSError):
                     os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
                     if not self.end:
                         self.path.unlink()
-        if size is not None:
-            self.end, self.number = self.end + size, number
         return size
 
     def close(self) -> None:
@@ -146,7 +129,7 @@ class Outbox:
         #: Bytes that were appended, in all files.
         self.written = 0
         self._open: _OpenFile | None = None
-        self._waiting: list[_Append] = []
+        self._waiting: list[tuple[Sequence[bytes], Future[Place]]] = []
         self._changed = threading.Condition()
         self._is_writing = False
 
@@ -155,26 +138,20 @@ class Outbox:
 
         Raises OSError: then none of them stays in the outbox. A reader may have read them before they were refused.
         """
-        own, group = _Append(payloads), list[_Append]()
-        try:
-            with self._changed:
-                self._waiting.append(own)
-                while self._is_writing and not own.is_done:
-                    self._changed.wait()
-                if not own.is_done:  # it is our turn to write, for all who wait by now
-                    group, self._waiting, self._is_writing = self._waiting, group, True
-            if group:
+        done, group = Future[Place](), list[tuple[Sequence[bytes], Future[Place]]]()
+        with self._changed:
+            self._waiting.append((payloads, done))
+            self._changed.wait_for(lambda: done.done() or not self._is_writing)
+            if not done.done():  # it is our turn to write, for all who wait by now
+                group, self._waiting, self._is_writing = self._waiting, group, True
+        if group:
+            try:
                 self._write(group)
-        finally:  # whatever was raised here, the group is answered
-            if group:
+            finally:
                 with self._changed:
-                    for each in group:
-                        each.is_done = True
                     self._is_writing = False
                     self._changed.notify_all()
-        if own.error is not None:
-            raise OSError(own.error.errno, own.error.strerror) from own.error
-        return own.last
+        return done.result()
 
     def begin_new_file(self, *, after_s: float = 0.0) -> None:
         """Let the open file go to its readers, if it was begun so many seconds ago."""
@@ -193,8 +170,8 @@ class Outbox:
         if file is not None:
             file.close()
 
-    def _write(self, group: Sequence[_Append]) -> None:
-        payloads = [payload for each in group for payload in each.payloads]
+    def _write(self, group: Sequence[tuple[Sequence[bytes], Future[Place]]]) -> None:
+        payloads = [payload for each, _ in group for payload in each]
         try:
             if self._open is not None and self._open.end >= self._file_bytes:
                 self.forget_file()
@@ -205,22 +182,23 @@ class Outbox:
                 self.forget_file()
             else:
                 raise OSError(errno.ESTALE, f"somebody deletes what is written in {self.folder}")
-        except BaseException as error:
+        except BaseException as error:  # whatever was raised, all are answered
             self.forget_file()
+            for _, done in group:
+                number, reason = getattr(error, "errno", None), getattr(error, "strerror", None)
+                done.set_exception(OSError(number or errno.EIO, reason or "the thread that wrote this failed"))
             if not isinstance(error, OSError):
                 raise
-            for each in group:
-                each.error = error
         else:
             self.written += size
             number = file.number - len(payloads)
-            for each in group:
-                number += len(each.payloads)
-                each.last, each.error = Place(file.id, number), None
+            for each, done in group:
+                number += len(each)
+                done.set_result(Place(file.id, number))
 
 
 class OutboxReader:
-    """Reads a file to which its owner may append meanwhile. `taken` is the offset up to which somebody has it."""
+    """Reads a file to which its owner may append meanwhile."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError: the file may be gone, or nothing that an outbox made."""
@@ -229,9 +207,7 @@ class OutboxReader:
         self.path, self.id, self.owner = path, path.stem, name[1]
         self._descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)  # NFS locks no file that is open to read alone
         self._seed = zlib.crc32(self.id.encode())
-        self.taken = 0
         self.is_claimed = False
-        self._seen, self._last = 0, 0
 
     @property
     def size(self) -> int:
@@ -246,10 +222,7 @@ class OutboxReader:
     @property
     def is_there(self) -> bool:
         """Whether nobody has removed or replaced the file."""
-        try:
-            return os.path.samestat(os.lstat(self.path), os.fstat(self._descriptor))
-        except FileNotFoundError:
-            return False
+        return is_named(self._descriptor, self.path)
 
     def read(self, offset: int, end: int | None = None) -> Iterator[Record | Damage]:
         """What lies between two offsets, or to the end of the file but for what its owner is just writing.
@@ -260,27 +233,15 @@ class OutboxReader:
         end = size if end is None else end
         is_whole = is_claimed and end == size
         while offset < end:
-            record = self._record_at(offset, end)
-            if record is None:
-                found = self._next_record(offset + 1, end)
-                if found == end and not is_whole:
-                    return
-                yield Damage(os.pread(self._descriptor, found - offset, offset), found)
-                offset = found
-            else:
+            if (record := self._record_at(offset, end)) is not None:
                 yield record
                 offset = record.end
-
-    def last_number(self) -> int:
-        """The number of the last record. Reads what was not read for this before. Raises OSError."""
-        for found in self.read(self._seen):
-            self._seen, self._last = found.end, found.number if isinstance(found, Record) else self._last
-        return self._last
-
-    def remove(self) -> None:
-        """Delete the file, which is claimed. Raises OSError."""
-        if self.is_there:
-            self.path.unlink(missing_ok=True)
+                continue
+            found = self._next_record(offset + 1, end)
+            if found == end and not is_whole:
+                return
+            yield Damage(os.pread(self._descriptor, found - offset, offset), found)
+            offset = found
 
     def close(self) -> None:
         """Leave the file to whoever claims it next."""
@@ -311,89 +272,14 @@ class OutboxReader:
         return end
 
 
-class OutboxReaders:
-    """The files of a folder that are ours to read, oldest first: those of the `owners`, and those that others left.
-
-    At most 64 of the latter are open at once.
-    """
-
-    def __init__(self, folder: Path, owners: Container[str]) -> None:
-        self.folder, self._owners = folder.resolve(), owners
-        self._open: dict[str, OutboxReader] = {}
-        self._unreadable: set[str] = set()
-
-    @property
-    def files(self) -> list[OutboxReader]:
-        """Those that are open."""
-        return [self._open[id_] for id_ in sorted(self._open)]
-
-    def look(self, *, but: Container[str] = ()) -> list[OutboxReader]:
-        """The files as they are now, without those of these ids. Raises OSError if the folder cannot be read.
-
-        A file that cannot be opened is logged. One that somebody replaced is read from its beginning.
-        """
-        for reader in self._open.values():
-            reader.claim()
-        for name in names_in(self.folder):
-            id_ = name.removesuffix(SUFFIX)
-            is_left = len(self._open) >= _OPEN_FILES and name[21:29] not in self._owners
-            if is_left or id_ in self._open or id_ in but:
-                continue
-            try:
-                self._keep_if_ours(OutboxReader(self.folder / name))
-            except FileNotFoundError:
-                continue  # its process has removed it
-            except OSError as error:
-                if name not in self._unreadable:
-                    self._unreadable.add(name)
-                    log.error("a file of the outbox cannot be read: %s", error)
-        return self.files
-
-    def _keep_if_ours(self, reader: OutboxReader) -> None:
-        if (reader.claim() and reader.is_there) or (not reader.is_claimed and reader.owner in self._owners):
-            self._open[reader.id] = reader
-        else:
-            reader.close()
-
-    def close(self, reader: OutboxReader) -> None:
-        """Look at a file no more, unless somebody looks for it anew."""
-        del self._open[reader.id]
-        reader.close()
-
-    def close_all(self) -> None:
-        """Leave what was not taken to the next process."""
-        for reader in list(self._open.values()):
-            self.close(reader)
-
-
 def owner_of(file: str) -> str:
-    """The owner in a file's id."""
-    return file.partition("-")[2].partition("-")[0]
+    """The owner of the file of this id."""
+    return file[21:29]
 
 
 def names_in(folder: Path) -> list[str]:
     """The names of the files of records in a folder, oldest first. Raises OSError."""
     return sorted(name for name in os.listdir(folder) if name.endswith(SUFFIX))
-
-
-def lock(descriptor: int) -> bool:
-    """Whether the file is ours now. It is until the descriptor is closed, or the process ends."""
-    import fcntl  # not there on Windows, where the rest of this package works
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to disk. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _checksum(seed: int, number: int, payload: bytes) -> int:

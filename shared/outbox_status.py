@@ -30,6 +30,12 @@ class OutboxStatus(NamedTuple):
     refused_records: int = 0
     refusal: str | None = None
 
+    def plus(self, other: "OutboxStatus") -> "OutboxStatus":
+        """The same with what waits in other files."""
+        oldest = min((each for each in (self.since, other.since) if each is not None), default=None)
+        files, records, size = self.files + other.files, self.records + other.records, self.bytes + other.bytes
+        return self._replace(files=files, records=records, bytes=size, since=oldest)
+
 
 def files_of(folder: Path) -> list[str]:
     """The ids of an outbox's files, oldest first; none where there is no folder. Raises EnvironmentRefused, OSError."""
@@ -51,22 +57,19 @@ def outbox_status(folder: Path, numbers: Mapping[str, int]) -> OutboxStatus:
     found = OutboxStatus()
     for file in files_of(folder):
         with suppress(FileNotFoundError):  # it was removed just now: the ledger has all of it
-            waiting = file_status(path_of(folder, file), numbers.get(file, 0))
-            found = OutboxStatus(
-                found.files + waiting.files,
-                found.records + waiting.records,
-                found.bytes + waiting.bytes,
-                min((each for each in (found.since, waiting.since) if each is not None), default=None),
-            )
+            found = found.plus(file_status(path_of(folder, file), numbers.get(file, 0)))
     return found
 
 
-def file_status(path: Path, taken: int) -> OutboxStatus:
-    """What follows the record of this number in one file, with damaged bytes among it. Raises OSError."""
-    records = size = damaged = offset = 0
+def file_status(path: Path, taken: int, offset: int = 0) -> OutboxStatus:
+    """What follows the record of this number in one file, with damaged bytes among it. Raises OSError.
+
+    What lies before `offset` is not looked at.
+    """
+    records = size = damaged = 0
     since: float | None = None
     with closing(OutboxReader(path)) as reader:
-        for each in reader.read(0):
+        for each in reader.read(offset):
             length, offset = each.end - offset, each.end
             if not isinstance(each, OutboxRecord):
                 damaged += length

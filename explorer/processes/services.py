@@ -44,7 +44,6 @@ from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.explorer.versions.trial import CanaryController
 from tuneloop.runner.outbox import Outbox
 from tuneloop.shared import steady_time
-from tuneloop.shared.errors import TuneloopError
 from tuneloop.shared.job_marks import KEY, GpuLocks, load_key
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
@@ -83,27 +82,18 @@ class WorkerReplicas(FleetReplicas, Protocol):
 class OutboxWatch:
     """Hears from the drain's thread, and lets the workers know."""
 
-    def __init__(self, audience: WorkerReplicas, metrics: Metrics, on_failure: OnFailure) -> None:
-        self._audience, self._metrics, self._on_failure = audience, metrics, on_failure
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, audience: WorkerReplicas) -> None:
+        self._audience, self._loop = audience, asyncio.get_running_loop()
         self.now, self.away = OutboxStatus(), False
 
     def taken(self, owner: str, results: FeedbackResults) -> None:
         """Feedback that this owner appended is in the database."""
         self._loop.call_soon_threadsafe(self._audience.tell_results, owner, results)
 
-    def status(self, status: OutboxStatus, *, away: bool) -> None:
+    def tell(self, status: OutboxStatus, away: bool) -> None:
         """What waits now."""
         self.now, self.away = status, away
         self._loop.call_soon_threadsafe(partial(self._audience.tell_outbox, status, away=away))
-
-    def refused(self) -> None:
-        """A record was set aside."""
-        self._metrics.outbox_refused.inc()
-
-    def failed(self, error: TuneloopError) -> None:
-        """The drain cannot go on."""
-        self._on_failure(error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,8 +151,15 @@ async def open_control_services(
 ) -> tuple[ControlServices, list[Task]]:
     """The services, closed by `stack`, and what it must run; `audience` are others who send requests to the engines."""
     metrics = Metrics()
-    outbox = OutboxWatch(audience, metrics, on_failure)
-    drain = Drain(settings.outbox_dir, ledger.recording, outbox)
+    outbox = OutboxWatch(audience)
+    drain = Drain(
+        settings.outbox_dir,
+        ledger.recording,
+        taken=outbox.taken,
+        tell=outbox.tell,
+        refused=metrics.outbox_refused.inc,
+        failed=on_failure,
+    )
     own: Outbox | None = None
     if settings.judge.url is not None:  # where verdicts are brought to disk
         own = Outbox(settings.outbox_dir, FILE_BYTES)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tuneloop.runner.errors import OutboxFull
 from tuneloop.runner.feedback.verbs import Entry
-from tuneloop.runner.outbox import Damage, Outbox, OutboxReader, OutboxReaders, Place, Record, lock, names_in
-from tuneloop.runner.private_files import append_rows, private_opener
+from tuneloop.runner.outbox import SUFFIX, Damage, Outbox, OutboxReader, Place, Record, names_in
+from tuneloop.runner.private_files import append_rows, lock, private_opener
 
 #: A file of so many bytes is followed by another.
 _FILE_BYTES = 4 << 20
@@ -64,7 +64,7 @@ class FeedbackOutbox:
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._outbox = Outbox(self.folder, _FILE_BYTES)
-        self._readers = OutboxReaders(self.folder, {self._outbox.owner})
+        self._taken: dict[str, int] = {}  # the offset up to which a file was sent, by its id
         self._files: list[OutboxReader] = []  # in the order in which they are sent
         self._entries: Counter[str] = Counter()  # that wait, by the file's id
         self._last = Place("", 0)  # of what is acknowledged
@@ -97,19 +97,20 @@ class FeedbackOutbox:
         for is_second in (False, True):
             if is_second:
                 counted = set(self._entries)
-                self._files = sorted(self._readers.look(but=self._unreadable), key=lambda file: not file.is_claimed)
+                self._find_files()
             for file in [*self._files]:
                 try:
                     if (batch := self._read(file)) is not None:
                         return batch
                     if not file.is_claimed:
                         continue
-                    file.remove()
+                    if file.is_there:
+                        file.path.unlink(missing_ok=True)
                 except (OSError, ValueError) as error:
                     log.error("feedback that waits in %s cannot be sent: %s", file.path, error)
                     self._unreadable.add(file.id)
                 self._files.remove(file)
-                self._readers.close(file)
+                file.close()
         with self._lock:
             for id_ in counted - {file.id for file in self._files}:  # another process sends it, or has
                 del self._entries[id_]
@@ -119,8 +120,8 @@ class FeedbackOutbox:
         """They need not be sent again, nor will they be; so many of them were set aside."""
         with self._lock:
             self._entries[batch.file.id] -= len(batch.entries)
-        self._sent_bytes += batch.end - batch.file.taken
-        batch.file.taken = batch.end
+        self._sent_bytes += batch.end - self._taken.get(batch.file.id, 0)
+        self._taken[batch.file.id] = batch.end
         self.sent += len(batch.entries) - refused
         if not batch.file.is_claimed and batch.end == batch.file.size > _SENT_BYTES:
             self._outbox.begin_new_file()
@@ -151,7 +152,7 @@ class FeedbackOutbox:
     def look(self) -> None:
         """Find the files of processes that ended. One that cannot be read stays, and is logged."""
         self._convert_old_files()
-        waiting = -sum(file.taken for file in self._files)
+        waiting = -sum(self._taken.get(file.id, 0) for file in self._files)
         for name in names_in(self.folder):
             with suppress(OSError, ValueError), closing(OutboxReader(self.folder / name)) as file:
                 waiting += file.size
@@ -167,18 +168,43 @@ class FeedbackOutbox:
         try:
             self.next_batch()  # removes what is all sent
         finally:
-            self._readers.close_all()
+            self._close_files()
 
     def forget_parents_files(self) -> None:
         """In a forked child: leave the parent's files to it."""
         self._outbox.forget_file()
-        self._readers.close_all()
+        self._close_files()
         self._begin()
+
+    def _close_files(self) -> None:
+        for file in self._files:
+            file.close()
+        self._files = []
+
+    def _find_files(self) -> None:
+        """Those of ours, and those that processes left that have ended, which come first. Raises OSError."""
+        known = self._unreadable | {file.id for file in self._files}
+        for name in names_in(self.folder):
+            if name.removesuffix(SUFFIX) in known:
+                continue
+            try:
+                file = OutboxReader(self.folder / name)
+            except FileNotFoundError:  # its process has sent it
+                continue
+            except OSError as error:
+                log.error("feedback that waits in %s cannot be sent: %s", self.folder / name, error)
+                self._unreadable.add(name.removesuffix(SUFFIX))
+                continue
+            if file.is_there if file.claim() else file.owner == self._outbox.owner:
+                self._files.append(file)
+            else:
+                file.close()
+        self._files.sort(key=lambda file: (not file.claim(), file.id))
 
     def _read(self, file: OutboxReader) -> UnsentEntries | None:
         """What is acknowledged and not sent yet. The bytes of damaged records are kept beside the file."""
         entries: list[Entry] = []
-        end = file.taken
+        end = taken = self._taken.get(file.id, 0)
         for found in file.read(end):
             if isinstance(found, Damage):
                 kept = file.path.with_name(f"{file.id}.{end}.damaged")
@@ -191,9 +217,9 @@ class FeedbackOutbox:
             else:
                 entries += json.loads(found.payload)
             end = found.end
-            if len(entries) >= _BATCH_ENTRIES or end - file.taken >= _BATCH_BYTES:
+            if len(entries) >= _BATCH_ENTRIES or end - taken >= _BATCH_BYTES:
                 break
-        return UnsentEntries(file, entries, end) if end > file.taken else None
+        return UnsentEntries(file, entries, end) if end > taken else None
 
     def _convert_old_files(self) -> None:
         """Take in what a version before this file format left: lines of a checksum, a space, and a list of entries."""

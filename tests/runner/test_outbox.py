@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from tuneloop.runner import outbox as outbox_module
-from tuneloop.runner.outbox import Damage, Outbox, OutboxReader, OutboxReaders, Place, Record, lock
+from tuneloop.runner.outbox import Damage, Outbox, OutboxReader, Place, Record
+from tuneloop.runner.private_files import lock
 
 pytestmark = pytest.mark.contract
 
@@ -271,8 +272,6 @@ def test_what_is_said_after_a_file_was_taken_from_its_writer_is_in_a_new_file(ou
     [path] = files(outbox)
     yesterday, moved = path.read_bytes(), path.with_suffix(".moved")
     outbox.append([b"acknowledged"])
-    readers = OutboxReaders(outbox.folder, {outbox.owner})
-    [open_file] = readers.look()
     if loss == "overwritten":
         path.write_bytes(yesterday)
     else:
@@ -283,15 +282,11 @@ def test_what_is_said_after_a_file_was_taken_from_its_writer_is_in_a_new_file(ou
             path.write_bytes(yesterday)
     again = outbox.append([b"said again"])
     assert (again.number, again.file > first.file) == (1, True)
-    outbox.close()
-    found = {reader.id: read(reader)[0] for reader in readers.look()}
-    assert found.pop(again.file) == [b"said again"]
-    assert found == ({} if loss in {"deleted", "moved"} else {first.file: [b"yesterday"]})
+    left = left_in(outbox)
+    assert left == ([b"said again"] if loss in {"deleted", "moved"} else [b"yesterday", b"said again"])
     if loss == "moved":
         moved.rename(path)
-        assert next(map(places, readers.look())) == [Place(first.file, 1), Place(first.file, 2)]
-    assert (open_file in readers.look()) == (loss == "overwritten")
-    readers.close_all()
+        assert read_claimed(path) == ([b"yesterday", b"acknowledged"], 0)
 
 
 def test_a_folder_whose_files_are_deleted_at_once_takes_nothing(
@@ -314,21 +309,17 @@ def test_a_file_of_a_living_process_is_its_own_and_one_of_a_dead_process_is_clai
         "import sys, time; from pathlib import Path; from tuneloop.runner.outbox import Outbox\n"
         "outbox = Outbox(Path(sys.argv[1]), 1000); outbox.append([b'said']); print('', flush=True); time.sleep(60)"
     )
-    readers = [OutboxReaders(tmp_path, ()) for _ in range(2)]
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as writer:
         assert writer.stdout
         writer.stdout.readline()
-        assert [each.look() for each in readers] == [[], []]
-        late = OutboxReader(*tmp_path.iterdir())
+        one, other = (OutboxReader(*tmp_path.iterdir()) for _ in range(2))
+        assert not one.claim()
         writer.kill()
-    [file], none = (each.look() for each in readers)
-    assert (read(file), none, late.claim()) == (([b"said"], 0), [], False)
-    file.remove()
-    readers[0].close(file)
-    with pytest.raises(FileNotFoundError):
-        late.claim()
-    assert [each.look() for each in readers] == [[], []]
-    late.close()
+    assert (one.claim(), other.claim(), read(one), read(other)) == (True, False, ([b"said"], 0), ([b"said"], 0))
+    one.path.unlink()
+    one.close()
+    assert (other.claim(), other.is_there) == (True, False)
+    other.close()
 
 
 def test_a_file_that_is_removed_before_it_is_locked_is_not_written(
@@ -338,10 +329,10 @@ def test_a_file_that_is_removed_before_it_is_locked_is_not_written(
 
     def lock_late(descriptor: int) -> bool:
         monkeypatch.undo()
-        readers = OutboxReaders(outbox.folder, ())
-        [empty] = readers.look()
-        empty.remove()
-        readers.close_all()
+        [path] = files(outbox)
+        with closing(OutboxReader(path)) as empty:
+            assert empty.claim()
+            path.unlink()
         return lock(descriptor)
 
     monkeypatch.setattr(outbox_module, "lock", lock_late)
@@ -350,37 +341,20 @@ def test_a_file_that_is_removed_before_it_is_locked_is_not_written(
     assert left_in(outbox) == [b"said"]
 
 
-def test_owners_on_one_folder_leave_each_others_files_until_they_are_let_go(outbox: Outbox) -> None:
-    other = Outbox(outbox.folder, 1 << 20)
-    outbox.append([b"one"])
-    other.append([b"two"])
-    one, two = (OutboxReaders(outbox.folder, {each.owner}) for each in (outbox, other))
-    assert [read(each) for each in one.look()] == [([b"one"], 0)]
-    assert [read(each) for each in two.look()] == [([b"two"], 0)]
-    other.close()
-    assert [read(each)[0] for each in one.look()] == [[b"one"], [b"two"]]
-    assert [each.is_claimed for each in one.look()] == [False, True]
-    one.close_all()
-    two.close_all()
-
-
 def test_a_linked_folder_stays_the_one_it_was(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "one")
     outbox = Outbox(link, 1000)
-    readers = OutboxReaders(link, {outbox.owner})
     link.unlink()
     link.symlink_to(tmp_path / "two")
     outbox.append([b"said"])
-    assert [read(each) for each in readers.look()] == [([b"said"], 0)]
     assert [path.parent for path in files(outbox)] == [tmp_path / "one"]
-    readers.close_all()
     outbox.close()
 
 
-def test_what_no_outbox_made_stays_and_is_logged_once(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_no_outbox_made_is_not_opened(outbox: Outbox) -> None:
     outbox.append([b"said"])
     outbox.close()
     [path] = files(outbox)
@@ -388,12 +362,10 @@ def test_what_no_outbox_made_stays_and_is_logged_once(outbox: Outbox, caplog: py
     path.with_name("1-a.records").write_bytes(b"x")
     path.with_name(f"{1:020d}-aaaaaaaa-{1:016x}.records").mkdir()
     path.with_name(f"{2:020d}-aaaaaaaa-{1:016x}.records").symlink_to(path)
-    readers = OutboxReaders(outbox.folder, ())
-    for _ in range(2):
-        assert [read(each) for each in readers.look()] == [([b"said"], 0)]
-    assert len(caplog.records) == 4
-    assert len(files(outbox)) == 5
-    readers.close_all()
+    for each in files(outbox):
+        if each != path:
+            with pytest.raises(OSError, match=r"(?i)no outbox|directory|symbolic"):
+                OutboxReader(each)
 
 
 def test_a_file_that_is_copied_back_is_read_again_at_the_same_places(outbox: Outbox) -> None:
@@ -401,57 +373,26 @@ def test_a_file_that_is_copied_back_is_read_again_at_the_same_places(outbox: Out
     outbox.close()
     [path] = files(outbox)
     yesterday = path.read_bytes()
-    readers = OutboxReaders(outbox.folder, ())
-    [file] = readers.look()
-    before = places(file)
-    for replaces in (True, False):
-        if not replaces:
-            file.remove()
-            readers.close(file)
-            assert readers.look() == []
-        copy = path.with_suffix(".copy")
-        copy.write_bytes(yesterday)
-        copy.replace(path)
-        [file] = readers.look()
-        assert (places(file), file.taken, file.claim()) == (before, 0, True)
-    assert readers.look(but={"other"}) == [file]
-    readers.close(file)
-    assert readers.look(but={file.id}) == []
-
-
-def test_of_ten_thousand_files_few_are_open(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    for value in range(10_000):
-        outbox.append([b"%d" % value])
-        outbox.begin_new_file()
-    living = Outbox(outbox.folder, 1000)
-    living.append([b"last"])
-    before = len(os.listdir("/proc/self/fd"))
-    readers, found, taken = OutboxReaders(outbox.folder, {living.owner}), list[bytes](), set[str]()
-    while files := [each for each in readers.look(but=taken) if each.is_claimed]:
-        assert len(os.listdir("/proc/self/fd")) <= before + 65
-        for file in files:
-            found += read(file)[0]
-            taken.add(file.id)
-            readers.close(file)
-    assert found == [b"%d" % value for value in range(10_000)]
-    assert [read(each)[0] for each in readers.look(but=taken)] == [[b"last"]]
-    readers.close_all()
-    living.close()
+    with closing(OutboxReader(path)) as before:
+        path.unlink()
+        path.write_bytes(yesterday)
+        with closing(OutboxReader(path)) as again:
+            assert places(before) == places(again)
+            assert (before.is_there, again.is_there) == (False, True)
 
 
 def test_a_full_file_is_followed_by_another_and_an_old_one_is_let_go(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path, 100)
-    readers = OutboxReaders(tmp_path, ())
     for each in TWENTY:
         outbox.append([each])
-    let_go = len(readers.look())
-    assert let_go > 5
+    before = files(outbox)
+    assert len(before) > 5
     outbox.begin_new_file(after_s=60)
-    assert len(readers.look()) == let_go
-    outbox.begin_new_file()
-    assert [payload for each in readers.look() for payload in read(each)[0]] == TWENTY
-    readers.close_all()
+    with closing(OutboxReader(before[-1])) as last:
+        assert not last.claim()
+        outbox.begin_new_file()
+        assert last.claim()
+    assert left_in(outbox) == TWENTY
 
 
 WRITER = """
@@ -483,12 +424,11 @@ def test_of_killed_processes_every_acknowledged_record_is_there_once_in_order(tm
             writer.kill()
             lines = [first, *writer.stdout]
         stored: dict[Place, bytes] = {}
-        readers = OutboxReaders(folder, ())
-        for file in readers.look():
-            for each in file.read(0):
-                if isinstance(each, Record):
-                    stored[Place(file.id, each.number)] = each.payload
-        readers.close_all()
+        for path in sorted(folder.iterdir()):
+            with closing(OutboxReader(path)) as file:
+                for each in file.read(0):
+                    if isinstance(each, Record):
+                        stored[Place(file.id, each.number)] = each.payload
         said = [payload.split()[:2] for payload in stored.values()]
         by_thread = [[int(number) for thread, number in said if int(thread) == each] for each in range(8)]
         assert all(numbers == list(range(len(numbers))) for numbers in by_thread)

@@ -315,7 +315,7 @@ def test_a_file_that_cannot_be_taken_over_stops_nothing(
     with caplog.at_level(logging.ERROR), Feedback(service.url, outbox=tmp_path) as feedback:
         folder = feedback._line.sender.outbox.folder  # type: ignore[union-attr]
         (folder / "00000000000000000001-aaaaaaaa-0123456789abcdef.records").mkdir()
-        eventually(lambda: "cannot be read" in caplog.text)
+        eventually(lambda: "cannot be sent" in caplog.text)
         feedback.reward("a", 1)
         assert feedback.flush(30)
         time.sleep(0.3)

@@ -1,8 +1,8 @@
 """A whole explorer, under a real uvicorn in a thread, attached to engine doubles."""
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,8 +170,15 @@ class RunningExplorer:
         return [each for each in self.records() if isinstance(each, Feedback)]
 
     def until_flushed(self) -> None:
-        written = self.services.outbox.written
-        eventually(lambda: asyncio.run(self.control.wait_until_taken(1.0)) and self.services.outbox.written == written)
+        """Wait until all that was acknowledged is in the database."""
+
+        def is_taken() -> bool:
+            waiter: Future[bool] = Future()
+            self.control.drain._waiting.append(waiter)
+            self.control.drain.wake()
+            return waiter.result(60)
+
+        eventually(is_taken)
 
     def until_looked(self) -> None:
         """Wait until it has looked for a new version, and has done all that it does about one."""

@@ -83,14 +83,14 @@ class _OpenFile:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW
             self._descriptor = os.open(self.path, flags, 0o600)
             try:
-                if lock(self._descriptor) and self.path.exists():
+                if lock(self._descriptor):
                     sync_folder(folder)
                     break
             except OSError:
                 self.path.unlink(missing_ok=True)
                 self.close()
                 raise
-            self.close()  # another process was quicker to claim it, and may have removed it as empty
+            self.close()  # another process was quicker to claim it, and removes it as empty
         self.id, self.began = self.path.stem, time.monotonic()
         self.end = self.number = 0
         self._status = os.fstat(self._descriptor)

@@ -64,10 +64,10 @@ class Damage(NamedTuple):
 
 
 class _Append:
-    """What one caller wants on disk."""
+    """What one caller wants on disk. `wake` is set when it is there, or refused, or when the caller is to write."""
 
     def __init__(self, payloads: Sequence[bytes]) -> None:
-        self.payloads = payloads
+        self.payloads, self.wake = payloads, threading.Event()
         self.is_done = False
         self.last = Place("", 0)
         self.error: OSError | None = OSError(errno.EIO, "the thread that wrote this failed")
@@ -147,8 +147,8 @@ class Outbox:
         self.written = 0
         self._open: _OpenFile | None = None
         self._waiting: list[_Append] = []
-        self._changed = threading.Condition()
-        self._is_writing = False
+        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._is_led = False
 
     def append(self, payloads: Sequence[bytes]) -> Place:
         """Return when all payloads are on disk, with the place of the last one.
@@ -156,30 +156,36 @@ class Outbox:
         Raises OSError: then none of them stays in the outbox. A reader may have read them before they were refused.
         """
         own, group = _Append(payloads), list[_Append]()
+        with self._lock:
+            self._waiting.append(own)
+            if not self._is_led:
+                self._is_led = True
+                own.wake.set()
         try:
-            with self._changed:
-                self._waiting.append(own)
-                while self._is_writing and not own.is_done:
-                    self._changed.wait()
-                if not own.is_done:  # it is our turn to write, for all who wait by now
-                    group, self._waiting, self._is_writing = self._waiting, group, True
-            if group:
-                self._write(group)
-        finally:  # whatever was raised here, the group is answered
-            if group:
-                with self._changed:
-                    for each in group:
-                        each.is_done = True
-                    self._is_writing = False
-                    self._changed.notify_all()
+            own.wake.wait()
+            if not own.is_done:  # it is our turn to write, for all who wait by now
+                with self._writing:
+                    with self._lock:
+                        group, self._waiting = self._waiting, group
+                    self._write(group)
+        finally:  # whatever was raised here, the group is answered, and the next one is written
+            with self._lock:
+                if not own.is_done:
+                    self._waiting = [each for each in self._waiting if each is not own]
+                    if own.wake.is_set():
+                        self._is_led = bool(self._waiting)
+                        for each in self._waiting[:1]:
+                            each.wake.set()
+                for each in group:
+                    each.is_done = True
+                    each.wake.set()
         if own.error is not None:
             raise OSError(own.error.errno, own.error.strerror) from own.error
         return own.last
 
     def begin_new_file(self, *, after_s: float = 0.0) -> None:
         """Let the open file go to its readers, if it was begun so many seconds ago."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_writing)
+        with self._writing:
             if self._open is not None and time.monotonic() - self._open.began >= after_s:
                 self.forget_file()
 

@@ -315,11 +315,18 @@ def test_a_file_that_cannot_be_taken_over_stops_nothing(
     with caplog.at_level(logging.ERROR), Feedback(service.url, outbox=tmp_path) as feedback:
         folder = feedback._line.sender.outbox.folder  # type: ignore[union-attr]
         (folder / "00000000000000000001-aaaaaaaa-0123456789abcdef.records").mkdir()
+<<<<<<< HEAD
         eventually(lambda: "cannot be sent" in caplog.text)
+=======
+        other = Outbox(folder, 1000)
+        other.append([b"no JSON"])
+        other.close()
+        eventually(lambda: "cannot be read" in caplog.text and "cannot be sent" in caplog.text)
+>>>>>>> client
         feedback.reward("a", 1)
         assert feedback.flush(30)
         time.sleep(0.3)
-    assert caplog.text.count("cannot be read") == 1
+    assert (caplog.text.count("cannot be read"), caplog.text.count("cannot be sent")) == (1, 1)
     assert rewards(service) == [1]
 
 
@@ -359,6 +366,44 @@ def test_ten_thousand_files_are_handed_out_with_few_descriptors(
         found.note_sent(batch, 0)
     assert sent == list(range(10_000))
     assert (found.pending, files(tmp_path)) == (0, [])
+
+
+def test_what_another_process_took_over_waits_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feedback_outbox, "_FILE_BYTES", 100)
+    one, two = (feedback_outbox.FeedbackOutbox(tmp_path, 1 << 30) for _ in range(2))
+    for value in range(10):
+        one.put([{"msg_ids": ["a"], "reward": value}])
+    two.look()
+    assert (one.pending, 0 < two.pending < 10) == (10, True)
+    sent = []
+    for each in (two, one):
+        while (batch := each.next_batch()) is not None:
+            sent += [entry["reward"] for entry in batch.entries]
+            each.note_sent(batch, 0)
+    assert (sent, one.pending, two.pending) == (list(range(10)), 0, 0)
+    one.close()
+    two.close()
+    assert files(tmp_path) == []
+
+
+def test_what_is_not_acknowledged_yet_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk may refuse it, and the caller says it again under another key."""
+
+    def look_early(descriptor: int) -> None:
+        early.append(found.next_batch())
+        raise OSError(5, "of the test")
+
+    early: list[object] = []
+    found = feedback_outbox.FeedbackOutbox(tmp_path, 1 << 30)
+    found.put([{"msg_ids": ["a"], "reward": 1}])
+    first = found.next_batch()
+    assert first is not None
+    found.note_sent(first, 0)
+    monkeypatch.setattr(os, "fsync", look_early)
+    with pytest.raises(OSError, match="of the test"):
+        found.put([{"msg_ids": ["a"], "reward": 2}])
+    assert (early, found.pending) == ([None], 0)
+    found.close()
 
 
 def test_a_flush_waits_for_what_a_process_before_has_left(

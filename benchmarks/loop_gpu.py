@@ -210,7 +210,7 @@ async def _commit(http: httpx.AsyncClient, over: asyncio.Event, traffic: Traffic
         await asyncio.sleep(_COMMIT_S)
         try:
             reply = await http.post("/commit", json={})
-            if reply.status_code != 503:  # that says that the spool is not all in the database yet
+            if reply.status_code != 503:  # that says that the outbox is not all in the database yet
                 reply.raise_for_status()
         except httpx.HTTPError as error:
             traffic.failures.append(f"{time.strftime('%H:%M:%S')} commit: {error!r}")

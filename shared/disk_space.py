@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-#: What the trainer leaves free: this share of the file system, at most so many bytes. More than the explorer's spool
+#: What the trainer leaves free: this share of the file system, at most so many bytes. More than the explorer's outbox
 #: wants there, so that a checkpoint never stops replies from being kept.
 RESERVE_SHARE, RESERVE_BYTES = 0.1, 4 << 30
 

@@ -1,6 +1,6 @@
 """The records: an exchange, its experiences, and feedback, as they travel from the explorer to the trainer.
 
-These are also the records of the spool, so they are msgspec structs: `encode` and `decode` are the only serialisation.
+These are also the records of the outbox, so they are msgspec structs: `encode` and `decode` are the only serialisation.
 """
 
 import hashlib
@@ -287,7 +287,7 @@ _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
 def encode(record: Record) -> bytes:
-    """The record as bytes, for the spool."""
+    """The record as bytes, for the outbox."""
     return _encoder.encode(record)
 
 

@@ -96,7 +96,7 @@ def tuneloop(kind: Kind, place: Place) -> Iterator[System]:
     explorer: dict[str, Any] = {
         "listen_address": "127.0.0.1",
         "proxy_port": place.port,
-        "spool_max_bytes": 8 << 30,
+        "outbox_max_bytes": 8 << 30,
         "rollout_model": {"engine_urls": [place.upstream], "dtype": "float32"},
     }
     if kind.workers > 1:

@@ -172,7 +172,12 @@ def as_sections(report: DoctorReport, settings: Settings) -> dict[str, list[str]
         sections["Clocks"] = [f"by the ledger's time {report.clock.sentence}: correct them; they age nothing"]
     if facts.disk is not None:
         sections["Disk"] = [facts.disk.sentence]
-    sections["Outbox"] = [f"{settings.outbox_dir}: {_outbox(facts)}"]
+    outbox, where = facts.outbox, "on disk" if facts.ledger is None else "not in the database yet"
+    held = f"{number(outbox.records, 'record')}, {number(outbox.bytes, 'byte')} {where}"
+    held += _oldest(facts.now, outbox.since)
+    if outbox.refused_records:
+        held += f"; the database refused {number(outbox.refused_records, 'record')}: `tuneloop outbox list`"
+    sections["Outbox"] = [f"{settings.outbox_dir}: {held}"]
     sections["Outbox"] += [
         f"{file}: the database knows this file, and no explorer holds it: `tuneloop outbox drain` its folder"
         for file in report.unseen
@@ -193,16 +198,6 @@ def _waiting(ledger: LedgerFacts, facts: Facts) -> Iterator[str]:
         yield f"{each.state.value:<10} {each.rows:>8} no samples of the policy, not to be trained on: {each.reason}"
     for each in ledger.drops:
         yield f"{each.state.value:<10} {each.rows:>8} {each.reason}"
-
-
-def _outbox(facts: Facts) -> str:
-    outbox = facts.outbox
-    told = f"{number(outbox.records, 'record')}, {number(outbox.bytes, 'byte')} "
-    told += "on disk" if facts.ledger is None else "not in the database yet"
-    told += _oldest(facts.now, outbox.since)
-    if outbox.refused_records:
-        told += f"; the database refused {number(outbox.refused_records, 'record')}: `tuneloop outbox list`"
-    return told
 
 
 def _oldest(now: float, then: float | None) -> str:

@@ -40,6 +40,7 @@ UNDERSTOOD = {
     "tuneloop db adopt": "no ledger was put back: tests/shared/operations",
     "tuneloop keys revoke": "no such key is there: tests/cli/operations/test_keys.py",
     "tuneloop outbox show": "no record was refused: tests/cli/operations/test_outbox.py",
+    "tuneloop outbox drain": "it becomes the explorer's: tests/cli/operations/test_outbox.py",
     "tuneloop raters release": "she is not in quarantine: tests/cli/operations/test_raters.py",
     "tuneloop versions unpin": "none is pinned: tests/cli/test_versions.py",
     "tuneloop alarms clear": "no such alarm is open: tests/cli/test_alarms.py",

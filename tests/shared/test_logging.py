@@ -14,7 +14,7 @@ import structlog
 from tuneloop.shared.logging import configure_logging
 
 configure_logging()
-structlog.get_logger().error("spool_write_failed", folder="/spool")
+structlog.get_logger().error("outbox_write_failed", folder="/outbox")
 sys.stdout.write("went on")
 """
 
@@ -23,8 +23,8 @@ def test_one_line_per_event_goes_to_stderr() -> None:
     said = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True)
     assert said.stdout == "went on"
     [line] = said.stderr.splitlines()
-    assert "spool_write_failed" in line
-    assert "folder=/spool" in line
+    assert "outbox_write_failed" in line
+    assert "folder=/outbox" in line
 
 
 _ESCAPES = r"""
@@ -93,7 +93,7 @@ configure_logging()
 log = structlog.get_logger()
 log.debug("seen_by_few")
 log.info("engine_ready", engine=0)
-log.error("spool_write_failed", path=Exception("odd"))
+log.error("outbox_write_failed", path=Exception("odd"))
 logging.getLogger("lib").warning("careful")
 logging.getLogger("lib").error("worse")
 """
@@ -115,7 +115,7 @@ def test_the_environment_names_the_least_level() -> None:
 
 def test_each_line_is_one_json_object_if_so_wanted() -> None:
     lines = [json.loads(line) for line in logged(TUNELOOP_LOG_JSON="1")]
-    assert [line["event"] for line in lines] == ["engine_ready", "spool_write_failed", "careful", "worse"]
+    assert [line["event"] for line in lines] == ["engine_ready", "outbox_write_failed", "careful", "worse"]
     assert lines[0]["engine"] == 0
     assert {line["level"] for line in lines} == {"info", "error", "warning"}
     assert all(line["timestamp"].endswith("Z") for line in lines)

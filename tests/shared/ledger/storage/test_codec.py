@@ -66,6 +66,6 @@ def test_a_text_goes_in_and_comes_out(text: bytes) -> None:
     assert unpack_text(pack_text(text)) == text
 
 
-def test_a_record_of_the_spool_comes_back_as_it_was() -> None:
+def test_a_record_of_the_outbox_comes_back_as_it_was() -> None:
     for record in (exchange(task_id="task", run_id="run"), feedback(choice=3)):
         assert decode(encode(record)) == record

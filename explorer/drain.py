@@ -139,6 +139,7 @@ class Drain:
     def _look(self) -> bool:
         """Move all that the files hold now. False if some of it could not be read."""
         self._when_there(self._recording.check_place)
+        self._refusal = None
         if time.monotonic() >= self._compare_at:
             self._compare_numbers()
         is_clear, before = True, -1

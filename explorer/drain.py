@@ -75,7 +75,7 @@ class Drain:
     ) -> None:
         self.owners: set[str] = set()
         self._folder, self._recording = folder, recording
-        self._taken, self._say, self._refused, self._failed = taken, tell, refused, failed
+        self._taken, self._report, self._refused, self._failed = taken, tell, refused, failed
         self._keep_s, self._stop_s, self._stop_at = keep_s, stop_s, float("inf")
         self._offsets: dict[str, int] = {}  # up to which the ledger has each file
         self._numbers: dict[str, int] = {}  # and the number of the last record there
@@ -122,7 +122,7 @@ class Drain:
             while True:
                 is_last = self._stop.is_set()
                 self._wake.clear()
-                self._asked = self._hear()
+                self._asked = self._new_waiters()
                 try:
                     self._answer(self._look())
                 except _Stopped:
@@ -271,11 +271,11 @@ class Drain:
         self._refusal = refusal
         self._tell()
         if self._away or refusal is not None:
-            self._answer(False, *self._hear())
+            self._answer(False, *self._new_waiters())
         if self._stop.wait(pause):
             raise _Stopped
 
-    def _hear(self) -> list[Future[bool]]:
+    def _new_waiters(self) -> list[Future[bool]]:
         return [self._waiting.popleft() for _ in range(len(self._waiting))]
 
     def _answer(self, is_clear: bool, *others: Future[bool]) -> None:
@@ -316,7 +316,7 @@ class Drain:
             for path, end in self._unread():
                 if (file := path.stem) not in self._others and end > (offset := self._offsets.get(file, 0)):
                     waits = waits.plus(file_status(path, self._numbers.get(file, 0), offset))
-        self._say(waits, self._away)
+        self._report(waits, self._away)
         self._tell_at = max(began + _TELL_S, time.monotonic() + 20 * (time.monotonic() - began))
 
 

@@ -23,7 +23,7 @@ from tuneloop.shared.privacy.redactor import Redactor
 log = structlog.get_logger()
 
 #: A file takes so many bytes, and is open for so many seconds.
-FILE_BYTES, _FILE_S = 256 << 20, 3600.0
+FILE_BYTES, FILE_S = 256 << 20, 3600.0
 
 #: How much of the file system stays free, whichever is less: replies in flight when requests are refused need it.
 RESERVE_SHARE, RESERVE_BYTES = 0.05, 1 << 30
@@ -63,7 +63,7 @@ class OutboxLimits:
         self._outbox, self._check_database, self._disk = outbox, check_database, disk
         self._max_bytes, self._max_age_s = max_bytes, max_age_s
         self.status = OutboxStatus()
-        self._told_at = 0  # what we had written when the status was told
+        self._bytes_at_status = 0  # what we had written when the status was told
         self._misplaced: str | None = None
         #: Why the disk refused the last record; None once it takes one again.
         self.broken: str | None = None
@@ -96,7 +96,7 @@ class OutboxLimits:
         self._free = disk.f_bavail * disk.f_frsize
         # A file goes when all of it is in the database: on a small disk that must not be when nothing else has room.
         small = self._free - self._reserve < FILE_BYTES
-        self._outbox.begin_new_file(after_s=_LOOK_S if small else _FILE_S)
+        self._outbox.begin_new_file(after_s=_LOOK_S if small else FILE_S)
 
     def note_refusal(self, error: OSError) -> None:
         """The disk refuses records, and more must not be taken until it is mended."""
@@ -106,14 +106,14 @@ class OutboxLimits:
 
     def note(self, status: OutboxStatus) -> None:
         """Take up what the drain tells."""
-        self.status, self._told_at = status, self._outbox.written
+        self.status, self._bytes_at_status = status, self._outbox.written
 
     def admit(self) -> None:
         """Raise StorageFull when no more should be taken on, because it might not be kept."""
         if reason := self._misplaced or self.broken:
             raise StorageFull(reason)
         written = self._outbox.written
-        if self.status.bytes + written - self._told_at >= self._max_bytes:
+        if self.status.bytes + written - self._bytes_at_status >= self._max_bytes:
             raise StorageFull(f"the outbox holds {self._max_bytes} bytes that the database has not taken")
         if self._free - (written - self._written) < self._reserve:
             raise StorageFull(f"the disk of the outbox has less than {self._reserve} bytes left")

@@ -42,6 +42,9 @@ METRIC = "judge"
 #: How often everything that is not too old is looked at again.
 SWEEP_S = 3600.0
 
+#: How long a file of the outbox is open.
+FILE_S = 3600.0
+
 #: By how much the clock of another explorer may be ahead: what is later still would hold up all that follows.
 _SKEW_S = 60.0
 
@@ -97,6 +100,7 @@ class JudgeLoop:
 
     async def look(self) -> float | None:
         """Judge some replies; how many seconds to wait then, None if there is nothing more to judge now."""
+        await asyncio.to_thread(self._outbox.begin_new_file, after_s=FILE_S)
         if not await self._swept():
             return _SHORTEST_PAUSE_S
         found, last = await asyncio.to_thread(self._next)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -86,11 +86,11 @@ class OutboxWatch:
         self._audience, self._loop = audience, asyncio.get_running_loop()
         self.now, self.away = OutboxStatus(), False
 
-    def taken(self, owner: str, results: FeedbackResults) -> None:
+    def publish_results(self, owner: str, results: FeedbackResults) -> None:
         """Feedback that this owner appended is in the database."""
         self._loop.call_soon_threadsafe(self._audience.tell_results, owner, results)
 
-    def tell(self, status: OutboxStatus, away: bool) -> None:
+    def publish_status(self, status: OutboxStatus, away: bool) -> None:
         """What waits now."""
         self.now, self.away = status, away
         self._loop.call_soon_threadsafe(partial(self._audience.tell_outbox, status, away=away))
@@ -151,20 +151,17 @@ async def open_control_services(
 ) -> tuple[ControlServices, list[Task]]:
     """The services, closed by `stack`, and what it must run; `audience` are others who send requests to the engines."""
     metrics = Metrics()
-    outbox = OutboxWatch(audience)
+    outbox, own = OutboxWatch(audience), Outbox(settings.outbox_dir, FILE_BYTES)  # where verdicts are brought to disk
+    stack.callback(own.close)
     drain = Drain(
         settings.outbox_dir,
         ledger.recording,
-        taken=outbox.taken,
-        tell=outbox.tell,
+        taken=outbox.publish_results,
+        tell=outbox.publish_status,
         refused=metrics.outbox_refused.inc,
         failed=on_failure,
     )
-    own: Outbox | None = None
-    if settings.judge.url is not None:  # where verdicts are brought to disk
-        own = Outbox(settings.outbox_dir, FILE_BYTES)
-        stack.callback(own.close)
-        drain.owners.add(own.owner)
+    drain.owners.add(own.owner)
     drain.start()
     stack.push_async_callback(asyncio.to_thread, drain.stop)
     interval_s = min(settings.explorer.service_status_check_interval, _WATCH_S)
@@ -173,6 +170,7 @@ async def open_control_services(
 
     def forget_files() -> None:
         drain.forget()
+        own.begin_new_file()
         audience.begin_new_files()
 
     forgetting = Forgetting(settings, ledger.retention, forget_files, metrics=metrics, interval_s=interval_s)
@@ -180,17 +178,9 @@ async def open_control_services(
     reloader = Reloader(settings, fleet, ledger=ledger, metrics=metrics)
     examination = CandidateEvaluation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
     attestation = Attestation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
-    sleep: EngineSleep | None = None
-    if (turn_s := settings.cluster.gpu_turn) is not None:  # else the engine has the GPU all the time
-        locks = GpuLocks.of(settings.job_dir)
-        stack.callback(locks.close)
-        sleep = EngineSleep(
-            locks,
-            fleet,
-            metrics,
-            turn_s=turn_s,
-            is_busy=lambda: reloader.swapping.locked() or attestation.probing > 0,
-        )
+    sleep = _open_sleep(
+        settings, fleet, metrics, stack, is_busy=lambda: reloader.swapping.locked() or attestation.probing > 0
+    )
     totals = ProcessTotals(metrics.registry)
     key_watch = KeyWatch(settings, ledger.keys)
     await asyncio.to_thread(key_watch.open)
@@ -216,14 +206,13 @@ async def open_control_services(
         stack.callback(tracing.close)
         experiment, send = f"{settings.project}/{settings.name}", tracing.send
         version_log.tell = lambda event: send(decision_span(event, experiment))
-    judging = own and JudgeLoop(
+    signer = ReplyIdSigner(load_key(settings.job_dir / KEY))
+    judging = settings.judge.url and JudgeLoop(
         settings.judge,
         ledger,
         own,
         metrics=metrics,
-        conversation=Conversations(
-            ReplyIdSigner(load_key(settings.job_dir / KEY)), control_client=services, reports=ledger.reports
-        ).read,
+        conversation=Conversations(signer, control_client=services, reports=ledger.reports).read,
         wait_until_taken=services.wait_until_taken,
     )
     return services, [
@@ -239,6 +228,17 @@ async def open_control_services(
         *([sleep.run()] if sleep else []),
         *_supervision(services, ledger, sockets, attestation, sleep),
     ]
+
+
+def _open_sleep(
+    settings: Settings, fleet: Fleet, metrics: Metrics, stack: AsyncExitStack, *, is_busy: Callable[[], bool]
+) -> EngineSleep | None:
+    """What has the engine sleep while the trainer has the GPU; None: the engine has it all the time."""
+    if (turn_s := settings.cluster.gpu_turn) is None:
+        return None
+    locks = GpuLocks.of(settings.job_dir)
+    stack.callback(locks.close)
+    return EngineSleep(locks, fleet, metrics, turn_s=turn_s, is_busy=is_busy)
 
 
 async def _open_fleet(

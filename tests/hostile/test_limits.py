@@ -60,7 +60,7 @@ FIXED: dict[str, object] = {
     "events about one reply, those that prefer another to it too, or one run in all": MAX_SAID,
     "those of them of one key, or of one source without a key": MAX_SAID_BY_ONE,
     "a tenant's events about runs without a reply, and replies that are not stored": MAX_EARLY,
-    "moving the outbox when the service ends": STOP_S,
+    "draining the outbox when the service ends": STOP_S,
     "`metadata` of a request": chat_request.MAX_METADATA_BYTES,
     "text in one call of feedback, counted once for each id": request.MAX_CHARACTERS,
     "`task_id`, `run_id`, `source`, `metric`, `label`, `idempotency_key`": MAX_NAME,

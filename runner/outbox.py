@@ -97,8 +97,10 @@ class _OpenFile:
                 while written < len(view):
                     written += os.write(self._descriptor, view[written:])
             os.fsync(self._descriptor)
-            if is_named(self._descriptor, self.path) and os.fstat(self._descriptor).st_size == self.end + written:
-                self.end, self.number, size = self.end + written, number, written
+            with suppress(FileNotFoundError):
+                there, own = os.lstat(self.path), os.fstat(self._descriptor)
+                if os.path.samestat(there, own) and own.st_size == self.end + written:
+                    self.end, self.number, size = own.st_size, number, written
         finally:
             if size is None:
                 with suppress(OSError):

@@ -9,7 +9,7 @@
 (c) bytes: what an exchange with one experience takes, of values and on disk.
 
 peer_recorder.py says how to fill the peer's FOLDER. Without `--database` a PostgreSQL server of its own is
-started, with its fsync on. All files lie in /tmp, so that both databases and the spool have one disk to share.
+started, with its fsync on. All files lie in /tmp, so that both databases and the outbox have one disk to share.
 """
 
 import argparse

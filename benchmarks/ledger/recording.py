@@ -1,7 +1,7 @@
 """From a reply to a durable experience, and on into the database: our recorder and the peer's under the same load.
 
-Ours acknowledges when the spool has it, as `explorer/chat.py` awaits it, while the flusher moves the spool into the
-ledger in a thread of the same process. The peer's acknowledges when its transaction is committed. No HTTP is in it.
+Ours acknowledges when the outbox has it, as the explorer awaits it, while the drain moves the outbox into the ledger
+in a thread of the same process. The peer's acknowledges when its transaction is committed. No HTTP is in it.
 """
 
 import asyncio
@@ -20,12 +20,11 @@ from benchmarks.databases import Databases
 from benchmarks.ledger import load
 from benchmarks.ledger.load import Plan, Reply, Round, Side, percentile_ms, replies
 from benchmarks.ledger.peer_recorder import Peer
-from tuneloop.explorer.capture.flusher import Flusher
-from tuneloop.explorer.capture.recorder import Recorder, SpoolLimits
-from tuneloop.explorer.capture.spool import Spool
-from tuneloop.explorer.capture.spool_slots import Slots
+from tuneloop.explorer.drain import Drain
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.recorder import FILE_BYTES, OutboxLimits, Recorder
 from tuneloop.explorer.transcript import ReplyIdSigner
+from tuneloop.runner.outbox import Outbox
 from tuneloop.shared.errors import TuneloopError
 from tuneloop.shared.experience import Exchange, Experience, pack_ids, pack_logprobs
 from tuneloop.shared.ledger.ledger import Ledger
@@ -34,7 +33,7 @@ from tuneloop.shared.ledger.storage import database
 #: Different replies in the load; then they come again under another name.
 DIFFERENT = 64
 
-_SPOOL_BYTES = 8 << 30
+_OUTBOX_BYTES = 8 << 30
 _DRAINED_S = 600.0
 _PROBES = 300
 _PROBE_BYTES = 8192
@@ -42,36 +41,42 @@ _TENANT = "acme"
 
 
 class Ours:
-    """Spool, recorder and flusher on one database, put together as the explorer does it."""
+    """Outbox, recorder and drain on one database, put together as the explorer does it."""
 
-    def __init__(self, url: str, pool: Sequence[Exchange], *, folder: Path, sync: bool) -> None:
-        self.name = f"tuneloop, {'fsync' if sync else 'write'}"
+    name = "tuneloop"
+
+    def __init__(self, url: str, pool: Sequence[Exchange], *, folder: Path) -> None:
         database.upgrade(url)
-        metrics = Metrics()
         self._ledger = Ledger(database.connect(url))
-        self._spool = Spool.open(folder, sync=sync)
-        slots = Slots(folder)
-        slots.add(self._spool)
-        self._flusher = Flusher(slots, self._ledger.recording, quarantined=_refuse, failed=_fail)
-        limits = SpoolLimits(self._spool, max_bytes=_SPOOL_BYTES, max_age_s=_DRAINED_S)
-        self._recorder = Recorder(self._spool, limits, metrics)
+        self._outbox = Outbox(folder, FILE_BYTES)
+        limits = OutboxLimits(self._outbox, max_bytes=_OUTBOX_BYTES, max_age_s=_DRAINED_S)
+        self._drain = Drain(
+            folder,
+            self._ledger.recording,
+            taken=lambda owner, results: None,
+            tell=lambda status, away: limits.note(status),
+            refused=_refuse,
+            failed=_fail,
+        )
+        self._drain.owners.add(self._outbox.owner)
+        self._recorder = Recorder(self._outbox, limits, Metrics(), wake_drain=self._drain.wake)
         self._pool = pool
         self._signer = ReplyIdSigner(os.urandom(32))
-        self._flusher.start()
+        self._drain.start()
 
     async def record(self, number: int) -> None:
-        """Return when the exchange is in the spool."""
+        """Return when the exchange is in the outbox."""
         await self._recorder.record(with_reply_id(self._pool[number % len(self._pool)], self._signer))
 
     async def wait_until_stored(self) -> None:
-        """Return when the flusher has caught up."""
-        if not await self._flusher.wait_until_flushed(_DRAINED_S):
-            raise TimeoutError("the ledger has not caught up with the spool")
+        """Return when the drain has caught up."""
+        if not await self._drain.wait_until_taken(_DRAINED_S):
+            raise TimeoutError("the ledger has not caught up with the outbox")
 
     def close(self) -> None:
-        """Empty the spool and let it go."""
-        self._flusher.stop()
-        self._spool.close()
+        """Drain the outbox and let it go."""
+        self._drain.stop()
+        self._outbox.close()
         self._ledger.close()
 
 
@@ -128,12 +133,10 @@ async def measure(databases: Databases, completion_tokens: int, plan: Plan, *, p
 
 async def _sides(databases: Databases, answers: list[Reply], stack: AsyncExitStack, *, peer: bool) -> list[Side]:
     pool = [exchange(answer) for answer in answers]
-    sides: list[Side] = []
-    for sync in (True, False):
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tl-spool-", dir="/tmp")))
-        ours = Ours(stack.enter_context(databases.fresh()), pool, folder=folder, sync=sync)
-        stack.push_async_callback(asyncio.to_thread, ours.close)
-        sides.append(ours)
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tl-outbox-", dir="/tmp")))
+    ours = Ours(stack.enter_context(databases.fresh()), pool, folder=folder)
+    stack.push_async_callback(asyncio.to_thread, ours.close)
+    sides: list[Side] = [ours]
     if peer:
         theirs = Peer(stack.enter_context(databases.fresh()), answers)
         await theirs.open()

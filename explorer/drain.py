@@ -80,6 +80,7 @@ class Drain:
         self._offsets: dict[str, int] = {}  # up to which the ledger has each file
         self._numbers: dict[str, int] = {}  # and the number of the last record there
         self._others: set[str] = set()  # files that another service reads
+        self._unreadable: set[str] = set()
         self._drained: dict[str, float] = {}  # since when nothing is left of a file
         self._forget_before = ""
         self._began: dict[str, float] = {}  # since when the database refuses for this reason
@@ -187,8 +188,10 @@ class Drain:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                log.error("outbox_not_read", file=str(path), reason=str(error))
-                is_clear = False
+                if path.stem not in self._unreadable:
+                    log.error("outbox_not_read", file=str(path), reason=str(error))
+                    self._unreadable.add(path.stem)
+                is_clear = is_clear and owner_of(path.stem) not in self.owners
         self._take(group)
         self._drained.update(dict.fromkeys(finished, time.monotonic()))
         return is_clear
@@ -314,7 +317,8 @@ class Drain:
         waits = OutboxStatus(refusal=self._refusal)
         with contextlib.suppress(OSError):
             for path, end in self._unread():
-                if (file := path.stem) not in self._others and end > (offset := self._offsets.get(file, 0)):
+                file, offset = path.stem, self._offsets.get(path.stem, 0)
+                if file not in self._others | self._unreadable and end > offset:
                     waits = waits.plus(file_status(path, self._numbers.get(file, 0), offset))
         self._report(waits, self._away)
         self._tell_at = max(began + _TELL_S, time.monotonic() + 20 * (time.monotonic() - began))

@@ -26,7 +26,7 @@ from tuneloop.runner.private_files import is_named, lock, sync_folder
 SUFFIX = ".records"
 
 #: The time in nanoseconds, the owner, and what makes the name unique.
-_NAME = re.compile(rf"[0-9]{{20}}-([0-9a-f]{{8}})-[0-9a-f]{{16}}{re.escape(SUFFIX)}")
+_NAME = re.compile(rf"[0-9]{{20}}-[0-9a-f]{{8}}-[0-9a-f]{{16}}{re.escape(SUFFIX)}")
 
 _MARK = b"\xf5\xc1TL"  # no UTF-8 text has its first two bytes
 
@@ -203,10 +203,8 @@ class OutboxReader:
     """Reads a file to which its owner may append meanwhile."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError: the file may be gone, or nothing that an outbox made."""
-        if (name := _NAME.fullmatch(path.name)) is None:
-            raise OSError(errno.EINVAL, "no outbox gives such a name", str(path))
-        self.path, self.id, self.owner = path, path.stem, name[1]
+        """Raises OSError: the file may be gone."""
+        self.path, self.id, self.owner = path, path.stem, owner_of(path.stem)
         self._descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)  # NFS locks no file that is open to read alone
         self._seed = zlib.crc32(self.id.encode())
         self.is_claimed = False
@@ -280,8 +278,8 @@ def owner_of(file: str) -> str:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names of the files of records in a folder, oldest first. Raises OSError."""
-    return sorted(name for name in os.listdir(folder) if name.endswith(SUFFIX))
+    """The names of the files of records in a folder, oldest first; not what no outbox made. Raises OSError."""
+    return sorted(filter(_NAME.fullmatch, os.listdir(folder)))
 
 
 def _checksum(seed: int, number: int, payload: bytes) -> int:

@@ -375,6 +375,20 @@ async def test_a_ledger_that_has_lost_records_gets_them_again(
         eventually(lambda: notebook.records == [*before, said[1]])
 
 
+async def test_what_cannot_be_read_and_is_not_ours_holds_up_nobody(
+    own: Outbox, notebook: Notebook, capsys: pytest.CaptureFixture[str]
+) -> None:
+    append(own, said := exchange())
+    (own.folder / f"{1:020d}-aaaaaaaa-{1:016x}.records").mkdir()
+    (own.folder / "copy.records").write_bytes(b"x")
+    with draining(own.folder, notebook, own) as (drain, listener):
+        for _ in range(3):
+            assert await drain.wait_until_taken(60)
+        eventually(lambda: listener.now[:3] == (0, 0, 0))
+    assert notebook.records == [said]
+    assert capsys.readouterr().out.count("outbox_not_read") == 1
+
+
 async def test_a_folder_that_cannot_be_read_is_read_when_it_can(own: Outbox, notebook: Notebook) -> None:
     moved = own.folder.with_name("moved")
     append(own, said := exchange())

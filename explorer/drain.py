@@ -154,9 +154,12 @@ class Drain:
         """The files that are not drained, oldest first, and their ends at about one moment. Raises OSError."""
         found = []  # a reply in one file comes before what another one says of it
         for name in names_in(self._folder):
-            if name.removesuffix(SUFFIX) not in self._drained:
-                with contextlib.suppress(FileNotFoundError):  # another service has removed it
-                    found.append(((path := self._folder / name), path.stat().st_size))
+            with contextlib.suppress(FileNotFoundError):  # another service has removed it
+                file, end = (path := self._folder / name).stem, path.stat().st_size
+                if end > self._offsets.get(file, 0):
+                    self._drained.pop(file, None)  # it was found before its owner had locked it
+                if file not in self._drained:
+                    found.append((path, end))
         return found
 
     def _move(self) -> bool:

@@ -16,7 +16,9 @@ from tests.explorer.running import eventually
 from tests.factories import exchange, feedback
 from tuneloop.explorer import drain as module
 from tuneloop.explorer.drain import GROUP, Drain
+from tuneloop.runner import outbox
 from tuneloop.runner.outbox import Outbox, names_in
+from tuneloop.runner.private_files import lock
 from tuneloop.shared.errors import LedgerError, LedgerForbidden, LedgerUnavailable, RecordRefused, TuneloopError
 from tuneloop.shared.experience import Outcome, Record, encode
 from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
@@ -258,6 +260,21 @@ async def test_a_damaged_record_costs_itself_alone(own: Outbox, notebook: Notebo
         assert await drain.wait_until_taken(60)
     assert notebook.records == [said[0], *said[2:]]
     assert (listener.set_aside, [reason for _, reason in notebook.refused]) == (1, ["these bytes are damaged"])
+
+
+async def test_a_file_that_is_found_before_its_owner_has_locked_it_is_drained_all_the_same(
+    own: Outbox, notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lock_late(descriptor: int) -> bool:
+        monkeypatch.undo()
+        time.sleep(0.5)
+        return lock(descriptor)
+
+    monkeypatch.setattr(outbox, "lock", lock_late)
+    with draining(own.folder, notebook, own) as (drain, _):
+        await asyncio.to_thread(append, own, said := exchange())
+        assert await drain.wait_until_taken(60)
+        assert notebook.records == [said]
 
 
 async def test_a_record_that_is_being_written_is_waited_for(own: Outbox, notebook: Notebook) -> None:

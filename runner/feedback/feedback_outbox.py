@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tuneloop.runner.errors import OutboxFull
 from tuneloop.runner.feedback.verbs import Entry
-from tuneloop.runner.outbox import SUFFIX, Damage, Outbox, OutboxReader, Place, Record, names_in
+from tuneloop.runner.outbox import SUFFIX, Damage, Outbox, OutboxReader, Place, Record, names_in, owner_of
 from tuneloop.runner.private_files import append_rows, lock, private_opener
 
 #: A file of so many bytes is followed by another.
@@ -25,6 +25,9 @@ _SENT_BYTES = 64 << 10
 
 #: A batch has no more entries, and no further record once it has so many bytes.
 _BATCH_ENTRIES, _BATCH_BYTES = 500, 1 << 20
+
+#: Files of processes that ended are open at once.
+_OPEN_FILES = 64
 
 _REFUSED, _OLD_SUFFIX = "refused.jsonl", ".outbox"
 
@@ -185,7 +188,8 @@ class FeedbackOutbox:
         """Those of ours, and those that processes left that have ended, which come first. Raises OSError."""
         known = self._unreadable | {file.id for file in self._files}
         for name in names_in(self.folder):
-            if name.removesuffix(SUFFIX) in known:
+            is_later = len(self._files) >= _OPEN_FILES and owner_of(name) != self._outbox.owner
+            if is_later or name.removesuffix(SUFFIX) in known:
                 continue
             try:
                 file = OutboxReader(self.folder / name)

@@ -179,7 +179,8 @@ def _text(choice: Setup) -> str:
     shape, parsers = choice.shape, choice.parsers
     length = min(shape.max_length or _MOST_TOKENS, _MOST_TOKENS)
     rank, kind = choice.method.get("rank"), choice.method.get("algorithm_type", "ppo")
-    why = "with a critic" if kind == "ppo" else "without a critic, which would take as much again"
+    more = "as much time again" if rank else "as much again"
+    why = "with a critic" if kind == "ppo" else f"without a critic, which would take {more}"
     if choice.gpus:
         alone = choice.share == _WHOLE
         whose = "the engines have their GPUs to themselves" if alone else "the trainer shares the GPU"

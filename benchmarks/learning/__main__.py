@@ -80,6 +80,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--coin", action="store_true", help="rewards are tossed")
     parser.add_argument("--late", type=int, default=0, help="steps between sampling and learning; `ours` only")
     parser.add_argument("--captured", type=float, default=1.0, help="share of log-probabilities; `ours` only")
+    parser.add_argument("--lora", type=int, default=0, help="rank of adapters, 0: all weights; `ours` only")
     parser.add_argument("--offline", action="store_true", help="learn from replies of the start weights; `ours` only")
     parser.add_argument("--raw", action="store_true", help="`ours reinforce` only: rewards are compared with nothing")
     parser.add_argument("--tools", choices=get_args(HeldTools), default="plain", help="grammar of calls; `loop` only")
@@ -105,6 +106,7 @@ def _wanted_trials(options: argparse.Namespace) -> Iterator[Wanted]:
                 coin=options.coin,
                 late=options.late,
                 captured=options.captured,
+                lora=options.lora,
                 offline=options.offline,
                 raw=options.raw,
                 gpu=options.gpu,

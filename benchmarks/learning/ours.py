@@ -48,7 +48,12 @@ def settings_of(wanted: Wanted, task: Task, start: Path) -> Settings:
             "mode": "train",
             "name": "learning",
             "checkpoint_root_dir": str(start.parent),
-            "model": {"model_path": str(start), "max_model_len": 512, "temperature": 1.0},
+            "model": {
+                "model_path": str(start),
+                "max_model_len": 512,
+                "temperature": 1.0,
+                "lora": {"rank": wanted.lora},
+            },
             "cluster": {"node_num": 1, "gpu_per_node": 0},
             "trainer": {"device": "cpu", "dtype": "float32", "seed": wanted.seed},
             "algorithm": method["algorithm"],

@@ -24,10 +24,10 @@ class Wanted:
 
     `flip`: the share of rewards that say the opposite; `offset`: added to each; `coin`: rewards are tossed; `late`:
     steps between sampling and learning; `captured`: the share of replies whose log-probabilities are captured, those of
-    the others are recomputed (of no `late` ones); `offline`: learn from replies of the start weights alone; `raw`: the
-    advantage of `reinforce` is the reward, compared with nothing, which no setting can do; `gpu`: the loop's vLLM is on
-    a GPU; `tools`: how the loop's engine holds calls to a grammar; `changes`: settings of `algorithm` over the method's
-    own, as NAME=VALUE.
+    the others are recomputed (of no `late` ones); `lora`: the rank of adapters, 0 trains all weights; `offline`: learn
+    from replies of the start weights alone; `raw`: the advantage of `reinforce` is the reward, compared with nothing,
+    which no setting can do; `gpu`: the loop's vLLM is on a GPU; `tools`: how the loop's engine holds calls to a
+    grammar; `changes`: settings of `algorithm` over the method's own, as NAME=VALUE.
     """
 
     place: Place
@@ -40,6 +40,7 @@ class Wanted:
     coin: bool = False
     late: int = 0
     captured: float = 1.0
+    lora: int = 0
     offline: bool = False
     raw: bool = False
     gpu: bool = False
@@ -49,7 +50,7 @@ class Wanted:
     @property
     def kind(self) -> str:
         """What seeds have in common."""
-        marks = {"flip": self.flip, "offset": self.offset, "late": self.late}
+        marks = {"flip": self.flip, "offset": self.offset, "late": self.late, "lora": self.lora}
         said = [f"{mark}{value:g}" for mark, value in marks.items() if value]
         said += [f"captured{self.captured:g}"] if self.captured < 1 else []
         said += [mark for mark in ("coin", "offline", "raw", "gpu") if getattr(self, mark)]

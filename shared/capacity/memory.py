@@ -110,13 +110,13 @@ def optimizer_bytes(bits: int, size: int) -> float:
 
 
 def _trained_weights(shapes: Shapes, settings: Settings) -> tuple[int, int]:
-    """The parameters that are trained: all of the model or an adapter's, and the critic's, which is trained whole."""
+    """The parameters that are trained of the model and of its critic: all of them, or an adapter's of each."""
     shape, critic, _ = shapes
-    also = critic.weights - critic.head_weights if settings.algorithm.algorithm_type == "ppo" else 0
-    lora = settings.model.lora
+    lora, has_critic = settings.model.lora, settings.algorithm.algorithm_type == "ppo"
     if not lora.rank:
-        return shape.weights, also
-    return shape.layers * lora.rank * sum(sum(shape.matrices.get(each, ())) for each in lora.targets), also
+        return shape.weights, has_critic * (critic.weights - critic.head_weights)
+    adapter = shape.layers * lora.rank * sum(sum(shape.matrices.get(each, ())) for each in lora.targets)
+    return adapter, has_critic * adapter
 
 
 def reckon(settings: Settings, shapes: Shapes) -> TrainerMemory:
@@ -145,7 +145,7 @@ def reckon(settings: Settings, shapes: Shapes) -> TrainerMemory:
         weights=frozen + trained * size,
         optimizer=0 if offload and on_gpu else optimizer // settings.trainer_workers,
         gradients=trained * 4,
-        # With an adapter the reference is the model without it.
+        # With an adapter the reference is the model without it, as the critic's base is.
         reference=shape.weights * size if has_reference and not lora.rank else 0,
         activations=here * kept,
         logits=min(_LOGIT_TOKENS, here) * shape.vocabulary * _LOGIT_BYTES,

@@ -102,11 +102,16 @@ def resume(settings: Settings, folder: Path | None, state: Path | None, ranks: R
     ranks.lead(LoadOrder(None if folder is None else str(folder), None if state is None else str(state)))
     base = settings.model.model_path
     page = ALGORITHMS[settings.algorithm.algorithm_type]
-    reference = critic = None
-    if page.critic_loss is not None:
-        # A version that another method trained has none: it is learnt anew.
-        critic = Critic.load(settings, state / CRITIC if state and (state / CRITIC).exists() else base)
     actor = actor_in(settings, folder / ACTOR if folder else base)
+    reference = critic = kept_critic = None
+    if page.critic_loss is not None:
+        if state and (state / CRITIC).exists():  # A version that another method trained has none: it is learnt anew.
+            kept_critic = state / CRITIC
+            if settings.model.lora.rank and not (kept_critic / ADAPTER_CONFIG).exists():
+                reason = "that of the checkpoint, of an older release, is a whole model; now it is an adapter"
+                _log.warning("critic_begins_anew", folder=kept_critic.parent.name, reason=reason)
+                kept_critic = None
+        critic = actor.critic(settings, kept_critic or base)
     if page.asks(settings.algorithm).reference:
         reference = actor.reference(settings)
     if ranks.sequence is not None:
@@ -123,8 +128,9 @@ def resume(settings: Settings, folder: Path | None, state: Path | None, ranks: R
         learner.generator.set_state(load_file(folder / TRAINER_STATE / RANDOM)["generator"])
         # The weights of the actor have had its updates, whatever its moments have seen.
         updates = {"actor": counters.actor_updates, "critic": kept.critic_updates}
+        kept_states = {"actor": state, "critic": state if kept_critic else None}
         for name, optimizer in learner.optimizers.items():
-            if state and (file := state / TRAINER_STATE / f"{name}.safetensors").exists():
+            if (there := kept_states[name]) and (file := there / TRAINER_STATE / f"{name}.safetensors").exists():
                 tensors = load_file(file)
                 masters = {
                     key.removeprefix("master."): each for key, each in tensors.items() if key.startswith("master.")
@@ -197,7 +203,7 @@ def state_of(learner: Learner) -> CapturedState:
     for name, optimizer in learner.optimizers.items():
         masters = {f"master.{key}": weight for key, weight in optimizer.weights(hidden=True).items()}
         optimizers[name] = {key: tensor.contiguous() for key, tensor in (masters | optimizer.moments()).items()}
-    return CapturedState(optimizers, learner.critic, learner.critic.state_dict() if learner.critic else {})
+    return CapturedState(optimizers, learner.critic, learner.critic.tensors() if learner.critic else {})
 
 
 def allocate_on_cpu(_: str, like: Tensor) -> Tensor:
@@ -212,7 +218,7 @@ def copy_state(learner: Learner, room: Room) -> CapturedState:
         name: optimizer.copy(lambda key, like, name=name: room(f"{name}/{key}", like))  # type: ignore[misc]
         for name, optimizer in learner.optimizers.items()
     }
-    critic = learner.critic.state_dict() if learner.critic else {}
+    critic = learner.critic.tensors() if learner.critic else {}
     return CapturedState(optimizers, learner.critic, _copy_tensors(critic, room))
 
 

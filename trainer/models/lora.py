@@ -1,15 +1,16 @@
-"""An actor of which only a low-rank adapter is trained, saved as peft saves it; the base model's weights stay.
+"""Actor and critic of which only a low-rank adapter each is trained, on one copy of the base model's weights.
 
     adapter_config.json, adapter_model.safetensors      what any tool that knows peft loads on top of the base model
 
 The adapter is of the type of the weights that it is added to, so that it is served as it was trained.
 """
 
+import copy
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, cast
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -22,39 +23,22 @@ from tuneloop.shared.checkpoints.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tuneloop.shared.errors import EnvironmentRefused, SettingsError
 from tuneloop.shared.settings.serving import LoraSettings
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.batches.batch import Batch
-from tuneloop.trainer.models.layers import is_compiling
-from tuneloop.trainer.models.model import Actor, Features, load_causal
+from tuneloop.trainer.models.layers import compile_layers, is_compiling
+from tuneloop.trainer.models.model import BODY, VALUE_HEAD, Actor, Critic, load_causal
 from tuneloop.trainer.models.quantization import exact_weights
-from tuneloop.trainer.ranks.sequence_group import SequenceGroup
 
 _NAME = "default"
 #: What peft puts before the base model's own names.
 _PREFIX = "base_model.model."
 
 
-class AdaptedActor(Actor):
-    """The base model and an adapter, which alone has gradients."""
+class Adapter:
+    """A low-rank adapter in a network, which alone has gradients there."""
 
-    def __init__(self, network: PreTrainedModel, config: LoraConfig, base: Path, *, compiled: bool = False) -> None:
-        super().__init__(network, compiled=compiled)
-        self._config, self._base = config, base
-
-    @classmethod
-    def load(cls, settings: Settings, folder: Path) -> Self:
-        """The base model with the adapter in `folder`, or with a new one, which changes nothing yet, if it has none."""
+    def __init__(self, settings: Settings, network: PreTrainedModel, folder: Path) -> None:
+        """The adapter in `folder`, or a new one, which changes nothing yet, if it has none."""
         base, lora = settings.model.model_path, settings.model.lora
-        network = load_causal(settings, base, bits=lora.base_bits)
-        # Raise SettingsError for targets that no engine would serve an adapter of: it would only show at a
-        # publication.
-        head = network.get_output_embeddings()  # type: ignore[no-untyped-call]
-        layers = (name for name, each in network.named_modules() if isinstance(each, nn.Linear) and each is not head)
-        known = sorted({name.rpartition(".")[2] for name in layers})
-        unfit = [target for target in lora.targets if target not in known]
-        if unfit or not lora.targets:
-            wrong = f"{', '.join(unfit)}: engines serve no adapter of that" if unfit else "names no layer"
-            raise SettingsError(f"model.lora.targets: {wrong}; the linear layers of this model are {', '.join(known)}")
-        config = LoraConfig(
+        self._config = LoraConfig(
             r=lora.rank,
             lora_alpha=lora.alpha_used,
             target_modules=list(lora.targets),
@@ -63,19 +47,18 @@ class AdaptedActor(Actor):
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.trainer.seed)
-            inject_adapter_in_model(config, network, _NAME)
-            for parameter in network.parameters():
-                if parameter.requires_grad:
-                    parameter.data = parameter.data.to(network.device, network.dtype)
-            network.train(mode=False)
-        actor = cls(network, config, base, compiled=is_compiling(settings.trainer.compile, network.device))
+            inject_adapter_in_model(self._config, network, _NAME)
+        named = network.named_parameters()
+        self._parameters = {_saved_name(name): each for name, each in named if each.requires_grad}
+        for parameter in self._parameters.values():
+            parameter.data = parameter.data.to(network.device, network.dtype)
+        network.train(mode=False)
         if (folder / ADAPTER_CONFIG).exists():
-            actor._restore(lora, folder)
-        return actor
+            self._restore(lora, folder)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The adapter's weights, as peft names them."""
-        return {_saved_name(name): each.detach().contiguous() for name, each in self._adapter().items()}
+        """Its weights, as peft names them."""
+        return {name: each.detach().contiguous() for name, each in self._parameters.items()}
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write the adapter into `folder`, and the base model's place."""
@@ -87,29 +70,6 @@ class AdaptedActor(Actor):
         document["inference_mode"] = True
         (folder / ADAPTER_CONFIG).write_text(json.dumps(document, indent=2, sort_keys=True, default=str))
 
-    def as_served(self) -> AbstractContextManager[None]:
-        """Within, it computes with the base model's weights as they are in its folder: engines serve these."""
-        return exact_weights(self.network, self._base)
-
-    def reference(self, settings: Settings) -> Actor:
-        """The base model, on the same weights: it takes no memory of its own."""
-        return BareActor(self)
-
-    @contextmanager
-    def disable(self) -> Iterator[None]:
-        """Run the base model alone."""
-        layers = [each for each in self.network.modules() if isinstance(each, BaseTunerLayer)]
-        for layer in layers:
-            layer.enable_adapters(enabled=False)
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.enable_adapters(enabled=True)
-
-    def _adapter(self) -> dict[str, nn.Parameter]:
-        return {name: each for name, each in self.network.named_parameters() if each.requires_grad}
-
     @torch.no_grad()
     def _restore(self, lora: LoraSettings, folder: Path) -> None:
         document = json.loads((folder / ADAPTER_CONFIG).read_text())
@@ -120,21 +80,82 @@ class AdaptedActor(Actor):
                 f"{sorted(there[2])}; write these, or begin another experiment under another name"
             )
         found = load_file(folder / ADAPTER_WEIGHTS)
-        for name, parameter in self._adapter().items():
-            parameter.copy_(found[_saved_name(name)])
+        for name, parameter in self._parameters.items():
+            parameter.copy_(found[name])
 
 
-class BareActor(Actor):
-    """The base model below an adapter, as the reference that the actor must not stray from."""
+class AdaptedActor(Actor):
+    """The base model and an adapter.
 
-    def __init__(self, adapted: AdaptedActor) -> None:
-        super().__init__(adapted.network, compiled=adapted.is_compiled)
-        self._adapted = adapted
+    Critic and reference are networks of their own around the same base weights: a call, and what its backward pass
+    makes again, cannot meet another's adapter.
+    """
 
-    def _features(self, batch: Batch, group: SequenceGroup | None) -> Features:
-        """The same, without the adapter, which never is at the head."""
-        with self._adapted.disable():
-            return super()._features(batch, group)
+    def __init__(self, settings: Settings, network: PreTrainedModel, folder: Path) -> None:
+        super().__init__(network, compiled=is_compiling(settings.trainer.compile, network.device))
+        self._base, self._adapter = settings.model.model_path, Adapter(settings, network, folder)
+
+    @classmethod
+    def load(cls, settings: Settings, folder: Path) -> Self:
+        """The base model with the adapter in `folder`, or with a new one, if it has none."""
+        lora = settings.model.lora
+        network = load_causal(settings, settings.model.model_path, bits=lora.base_bits)
+        # Raise SettingsError for targets that no engine would serve an adapter of: it would only show at a
+        # publication.
+        head = network.get_output_embeddings()  # type: ignore[no-untyped-call]
+        layers = (name for name, each in network.named_modules() if isinstance(each, nn.Linear) and each is not head)
+        known = sorted({name.rpartition(".")[2] for name in layers})
+        unfit = [target for target in lora.targets if target not in known]
+        if unfit or not lora.targets:
+            wrong = f"{', '.join(unfit)}: engines serve no adapter of that" if unfit else "names no layer"
+            raise SettingsError(f"model.lora.targets: {wrong}; the linear layers of this model are {', '.join(known)}")
+        return cls(settings, network, folder)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The adapter's weights, as peft names them."""
+        return self._adapter.tensors()
+
+    def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write the adapter into `folder`, and the base model's place."""
+        self._adapter.save(folder, tensors)
+
+    def as_served(self) -> AbstractContextManager[None]:
+        """Within, it computes with the base model's weights as they are in its folder: engines serve these."""
+        return exact_weights(self.network, self._base)
+
+    def reference(self, settings: Settings) -> Actor:
+        """The base model, on the same weights: it takes no memory of its own."""
+        return Actor(self._bare(), compiled=self.is_compiled)
+
+    def critic(self, settings: Settings, folder: Path) -> Critic:
+        """The critic saved in `folder`, or a new one if there is none, on the same base weights."""
+        return AdaptedCritic(settings, cast(PreTrainedModel, self._bare().base_model), folder)
+
+    def _bare(self) -> PreTrainedModel:
+        """The base model without the adapter: other modules around the same layers and tensors."""
+        network = self.network
+        kept: dict[int, Any] = {id(each): each for each in (*network.parameters(), *network.buffers())}
+        layers = (each for each in network.modules() if isinstance(each, BaseTunerLayer))
+        bare = copy.deepcopy(network, kept | {id(each): each.get_base_layer() for each in layers})
+        if self.is_compiled:  # What is compiled is not copied.
+            compile_layers(bare)
+        return bare
+
+
+class AdaptedCritic(Critic):
+    """The base model's body, an adapter of its own, and the value head."""
+
+    def __init__(self, settings: Settings, body: PreTrainedModel, folder: Path) -> None:
+        super().__init__(body, folder)
+        self._adapter = Adapter(settings, body, folder)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What `save` writes: the adapter and the head, not a copy of them."""
+        head = {name: each for name, each in self.state_dict().items() if name.startswith(VALUE_HEAD)}
+        return {f"{BODY}{name}": each for name, each in self._adapter.tensors().items()} | head
+
+    def _save_body(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        self._adapter.save(folder, tensors)
 
 
 def _saved_name(name: str) -> str:

@@ -33,8 +33,9 @@ from tuneloop.trainer.models.ulysses import gather_tokens
 from tuneloop.trainer.ranks.sequence_group import SequenceGroup
 from tuneloop.trainer.transfer import hand_over
 
-_VALUE_HEAD = "value_head.safetensors"
-_PARTS = ("body", "value_head")
+_HEAD_FILE = "value_head.safetensors"
+#: What a critic's tensors are called by.
+BODY, VALUE_HEAD = "body.", "value_head."
 
 #: A file of weights has about so much: several are written, and read, at once, of a small model too.
 _SHARD = "250MB"
@@ -87,6 +88,10 @@ class Actor:
         base = Actor.load(settings, settings.model.model_path)
         base.network.requires_grad_(requires_grad=False)
         return base
+
+    def critic(self, settings: Settings, folder: Path) -> "Critic":
+        """The critic saved in `folder`, or a new one that begins as the model there."""
+        return Critic.load(settings, folder)
 
     @property
     def is_packed(self) -> bool:
@@ -172,7 +177,8 @@ class Critic(nn.Module):
     `positions` counts what it reads.
     """
 
-    def __init__(self, body: PreTrainedModel) -> None:
+    def __init__(self, body: PreTrainedModel, folder: Path) -> None:
+        """Its head is the one in `folder`, if there is one."""
         super().__init__()
         self.body = body
         self.positions = Positions()
@@ -180,14 +186,13 @@ class Critic(nn.Module):
         self.value_head = nn.Linear(width, 1, device=body.device, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
+        if (folder / _HEAD_FILE).exists():
+            self.value_head.load_state_dict(load_file(folder / _HEAD_FILE))
 
     @classmethod
     def load(cls, settings: Settings, folder: Path) -> Self:
         """The critic saved in `folder`; of any other Hugging Face folder, the body."""
-        critic = cls(_load_pretrained(AutoModel.from_pretrained, settings, folder))
-        if (folder / _VALUE_HEAD).exists():
-            critic.value_head.load_state_dict(load_file(folder / _VALUE_HEAD))
-        return critic
+        return cls(_load_pretrained(AutoModel.from_pretrained, settings, folder), folder)
 
     @property
     def is_packed(self) -> bool:
@@ -200,11 +205,21 @@ class Critic(nn.Module):
         values_N1 = cast(Tensor, self.value_head(features.ND.float()))
         return features.scatter(values_N1[:, 0], batch)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What `save` writes: the weights, not a copy of them."""
+        return dict(self.state_dict())
+
     def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Write `tensors`, which are its state_dict or a copy of it, and the configuration into `folder`."""
-        body, head = ({name: tensors[f"{part}.{name}"] for name in getattr(self, part).state_dict()} for part in _PARTS)
-        self.body.save_pretrained(folder, state_dict=body, max_shard_size=_SHARD)
-        save_file(head, folder / _VALUE_HEAD)
+        """Write `tensors`, or a copy of them, and the configuration into `folder`."""
+        body, head = (
+            {name.removeprefix(part): each for name, each in tensors.items() if name.startswith(part)}
+            for part in (BODY, VALUE_HEAD)
+        )
+        self._save_body(folder, body)
+        save_file(head, folder / _HEAD_FILE)
+
+    def _save_body(self, folder: Path, tensors: dict[str, Tensor]) -> None:
+        self.body.save_pretrained(folder, state_dict=tensors, max_shard_size=_SHARD)
 
 
 def load_causal(settings: Settings, folder: Path, *, bits: int | None = None) -> PreTrainedModel:

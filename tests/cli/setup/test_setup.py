@@ -41,6 +41,14 @@ QWEN3_4B = {
     "num_attention_heads": 32,
 }
 
+QWEN3_8B: dict[str, object] = {
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+}
+
 
 def model_folder(folder: Path, weights: int = 596_049_920, template: str = TOOLS, **but: object) -> Path:
     """A folder that looks like a model's: a configuration, and a header without the weights that it tells of."""
@@ -79,6 +87,21 @@ def test_the_trainers_memory_is_what_was_measured_on_an_h200(
     algorithm = {"algorithm_type": kind, "kl_coef": 0.0 if kind == "sft" else 0.001}
     memory = reckon(settings_of(tmp_path / "m", algorithm=algorithm, trainer=trainer), (found, found, None))
     assert memory.total / GIB == pytest.approx(measured, rel=0.25)
+
+
+@pytest.mark.parametrize(("again", "measured"), [(False, 63.2), (True, 25.0)])
+def test_one_h200_holds_ppo_of_8_b_with_two_adapters(tmp_path: Path, again: bool, measured: float) -> None:
+    """Measured by a loop of torch's own parts, in GB."""
+    folder = model_folder(tmp_path / "m", weights=8_190_735_360, **QWEN3_8B)
+    trainer = {"micro_batch_tokens": 8192, "activation_checkpointing": again}
+    model = {"model_path": folder, "lora": {"rank": 32}}
+    plan = make_plan(settings_of(folder, mode="train", model=model, trainer=trainer), gpu_bytes=141 * 10**9, speed=1e9)
+    assert [each for each in plan.problems if "GPU" in each] == []
+    assert plan.trainer is not None
+    assert plan.trainer.total / 1e9 == pytest.approx(measured, rel=0.25)
+    adapter = 2 * 87_293_952
+    assert plan.trainer.weights == 2 * 8_190_735_360 + 2 * adapter
+    assert (plan.disk.newest, plan.disk.older) == (2 * 14 * 87_293_952, adapter)
 
 
 def test_the_disk_of_versions_is_that_of_the_operations_page(tmp_path: Path) -> None:

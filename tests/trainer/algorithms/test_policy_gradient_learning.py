@@ -54,6 +54,10 @@ def _trained(settings, kind, reward):
     return before, _probability(learner), learner
 
 
+def _is_wanted(token):
+    return float(token == WANTED)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_learns_to_say_what_is_rewarded(settings, kind):
     before, after, learner = _trained(settings, kind, lambda token: float(token == WANTED))
@@ -67,6 +71,29 @@ def test_it_learns_as_much_with_an_optimizer_of_8_bits(settings, monkeypatch):
     before, after, _ = _trained(settings, "reinforce", lambda token: float(token == WANTED))
     assert before < 0.02
     assert after > 0.5
+
+
+def _of_rank(settings, folder, rank):
+    return lambda **but: settings(**{"model": {"model_path": folder, "lora": {"rank": rank}}} | but)
+
+
+def test_ppo_learns_it_with_two_adapters_on_one_base(settings, opinionated):
+    before, after, learner = _trained(_of_rank(settings, opinionated, 8), "ppo", _is_wanted)
+    assert before < 0.02
+    assert after > 0.9
+    assert learner.critic is not None
+
+
+def test_a_critic_s_adapter_explains_as_much_of_the_returns_as_a_whole_critic(settings, opinionated):
+    """Every other prompt is rewarded, whatever is replied."""
+    explained = []
+    for rank in (0, 8):
+        learner = snapshot.load(_of_rank(settings, opinionated, rank)(), None)
+        batch = [sample(number, reward=float(number % 2)) for number in range(16)]
+        for _ in range(40):
+            told = learner.step(batch)
+        explained.append(told["critic/vf_explained_var"])
+    assert explained[1] > explained[0] - 0.02 > 0.9
 
 
 @pytest.mark.parametrize("kind", KINDS)

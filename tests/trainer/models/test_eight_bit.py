@@ -83,7 +83,7 @@ def test_where_the_bits_were_changed_the_moments_begin_anew_and_the_weights_stay
     snapshot.save(learner, folder, base=made.model.model_path)
     with capture_logs() as logs:
         changed = snapshot.load(settings(algorithm={"optimizer": {"lr": 1e-3, "bits": after}}), folder)
-    assert [log["event"] for log in logs].count("optimizer_begins_anew") == 1
+    assert [log["event"] for log in logs].count("optimizer_begins_anew") == len(learner.optimizers)
     assert changed.optimizers["actor"].moments() == {}
     weights = changed.optimizers["actor"].weights()
     assert all(torch.equal(each, weights[name]) for name, each in learner.optimizers["actor"].weights().items())

@@ -21,6 +21,9 @@ def _gradients(settings, **trainer):
     learner = snapshot.load(settings(trainer={"micro_batch_tokens": 4096, "dtype": "float32"} | trainer), None)
     torch.manual_seed(1)
     torch.nn.init.normal_(learner.critic.value_head.weight)
+    for name, parameter in [*learner.actor.network.named_parameters(), *learner.critic.named_parameters()]:
+        if "lora_B" in name:  # else the other half has no gradient
+            torch.nn.init.normal_(parameter, std=0.1)
     sequences = assemble(SAMPLES, merge=False)
     batch = _collate(sequences, tempered=learner._asks.tempered)
     targets, _ = learner._targets(sequences, batch)
@@ -30,22 +33,23 @@ def _gradients(settings, **trainer):
     return gradients_of(learner, "actor") | gradients_of(learner, "critic"), len(runs), learner
 
 
-@pytest.mark.parametrize("adapter", [0, 4])
-def test_activations_that_are_made_again_change_no_gradient(settings, base, adapter):
-    model = {"model_path": base, "lora": {"rank": adapter}}
+@pytest.mark.parametrize(("adapter", "bits"), [(0, None), (4, None), (4, 4)])
+def test_activations_that_are_made_again_change_no_gradient(settings, base, adapter, bits):
+    model = {"model_path": base, "lora": {"rank": adapter, "base_bits": bits}}
 
     def make(trainer):
         return settings(trainer=trainer, model=model)
 
-    expected, once, _ = _gradients(make)
+    expected, once, plain = _gradients(make)
     found, twice, learner = _gradients(make, activation_checkpointing=True)
     assert (once, twice) == (1, 2)
     assert found.keys() == expected.keys()
     for name, each in expected.items():
         assert torch.equal(found[name], each), name
+        assert float(each.abs().max()) > 0 or not adapter, name
     ids_BT = torch.tensor([[5, 6, 7]])
     told = learner.actor.network.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), max_new_tokens=4)
-    plain = snapshot.load(make({}), None).actor.network
+    plain = plain.actor.network
     assert torch.equal(told, plain.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), max_new_tokens=4))
 
 

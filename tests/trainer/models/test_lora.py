@@ -1,18 +1,25 @@
 """An adapter is trained instead of the weights, and any tool that knows peft finds what was trained."""
 
 import json
+import shutil
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
+from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.factories import commit, sample
+from tuneloop.shared.capacity.memory import reckon
+from tuneloop.shared.capacity.model_shape import read_shape
 from tuneloop.shared.checkpoints.manifest import read_manifest
 from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.errors import EnvironmentRefused, SettingsError
 from tuneloop.shared.ledger.ledger import BatchPolicy
+from tuneloop.shared.settings.algorithm import AlgorithmSettings
+from tuneloop.trainer.batches.batch import collate
+from tuneloop.trainer.batches.sequences import assemble
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publication
 
@@ -46,6 +53,73 @@ def test_only_the_adapter_is_trained(adapted, base):
     assert len(changed) == 2 * 7 * 2  # two matrices for each of seven targets in two layers
 
 
+def _tensors(network):
+    """What a network computes with, but adapters."""
+    named = [*network.named_parameters(), *network.named_buffers()]
+    return {each.data_ptr(): each.nbytes for name, each in named if "lora_" not in name}
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_the_base_is_there_once_and_reckoned_once_and_the_adapters_twice(adapted, base, bits):
+    chosen = adapted(model={"model_path": base, "lora": LORA | {"base_bits": bits}})
+    learner = snapshot.load(chosen, None)
+    ours = _tensors(learner.actor.network)
+    assert _tensors(learner.critic.body) == ours
+    assert _tensors(learner.reference.network) == ours
+    assert not [each for each in learner.reference.network.parameters() if each.requires_grad]
+    trained = {name: [*each.weights().values()] for name, each in learner.optimizers.items()}
+    adapter = sum(each.nbytes for each in trained["actor"])
+    assert sum(each.nbytes for each in trained["critic"]) == adapter + 4 * (32 + 1)
+    shape = read_shape(base)
+    memory, less = (
+        reckon(each, (shape, shape, None))
+        for each in (chosen, chosen.model_copy(update={"algorithm": AlgorithmSettings(algorithm_type="reinforce")}))
+    )
+    assert memory.weights - less.weights == adapter
+    assert (memory.optimizer, memory.gradients, memory.reference) == (2 * less.optimizer, 2 * adapter, 0)
+
+
+@pytest.mark.parametrize("name", ["actor", "critic"])
+def test_a_step_of_one_does_not_move_the_other(adapted, name):
+    learner = snapshot.load(adapted(), None)
+    learner.step(BATCHES[0])  # Both have left where they began.
+    batch = collate(assemble(BATCHES[1], merge=False))
+    learner.forward_backward(batch, learner._targets(assemble(BATCHES[1], merge=False), batch)[0])
+    before = {
+        which: [each.clone() for each in model.parameters()]
+        for which, model in (("actor", learner.actor.network), ("critic", learner.critic))
+    }
+    optimizer = learner.optimizers[name]
+    optimizer.update(norm=optimizer.gradient_norm(), max_norm=1.0)
+    for which, model in (("actor", learner.actor.network), ("critic", learner.critic)):
+        moved = [not torch.equal(one, other) for one, other in zip(model.parameters(), before[which], strict=True)]
+        assert sum(moved) == (len(optimizer.weights()) if which == name else 0)
+
+
+def test_a_critic_of_an_older_release_which_is_a_whole_model_begins_anew_and_nothing_else(
+    adapted, settings, base, tmp_path
+):
+    learner, older = snapshot.load(adapted(), None), snapshot.load(settings(), None)
+    for each, name in ((learner, "adapted"), (older, "whole")):
+        each.step(BATCHES[0])
+        snapshot.save(each, tmp_path / name, base=base)
+    for part in ("critic", "trainer_state/critic.safetensors"):
+        shutil.rmtree(tmp_path / "adapted" / part, ignore_errors=True)
+        (tmp_path / "whole" / part).replace(tmp_path / "adapted" / part)
+    with capture_logs() as logs:
+        resumed = snapshot.load(adapted(), tmp_path / "adapted")
+    [told] = [each for each in logs if each["log_level"] == "warning"]
+    assert (told["event"], told["folder"]) == ("critic_begins_anew", "adapted")
+    assert {name: each.updates for name, each in resumed.optimizers.items()} == {"actor": 2, "critic": 0}
+    assert resumed.steps == 1
+    assert resumed.logprobs(list(range(40, 60))) == learner.logprobs(list(range(40, 60)))
+    ours, theirs = (each.optimizers["actor"].moments() for each in (resumed, learner))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(each, theirs[name]) for name, each in ours.items())
+    assert resumed.step(BATCHES[1])["critic/values/mean"] == 0
+    assert resumed.optimizers["critic"].updates == 2
+
+
 def test_a_new_adapter_changes_nothing_and_the_reference_stays_there(adapted, settings):
     learner, bare = snapshot.load(adapted(), None), snapshot.load(settings(), None)
     ids = list(range(40, 60))
@@ -57,24 +131,36 @@ def test_a_new_adapter_changes_nothing_and_the_reference_stays_there(adapted, se
     assert learner.logprobs(ids) == bare.logprobs(ids)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_loaded_adapter_goes_on_to_the_bit(adapted, base, tmp_path, dtype):
-    chosen = adapted(trainer={"dtype": dtype})
+@pytest.mark.parametrize(
+    ("dtype", "bits", "base_bits"), [("float32", 32, None), ("bfloat16", 32, 4), ("bfloat16", 8, None)]
+)
+def test_loaded_adapters_go_on_to_the_bit(adapted, base, tmp_path, dtype, bits, base_bits):
+    chosen = adapted(
+        trainer={"dtype": dtype},
+        algorithm={"optimizer": {"lr": 1e-3, "bits": bits}, "mini_batches": 2},
+        model={"model_path": base, "lora": LORA | {"base_bits": base_bits}},
+    )
+
+    def losses_of(learner, batches):
+        return [[learner.step(batch)[name] for name in ("actor/pg_loss", "critic/vf_loss")] for batch in batches]
+
     straight = snapshot.load(chosen, None)
-    losses = [straight.step(batch)["actor/pg_loss"] for batch in BATCHES]
+    losses = losses_of(straight, BATCHES)
     snapshot.save(straight, tmp_path / "straight", base=base)
 
     first = snapshot.load(chosen, None)
-    again = [first.step(batch)["actor/pg_loss"] for batch in BATCHES[:2]]
+    again = losses_of(first, BATCHES[:2])
     snapshot.save(first, tmp_path / "half", base=base)
     second = snapshot.load(chosen, tmp_path / "half")
-    again += [second.step(batch)["actor/pg_loss"] for batch in BATCHES[2:]]
+    again += losses_of(second, BATCHES[2:])
     snapshot.save(second, tmp_path / "again", base=base)
 
     assert again == losses
     assert _contents(tmp_path / "again") == _contents(tmp_path / "straight")
     types = {each.dtype for each in load_file(tmp_path / "again" / "actor" / "adapter_model.safetensors").values()}
     assert types == {getattr(torch, dtype)}
+    for name, optimizer in second.optimizers.items():
+        assert {each.dtype for each in optimizer.weights().values()} == {torch.float32}, name
 
 
 def test_peft_and_the_merged_weights_find_the_probe_s_logprobs(adapted, base, tmp_path):
@@ -92,6 +178,7 @@ def test_peft_and_the_merged_weights_find_the_probe_s_logprobs(adapted, base, tm
 
     merged = AutoModelForCausalLM.from_pretrained(base)
     tensors = load_file(tmp_path / "actor" / "adapter_model.safetensors")
+    assert tensors.keys() == get_peft_model_state_dict(theirs).keys()
     weights = dict(merged.named_parameters())
     for name in {each.rpartition(".lora_")[0] for each in tensors}:
         down, up = (tensors[f"{name}.lora_{part}.weight"] for part in "AB")

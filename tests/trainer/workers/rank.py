@@ -129,22 +129,22 @@ def fail_once(how: str, rank: int, ranks: Ranks) -> None:
         return keep_room_for(KEPT, kept=how == "kept")
     if ranks.rank != rank:
         return
-    honest, shares = Learner._share, 0
+    honest, begun = Learner._backward, []
 
-    def share(learner, batch, targets):
-        nonlocal shares
-        shares += 1
-        metrics = honest(learner, batch, targets)
-        if shares == 3 and how == "memory":
+    def backward(learner, batch, targets, totals):
+        if not begun or begun[-1] is not totals:
+            begun.append(totals)  # One for each mini-batch.
+        metrics = honest(learner, batch, targets, totals)
+        if len(begun) == 3 and how == "memory":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
-        if shares == 3 and how == "nan":
+        if len(begun) == 3 and how == "nan":
             parameter = next(learner.actor.network.parameters())
             parameter.grad = torch.full_like(parameter, float("nan"))
-        if shares == 3 and how == "death":
+        if len(begun) == 3 and how == "death":
             os.kill(os.getpid(), signal.SIGKILL)
         return metrics
 
-    Learner._share = share
+    Learner._backward = backward
 
 
 def keep_room_for(tokens: int, *, kept: bool) -> None:
@@ -181,10 +181,10 @@ def main(folder: Path, together: int) -> None:
     if any(scenario.get("slow") for scenario in plan.values()):
         joined_ranks._STUCK = timedelta(seconds=STUCK_S)
     ranks = JoinedRanks.join(torch.device("cpu"), together=together)
-    honest, score = Learner._share, Actor.score
+    honest, score = Learner._backward, Actor.score
     for name, scenario in plan.items():
         settings = Settings.model_validate(scenario["settings"])
-        Learner._share, Actor.score = honest, score
+        Learner._backward, Actor.score = honest, score
         ranks.__class__ = MeanRanks if scenario.get("mean") else JoinedRanks
         if scenario.get("fail"):
             fail_once(scenario["fail"], scenario["on"], ranks)

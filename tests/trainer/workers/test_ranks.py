@@ -14,6 +14,7 @@ from tuneloop.trainer.ranks.ranks import ALONE
 PPO = {"algorithm": {"algorithm_type": "ppo"}}
 GRPO = {"algorithm": {"algorithm_type": "grpo"}, "buffer": {"group_by": "task", "group_size": 2}}
 DPO = {"algorithm": {"algorithm_type": "dpo"}, "buffer": {"group_by": "task", "group_size": 2}}
+TWICE = ("kept", "again")
 METHODS = {"ppo": PPO, "grpo": GRPO, "dpo": DPO}
 
 
@@ -85,6 +86,19 @@ def _what_is_not_finite_on_one_rank_is_refused_by_all(found):
     ]
     assert all(bool(torch.isfinite(each).all()) for each in found[1].values())
     assert not found[0]["spoilt"]
+
+
+def test_two_adapters_on_one_base_learn_the_same_with_activations_made_again(settings, base, tmp_path):
+    model = {"model_path": base, "lora": {"rank": 2}}
+    made = {name: PPO | {"model": model, "trainer": {"activation_checkpointing": name == "again"}} for name in TWICE}
+    ends = _run(settings, tmp_path, 2, {name: (sections, {}) for name, sections in made.items()})
+    assert [code for code, _ in ends] == [0, 0]
+    (kept, weights), (again, others) = (_found(tmp_path, name) for name in TWICE)
+    assert (kept.pop("checkpointing"), again.pop("checkpointing")) == (False, True)
+    assert again == kept
+    assert _largest_difference(weights, others) == 0
+    _, alone, _ = outcome(settings(**made["again"]), ALONE)
+    assert _largest_difference(weights, alone) < 1e-5
 
 
 def test_the_death_of_one_rank_in_mid_step_ends_the_others(settings, tmp_path):

@@ -17,6 +17,7 @@ FEW = 4
 SCENARIOS = {
     "bits": {"algorithm": BITS},
     "lora": PPO | {"model": {"lora": {"rank": 2, "targets": ["q_proj", "v_proj"]}}},
+    "lora-bits": {"algorithm": BITS, "model": {"lora": {"rank": 2, "base_bits": 4}}},
     "half": PPO | {"trainer": ALONE_EACH | {"optimizer_offload": True}},
 }
 
@@ -67,7 +68,7 @@ def test_the_state_of_several_ranks_is_that_of_one_and_is_gone_on_with_by_any_nu
         ours, theirs = _saved(tmp_path / name), _saved(before / name)
         assert {key: each.shape for key, each in ours.items()} == {key: each.shape for key, each in theirs.items()}
         # Of numbers rounded to fewer bits some few fall to the other side.
-        few = {"half": 0.02, "bits": 0.003}.get(name, 0)
+        few = {"half": 0.02, "bits": 0.003, "lora-bits": 0.003}.get(name, 0)
         assert _share_apart(weights, alone[name][1]) <= few, name
         assert _share_apart(ours, theirs) <= few, name
         _the_one_goes_on_as_the_others_do(settings(**sections), tmp_path / name, _found(tmp_path, f"{name}-on"), few)

@@ -1,6 +1,7 @@
 """Brings exchanges and feedback to disk: when `record` returns they are safe, whatever dies next."""
 
 import asyncio
+import errno
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -164,7 +165,7 @@ class Recorder:
         # More threads would only keep each other, and the event loop, from the interpreter.
         self._threads, self._appender = ThreadPoolExecutor(2, "redaction"), ThreadPoolExecutor(1, "outbox")
         self._waiting: list[tuple[Sequence[bytes], asyncio.Future[None]]] = []
-        self._appending: asyncio.Task[None] | None = None
+        self._is_appending = False
         self._calls: set[_Call] = set()
         self._away = False
 
@@ -221,8 +222,8 @@ class Recorder:
     async def close(self) -> None:
         """Wait for what is still being written, whose requests were cancelled."""
         await asyncio.gather(*self._writing, return_exceptions=True)
-        if self._appending is not None:
-            await self._appending
+        while self._is_appending:
+            await self._append([])
         self._threads.shutdown(wait=False)
         self._appender.shutdown()
 
@@ -256,28 +257,35 @@ class Recorder:
     async def _append(self, payloads: Sequence[bytes]) -> None:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((payloads, done))
-        if self._appending is None or self._appending.done():
-            self._appending = asyncio.create_task(self._append_all())
+        if not self._is_appending:
+            self._append_waiting()
         await done  # who is cancelled meanwhile has the records written all the same
 
-    async def _append_all(self) -> None:
+    def _append_waiting(self) -> None:
         """Bring to disk what waits, and then what has come meanwhile."""
-        while self._waiting:
-            group, self._waiting = self._waiting, []
-            payloads = [payload for each, _ in group for payload in each]
-            error: StorageFull | None = None
+        loop, group, self._waiting = asyncio.get_running_loop(), self._waiting, []
+        self._is_appending = bool(group)
+
+        def append() -> None:
+            error: OSError | None = None
             try:
-                await asyncio.get_running_loop().run_in_executor(self._appender, self._outbox.append, payloads)
-            except OSError as refused:
-                self._limits.note_refusal(refused)
-                error = StorageFull(str(self._limits.broken))
+                self._outbox.append([payload for each, _ in group for payload in each])
+            except Exception as refused:
+                error = refused if isinstance(refused, OSError) else OSError(errno.EIO, repr(refused))
+            loop.call_soon_threadsafe(settle, error)
+
+        def settle(error: OSError | None) -> None:
+            if error is not None:
+                self._limits.note_refusal(error)
             for _, done in group:
-                if done.done():
-                    continue
-                if error is None:
+                if error is None and not done.done():
                     done.set_result(None)
-                else:
-                    done.set_exception(StorageFull(str(error)))
+                elif not done.done():
+                    done.set_exception(StorageFull(str(self._limits.broken)))
+            self._append_waiting()
+
+        if group:
+            self._appender.submit(append)
 
 
 def _size(record: Record) -> int:

@@ -202,6 +202,7 @@ def test_a_database_that_is_away_for_too_long_is_no_longer_waited_for(
 
 def test_a_stream_that_cannot_be_stored_ends_with_an_error(explorer: RunningExplorer, double: EngineDouble) -> None:
     double.piece_pause_s = 0.02
+    explorer.chat()  # so that a file is open
     outbox = explorer.services.outbox
     with explorer.http.stream("POST", CHAT, json=HELLO | {"stream": True}) as reply:
         lines = reply.iter_lines()

@@ -219,7 +219,7 @@ class TenantSettings(Section):
     retention: RetentionSettings = RetentionSettings()
 
 
-#: What is found by itself; `shared/privacy/patterns.py` says how.
+#: What is found by itself; `shared/privacy/detection.py` says how.
 BuiltIn = Literal["private_key", "jwt", "api_key", "email", "iban", "credit_card", "us_ssn", "ip_address", "phone"]
 
 _LONGEST_PATTERN = 1000

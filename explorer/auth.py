@@ -170,7 +170,8 @@ _BELOW: tuple[tuple[str, str, Scopes], ...] = (
     ("GET", "/v1/models/", _INFERENCE | _READ),
 )
 
-_TRINITY = "/trinity/"
+#: Below this path are the routes of Trinity's own client, which accepts any type and reads its metrics as JSON.
+TRINITY = "/trinity"
 
 #: What is about all tenants. The administrator of one other than the operator's has no say there.
 _OF_ALL_TENANTS = ("/admin/versions", "/metrics")
@@ -178,19 +179,18 @@ _OF_ALL_TENANTS = ("/admin/versions", "/metrics")
 
 def is_about_all_tenants(path: str) -> bool:
     """Whether a path is about all tenants at once."""
-    path = path[len(_TRINITY) - 1 :] if path.startswith(_TRINITY) else path
+    path = path.removeprefix(TRINITY) if path.startswith(f"{TRINITY}/") else path
     return any(path == each or path.startswith(f"{each}/") for each in _OF_ALL_TENANTS)
 
 
 def is_probe(path: str) -> bool:
     """Whether a path says only that the service lives: load balancers ask it."""
-    return path.removeprefix(_TRINITY[:-1]) in _PROBES
+    return path.removeprefix(TRINITY) in _PROBES
 
 
 def required_scopes(method: str, path: str) -> Scopes:
     """The scopes of which a request needs one."""
-    if path.startswith(_TRINITY):
-        path = path[len(_TRINITY) - 1 :]
+    path = path.removeprefix(TRINITY) if path.startswith(f"{TRINITY}/") else path
     found = _ROUTES.get((method, path))
     if found is not None:
         return found

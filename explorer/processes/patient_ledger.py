@@ -19,9 +19,8 @@ from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerUnava
 from tuneloop.shared.held_files import read_unlinked
 from tuneloop.shared.job_marks import SERVED, write_mark
 from tuneloop.shared.ledger.ledger import Ledger, Version
-from tuneloop.shared.ledger.storage.database import connect, upgrade
+from tuneloop.shared.ledger.storage.database import Transactions, connect, upgrade
 from tuneloop.shared.ledger.storage.ledger_clock import LedgerClock
-from tuneloop.shared.ledger.storage.transactions import Transactions
 from tuneloop.shared.ledger.versions.versions import Details, Versions
 from tuneloop.shared.settings.settings import Settings
 

@@ -8,8 +8,8 @@ from typing import Any
 from sqlalchemy import Connection, select
 
 from tuneloop.shared.experience import KEY_SOURCE
+from tuneloop.shared.ledger.storage.database import is_among, portions
 from tuneloop.shared.ledger.storage.schema import RaterState, raters
-from tuneloop.shared.ledger.storage.transactions import is_among, portions
 
 #: What a rater is known by: a tenant and a source, which is empty for feedback that names none.
 Rater = tuple[str, str]

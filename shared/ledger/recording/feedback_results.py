@@ -13,8 +13,8 @@ from tuneloop.shared.experience import Feedback, Kind, Outcome, State, minted_at
 from tuneloop.shared.ledger.recording.new_feedback import TakenFeedback
 from tuneloop.shared.ledger.recording.reward_rule import counting_events
 from tuneloop.shared.ledger.recording.rewards import OPEN, Plan, RewardRow, RowEvents, in_time_for, newest_corrections
+from tuneloop.shared.ledger.storage.database import is_among, portions
 from tuneloop.shared.ledger.storage.schema import experiences
-from tuneloop.shared.ledger.storage.transactions import is_among, portions
 from tuneloop.shared.settings.feedback import RewardRule
 
 #: The choices of a reply or run that are told apart.

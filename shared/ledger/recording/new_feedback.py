@@ -11,9 +11,9 @@ from sqlalchemy import Connection, Select, and_, bindparam, func, literal_column
 from tuneloop.shared.experience import Feedback, Kind
 from tuneloop.shared.ledger.raters import voice_of
 from tuneloop.shared.ledger.recording.rewards import TRAJECTORY, event_order
+from tuneloop.shared.ledger.storage.database import ignoring, is_among, portions
 from tuneloop.shared.ledger.storage.rows import feedback_row
 from tuneloop.shared.ledger.storage.schema import experiences, feedback
-from tuneloop.shared.ledger.storage.transactions import ignoring, is_among, portions
 
 #: Feedback events about one reply or run: each later one is reckoned with all of them.
 MAX_SAID = 1000

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, and_, bindparam, delete, func, select, update
 
+from tuneloop.shared.ledger.storage.database import LedgerPart, ignoring, is_among, portions
 from tuneloop.shared.ledger.storage.schema import outbox_files, refused_records
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, ignoring, is_among, portions
 
 _NUMBERS = select(outbox_files.c.file, outbox_files.c.number).where(is_among(outbox_files.c.file, "files"))
 _LOCKED = _NUMBERS.order_by(outbox_files.c.file).with_for_update()

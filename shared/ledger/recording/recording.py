@@ -31,6 +31,7 @@ from tuneloop.shared.ledger.recording.outbox_files import OutboxFiles, move_on
 from tuneloop.shared.ledger.recording.retention import deleted_among, names_in, not_erased
 from tuneloop.shared.ledger.recording.rewards import Rewards, Trajectory, replies_of, replies_preferred_to, write
 from tuneloop.shared.ledger.recording.stored_completions import tag
+from tuneloop.shared.ledger.storage.database import Transactions, alone, ignoring, is_among, portions, put
 from tuneloop.shared.ledger.storage.rows import exchange_row, experience_row
 from tuneloop.shared.ledger.storage.schema import (
     RESTORE,
@@ -45,7 +46,6 @@ from tuneloop.shared.ledger.storage.schema import (
     raters,
     refused_records,
 )
-from tuneloop.shared.ledger.storage.transactions import Transactions, alone, ignoring, is_among, portions, put
 
 #: Seconds without a heartbeat after which a trainer's leases end. A newer trainer ends them at once.
 LEASE_S = 600.0

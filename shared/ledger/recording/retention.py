@@ -42,8 +42,17 @@ from tuneloop.shared.experience import (
     person_behind,
 )
 from tuneloop.shared.ledger.recording.rewards import Rewards, Trajectory, replies_of
-from tuneloop.shared.ledger.storage.schema import (
+from tuneloop.shared.ledger.storage.database import (
+    LedgerPart,
+    Transactions,
     Utf8Text,
+    alone,
+    is_among,
+    portions,
+    put,
+    translating_errors,
+)
+from tuneloop.shared.ledger.storage.schema import (
     deletions,
     erasures,
     exchanges,
@@ -54,15 +63,6 @@ from tuneloop.shared.ledger.storage.schema import (
     raters,
     refused_records,
     versions,
-)
-from tuneloop.shared.ledger.storage.transactions import (
-    LedgerPart,
-    Transactions,
-    alone,
-    is_among,
-    portions,
-    put,
-    translating_errors,
 )
 from tuneloop.shared.settings.feedback import RetentionSettings as Bounds
 from tuneloop.shared.settings.settings import Settings

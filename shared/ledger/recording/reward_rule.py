@@ -23,8 +23,8 @@ from sqlalchemy import Connection, select
 
 from tuneloop.shared.experience import KEY_SOURCE, MAX_REWARD, Kind, message_of
 from tuneloop.shared.ledger.raters import median_by_voice, voice_of
+from tuneloop.shared.ledger.storage.database import portions
 from tuneloop.shared.ledger.storage.schema import experiences, feedback
-from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.settings.feedback import RewardRule
 
 #: The kinds that can change what a reply is trained with. The others are kept for what a number cannot say.

@@ -31,8 +31,8 @@ from tuneloop.shared.ledger.recording.reward_rule import (
     rule_of,
     similarities,
 )
+from tuneloop.shared.ledger.storage.database import ignoring, is_among, portions
 from tuneloop.shared.ledger.storage.schema import experiences, feedback, reward_rules
-from tuneloop.shared.ledger.storage.transactions import ignoring, is_among, portions
 from tuneloop.shared.settings.feedback import RewardRule, TrustedRaters
 
 #: States in which a row takes the reward of new feedback; those aside too, for they serve other ends.

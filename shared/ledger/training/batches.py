@@ -16,8 +16,8 @@ from sqlalchemy import ColumnElement, Connection, Select, TextClause, and_, func
 
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.raters import Rater
+from tuneloop.shared.ledger.storage.database import portions
 from tuneloop.shared.ledger.storage.schema import COMMITTED, EDITED, experiences
-from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.groups import gather, takable, young
 from tuneloop.shared.ledger.training.rater_shares import (

@@ -9,8 +9,8 @@ from sqlalchemy import Connection, select, tuple_
 from tuneloop.shared.experience import Kind
 from tuneloop.shared.ledger.raters import without_quarantined
 from tuneloop.shared.ledger.recording.rewards import event_order
+from tuneloop.shared.ledger.storage.database import portions
 from tuneloop.shared.ledger.storage.schema import feedback
-from tuneloop.shared.ledger.storage.transactions import portions
 
 _RUN = ("tenant", "task_id", "run_id")
 

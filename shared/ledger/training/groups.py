@@ -15,8 +15,8 @@ from sqlalchemy import ColumnElement, Connection, and_, select, text, true, tupl
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.raters import without_quarantined
 from tuneloop.shared.ledger.recording.rewards import event_order, retracted_preferences, retractions
+from tuneloop.shared.ledger.storage.database import portions
 from tuneloop.shared.ledger.storage.schema import COMMITTED, EDITED, experiences, feedback
-from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.run_results import gather_whole, lock_rows, waiting_runs, without_results
 

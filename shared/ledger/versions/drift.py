@@ -14,8 +14,8 @@ from zstandard import ZstdError
 from tuneloop.shared.experience import MAX_REWARD, Kind
 from tuneloop.shared.ledger.raters import Rater, rater_of, voice_of
 from tuneloop.shared.ledger.storage.codec import unpack_text
+from tuneloop.shared.ledger.storage.database import LedgerPart, portions
 from tuneloop.shared.ledger.storage.schema import RaterState, exchanges, experiences, feedback, raters
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, portions
 from tuneloop.shared.settings.feedback import RewardRule
 
 #: From so many voices, or tenants, on, one alone raises nothing.

@@ -16,7 +16,7 @@ from tuneloop.runner.outbox import Outbox
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerForbidden, StorageFull
 from tuneloop.shared.experience import Exchange, Feedback, Outcome, Record, encode
-from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
+from tuneloop.shared.ledger.recording.feedback import FeedbackResults
 from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.privacy.redactor import Redactor
 

@@ -45,7 +45,7 @@ from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import Feedback, Kind, Outcome
-from tuneloop.shared.ledger.recording.feedback_results import RATINGS, FeedbackResults
+from tuneloop.shared.ledger.recording.feedback import RATINGS, FeedbackResults
 from tuneloop.shared.ledger.recording.recording import CommitLimits, Recording
 from tuneloop.shared.ledger.recording.reward_rule import is_clipped
 from tuneloop.shared.settings.settings import Settings

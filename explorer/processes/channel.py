@@ -21,7 +21,7 @@ from tuneloop.explorer.limits import KeyUsage
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.shared.errors import ChannelLost, RequestRefused
 from tuneloop.shared.ledger.keys import KeyTable
-from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
+from tuneloop.shared.ledger.recording.feedback import FeedbackResults
 from tuneloop.shared.outbox_status import OutboxStatus
 
 log = structlog.get_logger()

@@ -55,7 +55,7 @@ from tuneloop.explorer.recorder import FILE_BYTES
 from tuneloop.runner.outbox import Outbox
 from tuneloop.shared.errors import ChannelLost, EnvironmentRefused, LedgerError, TuneloopError
 from tuneloop.shared.ledger.keys import KeyTable
-from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
+from tuneloop.shared.ledger.recording.feedback import FeedbackResults
 from tuneloop.shared.ledger.storage.database import DatabaseFile
 from tuneloop.shared.operations.older_ledger import report_older
 from tuneloop.shared.outbox_status import OutboxStatus

@@ -46,7 +46,7 @@ from tuneloop.runner.outbox import Outbox
 from tuneloop.shared import steady_time
 from tuneloop.shared.job_marks import KEY, GpuLocks, load_key
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
+from tuneloop.shared.ledger.recording.feedback import FeedbackResults
 from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal

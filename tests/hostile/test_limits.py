@@ -27,7 +27,7 @@ from tuneloop.explorer.routes import admin, keys, passthrough, stored_completion
 from tuneloop.explorer.ui import operations, site
 from tuneloop.shared import logging
 from tuneloop.shared.experience import MAX_NAME
-from tuneloop.shared.ledger.recording.new_feedback import MAX_EARLY, MAX_SAID, MAX_SAID_BY_ONE
+from tuneloop.shared.ledger.recording.feedback import MAX_EARLY, MAX_SAID, MAX_SAID_BY_ONE
 from tuneloop.shared.ledger.recording.stored_completions import MAX_EXAMINED, MAX_PAGE_BYTES, MAX_PAIRS
 from tuneloop.shared.settings.serving import ExplorerSettings
 from tuneloop.shared.settings.settings import options

@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from msgspec import structs
-
-from tuneloop.shared.experience import Exchange, Experience, Feedback, Outcome, Sample, State
+from tuneloop.shared.experience import Exchange, Experience, Sample, State
 from tuneloop.shared.ledger.storage import codec
 
 #: Plain text: a driver may take an enumeration for its name.
@@ -57,13 +55,6 @@ def experience_row(exchange: Exchange, experience: Experience) -> Mapping[str, o
         "unsampled": experience.unsampled or None,
         "grammar": codec.pack_grammar(experience.grammar),
     }
-
-
-def feedback_row(event: Feedback) -> Mapping[str, object]:
-    """A row of `feedback`, as it is before it is applied."""
-    row = structs.asdict(event)
-    del row["stamp"]
-    return row | {"outcome": Outcome.PENDING, "key": event.key or None}
 
 
 def sample(row: Any, *, demonstration: str | None = None) -> Sample:

@@ -13,9 +13,8 @@ import structlog
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.runner.outbox import Outbox
-from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerForbidden, StorageFull
-from tuneloop.shared.experience import Exchange, Feedback, Outcome, Record, encode
+from tuneloop.shared.experience import Exchange, Feedback, Outcome, Record, encode, steady_clock
 from tuneloop.shared.ledger.recording.feedback import FeedbackResults
 from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.privacy.redactor import Redactor
@@ -117,7 +116,7 @@ class OutboxLimits:
             raise StorageFull(f"the outbox holds {self._max_bytes} bytes that the database has not taken")
         if self._free - (written - self._written) < self._reserve:
             raise StorageFull(f"the disk of the outbox has less than {self._reserve} bytes left")
-        if self.status.since is not None and steady_time.now() - self.status.since > self._max_age_s:
+        if self.status.since is not None and steady_clock() - self.status.since > self._max_age_s:
             message = f"the database has not taken what the outbox has held for {self._max_age_s:g} seconds"
             raise StorageFull(message)
 

@@ -12,9 +12,8 @@ import orjson
 from tuneloop.explorer.auth import Caller
 from tuneloop.explorer.feedback.request import MAX_OF_ONE, Entry, Signal
 from tuneloop.explorer.transcript import ParsedReplyId, ReplyIdSigner
-from tuneloop.shared import steady_time
 from tuneloop.shared.errors import RequestRefused
-from tuneloop.shared.experience import Feedback, Kind
+from tuneloop.shared.experience import Feedback, Kind, stamp, steady_clock
 
 
 class FeedbackEvent(NamedTuple):
@@ -45,8 +44,8 @@ class EventFactory:
         self._tenant = caller.tenant
         self._caller = caller
         self._call_id = uuid.uuid4().hex
-        self._now = steady_time.now()
-        self._stamp = steady_time.stamp()
+        self._now = steady_clock()
+        self._stamp = stamp()
         self._numbers = itertools.count()
 
     def events_of(self, entries: Sequence[Entry]) -> list[FeedbackEvent]:

@@ -42,9 +42,8 @@ from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.recorder import Recorder
 from tuneloop.explorer.traces import Traces
 from tuneloop.explorer.transcript import ReplyIdSigner
-from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
-from tuneloop.shared.experience import Feedback, Kind, Outcome
+from tuneloop.shared.experience import Feedback, Kind, Outcome, steady_clock
 from tuneloop.shared.ledger.recording.feedback import RATINGS, FeedbackResults
 from tuneloop.shared.ledger.recording.recording import CommitLimits, Recording
 from tuneloop.shared.ledger.recording.reward_rule import is_clipped
@@ -307,7 +306,7 @@ class TokenRoute:
         most = _within_limit(body, "max_events", _EVENTS, MAX_EVENTS)
         if not most.is_integer():  # half an event would allow none
             raise RequestRefused("max_events must be a whole number", code="invalid_value", param="max_events")
-        expires_at = steady_time.now() + _within_limit(body, "expires_in", _LIFE_S, MAX_LIFE_S)
+        expires_at = steady_clock() + _within_limit(body, "expires_in", _LIFE_S, MAX_LIFE_S)
         claims = TokenClaims(
             key_id=caller.key_id,
             tenant=caller.tenant,

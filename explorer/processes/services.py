@@ -43,7 +43,7 @@ from tuneloop.explorer.versions.loading import Verifier, servable_champion
 from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.explorer.versions.trial import CanaryController
 from tuneloop.runner.outbox import Outbox
-from tuneloop.shared import steady_time
+from tuneloop.shared.experience import steady_clock
 from tuneloop.shared.job_marks import KEY, GpuLocks, load_key
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.feedback import FeedbackResults
@@ -112,7 +112,7 @@ class ControlServices:
 
     async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
         """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""
-        return self.token_uses.take(binding, count, steady_time.now())
+        return self.token_uses.take(binding, count, steady_clock())
 
     async def report_shadow_reply(self, reply: ShadowReply) -> None:
         """Take down what became of the copy of a request."""
@@ -123,7 +123,7 @@ class ControlServices:
         metrics, outbox = self.metrics, self.audience.outbox_status
         metrics.outbox_bytes.set(outbox.bytes)
         metrics.outbox_records.set(outbox.records)
-        metrics.outbox_oldest_seconds.set(0.0 if outbox.since is None else max(0.0, steady_time.now() - outbox.since))
+        metrics.outbox_oldest_seconds.set(0.0 if outbox.since is None else max(0.0, steady_clock() - outbox.since))
         metrics.database_up.set(self.watch.reached and not self.audience.database_away)
         for state in EngineState:
             metrics.engines.labels(state.value).set(sum(each.state is state for each in self.fleet.engines))

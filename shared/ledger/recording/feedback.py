@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct, structs
 from sqlalchemy import Connection, Select, and_, bindparam, func, literal_column, or_, select, text, tuple_, update
 
-from tuneloop.shared.experience import Feedback, Kind, Outcome, State, minted_at
-from tuneloop.shared.ledger.raters import voice_of
+from tuneloop.shared.experience import Feedback, Kind, Outcome, State, minted_at, voice_of
 from tuneloop.shared.ledger.recording.reward_rule import counting_events
 from tuneloop.shared.ledger.recording.rewards import (
     OPEN,

@@ -22,9 +22,7 @@ from sqlalchemy import (
     update,
 )
 
-from tuneloop.shared import steady_time
-from tuneloop.shared.experience import Exchange, Feedback, Kind, Outcome, Record, State, decode
-from tuneloop.shared.ledger.raters import Rater, voter_of
+from tuneloop.shared.experience import Exchange, Feedback, Kind, Outcome, Rater, Record, State, boot, decode, voter_of
 from tuneloop.shared.ledger.recording.attestation import mark_untrusted
 from tuneloop.shared.ledger.recording.feedback import (
     EarlyFeedback,
@@ -283,10 +281,10 @@ class Recording(LedgerPart):
 
     def _date_records(self, records: Sequence[Record]) -> list[Record]:
         """What processes took for the time gives way to the ledger's, in records of this start of the machine."""
-        began, boot = self._boot_time(), steady_time.boot()
+        began, this_boot = self._boot_time(), boot()
         return [
             msgspec.structs.replace(each, received_at=began + each.stamp.seconds)
-            if began is not None and each.stamp and each.stamp.boot == boot
+            if began is not None and each.stamp and each.stamp.boot == this_boot
             else each
             for each in records
         ]

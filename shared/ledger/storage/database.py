@@ -46,7 +46,6 @@ from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, InterfaceError
 from sqlalchemy.exc import TimeoutError as PoolExhausted
 from sqlalchemy.schema import CreateSchema
 
-from tuneloop.shared import steady_time
 from tuneloop.shared.errors import (
     DatabaseAway,
     Deadlock,
@@ -56,6 +55,7 @@ from tuneloop.shared.errors import (
     LedgerUnavailable,
     RecordRefused,
 )
+from tuneloop.shared.experience import steady_clock
 from tuneloop.shared.ledger.storage.ledger_clock import LedgerClock
 from tuneloop.shared.settings.database_url import SETTING, parse_url, without_password
 
@@ -277,7 +277,7 @@ class DatabaseFile:
 class Transactions:
     """Reads and writes of one database; the parts of a ledger share one of these."""
 
-    def __init__(self, engine: Engine, *, clock: Callable[[], float] = steady_time.now) -> None:
+    def __init__(self, engine: Engine, *, clock: Callable[[], float] = steady_clock) -> None:
         self.engine = engine
         #: The time of now, in seconds since 1970.
         self.clock = self.time if isinstance(clock, LedgerClock) else clock

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Select, TextClause, and_, func, not_, select, text, update
 
-from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.raters import Rater
+from tuneloop.shared.experience import Rater, State
 from tuneloop.shared.ledger.storage.database import portions
 from tuneloop.shared.ledger.storage.schema import COMMITTED, EDITED, experiences
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy

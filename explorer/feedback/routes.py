@@ -24,8 +24,7 @@ from tuneloop.explorer.access.feedback_tokens import (
 )
 from tuneloop.explorer.auth import TRINITY, Caller, caller_of
 from tuneloop.explorer.control_client import ControlClient
-from tuneloop.explorer.feedback.events import EventFactory, FeedbackEvent
-from tuneloop.explorer.feedback.request import Entry, parse_entries
+from tuneloop.explorer.feedback.events import Entry, EventFactory, FeedbackEvent, parse_entries
 from tuneloop.explorer.http.bodies import (
     as_utf8,
     finite_number,

@@ -21,6 +21,7 @@ from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
 from tuneloop.explorer.app import Services, create_app, open_outbox, open_services
 from tuneloop.explorer.auth import Gatekeeper
 from tuneloop.explorer.background_tasks import Task, every
+from tuneloop.explorer.edge import Http11
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.limits import KeyUsage
@@ -48,7 +49,6 @@ from tuneloop.explorer.processes.channel import (
 )
 from tuneloop.explorer.processes.garbage import freeze_garbage
 from tuneloop.explorer.processes.patient_ledger import PatientLedger
-from tuneloop.explorer.protocol import Http11
 from tuneloop.explorer.recorder import Recorder
 from tuneloop.runner.outbox import Outbox
 from tuneloop.shared.errors import ChannelLost, TuneloopError

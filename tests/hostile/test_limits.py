@@ -13,7 +13,7 @@ from tests.doubles.engine import CHAT, MODEL, EnginePlace
 from tests.explorer.running import HELLO, RunningExplorer, explorer_running, settings_for
 from tests.explorer.wire import BODY, Wire, chunked
 from tests.hostile.bed import ADMIN_KEY
-from tuneloop.explorer import protocol
+from tuneloop.explorer import edge
 from tuneloop.explorer.access import feedback_tokens
 from tuneloop.explorer.dialects import conversations
 from tuneloop.explorer.drain import STOP_S
@@ -40,7 +40,7 @@ FIXED: dict[str, object] = {
     "what a [key](keys.md#limits) allows": None,
     "keys of a tenant, revoked ones included, that its administrators make": keys.MAX_KEYS,
     "a connection without another request": worker._KEEP_ALIVE_S,
-    "a request's headers; what is sent between a body's chunks": protocol.MAX_HEAD_BYTES,
+    "a request's headers; what is sent between a body's chunks": edge.MAX_HEAD_BYTES,
     "headers after a chunked body (trailers)": (),
     "how deep a body is nested": bodies.MAX_DEPTH,
     "objects and lists in a body": bodies.MAX_CONTAINERS,

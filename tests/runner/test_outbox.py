@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from tuneloop.runner import outbox as outbox_module
-from tuneloop.runner.outbox import Damage, Outbox, OutboxReader, Place, Record
-from tuneloop.runner.private_files import lock
+from tuneloop.runner.outbox import Damage, Outbox, OutboxReader, Place, Record, lock
 
 pytestmark = pytest.mark.contract
 

@@ -10,6 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from tuneloop.explorer import edge
+
 pytestmark = pytest.mark.contract
 
 #: What is overridden or called, with its parameters. `on_…` are the parser's callbacks.

@@ -32,7 +32,7 @@ from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.trainer.loop import run
 
 #: The most files of each road: these numbers only fall. The last has the start of a trainer, too.
-CHAT, FEEDBACK, TRAINED = 21, 38, 136
+CHAT, FEEDBACK, TRAINED = 16, 20, 113
 
 #: How long a road's last calls may take, and what runs while nothing is asked is looked at.
 _SETTLED_S, _IDLE_S = 0.3, 1.5

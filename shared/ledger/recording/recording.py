@@ -34,8 +34,8 @@ from tuneloop.shared.ledger.recording.feedback import (
 from tuneloop.shared.ledger.recording.retention import deleted_among, names_in, not_erased
 from tuneloop.shared.ledger.recording.rewards import Rewards, Trajectory, replies_of, replies_preferred_to, write
 from tuneloop.shared.ledger.recording.stored_completions import tag
+from tuneloop.shared.ledger.storage.codec import exchange_row, experience_row
 from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, alone, ignoring, is_among, portions, put
-from tuneloop.shared.ledger.storage.rows import exchange_row, experience_row
 from tuneloop.shared.ledger.storage.schema import (
     RESTORE,
     deletions,

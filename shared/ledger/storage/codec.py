@@ -1,4 +1,4 @@
-"""The records as rows of the ledger, and back; texts that are long; and an experience's token ids and log-probabilities:
+"""The records as rows of the ledger, and back; and what is packed in them, as are an experience's numbers:
 
     u32 P | u32 C | numbers     P prompt ids (int32), C completion ids (int32), C log-probabilities (float32)
 

@@ -171,8 +171,9 @@ class Recording(LedgerPart):
             if present.deletions or present.erasures:
                 offered = new_feedback
                 new_exchanges, new_feedback = not_erased(connection, new_exchanges, new_feedback)
-                deleted = deleted_among({name for each in offered for name in names_in(each)}, connection.execute)
-                dropped = {each.event_id: Outcome.UNKNOWN for each in offered if deleted & names_in(each)}
+                if len(new_feedback) < len(offered):
+                    deleted = deleted_among({name for each in offered for name in names_in(each)}, connection.execute)
+                    dropped = {each.event_id: Outcome.UNKNOWN for each in offered if deleted & names_in(each)}
             if present.mismatches:
                 new_exchanges = mark_untrusted(connection, new_exchanges)
             msg_ids = [each.msg_id for each in new_exchanges]

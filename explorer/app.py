@@ -7,13 +7,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated
 
-import orjson
 import structlog
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
-from tuneloop.explorer.auth import CrossOrigin, EntryGate, is_from_here
+from tuneloop.explorer.auth import TRINITY, CrossOrigin, EntryGate, is_from_here
 from tuneloop.explorer.background_tasks import OnFailure, Task, every, run_task
 from tuneloop.explorer.control_client import ControlClient
 from tuneloop.explorer.dialects.conversations import Conversations
@@ -31,6 +30,7 @@ from tuneloop.explorer.dialects.dialect import (
 from tuneloop.explorer.dialects.responses_native import NativeResponsesDialect
 from tuneloop.explorer.edge import Edge, SamplingRoute
 from tuneloop.explorer.engines.fleet import Fleet, PinParser
+from tuneloop.explorer.feedback import routes as feedback
 from tuneloop.explorer.feedback.routes import CommitRoute, FeedbackRoutes, TokenRoute
 from tuneloop.explorer.http import errors
 from tuneloop.explorer.limits import BodyLimits, ConnectionLimits, most_connections
@@ -47,7 +47,6 @@ from tuneloop.explorer.routes import (
     stored_completions,
     training_status,
 )
-from tuneloop.explorer.routes.metrics_json import TRINITY
 from tuneloop.explorer.routes.responses import StoredResponses
 from tuneloop.explorer.traces import Traces
 from tuneloop.explorer.transcript import ReplyIdSigner
@@ -127,6 +126,7 @@ def create_app(
     )
     app.state.stopping = asyncio.Event()
     errors.install_error_handlers(app)
+    feedback.add_routes(app)
     _add_routes(app)
     passthrough.add_routes(app, PinParser(settings), max_body_bytes=settings.explorer.max_body_bytes)
     stored_completions.add_routes(app, settings, ledger)
@@ -163,25 +163,6 @@ ServicesOf = Annotated[Services, Depends(_services)]
 
 
 def _add_routes(app: FastAPI) -> None:
-    @app.post("/feedback")
-    @app.post(f"{TRINITY}/feedback")
-    async def feedback(request: Request, services: ServicesOf) -> Response:
-        # Not JSONResponse: a hundred thousand outcomes would take it a second, during which streams stand still.
-        return Response(orjson.dumps(await services.feedback.feedback(request)), media_type="application/json")
-
-    @app.options("/feedback")
-    async def preflight() -> Response:
-        return Response(status_code=204)
-
-    @app.post("/v1/feedback_tokens")
-    async def feedback_token(request: Request, services: ServicesOf) -> Response:
-        return JSONResponse(await services.feedback_tokens.create(request), headers={"cache-control": "no-store"})
-
-    @app.post("/commit")
-    @app.post(f"{TRINITY}/commit")
-    async def commit(request: Request, services: ServicesOf) -> Response:
-        return JSONResponse(await services.commit.commit(request))
-
     @app.get("/health")
     @app.get("/health/live")
     @app.get(f"{TRINITY}/health")

@@ -28,9 +28,8 @@ from tuneloop.explorer.access import feedback_tokens
 from tuneloop.explorer.access.feedback_tokens import FeedbackBinding, FeedbackTokens
 from tuneloop.explorer.http.bodies import id_of
 from tuneloop.explorer.limits import KeyMeter, KeyUsage
-from tuneloop.shared import steady_time
 from tuneloop.shared.errors import RequestRefused
-from tuneloop.shared.experience import DEFAULT_TENANT, KEY_SOURCE, Scope
+from tuneloop.shared.experience import DEFAULT_TENANT, KEY_SOURCE, Scope, steady_clock
 from tuneloop.shared.ledger.keys import AccessKey, KeyLimits, KeyTable, digest_of
 from tuneloop.shared.settings.serving import is_loopback
 from tuneloop.shared.settings.settings import Settings
@@ -170,7 +169,8 @@ _BELOW: tuple[tuple[str, str, Scopes], ...] = (
     ("GET", "/v1/models/", _INFERENCE | _READ),
 )
 
-_TRINITY = "/trinity/"
+#: Below this path are the routes of Trinity's own client, which accepts any type and reads its metrics as JSON.
+TRINITY = "/trinity"
 
 #: What is about all tenants. The administrator of one other than the operator's has no say there.
 _OF_ALL_TENANTS = ("/admin/versions", "/metrics")
@@ -178,19 +178,18 @@ _OF_ALL_TENANTS = ("/admin/versions", "/metrics")
 
 def is_about_all_tenants(path: str) -> bool:
     """Whether a path is about all tenants at once."""
-    path = path[len(_TRINITY) - 1 :] if path.startswith(_TRINITY) else path
+    path = path.removeprefix(TRINITY) if path.startswith(f"{TRINITY}/") else path
     return any(path == each or path.startswith(f"{each}/") for each in _OF_ALL_TENANTS)
 
 
 def is_probe(path: str) -> bool:
     """Whether a path says only that the service lives: load balancers ask it."""
-    return path.removeprefix(_TRINITY[:-1]) in _PROBES
+    return path.removeprefix(TRINITY) in _PROBES
 
 
 def required_scopes(method: str, path: str) -> Scopes:
     """The scopes of which a request needs one."""
-    if path.startswith(_TRINITY):
-        path = path[len(_TRINITY) - 1 :]
+    path = path.removeprefix(TRINITY) if path.startswith(f"{TRINITY}/") else path
     found = _ROUTES.get((method, path))
     if found is not None:
         return found
@@ -332,7 +331,7 @@ class Gatekeeper:
         claims = self._tokens.read(token)
         if claims is None:
             raise _no_entry("this token is not one of ours", "token_unknown")
-        if steady_time.now() >= claims.expires_at:
+        if steady_clock() >= claims.expires_at:
             raise _no_entry("this token has expired", "token_expired")
         if path != ROUTE:
             raise RequestRefused("a token is for POST /feedback alone", status=403, code="scope_missing")
@@ -354,7 +353,7 @@ class Gatekeeper:
 
     def administrators(self) -> Mapping[bytes, Caller]:
         """The holders of the keys with the scope `admin` that are in force now, by the keys' digests."""
-        now = steady_time.now()
+        now = steady_clock()
         found = {
             digest: holder.caller
             for digest, holder in self._holders.items()
@@ -388,7 +387,7 @@ def _candidates(scope: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> Ite
 def _check(holder: _Holder, required: frozenset[Scope], path: str) -> Caller:
     """The holder of a key, if it may do one of these now. Raises RequestRefused."""
     caller = holder.caller
-    if steady_time.now() >= holder.expires_at:
+    if steady_clock() >= holder.expires_at:
         raise _no_entry("this key has expired", "key_expired")
     if Scope.ADMIN in caller.scopes:
         if is_about_all_tenants(path) and not caller.sees_all and caller.scopes.isdisjoint(required - {Scope.ADMIN}):

@@ -16,7 +16,7 @@ import structlog
 from tuneloop.runner.outbox import SUFFIX, Damage, OutboxReader, Record, names_in, owner_of
 from tuneloop.shared.errors import LedgerError, LedgerForbidden, LedgerUnavailable, RecordRefused, TuneloopError
 from tuneloop.shared.experience import Feedback, decode
-from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
+from tuneloop.shared.ledger.recording.feedback import FeedbackResults
 from tuneloop.shared.ledger.recording.recording import Recording
 from tuneloop.shared.outbox_status import OutboxStatus, file_status
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from tuneloop.runner.outbox import Outbox
-from tuneloop.runner.private_files import lock
+from tuneloop.runner.outbox import Outbox, lock
 
 log = structlog.get_logger()
 

@@ -14,10 +14,9 @@ import structlog
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.runner.outbox import Outbox
-from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerForbidden, StorageFull
-from tuneloop.shared.experience import Exchange, Feedback, Outcome, Record, encode
-from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
+from tuneloop.shared.experience import Exchange, Feedback, Outcome, Record, encode, steady_clock
+from tuneloop.shared.ledger.recording.feedback import FeedbackResults
 from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.privacy.redactor import Redactor
 
@@ -118,7 +117,7 @@ class OutboxLimits:
             raise StorageFull(f"the outbox holds {self._max_bytes} bytes that the database has not taken")
         if self._free - (written - self._written) < self._reserve:
             raise StorageFull(f"the disk of the outbox has less than {self._reserve} bytes left")
-        if self.status.since is not None and steady_time.now() - self.status.since > self._max_age_s:
+        if self.status.since is not None and steady_clock() - self.status.since > self._max_age_s:
             message = f"the database has not taken what the outbox has held for {self._max_age_s:g} seconds"
             raise StorageFull(message)
 
@@ -270,7 +269,7 @@ class Recorder:
             error: OSError | None = None
             try:
                 self._outbox.append([payload for each, _ in group for payload in each])
-            except Exception as refused:
+            except (OSError, MemoryError) as refused:
                 error = refused if isinstance(refused, OSError) else OSError(errno.EIO, repr(refused))
             loop.call_soon_threadsafe(settle, error)
 

@@ -21,8 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from tuneloop.runner.private_files import is_named, lock, sync_folder
-
 SUFFIX = ".records"
 
 #: The time in nanoseconds, the owner, and what makes the name unique.
@@ -284,3 +282,31 @@ def names_in(folder: Path) -> list[str]:
 
 def _checksum(seed: int, number: int, payload: bytes) -> int:
     return zlib.crc32(payload, zlib.crc32(_COUNTED.pack(len(payload), number), seed))
+
+
+def lock(descriptor: int) -> bool:
+    """Whether the file is ours now. It is until the descriptor is closed, or the process ends."""
+    import fcntl  # not there on Windows, where the rest of this package works
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_named(descriptor: int, path: Path) -> bool:
+    """Whether the path is that of the open file."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to disk. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

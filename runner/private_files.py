@@ -54,31 +54,3 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         except OSError:
             file.truncate(end)
             raise
-
-
-def lock(descriptor: int) -> bool:
-    """Whether the file is ours now. It is until the descriptor is closed, or the process ends."""
-    import fcntl  # not there on Windows, where the rest of this package works
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def is_named(descriptor: int, path: Path) -> bool:
-    """Whether the path is that of the open file."""
-    try:
-        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to disk. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,23 +1,27 @@
 """The records: an exchange, its experiences, and feedback, as they travel from the explorer to the trainer.
 
+With them who is behind feedback, and the clock that dates records: a step of the machine's clock neither ages anything
+nor changes an order.
+
 These are also the records of the outbox, so they are msgspec structs: `encode` and `decode` are the only serialisation.
 """
 
+import functools
 import hashlib
 import json
 import re
 import sys
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-
-from tuneloop.shared import steady_time
-from tuneloop.shared.steady_time import Stamp, SteadyClock
 
 Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
@@ -55,6 +59,51 @@ def names_nobody(source: str) -> bool:
     (True, True, False, False)
     """
     return not source or (source.startswith(KEY_SOURCE) and "/" not in source)
+
+
+#: What a rater is known by: a tenant and a source, which is empty for feedback that names none.
+Rater = tuple[str, str]
+
+
+def voice_of(source: str) -> str:
+    """Who is behind a source: the key for all names that are used with it, else the name itself.
+
+    >>> voice_of("key:web/ann"), voice_of("key:web"), voice_of("ann")
+    ('key:web', 'key:web', 'ann')
+    """
+    return source.split("/", 1)[0] if source.startswith(KEY_SOURCE) else source
+
+
+def voter_of(source: str) -> str:
+    """The name of the one voter that all sources of a voice are.
+
+    >>> voter_of("key:web/ann"), voter_of("ann")
+    ('key:web/', 'ann')
+    """
+    return f"{voice_of(source)}/" if source.startswith(KEY_SOURCE) else source
+
+
+def rater_of(event: Any) -> Rater:
+    """Who gave a feedback event."""
+    return event.tenant, event.source or ""
+
+
+@dataclass(frozen=True, slots=True)
+class TrustedRaters:
+    """Who is no voter, but whose word settles it: some tenants' sources, the judge of all tenants, and the application.
+
+    The application is who names no source, with a key or without. Anybody may give a rater of his own tenant the name
+    of another's, but nobody that of the judge.
+    """
+
+    named: frozenset[tuple[str, str]] = frozenset()
+    judge: str | None = None
+
+    def __contains__(self, rater: object) -> bool:
+        """Whether a rater, a tenant and a source, is one of them."""
+        if not isinstance(rater, tuple):
+            return False
+        return rater in self.named or names_nobody(rater[1]) or (self.judge is not None and rater[1] == self.judge)
 
 
 #: What the sources of clients with keys begin with.
@@ -169,6 +218,63 @@ class KeyAction(StrEnum):
     REVOKED = "revoked"
 
 
+def since_boot() -> float:
+    """Seconds since this machine was started, sleep included: the same for all its processes."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Stamp(NamedTuple):
+    """When something was said, whatever any clock says: `seconds` after this `boot` of a machine."""
+
+    boot: str
+    seconds: float
+
+
+class SteadyClock:
+    """Seconds since 1970 by `wall` when it was made, and from then on by `ticks`, which nobody can set.
+
+    What a clock was wrong by at the start of a process stays until that knows the ledger's time, and follows it.
+    """
+
+    def __init__(self, wall: Callable[[], float] = time.time, ticks: Callable[[], float] = since_boot) -> None:
+        self._ticks = ticks
+        self._offset = wall() - ticks()
+
+    def __call__(self) -> float:
+        """The time of now."""
+        return self._offset + self._ticks()
+
+    def follow(self, now: float) -> None:
+        """Go on from `now`: somebody knows better."""
+        self._offset = now - self._ticks()
+
+    def time_at(self, ticks: float) -> float:
+        """The time when the ticks were that many, even if this clock has learnt since what time it is."""
+        return self._offset + ticks
+
+    def time_of(self, stamp: Stamp) -> float | None:
+        """When it was, by this clock; None if the machine was started since, or it was another machine."""
+        return self.time_at(stamp.seconds) if stamp.boot and stamp.boot == boot() else None
+
+
+#: The time of now, in seconds since 1970, for this process.
+steady_clock = SteadyClock()
+
+
+def stamp(*, ago_s: float = 0.0) -> Stamp:
+    """The stamp of now, or of a moment so many seconds ago."""
+    return Stamp(boot(), since_boot() - ago_s)
+
+
+@functools.cache
+def boot() -> str:
+    """This start of the machine; empty where the system does not name it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """The grammar that a reply was held to, as the engine made it of its request.
 
@@ -276,7 +382,7 @@ def minted_at(msg_id: str) -> float:
     return (int(msg_id[-SIGNED:], 32) >> 8 * (SIGNED_BYTES - 6)) / 1000
 
 
-def time_received(record: Record, clock: SteadyClock = steady_time.now) -> float:
+def time_received(record: Record, clock: SteadyClock = steady_clock) -> float:
     """When a record was received, in seconds since 1970, as well as this process knows."""
     by_stamp = clock.time_of(record.stamp) if record.stamp else None
     return record.received_at if by_stamp is None else by_stamp

@@ -6,8 +6,7 @@ from typing import Any
 
 from tuneloop.explorer.access.feedback_tokens import FeedbackTokens, TokenClaims
 from tuneloop.explorer.auth import Gatekeeper
-from tuneloop.shared import steady_time
-from tuneloop.shared.experience import Scope
+from tuneloop.shared.experience import Scope, steady_clock
 from tuneloop.shared.ledger.keys import AccessKey, KeyLimits, KeyTable, digest_of
 from tuneloop.shared.settings.settings import Settings
 
@@ -59,7 +58,7 @@ def main() -> None:
     )
     closed.apply(KeyTable(keys, in_force=True, revision=1))
     secret, chat = f"tl-{7:043}", "/v1/chat/completions"
-    claims = TokenClaims("key_7", "acme", "chatcmpl-x", "ann", steady_time.now() + 86400, 100)
+    claims = TokenClaims("key_7", "acme", "chatcmpl-x", "ann", steady_clock() + 86400, 100)
     token = tokens.sign(claims)
     for what, gate, make in (
         ("no key, on loopback", opened, lambda: _scope(chat)),

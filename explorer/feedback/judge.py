@@ -26,9 +26,8 @@ from tuneloop.runner.judging.judge import Judge, Verdict
 from tuneloop.runner.judging.rubric import Rubric
 from tuneloop.runner.outbox import Outbox
 from tuneloop.runner.rewards.reply import Message, Reply, calls_of
-from tuneloop.shared import steady_time
 from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable, RequestRefused
-from tuneloop.shared.experience import Feedback, Kind, State, encode
+from tuneloop.shared.experience import Feedback, Kind, State, encode, stamp, steady_clock
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.judging import JUDGEABLE, JudgedExchange, ReplyState
 from tuneloop.shared.settings.feedback import JudgeSettings as JudgeSettings
@@ -121,7 +120,7 @@ class JudgeLoop:
             return True
         if not await self._caught_up(_CATCH_UP_S):
             return False  # or verdicts on their way would be asked for again
-        since = steady_time.now() - self._settings.max_age
+        since = steady_clock() - self._settings.max_age
         first = await asyncio.to_thread(self._ledger.judging.first_sampled_since, since)
         self._last = first - 1
         self._failed = {each for each in self._failed if each >= first}
@@ -130,7 +129,7 @@ class JudgeLoop:
         return True
 
     def _next(self) -> tuple[Sequence[UnjudgedReply], int]:
-        now, last, found = steady_time.now(), self._last, []
+        now, last, found = steady_clock(), self._last, []
         most = 1 if self._away else 4 * self._settings.concurrency
         for reply in self._ledger.judging.replies_after(last, limit=_PAGE):
             settings = self._settings
@@ -226,7 +225,7 @@ def event_id(source: str, reply: ReplyState, metric: str) -> str:
 
 def events_of(source: str, candidate: UnjudgedReply, verdict: Verdict) -> list[Feedback]:
     """The verdict as feedback: its total and each criterion, from 0 to 1, and its reason as a comment."""
-    reply, now = candidate.reply, steady_time.now()
+    reply, now = candidate.reply, steady_clock()
     common = {
         "call_id": uuid.uuid4().hex,
         "tenant": reply.tenant,
@@ -234,7 +233,7 @@ def events_of(source: str, candidate: UnjudgedReply, verdict: Verdict) -> list[F
         "choice": reply.choice,
         "received_at": now,
         "source": source,
-        "stamp": steady_time.stamp(),
+        "stamp": stamp(),
     }
     values = {METRIC: verdict.normalised} | {f"{METRIC}/{name}": share for name, share in verdict.shares.items()}
     events = [

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
+import orjson
 import structlog
-from fastapi import Request
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
 
 from tuneloop.explorer.access.feedback_tokens import (
     MAX_EVENTS,
@@ -20,10 +22,9 @@ from tuneloop.explorer.access.feedback_tokens import (
     FeedbackTokens,
     TokenClaims,
 )
-from tuneloop.explorer.auth import Caller, caller_of
+from tuneloop.explorer.auth import TRINITY, Caller, caller_of
 from tuneloop.explorer.control_client import ControlClient
-from tuneloop.explorer.feedback.events import EventFactory, FeedbackEvent
-from tuneloop.explorer.feedback.request import Entry, parse_entries
+from tuneloop.explorer.feedback.events import Entry, EventFactory, FeedbackEvent, parse_entries
 from tuneloop.explorer.http.bodies import (
     as_utf8,
     finite_number,
@@ -40,10 +41,9 @@ from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.recorder import Recorder
 from tuneloop.explorer.traces import Traces
 from tuneloop.explorer.transcript import ReplyIdSigner
-from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
-from tuneloop.shared.experience import Feedback, Kind, Outcome
-from tuneloop.shared.ledger.recording.feedback_results import RATINGS, FeedbackResults
+from tuneloop.shared.experience import Feedback, Kind, Outcome, steady_clock
+from tuneloop.shared.ledger.recording.feedback import RATINGS, FeedbackResults
 from tuneloop.shared.ledger.recording.recording import CommitLimits, Recording
 from tuneloop.shared.ledger.recording.reward_rule import is_clipped
 from tuneloop.shared.settings.settings import Settings
@@ -69,6 +69,31 @@ async def read_body(request: Request, *, may_be_empty: bool = False) -> dict[str
     if may_be_empty and not data:
         return {}
     return await parse_body(data)
+
+
+def add_routes(app: FastAPI) -> None:
+    """Add the routes to the app."""
+
+    @app.post("/feedback")
+    @app.post(f"{TRINITY}/feedback")
+    async def feedback(request: Request) -> Response:
+        # Not JSONResponse: a hundred thousand outcomes would take it a second, during which streams stand still.
+        outcomes = await request.app.state.services.feedback.feedback(request)
+        return Response(orjson.dumps(outcomes), media_type="application/json")
+
+    @app.options("/feedback")
+    async def preflight() -> Response:
+        return Response(status_code=204)
+
+    @app.post("/v1/feedback_tokens")
+    async def feedback_token(request: Request) -> Response:
+        token = await request.app.state.services.feedback_tokens.create(request)
+        return JSONResponse(token, headers={"cache-control": "no-store"})
+
+    @app.post("/commit")
+    @app.post(f"{TRINITY}/commit")
+    async def commit(request: Request) -> Response:
+        return JSONResponse(await request.app.state.services.commit.commit(request))
 
 
 class FeedbackRoutes:
@@ -280,7 +305,7 @@ class TokenRoute:
         most = _within_limit(body, "max_events", _EVENTS, MAX_EVENTS)
         if not most.is_integer():  # half an event would allow none
             raise RequestRefused("max_events must be a whole number", code="invalid_value", param="max_events")
-        expires_at = steady_time.now() + _within_limit(body, "expires_in", _LIFE_S, MAX_LIFE_S)
+        expires_at = steady_clock() + _within_limit(body, "expires_in", _LIFE_S, MAX_LIFE_S)
         claims = TokenClaims(
             key_id=caller.key_id,
             tenant=caller.tenant,

@@ -8,6 +8,7 @@ import itertools
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, cast
 
 import msgspec
@@ -18,14 +19,17 @@ from tuneloop.explorer.control_client import ShadowReply
 from tuneloop.explorer.engines.fleet import EngineView, TrafficSplit
 from tuneloop.explorer.limits import KeyUsage
 from tuneloop.explorer.metrics import MetricSample
-from tuneloop.shared.errors import ChannelLost
+from tuneloop.shared.errors import ChannelLost, RequestRefused
 from tuneloop.shared.ledger.keys import KeyTable
-from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
+from tuneloop.shared.ledger.recording.feedback import FeedbackResults
 from tuneloop.shared.outbox_status import OutboxStatus
 
 log = structlog.get_logger()
 
 _LENGTH = struct.Struct("<I")
+
+#: How long the control process may take beyond the time that it was given, for the metrics, and for a token.
+_GRACE_S, _EXPOSITION_S, _TOKEN_S = 0.5, 5.0, 2.0
 
 
 class ChannelMessage(msgspec.Struct, frozen=True, tag=True):
@@ -270,3 +274,41 @@ class Channel:
         if not self._writer.is_closing():
             data = _encode(frame)
             self._writer.write(_LENGTH.pack(len(data)) + data)
+
+
+class ChannelControlClient:
+    """The control process, as the routes see it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    async def wait_until_taken(self, timeout_s: float) -> bool:
+        """Wait until all that is on disk now is in the database. False if it is not by then, or away."""
+        try:
+            return bool(await self._channel.ask(WaitUntilTaken(timeout_s), bool, timeout_s=timeout_s + _GRACE_S))
+        except ChannelLost as error:  # what is on disk is safe there all the same
+            log.warning("control_process_silent", reason=str(error))
+            return False
+
+    def wake_drain(self) -> None:
+        """Have the outbox looked at now."""
+        self._channel.tell(WakeDrain())
+
+    async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
+        """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""
+        return bool(await self._answer_to(TakeOfToken(binding, count), bool, _TOKEN_S))
+
+    async def report_shadow_reply(self, reply: ShadowReply) -> None:
+        """Let those hear of a copy who decide about the version that it went to."""
+        with suppress(ChannelLost):
+            await self._channel.ask(ReportShadowReply(reply))
+
+    async def exposition(self) -> bytes:
+        """The metrics of the whole service."""
+        return bytes(await self._answer_to(GetExposition(), bytes, _EXPOSITION_S))
+
+    async def _answer_to(self, question: ChannelMessage, kind: Any, timeout_s: float) -> Any:
+        try:
+            return await self._channel.ask(question, kind, timeout_s=timeout_s)
+        except ChannelLost as error:
+            raise RequestRefused(str(error), status=503, code="control_process_silent", retry_after_s=1.0) from None

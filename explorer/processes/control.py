@@ -55,8 +55,8 @@ from tuneloop.explorer.recorder import FILE_BYTES
 from tuneloop.runner.outbox import Outbox
 from tuneloop.shared.errors import ChannelLost, EnvironmentRefused, LedgerError, TuneloopError
 from tuneloop.shared.ledger.keys import KeyTable
-from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
-from tuneloop.shared.ledger.storage.database_file import DatabaseFile
+from tuneloop.shared.ledger.recording.feedback import FeedbackResults
+from tuneloop.shared.ledger.storage.database import DatabaseFile
 from tuneloop.shared.operations.older_ledger import report_older
 from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.hardware import explorer_workers_of
@@ -191,6 +191,8 @@ class Workers:
         self._database: DatabaseFile
         self._begun = asyncio.Event()
         self._usage = SharedUsage()
+        self._loop = asyncio.get_running_loop()
+        self.outbox_status, self.database_away = OutboxStatus(), False
 
     def serve_with(self, services: ControlServices, database: DatabaseFile) -> None:
         """Let the workers begin, which have only been started until now."""
@@ -253,20 +255,22 @@ class Workers:
         await self._ask_all(UpdateSplit(split), kill=True, timeout_s=_LEARN_S)
 
     def tell_results(self, owner: str, results: FeedbackResults) -> None:
-        """Let the worker that took feedback know what became of it."""
-        for worker in self._serving:
-            if worker.owner == owner:
-                worker.tell(UpdateResults(results))
+        """Let the worker that took feedback know what became of it; from any thread."""
+        self._loop.call_soon_threadsafe(self._tell, UpdateResults(results), owner)
 
-    def tell_outbox(self, status: OutboxStatus, *, away: bool) -> None:
-        """Let all workers know how much waits for the database."""
-        for worker in self._serving:
-            worker.tell(UpdateOutbox(status, away))
+    def tell_outbox(self, status: OutboxStatus, away: bool) -> None:
+        """Let all workers know how much waits for the database; from any thread."""
+        self.outbox_status, self.database_away = status, away
+        self._loop.call_soon_threadsafe(self._tell, UpdateOutbox(status, away))
 
     def begin_new_files(self) -> None:
         """Have all workers let their outbox files go."""
+        self._tell(BeginFile())
+
+    def _tell(self, message: ChannelMessage, owner: str | None = None) -> None:
         for worker in self._serving:
-            worker.tell(BeginFile())
+            if owner in (None, worker.owner):
+                worker.tell(message)
 
     async def wait_until_idle(self, engine: Engine) -> None:
         """Return when no worker has a request in flight there."""

@@ -10,10 +10,9 @@ import structlog
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.shared import steady_time
 from tuneloop.shared.capacity.pace import find_pace
 from tuneloop.shared.errors import LedgerError
-from tuneloop.shared.experience import State
+from tuneloop.shared.experience import State, steady_clock
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.ledger_clock import CLOCK_SKEW, ClockSkew
@@ -97,7 +96,7 @@ class LedgerGauges:
 
     def _set_gauges(self, ledger: LedgerFacts | None, *, away: str = "") -> None:
         """Bring the gauges up to date that say what waits where, and why no step is happening."""
-        now, metrics = steady_time.now(), self._metrics
+        now, metrics = steady_clock(), self._metrics
         outbox = self._outbox()
         if ledger is not None:
             outbox = outbox._replace(refused_records=len(self._ledger.recording.refused_records()))

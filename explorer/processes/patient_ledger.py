@@ -14,14 +14,13 @@ import msgspec
 import structlog
 from sqlalchemy import Connection, Engine, Executable
 
-from tuneloop.shared import steady_time
 from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerUnavailable, TuneloopError
+from tuneloop.shared.experience import steady_clock
 from tuneloop.shared.held_files import read_unlinked
 from tuneloop.shared.job_marks import SERVED, write_mark
 from tuneloop.shared.ledger.ledger import Ledger, Version
-from tuneloop.shared.ledger.storage.database import connect, upgrade
+from tuneloop.shared.ledger.storage.database import Transactions, connect, upgrade
 from tuneloop.shared.ledger.storage.ledger_clock import LedgerClock
-from tuneloop.shared.ledger.storage.transactions import Transactions
 from tuneloop.shared.ledger.versions.versions import Details, Versions
 from tuneloop.shared.settings.settings import Settings
 
@@ -67,7 +66,7 @@ class PatientTransactions(Transactions):
                 self._failures += 1
                 raise
             self._opened = True
-            steady_time.now.follow(super().time())
+            steady_clock.follow(super().time())
         finally:
             self._opening.release()
 
@@ -80,7 +79,7 @@ class PatientTransactions(Transactions):
         """Compare the ledger's time with the database's clock, if that was not done lately."""
         self.open()
         super().keep_time()
-        steady_time.now.follow(super().time())
+        steady_clock.follow(super().time())
 
     def read(self, query: Executable, values: Mapping[str, Any] | None = None) -> Sequence[Any]:
         """The rows of a query, with these values for its parameters."""

@@ -43,10 +43,10 @@ from tuneloop.explorer.versions.loading import Verifier, servable_champion
 from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.explorer.versions.trial import CanaryController
 from tuneloop.runner.outbox import Outbox
-from tuneloop.shared import steady_time
+from tuneloop.shared.experience import steady_clock
 from tuneloop.shared.job_marks import KEY, GpuLocks, load_key
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
+from tuneloop.shared.ledger.recording.feedback import FeedbackResults
 from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
@@ -67,33 +67,22 @@ class Address(NamedTuple):
 
 
 class WorkerReplicas(FleetReplicas, Protocol):
-    """The workers: they send requests to the engines, and write outbox files."""
+    """The workers: they send requests to the engines, and write outbox files. The drain's thread tells them of these.
+
+    `outbox_status` and `database_away` are what it told last.
+    """
+
+    outbox_status: OutboxStatus
+    database_away: bool
 
     def tell_results(self, owner: str, results: FeedbackResults) -> None:
         """Let the worker that took feedback know what became of it."""
 
-    def tell_outbox(self, status: OutboxStatus, *, away: bool) -> None:
+    def tell_outbox(self, status: OutboxStatus, away: bool) -> None:
         """Let all know how much waits for the database."""
 
     def begin_new_files(self) -> None:
         """Have all let their outbox files go."""
-
-
-class OutboxWatch:
-    """Hears from the drain's thread, and lets the workers know."""
-
-    def __init__(self, audience: WorkerReplicas) -> None:
-        self._audience, self._loop = audience, asyncio.get_running_loop()
-        self.now, self.away = OutboxStatus(), False
-
-    def publish_results(self, owner: str, results: FeedbackResults) -> None:
-        """Feedback that this owner appended is in the database."""
-        self._loop.call_soon_threadsafe(self._audience.tell_results, owner, results)
-
-    def publish_status(self, status: OutboxStatus, away: bool) -> None:
-        """What waits now."""
-        self.now, self.away = status, away
-        self._loop.call_soon_threadsafe(partial(self._audience.tell_outbox, status, away=away))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +95,7 @@ class ControlServices:
     totals: ProcessTotals
     settings: Settings
     drain: Drain
-    outbox: OutboxWatch
+    audience: WorkerReplicas
     watch: LedgerGauges
     canary_controller: CanaryController
     key_watch: KeyWatch
@@ -123,7 +112,7 @@ class ControlServices:
 
     async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
         """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""
-        return self.token_uses.take(binding, count, steady_time.now())
+        return self.token_uses.take(binding, count, steady_clock())
 
     async def report_shadow_reply(self, reply: ShadowReply) -> None:
         """Take down what became of the copy of a request."""
@@ -131,11 +120,11 @@ class ControlServices:
 
     async def exposition(self) -> bytes:
         """The metrics of the whole service."""
-        metrics, outbox = self.metrics, self.outbox.now
+        metrics, outbox = self.metrics, self.audience.outbox_status
         metrics.outbox_bytes.set(outbox.bytes)
         metrics.outbox_records.set(outbox.records)
-        metrics.outbox_oldest_seconds.set(0.0 if outbox.since is None else max(0.0, steady_time.now() - outbox.since))
-        metrics.database_up.set(self.watch.reached and not self.outbox.away)
+        metrics.outbox_oldest_seconds.set(0.0 if outbox.since is None else max(0.0, steady_clock() - outbox.since))
+        metrics.database_up.set(self.watch.reached and not self.audience.database_away)
         for state in EngineState:
             metrics.engines.labels(state.value).set(sum(each.state is state for each in self.fleet.engines))
         return generate_latest(self.totals)
@@ -151,13 +140,13 @@ async def open_control_services(
 ) -> tuple[ControlServices, list[Task]]:
     """The services, closed by `stack`, and what it must run; `audience` are others who send requests to the engines."""
     metrics = Metrics()
-    outbox, own = OutboxWatch(audience), Outbox(settings.outbox_dir, FILE_BYTES)  # where verdicts are brought to disk
+    own = Outbox(settings.outbox_dir, FILE_BYTES)  # where verdicts are brought to disk
     stack.callback(own.close)
     drain = Drain(
         settings.outbox_dir,
         ledger.recording,
-        taken=outbox.publish_results,
-        tell=outbox.publish_status,
+        taken=audience.tell_results,
+        tell=audience.tell_outbox,
         refused=metrics.outbox_refused.inc,
         failed=on_failure,
     )
@@ -165,7 +154,7 @@ async def open_control_services(
     drain.start()
     stack.push_async_callback(asyncio.to_thread, drain.stop)
     interval_s = min(settings.explorer.service_status_check_interval, _WATCH_S)
-    watch = LedgerGauges(ledger, metrics, settings, interval_s=interval_s, outbox=lambda: outbox.now)
+    watch = LedgerGauges(ledger, metrics, settings, interval_s=interval_s, outbox=lambda: audience.outbox_status)
     stack.callback(watch.close)
 
     def forget_files() -> None:
@@ -194,7 +183,7 @@ async def open_control_services(
         canary_controller=canary_controller,
         settings=settings,
         drain=drain,
-        outbox=outbox,
+        audience=audience,
         watch=watch,
         key_watch=key_watch,
         token_uses=TokenUses(),

@@ -12,17 +12,16 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
-from typing import Any
 
 import structlog
 import uvicorn
 import uvloop
 
-from tuneloop.explorer.access.feedback_tokens import FeedbackBinding, FeedbackTokens
+from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
 from tuneloop.explorer.app import Services, create_app, open_outbox, open_services
 from tuneloop.explorer.auth import Gatekeeper
 from tuneloop.explorer.background_tasks import Task, every
-from tuneloop.explorer.control_client import ShadowReply
+from tuneloop.explorer.edge import Http11
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.limits import KeyUsage
@@ -32,32 +31,27 @@ from tuneloop.explorer.processes.channel import (
     AnswerAtOnce,
     BeginFile,
     Channel,
+    ChannelControlClient,
     ChannelMessage,
     CollectMetrics,
     FleetView,
-    GetExposition,
     GetStartInfo,
     ReportFailure,
     ReportMetrics,
-    ReportShadowReply,
     ShareUsage,
     StartInfo,
-    TakeOfToken,
     UpdateEngine,
     UpdateKeys,
     UpdateOutbox,
     UpdateResults,
     UpdateSplit,
     WaitUntilIdle,
-    WaitUntilTaken,
-    WakeDrain,
 )
 from tuneloop.explorer.processes.garbage import freeze_garbage
 from tuneloop.explorer.processes.patient_ledger import PatientLedger
-from tuneloop.explorer.protocol import Http11
 from tuneloop.explorer.recorder import Recorder
 from tuneloop.runner.outbox import Outbox
-from tuneloop.shared.errors import ChannelLost, RequestRefused, TuneloopError
+from tuneloop.shared.errors import ChannelLost, TuneloopError
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.logging import configure_logging
@@ -193,46 +187,6 @@ def main() -> None:
 _COUNT_S = 5.0
 #: How often workers tell each other what keys have taken: so long each of them may allow a key its whole limit.
 _SHARE_S = 0.25
-#: How long the control process may take beyond the time that it was given, for the metrics, and for a token.
-_GRACE_S, _EXPOSITION_S, _TOKEN_S = 0.5, 5.0, 2.0
-
-
-class ChannelControlClient:
-    """The control process, as the routes see it."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    async def wait_until_taken(self, timeout_s: float) -> bool:
-        """Wait until all that is on disk now is in the database. False if it is not by then, or away."""
-        try:
-            return bool(await self._channel.ask(WaitUntilTaken(timeout_s), bool, timeout_s=timeout_s + _GRACE_S))
-        except ChannelLost as error:  # what is on disk is safe there all the same
-            log.warning("control_process_silent", reason=str(error))
-            return False
-
-    def wake_drain(self) -> None:
-        """Have the outbox looked at now."""
-        self._channel.tell(WakeDrain())
-
-    async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
-        """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""
-        return bool(await self._answer_to(TakeOfToken(binding, count), bool, _TOKEN_S))
-
-    async def report_shadow_reply(self, reply: ShadowReply) -> None:
-        """Let those hear of a copy who decide about the version that it went to."""
-        with suppress(ChannelLost):
-            await self._channel.ask(ReportShadowReply(reply))
-
-    async def exposition(self) -> bytes:
-        """The metrics of the whole service."""
-        return bytes(await self._answer_to(GetExposition(), bytes, _EXPOSITION_S))
-
-    async def _answer_to(self, question: ChannelMessage, kind: Any, timeout_s: float) -> Any:
-        try:
-            return await self._channel.ask(question, kind, timeout_s=timeout_s)
-        except ChannelLost as error:
-            raise RequestRefused(str(error), status=503, code="control_process_silent", retry_after_s=1.0) from None
 
 
 class WorkerLink:

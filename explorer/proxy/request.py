@@ -42,9 +42,9 @@ from tuneloop.explorer.limits import RequestMeter
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.media import MediaFetcher, with_own_uuids
 from tuneloop.explorer.transcript import ReplyIdSigner, Sampling
-from tuneloop.shared import engine_flags, steady_time
+from tuneloop.shared import engine_flags
 from tuneloop.shared.errors import RequestRefused
-from tuneloop.shared.experience import person_name
+from tuneloop.shared.experience import Stamp, person_name, stamp, steady_clock
 from tuneloop.shared.ledger.versions.alarms import Alarms
 from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH
 from tuneloop.shared.settings.feedback import TenantSettings
@@ -167,7 +167,7 @@ class Request(NamedTuple):
     caller: Caller
     request_id: str
     received_at: float
-    stamp: steady_time.Stamp
+    stamp: Stamp
     started: float
     writer: ReplyWriter
     meter: RequestMeter
@@ -316,8 +316,8 @@ class RequestParser:
             caller=caller,
             request_id=raw.header(b"x-request-id") or msg_id,
             # The time before its body was read, which may have taken the client long.
-            received_at=steady_time.now() - (waited_s := time.monotonic() - started),
-            stamp=steady_time.stamp(ago_s=waited_s),
+            received_at=steady_clock() - (waited_s := time.monotonic() - started),
+            stamp=stamp(ago_s=waited_s),
             started=started,
             writer=writer,
             meter=raw.meter,

@@ -9,9 +9,8 @@ from fastapi.responses import Response
 
 from tuneloop.explorer.auth import Caller, caller_of, operator_only
 from tuneloop.explorer.http.bodies import read_object
-from tuneloop.shared import steady_time
 from tuneloop.shared.errors import KeyRefused, RequestRefused
-from tuneloop.shared.experience import Scope
+from tuneloop.shared.experience import Scope, steady_clock
 from tuneloop.shared.ledger.keys import AccessKey, KeyGrant, KeyLimits, Keys
 
 _MAX_BODY_BYTES = 16 << 10
@@ -82,7 +81,7 @@ def _within(grant: KeyGrant, caller: Caller, theirs: list[AccessKey]) -> KeyGran
     own = next(key for key in theirs if key.key_id == caller.key_id)
     bounds = msgspec.structs.asdict(own.limits)
     limits = {name: _cap(f"limits.{name}", getattr(grant.limits, name), most) for name, most in bounds.items()}
-    left = None if own.expires_at is None else max(1.0, own.expires_at - steady_time.now())
+    left = None if own.expires_at is None else max(1.0, own.expires_at - steady_clock())
     expires_in = _cap("expires_in", grant.expires_in, left)
     return msgspec.structs.replace(grant, limits=KeyLimits(**limits), expires_in=expires_in)
 

@@ -8,10 +8,8 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from tuneloop.explorer.auth import TRINITY
 from tuneloop.explorer.engines.fleet import Engine
-
-#: Below this path are the routes of Trinity's own client, which accepts any type and reads its metrics as JSON.
-TRINITY = "/trinity"
 
 _JSON_TYPE = "application/json"
 

@@ -7,7 +7,7 @@ import orjson
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response
 
-from tuneloop.explorer.auth import caller_of
+from tuneloop.explorer.auth import TRINITY, caller_of
 from tuneloop.explorer.dialects.dialect import merged_header
 from tuneloop.explorer.engines.adapter_names import without_adapters
 from tuneloop.explorer.engines.fleet import Fleet, PinParser, VersionPin
@@ -15,7 +15,6 @@ from tuneloop.explorer.http.bodies import as_utf8, parse_object, read_bytes
 from tuneloop.explorer.limits import Admission, tokens_of
 from tuneloop.explorer.proxy.media import remote_files, with_own_uuids
 from tuneloop.explorer.proxy.request import check_template
-from tuneloop.explorer.routes.metrics_json import TRINITY
 from tuneloop.shared.errors import EngineError, RequestRefused
 
 #: The engine routes that any client may use. All others, such as those that swap weights, are answered with 404.

@@ -10,9 +10,8 @@ from fastapi.responses import Response
 
 from tuneloop.explorer.auth import caller_of
 from tuneloop.explorer.recorder import Recorder
-from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
-from tuneloop.shared.experience import State
+from tuneloop.shared.experience import State, steady_clock
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules, StateCount
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.operations.diagnosis import diagnose
@@ -63,7 +62,7 @@ def _status(
     settings: Settings, ledger: Ledger, served: list[int], outbox: OutboxStatus, tenant: str | None
 ) -> dict[str, object]:
     """With a `tenant`, nothing that tells of others' rows: counts are its own, and sentences are left out."""
-    rules, now = Rules.of(settings), steady_time.now()
+    rules, now = Rules.of(settings), steady_clock()
     facts = ledger.reports.facts(BatchPolicy.of(settings), batch=rules.least)
     reasons = diagnose(Facts(now=now, rules=rules, outbox=outbox, ledger=facts))
     if tenant is not None:

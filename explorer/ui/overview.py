@@ -7,9 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from tuneloop.shared import steady_time
 from tuneloop.shared.evaluation.samples import SampleStatistics
-from tuneloop.shared.experience import State, VersionState
+from tuneloop.shared.experience import State, VersionState, steady_clock
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger, Version
 from tuneloop.shared.operations.diagnosis import diagnose, number
@@ -60,7 +59,7 @@ class LedgerCounts:
         async with self._lock:
             if self._facts is None or time.monotonic() >= self._due:
                 began = time.monotonic()
-                now, rules, policy = steady_time.now(), Rules.of(self._settings), BatchPolicy.of(self._settings)
+                now, rules, policy = steady_clock(), Rules.of(self._settings), BatchPolicy.of(self._settings)
                 count = partial(self._ledger.reports.facts, policy, drops=MAX_DROP_REASONS, batch=rules.least)
                 found = await asyncio.to_thread(count)
                 self._facts = Facts(now=now, rules=rules, outbox=self._outbox(), ledger=found)

@@ -10,7 +10,8 @@ import jinja2
 from fastapi.responses import HTMLResponse
 from markupsafe import Markup
 
-from tuneloop.shared import VERSION, steady_time
+from tuneloop.shared import VERSION
+from tuneloop.shared.experience import steady_clock
 from tuneloop.shared.operations.diagnosis import ago, moment
 
 FOLDER = Path(__file__).parent
@@ -83,7 +84,7 @@ def when(then: float | None) -> Markup:
         machine = datetime.fromtimestamp(then, UTC).isoformat(timespec="seconds")
     except (ValueError, OverflowError, OSError):  # an imported row may say anything
         return Markup("at {}").format(then)
-    shown = f"{ago(steady_time.now(), then)} ago"
+    shown = f"{ago(steady_clock(), then)} ago"
     return Markup('<time datetime="{}" title="{}">{}</time>').format(machine, moment(then), shown)
 
 

@@ -19,8 +19,8 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from tuneloop.explorer.auth import Caller, EntryGate, is_from_here, operator_only
-from tuneloop.shared import steady_time
 from tuneloop.shared.errors import RequestRefused
+from tuneloop.shared.experience import steady_clock
 from tuneloop.shared.held_files import change_unlinked, read_unlinked
 from tuneloop.shared.ledger.keys import digest_of
 
@@ -73,7 +73,7 @@ class EndedSessions:
         """End a session: its cookie may have been copied. Raises OSError."""
         with change_unlinked(self._path) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            now = steady_time.now()
+            now = steady_clock()
             lines = [line for line in _ENDED_LINES(file.readall() or b"") if int(line[1]) > now][1 - _MAX_ENDED :]
             kept = b"".join(line[0] for line in lines) + _line_of(session)
             file.seek(0)
@@ -153,7 +153,7 @@ class SessionGuard:
         return {self._mark(digest): caller for digest, caller in self._gate.administrators().items()}
 
     def _begin(self, key_mark: str) -> BrowserSession:
-        return BrowserSession(secrets.token_urlsafe(18), int(steady_time.now()) + SESSION_S, key_mark)
+        return BrowserSession(secrets.token_urlsafe(18), int(steady_clock()) + SESSION_S, key_mark)
 
     def _mark(self, digest: bytes) -> str:
         return self._sign("key", digest.hex())[:22]
@@ -183,7 +183,7 @@ class SessionGuard:
         session = BrowserSession(parts[0], int(parts[1]), parts[2])
         if not hmac.compare_digest(parts[3].encode(), self._sign("session", *map(str, session)).encode()):
             return None
-        return session if session.expires_at > steady_time.now() else None
+        return session if session.expires_at > steady_clock() else None
 
     def _sign(self, *words: str) -> str:
         mac = hmac.digest(self._key, "\n".join(words).encode(), "sha256")

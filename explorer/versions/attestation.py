@@ -16,9 +16,9 @@ from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.reload import Reloader
-from tuneloop.shared import steady_time
 from tuneloop.shared.checkpoints.manifest import Probe
 from tuneloop.shared.errors import CheckpointRejected, EngineError, LedgerError, LedgerUnavailable
+from tuneloop.shared.experience import since_boot, steady_clock
 from tuneloop.shared.ledger.ledger import Alarm, Ledger, Version
 from tuneloop.shared.ledger.recording.attestation import Mismatch
 from tuneloop.shared.settings.settings import Settings
@@ -75,7 +75,7 @@ class Attestation:
         self._ledger = ledger
         self._metrics = metrics
         self._reloader = reloader
-        self._began_s = steady_time.since_boot()
+        self._began_s = since_boot()
         self._proofs: dict[int, _Proof] = {}
         self.probes = reloader.probes
         self._untold: list[Mismatch] = []
@@ -102,9 +102,7 @@ class Attestation:
         if engine.state is not EngineState.READY:
             return False
         proof = self._proofs.get(engine.number)
-        return (
-            proof is None or proof.swaps != engine.swaps or steady_time.since_boot() - proof.began_s >= self._interval_s
-        )
+        return proof is None or proof.swaps != engine.swaps or since_boot() - proof.began_s >= self._interval_s
 
     async def attest(self, engine: Engine) -> None:
         """Probe an engine that is in rotation; if it is not what it should be, set it right."""
@@ -115,7 +113,7 @@ class Attestation:
             self.probing -= 1
 
     async def _probe(self, engine: Engine) -> None:
-        before, proof = engine.proof, _Proof(steady_time.since_boot(), engine.swaps)
+        before, proof = engine.proof, _Proof(since_boot(), engine.swaps)
         try:
             version, probe = await self.probes.of(engine)
             # Once more before anything is done about it: a number on the edge of what is allowed is no mismatch.
@@ -137,7 +135,7 @@ class Attestation:
     def _note(self, engine: Engine, proof: _Proof) -> None:
         self._proofs[engine.number] = proof
         self._metrics.probes.labels("matched").inc()
-        self._metrics.last_good_probe.labels(str(engine.number)).set(steady_time.now.time_at(proof.began_s))
+        self._metrics.last_good_probe.labels(str(engine.number)).set(steady_clock.time_at(proof.began_s))
         self._metrics.has_fingerprint.labels(str(engine.number)).set(engine.proof == "fingerprint")
 
     async def _set_right(self, engine: Engine, version: Version, probe: Probe, fault: _Fault) -> None:
@@ -147,7 +145,7 @@ class Attestation:
         await self._reloader.put_back(engine, version)
         if engine.state is not EngineState.READY:
             return
-        proof, again = _Proof(steady_time.since_boot(), engine.swaps), None
+        proof, again = _Proof(since_boot(), engine.swaps), None
         with suppress(EngineError):
             again = await _fault_of(engine, probe)
             if again is None:
@@ -163,16 +161,16 @@ class Attestation:
         """
         self._proofs.pop(engine.number, None)
         reason = "it was restarted, and answered before it was given these weights again"
-        since = steady_time.now.time_at(since_s)
-        await self._distrust(Mismatch(engine.number, engine.version, since, steady_time.now(), reason, {}))
+        since = steady_clock.time_at(since_s)
+        await self._distrust(Mismatch(engine.number, engine.version, since, steady_clock(), reason, {}))
 
     async def _doubt(self, engine: Engine, version: Version, fault: _Fault) -> None:
         """Take out of training what an engine that is out of rotation has sampled since it was found right; alarm."""
         proof = self._proofs.get(engine.number)
-        since = steady_time.now.time_at(proof.began_s if proof else self._began_s)
+        since = steady_clock.time_at(proof.began_s if proof else self._began_s)
         alone = not (self._of_others and proof and proof.swaps == engine.swaps and fault.is_of_weights)
         reason = fault.reason if alone else fault.reason + _NOT_ALONE
-        await self._distrust(Mismatch(engine.number, version.version, since, steady_time.now(), reason, fault.figures))
+        await self._distrust(Mismatch(engine.number, version.version, since, steady_clock(), reason, fault.figures))
 
     async def _distrust(self, found: Mismatch) -> None:
         log.error("engine_mismatch", engine=found.engine, version=found.version, reason=found.reason, since=found.since)

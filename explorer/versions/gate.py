@@ -4,11 +4,10 @@ import asyncio
 
 import structlog
 
-from tuneloop.shared import steady_time
 from tuneloop.shared.evaluation.gate import GateVerdict, evaluator_of, gate_verdict
 from tuneloop.shared.evaluation.scores import Figure, figures_on
 from tuneloop.shared.evaluation.tasks import fingerprint, judge_of, tasks_of
-from tuneloop.shared.experience import Evaluator, VersionAction
+from tuneloop.shared.experience import Evaluator, VersionAction, steady_clock
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.settings.settings import Settings
 
@@ -47,7 +46,7 @@ class Gate:
             # The trainer reports by itself, whenever it is done.
             return not self.on_engine or candidate.version in self._unanswered
         if verdict is None:
-            if candidate.version not in self._reported and steady_time.now() - candidate.created_at > self._patience_s:
+            if candidate.version not in self._reported and steady_clock() - candidate.created_at > self._patience_s:
                 self._reported.add(candidate.version)
                 whose = "an engine to be tried on" if self.on_engine else "the trainer's evaluation"
                 why = self._unanswered.get(candidate.version, "there is none yet")

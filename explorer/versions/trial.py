@@ -32,10 +32,9 @@ from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.control_client import ShadowReply
 from tuneloop.explorer.engines.fleet import Engine, EngineState, TrafficSplit, split_of
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
-from tuneloop.shared import steady_time
 from tuneloop.shared.errors import LedgerError, LedgerUnavailable
 from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share
-from tuneloop.shared.experience import VersionAction, VersionState
+from tuneloop.shared.experience import VersionAction, VersionState, steady_clock
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.versions import RolloutSettings
@@ -129,7 +128,7 @@ class CanaryController:
         if trial.mode == "shadow":
             figures[1] = figures_of(self._copies)
         champions, tried = figures
-        decision = decide(rollout, champions, tried, elapsed_s=steady_time.now() - trial.began)
+        decision = decide(rollout, champions, tried, elapsed_s=steady_clock() - trial.began)
         why: dict[str, Any] = {"by": "explorer", "reason": decision.reason, "details": decision.details}
         if decision.action == "roll_back":
             roll_back = partial(self._ledger.versions.roll_back, only_as=VersionState.CANARY)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tuneloop.runner.errors import OutboxFull
 from tuneloop.runner.feedback.verbs import Entry
-from tuneloop.runner.outbox import SUFFIX, Damage, Outbox, OutboxReader, Place, Record, names_in, owner_of
-from tuneloop.runner.private_files import append_rows, lock, private_opener
+from tuneloop.runner.outbox import SUFFIX, Damage, Outbox, OutboxReader, Place, Record, lock, names_in, owner_of
+from tuneloop.runner.private_files import append_rows, private_opener
 
 #: A file of so many bytes is followed by another.
 _FILE_BYTES = 4 << 20

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from tuneloop.runner.errors import TuneFailed, TuneRefused
-from tuneloop.runner.private_files import lock, make_private_folder, private_opener
+from tuneloop.runner.outbox import lock
+from tuneloop.runner.private_files import make_private_folder, private_opener
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,80}")
 _STAMP = re.compile(r"-\d{14}$")

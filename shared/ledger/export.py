@@ -9,11 +9,11 @@ import numpy as np
 from sqlalchemy import ColumnElement, Select, and_, case, delete, exists, func, insert, or_, select, true, tuple_
 
 from tuneloop.shared.experience import Float32s, Int32s, State
-from tuneloop.shared.ledger.raters import without_quarantined
+from tuneloop.shared.ledger.recording.reward_rule import without_quarantined
 from tuneloop.shared.ledger.recording.rewards import bears_on, event_order
 from tuneloop.shared.ledger.storage import codec
+from tuneloop.shared.ledger.storage.database import LedgerPart, alone, portions
 from tuneloop.shared.ledger.storage.schema import erasures, exchanges, experiences, exports, feedback, reward_rules
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, alone, portions
 
 #: Rows that are held at once.
 PAGE = 500

@@ -14,8 +14,8 @@ from sqlalchemy import ColumnElement, func, insert, select, true, update
 
 from tuneloop.shared.errors import KeyRefused
 from tuneloop.shared.experience import DEFAULT_TENANT, KeyAction, Scope, is_tenant_name
+from tuneloop.shared.ledger.storage.database import LedgerPart
 from tuneloop.shared.ledger.storage.schema import key_events, keys
-from tuneloop.shared.ledger.storage.transactions import LedgerPart
 
 #: What every key begins with, so that one that leaked is recognised.
 PREFIX = "tl-"

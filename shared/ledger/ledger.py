@@ -11,8 +11,8 @@ from typing import Self
 
 from sqlalchemy import Engine, select
 
-from tuneloop.shared import steady_time
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.experience import TrustedRaters, steady_clock
 from tuneloop.shared.ledger.browsing.exchange_view import ExchangeViews
 from tuneloop.shared.ledger.browsing.reply_history import ReplyHistories
 from tuneloop.shared.ledger.browsing.reply_pages import ReplyPages
@@ -27,10 +27,9 @@ from tuneloop.shared.ledger.recording.retention import Retention
 from tuneloop.shared.ledger.recording.rewards import Rewards
 from tuneloop.shared.ledger.recording.stored_completions import StoredCompletions
 from tuneloop.shared.ledger.reports import Reports, VersionReward
-from tuneloop.shared.ledger.storage.database import connect
+from tuneloop.shared.ledger.storage.database import Transactions, connect, ignoring
 from tuneloop.shared.ledger.storage.ledger_clock import LedgerClock
 from tuneloop.shared.ledger.storage.schema import experiment
-from tuneloop.shared.ledger.storage.transactions import Transactions, ignoring
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.merged_calls import Runs
 from tuneloop.shared.ledger.training.restoration import Restoration
@@ -40,7 +39,7 @@ from tuneloop.shared.ledger.versions.comparison import Comparisons, RewardHistor
 from tuneloop.shared.ledger.versions.drift import Drift
 from tuneloop.shared.ledger.versions.evaluations import Evaluations
 from tuneloop.shared.ledger.versions.versions import Version, Versions
-from tuneloop.shared.settings.feedback import RewardRule, TrustedRaters
+from tuneloop.shared.settings.feedback import RewardRule
 from tuneloop.shared.settings.settings import Settings
 
 __all__ = ["LEASE_S", "Alarm", "BatchPolicy", "Ledger", "Version", "VersionReward"]
@@ -57,7 +56,7 @@ class Ledger:
         trusted_raters: TrustedRaters | None = None,
         compensate_late: bool = False,
         any_reply: bool = False,
-        clock: Callable[[], float] = steady_time.now,
+        clock: Callable[[], float] = steady_clock,
         ticks: Callable[[], float] = time.monotonic,
         transactions: Callable[..., Transactions] = Transactions,
     ) -> None:

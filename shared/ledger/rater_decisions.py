@@ -10,8 +10,8 @@ from sqlalchemy import and_, func, insert, select, update
 
 from tuneloop.shared.errors import UnknownRater
 from tuneloop.shared.ledger.recording.rewards import Rewards, replies_of
+from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, alone, put
 from tuneloop.shared.ledger.storage.schema import RaterState, feedback, new_rater, rater_events, raters
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, put
 
 #: The raters of so many of the newest events are listed.
 WINDOW = 5000

@@ -9,6 +9,7 @@ from sqlalchemy import ColumnElement, and_, exists, func, select, text, true
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.facts import DropCount, HeldBack, LedgerFacts, StateCount, Trainer, Weights
 from tuneloop.shared.ledger.storage.codec import unpack_text
+from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions
 from tuneloop.shared.ledger.storage.schema import (
     COMMITTED,
     CORRECTS,
@@ -20,7 +21,6 @@ from tuneloop.shared.ledger.storage.schema import (
     versions,
     worth,
 )
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.batches import held_by_shares
 from tuneloop.shared.ledger.training.groups import takable, young

@@ -9,7 +9,7 @@ import msgspec
 from tuneloop.shared.errors import TuneloopError
 from tuneloop.shared.experience import decode
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.recording.outbox_files import RefusedRecord
+from tuneloop.shared.ledger.recording.recording import RefusedRecord
 from tuneloop.shared.outbox_status import OutboxStatus, append_to, files_of, outbox_status
 from tuneloop.shared.settings.settings import Settings
 

@@ -1,20 +1,256 @@
-"""Finds what is to be redacted in a text: the built-in kinds, the operator's patterns, and Presidio's entities."""
+"""Finds what is to be redacted in a text: the built-in kinds, the operator's patterns, and Presidio's entities.
+
+Every search for a built-in kind takes time linear in the length of the text: no pattern can be made to backtrack by
+what a client writes. Each first looks for characters without which its kind cannot occur: most texts cost next to
+nothing.
+"""
 
 import importlib
+import ipaddress
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import regex
 import structlog
 
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.privacy.patterns import FINDERS, PRIVATE_KEY_BEGINS
 from tuneloop.shared.settings.feedback import PrivacySettings
 
 log = structlog.get_logger()
+
+#: From a character to the one after the last.
+Range = tuple[int, int]
+Finder = Callable[[str], Iterator[Range]]
+
+# Begun only at the first character of a run, and possessive: else a run without an @ would be read over and over.
+_EMAIL = re.compile(r"(?<![\w.%+-])[\w.%+-]++@[\w-]++(?:\.[\w-]++)++")
+_IPV4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?!\w|\.\d)")
+_IPV6 = re.compile(r"(?<![\w:])(?:[0-9A-Fa-f]{0,4}:){2,7}(?:[0-9A-Fa-f]{1,4}|(?:\d{1,3}\.){3}\d{1,3})?(?![\w:])")
+# Each begins with what a search can run to, and looks back from there: looking back everywhere takes longer.
+_SSN = re.compile(r"\d(?<!\d\d)(?<!\d-\d)(\d\d)([- ])(\d\d)\2(\d{4})(?!-?\d)")
+_DIGIT_GROUPS = re.compile(r"\d(?<![0-9A-Za-z]\d)\d{2,}+(?:[ -]\d{3,}+)*+")
+_GROUP, _DIGIT = re.compile(r"\d+"), re.compile(r"\d")
+# What follows is only looked at: it may be words, and the number after them.
+_IBAN = re.compile(
+    r"\d\d(?<=[A-Za-z][A-Za-z]\d\d)(?<![0-9A-Za-z][A-Za-z][A-Za-z]\d\d)(?=((?:[ -]?[0-9A-Za-z]){11,30}))"
+)
+_PHONES = (
+    re.compile(r"\+(?<![\w+]\+)[1-9](?:[ ().\/-]{0,3}\d){6,13}(?!\d)"),
+    re.compile(r"00(?<![\w+]00)[1-9](?:[ ().\/-]{0,3}\d){6,13}(?!\d)"),
+    re.compile(r"\((?<![\w.-]\()\d{3}\) ?\d{3}[ .-]\d{4}(?![.-]?\d)"),
+    re.compile(r"\d(?<![\w.-]\d)\d\d[ .-]\d{3}[ .-]\d{4}(?![.-]?\d)"),
+    re.compile(r"0(?<![\w.:/-]0)[1-9]\d{0,3}[ /-]\d(?:[ -]?\d){4,9}(?!\d)"),
+)
+_DATE = re.compile(r"\d\d[-/ ]\d\d[-/ ]\d{2,4}")
+_JWT = re.compile(r"(?<![\w-])eyJ[A-Za-z0-9_-]{8,}+(?:\.[A-Za-z0-9_-]*+){2,4}+")
+PRIVATE_KEY_BEGINS = "-----BEGIN "
+_KEY_BEGINS = re.compile(PRIVATE_KEY_BEGINS + r"(?:[A-Z0-9]{1,16} ){0,4}PRIVATE KEY(?: BLOCK)?-----")
+_KEY_ENDS = re.compile(r"-----END (?:[A-Z0-9]{1,16} ){0,4}PRIVATE KEY(?: BLOCK)?-----")
+
+#: What the keys of well-known services begin with, and what follows.
+_API_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "sk-": r"[\w-]{16,}",  # OpenAI, Anthropic and those who took after them
+        "sk_live_": r"\w{16,}",  # Stripe
+        "sk_test_": r"\w{16,}",
+        "rk_live_": r"\w{16,}",
+        "AKIA": "[0-9A-Z]{16}",  # AWS
+        "ASIA": "[0-9A-Z]{16}",
+        "AIza": r"[\w-]{35}",  # Google
+        "ya29.": r"[\w-]{20,}",
+        "ghp_": r"\w{36,}",  # GitHub
+        "gho_": r"\w{36,}",
+        "ghu_": r"\w{36,}",
+        "ghs_": r"\w{36,}",
+        "ghr_": r"\w{36,}",
+        "github_pat_": r"\w{22,}",
+        "glpat-": r"[\w-]{20,}",  # GitLab
+        "xoxa-": r"[\w-]{10,}",  # Slack
+        "xoxb-": r"[\w-]{10,}",
+        "xoxp-": r"[\w-]{10,}",
+        "xoxr-": r"[\w-]{10,}",
+        "xoxs-": r"[\w-]{10,}",
+        "hf_": "[A-Za-z]{30,}",  # Hugging Face
+        "npm_": r"\w{36,}",
+        "pypi-": r"[\w-]{40,}",
+        "SG.": r"[\w-]{16,}\.[\w-]{16,}",  # SendGrid
+        "dop_v1_": "[0-9a-f]{64}",  # DigitalOcean
+    }
+)
+#: The keys that hold no digits.
+_LETTERS_ONLY = "hf_"
+
+#: By a sign that stands in it, what is in every text that holds a key: each search runs to the sign, and looks back.
+_API_KEY_BEGINS = {
+    sign: re.compile(f"{re.escape(sign)}(?:{'|'.join(f'(?<={re.escape(each)})' for each in starts)})").search
+    for sign in "-_."
+    if (starts := [each for each in _API_KEYS if each.endswith(sign)])
+} | {"A": re.compile("|".join(each for each in _API_KEYS if each.isalpha())).search}
+_API_KEY = re.compile(
+    "(?<![0-9A-Za-z])(?:" + "|".join(re.escape(start) + rest for start, rest in _API_KEYS.items()) + ")", re.ASCII
+)
+
+#: The length of a country's IBANs.
+_IBAN_LENGTHS: Mapping[str, int] = MappingProxyType(
+    {
+        country: int(length)
+        for country, length in re.findall(
+            r"([A-Z]{2})(\d\d)",
+            "AD24 AE23 AL28 AT20 AZ28 BA20 BE16 BG22 BH22 BI27 BR29 BY28 CH21 CR22 CY28 CZ24 DE22 DJ27 DK18 DO28 EE20"
+            " EG29 ES24 FI18 FK18 FO18 FR27 GB22 GE22 GI23 GL18 GR27 GT28 HN28 HR21 HU28 IE22 IL23 IQ23 IS26 IT27 JO30"
+            " KW30 KZ20 LB28 LC32 LI21 LT20 LU20 LV21 LY25 MC27 MD24 ME22 MK19 MN20 MR27 MT31 MU30 NI28 NL18 NO15 OM23"
+            " PK24 PL28 PS29 PT25 QA29 RO24 RS22 RU33 SA24 SC31 SD18 SE24 SI19 SK24 SM27 SO23 ST25 SV28 TL23 TN24 TR26"
+            " UA29 VA22 VG24 XK20 YE30",
+        )
+    }
+)
+
+_CARD_STARTS, _CARD_DIGITS = "123456", range(13, 20)
+
+#: Twice each digit, or the sum of the two digits of that.
+_DOUBLED = bytes.maketrans(b"0123456789", b"0246813579")
+
+
+def emails(text: str) -> Iterator[Range]:
+    """Addresses whose domain ends in letters."""
+    if "@" in text:
+        for found in _EMAIL.finditer(text):
+            last = found.group().rpartition(".")[2]
+            if len(last) > 1 and not last.isdigit():
+                yield found.span()
+
+
+def phones(text: str) -> Iterator[Range]:
+    """Numbers with a country's code, American ones in three groups, and national ones that begin with 0."""
+    for pattern in _PHONES if _has_digits(text) else ():
+        for found in pattern.finditer(text):
+            if not _DATE.fullmatch(found.group()):
+                yield found.span()
+
+
+def credit_cards(text: str) -> Iterator[Range]:
+    """13 to 19 digits with Luhn's check digit, in groups or not."""
+    for run in _DIGIT_GROUPS.finditer(text) if _has_digits(text) else ():
+        groups = [(each.start(), each.end()) for each in _GROUP.finditer(text, *run.span())]
+        at = 0
+        while at < len(groups):
+            end = _card_end(text, groups, at) if text[groups[at][0]] in _CARD_STARTS else None
+            if end is not None:
+                yield groups[at][0], groups[end][1]
+            at = at + 1 if end is None else end + 1
+
+
+def _card_end(text: str, groups: list[Range], first: int) -> int | None:
+    """The group with which a card's number ends that begins with the first one."""
+    digits = ""
+    for at in range(first, min(first + _CARD_DIGITS.stop, len(groups))):
+        digits += text[groups[at][0] : groups[at][1]]
+        if len(digits) >= _CARD_DIGITS.stop:
+            return None
+        if len(digits) in _CARD_DIGITS and passes_luhn(digits):
+            return at
+    return None
+
+
+def passes_luhn(digits: str) -> bool:
+    """Whether the last of the digits is the check digit of those before (ISO/IEC 7812-1)."""
+    read = digits.encode()
+    total = sum(read[-1::-2]) + sum(read[-2::-2].translate(_DOUBLED)) - ord("0") * len(read)
+    return total % 10 == 0 and total > 0
+
+
+def ibans(text: str) -> Iterator[Range]:
+    """Account numbers of a country's length whose remainder modulo 97 is 1 (ISO 13616)."""
+    for found in _IBAN.finditer(text) if _has_digits(text) else ():
+        start = found.start() - 2
+        length = _IBAN_LENGTHS.get(text[start : start + 2].upper())
+        end, letters = start, ""
+        while length is not None and end < found.end(1) and len(letters) < length:
+            letters += text[end] if text[end].isalnum() else ""
+            end += 1
+        if length is not None and len(letters) == length and passes_mod_97(letters):
+            yield start, end
+
+
+def passes_mod_97(iban: str) -> bool:
+    """Whether the check digits of an IBAN without blanks are right."""
+    return int("".join(str(int(each, 36)) for each in iban[4:] + iban[:4])) % 97 == 1
+
+
+def ip_addresses(text: str) -> Iterator[Range]:
+    """IPv4 and IPv6 addresses in their usual spelling."""
+    if "." in text:
+        yield from _valid(_IPV4, text, ipaddress.IPv4Address)
+    if "::" in text or text.count(":") > 6:
+        yield from _valid(_IPV6, text, ipaddress.IPv6Address)
+
+
+def _valid(pattern: re.Pattern[str], text: str, kind: Callable[[str], object]) -> Iterator[Range]:
+    for found in pattern.finditer(text):
+        try:
+            kind(found.group())
+        except ValueError:
+            continue
+        if found.group() != "::":
+            yield found.span()
+
+
+def api_keys(text: str) -> Iterator[Range]:
+    """Keys that can be told by what they begin with."""
+    if any(sign in text and search(text) for sign, search in _API_KEY_BEGINS.items()):
+        for found in _API_KEY.finditer(text):
+            if found.group().startswith(_LETTERS_ONLY) or any(map(str.isdigit, found.group())):  # else joined words
+                yield found.span()
+
+
+def jwts(text: str) -> Iterator[Range]:
+    """JSON web tokens, signed or encrypted."""
+    if "eyJ" in text:
+        for found in _JWT.finditer(text):
+            yield found.span()
+
+
+def private_keys(text: str) -> Iterator[Range]:
+    """Keys in PEM, from the first line to the last; without a last one, all that follows."""
+    at = 0 if PRIVATE_KEY_BEGINS in text else len(text)
+    while begun := _KEY_BEGINS.search(text, at):
+        ended = _KEY_ENDS.search(text, begun.end())
+        at = ended.end() if ended else len(text)
+        yield begun.start(), at
+
+
+def us_ssns(text: str) -> Iterator[Range]:
+    """Social security numbers of the USA in three groups."""
+    for found in _SSN.finditer(text) if _has_digits(text) else ():
+        area = found.group()[:3]
+        if not area.startswith(("000", "666", "9")) and found[3] != "00" and found[4] != "0000":
+            yield found.span()
+
+
+def _has_digits(text: str) -> bool:
+    return any(map(text.__contains__, "0123456789")) or (not text.isascii() and _DIGIT.search(text) is not None)
+
+
+#: What `privacy.redact` may name. A kind that contains another comes before it: its name stands in the text.
+FINDERS: Mapping[str, Finder] = MappingProxyType(
+    {
+        "private_key": private_keys,
+        "jwt": jwts,
+        "api_key": api_keys,
+        "email": emails,
+        "iban": ibans,
+        "credit_card": credit_cards,
+        "us_ssn": us_ssns,
+        "ip_address": ip_addresses,
+        "phone": phones,
+    }
+)
+
 
 #: Seconds that one of the operator's patterns may take for one text; then all of the text counts as found.
 PATTERN_TIMEOUT_S = 0.25

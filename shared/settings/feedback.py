@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal
@@ -10,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 import regex
 from pydantic import AfterValidator, Field
 
-from tuneloop.shared.experience import DEFAULT_TENANT, is_tenant_name, names_nobody
+from tuneloop.shared.experience import DEFAULT_TENANT, TrustedRaters, is_tenant_name
 from tuneloop.shared.settings.types import (
     Address,
     NotNegativeReal,
@@ -145,24 +144,6 @@ class RewardRule(Section):
             )
 
 
-@dataclass(frozen=True, slots=True)
-class TrustedRaters:
-    """Who is no voter, but whose word settles it: some tenants' sources, the judge of all tenants, and the application.
-
-    The application is who names no source, with a key or without. Anybody may give a rater of his own tenant the name
-    of another's, but nobody that of the judge.
-    """
-
-    named: frozenset[tuple[str, str]] = frozenset()
-    judge: str | None = None
-
-    def __contains__(self, rater: object) -> bool:
-        """Whether a rater, a tenant and a source, is one of them."""
-        if not isinstance(rater, tuple):
-            return False
-        return rater in self.named or names_nobody(rater[1]) or (self.judge is not None and rater[1] == self.judge)
-
-
 def _trusted_rater(entry: str) -> tuple[str, str]:
     """The tenant and the source that an entry names.
 
@@ -219,7 +200,7 @@ class TenantSettings(Section):
     retention: RetentionSettings = RetentionSettings()
 
 
-#: What is found by itself; `shared/privacy/patterns.py` says how.
+#: What is found by itself; `shared/privacy/detection.py` says how.
 BuiltIn = Literal["private_key", "jwt", "api_key", "email", "iban", "credit_card", "us_ssn", "ip_address", "phone"]
 
 _LONGEST_PATTERN = 1000

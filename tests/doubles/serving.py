@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from tuneloop.explorer.protocol import Http11
+from tuneloop.explorer.edge import Http11
 
 
 class Resettable(Http11):

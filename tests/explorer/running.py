@@ -29,7 +29,7 @@ from tuneloop.explorer.routes import responses, stored_completions
 from tuneloop.shared.errors import LedgerForbidden, LedgerUnavailable, TuneloopError
 from tuneloop.shared.experience import Exchange, Feedback, Record, State
 from tuneloop.shared.ledger.ledger import Ledger, Version
-from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
+from tuneloop.shared.ledger.recording.feedback import FeedbackResults
 from tuneloop.shared.ledger.recording.recording import CommitLimits, Recording
 from tuneloop.shared.ledger.versions.alarms import Alarms
 from tuneloop.shared.ledger.versions.versions import Versions

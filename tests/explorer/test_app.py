@@ -21,12 +21,11 @@ from tests.doubles.serving import serving
 from tests.explorer.running import HELLO, eventually, explorer_running, settings_for
 from tests.explorer.whole import create_app
 from tuneloop.explorer.dialects.dialect import ChatDialect
-from tuneloop.explorer.edge import Edge
+from tuneloop.explorer.edge import Edge, Http11
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.engines.vllm import EngineControl, open_session
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.protocol import Http11
 from tuneloop.explorer.proxy.proxy import Proxy
 from tuneloop.explorer.recorder import OutboxLimits, Recorder
 from tuneloop.explorer.transcript import ReplyIdSigner

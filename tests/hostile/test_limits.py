@@ -13,21 +13,20 @@ from tests.doubles.engine import CHAT, MODEL, EnginePlace
 from tests.explorer.running import HELLO, RunningExplorer, explorer_running, settings_for
 from tests.explorer.wire import BODY, Wire, chunked
 from tests.hostile.bed import ADMIN_KEY
-from tuneloop.explorer import protocol
+from tuneloop.explorer import edge
 from tuneloop.explorer.access import feedback_tokens
 from tuneloop.explorer.dialects import conversations
 from tuneloop.explorer.drain import STOP_S
-from tuneloop.explorer.feedback import request, routes
+from tuneloop.explorer.feedback import events, routes
 from tuneloop.explorer.http import bodies
 from tuneloop.explorer.limits import ConnectionLimits
 from tuneloop.explorer.processes import worker
-from tuneloop.explorer.proxy import media
-from tuneloop.explorer.proxy import request as chat_request
+from tuneloop.explorer.proxy import media, request
 from tuneloop.explorer.routes import admin, keys, passthrough, stored_completions
 from tuneloop.explorer.ui import operations, site
 from tuneloop.shared import logging
 from tuneloop.shared.experience import MAX_NAME
-from tuneloop.shared.ledger.recording.new_feedback import MAX_EARLY, MAX_SAID, MAX_SAID_BY_ONE
+from tuneloop.shared.ledger.recording.feedback import MAX_EARLY, MAX_SAID, MAX_SAID_BY_ONE
 from tuneloop.shared.ledger.recording.stored_completions import MAX_EXAMINED, MAX_PAGE_BYTES, MAX_PAIRS
 from tuneloop.shared.settings.serving import ExplorerSettings
 from tuneloop.shared.settings.settings import options
@@ -40,7 +39,7 @@ FIXED: dict[str, object] = {
     "what a [key](keys.md#limits) allows": None,
     "keys of a tenant, revoked ones included, that its administrators make": keys.MAX_KEYS,
     "a connection without another request": worker._KEEP_ALIVE_S,
-    "a request's headers; what is sent between a body's chunks": protocol.MAX_HEAD_BYTES,
+    "a request's headers; what is sent between a body's chunks": edge.MAX_HEAD_BYTES,
     "headers after a chunked body (trailers)": (),
     "how deep a body is nested": bodies.MAX_DEPTH,
     "objects and lists in a body": bodies.MAX_CONTAINERS,
@@ -55,14 +54,14 @@ FIXED: dict[str, object] = {
     "such texts that a worker has an engine read at once": 1,
     "such texts waiting for that": passthrough._MAX_WAITING,
     "a body of feedback or commit": routes.MAX_BODY_BYTES,
-    "ids in one call of feedback": request.MAX_IDS,
-    "events about one reply, one choice or one run in one call of feedback": request.MAX_OF_ONE,
+    "ids in one call of feedback": events.MAX_IDS,
+    "events about one reply, one choice or one run in one call of feedback": events.MAX_OF_ONE,
     "events about one reply, those that prefer another to it too, or one run in all": MAX_SAID,
     "those of them of one key, or of one source without a key": MAX_SAID_BY_ONE,
     "a tenant's events about runs without a reply, and replies that are not stored": MAX_EARLY,
     "draining the outbox when the service ends": STOP_S,
-    "`metadata` of a request": chat_request.MAX_METADATA_BYTES,
-    "text in one call of feedback, counted once for each id": request.MAX_CHARACTERS,
+    "`metadata` of a request": request.MAX_METADATA_BYTES,
+    "text in one call of feedback, counted once for each id": events.MAX_CHARACTERS,
     "`task_id`, `run_id`, `source`, `metric`, `label`, `idempotency_key`": MAX_NAME,
     "tasks named in one commit": routes.MAX_TASKS,
     "completions in one listing": stored_completions.MAX_LIMIT,

@@ -32,7 +32,6 @@ MEANINGS = {
     "proxy": "a request's way to an engine and back",
     "recording": "what is written into the ledger as it comes",
     "ranks": "the processes that train together",
-    "request": "a client's request as it was parsed",
     "rewards": "rewards made from feedback",
     "routes": "what answers HTTP requests",
     "services": "what is started beside the requests or the runs, and put together",

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from tuneloop.runner import outbox as outbox_module
-from tuneloop.runner.outbox import Damage, Outbox, OutboxReader, Place, Record, names_in
-from tuneloop.runner.private_files import lock
+from tuneloop.runner.outbox import Damage, Outbox, OutboxReader, Place, Record, lock, names_in
 
 pytestmark = pytest.mark.contract
 

@@ -12,12 +12,11 @@ from structlog.testing import capture_logs
 
 from tests.databases import put_file
 from tests.trainer.factories import commit, eventually, points, sample
-from tuneloop.shared import steady_time
 from tuneloop.shared.capacity.pace import find_pace
 from tuneloop.shared.checkpoints.file_checks import check_files
 from tuneloop.shared.checkpoints.manifest import read_manifest
 from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerError, LedgerUnavailable, StaleEpoch
-from tuneloop.shared.experience import State
+from tuneloop.shared.experience import State, steady_clock
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.training.training import Training
@@ -423,7 +422,7 @@ def test_what_waits_beyond_the_backlog_expires_with_each_version_and_the_pace_is
     trained, others = {State.TRAINED: 8}, {State.COMMITTED: 4, State.EXPIRED: 12}
     assert ledger.reports.counts() == dict.fromkeys(State, 0) | trained | others
     assert [(log["set_aside"], log["waiting"]) for log in logs if log["event"] == "trainer_lags"] == [(12, 8)]
-    pace = find_pace(chosen.job_dir, steady_time.now())
+    pace = find_pace(chosen.job_dir, steady_clock())
     assert pace is not None
     assert pace.lag == 0  # nothing was committed between the two
     assert 0 < pace.steps + pace.publishing <= 1

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from tuneloop.shared import steady_time
 from tuneloop.shared.capacity.pace import VersionPace, note_version
-from tuneloop.shared.experience import Sample
+from tuneloop.shared.experience import Sample, steady_clock
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.versions.alarms import Alarm, Alarms
 from tuneloop.shared.settings.settings import Settings
@@ -37,7 +36,7 @@ class PaceLog:
             _log.warning("trainer_lags", set_aside=backlog.set_aside, waiting=backlog.waiting)
         self._lags = backlog.set_aside > 0
         version = VersionPace(
-            at=steady_time.now(),
+            at=steady_clock(),
             consumed=consumed,
             waiting=backlog.waiting,
             set_aside=backlog.set_aside,

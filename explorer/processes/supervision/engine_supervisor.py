@@ -27,7 +27,6 @@ from tuneloop.explorer.versions.loading import (
     load,
     servable_champion,
 )
-from tuneloop.shared import steady_time
 from tuneloop.shared.checkpoints.manifest import VerifiedProbe
 from tuneloop.shared.errors import (
     CheckpointRejected,
@@ -37,6 +36,7 @@ from tuneloop.shared.errors import (
     LedgerUnavailable,
     TuneloopError,
 )
+from tuneloop.shared.experience import since_boot
 from tuneloop.shared.job_marks import GpuLocks
 from tuneloop.shared.ledger.ledger import Ledger, Version
 
@@ -333,7 +333,7 @@ class Attachment:
     async def _turn(self) -> float | None:
         engine, host = self._engine, self._host
         hosted = host is None or host.state in _UP
-        looked_at = steady_time.since_boot()
+        looked_at = since_boot()
         healthy = hosted and await engine.control.healthy(self._health_timeout_s)
         missed = self._misses > 0
         self._misses = 0 if healthy else self._misses + 1 if hosted else _MISSES
@@ -349,7 +349,7 @@ class Attachment:
 
     async def _attach(self) -> float | None:
         """Take the engine into rotation, once it is proven. After a failure: how long to wait, in seconds."""
-        engine, control, began = self._engine, self._engine.control, steady_time.since_boot()
+        engine, control, began = self._engine, self._engine.control, since_boot()
         try:
             control.reset()
             instance = await control.instance_id()

@@ -7,8 +7,8 @@ from sqlalchemy import and_, or_, select
 
 from tuneloop.shared.experience import Kind, Outcome, State
 from tuneloop.shared.ledger.storage import codec
+from tuneloop.shared.ledger.storage.database import LedgerPart
 from tuneloop.shared.ledger.storage.schema import changed_metadata, exchanges, experiences, feedback, reward_rules
-from tuneloop.shared.ledger.storage.transactions import LedgerPart
 
 #: Feedback events of one exchange that are shown: the newest.
 MAX_EVENTS = 200

@@ -7,6 +7,7 @@ from sqlalchemy import func, select, true
 from tuneloop.shared.experience import Outcome, State, VersionState
 from tuneloop.shared.ledger.recording.reward_rule import rule_of
 from tuneloop.shared.ledger.recording.rewards import OF_ITS_RESULT, FeedbackHistory, Rewards, read_history
+from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions
 from tuneloop.shared.ledger.storage.schema import (
     deletions,
     epochs,
@@ -16,7 +17,6 @@ from tuneloop.shared.ledger.storage.schema import (
     reward_rules,
     versions,
 )
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions
 
 _ROW = (
     *("id", "choice", "correction", "state", "reason", "unsampled", "reward", "edit_similarity", "version_min"),

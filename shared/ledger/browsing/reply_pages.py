@@ -12,8 +12,8 @@ from sqlalchemy import ColumnElement, LargeBinary, Select, and_, func, select, t
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.recording.stored_completions import MAX_PAGE_BYTES, first_of_size
 from tuneloop.shared.ledger.storage import codec
+from tuneloop.shared.ledger.storage.database import LedgerPart
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences
-from tuneloop.shared.ledger.storage.transactions import LedgerPart
 
 #: Bytes of requests and replies that are read for one page, those included of which it shows nothing.
 MAX_READ_BYTES = 256 << 20

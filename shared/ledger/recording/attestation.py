@@ -10,8 +10,8 @@ from sqlalchemy import ColumnElement, Connection, and_, insert, select, update
 from tuneloop.shared.experience import Exchange, State, VersionAction
 from tuneloop.shared.ledger.recording.retention import regroup
 from tuneloop.shared.ledger.recording.rewards import Rewards
+from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, alone, portions
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, mismatches
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, portions
 from tuneloop.shared.ledger.versions.versions import Decision, Details, note
 
 #: Seconds that no reply takes. The time when a reply ended has no index, but the one when it began has.

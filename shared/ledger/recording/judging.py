@@ -7,8 +7,8 @@ from sqlalchemy import and_, func, select
 
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.storage import codec
+from tuneloop.shared.ledger.storage.database import LedgerPart, portions
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, portions
 
 #: Of which a verdict can still be of use.
 JUDGEABLE = (State.RECORDED, State.REWARDED, State.COMMITTED)

@@ -1,7 +1,7 @@
 """The explorer's verbs: record exchanges and feedback, commit experiences, recompute rewards."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple, TypedDict, Unpack
@@ -14,6 +14,7 @@ from sqlalchemy import (
     Update,
     and_,
     bindparam,
+    delete,
     exists,
     func,
     literal_column,
@@ -21,17 +22,20 @@ from sqlalchemy import (
     update,
 )
 
-from tuneloop.shared import steady_time
-from tuneloop.shared.experience import Exchange, Feedback, Kind, Outcome, Record, State, decode
-from tuneloop.shared.ledger.raters import Rater, voter_of
+from tuneloop.shared.experience import Exchange, Feedback, Kind, Outcome, Rater, Record, State, boot, decode, voter_of
 from tuneloop.shared.ledger.recording.attestation import mark_untrusted
-from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults, rated_runs, results_of
-from tuneloop.shared.ledger.recording.new_feedback import EarlyFeedback, store_feedback
-from tuneloop.shared.ledger.recording.outbox_files import OutboxFiles, move_on
+from tuneloop.shared.ledger.recording.feedback import (
+    EarlyFeedback,
+    FeedbackResults,
+    rated_runs,
+    results_of,
+    store_feedback,
+)
 from tuneloop.shared.ledger.recording.retention import deleted_among, names_in, not_erased
 from tuneloop.shared.ledger.recording.rewards import Rewards, Trajectory, replies_of, replies_preferred_to, write
 from tuneloop.shared.ledger.recording.stored_completions import tag
-from tuneloop.shared.ledger.storage.rows import exchange_row, experience_row
+from tuneloop.shared.ledger.storage.codec import exchange_row, experience_row
+from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, alone, ignoring, is_among, portions, put
 from tuneloop.shared.ledger.storage.schema import (
     RESTORE,
     deletions,
@@ -42,10 +46,10 @@ from tuneloop.shared.ledger.storage.schema import (
     feedback,
     mismatches,
     new_rater,
+    outbox_files,
     raters,
     refused_records,
 )
-from tuneloop.shared.ledger.storage.transactions import Transactions, alone, ignoring, is_among, portions, put
 
 #: Seconds without a heartbeat after which a trainer's leases end. A newer trainer ends them at once.
 LEASE_S = 600.0
@@ -58,6 +62,15 @@ _PAGE = 1000
 
 _STORED_REPLIES = select(exchanges.c.msg_id).where(is_among(exchanges.c.msg_id, "names"))
 _NEWEST_EPOCH = select(epochs.c.epoch, epochs.c.seen_at).order_by(epochs.c.epoch.desc()).limit(1)
+
+
+_NUMBERS = select(outbox_files.c.file, outbox_files.c.number).where(is_among(outbox_files.c.file, "files"))
+_LOCKED = _NUMBERS.order_by(outbox_files.c.file).with_for_update()
+_MOVING = (
+    update(outbox_files)
+    .where(outbox_files.c.file == bindparam("its_file"))
+    .values(number=bindparam("its_number"), seen_at=bindparam("now"))
+)
 
 
 #: Whether there are any rows of kinds that most ledgers have none of, by one query.
@@ -84,6 +97,17 @@ class RecomputeResult(NamedTuple):
     changed: int
 
 
+class RefusedRecord(NamedTuple):
+    """A record that the database refused, without its bytes. A damaged one has the number of the one before it."""
+
+    file: str
+    end_offset: int
+    number: int
+    reason: str
+    size: int
+    refused_at: float
+
+
 class CommitLimits(TypedDict, total=False):
     """What is committed of a tenant's, if it is not all: of a task, a run, some tasks, or what was sampled by a time.
 
@@ -96,7 +120,7 @@ class CommitLimits(TypedDict, total=False):
     until: float | None
 
 
-class Recording(OutboxFiles):
+class Recording(LedgerPart):
     """Exchanges and feedback come in, and are committed for training.
 
     `ticks` are seconds that nobody sets, and that stand still while the machine sleeps. `any_reply`: whether the method
@@ -137,20 +161,19 @@ class Recording(OutboxFiles):
             last: dict[str, int] = {}
             for file, number in places:
                 last[file] = max(number, last.get(file, 0))
-            taken = move_on(connection, last, self._clock())
+            taken = _move_on(connection, last, self._clock())
             if places:
                 dated = [each for each, (file, at) in zip(dated, places, strict=True) if at > taken[file]]
             new_exchanges = [record for record in dated if isinstance(record, Exchange)]
             new_feedback = [record for record in dated if isinstance(record, Feedback)]
             present = connection.execute(_PRESENT).one()
-            offered = new_feedback
-            new_exchanges, new_feedback = not_erased(
-                connection, new_exchanges, new_feedback, deletions=present.deletions, erasures=present.erasures
-            )
             dropped: dict[str, Outcome] = {}
-            if len(new_feedback) < len(offered):
-                deleted = deleted_among({name for each in offered for name in names_in(each)}, connection.execute)
-                dropped = {each.event_id: Outcome.UNKNOWN for each in offered if deleted & names_in(each)}
+            if present.deletions or present.erasures:
+                offered = new_feedback
+                new_exchanges, new_feedback = not_erased(connection, new_exchanges, new_feedback)
+                if len(new_feedback) < len(offered):
+                    deleted = deleted_among({name for each in offered for name in names_in(each)}, connection.execute)
+                    dropped = {each.event_id: Outcome.UNKNOWN for each in offered if deleted & names_in(each)}
             if present.mismatches:
                 new_exchanges = mark_untrusted(connection, new_exchanges)
             msg_ids = [each.msg_id for each in new_exchanges]
@@ -161,7 +184,8 @@ class Recording(OutboxFiles):
                 for name in connection.execute(_STORED_REPLIES, {"names": portion}).scalars()
             }
             put(connection, exchanges, [exchange_row(each) for each in new_exchanges])
-            tag(connection, [each for each in new_exchanges if each.msg_id not in there])
+            if untagged := [each for each in new_exchanges if each.msg_id not in there]:
+                tag(connection, untagged)
             put(connection, experiences, choices)
             offered, new_feedback = new_feedback, self._early.within_bound(connection, new_feedback)
             full = {each.event_id for each in offered} - {each.event_id for each in new_feedback}
@@ -193,14 +217,49 @@ class Recording(OutboxFiles):
         """Keep what cannot be recorded of a file, but not of a deleted person, and take what follows it."""
         with self._write() as connection:
             alone(connection, "record", shared=True)  # else a deletion might not see it, nor it the deletion
-            move_on(connection, {file: number}, now := self._clock())
+            _move_on(connection, {file: number}, now := self._clock())
             with suppress(msgspec.MsgspecError):
                 [record] = self._date_records([decode(payload)])
                 said, heard = ([record], []) if isinstance(record, Exchange) else ([], [record])
-                if not any(not_erased(connection, said, heard, deletions=True, erasures=True)):
+                if not any(not_erased(connection, said, heard)):
                     return
             row = {"file": file, "end_offset": end_offset, "number": number, "reason": reason, "payload": payload}
             connection.execute(ignoring(connection, refused_records), row | {"refused_at": now})
+
+    def refused_records(self) -> list[RefusedRecord]:
+        """What was refused, the oldest first."""
+        columns = (refused_records.c[name] for name in ("file", "end_offset", "number", "reason"))
+        query = select(*columns, func.length(refused_records.c.payload), refused_records.c.refused_at)
+        order = (refused_records.c[name] for name in ("refused_at", "file", "end_offset"))
+        return [RefusedRecord(*row) for row in self._read(query.order_by(*order))]
+
+    def refused_payload(self, file: str, end_offset: int) -> bytes | None:
+        """The bytes of what was refused; None if it is not there."""
+        rows = self._read(select(refused_records.c.payload).where(_at(file, end_offset)))
+        return bytes(rows[0].payload) if rows else None
+
+    def delete_refused(self, file: str, end_offset: int) -> bool:
+        """Forget what was refused; False if it is not there."""
+        with self._write() as connection:
+            return bool(connection.execute(delete(refused_records).where(_at(file, end_offset))).rowcount)
+
+    def unseen_files(self, present: Collection[str], silent_s: float) -> list[str]:
+        """The files that nobody has removed, that are not `present`, and that nothing was taken of for so long."""
+        silent = outbox_files.c.removed_at.is_(None), outbox_files.c.seen_at < self._clock() - silent_s
+        rows = self._read(select(outbox_files.c.file).where(*silent).order_by(outbox_files.c.file))
+        return [row.file for row in rows if row.file not in present]
+
+    def taken_numbers(self, files: Collection[str]) -> dict[str, int]:
+        """The highest number of a record that was taken of each of these files, but for unknown ones."""
+        found = (row for portion in portions(files) for row in self._read(_NUMBERS, {"files": portion}))
+        return {row.file: row.number for row in found}
+
+    def note_removed(self, files: Collection[str]) -> None:
+        """Note that these files are gone, as all of them was taken."""
+        gone = update(outbox_files).where(is_among(outbox_files.c.file, "files")).values(removed_at=self._clock())
+        with self._write() as connection:
+            for portion in portions(files):
+                connection.execute(gone, {"files": portion})
 
     def commit(self, tenant: str, **limits: Unpack[CommitLimits]) -> int:
         """Release the tenant's rewarded experiences to the trainer and return how many."""
@@ -223,10 +282,10 @@ class Recording(OutboxFiles):
 
     def _date_records(self, records: Sequence[Record]) -> list[Record]:
         """What processes took for the time gives way to the ledger's, in records of this start of the machine."""
-        began, boot = self._boot_time(), steady_time.boot()
+        began, this_boot = self._boot_time(), boot()
         return [
             msgspec.structs.replace(each, received_at=began + each.stamp.seconds)
-            if began is not None and each.stamp and each.stamp.boot == boot
+            if began is not None and each.stamp and each.stamp.boot == this_boot
             else each
             for each in records
         ]
@@ -265,6 +324,28 @@ class Recording(OutboxFiles):
             replies, changed, last = replies + len(page), changed + len(decided.changes), page[-1]
             examined(len(page))
         return RecomputeResult(replies, changed)
+
+
+def _move_on(connection: Connection, numbers: Mapping[str, int], now: float) -> dict[str, int]:
+    """Note that records up to these numbers were taken of the files; returns the numbers up to which they were before.
+
+    Who takes of one of the files meanwhile waits until this transaction ends: each record is taken once.
+    """
+    if not numbers:
+        return {}
+    names = {"files": sorted(numbers)}
+    before = {row.file: row.number for row in connection.execute(_LOCKED, names)}
+    if len(before) < len(numbers):
+        new = [{"file": file, "number": 0, "seen_at": now} for file in names["files"] if file not in before]
+        connection.execute(ignoring(connection, outbox_files), new)
+        before = {row.file: row.number for row in connection.execute(_LOCKED, names)}
+    moves = [{"its_file": file, "its_number": max(before[file], numbers[file]), "now": now} for file in names["files"]]
+    connection.execute(_MOVING, moves)
+    return before
+
+
+def _at(file: str, end_offset: int) -> ColumnElement[bool]:
+    return and_(refused_records.c.file == file, refused_records.c.end_offset == end_offset)
 
 
 def _limited_to(given: frozenset[str]) -> ColumnElement[bool]:

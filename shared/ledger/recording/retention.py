@@ -42,8 +42,17 @@ from tuneloop.shared.experience import (
     person_behind,
 )
 from tuneloop.shared.ledger.recording.rewards import Rewards, Trajectory, replies_of
-from tuneloop.shared.ledger.storage.schema import (
+from tuneloop.shared.ledger.storage.database import (
+    LedgerPart,
+    Transactions,
     Utf8Text,
+    alone,
+    is_among,
+    portions,
+    put,
+    translating_errors,
+)
+from tuneloop.shared.ledger.storage.schema import (
     deletions,
     erasures,
     exchanges,
@@ -54,15 +63,6 @@ from tuneloop.shared.ledger.storage.schema import (
     raters,
     refused_records,
     versions,
-)
-from tuneloop.shared.ledger.storage.transactions import (
-    LedgerPart,
-    Transactions,
-    alone,
-    is_among,
-    portions,
-    put,
-    translating_errors,
 )
 from tuneloop.shared.settings.feedback import RetentionSettings as Bounds
 from tuneloop.shared.settings.settings import Settings
@@ -107,24 +107,13 @@ def without_erased(
 
 
 def not_erased(
-    connection: Connection,
-    new_exchanges: Sequence[Exchange],
-    new_feedback: Sequence[Feedback],
-    *,
-    deletions: bool,
-    erasures: bool,
+    connection: Connection, new_exchanges: Sequence[Exchange], new_feedback: Sequence[Feedback]
 ) -> tuple[list[Exchange], list[Feedback]]:
-    """The exchanges and the feedback that may be stored. Earlier feedback about one that may not is deleted.
-
-    `deletions` and `erasures`: whether there are any.
-    """
-    if deletions:
-        named = {each.msg_id for each in new_exchanges} | {name for each in new_feedback for name in names_in(each)}
-        if deleted := deleted_among(named, connection.execute):
-            new_exchanges = [each for each in new_exchanges if each.msg_id not in deleted]
-            new_feedback = [each for each in new_feedback if not deleted & names_in(each)]
-    if not erasures:
-        return list(new_exchanges), list(new_feedback)
+    """The exchanges and the feedback that may be stored. Earlier feedback about one that may not is deleted."""
+    named = {each.msg_id for each in new_exchanges} | {name for each in new_feedback for name in names_in(each)}
+    if deleted := deleted_among(named, connection.execute):
+        new_exchanges = [each for each in new_exchanges if each.msg_id not in deleted]
+        new_feedback = [each for each in new_feedback if not deleted & names_in(each)]
     people = [(each.tenant, each.user) for each in new_exchanges] + [
         (each.tenant, each.source and person_behind(each.source)) for each in new_feedback
     ]

@@ -14,17 +14,18 @@ names cost nothing.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, select
 
-from tuneloop.shared.experience import KEY_SOURCE, MAX_REWARD, Kind, message_of
-from tuneloop.shared.ledger.raters import median_by_voice, voice_of
-from tuneloop.shared.ledger.storage.schema import experiences, feedback
-from tuneloop.shared.ledger.storage.transactions import portions
+from tuneloop.shared.experience import KEY_SOURCE, MAX_REWARD, Kind, message_of, rater_of, voice_of
+from tuneloop.shared.ledger.storage.database import is_among, portions
+from tuneloop.shared.ledger.storage.schema import RaterState, experiences, feedback, raters
 from tuneloop.shared.settings.feedback import RewardRule
 
 #: The kinds that can change what a reply is trained with. The others are kept for what a number cannot say.
@@ -258,6 +259,35 @@ def _clip(rule: RewardRule, value: float) -> float:
     return min(max(value, low), high)
 
 
+def median_by_voice(values: Iterable[tuple[object, float, float]]) -> float:
+    """The weighted median of what each voice says: of voices, values and weights above 0.
+
+    A voice says the median of its values, weighted likewise, with the largest of their weights. Where what is below and
+    what is above weigh the same, it is the mean of the two values between.
+
+    >>> median_by_voice([("eve", -1.0, 1.0), ("eve", -1.0, 1.0), ("ann", 1.0, 1.0), ("bob", 1.0, 1.0)])
+    1.0
+    >>> median_by_voice([("eve", -1.0, 0.1), ("ann", 1.0, 1.0)])
+    1.0
+    """
+    said: dict[object, list[tuple[float, float]]] = defaultdict(list)
+    for voice, value, weight in values:
+        said[voice].append((value, weight))
+    return _weighted_median((_weighted_median(each), max(weight for _, weight in each)) for each in said.values())
+
+
+def _weighted_median(values: Iterable[tuple[float, float]]) -> float:
+    ordered = sorted(values)
+    half, below = math.fsum(weight for _, weight in ordered) / 2, 0.0
+    for place, (value, weight) in enumerate(ordered):
+        below += weight
+        if math.isclose(below, half):
+            return (value + ordered[place + 1][0]) / 2
+        if below > half:
+            return value
+    raise ValueError("the median of nothing")
+
+
 def is_clipped(rule: RewardRule, metric: str, value: float) -> bool:
     """Whether a number under a metric that counts is more than a reward can be."""
     part = rule.weights.get(metric, 0.0) * value
@@ -276,6 +306,19 @@ def _value(rule: RewardRule, event: Event) -> float | None:
             return rule.label_values.get(event.text or "")
         case Kind.COMMENT | Kind.DEMONSTRATION | Kind.RETRACTION:
             return None
+
+
+#: Those in quarantine among the raters with these `names`, of any tenant.
+_QUARANTINED = select(raters.c.tenant, raters.c.name).where(
+    raters.c.state == RaterState.QUARANTINED, is_among(raters.c.name, "names")
+)
+
+
+def without_quarantined(connection: Connection, events: Collection[Any]) -> list[Any]:
+    """The events but those of raters in quarantine."""
+    names = {name for _, name in map(rater_of, events)}
+    quarantined = {tuple(row) for some in portions(names) for row in connection.execute(_QUARANTINED, {"names": some})}
+    return [event for event in events if rater_of(event) not in quarantined]
 
 
 #: Characters up to which two texts are compared by characters. Longer ones are by words, as many of them at most.

@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, and_, bindparam, case, func, insert, or_, select, tuple_, update
 
-from tuneloop.shared import steady_time
-from tuneloop.shared.experience import Kind, Outcome, State
-from tuneloop.shared.ledger.raters import Rater, rater_of, voice_of, without_quarantined
+from tuneloop.shared.experience import Kind, Outcome, Rater, State, TrustedRaters, rater_of, steady_clock, voice_of
 from tuneloop.shared.ledger.recording.reward_rule import (
     Event,
     EventFate,
@@ -30,10 +28,11 @@ from tuneloop.shared.ledger.recording.reward_rule import (
     rewarding,
     rule_of,
     similarities,
+    without_quarantined,
 )
+from tuneloop.shared.ledger.storage.database import ignoring, is_among, portions
 from tuneloop.shared.ledger.storage.schema import experiences, feedback, reward_rules
-from tuneloop.shared.ledger.storage.transactions import ignoring, is_among, portions
-from tuneloop.shared.settings.feedback import RewardRule, TrustedRaters
+from tuneloop.shared.settings.feedback import RewardRule
 
 #: States in which a row takes the reward of new feedback; those aside too, for they serve other ends.
 OPEN = (State.RECORDED, State.REWARDED, State.COMMITTED, State.EXPIRED, State.DROPPED)
@@ -491,7 +490,7 @@ class Rewards:
         *,
         trusted_raters: TrustedRaters | None = None,
         compensate_late: bool = False,
-        clock: Callable[[], float] = steady_time.now,
+        clock: Callable[[], float] = steady_clock,
     ) -> None:
         self.rule = rule or RewardRule()
         self.trusted_raters = trusted_raters or TrustedRaters()

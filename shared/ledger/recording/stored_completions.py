@@ -40,8 +40,8 @@ from tuneloop.shared.ledger.recording.retention import (
 )
 from tuneloop.shared.ledger.recording.rewards import Rewards
 from tuneloop.shared.ledger.storage import codec
+from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, alone, put
 from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, exchanges, experiences, feedback, tags
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone, put
 
 #: OpenAI's bounds of metadata.
 MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512

@@ -1,4 +1,4 @@
-"""The bytes of an experience in SQL: its token ids and log-probabilities; and texts that are long.
+"""The records as rows of the ledger, and back; and what is packed in them, as are an experience's numbers:
 
     u32 P | u32 C | numbers     P prompt ids (int32), C completion ids (int32), C log-probabilities (float32)
 
@@ -9,13 +9,15 @@ length tells which: only numbers that stand as they are take 4 * (P + 2 C) bytes
 
 import struct
 import threading
+from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 import msgspec
 import numpy as np
 import zstandard
 
-from tuneloop.shared.experience import Experience, Float32s, Grammar, Int32s
+from tuneloop.shared.experience import Exchange, Experience, Float32s, Grammar, Int32s, Sample, State
 
 _HEADER = struct.Struct("<II")
 _FRAME = b"\x28\xb5\x2f\xfd"
@@ -96,3 +98,68 @@ def pack_grammar(grammar: Grammar | None) -> bytes | None:
 def unpack_grammar(stored: bytes | None) -> Grammar | None:
     """The grammar of `pack_grammar`'s bytes."""
     return None if stored is None else msgspec.json.decode(unpack_text(stored), type=Grammar)
+
+
+#: Plain text: a driver may take an enumeration for its name.
+_DROPPED, _RECORDED = State.DROPPED.value, State.RECORDED.value
+
+#: The columns that a sample has as they are.
+_SAME = (
+    *("id", "temperature", "version_min", "version_max", "tenant", "task_id", "run_id", "group_id", "rewarded_at"),
+    *("committed_at", "msg_id", "choice", "finish_reason", "unsampled", "sampled_at"),
+)
+
+
+def exchange_row(exchange: Exchange) -> Mapping[str, object]:
+    """A row of `exchanges`."""
+    return {
+        "msg_id": exchange.msg_id,
+        "tenant": exchange.tenant,
+        "endpoint": exchange.endpoint,
+        "user_id": exchange.user,
+        "request": pack_text(exchange.request),
+        "received_at": exchange.received_at,
+        "latency_s": exchange.latency_s,
+        "engine": exchange.engine,
+        "key": exchange.key or None,
+    }
+
+
+def experience_row(exchange: Exchange, experience: Experience) -> Mapping[str, object]:
+    """A row of `experiences`, as it is when it is first recorded."""
+    return {
+        "msg_id": exchange.msg_id,
+        "choice": experience.choice,
+        "correction": 0,
+        "tenant": exchange.tenant,
+        "task_id": exchange.task_id,
+        "run_id": exchange.run_id,
+        "priority": exchange.priority,
+        "state": _DROPPED if experience.drop_reason else _RECORDED,
+        "reason": experience.drop_reason or None,
+        "version_min": experience.version_min,
+        "version_max": experience.version_max,
+        "temperature": experience.temperature,
+        "finish_reason": experience.finish_reason,
+        "text": experience.text,
+        "tool_calls": experience.tool_calls,
+        "completion_tokens": len(experience.completion_ids) // 4,
+        "blob": to_blob(experience),
+        "sampled_at": exchange.received_at,
+        "unsampled": experience.unsampled or None,
+        "grammar": pack_grammar(experience.grammar),
+    }
+
+
+def sample(row: Any, *, demonstration: str | None = None) -> Sample:
+    """What the trainer sees of a row of `experiences`, and of the answer as somebody edited it."""
+    prompt_ids, completion_ids, logprobs = from_blob(row.blob)
+    return Sample(
+        **{name: getattr(row, name) for name in _SAME},
+        prompt_ids=prompt_ids,
+        completion_ids=completion_ids,
+        logprobs=logprobs,
+        reward=row.edit_similarity if row.reward is None else row.reward,
+        demonstration=demonstration,
+        grammar=unpack_grammar(row.grammar),
+    )

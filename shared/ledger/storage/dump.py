@@ -15,9 +15,8 @@ from sqlalchemy.schema import CreateSchema
 
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.ledger.storage import revisions
-from tuneloop.shared.ledger.storage.database import connect, upgrade
+from tuneloop.shared.ledger.storage.database import connect, translating_errors, upgrade
 from tuneloop.shared.ledger.storage.schema import versions
-from tuneloop.shared.ledger.storage.transactions import translating_errors
 from tuneloop.shared.settings.database_url import parse_url
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection, Engine, extract, func, select
 
-from tuneloop.shared import steady_time
+from tuneloop.shared.experience import since_boot
 
 #: How often a process compares the ledger's time with the database's clock, in seconds.
 COMPARE_S = 10.0
@@ -61,7 +61,7 @@ class LedgerClock:
         self,
         engine: Engine,
         *,
-        ticks: Callable[[], float] = steady_time.since_boot,
+        ticks: Callable[[], float] = since_boot,
         database: Callable[[Connection], float] = database_time,
     ) -> None:
         self._engine, self._ticks, self._database = engine, ticks, database

@@ -3,7 +3,6 @@
 Times are seconds since 1970, UTC. A rule here is a rule for every program that touches the database, ours or not.
 """
 
-import re
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any
@@ -14,7 +13,6 @@ from sqlalchemy import (
     CheckConstraint,
     Column,
     ColumnElement,
-    Dialect,
     Double,
     ForeignKey,
     Index,
@@ -26,7 +24,6 @@ from sqlalchemy import (
     String,
     Table,
     Text,
-    TypeDecorator,
     UniqueConstraint,
     false,
     func,
@@ -43,6 +40,7 @@ from tuneloop.shared.experience import (
     VersionAction,
     VersionState,
 )
+from tuneloop.shared.ledger.storage.database import Utf8Text
 
 metadata = MetaData(
     naming_convention={
@@ -66,24 +64,6 @@ EDITED = "reward IS NULL AND edit_similarity IS NOT NULL"
 
 #: Ratings of replies, as an index has them.
 RATED = "kind IN ('number', 'boolean', 'label') AND msg_id IS NOT NULL"
-
-_UNSTORABLE = re.compile("[\0\ud800-\udfff]")
-
-
-class Utf8Text(TypeDecorator[str]):
-    """Text of any origin: what UTF-8 or PostgreSQL cannot hold (NUL, half a surrogate pair) is stored as U+FFFD."""
-
-    impl = Text
-    cache_ok = True
-
-    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
-        """The text as it can be stored and compared."""
-        return None if value is None else self.storable(value)
-
-    @staticmethod
-    def storable(value: str) -> str:
-        """What is stored for this text."""
-        return _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", value)
 
 
 def one_of(column: str, values: Iterable[StrEnum]) -> str:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple, Self
 
-from tuneloop.shared.settings.feedback import TrustedRaters
+from tuneloop.shared.experience import TrustedRaters
 from tuneloop.shared.settings.settings import Settings
 
 

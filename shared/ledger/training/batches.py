@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Select, TextClause, and_, func, not_, select, text, update
 
-from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.raters import Rater
+from tuneloop.shared.experience import Rater, State
+from tuneloop.shared.ledger.storage.database import portions
 from tuneloop.shared.ledger.storage.schema import COMMITTED, EDITED, experiences
-from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.groups import gather, takable, young
 from tuneloop.shared.ledger.training.rater_shares import (

@@ -7,10 +7,10 @@ from typing import Any
 from sqlalchemy import Connection, select, tuple_
 
 from tuneloop.shared.experience import Kind
-from tuneloop.shared.ledger.raters import without_quarantined
+from tuneloop.shared.ledger.recording.reward_rule import without_quarantined
 from tuneloop.shared.ledger.recording.rewards import event_order
+from tuneloop.shared.ledger.storage.database import portions
 from tuneloop.shared.ledger.storage.schema import feedback
-from tuneloop.shared.ledger.storage.transactions import portions
 
 _RUN = ("tenant", "task_id", "run_id")
 

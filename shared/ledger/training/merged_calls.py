@@ -8,8 +8,8 @@ from sqlalchemy import ColumnElement, func, select
 
 from tuneloop.shared.experience import Int32s
 from tuneloop.shared.ledger.storage.codec import from_blob
+from tuneloop.shared.ledger.storage.database import LedgerPart
 from tuneloop.shared.ledger.storage.schema import experiences
-from tuneloop.shared.ledger.storage.transactions import LedgerPart
 
 
 class _Call(Protocol):

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, bindparam, or_, select, text, tuple_, update
 
-from tuneloop.shared.experience import KEY_SOURCE, State
-from tuneloop.shared.ledger.raters import Rater, rater_of, voice_of, without_quarantined
+from tuneloop.shared.experience import KEY_SOURCE, Rater, State, rater_of, voice_of
+from tuneloop.shared.ledger.recording.reward_rule import without_quarantined
 from tuneloop.shared.ledger.recording.rewards import rules_of, weighted_rewards
+from tuneloop.shared.ledger.storage.database import portions
 from tuneloop.shared.ledger.storage.schema import RATED, RaterState, experiences, feedback, raters
-from tuneloop.shared.ledger.storage.transactions import portions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 
 #: So many times the rows of a batch are looked through for others' rows. If that is not enough, what one rater has too

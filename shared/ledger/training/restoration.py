@@ -9,8 +9,8 @@ from sqlalchemy import func, insert, select, update
 from tuneloop.shared.experience import VersionAction, VersionState
 from tuneloop.shared.ledger.recording.retention import Retention
 from tuneloop.shared.ledger.recording.rewards import Rewards
+from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, alone
 from tuneloop.shared.ledger.storage.schema import RESTORE, epochs, exchanges, experiences, versions
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, Transactions, alone
 from tuneloop.shared.ledger.training.run_results import give_all_back
 from tuneloop.shared.ledger.versions.versions import Decision, note
 

@@ -10,15 +10,15 @@ from tuneloop.shared.errors import LeaseLost, ParentEnded, StaleEpoch
 from tuneloop.shared.experience import Sample, State, VersionAction, VersionState
 from tuneloop.shared.ledger.recording.recording import LEASE_S
 from tuneloop.shared.ledger.recording.rewards import Rewards
-from tuneloop.shared.ledger.storage.rows import sample
-from tuneloop.shared.ledger.storage.schema import epochs, experiences, versions
-from tuneloop.shared.ledger.storage.transactions import (
+from tuneloop.shared.ledger.storage.codec import sample
+from tuneloop.shared.ledger.storage.database import (
     LedgerPart,
     Transactions,
     again_after_deadlock,
     alone,
     portions,
 )
+from tuneloop.shared.ledger.storage.schema import epochs, experiences, versions
 from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.batches import Backlog, claim, expire, trim
 from tuneloop.shared.ledger.training.demonstrations import demonstrations

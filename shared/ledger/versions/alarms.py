@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, exists, insert, select, text, true, update
 
 from tuneloop.shared.experience import AlarmState
+from tuneloop.shared.ledger.storage.database import LedgerPart, alone
 from tuneloop.shared.ledger.storage.schema import alarms
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, alone
 
 #: Says the same as the partial index.
 _OPEN: ColumnElement[bool] = text("state = 'raised'")  # type: ignore[assignment]

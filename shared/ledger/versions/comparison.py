@@ -10,8 +10,8 @@ from sqlalchemy import cast as as_type
 
 from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share, spread
 from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.storage.database import LedgerPart
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback, version_events, versions, worth
-from tuneloop.shared.ledger.storage.transactions import LedgerPart
 from tuneloop.shared.ledger.versions.drift import LONGEST
 
 #: The newest replies among which refusals are counted.

@@ -7,8 +7,8 @@ from sqlalchemy import delete, func, insert, select
 
 from tuneloop.shared.evaluation.scores import Figure
 from tuneloop.shared.experience import Evaluator
+from tuneloop.shared.ledger.storage.database import LedgerPart, alone
 from tuneloop.shared.ledger.storage.schema import evaluations, experiences
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, alone
 
 
 class Evaluation(NamedTuple):

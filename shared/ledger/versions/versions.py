@@ -23,8 +23,8 @@ from sqlalchemy import (
 
 from tuneloop.shared.errors import EnvironmentRefused, LedgerError, VersionRefused
 from tuneloop.shared.experience import VersionAction, VersionState
+from tuneloop.shared.ledger.storage.database import LedgerPart, alone, ignoring
 from tuneloop.shared.ledger.storage.schema import version_events, versions
-from tuneloop.shared.ledger.storage.transactions import LedgerPart, alone, ignoring
 
 #: The figures that decided something, as they are kept in JSON.
 Details = Mapping[str, Any]

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tests.doubles.engine import EnginePlace
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
 from tuneloop.explorer.auth import Caller
-from tuneloop.explorer.feedback.events import EventFactory
-from tuneloop.explorer.feedback.request import MAX_CHARACTERS, MAX_IDS, parse_entries
+from tuneloop.explorer.feedback.events import MAX_CHARACTERS, MAX_IDS, EventFactory, parse_entries
 from tuneloop.explorer.feedback.routes import WEAKEST_FIRST
 from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.shared.errors import RequestRefused

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.doubles.engine import CHAT, MODEL, EnginePlace
 from tests.explorer.running import HELLO, RunningExplorer, explorer_running, settings_for
-from tuneloop.explorer.feedback.request import MAX_IDS
+from tuneloop.explorer.feedback.events import MAX_IDS
 
 pytestmark = pytest.mark.contract
 

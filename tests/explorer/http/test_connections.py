@@ -17,9 +17,8 @@ from uvicorn.server import ServerState
 from tests.doubles.engine import CHAT, EnginePlace
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
 from tests.explorer.wire import BODY, Wire, chunked, http_request
-from tuneloop.explorer.edge import ClientRequest, Edge, SamplingRoute
+from tuneloop.explorer.edge import ClientRequest, Edge, Http11, SamplingRoute
 from tuneloop.explorer.limits import BodyLimits, ConnectionLimits, most_connections
-from tuneloop.explorer.protocol import Http11
 
 pytestmark = pytest.mark.contract
 

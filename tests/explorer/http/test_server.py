@@ -29,8 +29,7 @@ from tests.doubles.engine import CHAT, EnginePlace
 from tests.doubles.serving import serving
 from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running, settings_for
 from tests.explorer.wire import BODY, Wire, WireResponse, chunked, http_request, streamed
-from tuneloop.explorer.edge import ClientRequest, Edge
-from tuneloop.explorer.protocol import Http11
+from tuneloop.explorer.edge import ClientRequest, Edge, Http11
 from tuneloop.shared.errors import RequestRefused
 
 pytestmark = pytest.mark.contract

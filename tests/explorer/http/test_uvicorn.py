@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from tuneloop.explorer import protocol
+from tuneloop.explorer import edge
 
 pytestmark = pytest.mark.contract
 
@@ -38,7 +38,7 @@ def test_a_method_that_is_used_is_there(name: str) -> None:
 
 
 def test_the_state_of_a_request_that_is_used_is_there() -> None:
-    used = set(re.findall(r"\bcycle\.(\w+)", Path(protocol.__file__).read_text()))
+    used = set(re.findall(r"\bcycle\.(\w+)", Path(edge.__file__).read_text()))
     assert used - {"scope", "send"} <= set(RequestResponseCycle.__init__.__code__.co_names)
     assert used > {"more_body", "disconnected"}
 

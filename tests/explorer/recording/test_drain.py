@@ -21,7 +21,7 @@ from tuneloop.runner.outbox import Outbox, names_in
 from tuneloop.runner.private_files import lock
 from tuneloop.shared.errors import LedgerError, LedgerForbidden, LedgerUnavailable, RecordRefused, TuneloopError
 from tuneloop.shared.experience import Outcome, Record, encode
-from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
+from tuneloop.shared.ledger.recording.feedback import FeedbackResults
 from tuneloop.shared.outbox_status import OutboxStatus
 
 pytestmark = pytest.mark.contract

@@ -9,7 +9,6 @@ from sqlalchemy import Engine, text
 from tests.doubles.engine import MODEL
 from tests.explorer.checkpoints import publish
 from tuneloop.explorer.transcript import ReplyIdSigner
-from tuneloop.shared import steady_time
 from tuneloop.shared.checkpoints.store import CheckpointStore
 from tuneloop.shared.evaluation.scores import Figure
 from tuneloop.shared.experience import (
@@ -21,6 +20,7 @@ from tuneloop.shared.experience import (
     Kind,
     pack_ids,
     pack_logprobs,
+    steady_clock,
 )
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
@@ -80,7 +80,7 @@ class Filler:
         self._scale = scale
         self._settings = settings
         self._signer = ReplyIdSigner(load_key(settings.job_dir / KEY))
-        self.now = steady_time.now() - (VERSIONS + 1) * scale.seconds
+        self.now = steady_clock() - (VERSIONS + 1) * scale.seconds
         self.ledger = Ledger(engine, rule=settings.reward, clock=lambda: self.now)
         with engine.begin() as connection:
             connection.execute(text(f"UPDATE versions SET created_at = {self.now}, served_at = {self.now}"))
@@ -193,7 +193,7 @@ class Filler:
                 step, values | {"actor/kl": 0.0004 * step + abs(noise) / 50, "actor/entropy": 1.2 - 0.008 * step}
             )
         if self._scale.well:
-            self.now = steady_time.now()
+            self.now = steady_clock()
             self.ledger.training.extend(VERSIONS)
         else:
             alarm = Alarm(

@@ -12,8 +12,7 @@ from tests.explorer.running import HELLO, eventually
 from tests.explorer.ui.conftest import Filled, filled_running
 from tests.explorer.wire import Wire
 from tuneloop.explorer.ui.sessions import BrowserSession, EndedSessions
-from tuneloop.shared import steady_time
-from tuneloop.shared.experience import Scope
+from tuneloop.shared.experience import Scope, steady_clock
 from tuneloop.shared.ledger.keys import KeyGrant, KeyLimits
 
 KEY = "a-key-that-nobody-guesses"
@@ -200,7 +199,7 @@ def test_a_session_that_was_ended_is_over_for_whoever_has_its_cookie(keyed: Fill
 
 def test_ended_sessions_are_forgotten_once_they_would_have_expired(tmp_path: Path):
     path = tmp_path / "ended"
-    ended, now = EndedSessions(path), int(steady_time.now())
+    ended, now = EndedSessions(path), int(steady_clock())
     old, new, other = (BrowserSession(name, now + life, "") for name, life in (("a", -1), ("b", 60), ("c", 60)))
     for session in (old, new):
         ended.add(session)

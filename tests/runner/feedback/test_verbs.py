@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tuneloop.explorer.feedback.request import parse_entries
+from tuneloop.explorer.feedback.events import parse_entries
 from tuneloop.runner import Composite, Reply, WholeRun
 from tuneloop.runner.feedback.verbs import Entry, FeedbackVerbs
 

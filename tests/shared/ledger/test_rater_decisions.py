@@ -10,8 +10,8 @@ from tuneloop.shared.errors import UnknownRater
 from tuneloop.shared.experience import Kind
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.rater_decisions import RaterStatus
+from tuneloop.shared.ledger.storage.database import Transactions
 from tuneloop.shared.ledger.storage.schema import RaterState, experiences
-from tuneloop.shared.ledger.storage.transactions import Transactions
 from tuneloop.shared.settings.feedback import FeedbackSettings, JudgeSettings, RewardRule
 
 

@@ -9,11 +9,11 @@ from sqlalchemy import Engine
 
 from tests.constants import settings_of
 from tests.factories import committed, exchange, experience, feedback, ids, published, rewarded
-from tuneloop.shared.experience import Exchange, Kind
+from tuneloop.shared.experience import Exchange, Kind, TrustedRaters
 from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
 from tuneloop.shared.operations.explain import Explanation, explain
 from tuneloop.shared.outbox_status import OutboxStatus
-from tuneloop.shared.settings.feedback import RewardRule, TrustedRaters
+from tuneloop.shared.settings.feedback import RewardRule
 from tuneloop.shared.settings.settings import Settings
 
 pytestmark = pytest.mark.contract

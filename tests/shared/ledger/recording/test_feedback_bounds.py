@@ -8,7 +8,7 @@ from sqlalchemy import Engine, func, select
 from tests.factories import exchange, experience, feedback
 from tuneloop.shared.experience import Feedback, Kind, Outcome
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.recording.new_feedback import MAX_CHOICES_SAID, MAX_SAID, MAX_SAID_BY_ONE
+from tuneloop.shared.ledger.recording.feedback import MAX_CHOICES_SAID, MAX_SAID, MAX_SAID_BY_ONE
 from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
 
 RUN = {"msg_id": None, "task_id": "task", "run_id": "run"}
@@ -66,8 +66,8 @@ def test_one_key_leaves_room_for_others_whatever_names_it_uses(ledger: Ledger, e
 def test_a_reply_has_room_by_its_choices_up_to_a_bound_of_all(
     ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch, *, choices: int, times: int
 ) -> None:
-    monkeypatch.setattr("tuneloop.shared.ledger.recording.new_feedback.MAX_SAID", 4)
-    monkeypatch.setattr("tuneloop.shared.ledger.recording.new_feedback.MAX_SAID_BY_ONE", 2)
+    monkeypatch.setattr("tuneloop.shared.ledger.recording.feedback.MAX_SAID", 4)
+    monkeypatch.setattr("tuneloop.shared.ledger.recording.feedback.MAX_SAID_BY_ONE", 2)
     said = exchange(experiences=tuple(experience(choice=number) for number in range(choices)))
     ledger.recording.record([said])
     # Choices that there are not give no room.
@@ -91,7 +91,7 @@ def test_a_long_text_is_a_repetition_only_if_it_is_the_same(ledger: Ledger, engi
 def test_feedback_on_replies_that_are_not_stored_is_not_kept_without_end(
     ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tuneloop.shared.ledger.recording.new_feedback.MAX_EARLY", 600)
+    monkeypatch.setattr("tuneloop.shared.ledger.recording.feedback.MAX_EARLY", 600)
     record(ledger, [feedback(msg_id=f"chatcmpl-none-{number}") for number in range(1000)])
     assert stored(engine) <= 600
     more = [feedback(msg_id=f"chatcmpl-more-{number}") for number in range(500)]

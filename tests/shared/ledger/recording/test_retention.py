@@ -10,8 +10,8 @@ from tuneloop.shared.experience import Kind, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.recording import retention
 from tuneloop.shared.ledger.recording.retention import bounds_of, bounds_of_tenants
+from tuneloop.shared.ledger.storage.database import Transactions
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
-from tuneloop.shared.ledger.storage.transactions import Transactions
 from tuneloop.shared.settings.feedback import RetentionSettings
 from tuneloop.shared.settings.settings import Settings
 

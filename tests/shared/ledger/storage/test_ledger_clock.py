@@ -5,11 +5,9 @@ from sqlalchemy import Engine, text
 
 from tests.doubles.clock import Clock
 from tests.factories import exchange, feedback
-from tuneloop.shared import steady_time
-from tuneloop.shared.experience import Kind, State
+from tuneloop.shared.experience import Kind, Stamp, State, boot, since_boot, steady_clock
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.ledger_clock import COMPARE_S, ClockSkew, LedgerClock, database_time
-from tuneloop.shared.steady_time import Stamp, boot, since_boot
 
 DAY = 86400.0
 START = 1_800_000_000.0
@@ -74,7 +72,7 @@ def test_the_real_time_of_this_machine_is_the_databases(engine: Engine) -> None:
     with engine.connect() as connection:
         assert ledger.transactions.time() == pytest.approx(database_time(connection), abs=2.0)
     began = ledger.transactions.boot_time()
-    assert began == pytest.approx(steady_time.now() - since_boot(), abs=2.0)
+    assert began == pytest.approx(steady_clock() - since_boot(), abs=2.0)
 
 
 @pytest.mark.contract

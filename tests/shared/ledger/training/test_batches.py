@@ -13,7 +13,7 @@ from tests.doubles.clock import Clock
 from tests.explorer.running import eventually
 from tests.factories import exchange, experience, feedback, fill, ids, published, trained
 from tests.shared.ledger.training.test_run_results import ON_POSTGRESQL, between
-from tuneloop.shared.experience import Sample, State
+from tuneloop.shared.experience import Sample, State, TrustedRaters
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.ledger.training.batches import (
@@ -24,7 +24,6 @@ from tuneloop.shared.ledger.training.batches import (
     next_groups,
     next_of,
 )
-from tuneloop.shared.settings.feedback import TrustedRaters
 from tuneloop.shared.settings.settings import Settings
 
 

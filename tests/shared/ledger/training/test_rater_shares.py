@@ -4,11 +4,11 @@ import pytest
 from sqlalchemy import Engine, select
 
 from tests.factories import exchange, feedback, ids
-from tuneloop.shared.experience import Exchange, State
+from tuneloop.shared.experience import Exchange, State, TrustedRaters
 from tuneloop.shared.ledger.facts import HeldBack
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
-from tuneloop.shared.settings.feedback import FeedbackSettings, JudgeSettings, RewardRule, TrustedRaters
+from tuneloop.shared.settings.feedback import FeedbackSettings, JudgeSettings, RewardRule
 
 
 def rated_by_eve_too(ledger: Ledger, count: int) -> list[Exchange]:

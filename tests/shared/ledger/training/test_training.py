@@ -22,7 +22,7 @@ from tests.factories import (
 from tuneloop.shared.errors import LedgerError, StaleEpoch
 from tuneloop.shared.experience import State, pack_ids, pack_logprobs
 from tuneloop.shared.ledger.ledger import LEASE_S, BatchPolicy, Ledger
-from tuneloop.shared.ledger.storage import transactions
+from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.storage.schema import experiences
 
 #: More than one statement of ours has parameters; the soak has more than either database would take in one.
@@ -218,7 +218,7 @@ def test_what_is_not_leased_cannot_be_trained_and_nothing_is_published(
 ) -> None:
     """Named in one statement or in two."""
     epoch, samples = leased(ledger, 2)
-    monkeypatch.setattr(transactions, "_PARAMETERS", at_once)
+    monkeypatch.setattr(database, "_PARAMETERS", at_once)
     with pytest.raises(LedgerError, match="version 1 was trained on 3 experiences, 2 are leased"):
         ledger.training.register(epoch, wrong(ids(samples)), step=1, publish=never)
     assert ledger.versions.all() == []

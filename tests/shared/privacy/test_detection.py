@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuneloop.shared.privacy.detection import Detector, Span
-from tuneloop.shared.privacy.patterns import FINDERS
+from tuneloop.shared.privacy.detection import FINDERS, Detector, Span
 from tuneloop.shared.settings.feedback import BuiltIn, PrivacySettings
 
 PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIB\n-----END RSA PRIVATE KEY-----"

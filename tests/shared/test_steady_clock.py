@@ -1,7 +1,7 @@
 import pytest
 
 from tests.doubles.clock import Clock
-from tuneloop.shared.steady_time import SteadyClock
+from tuneloop.shared.experience import SteadyClock
 
 
 @pytest.mark.parametrize("step", [-86400.0, 86400.0])

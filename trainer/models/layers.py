@@ -67,12 +67,13 @@ _known: dict[type[nn.Module], type[nn.Module]] = {}
 def _checkpointing_kind(kind: type[nn.Module]) -> type[nn.Module]:
     """The same layer; a subclass, since what is hung on a layer and holds it is never freed."""
 
-    def call(self: nn.Module, *args: Any, **options: Any) -> Any:
-        forward = partial(kind.__call__, self)
+    def forward(self: nn.Module, *args: Any, **options: Any) -> Any:
+        run = partial(kind.forward, self)
         if not is_grad_enabled():
-            return forward(*args, **options)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)
+            return run(*args, **options)
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
     if kind not in _known:
-        _known[kind] = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+        # Not `__call__`: what is compiled is the layer with its recomputation.
+        _known[kind] = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     return _known[kind]

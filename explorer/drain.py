@@ -5,7 +5,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -14,7 +14,14 @@ import msgspec
 import structlog
 
 from tuneloop.runner.outbox import SUFFIX, Damage, OutboxReader, Record, names_in, owner_of
-from tuneloop.shared.errors import LedgerError, LedgerForbidden, LedgerUnavailable, RecordRefused, TuneloopError
+from tuneloop.shared.errors import (
+    LedgerError,
+    LedgerForbidden,
+    LedgerUnavailable,
+    RecordRefused,
+    RecordsLost,
+    TuneloopError,
+)
 from tuneloop.shared.experience import Feedback, decode
 from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
 from tuneloop.shared.ledger.recording.recording import Recording
@@ -81,7 +88,7 @@ class Drain:
         self._numbers: dict[str, int] = {}  # and the number of the last record there
         self._others: set[str] = set()  # files that another service reads
         self._drained: dict[str, float] = {}  # since when nothing is left of a file
-        self._forget_before = ""
+        self._forgotten: Collection[str] = ()  # files that are not kept once they are drained
         self._began: dict[str, float] = {}  # since when the database refuses for this reason
         self._refusal: str | None = None
         self._away = False
@@ -105,8 +112,8 @@ class Drain:
         self._thread.join()
 
     def forget(self) -> None:
-        """Keep no file that there is now once it is drained: a person was erased."""
-        self._forget_before = f"{time.time_ns():020d}"
+        """Keep no file that there is now once it is drained: a person was erased. Raises OSError."""
+        self._forgotten = {name.removesuffix(SUFFIX) for name in names_in(self._folder)}
 
     async def wait_until_taken(self, timeout_s: float) -> bool:
         """Wait until all that is on disk now is in the database. False if it is not by then, or away."""
@@ -142,10 +149,12 @@ class Drain:
         self._refusal = None
         if time.monotonic() >= self._compare_at:
             self._compare_numbers()
-        is_clear, before = True, -1
-        while before != (before := sum(self._offsets.values())) and is_clear:
-            is_clear = self._move()
-        self._remove()
+        while True:
+            with contextlib.suppress(RecordsLost):
+                is_clear = self._move()
+                self._remove()
+                break
+            self._compare_numbers()
         self._tell()
         return is_clear
 
@@ -184,6 +193,8 @@ class Drain:
                             self._set_aside(reader.id, Record(found.data, number, found.end), "these bytes are damaged")
                     if reader.is_claimed and reader.size == end:
                         finished.append(reader.id)
+                        if not end:  # or its owner, which has not locked it yet, would append to what nobody reads
+                            path.unlink()
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -211,7 +222,7 @@ class Drain:
         pause, refusal = _SHORTEST_PAUSE_S, ""
         while records:
             try:
-                results = self._when_there(lambda: self._recording.record(records, places))
+                results = self._when_there(lambda: self._recording.record(records, places, self._numbers))
             except (LedgerError, ValueError, OverflowError) as error:
                 refusal = _reason(error)
                 if len(records) > 1:
@@ -239,7 +250,8 @@ class Drain:
     def _set_aside(self, file: str, record: Record, reason: str) -> None:
         """Put bytes of a file aside in the database, so that they do not hold up the others for ever."""
         log.error("record_set_aside", file=file, end=record.end, reason=reason)
-        self._when_there(lambda: self._recording.refuse(file, record.number, record.end, record.payload, reason))
+        place = file, record.number, record.end
+        self._when_there(lambda: self._recording.refuse(*place, record.payload, reason, self._numbers))
         self._note([_Unread(file, record)])
         self._refused()
 
@@ -297,15 +309,17 @@ class Drain:
 
     def _remove(self) -> None:
         """Remove the drained files that are not kept any more."""
-        now = time.monotonic()
-        gone = [file for file, at in self._drained.items() if now - at >= self._keep_s or file < self._forget_before]
+        before = time.monotonic() - self._keep_s
+        if not any(at <= before or file in self._forgotten for file, at in self._drained.items()):
+            return
+        self._compare_numbers()  # the ledger may have lost them just now
+        gone = [file for file, at in self._drained.items() if at <= before or file in self._forgotten]
         for file in gone:
             with contextlib.suppress(OSError):
                 (self._folder / f"{file}{SUFFIX}").unlink(missing_ok=True)
             for known in (self._drained, self._offsets, self._numbers):
                 known.pop(file, None)
-        if gone:
-            self._when_there(lambda: self._recording.note_removed(gone))
+        self._when_there(lambda: self._recording.note_removed(gone))
 
     def _tell(self) -> None:
         """Tell what waits, if that was not done just now: a long backlog takes long to count."""

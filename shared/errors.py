@@ -125,6 +125,10 @@ class LedgerForbidden(LedgerUnavailable):
     """The database answers, but does not let us do it: a right, a table or its disk is missing until somebody acts."""
 
 
+class RecordsLost(TuneloopError):
+    """The ledger has fewer records of a file than were taken of it: it was put back, or a standby lagged."""
+
+
 class Deadlock(LedgerUnavailable):
     """The database ended one of two transactions that waited for each other: it has changed nothing."""
 

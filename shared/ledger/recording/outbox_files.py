@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, and_, bindparam, delete, func, select, update
 
+from tuneloop.shared.errors import RecordsLost
 from tuneloop.shared.ledger.storage.schema import outbox_files, refused_records
 from tuneloop.shared.ledger.storage.transactions import LedgerPart, ignoring, is_among, portions
 
@@ -17,10 +18,13 @@ _MOVING = (
 )
 
 
-def move_on(connection: Connection, numbers: Mapping[str, int], now: float) -> dict[str, int]:
+def move_on(
+    connection: Connection, numbers: Mapping[str, int], now: float, *, known: Mapping[str, int]
+) -> dict[str, int]:
     """Note that records up to these numbers were taken of the files; returns the numbers up to which they were before.
 
-    Who takes of one of the files meanwhile waits until this transaction ends: each record is taken once.
+    Who takes of one of the files meanwhile waits until this transaction ends: each record is taken once. Raises
+    RecordsLost where fewer were taken before than are `known` to have been: those between would never come.
     """
     if not numbers:
         return {}
@@ -30,6 +34,9 @@ def move_on(connection: Connection, numbers: Mapping[str, int], now: float) -> d
         new = [{"file": file, "number": 0, "seen_at": now} for file in names["files"] if file not in before]
         connection.execute(ignoring(connection, outbox_files), new)
         before = {row.file: row.number for row in connection.execute(_LOCKED, names)}
+    for file in names["files"]:
+        if (had := known.get(file, 0)) > before[file]:
+            raise RecordsLost(f"of the file {file} {had} records were taken, and the ledger has {before[file]}")
     moves = [{"its_file": file, "its_number": max(before[file], numbers[file]), "now": now} for file in names["files"]]
     connection.execute(_MOVING, moves)
     return before

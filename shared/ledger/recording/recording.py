@@ -1,9 +1,9 @@
 """The explorer's verbs: record exchanges and feedback, commit experiences, recompute rewards."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import msgspec
@@ -122,11 +122,17 @@ class Recording(OutboxFiles):
         #: What the trainer last wrote, and since when by our own ticks: its clock and ours need not agree.
         self._heartbeat: tuple[object, float] = None, ticks()
 
-    def record(self, records: Sequence[Record], places: Sequence[tuple[str, int]] = ()) -> FeedbackResults:
+    def record(
+        self,
+        records: Sequence[Record],
+        places: Sequence[tuple[str, int]] = (),
+        known: Mapping[str, int] = MappingProxyType({}),
+    ) -> FeedbackResults:
         """Store exchanges and feedback in their order, and tell what became of the feedback.
 
         What is there already stays as it is. `places` are the files that the records were read from, and their numbers
-        there: what was taken of a file is not taken again.
+        there: what was taken of a file is not taken again. `known` are numbers up to which files were taken: raises
+        RecordsLost, and stores nothing, where the ledger does not know of that.
         """
         voters: set[Rater] = set()
         with self._write() as connection:
@@ -137,7 +143,7 @@ class Recording(OutboxFiles):
             last: dict[str, int] = {}
             for file, number in places:
                 last[file] = max(number, last.get(file, 0))
-            taken = move_on(connection, last, self._clock())
+            taken = move_on(connection, last, self._clock(), known=known)
             if places:
                 dated = [each for each, (file, at) in zip(dated, places, strict=True) if at > taken[file]]
             new_exchanges = [record for record in dated if isinstance(record, Exchange)]
@@ -189,13 +195,29 @@ class Recording(OutboxFiles):
         self._voters |= voters
         return results
 
-    def refuse(self, file: str, number: int, end_offset: int, payload: bytes, reason: str) -> None:
-        """Keep what cannot be recorded of a file, but not of a deleted person, and take what follows it."""
+    def refuse(
+        self,
+        file: str,
+        number: int,
+        end_offset: int,
+        payload: bytes,
+        reason: str,
+        known: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """Keep what cannot be recorded of a file, but not of a deleted person, and take what follows it.
+
+        Raises RecordsLost as `record` does.
+        """
         with self._write() as connection:
             alone(connection, "record", shared=True)  # else a deletion might not see it, nor it the deletion
-            move_on(connection, {file: number}, now := self._clock())
-            with suppress(msgspec.MsgspecError):
+            move_on(connection, {file: number}, now := self._clock(), known=known)
+            try:
                 [record] = self._date_records([decode(payload)])
+            except msgspec.MsgspecError:
+                erased_at = connection.execute(select(func.max(erasures.c.erased_at))).scalar()
+                if erased_at is not None and file < f"{int(erased_at * 1e9):020d}":  # a name begins with its time
+                    payload = b""  # nobody can tell whose bytes they are
+            else:
                 said, heard = ([record], []) if isinstance(record, Exchange) else ([], [record])
                 if not any(not_erased(connection, said, heard, deletions=True, erasures=True)):
                     return

@@ -14,14 +14,8 @@ import msgspec
 import structlog
 
 from tuneloop.runner.outbox import SUFFIX, Damage, OutboxReader, Record, names_in, owner_of
-from tuneloop.shared.errors import (
-    LedgerError,
-    LedgerForbidden,
-    LedgerUnavailable,
-    RecordRefused,
-    RecordsLost,
-    TuneloopError,
-)
+from tuneloop.shared import errors
+from tuneloop.shared.errors import LedgerError, TuneloopError
 from tuneloop.shared.experience import Feedback, decode
 from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
 from tuneloop.shared.ledger.recording.recording import Recording
@@ -149,12 +143,15 @@ class Drain:
         self._refusal = None
         if time.monotonic() >= self._compare_at:
             self._compare_numbers()
-        while True:
-            with contextlib.suppress(RecordsLost):
-                is_clear = self._move()
-                self._remove()
-                break
-            self._compare_numbers()
+        is_clear = False
+        try:
+            is_clear = self._move()
+            self._remove()
+        except errors.RecordsLost:
+            self._compare_at = 0.0
+            self._wake.set()
+        except OSError as error:
+            log.error("outbox_not_read", folder=str(self._folder), reason=str(error))
         self._tell()
         return is_clear
 
@@ -169,12 +166,7 @@ class Drain:
 
     def _move(self) -> bool:
         group, size, is_clear, finished = list[_Unread](), 0, True, list[str]()
-        try:
-            unread = self._unread()
-        except OSError as error:
-            log.error("outbox_not_read", folder=str(self._folder), reason=str(error))
-            return False
-        for path, end in unread:
+        for path, end in self._unread():
             try:
                 with contextlib.closing(OutboxReader(path)) as reader:
                     if not reader.claim() and reader.owner not in self.owners:
@@ -233,7 +225,7 @@ class Drain:
                 # Once for all records that are refused for the same reason: a client's mistake that comes a hundred
                 # times would hold up everything for a hundred times as long.
                 waited_s = time.monotonic() - self._began.setdefault(refusal, time.monotonic())
-                longest = RECORD_PATIENCE_S if isinstance(error, RecordRefused) else PATIENCE_S
+                longest = RECORD_PATIENCE_S if isinstance(error, errors.RecordRefused) else PATIENCE_S
                 if not isinstance(error, LedgerError) or waited_s >= longest:
                     self._set_aside(*group[0], refusal)
                     return
@@ -242,6 +234,7 @@ class Drain:
             else:
                 self._began.pop(refusal, None)
                 self._note(group)
+                self._tell()
                 said = zip(group, records, strict=True)
                 for owner in {owner_of(each.file) for each, record in said if isinstance(record, Feedback)}:
                     self._taken(owner, results)
@@ -267,12 +260,12 @@ class Drain:
         while True:
             try:
                 result = call()
-            except LedgerUnavailable as error:
+            except errors.LedgerUnavailable as error:
                 # Not at the first failure, which may be no more than a broken connection.
                 self._away = pause > _SHORTEST_PAUSE_S
                 if not self._away:
                     log.warning("database_away", reason=_reason(error))
-                self._wait(pause, _reason(error) if isinstance(error, LedgerForbidden) else None)
+                self._wait(pause, _reason(error) if isinstance(error, errors.LedgerForbidden) else None)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
             else:
                 self._away = False
@@ -310,10 +303,10 @@ class Drain:
     def _remove(self) -> None:
         """Remove the drained files that are not kept any more."""
         before = time.monotonic() - self._keep_s
-        if not any(at <= before or file in self._forgotten for file, at in self._drained.items()):
+        if not (gone := [file for file, at in self._drained.items() if at <= before or file in self._forgotten]):
             return
-        self._compare_numbers()  # the ledger may have lost them just now
-        gone = [file for file, at in self._drained.items() if at <= before or file in self._forgotten]
+        self._compare_numbers()  # the ledger may have lost some of them just now
+        gone = [file for file in gone if file in self._drained]
         for file in gone:
             with contextlib.suppress(OSError):
                 (self._folder / f"{file}{SUFFIX}").unlink(missing_ok=True)

@@ -174,8 +174,6 @@ async def open_control_services(
     def forget_files() -> None:
         drain.forget()
         audience.begin_new_files()
-        if own is not None:
-            own.begin_new_file()
 
     forgetting = Forgetting(settings, ledger.retention, forget_files, metrics=metrics, interval_s=interval_s)
     fleet, addresses, sockets = await _open_fleet(settings, stack, audience=audience)

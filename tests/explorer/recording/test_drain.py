@@ -403,7 +403,7 @@ async def test_what_comes_after_lost_records_does_not_hide_them(own: Outbox, not
             notebook.refuses, notebook.error = lambda record: isinstance(record, Feedback), ValueError
             append(own, more)
             said.append(more)
-            assert await drain.wait_until_taken(60)
+            await until_caught_up(drain)
             assert notebook.records == said[:5]
         assert listener.set_aside == 1
 

@@ -19,7 +19,7 @@ from tuneloop.shared.ledger.storage.schema import experiences
 
 REPLIES, MINUTE = 100, 60.0
 
-#: What is said of a reply, to the one explorer and the other by turns: each hears twice the same, but for others' words.
+#: What is said of a reply, by turns: each explorer hears twice the same, but for what the other one heard between.
 WORDS = (0.25, 0.75, 0.25, 1.0, 0.25)
 
 

@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 import structlog
 
 from tuneloop.runner.outbox import SUFFIX, Damage, OutboxReader, Record, names_in, owner_of
 from tuneloop.shared import errors
-from tuneloop.shared.errors import LedgerError, TuneloopError
+from tuneloop.shared.errors import LedgerError, TuneloopError, first_line
 from tuneloop.shared.experience import Feedback, decode
 from tuneloop.shared.ledger.recording.feedback_results import FeedbackResults
 from tuneloop.shared.ledger.recording.recording import Recording
@@ -48,9 +48,8 @@ class _Stopped(Exception):
     """The drain was told to stop while it waited for the database, or has no time left."""
 
 
-class _Unread(NamedTuple):
-    file: str
-    record: Record
+#: Its file, and a record that was read there.
+_Unread = tuple[str, Record]
 
 
 class Drain:
@@ -149,7 +148,6 @@ class Drain:
             self._remove()
         except errors.RecordsLost:
             self._compare_at = 0.0
-            self._wake.set()
         except OSError as error:
             log.error("outbox_not_read", folder=str(self._folder), reason=str(error))
         self._tell()
@@ -175,7 +173,7 @@ class Drain:
                     self._others.discard(reader.id)
                     for found in reader.read(self._offsets.get(reader.id, 0), end):
                         if isinstance(found, Record):
-                            group.append(_Unread(reader.id, found))
+                            group.append((reader.id, found))
                             size += len(found.payload)
                         if isinstance(found, Damage) or len(group) == GROUP or size >= GROUP_BYTES:
                             self._take(group)
@@ -202,21 +200,21 @@ class Drain:
             log.warning("outbox_left_for_the_next_start", reason="there is more than can be moved now")
             raise _Stopped
         records = []
-        for index, each in enumerate(group):
+        for index, (file, record) in enumerate(group):
             try:
-                records.append(decode(each.record.payload))
+                records.append(decode(record.payload))
             except msgspec.MsgspecError as error:
                 self._take(group[:index])
-                self._set_aside(*each, _reason(error))
+                self._set_aside(file, record, first_line(error))
                 self._take(group[index + 1 :])
                 return
-        places = [(each.file, each.record.number) for each in group]
+        places = [(file, record.number) for file, record in group]
         pause, refusal = _SHORTEST_PAUSE_S, ""
         while records:
             try:
                 results = self._when_there(lambda: self._recording.record(records, places, self._numbers))
             except (LedgerError, ValueError, OverflowError) as error:
-                refusal = _reason(error)
+                refusal = first_line(error)
                 if len(records) > 1:
                     log.warning("group_refused", records=len(records), reason=refusal)
                     for each in group:
@@ -236,7 +234,7 @@ class Drain:
                 self._note(group)
                 self._tell()
                 said = zip(group, records, strict=True)
-                for owner in {owner_of(each.file) for each, record in said if isinstance(record, Feedback)}:
+                for owner in {owner_of(file) for (file, _), record in said if isinstance(record, Feedback)}:
                     self._taken(owner, results)
                 return
 
@@ -245,7 +243,7 @@ class Drain:
         log.error("record_set_aside", file=file, end=record.end, reason=reason)
         place = file, record.number, record.end
         self._when_there(lambda: self._recording.refuse(*place, record.payload, reason, self._numbers))
-        self._note([_Unread(file, record)])
+        self._note([(file, record)])
         self._refused()
 
     def _note(self, group: Sequence[_Unread]) -> None:
@@ -264,8 +262,8 @@ class Drain:
                 # Not at the first failure, which may be no more than a broken connection.
                 self._away = pause > _SHORTEST_PAUSE_S
                 if not self._away:
-                    log.warning("database_away", reason=_reason(error))
-                self._wait(pause, _reason(error) if isinstance(error, errors.LedgerForbidden) else None)
+                    log.warning("database_away", reason=first_line(error))
+                self._wait(pause, first_line(error) if isinstance(error, errors.LedgerForbidden) else None)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
             else:
                 self._away = False
@@ -306,8 +304,7 @@ class Drain:
         if not (gone := [file for file, at in self._drained.items() if at <= before or file in self._forgotten]):
             return
         self._compare_numbers()  # the ledger may have lost some of them just now
-        gone = [file for file in gone if file in self._drained]
-        for file in gone:
+        for file in (gone := [file for file in gone if file in self._drained]):
             with contextlib.suppress(OSError):
                 (self._folder / f"{file}{SUFFIX}").unlink(missing_ok=True)
             for known in (self._drained, self._offsets, self._numbers):
@@ -325,8 +322,3 @@ class Drain:
                     waits = waits.plus(file_status(path, self._numbers.get(file, 0), offset))
         self._say(waits, self._away)
         self._tell_at = max(began + _TELL_S, time.monotonic() + 20 * (time.monotonic() - began))
-
-
-def _reason(error: Exception) -> str:
-    """In one line: the next ones may quote what a user wrote."""
-    return (str(error).splitlines() or [type(error).__name__])[0]

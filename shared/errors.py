@@ -11,6 +11,11 @@ class TuneloopError(Exception):
     """The root of the tree: catch it to catch all of ours."""
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, in one line: the next ones may quote what a user wrote."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 class StartupError(TuneloopError):
     """The service cannot start."""
 

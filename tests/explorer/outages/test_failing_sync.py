@@ -1,4 +1,4 @@
-"""A disk that fails to bring records to disk now and then: who is refused is told so, and nobody else loses anything."""
+"""A disk that fails to bring records to disk now and then: who is refused is told, and nobody else loses anything."""
 
 import errno
 import itertools

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -29,8 +30,9 @@ GROUP, GROUP_BYTES = 512, 32 << 20
 #: How often the files are looked at, the status is told, and the ledger's numbers are compared with ours.
 _LOOK_S, _TELL_S, _COMPARE_S = 0.1, 0.5, 10.0
 
-#: How long a drained file is kept: a standby that lagged, and is promoted, is filled from it.
-KEEP_S = 600.0
+#: How long a drained file is kept: a standby that lagged, and is promoted, is filled from it. None is where fewer bytes
+#: are free: the recorder leaves up to half as many.
+KEEP_S, _ROOM_BYTES = 600.0, 2 << 30
 
 #: How long a record is offered again that the database refuses for what it holds, and the same where nobody can tell
 #: whether the record or the database is at fault.
@@ -299,8 +301,9 @@ class Drain:
         self._compare_at = time.monotonic() + _COMPARE_S
 
     def _remove(self) -> None:
-        """Remove the drained files that are not kept any more."""
-        before = time.monotonic() - self._keep_s
+        """Remove the drained files that are not kept any more. Raises OSError."""
+        disk = os.statvfs(self._folder)
+        before = time.monotonic() - (self._keep_s if disk.f_bavail * disk.f_frsize > _ROOM_BYTES else 0.0)
         if not (gone := [file for file, at in self._drained.items() if at <= before or file in self._forgotten]):
             return
         self._compare_numbers()  # the ledger may have lost some of them just now

@@ -44,7 +44,6 @@ class Notebook:
         self.away = False
         self.refuses: Callable[[Record], bool] = lambda record: False
         self.error: type[Exception] = LedgerError
-        self.pause_s = 0.0
 
     def check_place(self) -> None:
         """It has no file."""
@@ -58,7 +57,6 @@ class Notebook:
             raise RecordsLost("some are missing")
         if any(self.refuses(each) for each in records):
             raise self.error("no\nnever")
-        time.sleep(self.pause_s)
         for record, (file, number) in zip(records, places, strict=True):
             if number > self.numbers[file]:
                 self.records.append(record)
@@ -434,25 +432,6 @@ async def test_a_file_that_its_owner_has_not_locked_yet_is_none_that_is_drained(
         append(own, other := exchange())
         assert await drain.wait_until_taken(60)
         assert notebook.records == [one, other]
-
-
-async def test_a_crowd_does_not_keep_who_waits_from_an_answer(own: Outbox, notebook: Notebook) -> None:
-    """While some are taken, more come."""
-    stop, notebook.pause_s = threading.Event(), 0.1
-
-    def talk() -> None:
-        while not stop.is_set():
-            append(own, exchange())
-
-    crowd = threading.Thread(target=talk)
-    with draining(own.folder, notebook, own) as (drain, _):
-        crowd.start()
-        try:
-            for _ in range(5):
-                assert await drain.wait_until_taken(10)
-        finally:
-            stop.set()
-            crowd.join()
 
 
 async def test_a_folder_that_cannot_be_read_is_read_when_it_can(own: Outbox, notebook: Notebook) -> None:

@@ -2,19 +2,21 @@
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 import structlog
 
 from tuneloop.runner.outbox import SUFFIX, Damage, OutboxReader, Record, names_in, owner_of
-from tuneloop.shared.errors import LedgerError, LedgerForbidden, LedgerUnavailable, RecordRefused, TuneloopError
+from tuneloop.shared import errors
+from tuneloop.shared.errors import LedgerError, TuneloopError, first_line
 from tuneloop.shared.experience import Feedback, decode
 from tuneloop.shared.ledger.recording.feedback import FeedbackResults
 from tuneloop.shared.ledger.recording.recording import Recording
@@ -28,8 +30,9 @@ GROUP, GROUP_BYTES = 512, 32 << 20
 #: How often the files are looked at, the status is told, and the ledger's numbers are compared with ours.
 _LOOK_S, _TELL_S, _COMPARE_S = 0.1, 0.5, 10.0
 
-#: How long a drained file is kept: a standby that lagged, and is promoted, is filled from it.
-KEEP_S = 600.0
+#: How long a drained file is kept: a standby that lagged, and is promoted, is filled from it. None is where fewer bytes
+#: are free: the recorder leaves up to half as many.
+KEEP_S, _ROOM_BYTES = 600.0, 2 << 30
 
 #: How long a record is offered again that the database refuses for what it holds, and the same where nobody can tell
 #: whether the record or the database is at fault.
@@ -47,9 +50,8 @@ class _Stopped(Exception):
     """The drain was told to stop while it waited for the database, or has no time left."""
 
 
-class _Unread(NamedTuple):
-    file: str
-    record: Record
+#: Its file, and a record that was read there.
+_Unread = tuple[str, Record]
 
 
 class Drain:
@@ -82,7 +84,7 @@ class Drain:
         self._others: set[str] = set()  # files that another service reads
         self._unreadable: set[str] = set()
         self._drained: dict[str, float] = {}  # since when nothing is left of a file
-        self._forget_before = ""
+        self._forgotten: Collection[str] = ()  # files that are not kept once they are drained
         self._began: dict[str, float] = {}  # since when the database refuses for this reason
         self._refusal: str | None = None
         self._away = False
@@ -106,8 +108,8 @@ class Drain:
         self._thread.join()
 
     def forget(self) -> None:
-        """Keep no file that there is now once it is drained: a person was erased."""
-        self._forget_before = f"{time.time_ns():020d}"
+        """Keep no file that there is now once it is drained: a person was erased. Raises OSError."""
+        self._forgotten = {name.removesuffix(SUFFIX) for name in names_in(self._folder)}
 
     async def wait_until_taken(self, timeout_s: float) -> bool:
         """Wait until all that is on disk now is in the database. False if it is not by then, or away."""
@@ -143,10 +145,14 @@ class Drain:
         self._refusal = None
         if time.monotonic() >= self._compare_at:
             self._compare_numbers()
-        is_clear, before = True, -1
-        while before != (before := sum(self._offsets.values())) and is_clear:
+        is_clear = False
+        try:
             is_clear = self._move()
-        self._remove()
+            self._remove()
+        except errors.RecordsLost:
+            self._compare_at = 0.0
+        except OSError as error:
+            log.error("outbox_not_read", folder=str(self._folder), reason=str(error))
         self._tell()
         return is_clear
 
@@ -164,12 +170,7 @@ class Drain:
 
     def _move(self) -> bool:
         group, size, is_clear, finished = list[_Unread](), 0, True, list[str]()
-        try:
-            unread = self._unread()
-        except OSError as error:
-            log.error("outbox_not_read", folder=str(self._folder), reason=str(error))
-            return False
-        for path, end in unread:
+        for path, end in self._unread():
             try:
                 with contextlib.closing(OutboxReader(path)) as reader:
                     if not reader.claim() and reader.owner not in self.owners:
@@ -178,7 +179,7 @@ class Drain:
                     self._others.discard(reader.id)
                     for found in reader.read(self._offsets.get(reader.id, 0), end):
                         if isinstance(found, Record):
-                            group.append(_Unread(reader.id, found))
+                            group.append((reader.id, found))
                             size += len(found.payload)
                         if isinstance(found, Damage) or len(group) == GROUP or size >= GROUP_BYTES:
                             self._take(group)
@@ -188,6 +189,8 @@ class Drain:
                             self._set_aside(reader.id, Record(found.data, number, found.end), "these bytes are damaged")
                     if reader.is_claimed and reader.size == end:
                         finished.append(reader.id)
+                        if not end:  # or its owner, which has not locked it yet, would append to what nobody reads
+                            path.unlink()
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -205,21 +208,21 @@ class Drain:
             log.warning("outbox_left_for_the_next_start", reason="there is more than can be moved now")
             raise _Stopped
         records = []
-        for index, each in enumerate(group):
+        for index, (file, record) in enumerate(group):
             try:
-                records.append(decode(each.record.payload))
+                records.append(decode(record.payload))
             except msgspec.MsgspecError as error:
                 self._take(group[:index])
-                self._set_aside(*each, _reason(error))
+                self._set_aside(file, record, first_line(error))
                 self._take(group[index + 1 :])
                 return
-        places = [(each.file, each.record.number) for each in group]
+        places = [(file, record.number) for file, record in group]
         pause, refusal = _SHORTEST_PAUSE_S, ""
         while records:
             try:
-                results = self._when_there(lambda: self._recording.record(records, places))
+                results = self._when_there(lambda: self._recording.record(records, places, self._numbers))
             except (LedgerError, ValueError, OverflowError) as error:
-                refusal = _reason(error)
+                refusal = first_line(error)
                 if len(records) > 1:
                     log.warning("group_refused", records=len(records), reason=refusal)
                     for each in group:
@@ -228,7 +231,7 @@ class Drain:
                 # Once for all records that are refused for the same reason: a client's mistake that comes a hundred
                 # times would hold up everything for a hundred times as long.
                 waited_s = time.monotonic() - self._began.setdefault(refusal, time.monotonic())
-                longest = RECORD_PATIENCE_S if isinstance(error, RecordRefused) else PATIENCE_S
+                longest = RECORD_PATIENCE_S if isinstance(error, errors.RecordRefused) else PATIENCE_S
                 if not isinstance(error, LedgerError) or waited_s >= longest:
                     self._set_aside(*group[0], refusal)
                     return
@@ -237,16 +240,18 @@ class Drain:
             else:
                 self._began.pop(refusal, None)
                 self._note(group)
+                self._tell()
                 said = zip(group, records, strict=True)
-                for owner in {owner_of(each.file) for each, record in said if isinstance(record, Feedback)}:
+                for owner in {owner_of(file) for (file, _), record in said if isinstance(record, Feedback)}:
                     self._taken(owner, results)
                 return
 
     def _set_aside(self, file: str, record: Record, reason: str) -> None:
         """Put bytes of a file aside in the database, so that they do not hold up the others for ever."""
         log.error("record_set_aside", file=file, end=record.end, reason=reason)
-        self._when_there(lambda: self._recording.refuse(file, record.number, record.end, record.payload, reason))
-        self._note([_Unread(file, record)])
+        place = file, record.number, record.end
+        self._when_there(lambda: self._recording.refuse(*place, record.payload, reason, self._numbers))
+        self._note([(file, record)])
         self._refused()
 
     def _note(self, group: Sequence[_Unread]) -> None:
@@ -261,12 +266,12 @@ class Drain:
         while True:
             try:
                 result = call()
-            except LedgerUnavailable as error:
+            except errors.LedgerUnavailable as error:
                 # Not at the first failure, which may be no more than a broken connection.
                 self._away = pause > _SHORTEST_PAUSE_S
                 if not self._away:
-                    log.warning("database_away", reason=_reason(error))
-                self._wait(pause, _reason(error) if isinstance(error, LedgerForbidden) else None)
+                    log.warning("database_away", reason=first_line(error))
+                self._wait(pause, first_line(error) if isinstance(error, errors.LedgerForbidden) else None)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
             else:
                 self._away = False
@@ -302,16 +307,18 @@ class Drain:
         self._compare_at = time.monotonic() + _COMPARE_S
 
     def _remove(self) -> None:
-        """Remove the drained files that are not kept any more."""
-        now = time.monotonic()
-        gone = [file for file, at in self._drained.items() if now - at >= self._keep_s or file < self._forget_before]
-        for file in gone:
+        """Remove the drained files that are not kept any more. Raises OSError."""
+        disk = os.statvfs(self._folder)
+        before = time.monotonic() - (self._keep_s if disk.f_bavail * disk.f_frsize > _ROOM_BYTES else 0.0)
+        if not (gone := [file for file, at in self._drained.items() if at <= before or file in self._forgotten]):
+            return
+        self._compare_numbers()  # the ledger may have lost some of them just now
+        for file in (gone := [file for file in gone if file in self._drained]):
             with contextlib.suppress(OSError):
                 (self._folder / f"{file}{SUFFIX}").unlink(missing_ok=True)
             for known in (self._drained, self._offsets, self._numbers):
                 known.pop(file, None)
-        if gone:
-            self._when_there(lambda: self._recording.note_removed(gone))
+        self._when_there(lambda: self._recording.note_removed(gone))
 
     def _tell(self) -> None:
         """Tell what waits, if that was not done just now: a long backlog takes long to count."""
@@ -325,8 +332,3 @@ class Drain:
                     waits = waits.plus(file_status(path, self._numbers.get(file, 0), offset))
         self._report(waits, self._away)
         self._tell_at = max(began + _TELL_S, time.monotonic() + 20 * (time.monotonic() - began))
-
-
-def _reason(error: Exception) -> str:
-    """In one line: the next ones may quote what a user wrote."""
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -160,9 +160,8 @@ class Outbox:
             if self._open is not None and time.monotonic() - self._open.began >= after_s:
                 self.forget_file()
 
-    def close(self) -> None:
-        """Wait for whoever writes, and let the open file go."""
-        self.begin_new_file()
+    #: Wait for whoever writes, and let the open file go.
+    close = begin_new_file
 
     def forget_file(self) -> None:
         """Close the open file, without waiting for whoever writes: in a forked child, the file is the parent's."""

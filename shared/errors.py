@@ -11,6 +11,11 @@ class TuneloopError(Exception):
     """The root of the tree: catch it to catch all of ours."""
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, in one line: the next ones may quote what a user wrote."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 class StartupError(TuneloopError):
     """The service cannot start."""
 
@@ -123,6 +128,10 @@ class LedgerUnavailable(LedgerError):
 
 class LedgerForbidden(LedgerUnavailable):
     """The database answers, but does not let us do it: a right, a table or its disk is missing until somebody acts."""
+
+
+class RecordsLost(TuneloopError):
+    """The ledger has fewer records of a file than were taken of it: it was put back, or a standby lagged."""
 
 
 class Deadlock(LedgerUnavailable):

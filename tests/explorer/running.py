@@ -1,11 +1,12 @@
 """A whole explorer, under a real uvicorn in a thread, attached to engine doubles."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Unpack
 
 import httpx
@@ -45,14 +46,19 @@ class MoodyRecording(Recording):
     forbids = False
     refuses: Callable[[Record], bool] = staticmethod(lambda record: False)
 
-    def record(self, records: Sequence[Record], places: Sequence[tuple[str, int]] = ()) -> FeedbackResults:
+    def record(
+        self,
+        records: Sequence[Record],
+        places: Sequence[tuple[str, int]] = (),
+        known: Mapping[str, int] = MappingProxyType({}),
+    ) -> FeedbackResults:
         if self.away:
             raise LedgerUnavailable("away")
         if self.forbids:
             raise LedgerForbidden("permission denied for table experiences")
         if any(self.refuses(each) for each in records):
             raise ValueError("refused")
-        return super().record(records, places)
+        return super().record(records, places, known)
 
     def commit(self, tenant: str, **limits: Unpack[CommitLimits]) -> int:
         if self.away:

@@ -1,5 +1,6 @@
 """Exactly once, by SIGKILL of every process at random moments under load."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ ON_BOTH = pytest.mark.parametrize("postgres", [False, pytest.param(True, marks=p
 def assert_nothing_is_lost_nor_twice(folder: Path, *, kills: int, exchanges: int, postgres: bool) -> None:
     report = run(folder, kills=kills, exchanges=exchanges, postgres=postgres)
     assert report.verdict.spotless, report
-    assert len(report.kills) == (5 if postgres else 3)
+    sys.stdout.write(f"{report}\n")
+    assert len(report.kills) == (6 if postgres else 4)
+    assert len(report.moments) == 2
     assert report.exchanges >= exchanges
     assert report.sent_twice
     assert report.corrected
@@ -25,10 +28,10 @@ def assert_nothing_is_lost_nor_twice(folder: Path, *, kills: int, exchanges: int
 def test_through_kills_of_every_process_nothing_is_lost_and_nothing_happens_twice(
     tmp_path: Path, postgres: bool
 ) -> None:
-    assert_nothing_is_lost_nor_twice(tmp_path, kills=5, exchanges=100, postgres=postgres)
+    assert_nothing_is_lost_nor_twice(tmp_path, kills=8, exchanges=100, postgres=postgres)
 
 
 @pytest.mark.soak
 @ON_BOTH
 def test_through_hundreds_of_kills_nothing_is_lost_and_nothing_happens_twice(tmp_path: Path, postgres: bool) -> None:
-    assert_nothing_is_lost_nor_twice(tmp_path, kills=300, exchanges=6000, postgres=postgres)
+    assert_nothing_is_lost_nor_twice(tmp_path, kills=200, exchanges=4000, postgres=postgres)

@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import msgspec
@@ -22,6 +22,7 @@ from sqlalchemy import (
     update,
 )
 
+from tuneloop.shared.errors import RecordsLost
 from tuneloop.shared.experience import Exchange, Feedback, Kind, Outcome, Rater, Record, State, boot, decode, voter_of
 from tuneloop.shared.ledger.recording.attestation import mark_untrusted
 from tuneloop.shared.ledger.recording.feedback import (
@@ -146,11 +147,17 @@ class Recording(LedgerPart):
         #: What the trainer last wrote, and since when by our own ticks: its clock and ours need not agree.
         self._heartbeat: tuple[object, float] = None, ticks()
 
-    def record(self, records: Sequence[Record], places: Sequence[tuple[str, int]] = ()) -> FeedbackResults:
+    def record(
+        self,
+        records: Sequence[Record],
+        places: Sequence[tuple[str, int]] = (),
+        known: Mapping[str, int] = MappingProxyType({}),
+    ) -> FeedbackResults:
         """Store exchanges and feedback in their order, and tell what became of the feedback.
 
         What is there already stays as it is. `places` are the files that the records were read from, and their numbers
-        there: what was taken of a file is not taken again.
+        there: what was taken of a file is not taken again. `known` are numbers up to which files were taken: raises
+        RecordsLost, and stores nothing, where the ledger does not know of that.
         """
         voters: set[Rater] = set()
         with self._write() as connection:
@@ -161,7 +168,7 @@ class Recording(LedgerPart):
             last: dict[str, int] = {}
             for file, number in places:
                 last[file] = max(number, last.get(file, 0))
-            taken = _move_on(connection, last, self._clock())
+            taken = _move_on(connection, last, self._clock(), known=known)
             if places:
                 dated = [each for each, (file, at) in zip(dated, places, strict=True) if at > taken[file]]
             new_exchanges = [record for record in dated if isinstance(record, Exchange)]
@@ -213,13 +220,29 @@ class Recording(LedgerPart):
         self._voters |= voters
         return results
 
-    def refuse(self, file: str, number: int, end_offset: int, payload: bytes, reason: str) -> None:
-        """Keep what cannot be recorded of a file, but not of a deleted person, and take what follows it."""
+    def refuse(
+        self,
+        file: str,
+        number: int,
+        end_offset: int,
+        payload: bytes,
+        reason: str,
+        known: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """Keep what cannot be recorded of a file, but not of a deleted person, and take what follows it.
+
+        Raises RecordsLost as `record` does.
+        """
         with self._write() as connection:
             alone(connection, "record", shared=True)  # else a deletion might not see it, nor it the deletion
-            _move_on(connection, {file: number}, now := self._clock())
-            with suppress(msgspec.MsgspecError):
+            _move_on(connection, {file: number}, now := self._clock(), known=known)
+            try:
                 [record] = self._date_records([decode(payload)])
+            except msgspec.MsgspecError:
+                erased_at = connection.execute(select(func.max(erasures.c.erased_at))).scalar()
+                if erased_at is not None and file < f"{int(erased_at * 1e9):020d}":  # a name begins with its time
+                    payload = b""  # nobody can tell whose bytes they are
+            else:
                 said, heard = ([record], []) if isinstance(record, Exchange) else ([], [record])
                 if not any(not_erased(connection, said, heard)):
                     return
@@ -326,10 +349,13 @@ class Recording(LedgerPart):
         return RecomputeResult(replies, changed)
 
 
-def _move_on(connection: Connection, numbers: Mapping[str, int], now: float) -> dict[str, int]:
+def _move_on(
+    connection: Connection, numbers: Mapping[str, int], now: float, *, known: Mapping[str, int]
+) -> dict[str, int]:
     """Note that records up to these numbers were taken of the files; returns the numbers up to which they were before.
 
-    Who takes of one of the files meanwhile waits until this transaction ends: each record is taken once.
+    Who takes of one of the files meanwhile waits until this transaction ends: each record is taken once. Raises
+    RecordsLost where fewer were taken before than are `known` to have been: those between would never come.
     """
     if not numbers:
         return {}
@@ -339,6 +365,9 @@ def _move_on(connection: Connection, numbers: Mapping[str, int], now: float) -> 
         new = [{"file": file, "number": 0, "seen_at": now} for file in names["files"] if file not in before]
         connection.execute(ignoring(connection, outbox_files), new)
         before = {row.file: row.number for row in connection.execute(_LOCKED, names)}
+    for file in names["files"]:
+        if (had := known.get(file, 0)) > before[file]:
+            raise RecordsLost(f"of the file {file} {had} records were taken, and the ledger has {before[file]}")
     moves = [{"its_file": file, "its_number": max(before[file], numbers[file]), "now": now} for file in names["files"]]
     connection.execute(_MOVING, moves)
     return before

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,15 @@ from tuneloop.explorer import drain as module
 from tuneloop.explorer.drain import GROUP, Drain
 from tuneloop.runner import outbox
 from tuneloop.runner.outbox import Outbox, names_in
-from tuneloop.runner.private_files import lock
-from tuneloop.shared.errors import LedgerError, LedgerForbidden, LedgerUnavailable, RecordRefused, TuneloopError
-from tuneloop.shared.experience import Outcome, Record, encode
+from tuneloop.shared.errors import (
+    LedgerError,
+    LedgerForbidden,
+    LedgerUnavailable,
+    RecordRefused,
+    RecordsLost,
+    TuneloopError,
+)
+from tuneloop.shared.experience import Feedback, Outcome, Record, encode
 from tuneloop.shared.ledger.recording.feedback import FeedbackResults
 from tuneloop.shared.outbox_status import OutboxStatus
 
@@ -42,9 +48,13 @@ class Notebook:
     def check_place(self) -> None:
         """It has no file."""
 
-    def record(self, records: Sequence[Record], places: Sequence[tuple[str, int]] = ()) -> FeedbackResults:
+    def record(
+        self, records: Sequence[Record], places: Sequence[tuple[str, int]], known: Mapping[str, int]
+    ) -> FeedbackResults:
         if self.away:
             raise LedgerUnavailable("away\nfor a while")
+        if any(known.get(file, 0) > self.numbers[file] for file, _ in places):
+            raise RecordsLost("some are missing")
         if any(self.refuses(each) for each in records):
             raise self.error("no\nnever")
         for record, (file, number) in zip(records, places, strict=True):
@@ -55,9 +65,13 @@ class Notebook:
             outcomes={each.event_id: Outcome.ACCEPTED for each in records if hasattr(each, "event_id")}
         )
 
-    def refuse(self, file: str, number: int, end_offset: int, payload: bytes, reason: str) -> None:
+    def refuse(
+        self, file: str, number: int, end_offset: int, payload: bytes, reason: str, known: Mapping[str, int]
+    ) -> None:
         if self.away:
             raise LedgerUnavailable("away")
+        if known.get(file, 0) > self.numbers[file]:
+            raise RecordsLost("some are missing")
         self.refused.append((payload, reason))
         self.numbers[file] = max(self.numbers[file], number)
 
@@ -193,10 +207,10 @@ async def test_a_long_backlog_does_not_keep_a_stop_waiting_and_is_not_lost(own: 
     begun, may_go_on, said = threading.Event(), threading.Event(), [exchange() for _ in range(3 * GROUP)]
 
     class Slow(Notebook):
-        def record(self, records: Sequence[Record], places: Sequence[tuple[str, int]] = ()) -> FeedbackResults:
+        def record(self, *given: Any) -> FeedbackResults:
             begun.set()
             assert may_go_on.wait(60)
-            return super().record(records, places)
+            return super().record(*given)
 
     notebook = Slow()
     append(own, *said)
@@ -260,21 +274,6 @@ async def test_a_damaged_record_costs_itself_alone(own: Outbox, notebook: Notebo
         assert await drain.wait_until_taken(60)
     assert notebook.records == [said[0], *said[2:]]
     assert (listener.set_aside, [reason for _, reason in notebook.refused]) == (1, ["these bytes are damaged"])
-
-
-async def test_a_file_that_is_found_before_its_owner_has_locked_it_is_drained_all_the_same(
-    own: Outbox, notebook: Notebook, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lock_late(descriptor: int) -> bool:
-        monkeypatch.undo()
-        time.sleep(0.5)
-        return lock(descriptor)
-
-    monkeypatch.setattr(outbox, "lock", lock_late)
-    with draining(own.folder, notebook, own) as (drain, _):
-        await asyncio.to_thread(append, own, said := exchange())
-        assert await drain.wait_until_taken(60)
-        assert notebook.records == [said]
 
 
 async def test_a_record_that_is_being_written_is_waited_for(own: Outbox, notebook: Notebook) -> None:
@@ -404,6 +403,49 @@ async def test_what_cannot_be_read_and_is_not_ours_holds_up_nobody(
         eventually(lambda: listener.now[:3] == (0, 0, 0))
     assert notebook.records == [said]
     assert capsys.readouterr().out.count("outbox_not_read") == 1
+
+
+async def test_what_comes_after_lost_records_does_not_hide_them(own: Outbox, notebook: Notebook) -> None:
+    """The service goes on while a standby that lagged is promoted, before the numbers are compared."""
+    with draining(own.folder, notebook, own) as (drain, listener):
+        append(own, *(said := [exchange() for _ in range(4)]))
+        assert await drain.wait_until_taken(60)
+        for more in (exchange(), feedback()):
+            notebook.records, notebook.numbers[names_in(own.folder)[0].removesuffix(".records")] = said[:2], 2
+            notebook.refuses, notebook.error = lambda record: isinstance(record, Feedback), ValueError
+            append(own, more)
+            said.append(more)
+            await until_caught_up(drain)
+            assert notebook.records == said[:5]
+        assert listener.set_aside == 1
+
+
+async def test_no_file_is_removed_that_the_ledger_has_lost(own: Outbox, notebook: Notebook) -> None:
+    left = left_by_a_dead_process(own.folder, *(said := [exchange(), exchange()]))
+    with draining(own.folder, notebook, own, keep_s=1.0) as (drain, _):
+        assert await drain.wait_until_taken(60)
+        notebook.records, notebook.numbers[left.stem] = said[:1], 1
+        eventually(lambda: notebook.removed == [left.stem])
+    assert notebook.records == said
+
+
+async def test_a_file_that_its_owner_has_not_locked_yet_is_none_that_is_drained(
+    own: Outbox, notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locks, pauses = outbox.lock, [0.3]
+
+    def lock_late(descriptor: int) -> bool:
+        if pauses and threading.current_thread() is threading.main_thread():
+            drain.wake()
+            time.sleep(pauses.pop())
+        return locks(descriptor)
+
+    with draining(own.folder, notebook, own) as (drain, _):
+        monkeypatch.setattr(outbox, "lock", lock_late)
+        append(own, one := exchange())
+        append(own, other := exchange())
+        assert await drain.wait_until_taken(60)
+        assert notebook.records == [one, other]
 
 
 async def test_a_folder_that_cannot_be_read_is_read_when_it_can(own: Outbox, notebook: Notebook) -> None:

@@ -4,7 +4,9 @@ The engine is the double that replays vLLM's bytes, so that a run of many kills 
 database are real.
 """
 
+import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -17,15 +19,25 @@ from typing import Any
 
 import httpx
 import yaml
-from sqlalchemy import Engine
-from sqlalchemy.exc import OperationalError
+from sqlalchemy import Engine, text
+from sqlalchemy.exc import DBAPIError, OperationalError
 
 from tests.doubles.engine import MODEL
 from tests.doubles.postmaster import Postmaster
 from tests.loop.harness.crowd import Crowd
 from tests.loop.harness.lineage import Lineage
-from tests.loop.harness.services import Service, free_port, make_model, started, wait_for, write_settings
+from tests.loop.harness.services import (
+    Service,
+    command_of,
+    descendants,
+    free_port,
+    make_model,
+    started,
+    wait_for,
+    write_settings,
+)
 from tests.loop.harness.verdict import Found, Verdict, judge, version_rows
+from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.database import connect
@@ -37,15 +49,20 @@ _UP = {"explorer": b"explorer_listening", "trainer": b"trainer_ready"}
 _SETTLED_S = 600
 #: How often a service is killed while it works; else it may be while it starts, which takes a trainer most of its time.
 _AT_WORK = 0.8
+#: How long the database takes nothing before a kill that is to hit a drain with a backlog, at most.
+_LONGEST_STOP_S = 2.0
+#: Whose kills hit a drain with a backlog, or files that begin and go.
+_RECORDING = ("explorer", "worker", "postmaster", "backend")
 #: Seconds until a kill, at most. A trainer gets the time to publish a few versions.
 _LONGEST_PAUSE_S = {"trainer": 6.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What happened, and what came of it."""
+    """What happened, and what came of it. `moments`: how many kills hit what."""
 
     kills: dict[str, int]
+    moments: dict[str, int]
     exchanges: int
     feedbacks: int
     sent_twice: int
@@ -72,8 +89,8 @@ class Stage:
     @property
     def deck(self) -> list[str]:
         """A trainer takes long to start, and does nothing worth a kill before."""
-        others = ["explorer", "engine"]
-        return ["trainer", *others, *(["postmaster", "backend"] if self._server else others)]
+        others = ["postmaster", "backend"] if self._server else ["explorer", "worker"]
+        return ["trainer", "engine", "explorer", "worker", *others]
 
     @property
     def explorer(self) -> Service:
@@ -90,6 +107,11 @@ class Stage:
         elif kind in self._services:
             self._services[kind].kill()
             self._services[kind] = self._service(kind)
+        elif kind == "worker":
+            below = descendants(self.explorer.process.pid)
+            for pid in (pid for pid in below if "tuneloop.explorer.processes.worker" in command_of(pid)):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         elif self._server and kind == "postmaster":
             self._server.kill()
         elif self._server:
@@ -133,7 +155,7 @@ def run(
     folder: Path, *, kills: int, exchanges: int = 0, postgres: bool = False, seed: int = 0, longest_pause_s: float = 2.5
 ) -> Report:
     """Kill something until there were so many `kills`, and so many `exchanges`."""
-    chance, lineage = random.Random(seed), Lineage(BATCH)
+    chance, lineage, moments = random.Random(seed), Lineage(BATCH), Counter[str]()
     with _stage(folder, chance, postgres=postgres) as stage:
         settings = stage.explorer.settings
         database = connect(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
@@ -146,13 +168,16 @@ def run(
                     _until_at_work(stage, crowd, kind)
                 _pause(stage, chance.uniform(0.05, _LONGEST_PAUSE_S.get(kind, longest_pause_s)))
                 _look(lineage, database)
+                if kind in _RECORDING:
+                    moments[_busy_moment(database, chance)] += 1
                 stage.kill(kind)
             wait_for(lambda: stage.revive() or _ready(stage), why="the explorer does not come back")
         load_s = round(time.monotonic() - begun)
         _settle(stage, database, lineage)
         try:
             ledger = Ledger(database)
-            more = {"imbalance": ledger.reports.imbalance(), "set_aside": len(ledger.recording.refused_records())}
+            more: dict[str, Any] = {"moments": dict(moments)}
+            more |= {"imbalance": ledger.reports.imbalance(), "set_aside": len(ledger.recording.refused_records())}
             return _report(stage, crowd, Found(database), lineage, load_s=load_s, **more)
         finally:
             database.dispose()
@@ -187,6 +212,20 @@ def _deck(kinds: list[str], chance: random.Random) -> Iterator[str]:
     """In random order, but none much more often than it is in the deck."""
     while True:
         yield from chance.sample(kinds, len(kinds))
+
+
+def _busy_moment(database: Engine, chance: random.Random) -> str:
+    """Return when the drain has a backlog, or when files begin and go: such a kill is to hit."""
+    if is_drain := chance.random() < 0.5:
+        with suppress(DBAPIError), database.execution_options(sqlite_begin="IMMEDIATE").begin() as connection:
+            if database.dialect.name == "postgresql":
+                connection.execute(text("LOCK TABLE outbox_files IN ACCESS EXCLUSIVE MODE"))
+            time.sleep(chance.uniform(0.5, _LONGEST_STOP_S))
+    else:
+        with suppress(LedgerError):  # each erasure has all files closed, and removed once they are drained
+            Ledger(database).retention.erase("default", f"nobody {chance.random()}")
+    time.sleep(chance.uniform(0, 0.2 if is_drain else 0.5))
+    return "drain" if is_drain else "rotation"
 
 
 def _until_at_work(stage: Stage, crowd: Crowd, kind: str) -> None:
@@ -244,6 +283,7 @@ def _report(stage: Stage, crowd: Crowd, found: Found, lineage: Lineage, **more: 
     judgements = crowd.book.judgements.values()
     return Report(
         kills=dict(stage.kills),
+        moments=more["moments"],
         exchanges=len(crowd.book.replies),
         feedbacks=sum(len(each.acknowledged) for each in judgements),
         sent_twice=sum(len(each.acknowledged) > len(set(each.acknowledged)) for each in judgements),

@@ -76,11 +76,17 @@ class Staff:
         return found
 
     def owner_of_reply(self, msg_id: str) -> str:
-        (slot,) = [slot for slot, ids in self.kept().items() if msg_id in ids]
-        return slot
+        (owner,) = [owner for owner, ids in self.kept().items() if msg_id in ids]
+        return owner
+
+    def wait_for_both(self) -> None:
+        """Wait until both workers answer: each has written then."""
+        eventually(lambda: len(self.pids()) == 2)
+        with ExitStack() as stack:
+            self.clients_of_both(stack)
 
     def clients_of_both(self, stack: ExitStack) -> dict[str, httpx.Client]:
-        """A client with a kept connection to each worker, by its slot."""
+        """A client with a kept connection to each worker, by its owner in the outbox."""
         found: dict[str, httpx.Client] = {}
         while len(found) < 2:
             client = stack.enter_context(httpx.Client(base_url=self.http.base_url, timeout=30))
@@ -111,10 +117,7 @@ def hired(folder: Path, double: EngineDouble, **explorer: object) -> Iterator[St
     settings = write_settings(folder, explorer__workers=2, explorer__service_status_check_interval=0.1, **but)
     with service(settings) as (process, http):
         found = Staff(folder, process, http, double)
-        eventually(lambda: len([pid for pid in found.pids() if found.slot_of(pid)]) == 2)
-        # One that has its slot may not serve yet: whoever the kernel sends to it waits until it does.
-        for _ in range(20):
-            assert httpx.get(f"{http.base_url}/health/live", timeout=60).status_code == 200
+        found.wait_for_both()
         yield found
 
 
@@ -132,7 +135,9 @@ def test_both_answer_and_every_reply_is_recorded_once(staff: Staff) -> None:
             said += [chat(client) for _ in range(5)]
     eventually(lambda: staff.http.post("/commit").status_code == 200)
     kept = staff.kept()
-    assert all(len(set(said) & set(ids)) >= 20 for ids in kept.values()), {slot: len(ids) for slot, ids in kept.items()}
+    assert all(len(set(said) & set(ids)) >= 20 for ids in kept.values()), {
+        owner: len(ids) for owner, ids in kept.items()
+    }
     assert Counter(each for ids in kept.values() for each in ids if each in set(said)) == Counter(said)
     ledger = staff.ledger()
     assert sum(ledger.reports.counts().values()) == sum(map(len, kept.values()))
@@ -208,7 +213,7 @@ async def test_no_weights_change_before_both_know(staff: Staff) -> None:
     spoken = [found[task.result()] for task in across]
     marks = [(each.unsampled, each.version_min, each.version_max) for each in spoken]
     assert marks == [("mixed_version", 0, version)] * 16
-    assert len({slot for slot, ids in staff.kept().items() for task in across if task.result() in ids}) == 2
+    assert len({owner for owner, ids in staff.kept().items() for task in across if task.result() in ids}) == 2
     with ExitStack() as stack:
         for client in staff.clients_of_both(stack).values():
             assert client.post(CHAT, json=HELLO).headers["x-tuneloop-version"] == str(version)
@@ -227,7 +232,7 @@ def test_a_worker_that_is_killed_costs_nobody_else_anything(staff: Staff) -> Non
             with httpx.Client(base_url=staff.http.base_url, timeout=30) as fresh:
                 acknowledged.append(chat(fresh))
         assert staff.metrics(spared)["tuneloop_requests_total"] >= before["tuneloop_requests_total"] + 40
-        eventually(lambda: len([pid for pid in staff.pids() if staff.owner_of(pid)]) == 2)
+        staff.wait_for_both()
         assert victim not in staff.pids()
         assert survivor in staff.pids()
         counts = spared.post("/feedback", json={"msg_ids": acknowledged, "reward": 1}).json()["counts"]
@@ -243,8 +248,7 @@ def test_a_worker_that_is_stopped_is_replaced_within_ten_seconds(staff: Staff) -
     frozen, _ = staff.pids()
     os.kill(frozen, signal.SIGSTOP)
     eventually(lambda: frozen not in staff.pids(), within_s=10)
-    eventually(lambda: len([pid for pid in staff.pids() if staff.owner_of(pid)]) == 2)
-    assert chat(staff.http)
+    staff.wait_for_both()
 
 
 @pytest.mark.contract
@@ -359,8 +363,9 @@ def test_a_worker_that_is_killed_at_its_first_start_is_started_again(tmp_path: P
             eventually(lambda: len(staff.pids()) == 2)
             victim = staff.pids()[0]
             os.kill(victim, signal.SIGKILL)
-            eventually(lambda: len([pid for pid in staff.pids() if staff.owner_of(pid)]) == 2)
-            assert victim not in staff.pids()
+            eventually(lambda: victim not in staff.pids() and len(staff.pids()) == 2)
+            time.sleep(3.0)  # so long one takes to serve
+            assert len(staff.pids()) == 2
             assert process.poll() is None
         finally:
             process.kill()

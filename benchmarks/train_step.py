@@ -50,6 +50,8 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, int, bool]] = {
     "1.7b": (2048, 6144, 28, 16, 8, 128, 151_936, True),
     "4b": (2560, 9728, 36, 32, 8, 128, 151_936, True),
     "8b": (4096, 12_288, 36, 32, 8, 128, 151_936, False),
+    "14b": (5120, 17_408, 40, 40, 8, 128, 151_936, False),
+    "32b": (5120, 25_600, 64, 64, 8, 128, 151_936, False),
 }
 #: By method: what it needs beside its type; a reference where the table of docs/methods has one by default here.
 METHODS: dict[str, dict[str, Any]] = {

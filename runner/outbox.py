@@ -21,6 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from tuneloop.runner.private_files import is_named, sync_folder
+
 SUFFIX = ".records"
 
 #: The time in nanoseconds, the owner, and what makes the name unique.
@@ -292,20 +294,3 @@ def lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def is_named(descriptor: int, path: Path) -> bool:
-    """Whether the path is that of the open file."""
-    try:
-        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to disk. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

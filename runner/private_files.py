@@ -54,3 +54,20 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         except OSError:
             file.truncate(end)
             raise
+
+
+def is_named(descriptor: int, path: Path) -> bool:
+    """Whether the path is that of the open file."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to disk. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

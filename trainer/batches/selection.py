@@ -15,8 +15,8 @@ from tuneloop.shared.experience import MAX_REWARD, REDACTED, Sample, is_captured
 from tuneloop.shared.settings.algorithm import OF_GROUPS, AlgorithmSettings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.allowed_tokens import with_allowed_tokens
+from tuneloop.trainer.batches.batch import run_of, runs, superseded_calls, with_completion
 from tuneloop.trainer.batches.edited_answers import edited_answer_ids
-from tuneloop.trainer.batches.sequences import run_of, runs, superseded_calls, with_completion
 
 Refused = dict[str, list[Sample]]
 

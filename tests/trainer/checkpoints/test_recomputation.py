@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.factories import commit, points, sample
-from tuneloop.shared.checkpoints.layout import ACTOR
+from tuneloop.shared.checkpoints import ACTOR
 from tuneloop.shared.experience import Float32s, Grammar, Sample, State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH

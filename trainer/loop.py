@@ -38,8 +38,8 @@ from tuneloop.shared.operations.older_ledger import find_lost_versions
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.opening import open_tracing
 from tuneloop.shared.telemetry.trackers import check_tracker, open_curves
-from tuneloop.trainer.batches.allowed_tokens import find_missing_library
 from tuneloop.trainer.batches.batch import of_samples
+from tuneloop.trainer.batches.selection import find_missing_library
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publisher
 from tuneloop.trainer.checkpoints.recomputation import Recomputation

@@ -33,8 +33,7 @@ from benchmarks.reload_load import Lanes, Seen, under_load
 from tests.loop.harness.oracle import Oracle
 from tests.loop.harness.services import Service, free_port, ledger_of, make_model, wait_for, write_settings
 from tuneloop.explorer.engines import vllm
-from tuneloop.shared.checkpoints.manifest import Manifest, Probe
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.checkpoints import CheckpointStore, Manifest, Probe
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings

@@ -13,7 +13,7 @@ from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, echo
 from tuneloop.shared.capacity import memory
 from tuneloop.shared.capacity.memory import EngineMemory, TrainerMemory, VersionDisk
 from tuneloop.shared.capacity.model_shape import ModelShape
-from tuneloop.shared.disk_space import gigabytes, measure_space
+from tuneloop.shared.checkpoints import gigabytes, measure_space
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.hardware import (
     count_gpus,

@@ -18,7 +18,7 @@ from tuneloop.cli.options import (
     existing_ledger,
     open_to_group,
 )
-from tuneloop.shared.disk_space import gigabytes
+from tuneloop.shared.checkpoints import gigabytes
 from tuneloop.shared.errors import EnvironmentRefused, TuneloopError
 from tuneloop.shared.ledger.ledger import Alarm
 from tuneloop.shared.logging import visible

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from tuneloop.shared.checkpoints.sealing import sync_folder
+from tuneloop.shared.checkpoints import sync_folder
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.held_files import append_unlinked, change_unlinked, read_unlinked
 

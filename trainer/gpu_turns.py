@@ -15,7 +15,7 @@ import structlog
 import torch
 from torch import Tensor, nn
 
-from tuneloop.shared.disk_space import gigabytes
+from tuneloop.shared.checkpoints import gigabytes
 from tuneloop.shared.errors import TurnNotGiven
 from tuneloop.shared.job_marks import GpuLocks
 from tuneloop.shared.settings.settings import Settings

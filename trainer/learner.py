@@ -17,18 +17,33 @@ from tuneloop.shared.errors import EnvironmentRefused, NotFinite, TuneloopError
 from tuneloop.shared.experience import Float32s, Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
-from tuneloop.trainer.algorithms.terms.estimators import explained_variance, kl, token_mean
-from tuneloop.trainer.algorithms.terms.moments import Baselines
-from tuneloop.trainer.algorithms.terms.off_policy import importance_weights
-from tuneloop.trainer.algorithms.terms.targets import Targets, Totals, require, sequence_sums
-from tuneloop.trainer.batches.batch import Batch, all_but_first, collate, micro_batches, mini_batches, share_of
-from tuneloop.trainer.batches.credit import calls_of
-from tuneloop.trainer.batches.metrics import Metrics
-from tuneloop.trainer.batches.packed import Positions, count_positions
+from tuneloop.trainer.algorithms.terms import (
+    Baselines,
+    Targets,
+    Totals,
+    explained_variance,
+    importance_weights,
+    kl,
+    require,
+    sequence_sums,
+    token_mean,
+)
+from tuneloop.trainer.batches.batch import (
+    Batch,
+    Metrics,
+    Positions,
+    TokenSequence,
+    all_but_first,
+    assemble,
+    calls_of,
+    collate,
+    count_positions,
+    micro_batches,
+    mini_batches,
+    share_of,
+)
 from tuneloop.trainer.batches.selection import mismatch_replies
-from tuneloop.trainer.batches.sequences import TokenSequence, assemble
-from tuneloop.trainer.models.layers import is_checkpointing
-from tuneloop.trainer.models.model import Actor, Critic
+from tuneloop.trainer.models.model import Actor, Critic, is_checkpointing
 from tuneloop.trainer.models.optimizer import MasterAdamW
 from tuneloop.trainer.ranks.orders import StepOrder
 from tuneloop.trainer.ranks.ranks import ALONE, Ranks

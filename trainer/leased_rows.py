@@ -10,12 +10,12 @@ from tuneloop.shared.experience import Sample
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.trackers import CurveWriter
-from tuneloop.trainer.batches.metrics import Metrics
+from tuneloop.trainer.batches.batch import Metrics
 from tuneloop.trainer.batches.selection import comparable
 from tuneloop.trainer.checkpoints.publication import Publisher
 from tuneloop.trainer.checkpoints.recomputation import Recomputation
 from tuneloop.trainer.learner import Learner
-from tuneloop.trainer.monitoring.step_reports import PaceLog, StepSpans
+from tuneloop.trainer.monitoring.monitors import PaceLog, StepSpans
 
 _log = structlog.get_logger()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import structlog
 from transformers.utils.logging import disable_progress_bar
 
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.errors import (
     DatabaseAway,
     EnvironmentRefused,
@@ -38,8 +38,8 @@ from tuneloop.shared.operations.older_ledger import find_lost_versions
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.opening import open_tracing
 from tuneloop.shared.telemetry.trackers import check_tracker, open_curves
-from tuneloop.trainer.batches import metrics
-from tuneloop.trainer.batches.allowed_tokens import find_missing_library
+from tuneloop.trainer.batches.batch import of_samples
+from tuneloop.trainer.batches.selection import find_missing_library
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publisher
 from tuneloop.trainer.checkpoints.recomputation import Recomputation
@@ -52,11 +52,10 @@ from tuneloop.trainer.micro_batch import MicroBatch, fit_to_memory
 from tuneloop.trainer.models.folders import require_folders
 from tuneloop.trainer.models.model import device_of
 from tuneloop.trainer.models.room import room_for_weights
-from tuneloop.trainer.monitoring.monitors import Monitors
-from tuneloop.trainer.monitoring.step_reports import FiniteSteps, StepSpans
+from tuneloop.trainer.monitoring.monitors import FiniteSteps, Monitors, StepSpans
 from tuneloop.trainer.ranks.ranks import ALONE, Ranks
 from tuneloop.trainer.stop import Stop
-from tuneloop.trainer.teacher.retries import TeacherRetries
+from tuneloop.trainer.teacher.teacher import TeacherRetries
 
 _log = structlog.get_logger()
 
@@ -276,7 +275,7 @@ class TrainingLoop:
         self._steps.add(batch, learnt)
         self._teacher.succeeded()
         self._finite.note_success(self._learner.steps)
-        learnt |= metrics.of_samples(batch, version=self._steps.parent) | {"time/batch_wait": waited}
+        learnt |= of_samples(batch, version=self._steps.parent) | {"time/batch_wait": waited}
         learnt |= self._recomputation.take_figures()
         learnt |= self._monitors.after_step(self._learner, learnt, version=self._steps.parent, replies=batch)
         self._waiting_since = time.perf_counter()

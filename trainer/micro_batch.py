@@ -25,15 +25,14 @@ from tuneloop.shared.capacity.memory import (
     room_for_trainer,
     shapes_of,
 )
-from tuneloop.shared.disk_space import gigabytes
+from tuneloop.shared.checkpoints import gigabytes
 from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused
 from tuneloop.shared.experience import Float32s, Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
-from tuneloop.trainer.batches.metrics import Metrics
+from tuneloop.trainer.batches.batch import Metrics
 from tuneloop.trainer.learner import Learner, go_ahead, recompute
-from tuneloop.trainer.models.layers import checkpoint_layers, is_checkpointing
-from tuneloop.trainer.models.model import Actor, device_of
+from tuneloop.trainer.models.model import Actor, checkpoint_layers, device_of, is_checkpointing
 from tuneloop.trainer.stop import Stop
 from tuneloop.trainer.yielding import TrafficYield
 

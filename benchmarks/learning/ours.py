@@ -27,7 +27,7 @@ from examples.tasks.start import teacher_of
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.algorithms.terms.moments import Moments
+from tuneloop.trainer.algorithms.terms import Moments
 from tuneloop.trainer.batches.selection import select
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.recomputation import Recomputation

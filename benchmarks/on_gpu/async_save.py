@@ -25,12 +25,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.on_gpu.random_model import make_model
 from benchmarks.train_step import METHODS, made_samples
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.batches.metrics import Metrics
+from tuneloop.trainer.batches.batch import Metrics
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publisher
 from tuneloop.trainer.micro_batch import fit_to_memory

@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.on_gpu.random_model import make_model
 from benchmarks.on_gpu.services import Clock
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.settings.settings import Settings

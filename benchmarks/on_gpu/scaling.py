@@ -31,7 +31,7 @@ from benchmarks.on_gpu.services import Clock
 from benchmarks.train_step import GROUP, METHODS, SHAPES, made_samples, make_model, peak_memory
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.batches.metrics import Metrics
+from tuneloop.trainer.batches.batch import Metrics
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.model import device_of

@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 import orjson
 
-from tuneloop.shared.checkpoints.layout import ACTOR, ADAPTER_CONFIG
-from tuneloop.shared.checkpoints.manifest import read_manifest
+from tuneloop.shared.checkpoints import ACTOR, ADAPTER_CONFIG, read_manifest
 from tuneloop.shared.errors import CheckpointRejected
 
 _PREFIX = "tuneloop-adapter-"

@@ -25,7 +25,7 @@ from tuneloop.explorer.engines.proof.fingerprint import differing_from_files
 from tuneloop.explorer.engines.proof.log_probabilities import ProbeFindings, mean_distance, probe_text
 from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, INSTANCE_ID, METHOD
 from tuneloop.explorer.engines.vllm_plugin import PACKS, UNPACKED
-from tuneloop.shared.checkpoints.manifest import PROBE_LENGTH, PROBE_ROOM, Probe, VerifiedProbe
+from tuneloop.shared.checkpoints import PROBE_LENGTH, PROBE_ROOM, Probe, VerifiedProbe
 from tuneloop.shared.engine_flags import drafts, gates_renderer
 from tuneloop.shared.errors import CheckpointRejected, EngineError
 from tuneloop.shared.settings.hardware import api_servers_of, gpus_from

@@ -15,7 +15,7 @@ from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import State, steady_clock
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
-from tuneloop.shared.ledger.storage.ledger_clock import CLOCK_SKEW, ClockSkew
+from tuneloop.shared.ledger.storage.database import CLOCK_SKEW, ClockSkew
 from tuneloop.shared.ledger.versions.alarms import Alarm, Alarms
 from tuneloop.shared.operations.diagnosis import WAITING, Code, diagnose
 from tuneloop.shared.outbox_status import OutboxStatus

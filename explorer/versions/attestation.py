@@ -16,7 +16,7 @@ from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.reload import Reloader
-from tuneloop.shared.checkpoints.manifest import Probe
+from tuneloop.shared.checkpoints import Probe
 from tuneloop.shared.errors import CheckpointRejected, EngineError, LedgerError, LedgerUnavailable
 from tuneloop.shared.experience import since_boot, steady_clock
 from tuneloop.shared.ledger.ledger import Alarm, Ledger, Version

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import structlog
 
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, surge_capacity
-from tuneloop.shared.checkpoints.layout import ACTOR
-from tuneloop.shared.checkpoints.manifest import Probe, VerifiedProbe, read_manifest
+from tuneloop.shared.checkpoints import ACTOR, Probe, VerifiedProbe, read_manifest
 from tuneloop.shared.errors import (
     CheckpointRejected,
     CheckpointUnreadable,

@@ -30,7 +30,7 @@ from tuneloop.explorer.versions.loading import (
     verify_wanted,
 )
 from tuneloop.explorer.versions.trial import CanaryTrial, current_trial, division, to_try_on
-from tuneloop.shared.checkpoints.manifest import Probe
+from tuneloop.shared.checkpoints import Probe
 from tuneloop.shared.errors import CheckpointRejected, EngineError, LedgerError, VersionRefused
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.job_marks import registration_stamp

@@ -25,10 +25,14 @@ from tuneloop.explorer.versions.safetensors import (
     is_finite,
     tensors,
 )
-from tuneloop.shared.checkpoints.file_checks import check_files
-from tuneloop.shared.checkpoints.layout import ACTOR, ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from tuneloop.shared.checkpoints.manifest import read_manifest
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.checkpoints import (
+    ACTOR,
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    CheckpointStore,
+    check_files,
+    read_manifest,
+)
 from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable
 
 _T = TypeVar("_T")

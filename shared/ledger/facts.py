@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-from tuneloop.shared.disk_space import DiskSpace
+from tuneloop.shared.checkpoints import DiskSpace
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.shared.outbox_status import OutboxStatus

@@ -27,11 +27,9 @@ from tuneloop.shared.ledger.recording.retention import Retention
 from tuneloop.shared.ledger.recording.rewards import Rewards
 from tuneloop.shared.ledger.recording.stored_completions import StoredCompletions
 from tuneloop.shared.ledger.reports import Reports, VersionReward
-from tuneloop.shared.ledger.storage.database import Transactions, connect, ignoring
-from tuneloop.shared.ledger.storage.ledger_clock import LedgerClock
+from tuneloop.shared.ledger.storage.database import LedgerClock, Transactions, connect, ignoring
 from tuneloop.shared.ledger.storage.schema import experiment
-from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
-from tuneloop.shared.ledger.training.merged_calls import Runs
+from tuneloop.shared.ledger.training.groups import BatchPolicy, Runs
 from tuneloop.shared.ledger.training.restoration import Restoration
 from tuneloop.shared.ledger.training.training import Training
 from tuneloop.shared.ledger.versions.alarms import Alarm, Alarms

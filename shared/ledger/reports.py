@@ -21,9 +21,8 @@ from tuneloop.shared.ledger.storage.schema import (
     versions,
     worth,
 )
-from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.batches import held_by_shares
-from tuneloop.shared.ledger.training.groups import takable, young
+from tuneloop.shared.ledger.training.groups import BatchPolicy, takable, young
 from tuneloop.shared.ledger.versions.alarms import Alarms
 from tuneloop.shared.ledger.versions.versions import SERVABLE
 

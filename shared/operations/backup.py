@@ -23,10 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tuneloop.shared import VERSION
-from tuneloop.shared.checkpoints.file_checks import check_files, files_at
-from tuneloop.shared.checkpoints.manifest import read_manifest
-from tuneloop.shared.checkpoints.sealing import sync_folder
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.checkpoints import CheckpointStore, check_files, files_at, read_manifest, sync_folder
 from tuneloop.shared.errors import CheckpointRejected, EnvironmentRefused, FileRefused
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.held_files import hold

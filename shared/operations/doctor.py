@@ -5,17 +5,21 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tuneloop.shared.capacity.pace import TrainerPace, find_pace
-from tuneloop.shared.checkpoints.file_checks import newest_with_state
-from tuneloop.shared.checkpoints.layout import size_without_weights, stays
-from tuneloop.shared.checkpoints.manifest import read_manifest
-from tuneloop.shared.disk_space import DiskSpace, measure_space
+from tuneloop.shared.checkpoints import (
+    DiskSpace,
+    measure_space,
+    newest_with_state,
+    read_manifest,
+    size_without_weights,
+    stays,
+)
 from tuneloop.shared.errors import CheckpointRejected, EnvironmentRefused, LedgerError
 from tuneloop.shared.experience import State
 from tuneloop.shared.job_marks import require_restored
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage import revisions
-from tuneloop.shared.ledger.storage.ledger_clock import ClockSkew
+from tuneloop.shared.ledger.storage.database import ClockSkew
 from tuneloop.shared.ledger.versions.versions import SERVABLE
 from tuneloop.shared.operations.diagnosis import Reason, ago, diagnose, equation, moment, number
 from tuneloop.shared.operations.engines import EngineSummary, read_engines

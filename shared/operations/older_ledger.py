@@ -7,8 +7,7 @@ look: the explorer offers those that are still in its outbox to a database that 
 from contextlib import suppress
 from pathlib import Path
 
-from tuneloop.shared.checkpoints.manifest import read_manifest
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.checkpoints import CheckpointStore, read_manifest
 from tuneloop.shared.errors import CheckpointRejected
 from tuneloop.shared.job_marks import Registered, note_registered, registered_in
 from tuneloop.shared.ledger.ledger import Alarm, Ledger

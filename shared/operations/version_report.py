@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from tuneloop.shared.checkpoints.manifest import read_manifest
+from tuneloop.shared.checkpoints import read_manifest
 from tuneloop.shared.errors import CheckpointRejected, VersionRefused
 from tuneloop.shared.experience import Evaluator, VersionAction, VersionState
 from tuneloop.shared.ledger.ledger import Ledger, Version, VersionReward

@@ -23,8 +23,7 @@ from tests.doubles.serving import reset, serving
 from tuneloop.explorer.engines.proof.fingerprint import Fingerprint
 from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, INSTANCE_ID, METHOD
 from tuneloop.explorer.versions.safetensors import adapter_fingerprints_of, fingerprints_of, tensors
-from tuneloop.shared.checkpoints.layout import ADAPTER_CONFIG
-from tuneloop.shared.checkpoints.manifest import read_manifest
+from tuneloop.shared.checkpoints import ADAPTER_CONFIG, read_manifest
 
 MODEL = "t"
 CHAT = "/v1/chat/completions"

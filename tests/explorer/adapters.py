@@ -10,8 +10,7 @@ from safetensors.numpy import save_file
 from tests import factories
 from tests.doubles.engine import logprobs_of
 from tests.explorer.checkpoints import CONFIG, PROMPT, tensors
-from tuneloop.shared.checkpoints.manifest import Manifest, Probe
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.checkpoints import CheckpointStore, Manifest, Probe
 from tuneloop.shared.ledger.ledger import Ledger
 
 RANK = 2

@@ -8,8 +8,7 @@ from safetensors.numpy import save_file
 
 from tests import factories
 from tests.doubles.engine import logprobs_of
-from tuneloop.shared.checkpoints.manifest import Manifest, Probe
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.checkpoints import CheckpointStore, Manifest, Probe
 from tuneloop.shared.ledger.ledger import Ledger
 
 CONFIG = {

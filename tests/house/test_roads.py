@@ -34,7 +34,7 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.loop import TrainingLoop, run
 
 #: The most files of each road: these numbers only fall.
-CHAT, FEEDBACK, TRAINED = 16, 20, 95
+CHAT, FEEDBACK, TRAINED = 16, 20, 68
 
 #: How long a road's last calls may take, and what runs while nothing is asked is looked at.
 _SETTLED_S, _IDLE_S = 0.3, 1.5

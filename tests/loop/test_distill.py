@@ -19,7 +19,7 @@ from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused
 from tuneloop.shared.experience import Sample
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.batches.sequences import TokenSequence
+from tuneloop.trainer.batches.batch import TokenSequence
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.teacher.teacher import RemoteTeacher

@@ -12,7 +12,7 @@ import pytest
 from tests.loop.harness.crowd import Book, Judgement
 from tests.loop.harness.lineage import Lineage
 from tests.loop.harness.verdict import Verdict, judge
-from tuneloop.shared.checkpoints.manifest import Manifest, Probe
+from tuneloop.shared.checkpoints import Manifest, Probe
 
 BATCH = 2
 

@@ -10,9 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tuneloop.shared.checkpoints.file_checks import check_files
-from tuneloop.shared.checkpoints.manifest import File, Manifest, Probe, read_manifest
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.checkpoints import CheckpointStore, File, Manifest, Probe, check_files, read_manifest
 from tuneloop.shared.errors import CheckpointRejected
 
 PROBE = Probe(prompt_ids=(1, 2), logprobs=(-0.5,), tolerance=0.01)

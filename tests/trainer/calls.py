@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets
+from tuneloop.trainer.algorithms.terms import CallRewards, Targets
 
 
 def calls(

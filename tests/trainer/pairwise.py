@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.targets import Targets, Totals
+from tuneloop.trainer.algorithms.terms import Targets, Totals
 
 
 def loss_of(page: ModuleType) -> Callable[..., object]:

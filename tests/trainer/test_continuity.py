@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainer.factories import commit, sample
-from tuneloop.shared.checkpoints.manifest import read_manifest
+from tuneloop.shared.checkpoints import read_manifest
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.training.training import Training
 from tuneloop.trainer import learner

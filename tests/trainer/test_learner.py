@@ -8,8 +8,8 @@ import torch
 
 from tests.trainer.factories import sample
 from tuneloop.shared.errors import NotFinite
+from tuneloop.trainer.batches.batch import assemble
 from tuneloop.trainer.batches.batch import collate as collate_sequences
-from tuneloop.trainer.batches.sequences import assemble
 from tuneloop.trainer.checkpoints import snapshot
 
 BATCH = [sample(i) for i in range(12)]

@@ -13,8 +13,7 @@ from structlog.testing import capture_logs
 from tests.databases import put_file
 from tests.trainer.factories import commit, eventually, points, sample
 from tuneloop.shared.capacity.pace import find_pace
-from tuneloop.shared.checkpoints.file_checks import check_files
-from tuneloop.shared.checkpoints.manifest import read_manifest
+from tuneloop.shared.checkpoints import check_files, read_manifest
 from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerError, LedgerUnavailable, StaleEpoch
 from tuneloop.shared.experience import State, steady_clock
 from tuneloop.shared.ledger.ledger import Ledger
@@ -23,7 +22,7 @@ from tuneloop.shared.ledger.training.training import Training
 from tuneloop.shared.telemetry.spans import span_of_reply, span_of_version
 from tuneloop.trainer import loop
 from tuneloop.trainer.loop import TrainingLoop, run
-from tuneloop.trainer.monitoring.step_reports import StepSpans
+from tuneloop.trainer.monitoring.monitors import StepSpans
 
 
 def _losses(chosen):

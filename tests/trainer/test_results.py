@@ -7,7 +7,7 @@ import pytest
 
 from tests.databases import put_file
 from tests.trainer.factories import commit, sample
-from tuneloop.shared.checkpoints.manifest import read_manifest
+from tuneloop.shared.checkpoints import read_manifest
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database

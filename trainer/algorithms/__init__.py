@@ -19,10 +19,7 @@ from tuneloop.trainer.algorithms import (
     rloo,
     sft,
 )
-from tuneloop.trainer.algorithms.terms import off_policy
-from tuneloop.trainer.algorithms.terms.moments import Baselines
-from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
-from tuneloop.trainer.algorithms.terms.targets import CallRewards, Loss, Targets, Totals
+from tuneloop.trainer.algorithms.terms import Baselines, CallRewards, Loss, Targets, Totals, needs_start, surrogate
 
 Prepare = Callable[[AlgorithmSettings, Targets, CallRewards, Baselines], tuple[Targets, Baselines]]
 ActorLoss = Callable[[AlgorithmSettings, Targets, Tensor, Tensor, Totals], Loss]
@@ -65,7 +62,7 @@ class Algorithm:
 
 def policy_gradient_requirements(algorithm: AlgorithmSettings) -> Requirements:
     """What every policy gradient asks for."""
-    return Requirements(reference=algorithm.kl_coef > 0, start=off_policy.needs_start(algorithm.off_policy))
+    return Requirements(reference=algorithm.kl_coef > 0, start=needs_start(algorithm.off_policy))
 
 
 def _imitation_requirements(algorithm: AlgorithmSettings) -> Requirements:

@@ -2,7 +2,7 @@
 
     reverse_kl   policy gradient with the advantage of each token                        arXiv 2306.13649;
                  A = log teacher(token) - log policy(token), no gradient through it      thinkingmachines.ai/blog,
-                 in the clipped loss of policy_loss.py                                   On-Policy Distillation
+                 in the clipped loss of terms.py                                         On-Policy Distillation
     replies      -log policy(token) on the teacher's replies: sft.py                     1606.07947, section 3.2
 
 In expectation, the update of `reverse_kl` lessens KL(policy || teacher) at each token of the model's own replies. The
@@ -20,10 +20,17 @@ from torch import Tensor
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import sft
-from tuneloop.trainer.algorithms.terms.estimators import MAX_LOG_RATIO, token_mean
-from tuneloop.trainer.algorithms.terms.moments import Baselines
-from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
-from tuneloop.trainer.algorithms.terms.targets import CallRewards, Loss, Targets, Totals, require
+from tuneloop.trainer.algorithms.terms import (
+    MAX_LOG_RATIO,
+    Baselines,
+    CallRewards,
+    Loss,
+    Targets,
+    Totals,
+    require,
+    surrogate,
+    token_mean,
+)
 
 
 def prepare(

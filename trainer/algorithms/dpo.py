@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.estimators import token_mean
-from tuneloop.trainer.algorithms.terms.moments import Baselines
-from tuneloop.trainer.algorithms.terms.targets import (
+from tuneloop.trainer.algorithms.terms import (
+    Baselines,
     CallRewards,
     Loss,
     Targets,
@@ -27,6 +26,7 @@ from tuneloop.trainer.algorithms.terms.targets import (
     log_ratios,
     require,
     sequence_sums,
+    token_mean,
 )
 
 

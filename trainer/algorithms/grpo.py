@@ -1,7 +1,7 @@
 """GRPO: the other runs of the task are the baseline.
 
     advantage  (score - mean of the group) / (standard deviation + 1e-6)                 arXiv 2402.03300, section 4.1.2
-    actor      the clipped loss of policy_loss.py                                        eq. 3
+    actor      the clipped loss of terms.py                                              eq. 3
 
 A run's score is the mean of its calls' rewards (each of which `credit` decides); every token of all its calls has the
 run's advantage. The deviation (n - 1) is that of the group, or, by `group.scale`, of the batch's scores (2508.08221),
@@ -18,9 +18,7 @@ the place of constant ones.
 from dataclasses import replace
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.groups import RunScores
-from tuneloop.trainer.algorithms.terms.moments import Baselines
-from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets
+from tuneloop.trainer.algorithms.terms import Baselines, CallRewards, RunScores, Targets
 
 
 def prepare(

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.estimators import token_mean
-from tuneloop.trainer.algorithms.terms.moments import Baselines
-from tuneloop.trainer.algorithms.terms.targets import (
+from tuneloop.trainer.algorithms.terms import (
+    Baselines,
     CallRewards,
     Loss,
     Targets,
@@ -29,6 +28,7 @@ from tuneloop.trainer.algorithms.terms.targets import (
     log_ratios,
     require,
     sequence_sums,
+    token_mean,
 )
 
 

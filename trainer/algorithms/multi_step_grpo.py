@@ -1,7 +1,7 @@
 """GRPO for agents: a run is judged by its last call alone, and all of its calls learn from that.
 
     advantage  (reward of the last call - mean of the group) / (standard deviation + 1e-6)     Trinity-RFT
-    actor      the clipped loss of policy_loss.py
+    actor      the clipped loss of terms.py
 
 `group.scale` chooses the deviation (n - 1), as in grpo.py. A run's last call is the last one sampled of those in the
 batch. A run that is alone in its group, and all runs of a group with one score, have advantage 0; in Trinity-RFT the
@@ -14,9 +14,7 @@ groups are left out before).
 from dataclasses import replace
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.groups import RunScores
-from tuneloop.trainer.algorithms.terms.moments import Baselines
-from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets
+from tuneloop.trainer.algorithms.terms import Baselines, CallRewards, RunScores, Targets
 
 
 def prepare(

@@ -2,7 +2,7 @@
 
     advantage  GAE over action tokens, then whitened; R = A + V_old before whitening    arXiv 1506.02438, eq. 16
                whitened, 0 if all replies of the batch have one reward
-    actor      the clipped loss of policy_loss.py                                        1707.06347, eq. 7
+    actor      the clipped loss of terms.py                                              1707.06347, eq. 7
     critic     max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2                 1811.02553v3, section 4.1
 
 Left out: a second pass for "old" log-probabilities unless `off_policy.proximal` asks for it, because those the engine
@@ -17,10 +17,18 @@ import torch
 from torch import Tensor
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.estimators import gae, token_mean, whiten
-from tuneloop.trainer.algorithms.terms.moments import Baselines
-from tuneloop.trainer.algorithms.terms.policy_loss import subtract_kl_penalty
-from tuneloop.trainer.algorithms.terms.targets import CallRewards, Loss, Targets, Totals, require
+from tuneloop.trainer.algorithms.terms import (
+    Baselines,
+    CallRewards,
+    Loss,
+    Targets,
+    Totals,
+    gae,
+    require,
+    subtract_kl_penalty,
+    token_mean,
+    whiten,
+)
 
 
 def prepare(

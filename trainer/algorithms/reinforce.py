@@ -5,7 +5,7 @@
                task      (n m_task + m) / (n + 1), where m_task is the like mean of
                          the task's rewards, from n batches, older ones counting less
                batch     the batch's own mean                                        as OpenRLHF's flash_reinforce
-    actor      the clipped loss of policy_loss.py
+    actor      the clipped loss of terms.py
 
 Every token of a call has the call's advantage. The very first batch has nothing before it and is compared with its own
 mean. The root mean square, unlike a deviation, stays away from 0 when all replies of a batch are equally better than
@@ -27,9 +27,15 @@ from torch import Tensor
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.shared.settings.algorithm import BaselineSettings as Options
-from tuneloop.trainer.algorithms.terms.groups import EPSILON, kl_penalties
-from tuneloop.trainer.algorithms.terms.moments import Baselines, mean_of, update_moments
-from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets
+from tuneloop.trainer.algorithms.terms import (
+    EPSILON,
+    Baselines,
+    CallRewards,
+    Targets,
+    kl_penalties,
+    mean_of,
+    update_moments,
+)
 
 MAX_TASKS = 10_000
 

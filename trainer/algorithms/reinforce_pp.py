@@ -2,7 +2,7 @@
 
     return     G_t = sum over l >= t of gamma^(l - t) (reward paid at l - kl_coef * divergence at l)
     advantage  G whitened over all action tokens of the batch                            arXiv 2501.03262
-    actor      the clipped loss of policy_loss.py
+    actor      the clipped loss of terms.py
 
 The whitening is the paper's global advantage normalization. The divergence (the paper's is k1) counts in the return
 with `kl_in: reward`, as in the paper; else in the loss. The return goes over action tokens only and ends where a reward
@@ -16,10 +16,7 @@ from dataclasses import replace
 import torch
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.estimators import gae, whiten
-from tuneloop.trainer.algorithms.terms.moments import Baselines
-from tuneloop.trainer.algorithms.terms.policy_loss import subtract_kl_penalty
-from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets
+from tuneloop.trainer.algorithms.terms import Baselines, CallRewards, Targets, gae, subtract_kl_penalty, whiten
 
 
 def prepare(

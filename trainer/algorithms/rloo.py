@@ -2,7 +2,7 @@
 
     advantage  score - mean of the other runs' scores                                    arXiv 2402.14740, section 2.3
                = n / (n - 1) (score - mean of the group), of n runs
-    actor      the clipped loss of policy_loss.py
+    actor      the clipped loss of terms.py
 
 A run's score is the mean of its calls' rewards; every token of all its calls has the run's advantage. The baseline does
 not depend on the run, so that the estimate of the gradient has no bias. A run that is alone in its group, and all runs
@@ -16,9 +16,7 @@ deviation (`group.scale` is not looked at); whitening.
 from dataclasses import replace
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.groups import RunScores
-from tuneloop.trainer.algorithms.terms.moments import Baselines
-from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets
+from tuneloop.trainer.algorithms.terms import Baselines, CallRewards, RunScores, Targets
 
 
 def prepare(

@@ -13,9 +13,7 @@ prompt's own tokens.
 from torch import Tensor
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.estimators import aggregate, token_mean
-from tuneloop.trainer.algorithms.terms.moments import Baselines
-from tuneloop.trainer.algorithms.terms.targets import CallRewards, Loss, Targets, Totals
+from tuneloop.trainer.algorithms.terms import Baselines, CallRewards, Loss, Targets, Totals, aggregate, token_mean
 
 
 def prepare(

@@ -11,20 +11,170 @@ T and R are padded on the right. A reply 4 5 to the prompt 7 8 9, padded to T = 
     replies_BR   4 5 0
     mask_BR      x x .
 In a merged sequence the mask has holes, where users or tools speak between two replies.
+
+Token sequences: what a model reads in training, and which of its tokens are learnt from.
+
+The calls of a run that extend each other's prompt become one sequence, in which the first prompt is read once: user's
+turns and tools' results lie between the replies, and are not learnt from. Nor is what was redacted: another token
+stands in the place of each, so that all others keep their position.
+
+Micro-batches as the models read them: sequences side by side in one row, or, for a few models, padded.
+
+Beside the dimensions above:
+    P positions that a model reads: all tokens, sequence after sequence, and the padding where there is any
+
+All is made on the CPU: to make it on a GPU would wait for it at every micro-batch.
+
+Credit: what each call of a batch is rewarded with, and where in its sequence that is paid.
+
+call         its own reward, at its end: what came after it does not count
+trajectory   the reward of its run's last call, paid once, at the end of the sequence
+discounted   the reward of its run's last call, times `turn_discount` for each call after it, at its end
+
+What a batch says of itself, under the names that verl and Trinity-RFT use.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import reduce
 from itertools import accumulate
+from typing import Self
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tuneloop.shared.experience import Int32s
-from tuneloop.trainer.batches.sequences import TokenSequence
+from tuneloop.shared.experience import REDACTED, Float32s, Int32s, Sample
+from tuneloop.shared.ledger.training.groups import merge_calls
+from tuneloop.shared.settings.algorithm import AlgorithmSettings
+from tuneloop.trainer.algorithms.terms import CallRewards
 from tuneloop.trainer.transfer import hand_over
+
+#: Is read where a token was redacted. Every vocabulary has it.
+_STAND_IN = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenSequence:
+    """Some calls in one row of tokens.
+
+    Four arrays of the same length: token ids; for each token the index in `calls` of the reply that it is of, -1 if of
+    none; log-probability as sampled (0 if of none); temperature (1 if of none).
+    """
+
+    ids: Int32s
+    of: Int32s
+    sampled: Float32s
+    temperatures: Float32s
+    calls: tuple[Sample, ...]
+
+    @classmethod
+    def alone(cls, sample: Sample) -> Self:
+        """One call."""
+        nothing = cls(
+            ids=np.zeros(0, np.int32),
+            of=np.zeros(0, np.int32),
+            sampled=np.zeros(0, np.float32),
+            temperatures=np.zeros(0, np.float32),
+            calls=(),
+        )
+        return nothing.then(sample)
+
+    def goes_on_in(self, sample: Sample) -> bool:
+        """Whether the call's prompt begins with all of this."""
+        length = len(self.ids)
+        return len(sample.prompt_ids) >= length and np.array_equal(_readable(sample.prompt_ids[:length]), self.ids)
+
+    def then(self, sample: Sample) -> Self:
+        """This, and then a call that it goes on in."""
+        between, reply = sample.prompt_ids[len(self.ids) :], sample.completion_ids
+        quiet, known = len(between), reply != REDACTED
+        nothing, zero, one = np.int32(-1), np.float32(0), np.float32(1)
+        owner = np.where(known, np.int32(len(self.calls)), nothing)
+        temperatures = np.where(known, np.float32(sample.temperature), one)
+        return type(self)(
+            ids=np.concatenate([self.ids, _readable(between), _readable(reply)]),
+            of=np.concatenate([self.of, np.full(quiet, nothing), owner]),
+            sampled=np.concatenate([self.sampled, np.full(quiet, zero), np.where(known, sample.logprobs, zero)]),
+            temperatures=np.concatenate([self.temperatures, np.full(quiet, one), temperatures]),
+            calls=(*self.calls, sample),
+        )
+
+    @property
+    def start(self) -> int:
+        """Where the first reply begins."""
+        return int(np.argmax(self.of >= 0))
+
+
+def _readable(ids: Int32s) -> Int32s:
+    return np.where(ids == REDACTED, np.int32(_STAND_IN), ids)
+
+
+def run_of(sample: Sample) -> tuple[str, ...]:
+    """What the calls of one run have in common; a reply that names no run is a run of its own."""
+    if sample.task_id is None or sample.run_id is None:
+        return (str(sample.id),)
+    return (sample.tenant, sample.task_id, sample.run_id)
+
+
+def when_sampled(sample: Sample) -> tuple[float, int]:
+    """The order of calls: by the time of their requests, for their rows may be numbered in another."""
+    return sample.sampled_at, sample.id
+
+
+def assemble(samples: Iterable[Sample], *, merge: bool) -> list[TokenSequence]:
+    """Sequences of the samples; with `merge`, calls of one run that extend each other's prompt share one."""
+    if not merge:
+        return [TokenSequence.alone(sample) for sample in samples]
+    merged = [calls for run in runs(samples).values() for calls in merge_calls(run)]
+    return [reduce(TokenSequence.then, calls[1:], TokenSequence.alone(calls[0])) for calls in merged]
+
+
+def runs(samples: Iterable[Sample]) -> dict[tuple[str, ...], list[Sample]]:
+    """The samples by their run, in the order in which they were sampled."""
+    found: defaultdict[tuple[str, ...], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        found[run_of(sample)].append(sample)
+    return {run: sorted(calls, key=when_sampled) for run, calls in found.items()}
+
+
+def superseded_calls(calls: Sequence[Sample]) -> list[Sample]:
+    """Those calls of a run that were repeated, and whose replies no later call continues.
+
+    Of replies to one and the same prompt those are kept that a later prompt of the run contains; if there is none,
+    those of the last request. Several choices of one request are all kept unless a later prompt contains one of them.
+    """
+    same_prompt: defaultdict[bytes, list[Sample]] = defaultdict(list)
+    for call in calls:
+        same_prompt[call.prompt_ids.tobytes()].append(call)
+    left: list[Sample] = []
+    for rivals in same_prompt.values():
+        if len(rivals) > 1:
+            chosen = [
+                each
+                for each in rivals
+                if any(TokenSequence.alone(each).goes_on_in(other) for other in calls if other is not each)
+            ]
+            last = max(rivals, key=when_sampled)
+            kept = chosen or [each for each in rivals if each is last or (each.msg_id and each.msg_id == last.msg_id)]
+            left += [each for each in rivals if each not in kept]
+    return left
+
+
+def with_completion(sample: Sample, ids: Sequence[int]) -> Sample:
+    """The sample with another reply, which nobody sampled from the policy: its log-probabilities are 0."""
+    return msgspec.structs.replace(
+        sample,
+        completion_ids=np.array(ids, np.int32),
+        logprobs=np.zeros(len(ids), np.float32),
+        temperature=1.0,
+        finish_reason="stop",
+        grammar=None,
+        allowed=None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,3 +353,156 @@ def _longest_first(lengths_B: Tensor, units_B: Tensor | None) -> list[list[int]]
 def _pad(rows: Iterable[npt.NDArray[np.generic]], filler: float = 0) -> Tensor:
     tensors = [torch.from_numpy(np.array(row)) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=filler)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """What a model is given: `ids_BT` and the position of each, one row if they are packed.
+
+    `predicts_N` are the places, in the rows one after the other, whose next token is a reply token; `lengths` are those
+    of the sequences in a packed row, empty where they are padded.
+    """
+
+    ids_BT: Tensor
+    positions_BT: Tensor
+    predicts_N: Tensor
+    lengths: tuple[int, ...]
+
+    @property
+    def processed(self) -> int:
+        """How many positions a model reads."""
+        return self.ids_BT.numel()
+
+    def part(self, place: int, count: int) -> tuple["Rows", slice]:
+        """The part `place` of `count` equal ones of a packed row, and which of the reply tokens it predicts.
+
+        Its `lengths` are those of the whole row, which a sequence that nobody looks at makes long enough.
+        """
+        missing = -self.processed % count
+        ids_T = torch.nn.functional.pad(self.ids_BT[0], (0, missing))
+        positions_T = torch.cat([self.positions_BT[0], torch.arange(missing)])
+        width = len(ids_T) // count
+        here, bounds = slice(place * width, (place + 1) * width), torch.tensor([place * width, (place + 1) * width])
+        first, last = torch.searchsorted(self.predicts_N, bounds).tolist()
+        part = Rows(
+            ids_BT=ids_T[here][None],
+            positions_BT=positions_T[here][None],
+            predicts_N=self.predicts_N[first:last] - here.start,
+            lengths=(*self.lengths, missing) if missing else self.lengths,
+        )
+        return part, slice(first, last)
+
+
+@dataclass(slots=True)
+class Positions:
+    """How many positions were read, and how many of them are tokens of a sequence."""
+
+    processed: int = 0
+    useful: int = 0
+
+    def add(self, rows: Rows, batch: Batch, place: int = 0) -> None:
+        """Count what is read. Of ranks that share a row the one in the first place has counted what is useful."""
+        self.processed += rows.processed
+        self.useful += int(batch.lengths_B.sum()) if place == 0 else 0
+
+
+def count_positions(counts: Iterable[Positions]) -> dict[str, float]:
+    """How many positions were read, and in how many of them a token of a sequence stood."""
+    counted = list(counts)
+    return {"processed": sum(each.processed for each in counted), "useful": sum(each.useful for each in counted)}
+
+
+def packed_rows(batch: Batch) -> Rows:
+    """All sequences in one row."""
+    positions_T = torch.arange(batch.ids_BT.shape[1])
+    real_BT = positions_T < batch.lengths_B[:, None]
+    return Rows(
+        ids_BT=batch.ids_BT[real_BT][None],
+        positions_BT=positions_T.expand(real_BT.shape)[real_BT][None],
+        predicts_N=batch.predicts_BT[real_BT].nonzero()[:, 0],
+        lengths=tuple(batch.lengths_B.tolist()),
+    )
+
+
+def padded_rows(batch: Batch) -> Rows:
+    """A row for each sequence."""
+    return Rows(
+        ids_BT=batch.ids_BT,
+        positions_BT=torch.arange(batch.ids_BT.shape[1]).expand(batch.ids_BT.shape),
+        predicts_N=batch.predicts_BT.flatten().nonzero()[:, 0],
+        lengths=(),
+    )
+
+
+def calls_of(
+    algorithm: AlgorithmSettings, sequences: Sequence[TokenSequence], batch: Batch, limit: int | None
+) -> CallRewards:
+    """The calls of a batch: credited, then punished for their length.
+
+    `limit`: the most tokens that a reply may have, if known.
+    """
+    calls = [call for sequence in sequences for call in sequence.calls]
+    runs: dict[tuple[str, ...], list[int]] = {}
+    for number in sorted(range(len(calls)), key=lambda number: when_sampled(calls[number])):
+        runs.setdefault(run_of(calls[number]), []).append(number)
+    own = np.array([call.reward for call in calls])
+    credited, last, run_numbers = own.copy(), np.zeros(len(calls), bool), np.zeros(len(calls), np.int64)
+    for number, members in enumerate(runs.values()):
+        run_numbers[members] = number
+        last[members[-1]] = True
+        if algorithm.credit != "call":
+            discount = algorithm.turn_discount if algorithm.credit == "discounted" else 1.0
+            later = np.arange(len(members))[::-1]
+            credited[members] = own[members[-1]] * discount**later
+    groups = [call.group_id if call.group_id is not None else -1 - call.id for call in calls]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(groups))}
+    judged, soft = credited.copy(), algorithm.overlong.buffer
+    if soft and limit is not None:
+        # DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13).
+        beyond = np.array([len(call.completion_ids) for call in calls]) - (limit - soft)
+        judged -= algorithm.overlong.penalty * np.clip(beyond / soft, 0.0, 1.0)
+    return CallRewards(
+        rewards_C=torch.from_numpy(judged).float(),
+        rows_C=torch.repeat_interleave(torch.tensor([len(sequence.calls) for sequence in sequences])),
+        runs_C=torch.from_numpy(run_numbers),
+        groups_C=torch.tensor([numbers[name] for name in groups]),
+        last_C=torch.from_numpy(last),
+        tasks=tuple(f"{call.tenant}/{call.task_id}" if call.task_id is not None else "" for call in calls),
+        of_BR=batch.calls_BR,
+        ends_BR=_ends(batch, whole=algorithm.credit == "trajectory"),
+    )
+
+
+def _ends(batch: Batch, *, whole: bool) -> Tensor:
+    """The last token of each call, or, of `whole` sequences, the last token that is learnt from."""
+    calls_BR = batch.calls_BR
+    positions_R = torch.arange(calls_BR.shape[1])
+    if not whole:
+        # A call may have holes, where it was redacted. The last number is of the tokens that are of no call.
+        last_C = torch.full((int(calls_BR.max()) + 2,), -1)
+        last_C.scatter_reduce_(0, calls_BR.flatten() % len(last_C), positions_R.expand_as(calls_BR).flatten(), "amax")
+        return batch.mask_BR & (positions_R == last_C[calls_BR])
+    final_B1 = torch.where(batch.mask_BR, positions_R, -1).max(1, keepdim=True).values
+    return positions_R == final_B1
+
+
+Metrics = dict[str, float]
+
+
+def of_samples(samples: Sequence[Sample], *, version: int) -> Metrics:
+    """Rewards, lengths and age of the samples, as the trainer of `version`'s successor meets them."""
+    rewards = np.array([sample.reward for sample in samples])
+    replies = np.array([len(sample.completion_ids) for sample in samples])
+    prompts = np.array([len(sample.prompt_ids) for sample in samples])
+    ages = np.array([version - sample.version_min for sample in samples])
+    return {
+        "critic/rewards/mean": float(rewards.mean()),
+        "critic/rewards/std": float(rewards.std()),
+        "critic/rewards/max": float(rewards.max()),
+        "critic/rewards/min": float(rewards.min()),
+        "response_length/mean": float(replies.mean()),
+        "response_length/max": float(replies.max()),
+        "prompt_length/mean": float(prompts.mean()),
+        "off_policy/staleness_mean": float(ages.mean()),
+        "off_policy/staleness_max": float(ages.max()),
+    }

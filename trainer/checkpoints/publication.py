@@ -1,7 +1,7 @@
 """How a version comes into the world: its weights on disk, then its name, then its row; or nothing.
 
 That takes longer than a step, so it may be done behind the steps that follow (docs/decisions/0073). What only going on
-from it to the bit needs follows behind the version (state_writer.py).
+from it to the bit needs follows behind the version (resumption.py).
 """
 
 import shutil
@@ -16,9 +16,7 @@ from typing import NamedTuple
 import structlog
 from safetensors import SafetensorError
 
-from tuneloop.shared.checkpoints.manifest import File, Manifest, Probe
-from tuneloop.shared.checkpoints.store import CheckpointStore
-from tuneloop.shared.disk_space import DiskSpace, measure_space
+from tuneloop.shared.checkpoints import CheckpointStore, DiskSpace, File, Manifest, Probe, measure_space
 from tuneloop.shared.errors import DiskFull, EnvironmentRefused, LedgerUnavailable
 from tuneloop.shared.job_marks import note_registered
 from tuneloop.shared.ledger.ledger import Ledger
@@ -26,12 +24,17 @@ from tuneloop.shared.ledger.training.training import Training
 from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.shared.operations.diagnosis import DISK_FULL
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.batches.metrics import Metrics
+from tuneloop.trainer.batches.batch import Metrics
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.copies import MemoryCopies
-from tuneloop.trainer.checkpoints.resumption import prune_by_settings
+from tuneloop.trainer.checkpoints.resumption import (
+    PublishedVersion,
+    StateToWrite,
+    StateWriter,
+    is_full,
+    prune_by_settings,
+)
 from tuneloop.trainer.checkpoints.snapshot import CapturedWeights
-from tuneloop.trainer.checkpoints.state_writer import PublishedVersion, StateToWrite, StateWriter, is_full
 from tuneloop.trainer.learner import Learner
 
 _log = structlog.get_logger()

@@ -16,16 +16,14 @@ import structlog
 import torch
 from torch import nn
 
-from tuneloop.shared.checkpoints.file_checks import check_files
-from tuneloop.shared.checkpoints.layout import ACTOR
-from tuneloop.shared.checkpoints.manifest import read_manifest
+from tuneloop.shared.checkpoints import ACTOR, check_files, read_manifest
 from tuneloop.shared.errors import CheckpointRejected, EnvironmentRefused
 from tuneloop.shared.experience import Float32s, Sample, is_captured
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.batches.metrics import Metrics
+from tuneloop.trainer.batches.batch import Metrics
 from tuneloop.trainer.batches.selection import Refused, select
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner

@@ -24,7 +24,7 @@ from tuneloop.shared.evaluation.tasks import Judge, Task, fingerprint, judge_of,
 from tuneloop.shared.settings.feedback import JudgeSettings as JudgeSettings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
-from tuneloop.trainer.batches.metrics import Metrics
+from tuneloop.trainer.batches.batch import Metrics
 from tuneloop.trainer.batches.tokenizer import ends_of, tokenizer_of
 from tuneloop.trainer.models.model import Actor
 

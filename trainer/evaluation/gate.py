@@ -10,7 +10,7 @@ from collections.abc import Callable
 import structlog
 import torch
 
-from tuneloop.shared.checkpoints.layout import ACTOR
+from tuneloop.shared.checkpoints import ACTOR
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
 from tuneloop.shared.evaluation.gate import evaluator_of, gate_verdict
 from tuneloop.shared.evaluation.scores import Figure, figures_of, figures_on

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tuneloop.trainer.ranks.shards import BLOCK
+from tuneloop.trainer.ranks.ranks import BLOCK
 
 #: So many at a time: what is made of them in between takes a few hundred megabytes.
 _CHUNK = 1 << 22

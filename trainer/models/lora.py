@@ -19,12 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tuneloop.shared.checkpoints.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from tuneloop.shared.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tuneloop.shared.errors import EnvironmentRefused, SettingsError
 from tuneloop.shared.settings.serving import LoraSettings
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.models.layers import compile_layers, is_compiling
-from tuneloop.trainer.models.model import BODY, VALUE_HEAD, Actor, Critic, load_causal
+from tuneloop.trainer.models.model import BODY, VALUE_HEAD, Actor, Critic, compile_layers, is_compiling, load_causal
 from tuneloop.trainer.models.quantization import exact_weights
 
 _NAME = "default"

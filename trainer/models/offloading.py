@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tuneloop.trainer.ranks.shards import Shard
+from tuneloop.trainer.ranks.ranks import Shard
 
 
 class OffloadedGradients:

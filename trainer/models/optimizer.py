@@ -19,8 +19,7 @@ from tuneloop.shared.capacity.memory import EIGHT_BIT_MOMENTS
 from tuneloop.shared.settings import algorithm
 from tuneloop.trainer.models.eight_bit import EightBitAdamW
 from tuneloop.trainer.models.offloading import OffloadedGradients
-from tuneloop.trainer.ranks.ranks import ALONE, Ranks
-from tuneloop.trainer.ranks.shards import BLOCK, Shard, cut
+from tuneloop.trainer.ranks.ranks import ALONE, BLOCK, Ranks, Shard, cut
 
 _log = structlog.get_logger()
 

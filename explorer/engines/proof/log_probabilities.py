@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tuneloop.explorer.engines.proof.fingerprint import describe_part
-from tuneloop.shared.checkpoints.manifest import PROBE_LENGTH
+from tuneloop.shared.checkpoints import PROBE_LENGTH
 
 #: How many parts a reason names.
 _NAMED = 4

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from tuneloop.explorer.engines.vllm import NEUTRAL_SAMPLING, EngineControl
-from tuneloop.shared.checkpoints.manifest import VerifiedProbe
+from tuneloop.shared.checkpoints import VerifiedProbe
 from tuneloop.shared.errors import CheckpointRejected, EngineError
 
 log = structlog.get_logger()

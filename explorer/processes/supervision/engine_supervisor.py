@@ -27,7 +27,7 @@ from tuneloop.explorer.versions.loading import (
     load,
     servable_champion,
 )
-from tuneloop.shared.checkpoints.manifest import VerifiedProbe
+from tuneloop.shared.checkpoints import VerifiedProbe
 from tuneloop.shared.errors import (
     CheckpointRejected,
     CheckpointUnreadable,

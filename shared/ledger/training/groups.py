@@ -3,22 +3,163 @@
 Everything here runs inside a transaction of the ledger, under the trainer's epoch. A group is named by `group_id`, the
 smallest id of its rows, as soon as it is complete, or, with what there is, `group_timeout` seconds after the first of
 its rows was committed. What is alone by then is no group: it expires.
+
+How batches are taken, as the settings say it.
+
+The calls of a run: how many there are, which become one sequence in training, and the tokens that this saves.
 """
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, and_, select, text, true, tuple_, update
+import numpy as np
+from sqlalchemy import ColumnElement, Connection, and_, func, select, text, true, tuple_, update
 
-from tuneloop.shared.experience import State
+from tuneloop.shared.experience import Int32s, State, TrustedRaters
 from tuneloop.shared.ledger.recording.reward_rule import without_quarantined
 from tuneloop.shared.ledger.recording.rewards import event_order, retracted_preferences, retractions
-from tuneloop.shared.ledger.storage.database import portions
+from tuneloop.shared.ledger.storage.codec import from_blob
+from tuneloop.shared.ledger.storage.database import LedgerPart, portions
 from tuneloop.shared.ledger.storage.schema import COMMITTED, EDITED, experiences, feedback
-from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
 from tuneloop.shared.ledger.training.run_results import gather_whole, lock_rows, waiting_runs, without_results
+from tuneloop.shared.settings.settings import Settings
+
+
+class BatchPolicy(NamedTuple):
+    """How batches are taken. `max_staleness` is in versions, both timeouts are in seconds.
+
+    `any_reply`: also of replies that are not samples of the policy. `edited`: also of those that were edited and not
+    rated. `by_result`: a run's last call says how it went, so
+    those before it need no feedback. `max_rater_share`: the part of a batch that one rater's word may make up.
+    `max_backlog`: so many committed experiences stay when a version is registered.
+    """
+
+    order: str = "oldest"
+    group_by: str = "none"
+    group_size: int = 8
+    group_timeout: float = 3600.0
+    batch_timeout: float | None = None
+    max_staleness: int | None = None
+    any_reply: bool = False
+    edited: bool = False
+    by_result: bool = False
+    max_rater_share: float = 1.0
+    max_backlog: int | None = None
+    trusted_raters: TrustedRaters = TrustedRaters()
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """What the settings say."""
+        buffer, trainer = settings.buffer, settings.trainer
+        return cls(
+            order=buffer.order,
+            group_by=buffer.group_by,
+            group_size=buffer.group_size,
+            group_timeout=buffer.group_timeout,
+            batch_timeout=buffer.batch_timeout,
+            max_staleness=trainer.max_staleness,
+            any_reply=settings.algorithm.of_any_reply,
+            edited=settings.algorithm.of_edited_answers,
+            by_result=settings.algorithm.by_result,
+            max_rater_share=settings.feedback.max_rater_share,
+            max_backlog=buffer.max_backlog and buffer.max_backlog * buffer.train_batch_size,
+            trusted_raters=settings.feedback.all_trusted(settings.judge),
+        )
+
+
+class _Call(Protocol):
+    @property
+    def prompt_ids(self) -> Int32s: ...
+
+    @property
+    def completion_ids(self) -> Int32s: ...
+
+
+class CallTokens(NamedTuple):
+    """Token ids of a call."""
+
+    prompt_ids: Int32s
+    completion_ids: Int32s
+
+
+class RunTokens(NamedTuple):
+    """Tokens that a run's calls have with their prompts, each on its own and in merged sequences; and without."""
+
+    calls: int
+    tokens: int
+    completion_tokens: int
+    sequences: int
+    merged_tokens: int
+
+
+C = TypeVar("C", bound=_Call)
+
+
+def merge_calls(calls: Iterable[C]) -> list[list[C]]:
+    """The sequences of a run's calls, which come in the order in which they were sampled.
+
+    A call whose prompt begins with all tokens of an earlier call's prompt and reply continues it; the longest such
+    sequence where there are several.
+    """
+    sequences: list[list[C]] = []
+    histories: list[Int32s] = []
+    for call in sorted(calls, key=lambda each: len(each.prompt_ids)):
+        fitting = [
+            at
+            for at, history in enumerate(histories)
+            if (len(call.prompt_ids) >= len(history) and np.array_equal(call.prompt_ids[: len(history)], history))
+        ]
+        whole = np.concatenate([call.prompt_ids, call.completion_ids])
+        if fitting:
+            longest = max(fitting, key=lambda at: len(histories[at]))
+            sequences[longest].append(call)
+            histories[longest] = whole
+        else:
+            sequences.append([call])
+            histories.append(whole)
+    return sequences
+
+
+def count_tokens(calls: Iterable[_Call]) -> RunTokens:
+    """What merging saves of a run."""
+    sequences = merge_calls(calls)
+    merged = [call for sequence in sequences for call in sequence]
+    return RunTokens(
+        calls=len(merged),
+        tokens=sum(map(_length, merged)),
+        completion_tokens=sum(len(call.completion_ids) for call in merged),
+        sequences=len(sequences),
+        merged_tokens=sum(_length(sequence[-1]) for sequence in sequences),
+    )
+
+
+def _length(call: _Call) -> int:
+    return len(call.prompt_ids) + len(call.completion_ids)
+
+
+_SAMPLED_ORDER = experiences.c.sampled_at, experiences.c.id
+
+
+class Runs(LedgerPart):
+    """What is stored of single runs."""
+
+    def count_calls(self, tenant: str, task_id: str, run_id: str) -> int:
+        """The replies that a run got."""
+        query = select(func.count(experiences.c.msg_id.distinct()))
+        return int(self._read(query.where(*_of_run(tenant, task_id, run_id)))[0][0])
+
+    def count_tokens(self, tenant: str, task_id: str, run_id: str) -> RunTokens:
+        """What merging its calls saves; its corrections and purged replies are left out."""
+        rows = select(experiences.c.blob).where(*_of_run(tenant, task_id, run_id), experiences.c.correction == 0)
+        found = self._read(rows.order_by(*_SAMPLED_ORDER))
+        return count_tokens(CallTokens(*from_blob(row.blob)[:2]) for row in found)
+
+
+def _of_run(tenant: str, task_id: str, run_id: str) -> tuple[ColumnElement[bool], ...]:
+    return experiences.c.tenant == tenant, experiences.c.task_id == task_id, experiences.c.run_id == run_id
+
 
 #: Not a comparison with a parameter: then the planner would not see that the partial indexes apply.
 _COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]

@@ -19,9 +19,8 @@ from tuneloop.shared.ledger.storage.database import (
     portions,
 )
 from tuneloop.shared.ledger.storage.schema import epochs, experiences, versions
-from tuneloop.shared.ledger.training.batch_policy import BatchPolicy
-from tuneloop.shared.ledger.training.batches import Backlog, claim, expire, trim
-from tuneloop.shared.ledger.training.demonstrations import demonstrations
+from tuneloop.shared.ledger.training.batches import Backlog, claim, demonstrations, expire, trim
+from tuneloop.shared.ledger.training.groups import BatchPolicy
 from tuneloop.shared.ledger.training.run_results import give_all_back, lock_rows
 from tuneloop.shared.ledger.versions.versions import SERVABLE, Decision, note
 

@@ -19,7 +19,7 @@ from tuneloop.explorer.engines.adapter_names import ModelRenaming
 from tuneloop.explorer.engines.client import RenamedEngineReply, _Connection
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.explorer.engines.vllm import command, environment
-from tuneloop.shared.checkpoints.manifest import Probe
+from tuneloop.shared.checkpoints import Probe
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.settings.serving import LoraSettings
 from tuneloop.shared.settings.settings import Settings

@@ -29,7 +29,7 @@ from tuneloop.explorer.versions.attestation import Attestation
 from tuneloop.explorer.versions.evaluation import CandidateEvaluation
 from tuneloop.explorer.versions.loading import Verifier, servable_champion
 from tuneloop.explorer.versions.reload import Reloader
-from tuneloop.shared.checkpoints.manifest import Probe
+from tuneloop.shared.checkpoints import Probe
 from tuneloop.shared.errors import EngineError, EnvironmentRefused, RequestRefused
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.settings.settings import Settings

@@ -9,7 +9,7 @@ from sqlalchemy import Engine, text
 from tests.doubles.engine import MODEL
 from tests.explorer.checkpoints import publish
 from tuneloop.explorer.transcript import ReplyIdSigner
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.evaluation.scores import Figure
 from tuneloop.shared.experience import (
     DEFAULT_TENANT,

@@ -19,7 +19,7 @@ from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions import loading
 from tuneloop.explorer.versions.attestation import Attestation
 from tuneloop.explorer.versions.loading import KnownProbes, Verifier, verify_in_process
-from tuneloop.shared.checkpoints.manifest import Probe, VerifiedProbe
+from tuneloop.shared.checkpoints import Probe, VerifiedProbe
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.experience import State, VersionAction
 from tuneloop.shared.ledger.recording.attestation import Attestations, Distrusted, Mismatch

@@ -21,7 +21,7 @@ from tests.explorer.versions.test_reload import (
     version,
 )
 from tuneloop.explorer.engines.fleet import EngineState
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.experience import VersionAction, VersionState
 
 

@@ -12,7 +12,7 @@ from tests.explorer.corruptions import Corruption, corruptions, write_full_model
 from tuneloop.explorer.versions import loading
 from tuneloop.explorer.versions.loading import Verifier, start_verifier, verify_in_process
 from tuneloop.explorer.versions.verifier import verify
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Version

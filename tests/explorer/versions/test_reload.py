@@ -13,8 +13,7 @@ from tests.explorer.checkpoints import PROMPT, publish, register
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running, settings_for
 from tuneloop.explorer.engines.fleet import EngineState
-from tuneloop.shared.checkpoints.manifest import Probe
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.checkpoints import CheckpointStore, Probe
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Alarm, Version
 

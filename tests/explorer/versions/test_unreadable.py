@@ -29,7 +29,7 @@ from tests.explorer.versions.test_reload import candidate, until, until_ready, v
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.explorer.versions.loading import Verifier, verify_in_process
 from tuneloop.explorer.versions.verifier import verify
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.errors import CheckpointUnreadable
 from tuneloop.shared.experience import VersionAction, VersionState
 from tuneloop.shared.ledger.ledger import Version

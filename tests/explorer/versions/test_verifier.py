@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from tests.explorer.checkpoints import CONFIG, publish, seal, tensors, write_model
 from tuneloop.explorer.versions import safetensors
 from tuneloop.explorer.versions.verifier import verify
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.errors import CheckpointRejected
 
 pytestmark = pytest.mark.contract

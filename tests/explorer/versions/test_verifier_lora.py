@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from tests.explorer.adapters import halves, seal, write_adapter, write_base
 from tuneloop.explorer.versions.verifier import verify
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.errors import CheckpointRejected
 
 UP = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tuneloop.shared.checkpoints.layout import TRAINER_STATE
-from tuneloop.shared.checkpoints.manifest import read_manifest
+from tuneloop.shared.checkpoints import TRAINER_STATE, read_manifest
 from tuneloop.shared.errors import CheckpointUnreadable
 
 

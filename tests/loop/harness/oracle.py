@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from tuneloop.shared.checkpoints.manifest import Probe
+from tuneloop.shared.checkpoints import Probe
 
 
 class Oracle:

@@ -25,8 +25,7 @@ from tests.doubles.warm.orders import end_with_parent
 from tests.doubles.warm.process import SERVICES, TRAINING, WarmProcess
 from tests.doubles.warm.template import NAME
 from tests.loop.harness.oracle import Oracle
-from tuneloop.shared.checkpoints.manifest import Manifest
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.checkpoints import CheckpointStore, Manifest
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.database import connect

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from tests.loop.harness.services import GPUS, Service, command_of, descendants, ledger_of, wait_for, write_settings
 from tests.trainer.factories import sample
 from tuneloop.explorer.engines.fleet import TrafficSplit
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.checkpoints import snapshot

@@ -27,7 +27,7 @@ from tuneloop.explorer.engines.proof.log_probabilities import ProbeFindings
 from tuneloop.explorer.engines.proof.reload_trial import require_samples_of_the_policy
 from tuneloop.explorer.engines.vllm import CAPTURE_TEXT, EngineControl
 from tuneloop.explorer.versions.safetensors import fingerprints_of, tensors
-from tuneloop.shared.checkpoints.manifest import PROBE_LENGTH, Probe, VerifiedProbe
+from tuneloop.shared.checkpoints import PROBE_LENGTH, Probe, VerifiedProbe
 from tuneloop.shared.errors import EngineError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("as_it_was"), pytest.mark.contract]

@@ -26,7 +26,7 @@ from tests.loop.harness.regulars import USERS, Regulars
 from tests.loop.harness.services import GPUS, Service, commit, ledger_of, wait_for, write_settings
 from tests.loop.harness.trials import Stage
 from tests.trainer.factories import sample
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.experience import Sample, VersionState
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences
 from tuneloop.trainer.checkpoints import snapshot

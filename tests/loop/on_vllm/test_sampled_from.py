@@ -20,9 +20,8 @@ from tuneloop.shared.ledger.export import ExportedReply, Selection
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.settings.serving import CaptureSettings
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.batches.batch import collate, micro_batches
+from tuneloop.trainer.batches.batch import TokenSequence, collate, micro_batches
 from tuneloop.trainer.batches.selection import select
-from tuneloop.trainer.batches.sequences import TokenSequence
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.recomputation import Recomputation
 from tuneloop.trainer.micro_batch import MicroBatch

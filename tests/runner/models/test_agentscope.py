@@ -14,7 +14,7 @@ from tests.clients.packages import PLACES, ROOT
 from tests.doubles.engine import EngineDouble
 from tests.explorer.running import RunningExplorer, eventually
 from tests.trainer.factories import sample
-from tuneloop.trainer.batches.sequences import assemble
+from tuneloop.trainer.batches.batch import assemble
 
 pytestmark = pytest.mark.contract
 

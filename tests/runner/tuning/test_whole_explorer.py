@@ -9,7 +9,7 @@ from typing import Any
 from tests.explorer.checkpoints import publish
 from tests.explorer.running import RunningExplorer
 from tuneloop.runner import AlgorithmConfig, WorkflowOutput, tune
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import BatchPolicy
 

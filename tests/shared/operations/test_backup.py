@@ -19,8 +19,7 @@ from tests.databases import Schemas
 from tests.explorer.checkpoints import register, write_model
 from tests.factories import committed, exchange, experience, feedback, leased, outboxed
 from tuneloop.runner.outbox import Outbox
-from tuneloop.shared.checkpoints.file_checks import check_files
-from tuneloop.shared.checkpoints.manifest import read_manifest
+from tuneloop.shared.checkpoints import check_files, read_manifest
 from tuneloop.shared.errors import EnvironmentRefused, FileRefused
 from tuneloop.shared.experience import Kind, State, encode
 from tuneloop.shared.job_marks import KEY, require_restored, restoring_in

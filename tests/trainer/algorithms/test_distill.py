@@ -12,7 +12,7 @@ from tests.trainer.factories import sample
 from tuneloop.shared.ledger.ledger import BatchPolicy
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import distill, sft
-from tuneloop.trainer.algorithms.terms.targets import Targets
+from tuneloop.trainer.algorithms.terms import Targets
 from tuneloop.trainer.batches.selection import untrainable
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.teacher.teacher import LocalTeacher

@@ -11,7 +11,7 @@ from tests.trainer.golden.fixtures import cases
 from tests.trainer.pairwise import agrees_with_others, loss_of
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import dpo
-from tuneloop.trainer.algorithms.terms.targets import Targets, Totals
+from tuneloop.trainer.algorithms.terms import Targets, Totals
 from tuneloop.trainer.batches.selection import make_pairs
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner

@@ -9,9 +9,9 @@ from tests.trainer.golden.fixtures import cases
 from tests.trainer.pairwise import agrees_with_others, is_the_sum_of_its_micro_batches, loss_of
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import kto
-from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets
+from tuneloop.trainer.algorithms.terms import CallRewards, Targets
+from tuneloop.trainer.batches.batch import TokenSequence
 from tuneloop.trainer.batches.selection import mismatch_replies
-from tuneloop.trainer.batches.sequences import TokenSequence
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import _divergence
 from tuneloop.trainer.models.model import Actor

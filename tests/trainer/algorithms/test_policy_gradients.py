@@ -13,9 +13,7 @@ from tests.constants import section_of
 from tests.trainer.calls import calls
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import ALGORITHMS
-from tuneloop.trainer.algorithms.terms.off_policy import importance_weights
-from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
-from tuneloop.trainer.algorithms.terms.targets import Targets
+from tuneloop.trainer.algorithms.terms import Targets, importance_weights, surrogate
 
 
 def _cut(made, parts):

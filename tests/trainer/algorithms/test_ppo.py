@@ -8,9 +8,8 @@ import torch
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms.ppo import prepare
-from tuneloop.trainer.algorithms.terms.policy_loss import clipped_policy_loss as policy_loss
-from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
-from tuneloop.trainer.algorithms.terms.targets import CallRewards, Targets, Totals
+from tuneloop.trainer.algorithms.terms import CallRewards, Targets, Totals, surrogate
+from tuneloop.trainer.algorithms.terms import clipped_policy_loss as policy_loss
 
 
 def _targets(reference=None):

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from tests.trainer.factories import sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import sft
-from tuneloop.trainer.algorithms.terms.targets import Targets
+from tuneloop.trainer.algorithms.terms import Targets
 from tuneloop.trainer.batches.selection import with_demonstrations
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.loop import run

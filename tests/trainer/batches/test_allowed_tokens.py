@@ -16,10 +16,8 @@ from examples.sums.model import build, save
 from tests.trainer.factories import sample
 from tuneloop.shared.experience import AllowedTokens, Grammar, Sample
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.batches.allowed_tokens import find_missing_library, with_allowed_tokens
-from tuneloop.trainer.batches.batch import Batch, collate
-from tuneloop.trainer.batches.selection import select
-from tuneloop.trainer.batches.sequences import TokenSequence, assemble
+from tuneloop.trainer.batches.batch import Batch, TokenSequence, assemble, collate
+from tuneloop.trainer.batches.selection import find_missing_library, select, with_allowed_tokens
 from tuneloop.trainer.batches.tokenizer import tokenizer_of
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.model import Actor

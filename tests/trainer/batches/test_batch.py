@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from tests.trainer.factories import sample
-from tuneloop.trainer.batches.batch import collate, micro_batches, mini_batches, scatter_tokens
-from tuneloop.trainer.batches.sequences import TokenSequence, assemble
+from tuneloop.trainer.batches.batch import TokenSequence, assemble, collate, micro_batches, mini_batches, scatter_tokens
 
 
 def _ids(*values):

@@ -12,9 +12,7 @@ from tuneloop.shared.experience import REDACTED, pack_ids
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.shared.settings.feedback import RewardRule
-from tuneloop.trainer.batches.batch import collate
-from tuneloop.trainer.batches.credit import calls_of
-from tuneloop.trainer.batches.sequences import assemble
+from tuneloop.trainer.batches.batch import assemble, calls_of, collate
 
 
 def _trajectory(*rewards, run="r", first=1):

@@ -14,8 +14,7 @@ from tuneloop.shared.ledger.ledger import BatchPolicy
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.loop import run
 from tuneloop.trainer.micro_batch import MicroBatch
-from tuneloop.trainer.models.layers import is_checkpointing
-from tuneloop.trainer.models.model import Actor
+from tuneloop.trainer.models.model import Actor, is_checkpointing
 
 ROWS = [sample(i) for i in range(4)]
 

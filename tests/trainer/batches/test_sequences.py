@@ -5,8 +5,7 @@ import pytest
 
 from tests.trainer.factories import sample
 from tuneloop.shared.experience import REDACTED
-from tuneloop.trainer.batches.batch import collate
-from tuneloop.trainer.batches.sequences import TokenSequence, assemble, superseded_calls
+from tuneloop.trainer.batches.batch import TokenSequence, assemble, collate, superseded_calls
 
 
 def _ids(*values):

@@ -11,18 +11,15 @@ from structlog.testing import capture_logs
 
 from tests.databases import put_file
 from tests.trainer.factories import commit, points, sample
-from tuneloop.shared.checkpoints.file_checks import is_weights_only
-from tuneloop.shared.checkpoints.manifest import read_manifest, read_state_manifest
-from tuneloop.shared.checkpoints.store import CheckpointStore
-from tuneloop.shared.disk_space import DiskSpace
+from tuneloop.shared.checkpoints import CheckpointStore, DiskSpace, is_weights_only, read_manifest, read_state_manifest
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.training.training import Training
-from tuneloop.trainer.checkpoints import copies, publication, snapshot, state_writer
+from tuneloop.trainer.checkpoints import copies, publication, resumption, snapshot
 from tuneloop.trainer.checkpoints.publication import Publisher
-from tuneloop.trainer.checkpoints.state_writer import StateWriter
+from tuneloop.trainer.checkpoints.resumption import StateWriter
 from tuneloop.trainer.loop import TrainingLoop, run
 
 pytestmark = pytest.mark.contract
@@ -293,7 +290,7 @@ def test_a_version_does_not_take_the_room_of_the_state_that_is_being_written(set
     def measured(folder, *, needed):
         return DiskSpace(folder, needed, reserve=0, free=free[0])
 
-    for module in (publication, state_writer):
+    for module in (publication, resumption):
         monkeypatch.setattr(module, "measure_space", measured)
     epoch = ledger.training.take_epoch("t")
     publisher = Publisher(chosen, ledger, store, epoch=epoch, behind=True)

@@ -9,9 +9,7 @@ from threading import Event
 import pytest
 
 from tests.trainer.factories import commit, eventually, sample
-from tuneloop.shared.checkpoints.file_checks import check_files, is_weights_only
-from tuneloop.shared.checkpoints.manifest import read_manifest
-from tuneloop.shared.disk_space import DiskSpace, measure_space
+from tuneloop.shared.checkpoints import DiskSpace, check_files, is_weights_only, measure_space, read_manifest
 from tuneloop.shared.experience import State
 from tuneloop.shared.operations.diagnosis import Code
 from tuneloop.shared.operations.doctor import as_text, examine_experiment

@@ -16,8 +16,7 @@ import yaml
 from tests.conftest import Place
 from tests.doubles.warm.process import TRAINING, WarmProcess
 from tests.trainer.factories import commit, sample
-from tuneloop.shared.checkpoints.file_checks import check_files
-from tuneloop.shared.checkpoints.manifest import read_manifest
+from tuneloop.shared.checkpoints import check_files, read_manifest
 from tuneloop.shared.errors import StaleEpoch
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database

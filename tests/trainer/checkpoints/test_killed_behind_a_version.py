@@ -13,8 +13,7 @@ import yaml
 
 from tests.doubles.warm.process import TRAINING, WarmProcess
 from tests.trainer.factories import commit, sample
-from tuneloop.shared.checkpoints.file_checks import check_files, is_weights_only
-from tuneloop.shared.checkpoints.manifest import read_manifest
+from tuneloop.shared.checkpoints import check_files, is_weights_only, read_manifest
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings

@@ -7,16 +7,15 @@ from threading import Event
 import pytest
 
 from tests.trainer.factories import commit, sample
-from tuneloop.shared.checkpoints import file_checks
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared import checkpoints
+from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.errors import DiskFull, EnvironmentRefused
 from tuneloop.shared.job_marks import registered_in
 from tuneloop.shared.ledger.ledger import BatchPolicy
-from tuneloop.trainer.checkpoints import snapshot, tensor_file
+from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publication, Publisher
-from tuneloop.trainer.checkpoints.resumption import prune
-from tuneloop.trainer.checkpoints.state_writer import StateWriter
-from tuneloop.trainer.checkpoints.tensor_file import DiskPriority
+from tuneloop.trainer.checkpoints.resumption import StateWriter, prune
+from tuneloop.trainer.checkpoints.snapshot import DiskPriority
 from tuneloop.trainer.loop import run
 
 pytestmark = pytest.mark.contract
@@ -83,7 +82,7 @@ def test_explorers_hear_of_a_version_before_critic_and_optimiser_are_copied(sett
 
 
 def test_a_state_that_is_being_written_waits_while_a_version_is(settings, ledger, monkeypatch):
-    monkeypatch.setattr(tensor_file, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(snapshot, "_PATIENCE_S", 60.0)
     chosen, waiting, seen = settings(), Event(), []
     ledger.versions.ensure_base(chosen.model.model_path)
     epoch, store = ledger.training.take_epoch("t"), CheckpointStore(chosen.job_dir)
@@ -294,7 +293,7 @@ def _has_critic(path):
 @pytest.fixture
 def of_critics(monkeypatch):
     """These checkpoints have no manifests: a state is a critic."""
-    monkeypatch.setattr(file_checks, "is_weights_only", lambda path: not _has_critic(path))
+    monkeypatch.setattr(checkpoints, "is_weights_only", lambda path: not _has_critic(path))
 
 
 @pytest.mark.usefixtures("of_critics")

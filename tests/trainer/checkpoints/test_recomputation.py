@@ -12,12 +12,12 @@ from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.factories import commit, points, sample
-from tuneloop.shared.checkpoints.layout import ACTOR
+from tuneloop.shared.checkpoints import ACTOR
 from tuneloop.shared.experience import Float32s, Grammar, Sample, State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.batches.allowed_tokens import with_allowed_tokens
+from tuneloop.trainer.batches.selection import with_allowed_tokens
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.recomputation import Recomputation
 from tuneloop.trainer.learner import Learner

@@ -8,7 +8,7 @@ from threading import Event
 import pytest
 
 from tests.trainer.factories import commit, sample
-from tuneloop.shared.checkpoints.manifest import read_manifest
+from tuneloop.shared.checkpoints import read_manifest
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import State
 from tuneloop.shared.job_marks import Registered, registered_in

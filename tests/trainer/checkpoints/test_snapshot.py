@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.trainer.factories import sample
-from tuneloop.shared.checkpoints.manifest import PROBE_LENGTH, PROBE_ROOM
+from tuneloop.shared.checkpoints import PROBE_LENGTH, PROBE_ROOM
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.models.folders import require_folders

@@ -14,16 +14,21 @@ from structlog.testing import capture_logs
 
 from tests.moving_folder import moving
 from tests.trainer.factories import commit, points, sample
-from tuneloop.shared.checkpoints.file_checks import check_files, files_at, is_weights_only
-from tuneloop.shared.checkpoints.manifest import StateManifest, read_manifest, read_state_manifest
-from tuneloop.shared.checkpoints.store import CheckpointStore
-from tuneloop.shared.disk_space import DiskSpace
+from tuneloop.shared.checkpoints import (
+    CheckpointStore,
+    DiskSpace,
+    StateManifest,
+    check_files,
+    files_at,
+    is_weights_only,
+    read_manifest,
+    read_state_manifest,
+)
 from tuneloop.shared.errors import CheckpointRejected, LedgerUnavailable
 from tuneloop.shared.ledger.training.training import Training
 from tuneloop.shared.tensorboard import Curves
-from tuneloop.trainer.checkpoints import snapshot, state_writer
-from tuneloop.trainer.checkpoints.resumption import find_state, prune
-from tuneloop.trainer.checkpoints.state_writer import PublishedVersion, StateWriter
+from tuneloop.trainer.checkpoints import resumption, snapshot
+from tuneloop.trainer.checkpoints.resumption import PublishedVersion, StateWriter, find_state, prune
 from tuneloop.trainer.loop import TrainingLoop, run
 
 pytestmark = pytest.mark.contract
@@ -162,7 +167,7 @@ def test_once_a_state_had_no_room_none_is_copied_until_there_is_room_behind_a_ve
     def measured(folder, *, needed):
         return DiskSpace(folder, needed, reserve=0, free=needed - missing[0])
 
-    monkeypatch.setattr(state_writer, "measure_space", measured)
+    monkeypatch.setattr(resumption, "measure_space", measured)
     writer = StateWriter(trained, ledger, CheckpointStore(trained.job_dir), epoch=7)
     learner = snapshot.resume(trained, second.path, None)
 

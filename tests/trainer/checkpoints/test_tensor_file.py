@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tests.loop.harness.services import make_model
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.checkpoints import snapshot, tensor_file
-from tuneloop.trainer.checkpoints.tensor_file import DiskPriority, write_tensors
+from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.checkpoints.snapshot import DiskPriority, write_tensors
 
 pytestmark = pytest.mark.contract
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.contract
 def tensors() -> dict[str, Tensor]:
     """One of each type, odd shapes, and one that does not lie in one piece of memory."""
     torch.manual_seed(0)
-    found = {str(each): torch.randint(0, 2, (3, 5)).to(each) for each in tensor_file._TYPES}
+    found = {str(each): torch.randint(0, 2, (3, 5)).to(each) for each in snapshot._TYPES}
     transposed = torch.randn(7, 4).T
     return {**found, "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3), "transposed": transposed}
 
@@ -41,7 +41,7 @@ class Disk:
             self.synced[name] = size
             fdatasync(descriptor)
 
-        monkeypatch.setattr(tensor_file.os, "fdatasync", sync)
+        monkeypatch.setattr(snapshot.os, "fdatasync", sync)
 
 
 def test_safetensors_reads_what_was_written(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_type_that_is_unknown_here_is_written_by_safetensors(tmp_path: Path) -
 def test_at_most_two_pieces_wait_for_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
 ) -> None:
-    monkeypatch.setattr(tensor_file, "PIECE", 4096)
+    monkeypatch.setattr(snapshot, "PIECE", 4096)
     disk, path = Disk(monkeypatch), tmp_path / "long.safetensors"
     found = {f"{number}": torch.arange(size, dtype=torch.float32) for number, size in enumerate(sizes)}
     write_tensors(found, path)
@@ -88,7 +88,7 @@ def test_every_large_file_of_a_learner_is_written_so(tmp_path: Path, monkeypatch
 
 
 def test_what_is_not_urgent_is_written_when_nothing_urgent_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_file, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(snapshot, "_PATIENCE_S", 60.0)
     priority, path, found = DiskPriority(), tmp_path / "long.safetensors", {"a": torch.zeros(100)}
     writer = threading.Thread(target=write_tensors, args=(found, path), kwargs={"priority": priority})
     with priority.urgent():
@@ -102,8 +102,8 @@ def test_what_is_not_urgent_is_written_when_nothing_urgent_is(tmp_path: Path, mo
 def test_the_urgent_is_waited_for_so_long_before_each_piece_and_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_file, "PIECE", 4096)
-    monkeypatch.setattr(tensor_file, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(snapshot, "PIECE", 4096)
+    monkeypatch.setattr(snapshot, "_PATIENCE_S", 0.01)
     path, waited = tmp_path / "long.safetensors", []
 
     class Noting(DiskPriority):

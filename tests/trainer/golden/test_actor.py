@@ -8,9 +8,7 @@ import torch
 from tests.constants import section_of
 from tests.trainer.golden.fixtures import cases
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms.off_policy import importance_weights, needs_start
-from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
-from tuneloop.trainer.algorithms.terms.targets import Targets
+from tuneloop.trainer.algorithms.terms import Targets, importance_weights, needs_start, surrogate
 from tuneloop.trainer.batches.batch import scatter_tokens
 from tuneloop.trainer.models.model import _logprobs
 

@@ -8,8 +8,7 @@ from tests.trainer.calls import alone, calls, targets
 from tests.trainer.golden.fixtures import cases
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import ALGORITHMS, reinforce_pp
-from tuneloop.trainer.algorithms.terms.estimators import gae, whiten
-from tuneloop.trainer.algorithms.terms.groups import EPSILON
+from tuneloop.trainer.algorithms.terms import EPSILON, gae, whiten
 
 pytestmark = pytest.mark.contract
 

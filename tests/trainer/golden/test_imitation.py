@@ -9,10 +9,9 @@ from tests.trainer.factories import gradients_of, sample
 from tests.trainer.golden.fixtures import cases
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import sft
-from tuneloop.trainer.algorithms.terms.targets import Targets
-from tuneloop.trainer.batches.batch import collate
+from tuneloop.trainer.algorithms.terms import Targets
+from tuneloop.trainer.batches.batch import assemble, collate
 from tuneloop.trainer.batches.selection import imitable
-from tuneloop.trainer.batches.sequences import assemble
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import _collate
 

@@ -7,10 +7,7 @@ from tests.constants import section_of
 from tests.trainer.golden.fixtures import cases
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms.ppo import critic_loss
-from tuneloop.trainer.algorithms.terms.estimators import kl
-from tuneloop.trainer.algorithms.terms.off_policy import importance_weights
-from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
-from tuneloop.trainer.algorithms.terms.targets import Targets, Totals
+from tuneloop.trainer.algorithms.terms import Targets, Totals, importance_weights, kl, surrogate
 
 pytestmark = pytest.mark.contract
 

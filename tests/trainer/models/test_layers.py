@@ -8,10 +8,10 @@ from structlog.testing import capture_logs
 
 from tests.trainer.factories import gradients_of, sample
 from tuneloop.shared.errors import SettingsError
-from tuneloop.trainer.batches.sequences import assemble
+from tuneloop.trainer.batches.batch import assemble
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import _collate
-from tuneloop.trainer.models.layers import checkpoint_layers, is_compiling
+from tuneloop.trainer.models.model import checkpoint_layers, is_compiling
 
 SAMPLES = [sample(i) for i in range(6)]
 

@@ -13,13 +13,11 @@ from transformers import AutoModelForCausalLM
 from tests.trainer.factories import commit, sample
 from tuneloop.shared.capacity.memory import reckon
 from tuneloop.shared.capacity.model_shape import read_shape
-from tuneloop.shared.checkpoints.manifest import read_manifest
-from tuneloop.shared.checkpoints.store import CheckpointStore
+from tuneloop.shared.checkpoints import CheckpointStore, read_manifest
 from tuneloop.shared.errors import EnvironmentRefused, SettingsError
 from tuneloop.shared.ledger.ledger import BatchPolicy
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.batches.batch import collate
-from tuneloop.trainer.batches.sequences import assemble
+from tuneloop.trainer.batches.batch import assemble, collate
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publication
 

@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from tests.loop.harness.architectures import make_architecture
 from tests.trainer.factories import gradients_of, sample
 from tuneloop.trainer.algorithms import ALGORITHMS
-from tuneloop.trainer.batches.batch import collate
-from tuneloop.trainer.batches.sequences import assemble
+from tuneloop.trainer.batches.batch import assemble, collate
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import _collate
 from tuneloop.trainer.models import attention

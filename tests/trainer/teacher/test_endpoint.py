@@ -9,7 +9,7 @@ import pytest
 from tests.doubles.teacher import logprob_of
 from tests.trainer.factories import sample
 from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused, TeacherAway
-from tuneloop.trainer.batches.sequences import TokenSequence
+from tuneloop.trainer.batches.batch import TokenSequence
 from tuneloop.trainer.teacher.teacher import RemoteTeacher
 
 

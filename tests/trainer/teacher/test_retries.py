@@ -10,10 +10,9 @@ from tuneloop.shared.errors import SamplesRefused, TeacherAway
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import BatchPolicy
 from tuneloop.shared.ledger.versions.alarms import Alarm
-from tuneloop.trainer.batches.sequences import TokenSequence
+from tuneloop.trainer.batches.batch import TokenSequence
 from tuneloop.trainer.loop import run
-from tuneloop.trainer.teacher.retries import TeacherRetries
-from tuneloop.trainer.teacher.teacher import RemoteTeacher
+from tuneloop.trainer.teacher.teacher import RemoteTeacher, TeacherRetries
 
 POISON = 255
 

@@ -15,7 +15,7 @@ from tests.trainer.factories import commit, sample
 from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import BatchPolicy
-from tuneloop.trainer.batches.sequences import TokenSequence, assemble
+from tuneloop.trainer.batches.batch import TokenSequence, assemble
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.loop import run
 from tuneloop.trainer.micro_batch import MicroBatch

@@ -9,7 +9,7 @@ from threading import Event
 import pytest
 
 from tests.trainer.factories import commit, points, read_until, sample
-from tuneloop.shared.checkpoints.file_checks import is_weights_only
+from tuneloop.shared.checkpoints import is_weights_only
 from tuneloop.shared.experience import State
 from tuneloop.trainer.workers.launching import launch
 

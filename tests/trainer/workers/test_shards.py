@@ -7,8 +7,7 @@ from safetensors.torch import load_file
 from tests.trainer.workers.rank import outcome
 from tests.trainer.workers.test_ranks import PPO, _found, _run
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.ranks.ranks import ALONE
-from tuneloop.trainer.ranks.shards import BLOCK, cut
+from tuneloop.trainer.ranks.ranks import ALONE, BLOCK, cut
 
 BITS = {"algorithm_type": "ppo", "optimizer": {"lr": 1e-3, "bits": 8}, "critic_optimizer": {"lr": 1e-3}}
 #: Every sequence is a micro-batch of its own, so that 16 bits round the same on however many ranks.

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from tests.trainer.workers.rank import outcome
 from tests.trainer.workers.test_ranks import DPO, GRPO, PPO, _found, _largest_difference, _run
 from tuneloop.shared.errors import SettingsError
-from tuneloop.trainer.batches.packed import Rows
+from tuneloop.trainer.batches.batch import Rows
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.models.ulysses import require_divisible
 from tuneloop.trainer.ranks.ranks import ALONE

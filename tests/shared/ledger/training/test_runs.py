@@ -10,7 +10,7 @@ from tests.doubles.clock import Clock
 from tests.factories import exchange, experience
 from tuneloop.shared.experience import Exchange, pack_ids, pack_logprobs
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.training.merged_calls import CallTokens, RunTokens, count_tokens, merge_calls
+from tuneloop.shared.ledger.training.groups import CallTokens, RunTokens, count_tokens, merge_calls
 
 
 def call(prompt: str, reply: str) -> CallTokens:

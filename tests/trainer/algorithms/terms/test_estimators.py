@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tuneloop.trainer.algorithms.terms.estimators import explained_variance, gae, kl, token_mean, whiten
+from tuneloop.trainer.algorithms.terms import explained_variance, gae, kl, token_mean, whiten
 
 
 def _textbook(rewards, values, mask, *, gamma, lam):

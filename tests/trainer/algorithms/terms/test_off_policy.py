@@ -7,9 +7,7 @@ import torch
 
 from tests.constants import section_of
 from tuneloop.shared.settings.algorithm import AlgorithmSettings, OffPolicySettings
-from tuneloop.trainer.algorithms.terms.off_policy import importance_weights, needs_start
-from tuneloop.trainer.algorithms.terms.policy_loss import surrogate
-from tuneloop.trainer.algorithms.terms.targets import Targets
+from tuneloop.trainer.algorithms.terms import Targets, importance_weights, needs_start, surrogate
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 SAMPLED = torch.tensor([[-1.0, -2.0, 9.0], [-1.0, 9.0, 9.0]])

@@ -1,1 +1,0 @@
-"""What algorithms are made of: estimators, losses, groups, targets."""

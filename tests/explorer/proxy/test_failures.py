@@ -429,7 +429,7 @@ def is_held(wire: Wire) -> bool:
     """Whether the server has the connection open still, which the client cannot tell without reading."""
     ends = [f":{port:04X}" for _, port in (wire.socket.getpeername(), wire.socket.getsockname())]
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
-    (state,) = [line[3] for line in lines if [line[1][-5:], line[2][-5:]] == ends] or ["gone"]
+    state, *_ = [line[3] for line in lines if [line[1][-5:], line[2][-5:]] == ends] or ["gone"]
     return state == "01"
 
 

@@ -29,8 +29,8 @@ from tests.loop.harness.services import free_port, make_model, started, write_se
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.database import connect
 
-#: The first commit with the baseline of the schema (0016).
-BEFORE = "485d8cc3"
+#: The last commit with a spool; its schema is 0016.
+BEFORE = "f6ec71b0"
 
 SCHEMA = "upgrade"
 
@@ -241,7 +241,7 @@ def test_no_request_fails_while_the_release_is_changed(
                         _all_arrive(list(load.ids), postgres_url)  # and what the old explorer recorded
                         figures = httpx.get(f"http://127.0.0.1:{old_port}/metrics").text
                         assert "tuneloop_database_up 1.0" in figures
-                        assert "tuneloop_outbox_refused_total 0.0" in figures
+                        assert "tuneloop_spool_quarantined_total 0.0" in figures
                         old.terminate()
                         assert old.wait(90) == 0
                         load.goes_on()

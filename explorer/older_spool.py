@@ -8,10 +8,12 @@ import shutil
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import structlog
 
+from tuneloop.explorer.recorder import FILE_BYTES
 from tuneloop.runner.outbox import Outbox, lock
 
 log = structlog.get_logger()
@@ -25,13 +27,19 @@ _RECORD = re.compile(rb"(?:[\x80-\x8f]|\xde..)\xa4type\xa8(?:exchange|feedback)"
 _GROUP = 256
 
 
-def convert(folders: Iterable[Path], outbox: Outbox) -> None:
-    """Append what the slots below these folders hold to the outbox, then delete the slots.
+def convert(folders: Iterable[Path], outbox_dir: Path) -> None:
+    """Append what the slots below these folders hold to an outbox, then delete the slots.
 
     The ledger skips what it has, by its ids. Raises OSError: what was not converted is left for the next time.
     """
     slots = [path for folder in folders for path in folder.glob("*") if path.name.isdigit() and not path.is_symlink()]
-    for slot in sorted(slots):
+    if slots:
+        with closing(Outbox(outbox_dir, FILE_BYTES)) as outbox:
+            _convert_slots(sorted(slots), outbox)
+
+
+def _convert_slots(slots: Iterable[Path], outbox: Outbox) -> None:
+    for slot in slots:
         with (slot / "lock").open("ab") as held:
             if not lock(held.fileno()):
                 log.error(

@@ -92,11 +92,8 @@ def held_file(folder: Path) -> Path | None:
 
 def append_to(folder: Path, payloads: Sequence[bytes]) -> None:
     """Put records into a new file of the outbox. Raises OSError: then none is there."""
-    outbox = Outbox(folder, _FILE_BYTES)
-    try:
+    with closing(Outbox(folder, _FILE_BYTES)) as outbox:
         outbox.append(payloads)
-    finally:
-        outbox.close()
 
 
 def recorded_at(payload: bytes) -> float | None:

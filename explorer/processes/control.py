@@ -11,7 +11,7 @@ import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, closing, suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -51,8 +51,6 @@ from tuneloop.explorer.processes.channel import (
 from tuneloop.explorer.processes.garbage import freeze_garbage
 from tuneloop.explorer.processes.patient_ledger import open_ledger
 from tuneloop.explorer.processes.services import ControlServices, open_control_services
-from tuneloop.explorer.recorder import FILE_BYTES
-from tuneloop.runner.outbox import Outbox
 from tuneloop.shared.errors import ChannelLost, EnvironmentRefused, LedgerError, TuneloopError
 from tuneloop.shared.ledger.keys import KeyTable
 from tuneloop.shared.ledger.recording.feedback import FeedbackResults
@@ -361,7 +359,7 @@ async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
                 log.error("ledger_older", sentence=lost)
         except (LedgerError, OSError) as error:
             log.warning("ledger_not_compared", reason=str(error))
-        await asyncio.to_thread(_convert_spool, settings)
+        await asyncio.to_thread(convert, (settings.outbox_dir, settings.job_dir / "spool"), settings.outbox_dir)
         services, tasks = await open_control_services(settings, ledger, stack, on_failure=fail, audience=workers)
         host, port = sockets[0].getsockname()[:2]
         url = f"http://{host}:{port}"
@@ -393,11 +391,6 @@ async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
                 task.cancel()
     if failures:
         raise failures[0]
-
-
-def _convert_spool(settings: Settings) -> None:
-    with closing(Outbox(settings.outbox_dir, FILE_BYTES)) as outbox:
-        convert((settings.outbox_dir, settings.job_dir / "spool"), outbox)
 
 
 async def _end(workers: Workers, serving: Sequence["asyncio.Task[None]"]) -> None:

@@ -19,7 +19,7 @@ from tests.explorer.running import eventually
 from tests.explorer.test_main import attached_to, job, service, write_settings
 from tests.factories import exchange, feedback
 from tuneloop.explorer.older_spool import convert
-from tuneloop.runner.outbox import Outbox, OutboxReader, Record
+from tuneloop.runner.outbox import OutboxReader, Record
 from tuneloop.shared.experience import encode
 from tuneloop.shared.ledger.storage.database import connect
 from tuneloop.shared.ledger.storage.schema import experiences
@@ -60,8 +60,8 @@ def test_whole_records_come_in_their_order_and_damage_costs_itself_alone(tmp_pat
     )
     write_slot(tmp_path / "spool/1", n1__torn=b"nonsense" + frames[5] + torn)
     (tmp_path / "spool/notes").mkdir()
-    with closing(Outbox(tmp_path / "outbox", 1 << 20)) as outbox, capture_logs() as logs:
-        convert([tmp_path / "spool", tmp_path / "nowhere"], outbox)
+    with capture_logs() as logs:
+        convert([tmp_path / "spool", tmp_path / "nowhere"], tmp_path / "outbox")
     assert records_in(tmp_path / "outbox") == [said[number] for number in (0, 1, 3, 5)]
     damaged = [each for each in logs if each["event"] == "older_spool_damaged"]
     assert sum(each["bytes"] for each in damaged) == len(frames[2]) + len(frames[4]) + 8 + len(torn)
@@ -70,9 +70,8 @@ def test_whole_records_come_in_their_order_and_damage_costs_itself_alone(tmp_pat
 
 def test_an_outbox_may_have_the_folder_of_the_older_spool(tmp_path: Path) -> None:
     write_slot(tmp_path / "3", n1__seg=frame(said := encode(exchange())))
-    with closing(Outbox(tmp_path, 1 << 20)) as outbox:
-        convert([tmp_path], outbox)
-        convert([tmp_path], outbox)
+    convert([tmp_path], tmp_path)
+    convert([tmp_path], tmp_path)
     assert records_in(tmp_path) == [said]
     assert not (tmp_path / "3").exists()
 

@@ -313,14 +313,6 @@ class Retention(LedgerPart):
         """When each person was erased who was."""
         return {(row.tenant, row.user_id): row.erased_at for row in self._read(select(erasures))}
 
-    def deleted_among(self, msg_ids: Collection[str]) -> set[str]:
-        """Those of these exchanges that were deleted one by one, or with their person."""
-        return deleted_among(msg_ids, self._read)
-
-    def deletions(self) -> int:
-        """How many exchanges were deleted so; a number that never falls."""
-        return int(self._read(select(func.count()).select_from(deletions))[0][0])
-
     def exported_files(self) -> list[Export]:
         """The files that rows were exported to."""
         return [Export(row.path, row.rows) for row in self._read(select(exports).order_by(exports.c.id))]

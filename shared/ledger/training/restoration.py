@@ -1,16 +1,14 @@
 """The verbs after a database was put back to an earlier moment: numbers given since are not given again."""
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 from sqlalchemy import func, insert, select, update
 
 from tuneloop.shared.experience import VersionAction, VersionState
-from tuneloop.shared.ledger.recording.retention import Retention
 from tuneloop.shared.ledger.recording.rewards import Rewards
 from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, alone
-from tuneloop.shared.ledger.storage.schema import RESTORE, epochs, exchanges, experiences, versions
+from tuneloop.shared.ledger.storage.schema import RESTORE, epochs, experiences, versions
 from tuneloop.shared.ledger.training.run_results import give_all_back
 from tuneloop.shared.ledger.versions.versions import Decision, note
 
@@ -33,7 +31,6 @@ class Restoration(LedgerPart):
     def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
         super().__init__(transactions)
         self._rewards = rewards
-        self._retention = Retention(transactions, rewards)
 
     def begin_anew(self, *, version: int, epoch: int, reason: str, path: Path) -> Numbers:
         """Give back all leases, and let versions and epochs count on after these; returns where they are then.
@@ -70,11 +67,6 @@ class Restoration(LedgerPart):
                 )
                 note(connection, version, VersionAction.REJECTED, decision)
         return Numbers(max(version, newest), epoch)
-
-    def absent(self, msg_ids: Collection[str]) -> set[str]:
-        """Which of these replies, not too many, the ledger neither has nor has deleted."""
-        found = self._read(select(exchanges.c.msg_id).where(exchanges.c.msg_id.in_(msg_ids)))
-        return {*msg_ids} - {row.msg_id for row in found} - self._retention.deleted_among(msg_ids)
 
     def numbers(self) -> Numbers:
         """The newest version and epoch that were registered; 0 where there is none."""

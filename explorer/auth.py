@@ -176,9 +176,14 @@ TRINITY = "/trinity"
 _OF_ALL_TENANTS = ("/admin/versions", "/metrics")
 
 
+def _own_path(path: str) -> str:
+    """The path without Trinity's prefix."""
+    return path.removeprefix(TRINITY) if path.startswith(f"{TRINITY}/") else path
+
+
 def is_about_all_tenants(path: str) -> bool:
     """Whether a path is about all tenants at once."""
-    path = path.removeprefix(TRINITY) if path.startswith(f"{TRINITY}/") else path
+    path = _own_path(path)
     return any(path == each or path.startswith(f"{each}/") for each in _OF_ALL_TENANTS)
 
 
@@ -189,7 +194,7 @@ def is_probe(path: str) -> bool:
 
 def required_scopes(method: str, path: str) -> Scopes:
     """The scopes of which a request needs one."""
-    path = path.removeprefix(TRINITY) if path.startswith(f"{TRINITY}/") else path
+    path = _own_path(path)
     found = _ROUTES.get((method, path))
     if found is not None:
         return found

@@ -21,6 +21,7 @@ from tuneloop.explorer.dialects import messages, responses_request
 from tuneloop.explorer.dialects.dialect import MESSAGES, RESPONSES, TEXT, Json, ReadConversation, choice_count
 from tuneloop.explorer.engines.fleet import in_share
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.recorder import FILE_S
 from tuneloop.runner.errors import JudgeAway, JudgeError, JudgeFailed
 from tuneloop.runner.judging.judge import Judge, Verdict
 from tuneloop.runner.judging.rubric import Rubric
@@ -40,9 +41,6 @@ METRIC = "judge"
 
 #: How often everything that is not too old is looked at again.
 SWEEP_S = 3600.0
-
-#: How long a file of the outbox is open.
-FILE_S = 3600.0
 
 #: By how much the clock of another explorer may be ahead: what is later still would hold up all that follows.
 _SKEW_S = 60.0

@@ -8,7 +8,7 @@ from collections import Counter
 
 from sources import ROOT, SOURCES, functions
 
-SOURCE_LINES = 61_550
+SOURCE_LINES = 61_540
 TEST_LINES = 75_070
 OPTIONS = 160
 #: Per thousand of all functions.

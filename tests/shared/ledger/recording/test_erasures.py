@@ -10,9 +10,8 @@ from tests.shared.retaining import IN_STATE, NOW, OLD, column, everything, in_wo
 from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import Kind, Outcome, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
-from tuneloop.shared.ledger.recording.retention import deleted_among
 from tuneloop.shared.ledger.storage import database
-from tuneloop.shared.ledger.storage.schema import exchanges, experiences, exports, feedback
+from tuneloop.shared.ledger.storage.schema import deletions, exchanges, experiences, exports, feedback
 from tuneloop.shared.settings.feedback import RewardRule
 
 
@@ -104,9 +103,7 @@ def test_what_is_said_of_their_replies_afterwards_is_not_taken(ledger: Ledger, e
     taken = heard(msg_id=kept.msg_id, **comment)
     outcomes = ledger.recording.record([*late, compared, taken]).outcomes
     assert column(engine, feedback.c.event_id) == [taken.event_id]
-    with ledger.transactions.engine.connect() as connection:
-        deleted = deleted_among([read.msg_id, spooled.msg_id, kept.msg_id], connection.execute)
-    assert deleted == {read.msg_id, spooled.msg_id}
+    assert {*column(engine, deletions.c.msg_id)} == {read.msg_id, spooled.msg_id}
     assert [id_ for id_ in outcomes if outcomes[id_] is Outcome.UNKNOWN] == [e.event_id for e in (*late, compared)]
 
 

@@ -166,6 +166,10 @@ class RankFailed(TuneloopError):
     """Another rank of the trainer has failed, in a way of its own."""
 
 
+class RankOutOfMemory(RankFailed):
+    """A rank ran out of memory in mid-pass, where others wait for its part: all start again, with less at once."""
+
+
 class TeacherAway(TuneloopError):
     """The teacher does not answer at the moment; that may pass. Nothing has been learnt.
 

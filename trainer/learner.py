@@ -6,7 +6,8 @@ Dimension suffixes are explained in trainer/batches/batch.py.
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from functools import partial
 
@@ -45,8 +46,8 @@ from tuneloop.trainer.batches.batch import (
 from tuneloop.trainer.batches.selection import mismatch_replies
 from tuneloop.trainer.models.model import Actor, Critic, is_checkpointing
 from tuneloop.trainer.models.optimizer import MasterAdamW
-from tuneloop.trainer.ranks.orders import StepOrder
-from tuneloop.trainer.ranks.ranks import ALONE, Ranks
+from tuneloop.trainer.ranks.orders import GatherOrder, StepOrder
+from tuneloop.trainer.ranks.ranks import ALONE, Ranks, gathered
 from tuneloop.trainer.ranks.sequence_group import SequenceGroup
 from tuneloop.trainer.teacher.teacher import Teacher
 from tuneloop.trainer.transfer import hand_over
@@ -134,9 +135,12 @@ class Learner:
             # This rank's share of `forward_backward`, told by one of those that share rows.
             totals = targets.totals
             sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self._device))
-            for index_B in self._micro_batches(batch, targets.units_B, self.ranks):
+            for index_B, counts in self._micro_batches(batch, targets.units_B, self.ranks):
                 self.before_pass()
                 part = batch.rows(index_B)
+                if not counts:
+                    self._backward_nothing(part)
+                    continue
                 goals = targets.rows(index_B, hand_over(part.mask_BR, self._device))
                 for name, value in self._backward(part, goals, totals).items():
                     sums[name] += value
@@ -163,13 +167,15 @@ class Learner:
 
     def logprobs(self, ids: Sequence[int]) -> list[float]:
         """The actor's log-probability of each id but the first after those before it, at temperature 1."""
-        return [float(value) for value in self.actor.logprobs(all_but_first(ids))[0].cpu()]
+        with self.reading_alone(self.actor):
+            return [float(value) for value in self.actor.logprobs(all_but_first(ids))[0].cpu()]
 
     @torch.no_grad()
     def distance(self, other: Actor, samples: Sequence[Sample]) -> float:
         """The mean over the samples' tokens of KL(actor || other), in nats, by `kl_estimator`: this rank's own."""
         batch = _collate(assemble(samples, merge=False), tempered=self._asks.tempered)
-        here_BR, there_BR = (self._over(batch, each.logprobs, ALONE) for each in (self.actor, other))
+        with self.reading_alone(self.actor, other):
+            here_BR, there_BR = (self._over(batch, each.logprobs, ALONE) for each in (self.actor, other))
         apart_BR = kl(here_BR, there_BR, self._algorithm.kl_estimator)
         return float(token_mean(apart_BR, batch.mask_BR, batch.tokens))
 
@@ -209,6 +215,13 @@ class Learner:
         actor = self._page.actor_loss(self._algorithm, targets, logprobs_BR, entropy_BR, totals)
         torch.autograd.backward(actor.value)
         return {**metrics, **actor.metrics}
+
+    def _backward_nothing(self, batch: Batch) -> None:
+        """What `_backward` asks of the other ranks, without a gradient."""
+        if self.critic is not None and self._page.critic_loss is not None:
+            torch.autograd.backward(self.critic.values(batch, self.ranks.sequence).sum() * 0)
+        logprobs_BR, _ = self.actor.score(batch, self.ranks.sequence)
+        torch.autograd.backward(logprobs_BR.sum() * 0)
 
     @torch.no_grad()
     def _targets(
@@ -253,20 +266,40 @@ class Learner:
 
         all_BR, cut = torch.zeros_like(batch.sampled_BR), self._micro_batches(batch, None, ranks)
         with ranks.agree():
-            parts = [score(index_B) for index_B in cut]  # a GPU is given all before any is waited for
-            for index_B, part_BR in zip(cut, parts, strict=True) if ranks.speaks else ():
-                all_BR[index_B, : part_BR.shape[1]] = part_BR.cpu()
+            parts = [score(index_B) for index_B, _ in cut]  # a GPU is given all before any is waited for
+            for (index_B, counts), part_BR in zip(cut, parts, strict=True) if ranks.speaks else ():
+                if counts:
+                    all_BR[index_B, : part_BR.shape[1]] = part_BR.cpu()
         ranks.add_up([all_BR])
         return all_BR
 
-    def _micro_batches(self, batch: Batch, units_B: Tensor | None, ranks: Ranks) -> list[Tensor]:
-        """This rank's micro-batches."""
+    def _micro_batches(self, batch: Batch, units_B: Tensor | None, ranks: Ranks) -> list[tuple[Tensor, bool]]:
+        """This rank's micro-batches, and whether each counts.
+
+        Ranks that share weights make as many passes each: who has fewer reads the shortest row again for nothing.
+        """
         models = (self.actor, self.critic, self.reference)
         padded = not all(model.is_packed for model in models if model is not None)
-        mine_B = share_of(*ranks.share, batch.lengths_B, units_B, width=self.actor.width)
-        units_B = None if units_B is None else units_B[mine_B]
-        cut = micro_batches(batch.lengths_B[mine_B], self.micro_batch_tokens, units_B, padded=padded)
-        return [mine_B[index_B] for index_B in cut]
+
+        def cut(share: int) -> list[Tensor]:
+            mine_B = share_of(share, ranks.share[1], batch.lengths_B, units_B, width=self.actor.width)
+            of_mine_B = None if units_B is None else units_B[mine_B]
+            parts = micro_batches(batch.lengths_B[mine_B], self.micro_batch_tokens, of_mine_B, padded=padded)
+            return [mine_B[index_B] for index_B in parts]
+
+        mine = cut(ranks.share[0])
+        passes = max(len(cut(share)) for share in range(ranks.share[1])) if ranks.is_sharded else len(mine)
+        return [(index_B, True) for index_B in mine] + [(batch.lengths_B.argmin()[None], False)] * (passes - len(mine))
+
+    @contextmanager
+    def reading_alone(self, *actors: Actor) -> Iterator[None]:
+        """Within, rank 0 can call these actors alone, without a gradient, whatever the others have of them."""
+        with ExitStack() as gathering:
+            for actor in {id(each): each for each in actors}.values():
+                if self.ranks.is_sharded and actor in (self.actor, self.reference):
+                    self.ranks.lead(GatherOrder(reference=actor is self.reference))
+                    gathering.enter_context(gathered(actor.network))
+            yield
 
 
 def go_ahead() -> None:
@@ -277,7 +310,8 @@ def go_ahead() -> None:
 def recompute(learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
     """The log-probabilities of the replies as `actor` samples them, each at its temperature; on this rank."""
     batch = _collate(assemble(samples, merge=False), tempered=True)
-    all_BR = learner._over(batch, actor.logprobs, ALONE)
+    with learner.reading_alone(actor):
+        all_BR = learner._over(batch, actor.logprobs, ALONE)
     return [row_R[: len(each.completion_ids)].numpy() for each, row_R in zip(samples, all_BR, strict=True)]
 
 

@@ -26,7 +26,7 @@ from tuneloop.shared.capacity.memory import (
     shapes_of,
 )
 from tuneloop.shared.checkpoints import gigabytes
-from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused
+from tuneloop.shared.errors import EnvironmentRefused, RankOutOfMemory, SamplesRefused
 from tuneloop.shared.experience import Float32s, Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
@@ -141,9 +141,24 @@ class MicroBatch:
                 most = torch.cuda.max_memory_reserved() if on_gpu else getrusage(RUSAGE_SELF).ru_maxrss << 10
                 yielded = {} if self._yielding is None else {"time/yielded": self._yielding.take_seconds()}
                 return metrics | yielded | {"perf/memory_peak": most / GIB}
+            except RankOutOfMemory:
+                self.take_less(learner, samples)
+                raise
             except torch.OutOfMemoryError:
                 pass  # its traceback holds the tensors that there was no room for
             self._shrink(ref(learner))
+
+    def take_less(self, learner: Learner, samples: Sequence[Sample]) -> None:
+        """Remember, before all ranks start again, to take less memory than these samples took.
+
+        Raises EnvironmentRefused where nothing smaller can be told.
+        """
+        self._samples = samples
+        if self._settings.trainer.activation_checkpointing is None and checkpoint_activations(learner):
+            self._is_checkpointing = True
+            self._remember()
+        else:
+            self._halve()
 
     def recompute(self, learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
         """The log-probabilities of `recompute`, in the same way."""

@@ -33,11 +33,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import msgspec
 import structlog
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -66,8 +67,8 @@ from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.model import Actor, Critic
 from tuneloop.trainer.models.optimizer import Room
 from tuneloop.trainer.models.ulysses import require_divisible
-from tuneloop.trainer.ranks.orders import LoadOrder, StateOrder
-from tuneloop.trainer.ranks.ranks import ALONE, Ranks
+from tuneloop.trainer.ranks.orders import LoadOrder, StateOrder, WeightsOrder
+from tuneloop.trainer.ranks.ranks import ALONE, Ranks, local, whole
 from tuneloop.trainer.transfer import bring_back
 
 #: Bytes that are written before they are brought to disk. A disk of 500 MB/s takes a thirtieth of a second for them.
@@ -280,7 +281,7 @@ def resume(settings: Settings, folder: Path | None, state: Path | None, ranks: R
     ranks.lead(LoadOrder(None if folder is None else str(folder), None if state is None else str(state)))
     base = settings.model.model_path
     page = ALGORITHMS[settings.algorithm.algorithm_type]
-    actor = actor_in(settings, folder / ACTOR if folder else base)
+    actor = actor_in(settings, folder / ACTOR if folder else base, ranks)
     reference = critic = kept_critic = None
     if page.critic_loss is not None:
         if state and (state / CRITIC).exists():  # A version that another method trained has none: it is learnt anew.
@@ -289,9 +290,9 @@ def resume(settings: Settings, folder: Path | None, state: Path | None, ranks: R
                 reason = "that of the checkpoint, of an older release, is a whole model; now it is an adapter"
                 _log.warning("critic_begins_anew", folder=kept_critic.parent.name, reason=reason)
                 kept_critic = None
-        critic = actor.critic(settings, kept_critic or base)
+        critic = actor.critic(settings, kept_critic or base, ranks)
     if page.asks(settings.algorithm).reference:
-        reference = actor.reference(settings)
+        reference = actor.reference(settings, ranks)
     if ranks.sequence is not None:
         for network in (actor.network, *([critic.body] if critic else ())):
             require_divisible(network, ranks.sequence.size)
@@ -309,13 +310,9 @@ def resume(settings: Settings, folder: Path | None, state: Path | None, ranks: R
         kept_states = {"actor": state, "critic": state if kept_critic else None}
         for name, optimizer in learner.optimizers.items():
             if (there := kept_states[name]) and (file := there / TRAINER_STATE / f"{name}.safetensors").exists():
-                tensors = load_file(file)
-                masters = {
-                    key.removeprefix("master."): each for key, each in tensors.items() if key.startswith("master.")
-                }
-                if name == "actor" and state != folder:
-                    masters = {}  # They are older than the weights, and would take their place.
-                optimizer.restore(updates=updates[name], weights=masters, moments=tensors)
+                # Masters that are older than the weights would take their place.
+                masters = name != "actor" or state == folder
+                optimizer.restore(updates=updates[name], kept=KeptTensors(file), masters=masters)
     return learner
 
 
@@ -325,24 +322,53 @@ def save(learner: Learner, folder: Path, *, base: Path) -> None:
     save_state(state_of(learner), folder, base=base)
 
 
+class KeptTensors(Mapping[str, Tensor]):
+    """The tensors of a safetensors file, each read when it is asked for."""
+
+    def __init__(self, file: Path) -> None:
+        self._file: Any = safe_open(file, "pt")  # type: ignore[no-untyped-call]
+        self._names = frozenset(self._file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return cast(Tensor, self._file.get_tensor(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 def weights_of(learner: Learner) -> CapturedWeights:
-    """The learner's own tensors: they change with its next step."""
+    """The learner's own tensors, which change with its next step; of ranks that share them, a copy."""
+    if learner.ranks.is_sharded:
+        return copy_weights(learner, allocate_on_cpu)
+    return _describe(learner, learner.actor.tensors())
+
+
+def _describe(learner: Learner, tensors: Mapping[str, Tensor]) -> CapturedWeights:
     updates = {f"{name}_updates": optimizer.updates for name, optimizer in learner.optimizers.items()}
     counters = Counters(steps=learner.steps, **updates, baselines=dict(learner.baselines))
     return CapturedWeights(
         step=learner.steps,
         actor=learner.actor,
-        tensors=learner.actor.tensors(),
+        tensors=tensors,
         generator=learner.generator.get_state(),
         counters=msgspec.json.encode(counters),
         size=size_of_weights(learner),
     )
 
 
-def copy_weights(learner: Learner, room: Room) -> CapturedWeights:
-    """A copy, in memory that `room` makes; what comes from a GPU may still be on its way."""
-    weights = weights_of(learner)
-    return weights._replace(tensors=_copy_tensors(weights.tensors, room))
+def copy_weights(learner: Learner, room: Room | None) -> CapturedWeights:
+    """A copy, in memory that `room` makes; what comes from a GPU may still be on its way.
+
+    All ranks make it together; those but 0 have no room, and get nothing.
+    """
+    if learner.ranks.is_sharded:
+        learner.ranks.lead(WeightsOrder())
+    return _describe(learner, _copy_tensors(learner.actor.tensors(), room))
 
 
 def save_weights(weights: CapturedWeights, folder: Path, *, base: Path) -> dict[Path, str]:
@@ -379,8 +405,7 @@ def state_of(learner: Learner) -> CapturedState:
         return copy_state(learner, allocate_on_cpu)
     optimizers = {}
     for name, optimizer in learner.optimizers.items():
-        masters = {f"master.{key}": weight for key, weight in optimizer.weights(hidden=True).items()}
-        optimizers[name] = {key: tensor.contiguous() for key, tensor in (masters | optimizer.moments()).items()}
+        optimizers[name] = {key: tensor.contiguous() for key, tensor in optimizer.state()}
     return CapturedState(optimizers, learner.critic, learner.critic.tensors() if learner.critic else {})
 
 
@@ -389,31 +414,39 @@ def allocate_on_cpu(_: str, like: Tensor) -> Tensor:
     return torch.empty_like(like, device="cpu")
 
 
-def copy_state(learner: Learner, room: Room) -> CapturedState:
-    """A copy of the state of all ranks, in memory that `room` makes; what comes from a GPU may still be on its way."""
+def copy_state(learner: Learner, room: Room | None) -> CapturedState:
+    """A copy of the state of all ranks, in memory that `room` makes; what comes from a GPU may still be on its way.
+
+    All ranks make it together; those but 0 have no room, and get nothing.
+    """
     learner.ranks.lead(StateOrder())
     optimizers = {
-        name: optimizer.copy(lambda key, like, name=name: room(f"{name}/{key}", like))  # type: ignore[misc]
+        name: _without_none({key: _copy(f"{name}/{key}", each, room) for key, each in optimizer.state()})
         for name, optimizer in learner.optimizers.items()
     }
     critic = learner.critic.tensors() if learner.critic else {}
     return CapturedState(optimizers, learner.critic, _copy_tensors(critic, room))
 
 
-def _copy_tensors(tensors: Mapping[str, Tensor], room: Room) -> dict[str, Tensor]:
+def _copy_tensors(tensors: Mapping[str, Tensor], room: Room | None) -> dict[str, Tensor]:
     """Tied weights are one tensor by two names, and stay so."""
-    names: dict[tuple[int, torch.Size], str] = {}
-    copied: dict[str, Tensor] = {}
+    names: dict[tuple[int | str, torch.Size], str] = {}
+    copied: dict[str, Tensor | None] = {}
     for name, tensor in tensors.items():
-        first = names.setdefault((tensor.data_ptr(), tensor.shape), name)
-        copied[name] = room(name, tensor).copy_(tensor, non_blocking=True) if first == name else copied[first]
-    return copied
+        here = local(tensor)
+        first = names.setdefault((here.data_ptr() if here.numel() else name, tensor.shape), name)
+        copied[name] = _copy(name, tensor, room) if first == name else copied[first]
+    return _without_none(copied)
 
 
-def give_state(learner: Learner) -> None:
-    """Give rank 0, which is at `copy_state`, what this rank has."""
-    for optimizer in learner.optimizers.values():
-        optimizer.copy(None)
+def _without_none(copied: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: each for name, each in copied.items() if each is not None}
+
+
+@torch.no_grad()
+def _copy(name: str, tensor: Tensor, room: Room | None) -> Tensor | None:
+    found = whole(local(tensor), tensor)
+    return None if room is None else room(name, found).copy_(found, non_blocking=True)
 
 
 def save_state(
@@ -468,12 +501,12 @@ def probe(learner: Learner, settings: Settings) -> Callable[[], Probe]:
         base = settings.model.model_path
         raise EnvironmentRefused(f"model.model_path: {base} has no tokenizer; put tokenizer.json beside the weights")
     tolerance = _TOLERANCE[settings.trainer_dtype]
-    with learner.actor.as_served():
+    with learner.actor.as_served(), learner.reading_alone(learner.actor):
         said = bring_back(learner.actor.logprobs(all_but_first(chosen))[0])
     return lambda: Probe(prompt_ids=chosen, logprobs=tuple(said().tolist()), tolerance=tolerance)
 
 
-def actor_in(settings: Settings, folder: Path) -> Actor:
+def actor_in(settings: Settings, folder: Path, ranks: Ranks = ALONE) -> Actor:
     """The actor in the folder `actor` of a version, or in that of the base model. The files must have been checked."""
     base, rank = settings.model.model_path, settings.model.lora.rank
     if folder != base and (folder / ADAPTER_CONFIG).exists() != bool(rank):
@@ -483,10 +516,10 @@ def actor_in(settings: Settings, folder: Path) -> Actor:
             "another experiment under another name"
         )
     if not rank:
-        return Actor.load(settings, folder)
+        return Actor.load(settings, folder, ranks)
     from tuneloop.trainer.models.lora import AdaptedActor  # peft takes seconds to import
 
-    return AdaptedActor.load(settings, folder)
+    return AdaptedActor.load(settings, folder, ranks)
 
 
 @cache

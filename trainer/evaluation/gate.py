@@ -67,7 +67,8 @@ class GateEvaluation:
 
     def _compare(self, learner: Learner, version: int, champion: Version, before: tuple[Figure, ...]) -> None:
         started, record = time.perf_counter(), self._ledger.evaluations.record
-        found = self._answers(learner.actor)
+        with learner.reading_alone(learner.actor):
+            found = self._answers(learner.actor)
         if version == champion.version:
             return record(version, Evaluator.TRAINER, found)
         if not before:

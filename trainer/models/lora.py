@@ -25,6 +25,7 @@ from tuneloop.shared.settings.serving import LoraSettings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.models.model import BODY, VALUE_HEAD, Actor, Critic, compile_layers, is_compiling, load_causal
 from tuneloop.trainer.models.quantization import exact_weights
+from tuneloop.trainer.ranks.ranks import ALONE, Ranks
 
 _NAME = "default"
 #: What peft puts before the base model's own names.
@@ -95,10 +96,10 @@ class AdaptedActor(Actor):
         self._base, self._adapter = settings.model.model_path, Adapter(settings, network, folder)
 
     @classmethod
-    def load(cls, settings: Settings, folder: Path) -> Self:
+    def load(cls, settings: Settings, folder: Path, ranks: Ranks = ALONE) -> Self:
         """The base model with the adapter in `folder`, or with a new one, if it has none."""
         lora = settings.model.lora
-        network = load_causal(settings, settings.model.model_path, bits=lora.base_bits)
+        network = load_causal(settings, settings.model.model_path, ranks, bits=lora.base_bits)
         # Raise SettingsError for targets that no engine would serve an adapter of: it would only show at a
         # publication.
         head = network.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -122,11 +123,11 @@ class AdaptedActor(Actor):
         """Within, it computes with the base model's weights as they are in its folder: engines serve these."""
         return exact_weights(self.network, self._base)
 
-    def reference(self, settings: Settings) -> Actor:
+    def reference(self, settings: Settings, ranks: Ranks = ALONE) -> Actor:
         """The base model, on the same weights: it takes no memory of its own."""
         return Actor(self._bare(), compiled=self.is_compiled)
 
-    def critic(self, settings: Settings, folder: Path) -> Critic:
+    def critic(self, settings: Settings, folder: Path, ranks: Ranks) -> Critic:
         """The critic saved in `folder`, or a new one if there is none, on the same base weights."""
         return AdaptedCritic(settings, cast(PreTrainedModel, self._bare().base_model), folder)
 

@@ -35,6 +35,7 @@ from tuneloop.trainer.models.folders import named_folders
 from tuneloop.trainer.models.head import CHUNK, IMPOSSIBLE, AllowedSets, Head, ScoredTokens
 from tuneloop.trainer.models.quantization import quantize_layers
 from tuneloop.trainer.models.ulysses import gather_tokens
+from tuneloop.trainer.ranks.ranks import ALONE, Ranks, run_whole
 from tuneloop.trainer.ranks.sequence_group import SequenceGroup
 from tuneloop.trainer.transfer import hand_over
 
@@ -126,15 +127,19 @@ class Actor:
         self._head_is_all = False
         if self._body is not network:
             ids_BT = torch.arange(min(8, self.vocabulary), device=network.device)[None]
-            with torch.no_grad():
+
+            def head_after_body() -> Tensor:
                 hidden_BTD = self._body(input_ids=ids_BT, use_cache=False).last_hidden_state
+                return cast(Tensor, self._head(hidden_BTD))
+
+            with torch.no_grad():
                 logits_BTV = network(input_ids=ids_BT, use_cache=False).logits
-                self._head_is_all = torch.equal(self._head(hidden_BTD), logits_BTV)
+                self._head_is_all = torch.equal(run_whole(network, head_after_body), logits_BTV)
 
     @classmethod
-    def load(cls, settings: Settings, folder: Path) -> Self:
-        """The model in the Hugging Face folder `folder`."""
-        network = load_causal(settings, folder)
+    def load(cls, settings: Settings, folder: Path, ranks: Ranks = ALONE) -> Self:
+        """The model in the Hugging Face folder `folder`; of several `ranks` each has a share of it."""
+        network = load_causal(settings, folder, ranks)
         return cls(network, compiled=is_compiling(settings.trainer.compile, network.device))
 
     @property
@@ -152,15 +157,15 @@ class Actor:
         """How many tokens it takes, infinite where its configuration does not say."""
         return getattr(self.network.config.get_text_config(), "max_position_embeddings", None) or math.inf
 
-    def reference(self, settings: Settings) -> "Actor":
+    def reference(self, settings: Settings, ranks: Ranks = ALONE) -> "Actor":
         """The base model, which is not trained."""
-        base = Actor.load(settings, settings.model.model_path)
+        base = Actor.load(settings, settings.model.model_path, ranks)
         base.network.requires_grad_(requires_grad=False)
         return base
 
-    def critic(self, settings: Settings, folder: Path) -> "Critic":
+    def critic(self, settings: Settings, folder: Path, ranks: Ranks) -> "Critic":
         """The critic saved in `folder`, or a new one that begins as the model there."""
-        return Critic.load(settings, folder)
+        return Critic.load(settings, folder, ranks)
 
     @property
     def is_packed(self) -> bool:
@@ -173,18 +178,26 @@ class Actor:
         Where a grammar held a reply, both are those of the distribution among the tokens that it allowed. The batch is
         on the CPU; the answers are where the model is. The ranks of a `group` read the batch together.
         """
-        features = self._features(batch, group)
-        scored, head = self._reply_tokens(batch).part(features.chosen), self._fused_head()
-        logprobs_N, entropy_N = head.score(features.ND, scored) if head else self._by_chunks(features.ND, scored)
-        return features.scatter(logprobs_N, batch), features.scatter(entropy_N, batch)
+
+        def score() -> tuple[Tensor, Tensor]:
+            features = self._features(batch, group)
+            scored, head = self._reply_tokens(batch).part(features.chosen), self._fused_head()
+            logprobs_N, entropy_N = head.score(features.ND, scored) if head else self._by_chunks(features.ND, scored)
+            return features.scatter(logprobs_N, batch), features.scatter(entropy_N, batch)
+
+        return cast(tuple[Tensor, Tensor], run_whole(self.network, score))
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, group: SequenceGroup | None = None) -> Tensor:
         """The log-probabilities alone, without a gradient."""
-        features = self._features(batch, group)
-        scored, head = self._reply_tokens(batch).part(features.chosen), self._fused_head()
-        logprobs_N = head.logprobs(features.ND, scored) if head else self._by_chunks(features.ND, scored)[0]
-        return features.scatter(logprobs_N, batch)
+
+        def score() -> Tensor:
+            features = self._features(batch, group)
+            scored, head = self._reply_tokens(batch).part(features.chosen), self._fused_head()
+            logprobs_N = head.logprobs(features.ND, scored) if head else self._by_chunks(features.ND, scored)[0]
+            return features.scatter(logprobs_N, batch)
+
+        return cast(Tensor, run_whole(self.network, score))
 
     def as_served(self) -> AbstractContextManager[None]:
         """Within, it computes with the weights that engines have."""
@@ -259,9 +272,9 @@ class Critic(nn.Module):
             self.value_head.load_state_dict(load_file(folder / _HEAD_FILE))
 
     @classmethod
-    def load(cls, settings: Settings, folder: Path) -> Self:
+    def load(cls, settings: Settings, folder: Path, ranks: Ranks) -> Self:
         """The critic saved in `folder`; of any other Hugging Face folder, the body."""
-        return cls(_load_pretrained(AutoModel.from_pretrained, settings, folder), folder)
+        return cls(_load_pretrained(AutoModel.from_pretrained, settings, folder, ranks), folder)
 
     @property
     def is_packed(self) -> bool:
@@ -291,9 +304,9 @@ class Critic(nn.Module):
         self.body.save_pretrained(folder, state_dict=tensors, max_shard_size=_SHARD)
 
 
-def load_causal(settings: Settings, folder: Path, *, bits: int | None = None) -> PreTrainedModel:
+def load_causal(settings: Settings, folder: Path, ranks: Ranks = ALONE, *, bits: int | None = None) -> PreTrainedModel:
     """The causal model in a Hugging Face folder, where it runs; with `bits`, its layers frozen in so many a weight."""
-    return _load_pretrained(AutoModelForCausalLM.from_pretrained, settings, folder, bits=bits)
+    return _load_pretrained(AutoModelForCausalLM.from_pretrained, settings, folder, ranks, bits=bits)
 
 
 def device_of(settings: Settings) -> torch.device:
@@ -328,7 +341,7 @@ def gpu_of(settings: Settings, *, gpus_here: int) -> int:
 
 
 def _load_pretrained(
-    load: Callable[..., PreTrainedModel], settings: Settings, folder: Path, *, bits: int | None = None
+    load: Callable[..., PreTrainedModel], settings: Settings, folder: Path, ranks: Ranks, *, bits: int | None = None
 ) -> PreTrainedModel:
     device = device_of(settings)
     try:
@@ -346,7 +359,8 @@ def _load_pretrained(
         raise EnvironmentRefused(f"{setting}: the model in {folder} cannot be loaded: {reason}") from error
     if bits is not None:
         quantize_layers(network, bits, folder, device)
-    network.train(mode=False).to(device)
+    # What is quantised is frozen, and whole on each rank; so is what is below adapters.
+    ranks.place(network.train(mode=False), device, shard=not settings.model.lora.rank)
     if getattr(network.config.get_text_config(), "attn_logit_softcapping", None):
         # The faster kernels leave the capping out (transformers 5), and engines do not: Gemma 2.
         network.set_attn_implementation("eager")

@@ -10,23 +10,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tuneloop.trainer.ranks.ranks import Shard
-
 
 class OffloadedGradients:
     """Copies in main memory, pinned where they come from a GPU, and written over by those of the next update."""
 
     def __init__(self) -> None:
-        self._held: dict[Shard, Tensor] = {}
+        self._held: dict[str, Tensor] = {}
 
     @contextmanager
-    def take(self, gradients: dict[Shard, Tensor]) -> Iterator[Mapping[Shard, Tensor]]:
+    def take(self, gradients: dict[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
         """The copies, for an update that is made within; the originals are let go of."""
         copies = {}
-        for shard, gradient in gradients.items():
-            if shard not in self._held:
-                self._held[shard] = torch.empty_like(gradient, device="cpu", pin_memory=gradient.is_cuda)
-            copies[shard] = self._held[shard].copy_(gradient, non_blocking=True)
+        for name, gradient in gradients.items():
+            if name not in self._held:
+                self._held[name] = torch.empty_like(gradient, device="cpu", pin_memory=gradient.is_cuda)
+            copies[name] = self._held[name].copy_(gradient, non_blocking=True)
         for device in {each.device for each in gradients.values() if each.is_cuda}:
             torch.cuda.synchronize(device)
         gradients.clear()

@@ -1,37 +1,31 @@
 """AdamW over float32 master weights, for a model that may run in a smaller type.
 
-Of several ranks each has the masters and moments of its shards alone (ZeRO, Rajbhandari et al. 2020): gradients are
-added up at their owners, who make the update and hand the new weights to all. Offloaded, masters and moments are in
-main memory, and the CPU makes the update.
+Of parameters that are sharded each rank has its own part of masters and moments (ZeRO, Rajbhandari et al. 2020); of
+others all. Offloaded, masters and moments are in main memory, and the CPU makes the update.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import structlog
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
+from torchao.optim import AdamW8bit
+from torchao.optim.subclass_8bit import OptimState8bit
 
 from tuneloop.shared.capacity.memory import EIGHT_BIT_MOMENTS
 from tuneloop.shared.settings import algorithm
-from tuneloop.trainer.models.eight_bit import EightBitAdamW
 from tuneloop.trainer.models.offloading import OffloadedGradients
-from tuneloop.trainer.ranks.ranks import ALONE, BLOCK, Ranks, Shard, cut
+from tuneloop.trainer.ranks.ranks import ALONE, Ranks, first_number, local, own_part, whole
 
 _log = structlog.get_logger()
 
-_MOMENTS = {
-    32: {"exp_avg": torch.float32, "exp_avg_sq": torch.float32},
-    8: {
-        "exp_avg": torch.int8,
-        "exp_avg_scale": torch.float32,
-        "exp_avg_sq": torch.uint8,
-        "exp_avg_sq_scale": torch.float32,
-    },
-}
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_BLOCK = 256
 #: As torch.nn.utils.clip_grad_norm_ has it.
 _LEAST_NORM = 1e-6
 
@@ -42,10 +36,11 @@ Room = Callable[[str, Tensor], Tensor]
 
 
 class MasterAdamW:
-    """The master weights of what is trained of `module`, their gradients and moments: of the rank's shards.
+    """The master weights of what is trained of `module`, their gradients and moments: what this rank has of them.
 
     A float32 parameter is its own master, unless that is offloaded. Any other has a float32 copy, and its gradients
-    are added up in float32, micro-batch by micro-batch; the parameter becomes the copy rounded.
+    are added up in float32, micro-batch by micro-batch; the parameter becomes the copy rounded. With 8 `bits` moments
+    are torchao's, in blocks of 256 of a byte each (Dettmers et al. 2022); those of less than 4 096 are float32.
     """
 
     def __init__(
@@ -61,14 +56,15 @@ class MasterAdamW:
         self._settings, self._ranks = settings, ranks
         self._parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
         self._sums = {name: _Sum(each) for name, each in self._parameters.items() if each.dtype != torch.float32}
-        self._shards = cut({name: each.numel() for name, each in self._parameters.items()}, ranks.size)
-        own = [shard for shard in self._shards if shard.owner == ranks.rank]
-        self._masters = {shard: nn.Parameter(_master(self._part(shard), offload=offload)) for shard in own}
+        self._masters = {
+            name: nn.Parameter(_master(local(each.detach()), offload=offload))
+            for name, each in self._parameters.items()
+        }
         #: What the masters' gradients are, where the model is.
-        self.gradients: dict[Shard, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}
         self._offloaded = OffloadedGradients() if offload else None
-        self._moments = _MOMENTS[settings.bits]
-        self._adamw = _adamw(self._masters, settings, compiled=compiled and not offload)
+        self._compiled = compiled
+        self._adamw = _adamw(list(self._masters.values()), settings)
 
     @property
     def moment_bytes(self) -> float:
@@ -83,8 +79,12 @@ class MasterAdamW:
 
     def gradient_norm(self) -> float:
         """The norm of all gradients together, of all ranks; not finite as soon as one of them is not."""
-        own = float(get_total_norm(self.gradients.values()))
-        return own if self._ranks.size == 1 else math.sqrt(self._ranks.add_up_numbers({"square": own**2})["square"])
+        parts = [each for name, each in self.gradients.items() if self._is_sharded(name)]
+        norm = float(get_total_norm(each for name, each in self.gradients.items() if not self._is_sharded(name)))
+        if not self._ranks.is_sharded:
+            return norm
+        square = self._ranks.add_up_numbers({"square": float(get_total_norm(parts)) ** 2})["square"]
+        return math.sqrt(square + norm**2)
 
     def update(self, *, norm: float, max_norm: float) -> None:
         """One update with the gradients, whose norm is `norm`, scaled down to `max_norm`.
@@ -93,26 +93,32 @@ class MasterAdamW:
         """
         if norm:
             _scale_down(self.gradients.values(), norm, max_norm)
-            self._adamw.param_groups[0]["lr"] = self.lr
             with (
                 nullcontext(self.gradients) if self._offloaded is None else self._offloaded.take(self.gradients)
             ) as gradients:
-                for shard, gradient in gradients.items():
-                    self._masters[shard].grad = gradient
+                for name, gradient in gradients.items():
+                    self._masters[name].grad = gradient
+                rate = self.lr
                 self.updates += 1  # Before it is made: one that fails may have been made in part.
-                self._adamw.step()
+                _step(self._adamw, rate, compiled=self._compiled)
                 self._publish()
         self.forget()
 
     def add_up(self) -> None:
         """Add the gradients of all ranks to the masters'. What has one on no rank gets none."""
-        names = list(self._parameters)
-        there = torch.tensor([float(self._gradient(name) is not None) for name in names])
-        self._ranks.add_up([there])
-        learnt = {name for name, count in zip(names, there.tolist(), strict=True) if count}
-        parts = [(shard, self._gradient_part(shard)) for shard in self._shards if shard.name in learnt]
-        for shard, part in self._ranks.add_up_shards(parts).items():
-            self.gradients[shard] = self.gradients[shard] + part if shard in self.gradients else part
+        found = {name: self._gradient(name) for name in self._parameters}
+        shared = [name for name in found if not self._is_sharded(name)]
+        if self._ranks.size > 1:
+            there = torch.tensor([float(found[name] is not None) for name in shared])
+            self._ranks.add_up([there])
+            learnt = [name for name, count in zip(shared, there.tolist(), strict=True) if count]
+            for name in learnt:
+                if found[name] is None:
+                    found[name] = torch.zeros_like(self._parameters[name], dtype=torch.float32)
+            self._ranks.add_up(each for name in learnt if (each := found[name]) is not None)
+        for name, part in found.items():
+            if part is not None:
+                self.gradients[name] = self.gradients[name] + part if name in self.gradients else part
         self._forget_parts()
 
     def forget(self) -> None:
@@ -121,82 +127,62 @@ class MasterAdamW:
         self._adamw.zero_grad()
         self._forget_parts()
 
-    def weights(self, *, hidden: bool = False) -> dict[str, Tensor]:
-        """The master weights of a rank alone; with `hidden`, only those that the model's own parameters do not show."""
-        return {
-            shard.name: master.detach().view_as(self._parameters[shard.name])
-            for shard, master in self._masters.items()
-            if not hidden or shard.name in self._sums
-        }
-
     def tensors(self) -> Iterator[Tensor]:
         """All that lasts from one update to the next, where it lies."""
         yield from self._masters.values()
         for state in self._adamw.state.values():
-            yield from (each for each in state.values() if isinstance(each, Tensor))
+            for each in state.values():
+                yield from (each.codes, each.scale) if _is_quantized(each) else (each,)
 
-    def moments(self) -> dict[str, Tensor]:
-        """AdamW's memory of a rank alone, as `moment.parameter`."""
-        return {
-            f"{moment}.{shard.name}": _shape_like(state[moment], self._parameters[shard.name])
-            for shard, master in self._masters.items()
-            if (state := self._adamw.state.get(master))
-            for moment in (_STEP, *self._moments)
-        }
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """What going on needs, of all ranks, who ask for it together: one tensor after the other, by its name.
 
-    @torch.no_grad()
-    def copy(self, room: Room | None) -> dict[str, Tensor]:
-        """What `weights(hidden=True)` and `moments` say of all ranks, in memory that `room` makes on rank 0.
-
-        The masters are called `master.parameter`. All ranks do it at once; those but 0 have no room, and get nothing.
+        `master.parameter` where a parameter does not show it, `moment.parameter`, and `moment_scale.parameter` of
+        those in 8 bits. They are the rank's own tensors where it has all.
         """
-        masters = (self._masters.get(shard) for shard in self._shards)
-        updated = torch.tensor([float(master is not None and master in self._adamw.state) for master in masters])
-        self._ranks.add_up([updated])
-        copied: dict[str, Tensor] = {}
-        for shard, has_moments in zip(self._shards, updated.tolist(), strict=True):
-            kinds = [_MASTER] if shard.name in self._sums else []
-            for kind in [*kinds, *((_STEP, *self._moments) if has_moments else ())]:
-                self._bring(kind, shard, room, copied)
-        return copied
+        for name, parameter in self._parameters.items():
+            master = self._masters[name]
+            if name in self._sums:
+                yield f"{_MASTER}.{name}", whole(master.detach(), parameter)
+            state = self._adamw.state.get(master)
+            if not state:
+                continue
+            yield f"{_STEP}.{name}", state[_STEP]
+            for moment in _MOMENTS:
+                yield from _whole_moment(f"{moment}.{name}", state[moment], parameter)
 
     @torch.no_grad()
-    def restore(self, *, updates: int, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
-        """Go back to what `weights`, `moments` and `updates` said; moments of other bits begin anew."""
+    def restore(self, *, updates: int, kept: Mapping[str, Tensor], masters: bool = True) -> None:
+        """Go back to what `state` said, with its `masters` or without; moments of other bits are converted."""
         self.updates = updates
-        for shard, master in self._masters.items():
-            if shard.name in weights:
-                master.copy_(weights[shard.name].reshape(-1)[shard.span])
+        for name, master in self._masters.items():
+            if masters and (there := kept.get(f"{_MASTER}.{name}")) is not None:
+                master.copy_(own_part(there, self._parameters[name]).view_as(master))
         self._publish()
-        if not self._are_ours(moments):
-            _log.warning("optimizer_begins_anew", reason="algorithm.optimizer.bits was different before")
-            moments = {}
-        states = {
-            master: {_STEP: moments[f"{_STEP}.{shard.name}"].clone()}
-            | {kind: moments[f"{kind}.{shard.name}"].reshape(-1)[_place(kind, shard)].clone() for kind in self._moments}
-            for shard, master in self._masters.items()
-            if f"{_STEP}.{shard.name}" in moments
-        }
-        if isinstance(self._adamw, EightBitAdamW):
-            return self._adamw.load(states)
-        groups, masters = self._adamw.state_dict()["param_groups"], list(self._masters.values())
-        by_index = {index: states[master] for index, master in enumerate(masters) if master in states}
-        self._adamw.load_state_dict({"state": by_index, "param_groups": groups})
+        known = [name for name in self._masters if f"{_STEP}.{name}" in kept]
+        if any(kept[f"{_MOMENTS[0]}.{name}"].dtype == torch.int8 for name in known):
+            _log.warning("optimizer_begins_anew", reason="its moments in 8 bits are of an older release")
+            return
+        for name in known:
+            master, state = self._masters[name], self._adamw.state[self._masters[name]]
+            state[_STEP] = kept[f"{_STEP}.{name}"].clone()
+            for moment in _MOMENTS:
+                state[moment] = self._new_moment(master, signed=moment == _MOMENTS[0])
+                _restore_moment(f"{moment}.{name}", state[moment], kept, self._parameters[name])
 
-    def _are_ours(self, moments: Mapping[str, Tensor]) -> bool:
-        kinds = {moment for kind in _MOMENTS.values() for moment in kind}
-        found = {moment for moment in (name.partition(".")[0] for name in moments) if moment in kinds}
-        return not found or found == set(self._moments)
+    def _new_moment(self, master: Tensor, *, signed: bool) -> Tensor:
+        if isinstance(self._adamw, AdamW8bit):
+            return cast(Tensor, self._adamw._new_buffer(master, signed))
+        return torch.zeros_like(master)
 
-    def _part(self, shard: Shard) -> Tensor:
-        return self._parameters[shard.name].detach().view(-1)[shard.span]
+    def _is_sharded(self, name: str) -> bool:
+        return isinstance(self._parameters[name], DTensor)
 
     def _gradient(self, name: str) -> Tensor | None:
-        return self._sums[name].value if name in self._sums else self._parameters[name].grad
-
-    def _gradient_part(self, shard: Shard) -> Tensor | None:
-        gradient = self._gradient(shard.name)
-        return None if gradient is None else gradient.reshape(-1)[shard.span]
+        if name in self._sums:
+            return self._sums[name].value
+        gradient = self._parameters[name].grad
+        return None if gradient is None else local(gradient)
 
     def _forget_parts(self) -> None:
         for name, parameter in self._parameters.items():
@@ -204,24 +190,11 @@ class MasterAdamW:
             if name in self._sums:
                 self._sums[name].value = None
 
-    def _bring(self, kind: str, shard: Shard, room: Room | None, copied: dict[str, Tensor]) -> None:
-        """Let rank 0 copy a shard's master or moment."""
-        name, parameter, place = f"{kind}.{shard.name}", self._parameters[shard.name], _place(kind, shard)
-        dtype, part = self._moments.get(kind, torch.float32), None
-        if (master := self._masters.get(shard)) is not None:
-            part = (master.detach() if kind == _MASTER else self._adamw.state[master][kind]).view(-1)
-        like = part if part is not None else torch.empty(place.stop - place.start, dtype=dtype, device="meta")
-        if room is not None and name not in copied:
-            copied[name] = room(name, torch.empty(_whole(kind, parameter), dtype=dtype, device="meta"))
-        into = copied[name].view(-1)[place] if room is not None else None
-        self._ranks.bring(shard.owner, part, like, into)
-
     @torch.no_grad()
     def _publish(self) -> None:
-        for shard, master in self._masters.items():
-            if shard.name in self._sums or self._offloaded is not None:
-                self._part(shard).copy_(master)
-        self._ranks.spread([(shard, self._part(shard)) for shard in self._shards])
+        for name, master in self._masters.items():
+            if name in self._sums or self._offloaded is not None:
+                local(self._parameters[name].detach()).copy_(master)
 
 
 class _Sum:
@@ -235,10 +208,11 @@ class _Sum:
 
     def _take(self, filled: Tensor) -> None:
         assert filled.grad is not None
+        gradient = local(filled.grad)
         if self.value is None:
-            self.value = filled.grad.float()
+            self.value = gradient.float()
         else:
-            self.value += filled.grad
+            self.value += gradient
         filled.grad = None
 
 
@@ -253,32 +227,59 @@ def _scale_down(gradients: Iterable[Tensor], norm: float, max_norm: float) -> No
             each.mul_(share)
 
 
-def _place(kind: str, shard: Shard) -> slice:
-    if kind == _STEP:
-        return slice(0, 1)
-    return shard.blocks if kind.endswith("_scale") else shard.span
-
-
-def _whole(kind: str, parameter: Tensor) -> Sequence[int]:
-    """The shape of a master or moment, as one tensor of all shards."""
-    if kind == _STEP:
-        return ()
-    return (-(-parameter.numel() // BLOCK),) if kind.endswith("_scale") else parameter.shape
-
-
-def _shape_like(moment: Tensor, parameter: Tensor) -> Tensor:
-    """A moment in the shape of its parameter; scales and counts of updates have none."""
-    return moment.view_as(parameter) if moment.dim() and moment.numel() == parameter.numel() else moment
-
-
-def _adamw(
-    masters: Mapping[Shard, nn.Parameter],
-    settings: algorithm.OptimizerSettings,
-    *,
-    compiled: bool,
-) -> torch.optim.AdamW | EightBitAdamW:
+def _adamw(masters: list[nn.Parameter], settings: algorithm.OptimizerSettings) -> torch.optim.Optimizer:
     given: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "weight_decay": settings.weight_decay}
-    if settings.bits == 8:
-        return EightBitAdamW({each: shard.start for shard, each in masters.items()}, **given, compiled=compiled)
-    # torch takes no empty list, and a rank of many may have no shard of an adapter.
-    return torch.optim.AdamW(list(masters.values()) or [nn.Parameter(torch.empty(0))], **given, fused=True)
+    return AdamW8bit(masters, **given) if settings.bits == 8 else torch.optim.AdamW(masters, **given, fused=True)
+
+
+def _step(adamw: torch.optim.Optimizer, lr: float, *, compiled: bool) -> None:
+    if isinstance(adamw, torch.optim.AdamW):
+        adamw.param_groups[0]["lr"] = lr
+    else:
+        adamw.param_groups[0]["lr"].fill_(lr)
+    with nullcontext() if compiled else torch.compiler.set_stance("force_eager"):  # torchao's compiles itself
+        adamw.step()
+
+
+def _is_quantized(moment: Tensor) -> TypeGuard[OptimState8bit]:
+    return isinstance(moment, OptimState8bit)
+
+
+def _decode(moment: Tensor) -> Tensor:
+    return cast(Tensor, moment.dequantize()) if _is_quantized(moment) else moment
+
+
+def _scale_name(name: str) -> str:
+    return name.replace(".", "_scale.", 1)
+
+
+def _whole_moment(name: str, moment: Tensor, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A moment of all ranks: in 8 bits where all have it so, in blocks that are also those of the whole."""
+    ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
+    even = parameter.shape[0] % ranks == 0 and parameter.numel() % (ranks * _BLOCK) == 0
+    if not (_is_quantized(moment) and even):
+        yield name, whole(_decode(moment), parameter).view(parameter.shape)
+        return
+    yield name, whole(moment.codes, parameter)
+    scale = moment.scale
+    if isinstance(parameter, DTensor):
+        scale = DTensor.from_local(scale, parameter.device_mesh, parameter.placements, run_check=False).full_tensor()
+    yield _scale_name(name), scale
+
+
+def _restore_moment(name: str, moment: Tensor, kept: Mapping[str, Tensor], parameter: Tensor) -> None:
+    """Fill this rank's part of a moment from what was kept of the whole."""
+    there = kept[name]
+    if there.dtype == torch.float32:
+        moment.copy_(own_part(there, parameter).view_as(moment))
+        return
+    scale = kept[_scale_name(name)]
+    whole_moment = OptimState8bit.zeros(there.shape, name.startswith(f"{_MOMENTS[0]}."), _BLOCK)
+    whole_moment.codes.copy_(there)
+    whole_moment.scale.copy_(scale)
+    before = first_number(parameter)
+    if _is_quantized(moment) and before % _BLOCK == 0:
+        moment.codes.copy_(own_part(there, parameter))
+        moment.scale.copy_(scale[before // _BLOCK :][: len(moment.scale)])
+    else:
+        moment.copy_(own_part(whole_moment.dequantize(), parameter).view_as(moment))

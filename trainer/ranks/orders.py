@@ -39,11 +39,21 @@ class StateOrder(msgspec.Struct, frozen=True, tag="state"):
     """Give rank 0 what you have of the optimisers' state."""
 
 
+class WeightsOrder(msgspec.Struct, frozen=True, tag="weights"):
+    """Give rank 0 what you have of the actor's weights."""
+
+
+class GatherOrder(msgspec.Struct, frozen=True, tag="gather"):
+    """Let rank 0 have the whole of a model, to read something alone: of the actor, or of the reference."""
+
+    reference: bool
+
+
 class EndOrder(msgspec.Struct, frozen=True, tag="end"):
     """There is nothing more to do."""
 
 
-Order = LoadOrder | StepOrder | StateOrder | EndOrder
+Order = LoadOrder | StepOrder | StateOrder | WeightsOrder | GatherOrder | EndOrder
 
 
 def encode(order: Order) -> bytes:

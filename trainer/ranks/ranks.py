@@ -1,212 +1,37 @@
-"""The ranks that train together. Each has the whole of the models and of every batch, and a share of the work and of
-what only an update needs.
+"""The ranks that train together. Of a model whose weights are all trained each has a share (FSDP2, Zhao et al. 2023);
+of a frozen base below adapters each has the whole. Each reads a share of every batch.
 
 Rank 0 leads: it alone knows the ledger, and orders what the others do with it (orders.py). Whatever may fail on one
 rank only is done within `agree`, so that all ranks go on, or all raise; one that raises anything else ends, and its
 death ends the others.
-
-Which numbers of which parameter a rank updates: of all together a stretch, about as long as any other's.
-
-Shards of all ranks in buckets: of each owner as many numbers, so that one collective call moves those of all.
 """
 
 import os
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import accumulate
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Self, cast
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tuneloop.shared.errors import EnvironmentRefused, NotFinite, RankFailed, TuneloopError
+from tuneloop.shared.errors import EnvironmentRefused, NotFinite, RankFailed, RankOutOfMemory, TuneloopError
 from tuneloop.trainer.ranks.orders import Order, decode, encode
 from tuneloop.trainer.ranks.rendezvous import RENDEZVOUS_VARIABLE
 from tuneloop.trainer.ranks.sequence_group import SequenceGroup
-
-#: Stretches begin at multiples of this in a parameter, where the blocks of 8-bit moments begin (models/eight_bit.py).
-BLOCK = 256
-
-
-class Shard(NamedTuple):
-    """The numbers from `start` to `stop` of a parameter, row after row, which are rank `owner`'s."""
-
-    name: str
-    owner: int
-    start: int
-    stop: int
-
-    @property
-    def length(self) -> int:
-        """How many numbers there are."""
-        return self.stop - self.start
-
-    @property
-    def span(self) -> slice:
-        """Where they are in the parameter."""
-        return slice(self.start, self.stop)
-
-    @property
-    def blocks(self) -> slice:
-        """Which blocks of the parameter they are in."""
-        return slice(self.start // BLOCK, -(-self.stop // BLOCK))
-
-
-def cut(counts: Mapping[str, int], ranks: int) -> list[Shard]:
-    """The shards of parameters of so many numbers, in the order of parameters, then owners."""
-    bounds = [sum(counts.values()) * rank // ranks for rank in range(1, ranks)]
-    shards, before = [], 0
-    for name, count in counts.items():
-        start = 0
-        for owner in range(ranks):
-            stop = count if owner == ranks - 1 else min(count, -(-(bounds[owner] - before) // BLOCK) * BLOCK)
-            if stop > start:
-                shards.append(Shard(name, owner, start, stop))
-                start = stop
-        before += count
-    return shards
-
-
-#: Other names in torch 2.10 to 2.12.
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-_Part = TypeVar("_Part", Tensor, Tensor | None)
-
-
-class _Stretch(NamedTuple, Generic[_Part]):
-    """The numbers `span` of a shard, which begin at `start` among its owner's in a bucket."""
-
-    shard: Shard
-    part: _Part
-    span: slice
-    start: int
-
-    @property
-    def length(self) -> int:
-        return int(self.span.stop - self.span.start)
-
-    @property
-    def place(self) -> slice:
-        """Where they are among the owner's."""
-        return slice(self.start, self.start + self.length)
-
-
-class Buckets:
-    """Moves shards between ranks, of which this one is `rank`, through memory that is kept: later there may be none.
-
-    While one bucket is on its way the next one is filled.
-    """
-
-    def __init__(self, rank: int, size: int, numbers: int, device: torch.device) -> None:
-        """`numbers`: float32 numbers of all owners that are on their way at any time."""
-        self._rank, self._size = rank, size
-        width = numbers // (2 * size)
-        self._wholes = [torch.zeros(size * width, device=device) for _ in range(2)]
-        self._owns = [torch.zeros(width, device=device) for _ in range(2)]
-        # So is what the first call of each kind makes NCCL allocate.
-        _reduce_scatter(self._owns[0][:1], self._wholes[0][:size])
-        _all_gather(self._wholes[0][:size], self._owns[0][:1])
-
-    def add_up(self, parts: Sequence[tuple[Shard, Tensor | None]], sums: dict[Shard, Tensor]) -> None:
-        """Make the sums, of this rank's shards, those of all ranks' parts. A part that is None is zeros."""
-
-        def send(number: int, owners: list[list[_Stretch[Tensor | None]]], width: int) -> Any:
-            whole, own = self._wholes[number % 2][: self._size * width], self._owns[number % 2][:width]
-            for owner, stretches in enumerate(owners):
-                room = whole[owner * width :][:width]
-                for each in stretches:
-                    if each.part is None:
-                        room[each.place].zero_()
-                    else:
-                        room[each.place].copy_(each.part[each.span])
-            return _reduce_scatter(own, whole, async_op=True)
-
-        def receive(number: int, owners: list[list[_Stretch[Tensor | None]]], width: int) -> None:
-            for each in owners[self._rank]:
-                sums[each.shard][each.span] = self._owns[number % 2][each.place]
-
-        _pipeline(_cut(parts, self._size, len(self._owns[0])), send, receive)
-
-    def spread(self, parts: Sequence[tuple[Shard, Tensor]]) -> None:
-        """Make each part, all of one type, what the shard's owner has in it."""
-        if not parts:
-            return
-        dtype = parts[0][1].dtype
-        wholes, owns = ([each.view(dtype) for each in some] for some in (self._wholes, self._owns))
-
-        def send(number: int, owners: list[list[_Stretch[Tensor]]], width: int) -> Any:
-            own = owns[number % 2][:width]
-            for each in owners[self._rank]:
-                own[each.place].copy_(each.part[each.span])
-            return _all_gather(wholes[number % 2][: self._size * width], own, async_op=True)
-
-        def receive(number: int, owners: list[list[_Stretch[Tensor]]], width: int) -> None:
-            for owner, stretches in enumerate(owners):
-                room = wholes[number % 2][owner * width :][:width]
-                for each in stretches if owner != self._rank else ():
-                    each.part[each.span] = room[each.place]
-
-        _pipeline(_cut(parts, self._size, len(owns[0])), send, receive)
-
-
-def _pipeline(
-    buckets: Iterable[list[list[_Stretch[_Part]]]],
-    send: Callable[[int, list[list[_Stretch[_Part]]], int], Any],
-    receive: Callable[[int, list[list[_Stretch[_Part]]], int], None],
-) -> None:
-    """Send each bucket before the one before it is received; with its number, and the numbers of its fullest owner."""
-    under_way: tuple[Any, int, list[list[_Stretch[_Part]]], int] | None = None
-
-    def end() -> None:
-        if under_way is not None:
-            work, *bucket = under_way
-            work.wait()
-            receive(*bucket)  # type: ignore[arg-type]
-
-    for number, owners in enumerate(buckets):
-        width = max(stretches[-1].place.stop for stretches in owners if stretches)
-        work = send(number, owners, width)
-        end()
-        under_way = work, number, owners, width
-    end()
-
-
-def _cut(parts: Sequence[tuple[Shard, _Part]], size: int, most: int) -> Iterator[list[list[_Stretch[_Part]]]]:
-    """Bucket after bucket, of each owner what is next: at most so many numbers."""
-    streams = [_stretches([each for each in parts if each[0].owner == owner], most) for owner in range(size)]
-    while any(owners := [next(stream, []) for stream in streams]):
-        yield owners
-
-
-def _stretches(parts: Sequence[tuple[Shard, _Part]], most: int) -> Iterator[list[_Stretch[_Part]]]:
-    """An owner's numbers, so many at a time."""
-    together: list[_Stretch[_Part]] = []
-    filled = 0
-    for shard, part in parts:
-        start = 0
-        while start < shard.length:
-            span = slice(start, min(shard.length, start + most - filled))
-            together.append(_Stretch(shard, part, span, filled))
-            filled, start = together[-1].place.stop, span.stop
-            if filled == most:
-                yield together
-                together, filled = [], 0
-    if together:
-        yield together
-
 
 #: A rank that hangs ends the others after so long; one that dies does so at once.
 _STUCK = timedelta(minutes=30)
 #: Orders are waited for as long as there is no batch, or somebody else whom rank 0 alone waits for.
 _QUIET = timedelta(days=3650)
-
-#: Gradients are added up in pieces of so many numbers: few enough to have room for, enough to be fast.
-_PIECE = 1 << 24
 
 
 class Ranks:
@@ -215,6 +40,12 @@ class Ranks:
     rank, size = 0, 1
     #: Those with whom it shares rows, if it does.
     sequence: SequenceGroup | None = None
+    #: Whether it has but a share of some network: then all ranks make the same passes in the same order.
+    is_sharded = False
+
+    def place(self, network: nn.Module, device: torch.device, *, shard: bool) -> None:
+        """Bring a network to the device: with `shard` this rank's share of it."""
+        network.to(device)
 
     @property
     def share(self) -> tuple[int, int]:
@@ -236,22 +67,6 @@ class Ranks:
     def add_up_numbers(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """By name the sum over those ranks that have it, which is the same to the bit on all of them."""
         return dict(numbers)
-
-    def add_up_shards(self, parts: Sequence[tuple[Shard, Tensor | None]]) -> dict[Shard, Tensor]:
-        """Of one's own shards the sums of all ranks' parts, in the place of one's own. Without a part it has zeros."""
-        return {shard: part for shard, part in parts if part is not None}
-
-    def spread(self, parts: Sequence[tuple[Shard, Tensor]]) -> None:
-        """Make each part what the shard's owner has in it."""
-
-    def bring(self, owner: int, part: Tensor | None, like: Tensor, into: Tensor | None) -> None:
-        """Copy the owner's part, which is as long as `like` and of its type, `into` memory of rank 0.
-
-        Others than the owner have no part, and others than rank 0 nothing to copy into.
-        """
-        assert part is not None
-        assert into is not None
-        into.copy_(part, non_blocking=True)
 
     @contextmanager
     def agree(self) -> Iterator[None]:
@@ -282,10 +97,9 @@ class JoinedRanks(Ranks):
     def __init__(self, device: torch.device, *, together: int = 1) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._orders = dist.new_group(backend="gloo", timeout=_QUIET)
-        # Kept, like what the first sum makes NCCL allocate: later there may be no room on one rank.
-        self._piece = torch.zeros(_PIECE, device=device)
-        dist.all_reduce(self._piece[:1])
-        self._buckets = Buckets(self.rank, self.size, _PIECE, device)
+        self._mesh = init_device_mesh(device.type, (self.size,))
+        # What the first sum makes NCCL allocate is there before there may be no room.
+        dist.all_reduce(torch.zeros(1, device=device))
         if self.size % together:
             raise EnvironmentRefused(
                 f"trainer.ulysses_sequence_parallel_size: {together} workers share each row, and there are {self.size}"
@@ -320,49 +134,30 @@ class JoinedRanks(Ranks):
         except RuntimeError as error:
             raise RankFailed(f"rank 0 has ended: {error}") from None
 
+    def place(self, network: nn.Module, device: torch.device, *, shard: bool) -> None:
+        """See Ranks."""
+        self.is_sharded = shard
+        if not shard:
+            return super().place(network, device, shard=shard)
+        # Gradients are sums, of what each rank has of the whole batch's loss, and not means.
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        layers = [each for each in network.modules() if isinstance(each, GradientCheckpointingLayer)]
+        for each in (*layers, network):
+            unit = fully_shard(each, mesh=self._mesh, mp_policy=policy, reshard_after_forward=True)
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(enable=True)
+        network.run_whole = _run  # type: ignore[assignment]
+        register_fsdp_forward_method(network, "run_whole")
+        # Of what is returned, a view, nobody changes anything in its place.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+
     def add_up(self, tensors: Iterable[Tensor]) -> None:
         """See Ranks."""
-        for together in _pieces(tensors, self._piece.device):
-            if len(together) == 1:
-                dist.all_reduce(together[0])
-                continue
-            ends = list(accumulate(each.numel() for each in together))
-            parts = [self._piece[end - each.numel() : end] for end, each in zip(ends, together, strict=True)]
-            for part, each in zip(parts, together, strict=True):
-                part.copy_(each.flatten())
-            dist.all_reduce(self._piece[: ends[-1]])
-            for part, each in zip(parts, together, strict=True):
-                each.copy_(part.view_as(each))
-
-    def add_up_shards(self, parts: Sequence[tuple[Shard, Tensor | None]]) -> dict[Shard, Tensor]:
-        """See Ranks."""
-        with self.agree():
-            sums = {
-                shard: torch.zeros(shard.length, device=self._piece.device) if part is None else part
-                for shard, part in parts
-                if shard.owner == self.rank
-            }
-        self._buckets.add_up(parts, sums)
-        return sums
-
-    def spread(self, parts: Sequence[tuple[Shard, Tensor]]) -> None:
-        """See Ranks."""
-        for dtype in {part.dtype: None for _, part in parts}:
-            self._buckets.spread([(shard, part) for shard, part in parts if part.dtype == dtype])
-
-    def bring(self, owner: int, part: Tensor | None, like: Tensor, into: Tensor | None) -> None:
-        """See Ranks. All hear it, piece by piece: to send to one would take memory of NCCL's that may not be there."""
-        if owner == 0:
-            return super().bring(owner, part, like, into) if self.rank == 0 else None
-        room = self._piece.view(like.dtype)
-        for start in range(0, len(like), len(room)):
-            span = slice(start, min(len(like), start + len(room)))
-            received = room[: span.stop - start]
-            if part is not None:
-                received.copy_(part[span])
-            dist.broadcast(received, src=owner)
-            if into is not None:
-                into[span].copy_(received, non_blocking=True)
+        if kept := list(tensors):
+            together = torch.cat([each.flatten() for each in kept])
+            dist.all_reduce(together)
+            for each, summed in zip(kept, torch.split(together, [each.numel() for each in kept]), strict=True):
+                each.copy_(summed.view_as(each))
 
     def add_up_numbers(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """See Ranks."""
@@ -379,9 +174,12 @@ class JoinedRanks(Ranks):
         try:
             yield
         except (torch.OutOfMemoryError, TuneloopError) as error:
-            if self.sequence is not None and isinstance(error, torch.OutOfMemoryError):
-                # Those that share the row wait for what this one does not send: there is nobody to agree with.
-                raise EnvironmentRefused(_TOO_LONG.format(error)) from None
+            if isinstance(error, torch.OutOfMemoryError):
+                # Those that share the row, or the weights, wait for what this one does not send.
+                if self.sequence is not None:
+                    raise EnvironmentRefused(_TOO_LONG.format(error)) from None
+                if self.is_sharded:
+                    raise RankOutOfMemory(str(error)) from None
             failed = error
         failures = [
             msgspec.msgpack.decode(each, type=tuple[int, str])
@@ -446,19 +244,60 @@ def _kind(failed: Exception | None) -> int:
     return next((number for number, kind in _KINDS.items() if isinstance(failed, kind)), 3)
 
 
-def _pieces(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Sequence[Tensor]]:
-    """The tensors in order, small ones that are on the device together."""
-    together: list[Tensor] = []
-    for each in tensors:
-        if each.device != device or each.numel() > _PIECE or each.dtype != torch.float32:
-            yield [each]
-            continue
-        if sum(one.numel() for one in together) + each.numel() > _PIECE:
-            yield together
-            together = []
-        together.append(each)
-    if together:
-        yield together
+def _run(call: Callable[[], Any]) -> Any:
+    return call()
+
+
+def run_whole(network: nn.Module, call: Callable[[], Any]) -> Any:
+    """What `call` returns, for which a network that is sharded has its embeddings and head whole."""
+    return cast(Any, network).run_whole(call) if isinstance(network, FSDPModule) else call()
+
+
+@contextmanager
+def gathered(network: nn.Module, *, keep: bool = True) -> Iterator[None]:
+    """Within, this rank can call a sharded network alone; all ranks begin together, those that do not `keep` leave."""
+    units = [each for each in network.modules() if isinstance(each, FSDPModule)]
+    for unit in units:
+        unit.unshard()
+        if not keep:
+            unit.reshard()
+    for unit in units if keep else ():
+        unit.set_reshard_after_forward(False, recurse=False)
+    yield
+    for unit in units if keep else ():
+        unit.set_reshard_after_forward(True, recurse=False)
+        unit.reshard()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor, which may be sharded: the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(part: Tensor, like: Tensor) -> Tensor:
+    """All ranks' parts of a tensor that is sharded like another one; they ask for it together."""
+    if not isinstance(like, DTensor):
+        return part
+    placed = (like.device_mesh, like.placements)
+    part = part.view_as(local(like)).to(like.device)
+    return DTensor.from_local(part, *placed, run_check=False, shape=like.shape, stride=like.stride()).full_tensor()
+
+
+def first_number(like: Tensor) -> int:
+    """The place in the whole, row after row, of the first number that this rank has of a tensor; 0 if it has none."""
+    if not isinstance(like, DTensor):
+        return 0
+    rows = torch.arange(like.shape[0])
+    mine = distribute_tensor(rows, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    return int(mine[0]) * (like.numel() // like.shape[0]) if len(mine) else 0
+
+
+def own_part(tensor: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, which is to be sharded like another one."""
+    tensor = tensor.reshape(like.shape)
+    if not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 def _tensor(data: bytes) -> Tensor:

@@ -1,6 +1,5 @@
 """What one rank of the trainer does, from its start to its end. All but rank 0 follow its orders."""
 
-from contextlib import suppress
 from functools import partial
 from weakref import ref
 
@@ -8,16 +7,16 @@ import structlog
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from tuneloop.shared.errors import NotFinite, RankFailed
+from tuneloop.shared.errors import NotFinite, RankFailed, RankOutOfMemory
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.loop import run
-from tuneloop.trainer.micro_batch import checkpoint_activations, fit_to_memory
+from tuneloop.trainer.micro_batch import MicroBatch, checkpoint_activations, fit_to_memory
 from tuneloop.trainer.models.model import device_of
 from tuneloop.trainer.models.room import room_for_weights
-from tuneloop.trainer.ranks.orders import EndOrder, LoadOrder, StateOrder, StepOrder
-from tuneloop.trainer.ranks.ranks import JoinedRanks
+from tuneloop.trainer.ranks.orders import EndOrder, GatherOrder, LoadOrder, StateOrder, StepOrder, WeightsOrder
+from tuneloop.trainer.ranks.ranks import JoinedRanks, gathered
 from tuneloop.trainer.stop import Stop
 
 _log = structlog.get_logger()
@@ -57,11 +56,25 @@ def follow(settings: Settings, ranks: JoinedRanks) -> None:
                 if order.checkpointing:
                     checkpoint_activations(learner)
                 # What all ranks raise together, of which rank 0 decides what comes of it.
-                with suppress(NotFinite, RankFailed, torch.OutOfMemoryError):
+                try:
                     learner.step(order.samples, version=order.version)
+                except RankOutOfMemory:
+                    MicroBatch(settings).take_less(learner, order.samples)
+                    raise
+                except (NotFinite, RankFailed, torch.OutOfMemoryError):
+                    pass
             case StateOrder():
                 assert learner is not None
-                snapshot.give_state(learner)
+                snapshot.copy_state(learner, None)
+            case WeightsOrder():
+                assert learner is not None
+                snapshot.copy_weights(learner, None)
+            case GatherOrder() as order:
+                assert learner is not None
+                actor = learner.reference if order.reference else learner.actor
+                assert actor is not None
+                with gathered(actor.network, keep=False):
+                    pass
             case EndOrder():
                 return
 

@@ -18,6 +18,7 @@ from threading import Thread
 
 import torch
 from safetensors.torch import save_file
+from torch.distributed.fsdp import FSDPModule
 
 from tests.trainer.factories import sample
 from tuneloop.shared.errors import NotFinite, SamplesRefused
@@ -51,8 +52,11 @@ OF_THE_MACHINE = {
 class MeanRanks(JoinedRanks):
     """The usual mistake: gradients are averaged over ranks, as if each had as much to say."""
 
-    def add_up_shards(self, parts):
-        return {shard: each.div_(self.size) for shard, each in super().add_up_shards(parts).items()}
+    def place(self, network, device, *, shard):
+        super().place(network, device, shard=shard)
+        for each in network.modules():
+            if isinstance(each, FSDPModule):
+                each.set_gradient_divide_factor(float(self.size))
 
 
 class SlowTeacher:
@@ -102,13 +106,8 @@ def outcome(
         told |= {f"{step} {name}": value for name, value in metrics.items() if name not in OF_THE_MACHINE}
     told["micro_batch_tokens"], told["spoilt"] = micro_batch.tokens, learner.spoilt
     told["checkpointing"] = is_checkpointing(learner.actor.network)
-    models = {"actor": learner.actor.network, "critic": learner.critic}
-    weights = {
-        f"{name}.{key}": parameter.detach().clone()
-        for name, model in models.items()
-        if model is not None
-        for key, parameter in model.named_parameters()
-    }
+    models = {"actor": snapshot.weights_of(learner).tensors, "critic": snapshot.state_of(learner).critic_tensors}
+    weights = {f"{name}.{key}": each.clone() for name, model in models.items() for key, each in model.items()}
     return told, weights, learner
 
 

@@ -9,12 +9,14 @@ from safetensors.torch import load_file
 
 from tests.doubles.warm.process import TRAINING, WarmProcess
 from tests.trainer.workers.rank import KEPT, outcome
+from tuneloop.trainer.micro_batch import MicroBatch
 from tuneloop.trainer.ranks.ranks import ALONE
 
 PPO = {"algorithm": {"algorithm_type": "ppo"}}
 GRPO = {"algorithm": {"algorithm_type": "grpo"}, "buffer": {"group_by": "task", "group_size": 2}}
 DPO = {"algorithm": {"algorithm_type": "dpo"}, "buffer": {"group_by": "task", "group_size": 2}}
 TWICE = ("kept", "again")
+LORA = {"model": {"lora": {"rank": 2}}}
 METHODS = {"ppo": PPO, "grpo": GRPO, "dpo": DPO}
 
 
@@ -44,19 +46,22 @@ def test_several_ranks_come_to_the_numbers_of_one(settings, tmp_path, size):
     scenarios = {name: (sections, {}) for name, sections in METHODS.items()}
     scenarios["idle"] = (PPO | few, {"rows": 2})  # with two mini-batches, all ranks but one have nothing to do
     scenarios["mean"] = (PPO, {"mean": True})
-    scenarios["memory"] = (PPO | {"trainer": {"micro_batch_tokens": 256}}, {"fail": "memory", "on": 1})
-    scenarios["kept"] = (PPO | {"trainer": {"micro_batch_tokens": KEPT}}, {"fail": "kept", "on": 1})
-    scenarios["alone"] = (PPO | {"trainer": {"micro_batch_tokens": KEPT}}, {"fail": "alone", "on": 1})
+    few_at_once = {"trainer": {"micro_batch_tokens": KEPT}}
+    scenarios["lora"] = (PPO | LORA, {})
+    scenarios["memory"] = (PPO | LORA | {"trainer": {"micro_batch_tokens": 256}}, {"fail": "memory", "on": 1})
+    scenarios["kept"] = (PPO | LORA | few_at_once, {"fail": "kept", "on": 1})
+    scenarios["alone"] = (PPO | LORA | few_at_once, {"fail": "alone", "on": 1})
     scenarios["nan"] = (PPO, {"fail": "nan", "on": 1})
     ends = _run(settings, tmp_path, size, scenarios)
     assert [code for code, _ in ends] == [0] * size
     found = {name: _found(tmp_path, name) for name in scenarios}
-    for name in (*METHODS, "idle"):
+    for name in (*METHODS, "idle", "lora"):
         metrics, weights, _ = outcome(settings(**scenarios[name][0]), ALONE, rows=2 if name == "idle" else 12)
         assert found[name][0] == pytest.approx(metrics, rel=1e-5, abs=1e-5), name
         assert _largest_difference(found[name][1], weights) < 1e-5, name
-    metrics, weights, _ = outcome(settings(**PPO), ALONE)
+    metrics, _, _ = outcome(settings(**PPO), ALONE)
     assert found["mean"][0]["0 actor/grad_norm"] < 0.9 * metrics["0 actor/grad_norm"]
+    metrics, weights, _ = outcome(settings(**PPO, **LORA), ALONE)
     _memory_that_runs_out_on_one_rank_makes_all_go_on_with_smaller_pieces(found["memory"], metrics, weights)
     _a_sequence_that_does_not_fit_on_one_rank_has_all_make_activations_again(found["kept"], weights)
     _a_sequence_that_never_fits_is_given_up_by_all(found["alone"])
@@ -86,6 +91,16 @@ def _what_is_not_finite_on_one_rank_is_refused_by_all(found):
     ]
     assert all(bool(torch.isfinite(each).all()) for each in found[1].values())
     assert not found[0]["spoilt"]
+
+
+def test_memory_that_runs_out_on_a_rank_that_shares_weights_has_all_start_again_with_less(settings, tmp_path):
+    """The others wait for the weights that it would send."""
+    sections = PPO | {"trainer": {"micro_batch_tokens": 256, "activation_checkpointing": False}}
+    settings(**sections).job_dir.mkdir(parents=True)
+    (one, _), (other, _) = _run(settings, tmp_path, 2, {"memory": (sections, {"fail": "memory", "on": 1})})
+    assert one != 0 != other
+    assert not (tmp_path / "memory.json").exists()
+    assert MicroBatch(settings(**sections)).tokens == 128
 
 
 def test_two_adapters_on_one_base_learn_the_same_with_activations_made_again(settings, base, tmp_path):

@@ -326,8 +326,8 @@ class KeptTensors(Mapping[str, Tensor]):
     """The tensors of a safetensors file, each read when it is asked for."""
 
     def __init__(self, file: Path) -> None:
-        self._file: Any = safe_open(file, "pt")  # type: ignore[no-untyped-call]
-        self._names = frozenset(self._file.keys())
+        self._file: Any = safe_open(file, "pt")
+        self._names = frozenset(self._file.keys())  # type: ignore[no-untyped-call]
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:

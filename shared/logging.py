@@ -147,8 +147,6 @@ def configure_logging(environment: Mapping[str, str] | None = None) -> None:
     libraries = logging.StreamHandler(sys.stderr)
     libraries.setFormatter(_JsonFormatter() if as_json else _TextFormatter("%(asctime)s %(name)s %(message)s"))
     logging.basicConfig(level=max(level, logging.WARNING), handlers=[libraries])
-    for name in ("torchao", "torch.utils._pytree"):  # They warn of kernels and enumerations that nobody here uses.
-        logging.getLogger(name).setLevel(logging.ERROR)
     limiter = LineLimiter(lambda lines: structlog.get_logger().warning(_SUMMARY, **lines))
     for handler in logging.getLogger().handlers:
         handler.addFilter(limiter)

@@ -59,18 +59,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def wide(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with matrices of 4 096 weights and more: torchao keeps moments of fewer in float32."""
-    folder = tmp_path_factory.mktemp("wide")
-    for file in base.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    config = Qwen3Config.from_pretrained(base, vocab_size=320, hidden_size=64, intermediate_size=128)
-    torch.manual_seed(8)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
 def opinionated(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A teacher with opinions: another model's logits, scaled up."""
     folder = tmp_path_factory.mktemp("teacher")

@@ -7,25 +7,23 @@ others all. Offloaded, masters and moments are in main memory, and the CPU makes
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, TypeGuard, cast
+from typing import Any
 
 import structlog
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
-from torchao.optim import AdamW8bit
-from torchao.optim.subclass_8bit import OptimState8bit
 
 from tuneloop.shared.capacity.memory import EIGHT_BIT_MOMENTS
 from tuneloop.shared.settings import algorithm
+from tuneloop.trainer.models.eight_bit import BLOCK, EightBitAdamW, decode_moment, encode_moment
 from tuneloop.trainer.models.offloading import OffloadedGradients
-from tuneloop.trainer.ranks.ranks import ALONE, Ranks, first_number, local, own_part, whole
+from tuneloop.trainer.ranks.ranks import ALONE, Ranks, first_number, joined, local, own_part, whole
 
 _log = structlog.get_logger()
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_BLOCK = 256
 #: As torch.nn.utils.clip_grad_norm_ has it.
 _LEAST_NORM = 1e-6
 
@@ -39,8 +37,7 @@ class MasterAdamW:
     """The master weights of what is trained of `module`, their gradients and moments: what this rank has of them.
 
     A float32 parameter is its own master, unless that is offloaded. Any other has a float32 copy, and its gradients
-    are added up in float32, micro-batch by micro-batch; the parameter becomes the copy rounded. With 8 `bits` moments
-    are torchao's, in blocks of 256 of a byte each (Dettmers et al. 2022); those of less than 4 096 are float32.
+    are added up in float32, micro-batch by micro-batch; the parameter becomes the copy rounded.
     """
 
     def __init__(
@@ -63,8 +60,8 @@ class MasterAdamW:
         #: What the masters' gradients are, where the model is.
         self.gradients: dict[str, Tensor] = {}
         self._offloaded = OffloadedGradients() if offload else None
-        self._compiled = compiled
-        self._adamw = _adamw(list(self._masters.values()), settings)
+        starts = {self._masters[name]: first_number(each) for name, each in self._parameters.items()}
+        self._adamw = _adamw(starts, settings, compiled=compiled and not offload)
 
     @property
     def moment_bytes(self) -> float:
@@ -98,9 +95,9 @@ class MasterAdamW:
             ) as gradients:
                 for name, gradient in gradients.items():
                     self._masters[name].grad = gradient
-                rate = self.lr
+                self._adamw.param_groups[0]["lr"] = self.lr
                 self.updates += 1  # Before it is made: one that fails may have been made in part.
-                _step(self._adamw, rate, compiled=self._compiled)
+                self._adamw.step()
                 self._publish()
         self.forget()
 
@@ -131,14 +128,14 @@ class MasterAdamW:
         """All that lasts from one update to the next, where it lies."""
         yield from self._masters.values()
         for state in self._adamw.state.values():
-            for each in state.values():
-                yield from (each.codes, each.scale) if _is_quantized(each) else (each,)
+            yield from (each for each in state.values() if isinstance(each, Tensor))
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """What going on needs, of all ranks, who ask for it together: one tensor after the other, by its name.
 
         `master.parameter` where a parameter does not show it, `moment.parameter`, and `moment_scale.parameter` of
-        those in 8 bits. They are the rank's own tensors where it has all.
+        those in 8 bits. They are the rank's own tensors where it has all; those of several ranks whose parts do not
+        end where blocks do are float32.
         """
         for name, parameter in self._parameters.items():
             master = self._masters[name]
@@ -149,7 +146,7 @@ class MasterAdamW:
                 continue
             yield f"{_STEP}.{name}", state[_STEP]
             for moment in _MOMENTS:
-                yield from _whole_moment(f"{moment}.{name}", state[moment], parameter)
+                yield from self._whole_moment(name, moment, state)
 
     @torch.no_grad()
     def restore(self, *, updates: int, kept: Mapping[str, Tensor], masters: bool = True) -> None:
@@ -159,21 +156,45 @@ class MasterAdamW:
             if masters and (there := kept.get(f"{_MASTER}.{name}")) is not None:
                 master.copy_(own_part(there, self._parameters[name]).view_as(master))
         self._publish()
-        known = [name for name in self._masters if f"{_STEP}.{name}" in kept]
-        if any(kept[f"{_MOMENTS[0]}.{name}"].dtype == torch.int8 for name in known):
-            _log.warning("optimizer_begins_anew", reason="its moments in 8 bits are of an older release")
-            return
-        for name in known:
-            master, state = self._masters[name], self._adamw.state[self._masters[name]]
-            state[_STEP] = kept[f"{_STEP}.{name}"].clone()
-            for moment in _MOMENTS:
-                state[moment] = self._new_moment(master, signed=moment == _MOMENTS[0])
-                _restore_moment(f"{moment}.{name}", state[moment], kept, self._parameters[name])
+        for name, master in self._masters.items():
+            if f"{_STEP}.{name}" in kept:
+                state = self._new_state(master) | {_STEP: kept[f"{_STEP}.{name}"].clone()}
+                for moment in _MOMENTS:
+                    self._restore_moment(name, moment, state, kept)
+                self._adamw.state[master] = state
 
-    def _new_moment(self, master: Tensor, *, signed: bool) -> Tensor:
-        if isinstance(self._adamw, AdamW8bit):
-            return cast(Tensor, self._adamw._new_buffer(master, signed))
-        return torch.zeros_like(master)
+    def _new_state(self, master: nn.Parameter) -> dict[str, Tensor]:
+        if isinstance(self._adamw, EightBitAdamW):
+            return self._adamw.new_state(master)
+        return {moment: torch.zeros_like(master) for moment in _MOMENTS}
+
+    def _whole_moment(self, name: str, moment: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        parameter, scale = self._parameters[name], state.get(f"{moment}_scale")
+        ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
+        if scale is None:
+            yield f"{moment}.{name}", whole(state[moment], parameter).view(parameter.shape)
+        elif ranks > 1 and (parameter.shape[0] % ranks or parameter.numel() % (ranks * BLOCK)):
+            yield f"{moment}.{name}", whole(decode_moment(state, moment), parameter).view(parameter.shape)
+        else:
+            yield f"{moment}.{name}", whole(state[moment], parameter).view(parameter.shape)
+            yield f"{moment}_scale.{name}", joined(scale, parameter)
+
+    def _restore_moment(self, name: str, moment: str, state: dict[str, Tensor], kept: Mapping[str, Tensor]) -> None:
+        """Fill this rank's part of a moment from what was kept of the whole, in whatever bits."""
+        parameter, there, in_bits = self._parameters[name], kept[f"{moment}.{name}"], f"{moment}_scale" in state
+        scale, before = kept.get(f"{moment}_scale.{name}"), first_number(parameter)
+        if scale is not None and in_bits and before % BLOCK == 0:
+            state[moment].copy_(own_part(there, parameter).reshape(-1))
+            mine = state[f"{moment}_scale"]
+            mine.copy_(scale[before // BLOCK :][: len(mine)])
+            return
+        if scale is not None:
+            there = decode_moment({moment: there.view(-1), f"{moment}_scale": scale}, moment)
+        part = own_part(there, parameter).to(state[moment].device)
+        if in_bits:
+            encode_moment(state, moment, part.reshape(-1))
+        else:
+            state[moment].copy_(part.view_as(state[moment]))
 
     def _is_sharded(self, name: str) -> bool:
         return isinstance(self._parameters[name], DTensor)
@@ -227,59 +248,10 @@ def _scale_down(gradients: Iterable[Tensor], norm: float, max_norm: float) -> No
             each.mul_(share)
 
 
-def _adamw(masters: list[nn.Parameter], settings: algorithm.OptimizerSettings) -> torch.optim.Optimizer:
+def _adamw(
+    starts: Mapping[nn.Parameter, int], settings: algorithm.OptimizerSettings, *, compiled: bool
+) -> torch.optim.AdamW | EightBitAdamW:
     given: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "weight_decay": settings.weight_decay}
-    return AdamW8bit(masters, **given) if settings.bits == 8 else torch.optim.AdamW(masters, **given, fused=True)
-
-
-def _step(adamw: torch.optim.Optimizer, lr: float, *, compiled: bool) -> None:
-    if isinstance(adamw, torch.optim.AdamW):
-        adamw.param_groups[0]["lr"] = lr
-    else:
-        adamw.param_groups[0]["lr"].fill_(lr)
-    with nullcontext() if compiled else torch.compiler.set_stance("force_eager"):  # torchao's compiles itself
-        adamw.step()
-
-
-def _is_quantized(moment: Tensor) -> TypeGuard[OptimState8bit]:
-    return isinstance(moment, OptimState8bit)
-
-
-def _decode(moment: Tensor) -> Tensor:
-    return cast(Tensor, moment.dequantize()) if _is_quantized(moment) else moment
-
-
-def _scale_name(name: str) -> str:
-    return name.replace(".", "_scale.", 1)
-
-
-def _whole_moment(name: str, moment: Tensor, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A moment of all ranks: in 8 bits where all have it so, in blocks that are also those of the whole."""
-    ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
-    even = parameter.shape[0] % ranks == 0 and parameter.numel() % (ranks * _BLOCK) == 0
-    if not (_is_quantized(moment) and even):
-        yield name, whole(_decode(moment), parameter).view(parameter.shape)
-        return
-    yield name, whole(moment.codes, parameter)
-    scale = moment.scale
-    if isinstance(parameter, DTensor):
-        scale = DTensor.from_local(scale, parameter.device_mesh, parameter.placements, run_check=False).full_tensor()
-    yield _scale_name(name), scale
-
-
-def _restore_moment(name: str, moment: Tensor, kept: Mapping[str, Tensor], parameter: Tensor) -> None:
-    """Fill this rank's part of a moment from what was kept of the whole."""
-    there = kept[name]
-    if there.dtype == torch.float32:
-        moment.copy_(own_part(there, parameter).view_as(moment))
-        return
-    scale = kept[_scale_name(name)]
-    whole_moment = OptimState8bit.zeros(there.shape, name.startswith(f"{_MOMENTS[0]}."), _BLOCK)
-    whole_moment.codes.copy_(there)
-    whole_moment.scale.copy_(scale)
-    before = first_number(parameter)
-    if _is_quantized(moment) and before % _BLOCK == 0:
-        moment.codes.copy_(own_part(there, parameter))
-        moment.scale.copy_(scale[before // _BLOCK :][: len(moment.scale)])
-    else:
-        moment.copy_(own_part(whole_moment.dequantize(), parameter).view_as(moment))
+    if settings.bits == 8:
+        return EightBitAdamW(starts, **given, compiled=compiled)
+    return torch.optim.AdamW(list(starts), **given, fused=True)

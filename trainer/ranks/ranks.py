@@ -283,6 +283,14 @@ def whole(part: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(part, *placed, run_check=False, shape=like.shape, stride=like.stride()).full_tensor()
 
 
+def joined(part: Tensor, like: Tensor) -> Tensor:
+    """The parts of all ranks, as many numbers of each, one behind the other, if another tensor is sharded."""
+    if not isinstance(like, DTensor):
+        return part
+    placed = (like.device_mesh, like.placements)
+    return DTensor.from_local(part.to(like.device), *placed, run_check=False).full_tensor()
+
+
 def first_number(like: Tensor) -> int:
     """The place in the whole, row after row, of the first number that this rank has of a tensor; 0 if it has none."""
     if not isinstance(like, DTensor):

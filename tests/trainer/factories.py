@@ -99,7 +99,17 @@ def gradients_of(learner: Any, name: str) -> dict[str, Any]:
     model = learner.actor.network if name == "actor" else learner.critic
     shapes = {key: each.shape for key, each in model.named_parameters()}
     found = learner.optimizers[name].gradients
-    return {shard.name: each.view(shapes[shard.name]) for shard, each in found.items()}
+    return {key: each.view(shapes[key]) for key, each in found.items()}
+
+
+def moments_of(optimizer: Any) -> dict[str, Any]:
+    """AdamW's memory as it is saved."""
+    return {name: each for name, each in optimizer.state() if not name.startswith("master.")}
+
+
+def masters_of(optimizer: Any) -> list[Any]:
+    """The float32 weights that updates are made of."""
+    return list(optimizer._masters.values())
 
 
 def points(folder: Path, name: str) -> list[tuple[int, float]]:

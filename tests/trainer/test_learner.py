@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.factories import sample
+from tests.trainer.factories import moments_of, sample
 from tuneloop.shared.errors import NotFinite
 from tuneloop.trainer.batches.batch import assemble
 from tuneloop.trainer.batches.batch import collate as collate_sequences
@@ -21,9 +21,9 @@ def collate(samples):
 
 def _gradients(learner):
     return {
-        f"{name}.{shard.name}": gradient.clone()
+        f"{name}.{key}": gradient.clone()
         for name, optimizer in learner.optimizers.items()
-        for shard, gradient in optimizer.gradients.items()
+        for key, gradient in optimizer.gradients.items()
     }
 
 
@@ -82,8 +82,8 @@ def _everything(learner):
     return {
         **{f"a.{name}": tensor.clone() for name, tensor in learner.actor.network.state_dict().items()},
         **{f"c.{name}": tensor.clone() for name, tensor in learner.critic.state_dict().items()},
-        **{f"am.{name}": tensor.clone() for name, tensor in learner.optimizers["actor"].moments().items()},
-        **{f"cm.{name}": tensor.clone() for name, tensor in learner.optimizers["critic"].moments().items()},
+        **{f"am.{name}": tensor.clone() for name, tensor in moments_of(learner.optimizers["actor"]).items()},
+        **{f"cm.{name}": tensor.clone() for name, tensor in moments_of(learner.optimizers["critic"]).items()},
         "random": learner.generator.get_state(),
     }
 

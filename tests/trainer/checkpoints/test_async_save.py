@@ -254,7 +254,7 @@ def _spoil(learner):
         for tensor in (*learner.actor.tensors().values(), *learner.critic.state_dict().values()):
             tensor.add_(1)
         for optimizer in learner.optimizers.values():
-            for tensor in (*optimizer.weights(hidden=True).values(), *optimizer.moments().values()):
+            for tensor in dict(optimizer.state()).values():
                 tensor.add_(1)
     learner.generator.manual_seed(99)
     learner.steps += 7

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from structlog.testing import capture_logs
 
 from tests.moving_folder import moving
-from tests.trainer.factories import commit, points, sample
+from tests.trainer.factories import commit, moments_of, points, sample
 from tuneloop.shared.checkpoints import (
     CheckpointStore,
     DiskSpace,
@@ -117,7 +117,7 @@ def test_after_a_death_before_the_state_the_newest_weights_and_older_moments_are
         torch.equal(each, served[name]) for name, each in learner.actor.network.state_dict().items() if name in served
     )
     older = load_file(first.path / "trainer_state" / "actor.safetensors")
-    moments = learner.optimizers["actor"].moments()
+    moments = moments_of(learner.optimizers["actor"])
     assert moments
     assert all(torch.equal(each, older[name]) for name, each in moments.items())
     assert {name: each.updates for name, each in learner.optimizers.items()} == {"actor": 4, "critic": 2}

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.factories import commit, sample
+from tests.trainer.factories import commit, masters_of, moments_of, sample
 from tuneloop.shared.capacity.memory import reckon
 from tuneloop.shared.capacity.model_shape import read_shape
 from tuneloop.shared.checkpoints import CheckpointStore, read_manifest
@@ -65,7 +65,7 @@ def test_the_base_is_there_once_and_reckoned_once_and_the_adapters_twice(adapted
     assert _tensors(learner.critic.body) == ours
     assert _tensors(learner.reference.network) == ours
     assert not [each for each in learner.reference.network.parameters() if each.requires_grad]
-    trained = {name: [*each.weights().values()] for name, each in learner.optimizers.items()}
+    trained = {name: masters_of(each) for name, each in learner.optimizers.items()}
     adapter = sum(each.nbytes for each in trained["actor"])
     assert sum(each.nbytes for each in trained["critic"]) == adapter + 4 * (32 + 1)
     shape = read_shape(base)
@@ -91,7 +91,7 @@ def test_a_step_of_one_does_not_move_the_other(adapted, name):
     optimizer.update(norm=optimizer.gradient_norm(), max_norm=1.0)
     for which, model in (("actor", learner.actor.network), ("critic", learner.critic)):
         moved = [not torch.equal(one, other) for one, other in zip(model.parameters(), before[which], strict=True)]
-        assert sum(moved) == (len(optimizer.weights()) if which == name else 0)
+        assert sum(moved) == (len(masters_of(optimizer)) if which == name else 0)
 
 
 def test_a_critic_of_an_older_release_which_is_a_whole_model_begins_anew_and_nothing_else(
@@ -111,7 +111,7 @@ def test_a_critic_of_an_older_release_which_is_a_whole_model_begins_anew_and_not
     assert {name: each.updates for name, each in resumed.optimizers.items()} == {"actor": 2, "critic": 0}
     assert resumed.steps == 1
     assert resumed.logprobs(list(range(40, 60))) == learner.logprobs(list(range(40, 60)))
-    ours, theirs = (each.optimizers["actor"].moments() for each in (resumed, learner))
+    ours, theirs = (moments_of(each.optimizers["actor"]) for each in (resumed, learner))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(each, theirs[name]) for name, each in ours.items())
     assert resumed.step(BATCHES[1])["critic/values/mean"] == 0
@@ -158,7 +158,7 @@ def test_loaded_adapters_go_on_to_the_bit(adapted, base, tmp_path, dtype, bits, 
     types = {each.dtype for each in load_file(tmp_path / "again" / "actor" / "adapter_model.safetensors").values()}
     assert types == {getattr(torch, dtype)}
     for name, optimizer in second.optimizers.items():
-        assert {each.dtype for each in optimizer.weights().values()} == {torch.float32}, name
+        assert {each.dtype for each in masters_of(optimizer)} == {torch.float32}, name
 
 
 def test_peft_and_the_merged_weights_find_the_probe_s_logprobs(adapted, base, tmp_path):

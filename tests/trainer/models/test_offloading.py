@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.trainer.factories import sample
+from tests.trainer.factories import masters_of, moments_of, sample
 from tuneloop.trainer.checkpoints import snapshot
 
 BATCHES = [[sample(i) for i in range(4 * at, 4 * at + 4)] for at in range(2)]
@@ -46,7 +46,7 @@ def test_beside_a_gpu_it_is_in_main_memory(settings, dtype):
         _learnt(settings, offload=offload, device="cuda", dtype=dtype, batches=BATCHES[:1]) for offload in (False, True)
     )
     for name, optimizer in there.optimizers.items():
-        own = [*optimizer.weights().values(), *optimizer.moments().values()]
+        own = [*masters_of(optimizer), *moments_of(optimizer).values()]
         assert {each.device.type for each in own} == {"cpu"}, name
     one, other = _tensors(here), _tensors(there)
     for name, each in one.items():

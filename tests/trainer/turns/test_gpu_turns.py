@@ -12,7 +12,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from tests.trainer.factories import commit, eventually, sample
+from tests.trainer.factories import commit, eventually, moments_of, sample
 from tuneloop.shared.errors import LedgerUnavailable, TurnNotGiven
 from tuneloop.shared.job_marks import GpuLocks
 from tuneloop.shared.ledger.training.training import Training
@@ -47,7 +47,7 @@ def turns(settings, stop):
 
 
 def weights_of(learner):
-    moments = {name: each for kind in learner.optimizers.values() for name, each in kind.moments().items()}
+    moments = {name: each for kind in learner.optimizers.values() for name, each in moments_of(kind).items()}
     return learner.actor.network.state_dict() | moments
 
 

@@ -85,7 +85,7 @@ def batch(step: int, *, rows: int):
 
 
 def outcome(
-    settings: Settings, ranks: Ranks, *, rows: int = 12, start: Path | None = None
+    settings: Settings, ranks: Ranks, *, rows: int = 12, start: Path | None = None, steps: int = STEPS
 ) -> tuple[Metrics, dict[str, torch.Tensor], Learner]:
     """Some steps: the metrics of all, and the weights after the last."""
     learner, told = snapshot.load(settings, start, ranks), {}
@@ -94,7 +94,7 @@ def outcome(
         learner.teacher = SlowTeacher()
     if settings.trainer.yield_to_traffic:
         Thread(target=keep_busy, args=(settings.job_dir,)).start()
-    for step in range(learner.steps, learner.steps + STEPS):
+    for step in range(learner.steps, learner.steps + steps):
         try:
             metrics = micro_batch.step(learner, batch(step, rows=rows), version=0)
         except NotFinite as error:
@@ -189,7 +189,8 @@ def main(folder: Path, together: int) -> None:
             follow(settings, ranks)
             continue
         start = Path(scenario["from"]) if "from" in scenario else None
-        told, weights, learner = outcome(settings, ranks, rows=scenario.get("rows", 12), start=start)
+        asked = {name: scenario[name] for name in ("rows", "steps") if name in scenario}
+        told, weights, learner = outcome(settings, ranks, start=start, **asked)
         snapshot.probe(learner, settings)  # by rank 0 alone, as between two steps
         if scenario.get("save"):
             (folder / name).mkdir()

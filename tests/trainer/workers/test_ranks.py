@@ -68,6 +68,19 @@ def test_several_ranks_come_to_the_numbers_of_one(settings, tmp_path, size):
     _what_is_not_finite_on_one_rank_is_refused_by_all(found["nan"])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_over_twenty_steps_losses_and_norms_stay_those_of_one(settings, tmp_path, size):
+    sections = {"algorithm": {"algorithm_type": "ppo"}, "trainer": {"dtype": "float32"}}
+    ends = _run(settings, tmp_path, size, {"long": (sections, {"steps": 20})})
+    assert [code for code, _ in ends] == [0] * size
+    told, _ = _found(tmp_path, "long")
+    metrics, _, _ = outcome(settings(**sections), ALONE, steps=20)
+    compared = [name for name in metrics if name.endswith(("grad_norm", "loss"))]
+    assert len(compared) >= 3 * 20
+    assert {name: told[name] for name in compared} == pytest.approx({name: metrics[name] for name in compared}, rel=1e-5)
+
+
 def _memory_that_runs_out_on_one_rank_makes_all_go_on_with_smaller_pieces(found, metrics, weights):
     assert (found[0].pop("micro_batch_tokens"), found[0].pop("spoilt")) == (128, False)
     assert found[0] == pytest.approx({name: each for name, each in metrics.items() if name in found[0]}, abs=1e-5)

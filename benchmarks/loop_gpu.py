@@ -45,6 +45,7 @@ from benchmarks.on_gpu.services import Clock, await_ready, rollout_of, write_set
 from benchmarks.proxy.load import running
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.ui.reading.curves import CurveReader
+from tuneloop.shared.operations.engines import read_engines
 from tuneloop.shared.settings.hardware import placement_sentence
 from tuneloop.shared.settings.settings import Settings
 
@@ -117,7 +118,7 @@ def main() -> int:
         url = f"http://127.0.0.1:{_PORT}"
         try:
             await_ready(f"{url}/health/ready", pid, log, timeout_s=clock.remaining - 40)
-            clock.say("it serves")
+            clock.say("; ".join(["it serves", *(each.sentence for each in read_engines(settings) or ())]))
             phases = [int(each) for each in options.lanes.split(",")]
             for number, lanes in enumerate(phases):
                 seconds = (clock.remaining - _END_S) / (len(phases) - number)
@@ -164,7 +165,8 @@ def _tell_what(settings: Settings, options: argparse.Namespace) -> None:
         f"{where}, {len(os.sched_getaffinity(0))} cores, {vllm.installed_version()}, torch {torch.__version__}; Qwen3 "
         f"{options.size}, random; {placement_sentence(settings) or 'no GPU'}; {settings.algorithm.algorithm_type}, "
         f"batches of {options.batch}, replies of at most {options.tokens} tokens, capture {options.capture}, "
-        f"{' '.join(options.set)}",
+        f"{' '.join(options.set)}\n"
+        "parts of tuneloop: explorer, ledger, trainer, engines (whether with our vLLM plugin is said when they serve)",
         flush=True,
     )
 

@@ -1,7 +1,7 @@
 """Tokens a second through the explorer beside vLLM alone, by what is captured, by turns on one GPU.
 
     python -m benchmarks.serve_gpu [--size 0.6b] [--budget-seconds 360] [--at-once 32,128,256] [--api-servers N]
-        [--subjects all,share,none] [--workers 1] [--built FOLDER] [--work FOLDER]
+        [--subjects all,share,none] [--share 0.05] [--no-plugin] [--workers 1] [--built FOLDER] [--work FOLDER]
 
 One engine as the explorer starts its own, and an explorer attached to it for each mode of `explorer.capture.logprobs`,
 which record to a disk as they do by default; and "bare", vLLM itself: a second engine with the same flags on the same
@@ -10,6 +10,12 @@ for whole and for streamed replies of the same length, so many at once, in waves
 `packed` are the first engine alone, asked as the bare one is, for token ids, and for log-probabilities too: vLLM's own
 way, and packed, as explorers ask. Each round asks all once; a ratio is the geometric mean over the rounds of what one
 got by what the bare engine got in the same turn, with its standard error.
+Which engine has our plugin is said when they are up; with `--no-plugin` none has it, as an engine of others that was
+attached by `engine_urls`. What a share of a quarter costs such an engine, in less than three minutes of an H200:
+
+    python -m benchmarks.serve_gpu --no-plugin --subjects all,share --share 0.25 --at-once 32,256 --waves 1
+        --budget-seconds 170
+
 The load is one process of C (`benchmarks/proxy/load.c`); what it can do at most is measured first, against an upstream
 that replays recordings.
 
@@ -35,7 +41,7 @@ import sqlalchemy
 import torch
 
 from benchmarks.on_gpu.random_model import make_model
-from benchmarks.on_gpu.services import Clock, await_ready, bare_engine, rollout_of, service, write_settings
+from benchmarks.on_gpu.services import Clock, await_ready, bare_engine, plugin_of, rollout_of, service, write_settings
 from benchmarks.proxy.load import built, cpu_s, load, request_body, running
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.packing.wire import HEADER, PACKED
@@ -146,11 +152,13 @@ def _start_engines(work: Path, model: Path, options: argparse.Namespace, stack: 
     print(
         f"{_machine(options.gpu)}, {len(os.sched_getaffinity(0))} cores, {vllm.installed_version()}, torch "
         f"{torch.__version__}; Qwen3 {options.size}, random, {rollout['dtype']}; API servers {servers}, "
-        f"explorer.workers {options.workers}; replies of {options.tokens} tokens, {options.waves} waves",
+        f"explorer.workers {options.workers}; replies of {options.tokens} tokens, {options.waves} waves\n"
+        f"parts of tuneloop: explorers, which capture {options.subjects} (a share: {options.share:g}), at an engine "
+        f"{'with' if options.plugin else 'without'} our vLLM plugin; bare is vLLM alone",
         flush=True,
     )
     started = []
-    for port, env in ((_PORT, {}), (_BARE_PORT, {PACKS: "0"})):
+    for port, env in ((_PORT, {PACKS: str(int(options.plugin))}), (_BARE_PORT, {PACKS: "0"})):
         log = work / f"engine-{port}.log"
         pid = stack.enter_context(bare_engine(settings, model, port, log, env=env))
         started.append(RunningEngine(port, pid, log))
@@ -185,14 +193,17 @@ def _start(
         folder, port = work / mode, _PORT + 1 + number
         rollout = {"engine_urls": [f"http://127.0.0.1:{_PORT}"], "dtype": "bfloat16" if options.gpu else "float32"}
         values = _values(folder, model, options, rollout)
-        values["explorer"] |= {"proxy_port": port, "capture": {"logprobs": mode}}
+        values["explorer"] |= {"proxy_port": port, "capture": {"logprobs": mode, "share": options.share}}
         settings = write_settings(folder / "settings.yaml", values)
         pid = stack.enter_context(service(folder / "settings.yaml", "explorer", folder / "explorer.log"))
         waiting.append(Subject(name=mode, port=port, pids=[pid], settings=settings))
     for port, pid, log in engines:
         await_ready(f"http://127.0.0.1:{port}/health", pid, log, timeout_s=max(60.0, clock.remaining - 60.0))
-    clock.say("engines are up")
     ours, bare = engines
+    found = [plugin_of(f"http://127.0.0.1:{each.port}", _MODEL) for each in engines]
+    clock.say(f"engines are up: that of the explorers {found[0]}, bare {found[1]}")
+    if found != [f"{'with' if options.plugin else 'without'} our vLLM plugin", "without our vLLM plugin"]:
+        raise SystemExit("not as was asked for: install tuneloop where the engines run, or measure with --no-plugin")
     yield Subject(name="bare", port=bare.port, pids=[bare.pid])
     for name in (each for each in names if each in _ASKED):
         yield Subject(name=name, port=ours.port, pids=[ours.pid], more=_ASKED[name])
@@ -339,6 +350,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--waves", type=int, default=2, help="requests of each client in a turn")
     parser.add_argument("--rounds", type=int, default=8, help="at most; the budget may end them before")
     parser.add_argument("--subjects", default="all,share,none", help="beside bare")
+    parser.add_argument("--share", type=float, default=0.05, help="what `share` captures")
+    parser.add_argument(
+        "--plugin", action=argparse.BooleanOptionalAction, default=True, help="in the explorers' engine"
+    )
     parser.add_argument("--api-servers", type=int, help="vLLM's front ends, as by default: what the cores allow")
     parser.add_argument("--workers", type=int, default=1, help="explorer.workers")
     parser.add_argument("--memory", type=float, default=0.7, help="gpu_memory_utilization of both engines together")

@@ -333,6 +333,7 @@ def main() -> int:
         lengths = [len(each.prompt_ids) + len(each.completion_ids) for each in samples]
         peak = peak_flops(device, dtype)
         print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}, {options.dtype}")
+        print("parts of tuneloop: the learner; no ledger, explorer or engine, so that our vLLM plugin is not loaded")
         print(f"Qwen3 {options.size}, {len(lengths)} sequences, {sum(lengths):,} tokens, longest {max(lengths):,}")
         print(f"peak of a square matmul {peak / 1e12:,.1f} TFLOP/s; trainer: {options.settings or 'as by default'}\n")
         print("| method | a step | tokens/s | of its floor | of the peak | memory | reckoned | useful |")

@@ -15,6 +15,7 @@ from tuneloop.shared.ledger.facts import find_ignored_feedback
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.logging import JSON_VARIABLE, LEVEL_VARIABLE, LogLevel
+from tuneloop.shared.operations.engines import plugin_sentence
 from tuneloop.shared.settings.database_url import without_password
 from tuneloop.shared.settings.hardware import idle_sentence, placement_sentence
 from tuneloop.shared.settings.loader import read_settings
@@ -62,7 +63,9 @@ def validate(config: ConfigOption, set_: SetOption = None, for_programs: JsonOpt
 def notes_on(settings: Settings) -> list[str]:
     """What is allowed, and may not be meant."""
     unbounded = settings.algorithm.unbounded if settings.mode != "serve" else None
-    notes = [find_ignored_feedback(settings), unbounded, idle_sentence(settings)]
+    attached = settings.mode != "train" and settings.explorer.rollout_model.engine_urls
+    plugin = attached and f"{plugin_sentence(of_others=True)}. `tuneloop doctor` says which engines have the plugin"
+    notes = [find_ignored_feedback(settings), unbounded, idle_sentence(settings), plugin]
     return [note for note in notes if note]
 
 

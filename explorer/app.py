@@ -177,7 +177,7 @@ def _add_routes(app: FastAPI) -> None:
         # Who has our own address is on this machine, too.
         if is_from_here("127.0.0.1" if client == own else client, request.headers.raw):
             engines = [
-                EngineSummary(each.number, each.state.value, each.version, each.proof)._asdict()
+                EngineSummary(each.number, each.state.value, each.version, each.proof, each.packs)._asdict()
                 for each in services.fleet.engines
             ]
             status |= {"reason": reason, "engines": engines}

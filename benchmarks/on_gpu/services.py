@@ -1,5 +1,6 @@
 """Starts engines and explorers for benchmarks, from this checkout, installed or not, and ends them afterwards."""
 
+import asyncio
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -66,6 +67,18 @@ def service(config: Path, what: str, log: Path, *, env: Mapping[str, str] | None
     words = [sys.executable, "-P", "-m", f"tuneloop.{what}", "--config", config]
     with running(words, log, env=env) as pid:
         yield pid
+
+
+def plugin_of(url: str, model: str) -> str:
+    """Whether the engine that answers there has our plugin, as one token of it tells."""
+
+    async def ask() -> bool | None:
+        async with vllm.open_session(url=url, socket=None, key=None) as session:
+            control = vllm.EngineControl(session, model_name=model)
+            await control.find_plugin()
+        return control.packs
+
+    return {True: "with our vLLM plugin", False: "without our vLLM plugin", None: "plugin unknown"}[asyncio.run(ask())]
 
 
 def await_ready(url: str, pid: int, log: Path, *, timeout_s: float) -> None:

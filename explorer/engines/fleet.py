@@ -181,6 +181,7 @@ class Engine:
         self.loads = 0
         self.swaps = 0
         self._proof = ""
+        self._packs: bool | None = None
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -203,6 +204,15 @@ class Engine:
     @proof.setter
     def proof(self, proof: str) -> None:
         self._proof = proof
+
+    @property
+    def packs(self) -> bool | None:
+        """Whether it packs log-probabilities; None: it is not known."""
+        return self._control.packs if self._control is not None else self._packs
+
+    @packs.setter
+    def packs(self, packs: bool | None) -> None:
+        self._packs = packs
 
     def begin_load(self) -> None:
         """Weights begin to change under what is in flight; adapters do not."""
@@ -229,6 +239,7 @@ class EngineView(msgspec.Struct, frozen=True):
     loads: int
     renaming: ModelRenaming | None = None
     proof: str = ""
+    packs: bool | None = None
 
 
 class FleetReplicas(Protocol):
@@ -310,7 +321,7 @@ class Fleet:
         for each in status:
             engine = self.engines[each.number]
             engine.state, engine.version, engine.loads = each.state, each.version, each.loads
-            engine.http.renaming, engine.proof = each.renaming, each.proof
+            engine.http.renaming, engine.proof, engine.packs = each.renaming, each.proof, each.packs
         async with self._changed:
             self._changed.notify_all()
 

@@ -21,6 +21,7 @@ import orjson
 import structlog
 
 from tuneloop.explorer.engines.adapter_names import ModelRenaming, adapter_name_of, is_adapter
+from tuneloop.explorer.engines.packing.wire import HEADER, PACKED
 from tuneloop.explorer.engines.proof.fingerprint import differing_from_files
 from tuneloop.explorer.engines.proof.log_probabilities import ProbeFindings, mean_distance, probe_text
 from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, INSTANCE_ID, METHOD
@@ -218,6 +219,8 @@ class EngineControl:
     has_fingerprint: bool | None = None
     is_extended: bool | None = None
     proof = ""
+    #: Whether it packs log-probabilities, which takes our plugin; None: it is not known.
+    packs: bool | None = None
 
     def __init__(self, session: httpx.AsyncClient, *, model_name: str, tolerance: float = 0.0) -> None:
         """`tolerance` is what the engine's own precision makes of log-probabilities, in nats."""
@@ -253,6 +256,16 @@ class EngineControl:
     async def drafts_tokens(self) -> bool:
         """Whether it drafts tokens: it was told to, or has counters of them."""
         return self.drafts or _DRAFTS in await self._get("/metrics/")
+
+    async def find_plugin(self) -> None:
+        """Find out by one token whether the engine packs log-probabilities."""
+        body = {"model": self._model_name, "prompt": [0], "max_tokens": 1, **CAPTURE_TEXT}
+        try:
+            answer = await self._post("/v1/completions", body=body, headers={**_JSON, HEADER: PACKED})
+            self.packs = PACKED in orjson.loads(answer)["choices"][0]["logprobs"]
+        except (EngineError, LookupError, TypeError, ValueError) as error:  # an engine serves without it
+            self.packs = None
+            log.warning("plugin_not_asked_for", reason=repr(error))
 
     async def pause(self, mode: str) -> None:
         """Stop sampling: `keep` freezes what is in flight, `wait` lets it end first."""
@@ -377,10 +390,15 @@ class EngineControl:
         return reply.text if reply.status_code == 200 else ""
 
     async def _post(
-        self, path: str, *, params: Mapping[str, str] | None = None, body: Mapping[str, object] | None = None
+        self,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: Mapping[str, object] | None = None,
+        headers: Mapping[str, str] | None = _JSON,
     ) -> bytes:
         # As ASCII: a prompt may contain a lone surrogate, which has no UTF-8.
-        content, headers = (None, None) if body is None else (json.dumps(body).encode(), _JSON)
+        content, headers = (None, None) if body is None else (json.dumps(body).encode(), headers)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 reply = await self._session.post(path, params=params, content=content, headers=headers)

@@ -417,4 +417,5 @@ def _view(engine: Engine, services: ControlServices) -> EngineView:
         loads=engine.loads,
         renaming=engine.renaming,
         proof=engine.proof,
+        packs=engine.packs,
     )

@@ -22,7 +22,7 @@ from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.database import ClockSkew
 from tuneloop.shared.ledger.versions.versions import SERVABLE
 from tuneloop.shared.operations.diagnosis import Reason, ago, diagnose, equation, moment, number
-from tuneloop.shared.operations.engines import EngineSummary, read_engines
+from tuneloop.shared.operations.engines import EngineSummary, plugin_sentence, read_engines
 from tuneloop.shared.operations.older_ledger import find_lost_versions
 from tuneloop.shared.operations.open_versions import OpenVersion, find_open_versions
 from tuneloop.shared.operations.outbox import read_outbox
@@ -172,6 +172,9 @@ def as_sections(report: DoctorReport, settings: Settings) -> dict[str, list[str]
         ]
     if report.engines is not None:
         sections["Engines"] = [each.sentence for each in report.engines]
+        if any(each.packs is False for each in report.engines):
+            of_others = bool(settings.explorer.rollout_model.engine_urls)
+            sections["Engines"].append(plugin_sentence(of_others=of_others))
     if report.clock is not None and report.clock.wrong:
         sections["Clocks"] = [f"by the ledger's time {report.clock.sentence}: correct them; they age nothing"]
     if facts.disk is not None:

@@ -108,6 +108,15 @@ def test_validate_says_which_gpu_trains_and_which_idle(tmp_path):
     assert lines["note"] == "GPU 2 idles: raise trainer.workers, or lower cluster.gpu_per_node"
 
 
+def test_validate_says_what_engines_of_others_cost_without_our_plugin(tmp_path):
+    file = settings_file(tmp_path, "explorer: {rollout_model: {engine_urls: ['http://gpu-box:8000']}}\n")
+    [note] = [line[21:] for line in tuneloop("validate", file)[1].splitlines() if line.startswith("  note")]
+    for said in ("is not started by tuneloop", "28 to 51 %", "pip install --no-deps .", "PACKS=1", "doctor"):
+        assert said in note
+    assert tuneloop("validate", file, "--json")[1].count("28 to 51 %") == 1
+    assert "28 to 51" not in tuneloop("validate", file, "--set", "mode=train")[1]
+
+
 def test_validate_refuses_preferences_that_would_count_for_nothing(tmp_path):
     file = settings_file(tmp_path, "mode: train\nalgorithm: {algorithm_type: dpo}\nbuffer: {group_by: preference}\n")
     code, _, err = tuneloop("validate", file)

@@ -9,6 +9,8 @@ import asyncio
 import itertools
 import json
 import zlib
+from array import array
+from base64 import b64encode
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ import jinja2
 from pydantic import TypeAdapter
 
 from tests.doubles.serving import reset, serving
+from tuneloop.explorer.engines.packing.wire import HEADER, PACKED
 from tuneloop.explorer.engines.proof.fingerprint import Fingerprint
 from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, INSTANCE_ID, METHOD
 from tuneloop.explorer.versions.safetensors import adapter_fingerprints_of, fingerprints_of, tensors
@@ -135,6 +138,7 @@ class EngineDouble:
     metrics_asked: int = 0
     answers_server_info: bool = True
     extended: bool = False  # its workers have our extension
+    packs: bool = False  # as with our plugin
     servers: int = 1  # API servers, which answer in turn
     adapter_one_unit_off: bool = False  # in the sums of its adapters
     rendered: bytes | None = None  # what its renderer answers; none: it was started without
@@ -176,7 +180,7 @@ class EngineDouble:
         if path == CHAT:
             return await self._chat(scope, body, send)
         if path == "/v1/completions":
-            return await self._probe(body, send)
+            return await self._probe(scope, body, send)
         if path in PASSED:
             self.passed.append((path, body))
             self.texts += 1
@@ -312,7 +316,7 @@ class EngineDouble:
     def _weights_of(self, request: dict[str, Any]) -> Path:
         return self.adapters.get(str(request.get("model")), self.weights)
 
-    async def _probe(self, body: bytes, send: Any) -> None:
+    async def _probe(self, scope: Any, body: bytes, send: Any) -> None:
         request = json.loads(body)
         if request["model"] not in {MODEL, *self.adapters}:
             return await _send_reply(send, 404, recorded("error_model.json"))
@@ -349,6 +353,9 @@ class EngineDouble:
             told = [dict(_alternatives(1, of_token, temperature=temperature)) for of_token in answer]
             named = [{f"token_id:{token}": logprob for token, logprob in each.items()} for each in told]
             choice |= {"token_ids": ids, "logprobs": {"token_logprobs": answer, "top_logprobs": named}}
+            asked = (HEADER.lower().encode(), PACKED.encode()) in scope["headers"]
+            if self.packs and asked and request["logprobs"] == 0:
+                choice["logprobs"] = {"token_logprobs": [], "packed": b64encode(array("f", answer).tobytes()).decode()}
         published = self._weights_of(request).parent.name.startswith("global_step_")
         await _send_reply(send, 200, (published and self.answer_to_probe) or json.dumps(reply).encode())
 

@@ -39,6 +39,7 @@ from tuneloop.shared.errors import (
 from tuneloop.shared.experience import since_boot
 from tuneloop.shared.job_marks import GpuLocks
 from tuneloop.shared.ledger.ledger import Ledger, Version
+from tuneloop.shared.operations.engines import plugin_sentence
 
 log = structlog.get_logger()
 
@@ -127,6 +128,7 @@ class EngineSupervisor:
             except EngineError as error:
                 raise EnvironmentRefused(f"explorer.rollout_model.engine_args: {error}") from error
         await give_first_grammar(control)
+        await _find_plugin(self._engine)
 
     async def run(self) -> None:
         """Run the engine for ever. Raises EnvironmentRefused if it never gets up in the first place."""
@@ -214,6 +216,15 @@ class EngineSupervisor:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
         return next(reason for task, reason in waiting.items() if task in ended)
+
+
+async def _find_plugin(engine: Engine) -> None:
+    """Find out whether it has our plugin, and say what it costs if not."""
+    await engine.control.find_plugin()
+    if engine.packs is False:
+        log.warning(
+            "engine_without_plugin", engine=engine.number, sentence=plugin_sentence(of_others=engine.starter is None)
+        )
 
 
 class FleetTrial:
@@ -356,6 +367,7 @@ class Attachment:
             await require_samples_of_the_policy(control)
             await give_first_grammar(control)
             champion = await self._champions.give(engine, self._fleet)
+            await _find_plugin(engine)
             if await control.instance_id() != instance:
                 raise EngineError("it was restarted while its weights were loaded")
         except (EngineError, CheckpointRejected) as error:

@@ -1,5 +1,6 @@
 """Engines of others answer nothing before they are proven, in each of their lives."""
 
+import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.doubles import postgres
-from tests.doubles.engine import CHAT, EngineDouble
+from tests.doubles.engine import CHAT, MODEL, EngineDouble
 from tests.doubles.serving import serving
 from tests.explorer.conftest import Run
 from tests.explorer.processes.test_patient_ledger import served_once, settings_on
@@ -17,9 +18,13 @@ from tests.explorer.running import HELLO, RunningExplorer, eventually
 from tests.explorer.versions.test_attestation import outcomes
 from tests.explorer.versions.test_reload import actor, candidate, until, until_ready
 from tests.explorer.whole import create_app
-from tuneloop.explorer.engines.fleet import EngineState
+from tuneloop.explorer.engines.client import EngineHttp
+from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
+from tuneloop.explorer.engines.vllm import EngineControl, open_session
+from tuneloop.explorer.processes.control import _views
 from tuneloop.explorer.processes.patient_ledger import open_ledger
 from tuneloop.shared.experience import State, VersionState
+from tuneloop.shared.operations.engines import plugin_sentence
 
 
 def served(explorer: RunningExplorer) -> RunningExplorer:
@@ -101,6 +106,35 @@ def test_api_servers_with_an_id_each_and_no_extension_are_not_taken_for_ever_new
     assert "engine_life_unknown" in events
     assert "engine_restarted" not in events
     assert explorer.version() == 1
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_an_engine_of_others_serves_without_our_plugin_and_the_start_says_what_that_costs(
+    running_explorer: Run, double: EngineDouble, packs: bool
+) -> None:
+    double.packs = packs
+    with capture_logs() as logs:
+        explorer = running_explorer(double)
+    said = [(each["engine"], each["sentence"]) for each in logs if each["event"] == "engine_without_plugin"]
+    assert said == ([] if packs else [(0, plugin_sentence(of_others=True))])
+    assert explorer.chat().status_code == 200
+    assert explorer.counts()[State.RECORDED] == 1
+    copy = Fleet([Engine(0, EngineHttp())], wait_timeout_s=1)  # a worker's
+    asyncio.run(copy.apply(_views(explorer.control)))
+    assert copy.engines[0].packs is packs
+
+
+@pytest.mark.parametrize("answer", [b"{}", b'{"choices":[{"logprobs":null}]}', b"no JSON"])
+async def test_an_engine_whose_answer_tells_nothing_of_our_plugin_serves_without_a_word_of_its_cost(
+    double: EngineDouble, answer: bytes
+) -> None:
+    double.weights, double.answer_to_probe = Path("/jobs/global_step_1/actor"), answer
+    async with open_session(url=double.url, socket=None, key=None) as session:
+        control = EngineControl(session, model_name=MODEL)
+        with capture_logs() as logs:
+            await control.find_plugin()
+    assert control.packs is None
+    assert [each["event"] for each in logs] == ["plugin_not_asked_for"]
 
 
 def quick(double: EngineDouble) -> dict[str, object]:

@@ -25,6 +25,7 @@ from tuneloop.explorer.processes.supervision.engine_supervisor import EngineSupe
 from tuneloop.explorer.versions.loading import Verifier, servable_champion
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import VersionState
+from tuneloop.shared.operations.engines import plugin_sentence
 
 
 def states(fleet: Fleet) -> list[EngineState]:
@@ -121,8 +122,12 @@ async def test_an_engine_of_ours_that_hangs_or_dies_is_started_again(
         assert ill.loads > loads
         assert await fleet.acquire() is ill
 
+    doubles[0].packs = True
     with capture_logs() as logs:
         await running(doubles, tmp_path, lose_the_first)
+    assert [(each["engine"], each["sentence"]) for each in logs if each["event"] == "engine_without_plugin"] == [
+        (1, plugin_sentence(of_others=False))
+    ]
     (down,) = [each for each in logs if each["event"] == "engine_down"]
     assert down["engine"] == 0
     assert down["reason"] == ("it does not say that it is healthy" if how == "hangs" else "its process ended")

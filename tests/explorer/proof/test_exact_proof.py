@@ -17,6 +17,7 @@ from tests.explorer.versions.test_reload import actor, candidate, until, until_r
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.operations.doctor import as_text, examine_experiment
+from tuneloop.shared.operations.engines import plugin_sentence
 
 pytestmark = pytest.mark.contract
 
@@ -67,12 +68,13 @@ def give(double: EngineDouble, weights: Path) -> None:
 def test_one_unit_in_one_element_is_found_within_one_probe(
     running_explorer: Run, double: EngineDouble, tmp_path: Path
 ) -> None:
-    double.extended = True
+    double.extended = double.packs = True
     explorer = served(running_explorer, double)
     assert gauge(explorer) == 1
     assert explorer.chat().headers["x-tuneloop-attested"] == "fingerprint"
     assert explorer.chat(stream=True).headers["x-tuneloop-attested"] == "fingerprint"
-    assert doctors_engines(explorer) == ["engine 0 ready, version 1, its weights proven by fingerprint"]
+    told = "engine 0 ready, version 1, its weights proven by fingerprint, with our vLLM plugin"
+    assert doctors_engines(explorer) == [told]
     give(double, one_unit_off(explorer, tmp_path))
     eventually(lambda: len(mismatches(explorer)) == 1 and double.weights == actor(explorer, 1))
     [figures] = mismatches(explorer)
@@ -99,7 +101,8 @@ def test_an_engine_without_the_extension_is_proven_by_log_probabilities_only(
     explorer = served(running_explorer, double)
     assert gauge(explorer) == 0
     assert explorer.chat().headers["x-tuneloop-attested"] == "log-probabilities only"
-    assert doctors_engines(explorer) == ["engine 0 ready, version 1, its weights proven by log-probabilities only"]
+    told = "engine 0 ready, version 1, its weights proven by log-probabilities only, without our vLLM plugin"
+    assert doctors_engines(explorer) == [told, plugin_sentence(of_others=True)]
     give(double, one_unit_off(explorer, tmp_path))
     seen = outcomes(explorer)["matched"]
     eventually(lambda: outcomes(explorer)["matched"] >= seen + 2)

@@ -6,6 +6,7 @@ import pytest
 from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually
+from tuneloop.explorer.engines.fleet import in_share
 from tuneloop.explorer.proxy import request as capture_choice
 from tuneloop.explorer.proxy.request import CaptureChoice
 from tuneloop.shared.experience import is_captured
@@ -47,6 +48,19 @@ def explorer(running_explorer: Run, double: EngineDouble, monkeypatch: pytest.Mo
     monkeypatch.setattr(capture_choice, "in_share", lambda purpose, msg_id, share: False)
     monkeypatch.setattr(capture_choice, "_LOOK_S", 0.05)
     return running_explorer(double, capture={"logprobs": "none"})
+
+
+def test_of_a_quarter_that_is_captured_every_row_can_be_trained_on(running_explorer: Run, double: EngineDouble) -> None:
+    explorer = running_explorer(double, capture={"logprobs": "share", "share": 0.25})
+    for number in range(24):
+        assert explorer.chat(stream=number % 2 == 1).status_code == 200
+    rows = explorer.rows("SELECT msg_id, blob, reason, unsampled, version_min, version_max FROM experiences")
+    assert {row[2:] for row in map(tuple, rows)} == {(None, None, 0, 0)}, "the version to recompute from is known"
+    asked = {row.msg_id: in_share(b"captured", row.msg_id, 0.25) for row in rows}
+    assert {row.msg_id: is_captured(from_blob(row.blob)[2]) for row in rows} == asked
+    assert len(asked) == 24
+    assert not all(asked.values())
+    assert sum("logprobs" in each.body for each in double.chats) == sum(asked.values())
 
 
 def newest_logprobs(explorer: RunningExplorer) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":

@@ -63,6 +63,7 @@ NOT_RUN = {
     "cp deploy/systemd/": "it changes the machine; tests/house/test_units.py checks the units",
     "systemctl ": "it needs systemd",
     "journalctl ": "it needs systemd",
+    "TUNELOOP_ENGINE_PACKS=1 vllm serve ": "it needs a GPU: tests/loop/on_vllm/packing starts such an engine",
     "docker ": "it needs Docker: tests/deploy starts the commands of the compose file",
     "kubectl ": "it needs a cluster: tests/deploy renders and checks what is applied",
     "cd deploy/compose": "tests/deploy/test_compose.py starts what is there",

@@ -133,6 +133,16 @@ def test_a_trainer_learns_the_same_from_what_it_recomputes_as_from_what_was_capt
     assert first < 1e-9 < second
 
 
+def test_where_a_quarter_is_captured_every_row_is_trained_on(settings: Made, ledger: Ledger) -> None:
+    chosen = settings(explorer={"capture": {"logprobs": "share", "share": 0.25}}, trainer={"total_steps": 2})
+    told = captured([sample(i) for i in (0, 4)], chosen.model.model_path)
+    commit(ledger, [told[i // 4] if i % 4 == 0 else silent(i) for i in range(8)])
+    run(chosen, Event())
+    assert ledger.reports.counts()[State.TRAINED] == 8
+    assert [value for _, value in points(chosen.tensorboard_dir / "trainer", "capture/recomputed")] == [3, 3]
+    assert ledger.alarms.all() == []
+
+
 def test_a_restart_in_the_middle_recomputes_the_same(settings: Made, ledger: Ledger) -> None:
     commit(ledger, [silent(i) for i in range(16)])
     run(settings(explorer=SHARE, trainer={"total_steps": 2}), Event())

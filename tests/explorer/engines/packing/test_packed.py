@@ -16,7 +16,8 @@ from tests.explorer.running import RunningExplorer
 from tuneloop.explorer.engines.packing import gpu_scores, gpu_worker
 from tuneloop.explorer.engines.packing.patching import MARK
 from tuneloop.explorer.engines.packing.wire import HEADER, PACKED
-from tuneloop.explorer.engines.vllm_plugin import PACKS
+from tuneloop.explorer.engines.proof import vllm_worker
+from tuneloop.explorer.engines.vllm_plugin import PACKS, register
 
 CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"model": "t", "messages": [{"role": "user", "content": "Hi"}]}
@@ -31,6 +32,18 @@ def test_only_what_nobody_else_reads_is_packed(explorer: RunningExplorer, double
     assert asked_for(explorer, double) == PACKED
     assert asked_for(explorer, double, logprobs=True) is None
     assert asked_for(explorer, double, logprobs=True, top_logprobs=2) is None
+
+
+def test_beside_vllm_the_plugin_needs_numpy_alone() -> None:
+    """`pip install --no-deps .` brings it into the environment of others' engines."""
+    load = f"import sys; there = set(sys.modules); import {register.__module__}, {vllm_worker.__name__}"
+    tell = "print(*{name.split('.')[0] for name in set(sys.modules) - there} - sys.stdlib_module_names)"
+    told = "print(*[name for name in sys.modules if name.startswith('tuneloop.runner')])"
+    found = subprocess.run(
+        [sys.executable, "-c", f"{load}; {tell}; {told}"], capture_output=True, text=True, check=True
+    )
+    brought, of_runner = found.stdout.splitlines()
+    assert (set(brought.split()), of_runner) == ({"numpy", "tuneloop"}, "")
 
 
 #: What this vLLM has in each process, as it is or built otherwise: each in a process that is forked after the imports.

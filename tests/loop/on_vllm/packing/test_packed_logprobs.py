@@ -1,5 +1,6 @@
 """Packed log-probabilities are vLLM's own, to the last bit, however a request is sampled."""
 
+import asyncio
 from array import array
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -9,12 +10,12 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from tests.loop.harness.bare_engine import KEY, MODEL, engine_on, put_weights
+from tests.loop.harness.bare_engine import KEY, MODEL, engine_on, put_weights, session_of
 from tests.loop.harness.oracle import Oracle
 from tests.loop.harness.services import free_port
 from tuneloop.explorer.engines.packing import front_end
 from tuneloop.explorer.engines.packing.wire import HEADER, PACKED
-from tuneloop.explorer.engines.vllm import CAPTURE, CAPTURE_TEXT
+from tuneloop.explorer.engines.vllm import CAPTURE, CAPTURE_TEXT, EngineControl
 from tuneloop.explorer.transcript import ChatTranscript, RequestedFields, TextTranscript, Transcript
 
 pytestmark = pytest.mark.vllm
@@ -113,6 +114,16 @@ def test_packed_log_probabilities_are_the_others_to_the_last_bit(
         each: heard.choices for each, heard in full.items()
     }
     assert all(ids and len(ids) * 4 == len(told) for heard in packed.values() for ids, told in heard.choices.values())
+
+
+def test_an_engine_with_our_plugin_is_known_by_one_token(bare_engine: httpx.Client) -> None:
+    async def ask() -> bool | None:
+        async with session_of(bare_engine) as session:
+            control = EngineControl(session, model_name=MODEL)
+            await control.find_plugin()
+        return control.packs
+
+    assert asyncio.run(ask()) is True
 
 
 def test_they_come_without_tokens_of_their_own(roads: tuple[dict[Any, Heard], dict[Any, Heard]]) -> None:

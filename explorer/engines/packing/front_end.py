@@ -244,7 +244,7 @@ def _telling(tell: Callable[..., Any], reply: Any, empty: dict[str, Any], *, lat
         numbers = due.numbers
         if numbers and min(numbers) < _LEAST:
             numbers = array("f", [max(each, _LEAST) for each in numbers])
-        told = {"packed": numbers}
+        told: dict[str, array[Any]] = {"packed": numbers}
         if top_logprobs.masked:
             told |= {"kept": due.counts, "kept_ids": due.ids}
         encoded = {name: b64encode(each.tobytes()).decode() for name, each in told.items()}

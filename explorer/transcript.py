@@ -209,8 +209,10 @@ class CapturedChoice:
 
     def under_mask(self, sampling: "Sampling") -> "Sampling":
         """How it was sampled, by what the engine says of the tokens that truncation left."""
+        if len(self.kept) != _ID_BYTES * len(self.completion_ids):
+            return sampling
         counts = np.frombuffer(self.kept, "<i4")
-        if len(counts) != len(self.completion_ids) or int(counts.sum()) * _ID_BYTES != len(self.kept_ids):
+        if int(counts.sum()) * _ID_BYTES != len(self.kept_ids):
             return sampling
         if not counts.all():
             return sampling._replace(unsampled="sampling:mask_too_large")

@@ -77,7 +77,7 @@ def with_allowed_tokens(
                 if settings.algorithm.algorithm_type == "distill" and settings.algorithm.distill.teacher_url:
                     raise _GrammarNotRebuilt(_UNTAUGHT)
                 if sample.grammar.kind == "tokens":
-                    allowed = _listed(sample, sample.grammar.sets, vocabulary)
+                    allowed = _tokens_left(sample, sample.grammar.sets, vocabulary)
                 else:
                     rebuilder = _rebuilder(tokenizer_of(settings), settings.model.model_path, vocabulary)
                     allowed = _replay(sample, sample.grammar, rebuilder)
@@ -130,11 +130,11 @@ def _rebuilder(words: PreTrainedTokenizerBase, folder: Path, vocabulary: int) ->
     return _Rebuilder(words, folder, vocabulary)
 
 
-def _listed(sample: Sample, sets: bytes, vocabulary: int) -> AllowedTokens:
+def _tokens_left(sample: Sample, sets: bytes, vocabulary: int) -> AllowedTokens:
     """What truncation left, token by token, as the engine told. Raises _GrammarNotRebuilt for what cannot be so."""
     numbers, size = np.frombuffer(sets, "<i4"), len(sample.completion_ids)
     counts, ids = numbers[:size], numbers[size:]
-    if len(counts) != size or counts.min(initial=1) < 1 or counts.sum() != len(ids):
+    if not size or len(counts) != size or counts.min() < 1 or counts.sum() != len(ids):
         raise _GrammarNotRebuilt(_NO_MASK)
     of = np.repeat(np.arange(size), counts)
     has_sampled = np.bincount(of[ids == sample.completion_ids[of]], minlength=size).all()

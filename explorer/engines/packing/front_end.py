@@ -66,7 +66,7 @@ class ReplyLogprobs:
     """
 
     def __init__(self, *, streamed: bool, masked: bool) -> None:
-        self.heard = Arrived(array("f"), array("i"), array("i"))
+        self.so_far = Arrived(array("f"), array("i"), array("i"))
         self.masked = masked
         self.finished = False
         self._streamed = streamed
@@ -81,20 +81,20 @@ class ReplyLogprobs:
 
     def add(self, arrived: Arrived) -> None:
         """What has arrived of the next tokens: of the vocabulary, nothing where it is not known."""
-        self.heard.numbers.extend(arrived.numbers)
+        self.so_far.numbers.extend(arrived.numbers)
         if self.masked:
-            self.heard.counts.extend(arrived.counts or array("i", bytes(4 * len(arrived.numbers))))
-            self.heard.ids.extend(arrived.ids)
+            self.so_far.counts.extend(arrived.counts or array("i", bytes(4 * len(arrived.numbers))))
+            self.so_far.ids.extend(arrived.ids)
 
     def due(self, tokens: int) -> Arrived | None:
         """What to send with so many tokens, of a stream so many more; None if it follows with later ones."""
         if not self._streamed:
-            return self.heard.part(0, tokens)
+            return self.so_far.part(0, tokens)
         self._tokens_sent += tokens
         if self._tokens_sent - self._sent < (1 if self.finished else _AT_ONCE):
             return None
         start, self._sent = self._sent, self._tokens_sent
-        return self.heard.part(start, self._sent)
+        return self.so_far.part(start, self._sent)
 
 
 def _output_changes() -> list[_Change]:

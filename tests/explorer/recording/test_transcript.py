@@ -189,6 +189,7 @@ TRUNCATED = Sampling(0.5, "sampling:top_p", truncated=True)
         ([2] + [0] + [1] * 10, 12, "sampling:mask_too_large"),
         ([2] + [1] * 11, 12, "sampling:top_p"),
         ([1] * 11, 11, "sampling:top_p"),
+        ([1] * 13, 13, "sampling:top_p"),
         ([], 0, "sampling:top_p"),
     ],
 )

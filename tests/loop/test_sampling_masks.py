@@ -58,14 +58,13 @@ def sampled(actor: Actor, *, temperature: float, seed: int, masked: bool = True)
     return orjson.dumps(reply)
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "reinforce"])
 def test_replies_with_top_k_are_trained_on_among_what_it_left(
-    running_explorer: Run, double: EngineDouble, settings: Any, ledger: Ledger, algorithm: str
+    running_explorer: Run, double: EngineDouble, settings: Any, ledger: Ledger
 ) -> None:
     chosen = settings(
         trainer={"total_steps": 1},
         buffer={"train_batch_size": 8},
-        algorithm={"algorithm_type": algorithm, "optimizer": {"lr": 1e-3}, "kl_coef": 0.1, "entropy_coef": 0.01},
+        algorithm={"algorithm_type": "ppo", "optimizer": {"lr": 1e-3}, "kl_coef": 0.1, "entropy_coef": 0.01},
     )
     actor, explorer = Actor.load(chosen, chosen.model.model_path), running_explorer(double)
     body = HELLO | {"top_k": KEPT, "temperature": 0.7}

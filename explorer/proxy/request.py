@@ -264,6 +264,7 @@ class RequestParser:
     def __init__(self, settings: Settings, signer: ReplyIdSigner, system_turns: SystemTurns) -> None:
         explorer = settings.explorer
         self._system_turns = system_turns
+        self._own_engines = not explorer.rollout_model.engine_urls
         self._any_reply = settings.algorithm.of_any_reply
         self.capture = CaptureChoice(explorer.capture)
         self._signer, self._tenants = signer, settings.tenants
@@ -361,7 +362,8 @@ class RequestParser:
             wanted = {name: value for name, value in upstream.items() if name not in ignored} | salt
         if (verbatim := dialect.verbatim(wanted, msg_id)) is not None:
             return _ForEngine(orjson.dumps(verbatim), partial(orjson.dumps, verbatim), (), ignored, captured=True)
-        captured = self.capture.asks(msg_id, upstream, truncated=truncated)
+        # Engines of others may have no plug-in, and would tell much for a reply that is marked all the same.
+        captured = self.capture.asks(msg_id, upstream, truncated=truncated and self._own_engines)
         added = self._added_fields(dialect, upstream, captured=captured) | salt
         encode = partial(_encode_upstream, sent, body, upstream, _EXPLORER_FIELDS.union(ignored))
         return _ForEngine(encode(added), partial(encode, {}), tuple(added), ignored, captured=captured)

@@ -8,8 +8,8 @@ from collections import Counter
 
 from sources import ROOT, SOURCES, functions
 
-SOURCE_LINES = 61_745
-TEST_LINES = 75_340
+SOURCE_LINES = 61_749
+TEST_LINES = 75_347
 OPTIONS = 160
 #: Per thousand of all functions.
 PRIVATE_USED_ONCE = 124

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import orjson
 
 from tuneloop.shared.errors import EngineError
@@ -137,6 +138,8 @@ class _Token(msgspec.Struct, gc=False):
 class _ChatLogprobs(msgspec.Struct, gc=False):
     content: list[_Token] | None = None
     packed: bytes | None = None
+    kept: bytes = b""
+    kept_ids: bytes = b""
 
     @property
     def of_tokens(self) -> Sequence[float]:
@@ -162,6 +165,8 @@ class _TextChoice(msgspec.Struct):
 class _TextLogprobs(msgspec.Struct):
     token_logprobs: list[float | None] = []
     packed: bytes | None = None
+    kept: bytes = b""
+    kept_ids: bytes = b""
 
     @property
     def of_tokens(self) -> Sequence[float | None]:
@@ -188,6 +193,8 @@ class CapturedChoice:
     prompt_ids: bytes | None = None
     completion_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: bytearray = field(default_factory=bytearray)
+    kept_ids: bytearray = field(default_factory=bytearray)
     text: list[str] = field(default_factory=list)
     tool_calls: dict[int, dict[str, Any]] = field(default_factory=dict)
     finish_reason: str | None = None
@@ -200,6 +207,18 @@ class CapturedChoice:
         self.completion_ids += ids or ()
         self.logprobs += logprobs
 
+    def under_mask(self, sampling: "Sampling") -> "Sampling":
+        """How it was sampled, by what the engine says of the tokens that truncation left."""
+        if len(self.kept) != _ID_BYTES * len(self.completion_ids):
+            return sampling
+        counts = np.frombuffer(self.kept, "<i4")
+        if int(counts.sum()) * _ID_BYTES != len(self.kept_ids):
+            return sampling
+        if not counts.all():
+            return sampling._replace(unsampled="sampling:mask_too_large")
+        mask = Grammar(kind="tokens", spec="", sets=bytes(self.kept + self.kept_ids))
+        return sampling._replace(unsampled=None, grammar=mask)
+
     def logprob_per_token(self) -> list[float]:
         """NaN where none came."""
         count = len(self.completion_ids)
@@ -210,6 +229,7 @@ class Sampling(NamedTuple):
     """How a reply is sampled: its temperature, why it is no sample of the policy, and why nothing can learn from it.
 
     `by_grammar`: it is none only for a grammar. Of which the engine knows, and with the `grammar` it is a sample again.
+    `truncated`: it is none only for what `top_p`, `top_k` or `min_p` cut off, and again one among the tokens left.
     """
 
     temperature: float
@@ -217,6 +237,7 @@ class Sampling(NamedTuple):
     drop_reason: str | None = None
     by_grammar: bool = False
     grammar: Grammar | None = None
+    truncated: bool = False
 
 
 class RequestedFields(NamedTuple):
@@ -282,6 +303,7 @@ class Transcript(ABC):
             ids = _pack(choice.completion_ids)
             calls = [call for _, call in sorted(choice.tool_calls.items())]
             reason = self._why_not_trainable(choice, ids)
+            how = choice.under_mask(sampling) if sampling.truncated and not mixed else sampling
             found.append(
                 Experience(
                     choice=index,
@@ -295,8 +317,8 @@ class Transcript(ABC):
                     text="".join(choice.text),
                     tool_calls=orjson.dumps(calls) if calls else None,
                     drop_reason=reason or sampling.drop_reason,
-                    unsampled="mixed_version" if mixed else sampling.unsampled,
-                    grammar=None if mixed else sampling.grammar,
+                    unsampled="mixed_version" if mixed else how.unsampled,
+                    grammar=None if mixed else how.grammar,
                 )
             )
         return tuple(found)
@@ -370,6 +392,9 @@ class ChatTranscript(Transcript):
         try:
             ids, found = _ids.decode(update.token_ids), _chat_logprobs.decode(update.logprobs)
             choice.take_down(ids, found.of_tokens if found else (), captured=self.captured)
+            if found:
+                choice.kept += found.kept
+                choice.kept_ids += found.kept_ids
         except msgspec.ValidationError:
             choice.unreadable = True
         only_ours = streamed and update.finish_reason is None and bytes(update.delta) == b"{}"
@@ -416,6 +441,9 @@ class TextTranscript(Transcript):
                 # With `echo` the prompt's come first, and the very first has none.
                 logprobs = logprobs[len(choice.prompt_ids or b"") // _ID_BYTES :]
             choice.take_down(ids, [each for each in logprobs if each is not None], captured=self.captured)
+            if found:
+                choice.kept += found.kept
+                choice.kept_ids += found.kept_ids
         except msgspec.ValidationError:
             choice.unreadable = True
 

@@ -279,12 +279,14 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """The grammar that a reply was held to, as the engine made it of its request.
 
     `spec` is a JSON schema, a regular expression, or xgrammar's structural tag as JSON. `stop_ids` are the tokens that
-    end the reply beside the model's own.
+    end the reply beside the model's own. `tokens` are what `top_p`, `top_k` and `min_p` left, as the engine told:
+    `sets` are int32 bytes, how many ids were left for each completion id, then all of these.
     """
 
-    kind: Literal["json", "regex", "structural_tag"]
+    kind: Literal["json", "regex", "structural_tag", "tokens"]
     spec: str
     stop_ids: tuple[int, ...] = ()
+    sets: bytes = b""
 
 
 class Experience(msgspec.Struct, frozen=True, kw_only=True):
@@ -424,14 +426,15 @@ def _little_endian(numbers: "array[int] | array[float]") -> bytes:
 
 
 class AllowedTokens(NamedTuple):
-    """What a grammar allowed at each position of a reply.
+    """What a grammar or truncation allowed at each position of a reply.
 
-    Each row of `rows` is a set of token ids: bit i of its word w is id 32 w + i. `at` has the row for each completion
-    id, -1 where all were allowed.
+    Each row of `rows` is a set of token ids: bit i of its word w is id 32 w + i, or, if they are `listed`, the ids and
+    -1 behind them. `at` has the row for each completion id, -1 where all were allowed.
     """
 
     rows: Int32s
     at: Int32s
+    listed: bool = False
 
 
 def message_of(answer: str) -> dict[str, Any] | None:

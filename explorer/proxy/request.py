@@ -118,6 +118,9 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "watermarking": (False,),
 }
 
+#: Of them, those that only cut tokens off: an engine with our plug-in tells which are left.
+TRUNCATING = frozenset({"top_p", "top_k", "min_p"})
+
 #: Parameters with which the reply answers not, or not only, the prompt's token ids, with the values that do nothing.
 BEYOND_IDS: Mapping[str, tuple[object, ...]] = {
     "prompt_embeds": ([],),
@@ -199,6 +202,8 @@ class Request(NamedTuple):
         headers = {"X-Request-Id": name, "Content-Type": "application/json"}
         if "logprobs" in self.added_fields:  # nobody but us reads them
             headers[wire.HEADER] = wire.PACKED
+            if self.sampling.truncated:
+                headers[wire.MASK_HEADER] = "1"
         if self.trace is not None:
             headers["traceparent"] = self.trace.engine.traceparent
         return headers
@@ -229,10 +234,13 @@ class CaptureChoice:
         self._share = settings.captured_share
         self.mistrusted = False
 
-    def asks(self, msg_id: str, upstream: Mapping[str, Any]) -> bool:
-        """Whether the engine is asked for the log-probabilities of the reply to a request."""
+    def asks(self, msg_id: str, upstream: Mapping[str, Any], *, truncated: bool = False) -> bool:
+        """Whether the engine is asked for the log-probabilities of the reply to a request.
+
+        Where it was `truncated` the trainer cannot recompute them: only the engine knows what is left.
+        """
         wanted = upstream.get("logprobs")  # of a text, 0 is a number of them
-        if self._all or self.mistrusted or not (wanted is None or wanted is False):
+        if self._all or self.mistrusted or truncated or not (wanted is None or wanted is False):
             return True
         return in_share(b"captured", msg_id, self._share)
 
@@ -256,6 +264,8 @@ class RequestParser:
     def __init__(self, settings: Settings, signer: ReplyIdSigner, system_turns: SystemTurns) -> None:
         explorer = settings.explorer
         self._system_turns = system_turns
+        self._own_engines = not explorer.rollout_model.engine_urls
+        self._any_reply = settings.algorithm.of_any_reply
         self.capture = CaptureChoice(explorer.capture)
         self._signer, self._tenants = signer, settings.tenants
         self._pins = PinParser(settings)
@@ -293,9 +303,11 @@ class RequestParser:
             raise RequestRefused(reason, code="too_many_choices", param="n")
         labels = labels_of(upstream, raw.run, train=tenant.train)
         sampling = sampling_of(upstream, default_temperature=self._default_temperature, holds_tools=self._holds_tools)
+        if self._any_reply or not store:  # nobody needs to know what is left
+            sampling = sampling._replace(truncated=False)
         msg_id = self._signer.mint(caller.tenant, choices, dialect.prefix)
         sent = raw_body if pin is None else orjson.dumps(body)
-        for_engine = self._for_engine(dialect, caller, msg_id, sent, body, upstream)
+        for_engine = self._for_engine(dialect, caller, msg_id, sent, body, upstream, truncated=sampling.truncated)
         writer = dialect.writer(body, msg_id, dialect.upstream_prefix + msg_id.removeprefix(dialect.prefix))
         writer.transcript.captured = for_engine.captured
         most = next((value for name in _LENGTHS if (value := upstream.get(name)) is not None), None)
@@ -335,6 +347,8 @@ class RequestParser:
         sent: bytes,
         body: Mapping[str, Any],
         upstream: dict[str, Any],
+        *,
+        truncated: bool,
     ) -> "_ForEngine":
         """The body for the engine, of one that the client `sent`, and what it has more and less than that."""
         unwanted = self._unsafe_fields if caller.sees_all else (*self._unsafe_fields, *_OPERATORS_FIELDS)
@@ -348,7 +362,8 @@ class RequestParser:
             wanted = {name: value for name, value in upstream.items() if name not in ignored} | salt
         if (verbatim := dialect.verbatim(wanted, msg_id)) is not None:
             return _ForEngine(orjson.dumps(verbatim), partial(orjson.dumps, verbatim), (), ignored, captured=True)
-        captured = self.capture.asks(msg_id, upstream)
+        # Engines of others may have no plug-in, and would tell much for a reply that is marked all the same.
+        captured = self.capture.asks(msg_id, upstream, truncated=truncated and self._own_engines)
         added = self._added_fields(dialect, upstream, captured=captured) | salt
         encode = partial(_encode_upstream, sent, body, upstream, _EXPLORER_FIELDS.union(ignored))
         return _ForEngine(encode(added), partial(encode, {}), tuple(added), ignored, captured=captured)
@@ -513,16 +528,19 @@ def sampling_of(request: Mapping[str, Any], *, default_temperature: float, holds
     if not 0 <= temperature < math.inf:
         raise RequestRefused("temperature must be a number from 0", code="invalid_value", param="temperature")
     temperature = max(temperature, _LOWEST) if temperature else 0.0
-    changed = _first_that_is_not_neutral(request, NEUTRAL) if temperature else "sampling:temperature=0"
+    others = _not_neutral(request, NEUTRAL) if temperature else ["temperature=0"]
+    changed = f"sampling:{others[0]}" if others else None
     held = None if changed else _why_held(request, holds_tools)
-    beyond_ids = _first_that_is_not_neutral(request, BEYOND_IDS)
+    beyond_ids = next((f"sampling:{name}" for name in _not_neutral(request, BEYOND_IDS)), None)
     messages = request.get("messages")
     if beyond_ids is None and isinstance(messages, list):
         contents = [each.get("content") for each in messages if isinstance(each, dict)]
         for part in (part for content in contents if isinstance(content, list) for part in content):
             if not (isinstance(part, str) or (isinstance(part, dict) and part.get("type") in _WORDS)):
                 beyond_ids = "sampling:media"
-    return Sampling(temperature, changed or held, beyond_ids, by_grammar=held is not None)
+    # Of a grammar, too, only what it allows is left.
+    truncated = bool(others) and TRUNCATING.issuperset(others)
+    return Sampling(temperature, changed or held, beyond_ids, by_grammar=held is not None, truncated=truncated)
 
 
 def _why_held(request: Mapping[str, Any], holds_tools: bool) -> str | None:
@@ -550,11 +568,11 @@ def _why_held(request: Mapping[str, Any], holds_tools: bool) -> str | None:
     return None
 
 
-def _first_that_is_not_neutral(request: Mapping[str, Any], parameters: Mapping[str, tuple[object, ...]]) -> str | None:
+def _not_neutral(request: Mapping[str, Any], parameters: Mapping[str, tuple[object, ...]]) -> list[str]:
     if parameters.keys().isdisjoint(request):
-        return None
-    for name, neutral in parameters.items():
-        value = request.get(name)
-        if value is not None and not any(equals(value, each) for each in neutral):
-            return f"sampling:{name}"
-    return None
+        return []
+    return [
+        name
+        for name, neutral in parameters.items()
+        if (value := request.get(name)) is not None and not any(equals(value, each) for each in neutral)
+    ]

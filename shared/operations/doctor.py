@@ -44,6 +44,13 @@ WAITS_FOR = {
     State.LEASED: "its version",
 }
 
+#: What makes replies trainable that truncation marked, behind their reason.
+_CURES = dict.fromkeys(
+    ("sampling:top_p", "sampling:top_k", "sampling:min_p"),
+    " (the engine did not tell what was left: load tuneloop's plug-in into it, TUNELOOP_ENGINE_PACKS=1, and send no"
+    " other parameter that changes samples, nor `logprobs`)",
+) | {"sampling:mask_too_large": " (too many tokens were left to be told: send `top_k`, or a lower `top_p`)"}
+
 _HOW = {"pinned": "is pinned", "canary": "is the canary", "waits": "waits"}
 
 
@@ -201,10 +208,9 @@ def _waiting(ledger: LedgerFacts, facts: Facts) -> Iterator[str]:
         of = f" of {facts.rules.batch_size}" if state is State.COMMITTED else ""
         yield f"{state.value:<10} {waiting.rows:>8} for {what}{of}{_oldest(facts.now, waiting.oldest)}"
     yield f"{'feedback':<10} {ledger.pending:>8} for the reply it is about{_oldest(facts.now, ledger.pending_since)}"
-    for each in ledger.unfit:
-        yield f"{each.state.value:<10} {each.rows:>8} no samples of the policy, not to be trained on: {each.reason}"
-    for each in ledger.drops:
-        yield f"{each.state.value:<10} {each.rows:>8} {each.reason}"
+    for told, why in ((ledger.unfit, "no samples of the policy, not to be trained on: "), (ledger.drops, "")):
+        for each in told:
+            yield f"{each.state.value:<10} {each.rows:>8} {why}{each.reason}{_CURES.get(each.reason, '')}"
 
 
 def _oldest(now: float, then: float | None) -> str:

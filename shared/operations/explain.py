@@ -169,7 +169,8 @@ class _Explainer:
         elif row.unsampled is not None:
             sampling, verdict = "otherwise", f"as no sample of the policy: {row.unsampled}"
         elif row.held_to_grammar:
-            sampling, verdict = "held_to_grammar", "as a sample of the policy among the tokens that a grammar allowed"
+            verdict = "as a sample of the policy among the tokens that a grammar or truncation allowed"
+            sampling = "held_to_grammar"
         else:
             sampling, verdict = "sample", "as a sample of the policy"
         events = [self._explain_event(event, fate, row) for event, fate in row.feedback.events]

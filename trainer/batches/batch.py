@@ -5,6 +5,7 @@ Dimensions, written as suffixes of tensors throughout the trainer:
     N all reply tokens, sequence after sequence   C replies ("calls"; a merged sequence has several)
     D width of the model   V vocabulary
     K sets of tokens that a grammar allows   W words of 32 bits, one bit for each token of the vocabulary
+    L sets of tokens that truncation left   S the most of them in one set
 T and R are padded on the right. A reply 4 5 to the prompt 7 8 9, padded to T = 6 and R = 3:
     ids_BT       7 8 9 4 5 0
     predicts_BT  . . x x . .     the positions whose next token is a reply token
@@ -181,8 +182,8 @@ def with_completion(sample: Sample, ids: Sequence[int]) -> Sample:
 class Batch:
     """Some sequences as tensors. `lengths_B` counts the tokens of prompt and reply together.
 
-    `allowed_KW` and `held_BR` are there where a grammar held some reply: at each of its tokens, which of the sets it
-    allowed, -1 where it allowed all.
+    `held_BR` is there where a grammar or truncation held some reply: at each of its tokens the set in `allowed_KW`, or,
+    from -2 down, the one in `left_LS` (whose padding is -1); -1 where all tokens were allowed.
 
     `calls_BR` numbers the replies of the whole batch, sequence after sequence: of which one a token is, -1 if of none.
     """
@@ -197,6 +198,7 @@ class Batch:
     lengths_B: Tensor
     held_BR: Tensor | None = None
     allowed_KW: Tensor | None = None
+    left_LS: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -207,12 +209,16 @@ class Batch:
         """The sequences `index_B`, without the padding that they do not need."""
         lengths_B, mask_BR = self.lengths_B[index_B], self.mask_BR[index_B]
         widths = {"T": int(lengths_B.max()), "R": (int(mask_BR.any(0).nonzero().max()) + 1)}
-        cut: dict[str, Tensor | None] = {"allowed_KW": self.allowed_KW}
+        cut: dict[str, Tensor | None] = {"allowed_KW": self.allowed_KW, "left_LS": self.left_LS}
         for field in fields(self):
             each_B = getattr(self, field.name)
             if each_B is not None and field.name not in cut:
                 each_B = each_B[index_B]
                 cut[field.name] = each_B if each_B.dim() == 1 else each_B[:, : widths[field.name[-1]]]
+        if self.left_LS is not None and (held_BR := cut["held_BR"]) is not None:  # nearly every token has its own set
+            used_L, at = torch.unique(-2 - held_BR[held_BR < -1], return_inverse=True)
+            cut["held_BR"] = held_BR.masked_scatter(held_BR < -1, -2 - at)
+            cut["left_LS"] = self.left_LS[used_L] if len(used_L) else None
         return Batch(**cut)  # type: ignore[arg-type]
 
 
@@ -223,7 +229,7 @@ def collate(sequences: Sequence[TokenSequence]) -> Batch:
     predicts = [np.append(sequence.of[1:] >= 0, False) for sequence in sequences]
     tails = [sequence.of[start:] for sequence, start in zip(sequences, starts, strict=True)]
     numbered = [np.where(of >= 0, of + first, -1) for of, first in zip(tails, before, strict=False)]
-    held_BR, allowed_KW = _grammar_tensors(sequences, tails)
+    held_BR, allowed_KW, left_LS = _grammar_tensors(sequences, tails)
     return Batch(
         ids_BT=_pad(sequence.ids for sequence in sequences).long(),
         predicts_BT=_pad(predicts),
@@ -237,6 +243,7 @@ def collate(sequences: Sequence[TokenSequence]) -> Batch:
         lengths_B=torch.tensor([len(sequence.ids) for sequence in sequences]),
         held_BR=held_BR,
         allowed_KW=allowed_KW,
+        left_LS=left_LS,
     )
 
 
@@ -258,21 +265,29 @@ def all_but_first(ids: Sequence[int]) -> Batch:
 
 def _grammar_tensors(
     sequences: Sequence[TokenSequence], tails: Sequence[Int32s]
-) -> tuple[Tensor | None, Tensor | None]:
-    """`held_BR` and `allowed_KW` of a batch. Replies to one agent share most of their sets."""
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """`held_BR`, `allowed_KW` and `left_LS` of a batch. Replies to one agent share most of their sets."""
     if all(call.allowed is None for sequence in sequences for call in sequence.calls):
-        return None, None
+        return None, None, None
     sets: dict[bytes, int] = {}
+    lists: list[Int32s] = []
     held = []
     for sequence, of in zip(sequences, tails, strict=True):
         at = np.full(len(of), -1, np.int64)
         for number, call in enumerate(sequence.calls):
-            if call.allowed is not None:
+            if call.allowed is not None and call.allowed.listed:
+                at[of == number] = -2 - len(lists) - call.allowed.at
+                lists += list(call.allowed.rows)
+            elif call.allowed is not None:
                 known = [sets.setdefault(row.tobytes(), len(sets)) for row in call.allowed.rows]
                 at[of == number] = np.array([*known, -1])[call.allowed.at]
         held.append(at)
     rows = [torch.from_numpy(np.frombuffer(each, np.int32).copy()) for each in sets]
-    return _pad(held, filler=-1).long(), torch.stack(rows) if rows else torch.zeros(0, 0, dtype=torch.int32)
+    return (
+        _pad(held, filler=-1).long(),
+        torch.stack(rows) if rows else None,
+        _pad(lists, filler=-1) if lists else None,
+    )
 
 
 def micro_batches(

@@ -41,7 +41,8 @@ _MISSING = (
     'pip install ./runner ".[grammar]"'
 )
 _FOREIGN = "the grammar that held it is not the one that was rebuilt: another xgrammar, or other settings of the engine"
-_UNTAUGHT = "a grammar held it, and a teacher behind an endpoint cannot be held to it"
+_UNTAUGHT = "a grammar or truncation held it, and a teacher behind an endpoint cannot be held to it"
+_NO_MASK = "what the engine told of the tokens that truncation left cannot be: the sampled ones are not of them"
 
 
 def find_missing_library(settings: Settings) -> str | None:
@@ -75,8 +76,12 @@ def with_allowed_tokens(
             if sample.grammar is not None:
                 if settings.algorithm.algorithm_type == "distill" and settings.algorithm.distill.teacher_url:
                     raise _GrammarNotRebuilt(_UNTAUGHT)
-                rebuilder = _rebuilder(tokenizer_of(settings), settings.model.model_path, vocabulary)
-                sample = msgspec.structs.replace(sample, allowed=_replay(sample, sample.grammar, rebuilder))
+                if sample.grammar.kind == "tokens":
+                    allowed = _tokens_left(sample, sample.grammar.sets, vocabulary)
+                else:
+                    rebuilder = _rebuilder(tokenizer_of(settings), settings.model.model_path, vocabulary)
+                    allowed = _replay(sample, sample.grammar, rebuilder)
+                sample = msgspec.structs.replace(sample, allowed=allowed)
             taken.append(sample)
         except _GrammarNotRebuilt as error:
             refused[str(error)].append(sample)
@@ -123,6 +128,26 @@ class _Rebuilder:
 @cache
 def _rebuilder(words: PreTrainedTokenizerBase, folder: Path, vocabulary: int) -> _Rebuilder:
     return _Rebuilder(words, folder, vocabulary)
+
+
+def _tokens_left(sample: Sample, sets: bytes, vocabulary: int) -> AllowedTokens:
+    """What truncation left, token by token, as the engine told. Raises _GrammarNotRebuilt for what cannot be so."""
+    numbers, size = np.frombuffer(sets, "<i4"), len(sample.completion_ids)
+    counts, ids = numbers[:size], numbers[size:]
+    if not size or len(counts) != size or counts.min() < 1 or counts.sum() != len(ids):
+        raise _GrammarNotRebuilt(_NO_MASK)
+    of = np.repeat(np.arange(size), counts)
+    has_sampled = np.bincount(of[ids == sample.completion_ids[of]], minlength=size).all()
+    in_doubt = (counts == 1) & (np.abs(sample.logprobs) > _CERTAIN)
+    if not has_sampled or ((ids < 0) | (ids >= vocabulary)).any() or in_doubt.any():
+        raise _GrammarNotRebuilt(_NO_MASK)
+    each = np.split(ids[np.lexsort((ids, of))], np.cumsum(counts)[:-1])
+    rows: dict[bytes, int] = {}
+    at = np.array([rows.setdefault(left.tobytes(), len(rows)) for left in each], np.int32)
+    table = np.full((len(rows), counts.max()), -1, np.int32)
+    for row, left in zip(table, rows, strict=True):
+        row[: len(left) // 4] = np.frombuffer(left, "<i4")
+    return AllowedTokens(table, at, listed=True)
 
 
 def _replay(sample: Sample, grammar: Grammar, rebuilder: _Rebuilder) -> AllowedTokens:

@@ -26,25 +26,36 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class AllowedSets(NamedTuple):
-    """Which set of `allowed_KW` a grammar allowed at each of some reply tokens, -1 where it allowed all."""
+    """Which tokens were allowed at each of some reply tokens, as in a Batch: -1 where all were."""
 
     held_N: Tensor
-    allowed_KW: Tensor
+    allowed_KW: Tensor | None
+    left_LS: Tensor | None = None
 
     def part(self, chosen: slice) -> "AllowedSets":
         """Those of some of the tokens."""
-        return AllowedSets(self.held_N[chosen], self.allowed_KW)
+        return self._replace(held_N=self.held_N[chosen])
 
     def forbidden(self, vocabulary: int) -> Tensor:
         """The tokens that were not allowed, of shape NV."""
-        free_N = self.held_N < 0
+        free_N = self.held_N == -1
         if free_N.all():
             return free_N.new_zeros(1, 1)
-        # Byte by byte: word by word would take four times the memory.
-        bytes_NX = self.allowed_KW.view(torch.uint8)[self.held_N.clamp(min=0)]
-        bits = torch.arange(8, dtype=torch.uint8, device=bytes_NX.device)
-        allowed_NV = ((bytes_NX[:, :, None] >> bits) & 1).flatten(1)[:, :vocabulary].bool()
-        return ~(allowed_NV | free_N[:, None])
+        forbidden_NV = torch.zeros(len(free_N), vocabulary, dtype=torch.bool, device=free_N.device)
+        if self.allowed_KW is not None:
+            # Byte by byte: word by word would take four times the memory.
+            bytes_NX = self.allowed_KW.view(torch.uint8)[self.held_N.clamp(min=0)]
+            bits = torch.arange(8, dtype=torch.uint8, device=bytes_NX.device)
+            allowed_NV = ((bytes_NX[:, :, None] >> bits) & 1).flatten(1)[:, :vocabulary].bool()
+            forbidden_NV |= ~(allowed_NV | (self.held_N < 0)[:, None])
+        if self.left_LS is not None:
+            ids_NS = self.left_LS[(-2 - self.held_N).clamp(min=0)]
+            # The padding stands for the first, which is never padding.
+            ids_NS = ids_NS.where(ids_NS >= 0, ids_NS[:, :1]).long()
+            cut_N1 = (self.held_N < -1)[:, None]
+            forbidden_NV |= cut_N1
+            forbidden_NV.scatter_(1, ids_NS, forbidden_NV.gather(1, ids_NS) & ~cut_N1)
+        return forbidden_NV
 
 
 class ScoredTokens(NamedTuple):

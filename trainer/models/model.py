@@ -175,8 +175,8 @@ class Actor:
     def score(self, batch: Batch, group: SequenceGroup | None = None) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each reply token at its temperature, in float32: two of shape BR.
 
-        Where a grammar held a reply, both are those of the distribution among the tokens that it allowed. The batch is
-        on the CPU; the answers are where the model is. The ranks of a `group` read the batch together.
+        Where a grammar or truncation held a reply, both are those of the distribution among the tokens that it allowed.
+        The batch is on the CPU; the answers are where the model is. The ranks of a `group` read the batch together.
         """
 
         def score() -> tuple[Tensor, Tensor]:
@@ -220,8 +220,9 @@ class Actor:
         device, mask_BR = self.network.device, batch.mask_BR
         temperatures_N = batch.temperatures_BR[mask_BR]
         allowed = None
-        if batch.held_BR is not None and batch.allowed_KW is not None:
-            allowed = AllowedSets(hand_over(batch.held_BR[mask_BR], device), hand_over(batch.allowed_KW, device))
+        if batch.held_BR is not None:
+            sets = (each if each is None else hand_over(each, device) for each in (batch.allowed_KW, batch.left_LS))
+            allowed = AllowedSets(hand_over(batch.held_BR[mask_BR], device), *sets)
         tempered = bool((temperatures_N != 1).any())
         tokens_N = hand_over(batch.replies_BR[mask_BR], device)
         return ScoredTokens(tokens_N, hand_over(temperatures_N, device) if tempered else None, allowed)

@@ -7,7 +7,17 @@ server in a step, of one number for each new token, in a field that is empty but
 from collections.abc import Set
 from typing import Any
 
-from tuneloop.explorer.engines.packing.patching import MARK, find, is_marked, method, require_fields
+import numpy as np
+
+from tuneloop.explorer.engines.packing.patching import (
+    MARK,
+    MASK,
+    find,
+    is_marked,
+    mask_width,
+    method,
+    require_fields,
+)
 
 #: Bytes of a number.
 _FLOAT = 4
@@ -29,14 +39,16 @@ def install() -> None:
         rows = model_runner_output.req_id_to_index
         # gpu_worker.py leaves token ids out where all requests are marked
         marked: Set[str] = rows.keys()
+        masked: Set[str] = frozenset()
         if computed.logprob_token_ids is not None:  # those, too, that have been given up
             of = self.requests
             marked = {each for each in rows if each not in of or is_marked(of[each].sampling_params)}
+            masked = {each for each in marked if each in of and mask_width(of[each].sampling_params) > 1}
         if all_are := len(marked) == len(rows):
             model_runner_output.logprobs = None  # there is nobody to slice for
         outputs = update(self, scheduler_output, model_runner_output)
         if marked:
-            _attach([each for each in outputs.values() if all_are or _clear(each, marked)], rows, computed)
+            _attach([each for each in outputs.values() if all_are or _clear(each, marked)], rows, computed, masked)
         return outputs
 
     scheduler.update_from_output = update_from_output
@@ -50,8 +62,11 @@ def _clear(of_client: Any, marked: Set[str]) -> bool:
     return bool(found)
 
 
-def _attach(clients: list[Any], rows: dict[str, int], computed: Any) -> None:
-    """Give the first output of each API server a number for each new token of all its outputs, in their order."""
+def _attach(clients: list[Any], rows: dict[str, int], computed: Any, masked: Set[str] = frozenset()) -> None:
+    """Give the first output of each API server a number for each new token of all its outputs, in their order.
+
+    And, if some are `masked`, what was left of the vocabulary at each token of these.
+    """
     starts = computed.cu_num_generated_tokens
     places: list[int] = []
     ends = []
@@ -66,9 +81,20 @@ def _attach(clients: list[Any], rows: dict[str, int], computed: Any) -> None:
     if not places:
         return
     packed, start = computed.logprobs[:, 0][places].tobytes(), 0
+    if masked:
+        names = [name for each in clients for out in each.outputs for name in [out.request_id] * len(out.new_token_ids)]
+        left = computed.logprobs[places, 1:] > -np.inf
+        counts = left.sum(1, dtype=np.int32)
+        # Where all that were looked at are left, there may be more.
+        counts[(counts == left.shape[1]) | [name not in masked for name in names]] = 0
+        left[counts == 0] = False
+        kept_ids = computed.logprob_token_ids[places, 1:].astype(np.int32)
     for of_client, end in zip(clients, ends, strict=True):
         if end > start:
             first = of_client.outputs[0]
             numbers = packed[start * _FLOAT : end * _FLOAT]
             first.kv_transfer_params = {**(first.kv_transfer_params or {}), MARK: numbers}
+            if masked and counts[start:end].any():
+                kept = counts[start:end].tobytes() + kept_ids[start:end][left[start:end]].tobytes()
+                first.kv_transfer_params[MASK] = kept
         start = end

@@ -7,10 +7,19 @@ are kept in an array, which goes through the places that vLLM has for its own.
 from array import array
 from base64 import b64encode
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from tuneloop.explorer.engines.packing.patching import MARK, UnknownVllm, find, is_marked, method, require_fields
-from tuneloop.explorer.engines.packing.wire import HEADER, PACKED
+from tuneloop.explorer.engines.packing.patching import (
+    MARK,
+    MASK,
+    UnknownVllm,
+    find,
+    is_marked,
+    mask_width,
+    method,
+    require_fields,
+)
+from tuneloop.explorer.engines.packing.wire import HEADER, MASK_HEADER, MOST_KEPT, PACKED
 
 #: What vLLM writes for whatever is less, for -inf is not JSON.
 _LEAST = -9999.0
@@ -21,7 +30,6 @@ _OTHERWISE = ("logprob_token_ids", "use_beam_search")
 #: A stream's log-probabilities are sent when so many tokens were, or its last: to write them takes a third of the time
 #: that a piece takes.
 _AT_ONCE = 32
-_NOTHING = array("f")
 
 _OPENAI = "vllm.entrypoints.openai"
 
@@ -36,11 +44,30 @@ def install() -> None:
 _Change = tuple[Any, str, Any]
 
 
-class ReplyLogprobs:
-    """The log-probabilities of a reply so far. All outputs of a stream have this one, which knows what was sent."""
+class Arrived(NamedTuple):
+    """Log-probabilities of some tokens; how many ids were left of the vocabulary at each, and all of these."""
 
-    def __init__(self, *, streamed: bool) -> None:
-        self.numbers = array("f")
+    numbers: "array[float]" = array("f")
+    counts: "array[int]" = array("i")
+    ids: "array[int]" = array("i")
+
+    def part(self, start: int, end: int | None) -> "Arrived":
+        """That of some of the tokens."""
+        if not self.counts:
+            return Arrived(self.numbers[start:end])
+        counts, before = self.counts[start:end], sum(self.counts[:start])
+        return Arrived(self.numbers[start:end], counts, self.ids[before : before + sum(counts)])
+
+
+class ReplyLogprobs:
+    """The log-probabilities of a reply so far. All outputs of a stream have this one, which knows what was sent.
+
+    `masked`: with them come the tokens that were left of the vocabulary.
+    """
+
+    def __init__(self, *, streamed: bool, masked: bool) -> None:
+        self.so_far = Arrived(array("f"), array("i"), array("i"))
+        self.masked = masked
         self.finished = False
         self._streamed = streamed
         self._sent = self._tokens_sent = 0
@@ -52,15 +79,22 @@ class ReplyLogprobs:
     def extend(self, other: "ReplyLogprobs") -> None:
         """VLLM puts together what a client has not taken: it is all here."""
 
-    def due(self, tokens: int) -> "array[float] | None":
+    def add(self, arrived: Arrived) -> None:
+        """What has arrived of the next tokens: of the vocabulary, nothing where it is not known."""
+        self.so_far.numbers.extend(arrived.numbers)
+        if self.masked:
+            self.so_far.counts.extend(arrived.counts or array("i", bytes(4 * len(arrived.numbers))))
+            self.so_far.ids.extend(arrived.ids)
+
+    def due(self, tokens: int) -> Arrived | None:
         """What to send with so many tokens, of a stream so many more; None if it follows with later ones."""
         if not self._streamed:
-            return self.numbers[:tokens]
+            return self.so_far.part(0, tokens)
         self._tokens_sent += tokens
         if self._tokens_sent - self._sent < (1 if self.finished else _AT_ONCE):
             return None
         start, self._sent = self._sent, self._tokens_sent
-        return self.numbers[start : self._sent]
+        return self.so_far.part(start, self._sent)
 
 
 def _output_changes() -> list[_Change]:
@@ -79,23 +113,27 @@ def _output_changes() -> list[_Change]:
     def from_new_request(cls: Any, tokenizer: Any, request: Any) -> Any:
         made = make(cls, tokenizer, request)
         if is_marked(request.sampling_params):
-            streamed = request.sampling_params.output_kind == delta
-            made.logprobs, made.cumulative_logprob, made.arrived = ReplyLogprobs(streamed=streamed), None, ()
+            streamed, width = request.sampling_params.output_kind == delta, mask_width(request.sampling_params)
+            made.logprobs = ReplyLogprobs(streamed=streamed, masked=width > 1)
+            made.cumulative_logprob, made.arrived = None, Arrived()
+            if width > 1:  # the core has yet to get it; clients may not ask for as many
+                request.sampling_params.logprobs = width
         return made
 
     def update_from_output(self: Any, output: Any) -> None:
         reply = self.logprobs
         if isinstance(reply, ReplyLogprobs):
             if output.new_logprobs is not None:  # from a core that packs nothing
-                reply.numbers.extend(output.new_logprobs.logprobs[:, 0].tolist())
+                reply.masked = False
+                reply.add(Arrived(array("f", output.new_logprobs.logprobs[:, 0].tolist())))
                 output.new_logprobs = None
             # A stop string may have cut the tokens that came.
-            reply.numbers.extend(self.arrived[: len(output.new_token_ids)])
-            self.arrived = ()
+            reply.add(self.arrived.part(0, len(output.new_token_ids)))
+            self.arrived = Arrived()
         update(self, output)
 
     def process_outputs(self: Any, engine_core_outputs: Any, *more: Any, **named: Any) -> Any:
-        self.arriving = _distribute(engine_core_outputs, self.request_states, getattr(self, "arriving", _NOTHING))
+        self.arriving = _distribute(engine_core_outputs, self.request_states, getattr(self, "arriving", Arrived()))
         return process(self, engine_core_outputs, *more, **named)
 
     def new_completion_output(self: Any, token_ids: Any, finish_reason: Any, stop_reason: Any) -> Any:
@@ -112,7 +150,7 @@ def _output_changes() -> list[_Change]:
     ]
 
 
-def _distribute(outputs: Any, states: dict[str, Any], arriving: "array[float]") -> "array[float]":
+def _distribute(outputs: Any, states: dict[str, Any], arriving: Arrived) -> Arrived:
     """Give each marked request of these outputs what has arrived for it; the rest, which is for outputs that follow.
 
     vLLM may process what came together in several portions.
@@ -121,16 +159,17 @@ def _distribute(outputs: Any, states: dict[str, Any], arriving: "array[float]") 
     for output in outputs:
         beside = output.kv_transfer_params
         if beside is not None and MARK in beside:
-            arriving, at = array("f", beside.pop(MARK)), 0
+            numbers, kept = array("f", beside.pop(MARK)), array("i", beside.pop(MASK, b""))
+            arriving, at = Arrived(numbers, kept[: len(numbers)], kept[len(numbers) :]), 0
             output.kv_transfer_params = beside or None
-        if at < len(arriving):
+        if at < len(arriving.numbers):
             end = at + len(output.new_token_ids)
             state = states.get(output.request_id)
             keeper = state and state.logprobs_processor
             if keeper and isinstance(keeper.logprobs, ReplyLogprobs):
-                keeper.arrived = arriving[at:end]
+                keeper.arrived = arriving.part(at, end)
             at = end
-    return arriving[at:] if at else arriving
+    return arriving.part(at, None) if at else arriving
 
 
 def _chat_changes() -> list[_Change]:
@@ -182,7 +221,12 @@ def _marking(create: Callable[..., Any], packable: Callable[[Any], bool]) -> Cal
     async def marking(self: Any, request: Any, raw_request: Any = None) -> Any:
         asked = raw_request is not None and raw_request.headers.get(HEADER) == PACKED
         if asked and packable(request) and not any(getattr(request, name, None) for name in _OTHERWISE):
-            request.vllm_xargs = {**(request.vllm_xargs or {}), MARK: 1}
+            width = 1
+            if MASK_HEADER in raw_request.headers:
+                # Equal logits are all left by `top_k`: with some room for these it is cheaper than the most.
+                most = 4 * request.top_k if (request.top_k or 0) > 0 else MOST_KEPT
+                width = min(most, MOST_KEPT, self.model_config.get_vocab_size())
+            request.vllm_xargs = {**(request.vllm_xargs or {}), MARK: width}
         return await create(self, request, raw_request)
 
     return marking
@@ -194,11 +238,16 @@ def _telling(tell: Callable[..., Any], reply: Any, empty: dict[str, Any], *, lat
     def telling(self: Any, token_ids: Any, top_logprobs: Any, *more: Any, **named: Any) -> Any:
         if not isinstance(top_logprobs, ReplyLogprobs):
             return tell(self, token_ids, top_logprobs, *more, **named)
-        numbers = top_logprobs.due(len(token_ids))
-        if numbers is None:
+        due = top_logprobs.due(len(token_ids))
+        if due is None:
             return later
+        numbers = due.numbers
         if numbers and min(numbers) < _LEAST:
             numbers = array("f", [max(each, _LEAST) for each in numbers])
-        return reply.model_construct(**empty, packed=b64encode(numbers.tobytes()).decode())
+        told: dict[str, array[Any]] = {"packed": numbers}
+        if top_logprobs.masked:
+            told |= {"kept": due.counts, "kept_ids": due.ids}
+        encoded = {name: b64encode(each.tobytes()).decode() for name, each in told.items()}
+        return reply.model_construct(**empty, **encoded)
 
     return telling

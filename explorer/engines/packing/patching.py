@@ -5,9 +5,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-#: In `extra_args` of the sampling parameters of a request whose log-probabilities are packed; under the same name they
-#: travel from the engine's core to its API servers.
+#: In `extra_args` of the sampling parameters of a request whose log-probabilities are packed, with its `mask_width`;
+#: under the same name they travel from the engine's core to its API servers.
 MARK = "tuneloop_packed_logprobs"
+#: Under this name, what truncation left of the vocabulary at each token: so many ids as int32, and then all of these.
+MASK = "tuneloop_sampling_mask"
 
 
 class UnknownVllm(Exception):
@@ -45,3 +47,8 @@ def require_fields(owner: Any, *names: str) -> None:
 def is_marked(sampling: Any) -> bool:
     """Whether these sampling parameters are of a request whose log-probabilities are packed."""
     return sampling is not None and sampling.extra_args is not None and MARK in sampling.extra_args
+
+
+def mask_width(sampling: Any) -> int:
+    """How many of the most probable tokens a marked request's mask is looked for among; 1 if it wants none."""
+    return int(sampling.extra_args[MARK])

@@ -21,6 +21,7 @@ from tuneloop.shared.experience import Exchange, Experience, Float32s, Grammar, 
 
 _HEADER = struct.Struct("<II")
 _FRAME = b"\x28\xb5\x2f\xfd"
+_SETS = b"\x00"
 
 
 class _Zstd(threading.local):
@@ -45,7 +46,7 @@ def to_blob(experience: Experience) -> bytes:
     if len(completion) != len(logprobs) or len(prompt) % 4 or len(completion) % 4:
         raise ValueError(f"{len(prompt)}+{len(completion)} bytes of ids, {len(logprobs)} of log-probabilities")
     numbers = prompt + completion + logprobs
-    shorter = _zstd.compressor.compress(np.frombuffer(numbers, dtype=np.uint8).reshape(-1, 4).T.tobytes())
+    shorter = _zstd.compressor.compress(_regroup(numbers))
     header = _HEADER.pack(len(prompt) // 4, len(completion) // 4)
     return header + (shorter if len(shorter) < len(numbers) else numbers)
 
@@ -64,10 +65,18 @@ def from_blob(blob: bytes) -> tuple[Int32s, Int32s, Float32s]:
             regrouped = _zstd.decompressor.decompress(numbers)
         except zstandard.ZstdError as error:
             raise ValueError(f"a blob of {size} bytes of numbers cannot be read: {error}") from error
-        numbers = np.frombuffer(regrouped, dtype=np.uint8).reshape(4, -1).T.tobytes()
+        numbers = _ungroup(regrouped)
     ids = np.frombuffer(numbers, dtype="<i4", count=prompt + completion)
     logprobs = np.frombuffer(numbers, dtype="<f4", offset=4 * (prompt + completion))
     return ids[:prompt], ids[prompt:], logprobs
+
+
+def _regroup(numbers: bytes) -> bytes:
+    return np.frombuffer(numbers, dtype=np.uint8).reshape(-1, 4).T.tobytes()
+
+
+def _ungroup(regrouped: bytes) -> bytes:
+    return np.frombuffer(regrouped, dtype=np.uint8).reshape(4, -1).T.tobytes()
 
 
 def pack_text(text: bytes) -> bytes:
@@ -91,12 +100,16 @@ TEXT_HEAD = 18
 
 
 def pack_grammar(grammar: Grammar | None) -> bytes | None:
-    """The grammar as compressed JSON."""
+    """The grammar as compressed JSON; of `tokens`, a zero and the sets as a zstd frame of regrouped numbers."""
+    if grammar is not None and grammar.kind == "tokens":
+        return _SETS + _zstd.compressor.compress(_regroup(grammar.sets))
     return None if grammar is None else pack_text(msgspec.json.encode(grammar))
 
 
 def unpack_grammar(stored: bytes | None) -> Grammar | None:
     """The grammar of `pack_grammar`'s bytes."""
+    if stored is not None and stored.startswith(_SETS):
+        return Grammar(kind="tokens", spec="", sets=_ungroup(_zstd.decompressor.decompress(stored[1:])))
     return None if stored is None else msgspec.json.decode(unpack_text(stored), type=Grammar)
 
 

@@ -42,6 +42,13 @@ def test_what_clients_ask_for_is_always_captured() -> None:
     assert share_asked(choice, logprobs=False) < 0.03
 
 
+def test_what_engines_of_ours_cut_off_is_always_captured(double: EngineDouble, explorer: RunningExplorer) -> None:
+    choice = CaptureChoice(CaptureSettings(logprobs="none"))
+    assert all(choice.asks(name, {}, truncated=True) for name in NAMES)
+    explorer.http.post("/v1/chat/completions", json=HELLO | {"top_p": 0.5}).raise_for_status()
+    assert "logprobs" not in double.chats[-1].body  # it is an engine of others
+
+
 @pytest.fixture
 def explorer(running_explorer: Run, double: EngineDouble, monkeypatch: pytest.MonkeyPatch) -> RunningExplorer:
     """An explorer of which no reply is one of the share."""

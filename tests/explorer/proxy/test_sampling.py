@@ -64,6 +64,22 @@ def test_what_changes_the_distribution_is_named(name: str, value: object) -> Non
 
 
 @pytest.mark.parametrize(
+    ("asked", "truncated"),
+    [
+        ({"top_p": 0.9}, True),
+        ({"top_k": "20", "top_p": 0.95, "min_p": 0.1, "temperature": 0.6}, True),
+        ({"top_p": 0.9, "response_format": {"type": "json_object"}}, True),
+        ({"top_p": 1, "top_k": -1, "min_p": 0}, False),
+        ({"top_p": 0.9, "temperature": 0}, False),
+        ({"top_p": 0.9, "presence_penalty": 0.5}, False),
+        ({"response_format": {"type": "json_object"}}, False),
+    ],
+)
+def test_what_only_cuts_tokens_off_is_told_from_the_rest(asked: dict[str, Any], truncated: bool) -> None:
+    assert sampling_of(asked, default_temperature=1.0).truncated is truncated
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("prompt_embeds", "AAAA"),

@@ -1,4 +1,5 @@
 import json
+from base64 import b64encode
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from tests.doubles.engine import pieces, recorded
 from tuneloop.explorer.transcript import ChatTranscript, RequestedFields, Sampling, Transcript
-from tuneloop.shared.experience import Experience, is_captured
+from tuneloop.shared.experience import Experience, Grammar, is_captured, pack_ids, pack_logprobs
 
 pytestmark = pytest.mark.contract
 
@@ -176,6 +177,38 @@ def test_a_reply_of_two_versions_is_marked() -> None:
 def test_how_it_was_sampled_is_marked() -> None:
     (found,) = experiences(heard("whole_captured.json"), Sampling(0.5, "sampling:top_p"))
     assert (found.drop_reason, found.unsampled, found.temperature) == (None, "sampling:top_p", 0.5)
+
+
+TRUNCATED = Sampling(0.5, "sampling:top_p", truncated=True)
+
+
+@pytest.mark.parametrize(
+    ("counts", "ids", "unsampled"),
+    [
+        ([2] + [1] * 11, 13, None),
+        ([2] + [0] + [1] * 10, 12, "sampling:mask_too_large"),
+        ([2] + [1] * 11, 12, "sampling:top_p"),
+        ([1] * 11, 11, "sampling:top_p"),
+        ([1] * 13, 13, "sampling:top_p"),
+        ([], 0, "sampling:top_p"),
+    ],
+)
+def test_what_truncation_left_is_kept_if_the_engine_told_all_of_it(
+    counts: list[int], ids: int, unsampled: str | None
+) -> None:
+    (piece,) = said("whole_captured.json")
+    kept = {"kept": pack_ids(counts), "kept_ids": pack_ids(range(ids))}
+    logprobs = {"content": None, "packed": pack_logprobs([-1.0] * 12), **kept}
+    piece["choices"][0]["logprobs"] = {
+        name: b64encode(each).decode() if isinstance(each, bytes) else each for name, each in logprobs.items()
+    }
+    found = transcript()
+    assert feed(found, piece)["choices"][0]["logprobs"] is None  # type: ignore[index]
+    mask = Grammar(kind="tokens", spec="", sets=kept["kept"] + kept["kept_ids"])
+    (one,) = experiences(found, TRUNCATED)
+    assert (one.unsampled, one.grammar) == (unsampled, mask if unsampled is None else None)
+    (other,) = experiences(found, TRUNCATED, mixed=True)
+    assert (other.unsampled, other.grammar) == ("mixed_version", None)
 
 
 def test_what_nothing_can_learn_from_is_dropped_however_it_was_sampled() -> None:

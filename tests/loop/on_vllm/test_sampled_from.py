@@ -105,19 +105,28 @@ HELD: dict[str, tuple[str, Json]] = {
             "tool_choice": {"type": "any"},
         },
     ),
+    # What truncation leaves holds a reply as well, and the engine tells it.
+    "nucleus": (CHAT, {"top_p": 0.5, "n": 2}),
+    "top k": (CHAT, {"top_k": 5, "temperature": 0.7}),
+    "min p": (CHAT, {"min_p": 0.8}),
+    "qwen's": (CHAT, {"top_p": 0.95, "top_k": 20, "temperature": 0.6, "stop": ["a", "e", "<"], "max_tokens": 90}),
+    "text, nucleus": (TEXT, {"top_p": 0.5, "prompt": ["One", "Two"], "n": 2}),
+    "response, nucleus": (RESPONSES, {"top_p": 0.5}),
+    "message, top k": (MESSAGES, {"top_k": 3}),
+    "schema, nucleus": (CHAT, {"response_format": _FORMAT, "top_p": 0.5, "max_tokens": 60}),
 }
 
 #: Of them, those whose first token need not be one that the grammar narrows: a call has to begin first.
 RARELY_HELD = {"strict", "one call"}
 
+
 #: Requests whose replies are not, and the reason.
 OFF_POLICY: dict[str, tuple[str, Json, str]] = {
     "greedy": (CHAT, {"temperature": 0}, "sampling:temperature=0"),
-    "nucleus": (CHAT, {"top_p": 0.5, "n": 2}, "sampling:top_p"),
-    "top k": (CHAT, {"top_k": 5}, "sampling:top_k"),
-    "schema, nucleus": (CHAT, {"response_format": {"type": "json_object"}, "top_p": 0.5}, "sampling:top_p"),
+    "nucleus, client reads": (CHAT, {"top_p": 0.5, "logprobs": True}, "sampling:top_p"),
+    "too much left": (CHAT, {"min_p": 1e-9}, "sampling:mask_too_large"),
+    "nucleus, penalty": (CHAT, {"top_p": 0.5, "frequency_penalty": 1}, "sampling:top_p"),
     "choice": (CHAT, {"structured_outputs": {"choice": ["yes", "no"]}}, "sampling:structured_outputs"),
-    "min p": (CHAT, {"min_p": 0.9}, "sampling:min_p"),
     "repetition": (CHAT, {"repetition_penalty": 1.5}, "sampling:repetition_penalty"),
     "presence": (CHAT, {"presence_penalty": 1.5, "temperature": 0.7}, "sampling:presence_penalty"),
     "frequency": (CHAT, {"frequency_penalty": 1.5}, "sampling:frequency_penalty"),
@@ -142,12 +151,9 @@ OFF_POLICY: dict[str, tuple[str, Json, str]] = {
     ),
     # A reply whose first token is its end token has no text, and its reason is `empty`.
     "hidden reasoning": (CHAT, {"include_reasoning": False, "min_tokens": 8}, "no_token_ids"),
-    "text, nucleus": (TEXT, {"top_p": 0.5, "prompt": ["One", "Two"]}, "sampling:top_p"),
     "text, greedy": (TEXT, {"temperature": 0}, "sampling:temperature=0"),
     "echo": (TEXT, {"echo": True}, "no_token_ids"),
     "echo alone": (TEXT, {"echo": True, "max_tokens": 0, "logprobs": 0, "return_token_ids": True}, "no_token_ids"),
-    "response, nucleus": (RESPONSES, {"top_p": 0.5}, "sampling:top_p"),
-    "message, top k": (MESSAGES, {"top_k": 3}, "sampling:top_k"),
     "message, greedy": (MESSAGES, {"temperature": 0}, "sampling:temperature=0"),
 }
 

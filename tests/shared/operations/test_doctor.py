@@ -155,6 +155,17 @@ def test_replies_that_the_method_will_not_take_are_told_while_they_wait(settings
     assert line not in page(taking)["Waiting"]
 
 
+def test_what_truncation_costs_is_told_with_the_cure(settings: Settings, made: Ledger) -> None:
+    for reason, rows in (("sampling:top_p", 3), ("sampling:mask_too_large", 2)):
+        made.recording.record([exchange(experiences=(experience(unsampled=reason),)) for _ in range(rows)])
+    waiting = page(settings)["Waiting"]
+    [missing], [large] = ([line for line in waiting if reason in line] for reason in (":top_p", ":mask_too_large"))
+    assert missing.split()[:2] == ["recorded", "3"]
+    assert "load tuneloop's plug-in into it" in missing
+    assert large.split()[:2] == ["recorded", "2"]
+    assert "send `top_k`" in large
+
+
 def test_what_the_outbox_holds_is_told_without_touching_it(settings: Settings, made: Ledger) -> None:
     file = outboxed(settings.outbox_dir, *(exchange(received_at=at, latency_s=0.5) for at in (10.0, 1000.0)))
     waiting = path_of(settings.outbox_dir, file).stat().st_size // 2

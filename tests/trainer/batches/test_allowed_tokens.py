@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,7 @@ import xgrammar
 
 from examples.sums.model import build, save
 from tests.trainer.factories import sample
-from tuneloop.shared.experience import AllowedTokens, Grammar, Sample
+from tuneloop.shared.experience import AllowedTokens, Grammar, Sample, pack_ids
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.batch import Batch, TokenSequence, assemble, collate
 from tuneloop.trainer.batches.selection import find_missing_library, select, with_allowed_tokens
@@ -196,6 +197,70 @@ def test_calls_that_share_a_sequence_keep_each_its_own_grammar(actor: Actor, of_
     alone_BR, _ = actor.score(collate([TokenSequence.alone(held)]))
     together_BR, _ = actor.score(batch)
     assert torch.allclose(together_BR[0, :length], alone_BR[0], atol=1e-5)
+
+
+def _truncated(actor: Actor, number: int, *, largest: int, temperature: float = 0.7) -> Sample:
+    """A reply as an engine samples it that leaves so many tokens at most, and tells these."""
+    random, prompt = np.random.default_rng(number), np.array([5, 6, number], np.int32)
+    ids: list[int] = []
+    logprobs: list[float] = []
+    left: list[list[int]] = []
+    for _ in range(5):
+        with torch.no_grad():
+            logits = actor.network(torch.tensor([[*prompt.tolist(), *ids]])).logits[0, -1] / temperature
+        best = logits.topk(int(random.integers(1, largest + 1)))
+        spread = best.values.log_softmax(0)
+        chosen = int(random.integers(len(spread)))
+        left.append(best.indices.tolist())
+        ids.append(left[-1][chosen])
+        logprobs.append(float(spread[chosen]))
+    return sample(
+        number,
+        prompt_ids=prompt,
+        completion_ids=np.array(ids, np.int32),
+        logprobs=np.array(logprobs, np.float32),
+        temperature=temperature,
+        grammar=Grammar(kind="tokens", spec="", sets=pack_ids([*map(len, left), *(i for each in left for i in each)])),
+    )
+
+
+def test_the_ratio_is_one_among_what_truncation_left(actor: Actor, of_bytes: Callable[..., Settings]) -> None:
+    """Beside replies under a grammar and free ones, in one batch and in its parts."""
+    settings = of_bytes()
+    cut = [_truncated(actor, number, largest=number) for number in (4, 9, 60)]
+    grammar, free = _sampled(actor, settings, YES_OR_NO), sample(8)
+    held, refused = with_allowed_tokens([cut[0], grammar, *cut[1:], free], settings, vocabulary=actor.vocabulary)
+    assert refused == {}
+    batch, logprobs_BR, entropy_BR = _scored(actor, held)
+    assert torch.allclose(logprobs_BR[:4], batch.sampled_BR[:4], atol=1e-4)
+    assert torch.isfinite(entropy_BR).all()
+    for index in ([0, 2], [1, 4], [3], [4]):
+        part = batch.rows(torch.tensor(index))
+        assert (part.left_LS is None) is (index == [1, 4] or index == [4])
+        assert part.left_LS is None or len(part.left_LS) <= 5 * len(index)
+        found_BR, _ = actor.score(part)
+        assert torch.allclose(found_BR, logprobs_BR[index, : found_BR.shape[1]] * part.mask_BR, atol=1e-5)
+    _, unmasked_BR, _ = _scored(actor, cut)
+    assert not torch.allclose(unmasked_BR, torch.from_numpy(np.stack([each.logprobs for each in cut])), atol=0.1)
+
+
+def test_what_cannot_be_left_is_refused(actor: Actor, of_bytes: Callable[..., Settings]) -> None:
+    said = _truncated(actor, 3, largest=3)
+    assert said.grammar is not None
+    numbers = np.frombuffer(said.grammar.sets, np.int32)
+    outside, foreign = numbers.copy(), numbers.copy()
+    outside[-1] = actor.vocabulary
+    foreign[5:] = 7 if 7 not in said.completion_ids else 8
+    bad = [pack_ids(each.tolist()) for each in (numbers[:3], numbers[:-1], outside, foreign)]
+    alone = pack_ids([1] * 5 + said.completion_ids.tolist())
+    masks = [Grammar(kind="tokens", spec="", sets=sets) for sets in (*bad, alone)]
+    doubted = said.logprobs - np.float32(1)
+    given = [msgspec.structs.replace(said, id=n, logprobs=doubted, grammar=each) for n, each in enumerate(masks)]
+    kept, refused = with_allowed_tokens([said, *given], of_bytes(), vocabulary=actor.vocabulary)
+    assert [each.id for each in kept] == [said.id]
+    [(reason, dropped)] = refused.items()
+    assert reason.startswith("what the engine told of the tokens that truncation left")
+    assert [each.id for each in dropped] == [0, 1, 2, 3, 4]
 
 
 def test_a_step_begins_at_ratio_one_and_learns(actor: Actor, of_bytes: Callable[..., Settings]) -> None:

@@ -33,7 +33,16 @@ def _given(*, bias, tempered, grammar):
         bits = np.random.default_rng(0).integers(0, 2, (N, 96)).astype(np.uint8)
         bits[np.arange(N), tokens_N.numpy()] = 1
         rows = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32).copy())
-        allowed = AllowedSets(torch.where(torch.arange(N) % 3 == 0, -1, torch.arange(N)), rows)
+        lists = [np.flatnonzero(row[:V]) for row in bits]
+        left_LS = torch.full((N, max(map(len, lists))), -1, dtype=torch.int32)
+        for row, ids in zip(left_LS, lists, strict=True):
+            row[: len(ids)] = torch.from_numpy(ids)
+        number_N = torch.arange(N)
+        # Of three tokens one may be any, one is among a grammar's, one among those that truncation left.
+        held_N = torch.where(number_N % 3 == 0, -1, torch.where(number_N % 3 == 1, number_N, -2 - number_N))
+        allowed = AllowedSets(held_N, rows, left_LS)
+        same = AllowedSets(torch.where(number_N % 3 == 0, -1, number_N), rows)
+        assert torch.equal(allowed.forbidden(V), same.forbidden(V))
     return leaves, ScoredTokens(tokens_N, temperatures_N, allowed)
 
 

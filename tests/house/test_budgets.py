@@ -8,9 +8,9 @@ from collections import Counter
 
 from sources import ROOT, SOURCES, functions
 
-SOURCE_LINES = 61_540
-TEST_LINES = 75_070
-OPTIONS = 160
+SOURCE_LINES = 61_658
+TEST_LINES = 75_346
+OPTIONS = 161
 #: Per thousand of all functions.
 PRIVATE_USED_ONCE = 124
 

@@ -62,6 +62,12 @@ def _problems(settings: Settings, folder: Path) -> Iterator[str]:
             f"model.lora.rank: {folder} also sees ({kind}), and adapters to such models are not served; write 0, which"
             " trains all weights"
         )
+    on_cpu = not settings.cluster.gpu_per_node and not settings.explorer.rollout_model.engine_urls
+    if settings.mode == "both" and on_cpu and "linear_attention" in (config.get("layer_types") or ()):
+        yield (
+            f"cluster.gpu_per_node: {folder} has linear attention, which vLLM's build for CPUs computes otherwise than"
+            " the trainer; serve it on a GPU"
+        )
     if _has_experts(config) and not settings.trainer.allow_routing_mismatch:
         yield (
             f"trainer.allow_routing_mismatch: {folder} is a mixture of experts, and training changes its routers or"

@@ -8,8 +8,8 @@ from collections import Counter
 
 from sources import ROOT, SOURCES, functions
 
-SOURCE_LINES = 61_658
-TEST_LINES = 75_346
+SOURCE_LINES = 61_664
+TEST_LINES = 75_354
 OPTIONS = 161
 #: Per thousand of all functions.
 PRIVATE_USED_ONCE = 124

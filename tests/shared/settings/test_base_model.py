@@ -107,6 +107,14 @@ def test_a_model_that_sees_is_refused_with_adapters_or_where_its_text_alone_is_l
         require_trainable(settings_of(tmp_path, sees | {"model_type": "qwen3_5"}))
 
 
+def test_linear_attention_is_not_trained_beside_an_engine_on_a_cpu(tmp_path: Path) -> None:
+    hybrid = {"layer_types": ["linear_attention", "full_attention"]}
+    with pytest.raises(SettingsError, match=r"^cluster\.gpu_per_node: .* has linear attention"):
+        require_trainable(settings_of(tmp_path, hybrid))
+    for but in ({"mode": "train"}, {"cluster": {"gpu_per_node": 2}}):
+        require_trainable(settings_of(tmp_path, hybrid, **but))
+
+
 def test_of_these_models_transformers_loads_the_text_alone() -> None:
     sees = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     text = {kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if kind in sees and sees[kind] != name}

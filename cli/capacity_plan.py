@@ -15,6 +15,7 @@ from tuneloop.shared.capacity.memory import EngineMemory, TrainerMemory, Version
 from tuneloop.shared.capacity.model_shape import ModelShape
 from tuneloop.shared.checkpoints import gigabytes, measure_space
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.settings.base_model import require_trainable
 from tuneloop.shared.settings.hardware import (
     count_gpus,
     explorer_workers_of,
@@ -63,6 +64,7 @@ def plan(
     Starts nothing; 64 MiB are written to measure the disk. Exit code 3 if there is no such model, or it does not fit.
     """
     settings = read_settings(config, set_ or ()).valid_settings()
+    require_trainable(settings)
     gpu_bytes = memory.gpu_memory() if gpu_memory_gb is None else int(gpu_memory_gb * 1e9)
     made = make_plan(settings, gpu_bytes=gpu_bytes)
     if for_programs:

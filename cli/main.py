@@ -32,6 +32,7 @@ from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.database import upgrade
 from tuneloop.shared.operations.backup import require_stopped
 from tuneloop.shared.operations.older_ledger import adopt
+from tuneloop.shared.settings.base_model import require_trainable
 from tuneloop.shared.settings.loader import OVERRIDES_VARIABLE, read_settings
 from tuneloop.shared.settings.settings import holds_secret
 
@@ -142,6 +143,7 @@ def _exposure(insecure: bool) -> list[str]:
 
 def _start(config: Path, overrides: Sequence[str]) -> None:
     settings = read_settings(config, overrides).valid_settings()
+    require_trainable(settings)
     if any(holds_secret(override.partition("=")[0].strip()) for override in overrides):
         os.environ[OVERRIDES_VARIABLE] = json.dumps(overrides)
         _replace_process(

@@ -16,6 +16,7 @@ from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.logging import JSON_VARIABLE, LEVEL_VARIABLE, LogLevel
 from tuneloop.shared.operations.engines import plugin_sentence
+from tuneloop.shared.settings.base_model import require_trainable, routing_note
 from tuneloop.shared.settings.database_url import without_password
 from tuneloop.shared.settings.hardware import idle_sentence, placement_sentence
 from tuneloop.shared.settings.loader import read_settings
@@ -42,16 +43,18 @@ def validate(config: ConfigOption, set_: SetOption = None, for_programs: JsonOpt
         if report.settings is not None:
             try:
                 check_exposure(report.settings)
+                require_trainable(report.settings)
                 understood = {name.replace(" ", "_"): value for name, value in summary_of(report.settings)}
                 understood |= {"notes": notes_on(report.settings), "ignored": report.ignored}
             except SettingsError as error:
-                problems = [str(error)]
+                problems = str(error).splitlines()
         echo_json({"file": str(config), "valid": bool(understood), "problems": problems, **understood})
         if not understood:
             raise typer.Exit(SettingsError.exit_code)
         return
     settings = report.valid_settings()
     check_exposure(settings)
+    require_trainable(settings)
     lines = [*summary_of(settings), *(("note", note) for note in notes_on(settings))]
     lines.append(("ignored", ", ".join(report.ignored)))
     echo(f"{config} is valid.")
@@ -65,7 +68,7 @@ def notes_on(settings: Settings) -> list[str]:
     unbounded = settings.algorithm.unbounded if settings.mode != "serve" else None
     attached = settings.mode != "train" and settings.explorer.rollout_model.engine_urls
     plugin = attached and f"{plugin_sentence(of_others=True)}. `tuneloop doctor` says which engines have the plugin"
-    notes = [find_ignored_feedback(settings), unbounded, idle_sentence(settings), plugin]
+    notes = [find_ignored_feedback(settings), unbounded, routing_note(settings), idle_sentence(settings), plugin]
     return [note for note in notes if note]
 
 

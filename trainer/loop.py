@@ -35,6 +35,7 @@ from tuneloop.shared.ledger.facts import find_ignored_feedback
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.operations.older_ledger import find_lost_versions
+from tuneloop.shared.settings.base_model import routing_note
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.opening import open_tracing
 from tuneloop.shared.telemetry.trackers import check_tracker, open_curves
@@ -79,6 +80,8 @@ def run(settings: Settings, stop: Stop, ranks: Ranks = ALONE) -> None:
         _log.warning("grammars_not_rebuilt", sentence=missing)
     if unbounded := settings.algorithm.unbounded:
         _log.warning("ratio_unbounded", sentence=unbounded)
+    if mismatch := routing_note(settings):
+        _log.warning("routing_may_differ", sentence=mismatch)
     check_tracker(settings)
     disable_progress_bar()  # type: ignore[no-untyped-call]
     ledger = Ledger.of(settings)

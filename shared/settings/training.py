@@ -58,6 +58,9 @@ class TrainerSettings(Section):
     optimizer_offload: bool = False
     """Keep AdamW's masters and moments in [main memory](training.md#memory), where the CPU makes the update: 12 bytes a
     weight less of a GPU. _Train._"""
+    allow_routing_mismatch: bool = False
+    """Train a [mixture of experts](architectures.md#mixtures-of-experts). Training changes its routers or what they
+    read, so engine and trainer may choose other experts for the same tokens. false: it is refused. _Train._"""
     yield_to_traffic: bool = False
     """Wait before each micro-batch, or of several workers before each step, until no request has been in flight for
     0.6 s: for an engine and a trainer that share a GPU. A micro-batch that has begun ends first, so smaller

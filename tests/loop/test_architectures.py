@@ -29,10 +29,14 @@ pytestmark = pytest.mark.vllm
 
 MOE = "Qwen3-MoE"
 _PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
-_ROW = re.compile(r"^\| ([^|]+?) \| (yes|no) \| (yes|no) \| (yes|no) \| (in place|fresh engine) \|", re.MULTILINE)
+_ROW = re.compile(
+    r"^\| ([^|]+?) \|" + r" (yes|refused) \|" * 2 + r" (yes|no|–) \|" * 3 + r" (in place|fresh engine|–) \|",
+    re.MULTILINE,
+)
 
 
 def documented() -> dict[str, tuple[str, ...]]:
+    """By architecture: whether all its weights are trained, and adapters; then how it is served, – where not tried."""
     return {row[0]: tuple(row[1:]) for row in _ROW.findall(_PAGE.read_text())}
 
 
@@ -41,11 +45,11 @@ def test_the_page_names_all_architectures() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if documented()[name][-1] != "–"])
 def test_an_architecture_is_served_as_the_page_says(name: str, tmp_path: Path) -> None:
     found = examine(name, tmp_path)
     cells = [cell.split(" (")[0] for cell in found.row().strip("| ").split(" | ")[1:4]]
-    assert (*cells, found.row().strip("| ").split(" | ")[4]) == documented()[name], found
+    assert (*cells, found.row().strip("| ").split(" | ")[4]) == documented()[name][2:], found
 
 
 @contextmanager

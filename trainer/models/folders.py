@@ -3,17 +3,19 @@
 from pathlib import Path
 
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.settings.base_model import require_trainable
 from tuneloop.shared.settings.settings import Settings
 
 
 def require_folders(settings: Settings) -> None:
-    """Raise EnvironmentRefused unless the models to start from are there."""
+    """Raise EnvironmentRefused unless the models to start from are there, SettingsError if the base is not trained."""
     for setting, folder in named_folders(settings).items():
         if not ((folder / "config.json").is_file() and any(folder.glob("*.safetensors"))):
             what = "is not a model folder" if folder.is_dir() else "is not there"
             raise EnvironmentRefused(
                 f"{setting}: {folder} {what}; name a local folder that holds config.json and *.safetensors"
             )
+    require_trainable(settings)
 
 
 def named_folders(settings: Settings) -> dict[str, Path]:

@@ -15,6 +15,7 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 #: The test that runs a page's Python, and its JavaScript.
 RUN_BY = {
     "README.md": "tests/documents/test_python.py",
+    "docs/architectures.md": "tests/trainer/models/test_families.py",
     "docs/clients.md": "tests/clients/test_docs.py",
     "docs/collect.md": "tests/runner/collection/test_collect_page.py",
     "docs/data.md": "tests/cli/data/test_data_page.py",

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
 from examples.sums.model import save, tokenizer
 from tests.loop.harness.oracle import Oracle
@@ -28,6 +28,27 @@ from tuneloop.shared.settings.settings import Settings
 
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 512, "tie_word_embeddings": True}
+_GLM_MOE = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True}
+_QWEN35 = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+}
+_EYES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "patch_size": 14}
+
+#: Of a model that also sees, what its configuration has beside that of its text.
+_VISION: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_5": {
+        "vision_config": {**_EYES, "depth": 1, "out_hidden_size": 128, "num_position_embeddings": 16},
+        **{f"{name}_token_id": 10 + at for at, name in enumerate(("image", "video", "vision_start", "vision_end"))},
+    },
+    "gemma3": {
+        "vision_config": {**_EYES, "num_hidden_layers": 1, "image_size": 28},
+        "mm_tokens_per_image": 4,
+        **{f"{name}_token_index": 10 + at for at, name in enumerate(("image", "boi", "eoi"))},
+    },
+}
 
 #: By name: the model type as transformers knows it, and what its configuration has beside that of all of them.
 ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -41,6 +62,11 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "OLMo 2": ("olmo2", {}),
     "Gemma 2 (tied)": ("gemma2", _GEMMA),
     "Gemma 3 (tied)": ("gemma3_text", _GEMMA),
+    "Gemma 3 (tied, sees)": ("gemma3", _GEMMA),
+    "Qwen3.5": ("qwen3_5_text", _QWEN35),
+    "Qwen3.5 (sees)": ("qwen3_5", _QWEN35),
+    "GLM-4": ("glm4", {"head_dim": 32}),
+    "GLM-4-MoE": ("glm4_moe", {"head_dim": 32, **_GLM_MOE, **_MOE}),
     "Qwen3-MoE": ("qwen3_moe", {"head_dim": 32, "num_experts": 4, **_MOE}),
     "Mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }
@@ -85,26 +111,26 @@ def make_architecture(name: str, folder: Path, seed: int) -> Path:
     kind, more = ARCHITECTURES[name]
     words = tokenizer()
     ends = {"eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id, "bos_token_id": None}
-    config = AutoConfig.for_model(
-        kind,
-        **{
-            "vocab_size": len(words),
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 2048,
-            # Far from uniform, so that other weights are far from these.
-            "initializer_range": 0.1,
-            "tie_word_embeddings": False,
-            **ends,
-            **more,
-        },
-    )
+    text = {
+        "vocab_size": len(words),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        # Far from uniform, so that other weights are far from these.
+        "initializer_range": 0.1,
+        "tie_word_embeddings": False,
+        **ends,
+        **more,
+    }
+    sees = _VISION.get(kind)
+    tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
+    config = AutoConfig.for_model(kind, **({"text_config": text, **sees, **tied, **ends} if sees else text))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config).to(torch.float32)
+        model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_config(config).to(torch.float32)
     model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, **ends)
     save(model, words, folder)
     return folder
@@ -149,7 +175,7 @@ def settings_of(name: str, folder: Path, base: Path, *, gpu: bool, rank: int = 0
     rollout: dict[str, Any] = {"dtype": "bfloat16" if gpu else "float32", "enforce_eager": True}
     rollout |= {"kv_cache_memory_bytes": 64 << 20, "single_process": True, "gpu_memory_utilization": 0.05}
     model: dict[str, Any] = {"model_path": base, "max_model_len": 1024, "served_model_name": name}
-    model["lora"] = {"rank": rank, "targets": _attention_of(base)}
+    model["lora"] = {"rank": rank, "targets": attention_of(base)}
     return Settings.model_validate(
         {
             "mode": "serve",
@@ -161,7 +187,7 @@ def settings_of(name: str, folder: Path, base: Path, *, gpu: bool, rank: int = 0
     )
 
 
-def _attention_of(base: Path) -> list[str]:
+def attention_of(base: Path) -> list[str]:
     phi = json.loads((base / "config.json").read_text())["model_type"] == "phi3"
     return ["qkv_proj", "o_proj"] if phi else ["q_proj", "k_proj", "v_proj", "o_proj"]
 

@@ -1,0 +1,115 @@
+"""Whether the base model is one that the trainer trains. Its files are looked at, nothing of it is loaded."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tuneloop.shared.errors import SettingsError
+from tuneloop.shared.settings.settings import Settings
+
+#: How many experts there are, as configurations call it.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
+
+#: What says how a model is quantised: keys of its config.json, and files beside it.
+_QUANTISED = ("quantization_config", "compression_config")
+_QUANTISED_BESIDE = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+
+#: Models that also see, of which transformers loads the text alone.
+TEXT_ALONE = frozenset({"emu3", "llama4", "mllama", "qwen3_5", "qwen3_5_moe", "qwen4_exp"})
+
+#: The layers of the text; and those that only draft tokens, which transformers loads none of.
+_LAYER = re.compile(r"(?:model\.|language_model\.)+layers\.(\d+)\.")
+_LARGEST_HEADER = 100 << 20
+_DRAFTS = re.compile(r"(?:model\.)?mtp\.")
+
+
+def require_trainable(settings: Settings) -> None:
+    """Raise SettingsError if the trainer refuses the base model. Of a folder without config.json nothing is said."""
+    if settings.mode != "serve" and (problems := [*_problems(settings, settings.model.model_path)]):
+        raise SettingsError("\n".join(problems))
+
+
+def routing_note(settings: Settings) -> str | None:
+    """What is to be watched where a mixture of experts is trained all the same."""
+    if settings.mode == "serve" or not _has_experts(_config(settings.model.model_path)):
+        return None
+    return (
+        "trainer.allow_routing_mismatch: engine and trainer may choose other experts for the same tokens; the metric"
+        " mismatch_kl/fresh says how far their log-probabilities are apart"
+    )
+
+
+def _problems(settings: Settings, folder: Path) -> Iterator[str]:
+    config = _config(folder)
+    if how := _quantisation(config, folder):
+        yield (
+            f"model.model_path: {folder} is quantised ({how}), and the trainer would train and publish other weights"
+            " than engines serve; name the folder of the same model in bfloat16 (model.lora.base_bits saves the"
+            " trainer's memory)"
+        )
+    kind = str(config.get("model_type"))
+    left_out = "its vision" if kind in TEXT_ALONE else _first_draft(config, _names(folder))
+    if left_out:
+        yield (
+            f"model.model_path: {folder} has {left_out}, which transformers does not load and versions would lack; save"
+            " what transformers loads as a folder of its own (docs/architectures.md says how), and name that"
+        )
+    elif "vision_config" in config and settings.model.lora.rank:
+        yield (
+            f"model.lora.rank: {folder} also sees ({kind}), and adapters to such models are not served; write 0, which"
+            " trains all weights"
+        )
+    on_cpu = not settings.cluster.gpu_per_node and not settings.explorer.rollout_model.engine_urls
+    if settings.mode == "both" and on_cpu and "linear_attention" in (config.get("layer_types") or ()):
+        yield (
+            f"cluster.gpu_per_node: {folder} has linear attention, which vLLM's build for CPUs computes otherwise than"
+            " the trainer; serve it on a GPU"
+        )
+    if _has_experts(config) and not settings.trainer.allow_routing_mismatch:
+        yield (
+            f"trainer.allow_routing_mismatch: {folder} is a mixture of experts, and training changes its routers or"
+            " what they read, by adapters too; engine and trainer may then choose other experts for the same tokens,"
+            " and their log-probabilities differ. Write true to train it all the same, and watch mismatch_kl/fresh"
+        )
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    """The configuration of the text; empty where there is none that can be read."""
+    with suppress(OSError, ValueError):
+        if isinstance(config := json.loads((folder / "config.json").read_bytes()), dict):
+            return (config.get("text_config") or {}) | config
+    return {}
+
+
+def _names(folder: Path) -> Iterator[str]:
+    """What the tensors of a model are called; those of a file that cannot be read are left out."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with suppress(OSError, ValueError), file.open("rb") as opened:
+            yield from json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), _LARGEST_HEADER)))
+
+
+def _first_draft(config: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    """The first tensor that belongs to no layer of the text; None if there is none."""
+    layers = config.get("num_hidden_layers")
+    for name in names:
+        layer = _LAYER.match(name)
+        if _DRAFTS.match(name) or (layer and isinstance(layers, int) and int(layer[1]) >= layers):
+            return name
+    return None
+
+
+def _has_experts(config: Mapping[str, Any]) -> bool:
+    sections = [config, *(each for each in config.values() if isinstance(each, dict))]
+    counts = (section.get(name) for section in sections for name in _EXPERTS)
+    each_layers = (each if isinstance(each, list) else [each] for each in counts)
+    return any(isinstance(each, int) and each > 1 for layers in each_layers for each in layers)
+
+
+def _quantisation(config: Mapping[str, Any], folder: Path) -> str | None:
+    for name in _QUANTISED:
+        if section := config.get(name):
+            return str(section.get("quant_method", name) if isinstance(section, dict) else name)
+    return next((name for name in _QUANTISED_BESIDE if (folder / name).exists()), None)

@@ -30,7 +30,7 @@ from tuneloop.shared.errors import (
 )
 from tuneloop.shared.evaluation.tasks import tasks_of
 from tuneloop.shared.experience import Sample, VersionAction
-from tuneloop.shared.job_marks import note_registered, require_restored
+from tuneloop.shared.job_marks import committed_stamp, note_registered, require_restored
 from tuneloop.shared.ledger.facts import find_ignored_feedback
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.storage import database
@@ -61,6 +61,8 @@ _log = structlog.get_logger()
 
 _RUN = "trainer"
 _AGAIN_S = 3.0
+#: How often it is looked whether rows were committed.
+_NOTICE_S = 0.1
 _ENDINGS = (VersionAction.REJECTED, VersionAction.ROLLED_BACK)
 
 
@@ -142,7 +144,7 @@ class TrainingLoop:
         self._gate = GateEvaluation(settings, ledger, take_gpu=self._turns.begin)
         self._finite = FiniteSteps(settings, ledger.alarms)
         self._recomputation = Recomputation(settings, ledger, self._micro_batch)
-        self._away = False
+        self._away, self._committed = False, 0
 
     def run(self) -> None:
         """Take the next epoch and train under it."""
@@ -179,6 +181,7 @@ class TrainingLoop:
             _log.info("trainer_stopped", version=self._steps.parent, step=self._learner.steps)
 
     def _turn(self) -> None:
+        self._committed = committed_stamp(self._settings.job_dir)
         self._turns.end_if_over(self._learner, publishes=self._steps.wait_for_publisher(self._learner))
         if self._away or self._learner.spoilt:
             self._settle()
@@ -212,9 +215,12 @@ class TrainingLoop:
         self._publisher.wait(self._settings.trainer.poll_interval)
 
     def _pause(self) -> None:
-        """Look again a little later; the GPU is not needed meanwhile."""
+        """Look again a little later, or when rows are committed; the GPU is not needed meanwhile."""
         self._turns.end(self._learner)
-        self._stop.wait(self._settings.trainer.poll_interval)
+        ends = time.monotonic() + self._settings.trainer.poll_interval
+        while (left := ends - time.monotonic()) > 0 and not self._stop.wait(min(_NOTICE_S, left)):
+            if committed_stamp(self._settings.job_dir) != self._committed:
+                return
 
     def _wait_for_the_database(self, error: LedgerUnavailable) -> None:
         if not self._away:

@@ -16,6 +16,7 @@ from pathlib import Path
 import structlog
 from transformers.utils.logging import disable_progress_bar
 
+from tuneloop.shared.capacity.memory import shares_gpu
 from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.errors import (
     DatabaseAway,
@@ -209,6 +210,11 @@ class TrainingLoop:
         if not self._publisher.steps_begun:
             if not self._steps.count:
                 self._gate.evaluate(self._learner, self._steps.parent)
+            # An engine that starts reckons what others take of its GPU as its own. Rows come of one that runs.
+            begun = self._committed != self._committed_before or not shares_gpu(self._settings)
+            if self._is_cold and begun:
+                self._is_cold = False
+                return self._micro_batch.rehearse(self._learner)
             return self._pause()
         if not self._steps.wait_for_publisher(self._learner):
             self._turns.end(self._learner)
@@ -257,13 +263,16 @@ class TrainingLoop:
         self._curves = open_curves(self._settings, _RUN, after=self._learner.steps)
         self._curves.add(self._learner.steps, self._monitors.begin(self._learner))
         self._waiting_since = time.perf_counter()
+        # By turns the GPU is the engine's while rows are awaited.
+        self._is_cold = self._learner.actor.is_compiled and self._settings.cluster.gpu_turn is None
+        self._committed_before = committed_stamp(self._settings.job_dir)
         self._gate.evaluate(self._learner, self._steps.parent)
         _log.info("trainer_ready", version=self._steps.parent, step=self._learner.steps, epoch=self._epoch)
 
     def _learn(self, batch: list[Sample]) -> bool:
         """Whether a step was made of the batch; if not, its rows are dropped, or wait for the teacher."""
         waited, started = time.perf_counter() - self._waiting_since, time.time_ns()
-        drop = partial(self._rows.drop, step=self._learner.steps)
+        drop, self._is_cold = partial(self._rows.drop, step=self._learner.steps), False
         try:
             labelled = self._teacher.label(batch)
             learnt = self._micro_batch.step(self._learner, labelled, version=self._steps.exact_version)

@@ -6,6 +6,7 @@ as it has turned out to hold.
 """
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -14,6 +15,7 @@ from threading import Event
 from weakref import ref
 
 import msgspec
+import numpy as np
 import structlog
 import torch
 
@@ -26,7 +28,7 @@ from tuneloop.shared.capacity.memory import (
     shapes_of,
 )
 from tuneloop.shared.checkpoints import gigabytes
-from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused
+from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused, TuneloopError
 from tuneloop.shared.experience import Float32s, Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
@@ -89,6 +91,10 @@ def fit_to_memory(settings: Settings, *, free: int | None = None, total: int | N
     return chosen
 
 
+class _Rehearsed(TuneloopError):
+    """Ends a step before its first update."""
+
+
 class MicroBatch:
     """The size in tokens, halved whenever memory runs out, and remembered over restarts.
 
@@ -144,6 +150,27 @@ class MicroBatch:
             except torch.OutOfMemoryError:
                 pass  # its traceback holds the tensors that there was no room for
             self._shrink(ref(learner))
+
+    def rehearse(self, learner: Learner) -> None:
+        """Make the passes of a step of made-up rows, and no update: for the first step all is compiled then.
+
+        Nothing of the learner has changed afterwards. Not for several ranks, nor where a teacher would be asked.
+        """
+        algorithm, started = self._settings.algorithm, time.perf_counter()
+        if learner.ranks.size > 1 or ALGORITHMS[algorithm.algorithm_type].asks(algorithm).teacher:
+            return
+        self.take_gpu(learner)
+        if self._is_checkpointing:
+            checkpoint_activations(learner)
+        learner.micro_batch_tokens, learner.smaller, learner.before_update = self.tokens, None, _end_rehearsal
+        try:
+            learner.step(_made_up_rows(self._settings, self.tokens, learner.actor.vocabulary))
+        except _Rehearsed:
+            _log.info("step_rehearsed", seconds=round(time.perf_counter() - started, 3))
+        except (TuneloopError, torch.OutOfMemoryError) as error:  # The first step compiles, and says what is wrong.
+            _log.warning("step_not_rehearsed", reason=str(error))
+        finally:
+            learner.before_update = go_ahead
 
     def recompute(self, learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
         """The log-probabilities of `recompute`, in the same way."""
@@ -224,6 +251,35 @@ class MicroBatch:
             _log.warning("micro_batch_not_remembered", reason=str(error))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def _end_rehearsal() -> None:
+    raise _Rehearsed
+
+
+def _made_up_rows(settings: Settings, tokens: int, vocabulary: int) -> list[Sample]:
+    """A batch that goes through the model in two goes: pairs of replies to a task, a good one and a bad one."""
+    random, size = np.random.default_rng(0), settings.buffer.train_batch_size
+    half = max(2, min(tokens // size + 1, settings.model.max_model_len or tokens) // 2)
+    return [
+        Sample(
+            id=number,
+            prompt_ids=random.integers(0, vocabulary, half, dtype=np.int32),
+            completion_ids=random.integers(0, vocabulary, half, dtype=np.int32),
+            logprobs=np.full(half, -1.0, np.float32),
+            reward=float(number % 2),
+            temperature=settings.model.temperature or 1.0,
+            version_min=0,
+            version_max=0,
+            tenant="",
+            task_id=str(number // 2),
+            run_id=str(number),
+            group_id=number // 2,
+            rewarded_at=0.0,
+            committed_at=0.0,
+        )
+        for number in range(size + size % 2)
+    ]
 
 
 def _length(sample: Sample) -> int:

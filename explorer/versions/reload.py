@@ -40,7 +40,7 @@ from tuneloop.shared.settings.settings import Settings
 log = structlog.get_logger()
 
 #: How often the trainer's note is looked at.
-_NOTICE_S = 0.2
+_NOTICE_S = 0.05
 
 #: How often a version may take an engine down with it before it is rejected.
 _DEATHS = 2

@@ -11,7 +11,7 @@ from sqlalchemy import make_url
 from structlog.testing import capture_logs
 
 from tests.databases import put_file
-from tests.trainer.factories import commit, eventually, points, sample
+from tests.trainer.factories import Waited, commit, eventually, points, sample
 from tuneloop.shared.capacity.pace import find_pace
 from tuneloop.shared.checkpoints import check_files, read_manifest
 from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerError, LedgerUnavailable, StaleEpoch
@@ -70,13 +70,6 @@ def test_rows_become_versions(settings, ledger):
 
 
 def test_what_is_committed_does_not_wait_for_the_next_look(settings, ledger):
-    class Waited(Event):
-        has_waited = False
-
-        def wait(self, timeout=None):
-            self.has_waited = True
-            return super().wait(timeout)
-
     chosen, stop = settings(trainer={"poll_interval": 300.0, "total_steps": 1}), Waited()
     with ThreadPoolExecutor(1) as threads:
         trainer = threads.submit(run, chosen, stop)

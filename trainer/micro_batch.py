@@ -258,9 +258,14 @@ def _end_rehearsal() -> None:
 
 
 def _made_up_rows(settings: Settings, tokens: int, vocabulary: int) -> list[Sample]:
-    """A batch that goes through the model in two goes: pairs of replies to a task, a good one and a bad one."""
+    """Pairs of replies to a task, a good one and a bad one, that are just too long to go through the model at once.
+
+    The last is at another temperature, for which other functions are compiled.
+    """
     random, size = np.random.default_rng(0), settings.buffer.train_batch_size
-    half = max(2, min(tokens // size + 1, settings.model.max_model_len or tokens) // 2)
+    half = max(1, min(tokens // size // 2 + 1, (settings.model.max_model_len or tokens) // 2))
+    count = max(size, tokens // (2 * half) + 1)
+    count += count % 2
     return [
         Sample(
             id=number,
@@ -268,7 +273,7 @@ def _made_up_rows(settings: Settings, tokens: int, vocabulary: int) -> list[Samp
             completion_ids=random.integers(0, vocabulary, half, dtype=np.int32),
             logprobs=np.full(half, -1.0, np.float32),
             reward=float(number % 2),
-            temperature=settings.model.temperature or 1.0,
+            temperature=1.0 if number < count - 1 else 0.5,
             version_min=0,
             version_max=0,
             tenant="",
@@ -278,7 +283,7 @@ def _made_up_rows(settings: Settings, tokens: int, vocabulary: int) -> list[Samp
             rewarded_at=0.0,
             committed_at=0.0,
         )
-        for number in range(size + size % 2)
+        for number in range(count)
     ]
 
 

@@ -74,7 +74,7 @@ def test_a_rehearsal_makes_all_passes_and_changes_nothing(settings, monkeypatch,
     with capture_logs() as logs:
         MicroBatch(chosen).rehearse(learner)
     assert [each["event"] for each in logs] == ["step_rehearsed"]
-    assert made
+    assert len(made) == 2
     assert (learner.steps, learner.spoilt, learner.baselines) == (0, False, {})
     assert all(each.grad is None for each in learner.actor.network.parameters())
     told, wanted = (each.step(rows) for each in (learner, expected))

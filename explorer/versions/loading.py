@@ -4,9 +4,10 @@ import asyncio
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -292,10 +293,54 @@ def _with_fingerprints(version: Version, probe: Probe) -> VerifiedProbe:
     return VerifiedProbe.of(probe, known_fingerprints(version))
 
 
-async def start_verifier(*arguments: str) -> asyncio.subprocess.Process:
-    """Start a verifier's process, whose output is a pipe to us."""
-    command = (sys.executable, "-P", "-m", "tuneloop.explorer.versions.verifier", *arguments)
-    return await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+class VerifierProcess:
+    """A verifier that has been started, and waits to be told of what. It ends with us."""
+
+    def __init__(self) -> None:
+        """Raises OSError."""
+        command = (sys.executable, "-P", "-m", "tuneloop.explorer.versions.verifier")
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.arguments: Sequence[str] = ()
+
+    @property
+    def returncode(self) -> int | None:
+        """What it has ended with, None if it has not."""
+        return self._process.poll()
+
+    async def communicate(self) -> tuple[bytes, None]:
+        """Its output, once it has ended."""
+        said, _ = await asyncio.to_thread(self._process.communicate, json.dumps(self.arguments).encode())
+        return said, None
+
+    def kill(self) -> None:
+        """End it."""
+        self._process.kill()
+
+    async def wait(self) -> None:
+        """Return once it has ended."""
+        await asyncio.to_thread(self._process.wait)
+
+
+#: The process that the next version is verified by: to start one and import numpy takes as long as to read an adapter.
+_AHEAD: list[VerifierProcess] = []
+
+
+async def start_verifier(*arguments: str) -> VerifierProcess:
+    """A verifier's process, the one that has been started ahead if it still waits. Raises OSError."""
+    process = _AHEAD.pop() if _AHEAD else None
+    if process is not None and process.returncode is not None:
+        await process.communicate()  # That closes its pipes.
+        process = None
+    process = process or await asyncio.to_thread(VerifierProcess)
+    process.arguments = arguments
+    return process
+
+
+async def start_verifier_ahead() -> None:
+    """Have one for the next version, where that can be started."""
+    with suppress(OSError):
+        if not _AHEAD:
+            _AHEAD.append(await asyncio.to_thread(VerifierProcess))
 
 
 async def _verify(version: Version, verifier: Verifier) -> None:

@@ -26,6 +26,7 @@ from tuneloop.explorer.versions.loading import (
     load,
     load_paused,
     servable_champion,
+    start_verifier_ahead,
     tell_unreadable,
     verify_wanted,
 )
@@ -219,6 +220,7 @@ class Reloader(WeightSwapper):
                 await self.turn()
             except VersionRefused as error:  # somebody else has decided meanwhile
                 log.warning("version_not_taken_up", reason=str(error))
+            await start_verifier_ahead()
             await wait_for_registration(self._job_dir, seen, at_most_s=self._interval_s)
             await self._fleet.wait_until_awake()
             return 0.0

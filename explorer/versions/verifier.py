@@ -2,6 +2,7 @@
 
     python -m tuneloop.explorer.versions.verifier CHECKPOINT MANIFEST_SHA256 VERSION BASE_MODEL [JOB_FOLDER]
 
+Without arguments it waits for these as a JSON list on standard input: a process that has been started ahead.
 Ends with 0 and the fingerprints of its weights as JSON, or with the reason on standard output: with 1 if it must not be
 served, with UNREADABLE if that may pass.
 What it cannot see is wrong numbers that are numbers: those are for the probe.
@@ -276,8 +277,11 @@ def _require(tensor: StoredTensor, name: str, shape: tuple[int, int]) -> None:
 
 
 def main() -> int:
-    """Verify what argv names."""
-    checkpoint, sha256, version, base, *job_dir = sys.argv[1:]
+    """Verify what argv names, or standard input."""
+    arguments = sys.argv[1:] or json.loads(sys.stdin.read() or "[]")
+    if not arguments:  # Who started it has ended.
+        return 0
+    checkpoint, sha256, version, base, *job_dir = arguments
     os.nice(_LOW)  # Engines and workers that share these processors are answering somebody.
     try:
         for folder in job_dir:

@@ -13,7 +13,8 @@ went into. Stages follow from the ledger's own times, and from what the services
     publish     until the version is registered: weights written and hashed, probe, files synced
     seen        until the explorer begins to verify it
     verified    until it is verified
-    loaded      until an engine has the weights: pause, load, forget
+    begun       until the first engine begins to load: its prefix cache is filled, it is paused
+    loaded      until an engine has the weights: load, forget
     served      until it is proven, and the champion
     all         commit to served
 
@@ -47,11 +48,12 @@ from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.ui.reading.curves import CurveReader
 from tuneloop.shared.operations.engines import read_engines
 from tuneloop.shared.settings.hardware import placement_sentence
+from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
 
 _RUN = "from tuneloop.cli.main import main; main()"
 _MODEL, _PORT = "random", 21_700
-_STAGES = ("batch", "step", "publish", "seen", "verified", "loaded", "served", "all")
+_STAGES = ("batch", "step", "publish", "seen", "verified", "begun", "loaded", "served", "all")
 _COMMIT_S = 0.25
 #: Versions that are not counted in medians.
 _COLD = 2
@@ -109,7 +111,8 @@ def main() -> int:
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loop-", dir=options.work)))
         model = make_model(options.size, work / "model", on_gpu=options.gpus > 0)
-        settings = write_settings(work / "tuneloop.yaml", _values(work, model, options))
+        write_settings(work / "tuneloop.yaml", _values(work, model, options))
+        settings = load_settings(work / "tuneloop.yaml", options.set)
         _tell_what(settings, options)
         log = work / "both.log"
         more = [part for each in options.set for part in ("--set", each)]
@@ -245,9 +248,8 @@ def timelines(settings: Settings, log: Path) -> list[Timeline]:
             told[event["event"]].setdefault(number, (at, float(event.get("seconds", 0.0))))
     found = []
     for version, step, _, created, served, consumed, committed, _ in _read(settings, _VERSIONS):
-        stepped, verified, loaded = told["step"].get(step), told["version_verified"].get(version), None
-        if version in told["version_loaded"]:
-            loaded = told["version_loaded"][version][0]
+        stepped, verified = told["step"].get(step), told["version_verified"].get(version)
+        loaded = told["version_loaded"].get(version)
         moments = {
             "commit": committed,
             "batch": stepped and stepped[0] - stepped[1],
@@ -255,7 +257,8 @@ def timelines(settings: Settings, log: Path) -> list[Timeline]:
             "publish": created,
             "seen": verified and verified[0] - verified[1],
             "verified": verified and verified[0],
-            "loaded": loaded,
+            "begun": loaded and loaded[0] - loaded[1],
+            "loaded": loaded and loaded[0],
             "served": served,
         }
         found.append(Timeline(version, step, consumed, moments))

@@ -265,7 +265,9 @@ def open_services(
             settings=settings,
             traces=traces,
         ),
-        commit=CommitRoute(recorder=recorder, control_client=control_client, recording=ledger.recording),
+        commit=CommitRoute(
+            recorder=recorder, control_client=control_client, recording=ledger.recording, job_dir=settings.job_dir
+        ),
         feedback_tokens=TokenRoute(signer, FeedbackTokens(key)),
         recorder=recorder,
         fleet=fleet,

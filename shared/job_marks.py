@@ -4,6 +4,7 @@
 {job_dir}/restoring.json     a restore is under way, or was interrupted: no service may start
 {job_dir}/served.json        what the explorer served last: a copy, for the time while the database is away
 {job_dir}/announced.json     the newest decision about a version that was announced: by one explorer of several, once
+{job_dir}/committed          touched whenever rows were committed, for a trainer that waits for some
 {job_dir}/traffic        touched while requests are being answered, for a trainer that yields to them
 {job_dir}/gpu.held           locked by whose memory is on the GPU, where trainer and engine have it by turns
 {job_dir}/gpu.wanted_by_*    locked by the trainer, or the explorer for its engine, while it waits for its turn
@@ -34,7 +35,7 @@ ENDED_SESSIONS = "ended_sessions"
 _KEY_BYTES = 32
 _REGISTERED, _RESTORING = "registered.json", "restoring.json"
 _ANNOUNCED, _ANNOUNCING = "announced.json", ".announced.lock"
-_TRAFFIC = "traffic"
+_TRAFFIC, _COMMITTED = "traffic", "committed"
 _Mark = TypeVar("_Mark", bound=msgspec.Struct)
 _GPU_HELD, _GPU_WANTED = "gpu.held", "gpu.wanted_by_{}"
 
@@ -139,14 +140,32 @@ def announcing(job_dir: Path) -> Iterator[None]:
 
 def touch_traffic(job_dir: Path) -> None:
     """Say that requests are being answered now. Raises OSError."""
-    with append_unlinked(job_dir / _TRAFFIC) as mark:
-        os.utime(mark.fileno())
+    _touch(job_dir / _TRAFFIC)
 
 
 def traffic_stamp(job_dir: Path) -> int:
     """What changes whenever `touch_traffic` is called; 0 before the first time."""
+    return _touched(job_dir / _TRAFFIC)
+
+
+def touch_committed(job_dir: Path) -> None:
+    """Say that rows were committed. Raises OSError."""
+    _touch(job_dir / _COMMITTED)
+
+
+def committed_stamp(job_dir: Path) -> int:
+    """What changes whenever `touch_committed` is called; 0 before the first time."""
+    return _touched(job_dir / _COMMITTED)
+
+
+def _touch(mark: Path) -> None:
+    with append_unlinked(mark) as file:
+        os.utime(file.fileno())
+
+
+def _touched(mark: Path) -> int:
     try:
-        return (job_dir / _TRAFFIC).lstat().st_mtime_ns
+        return mark.lstat().st_mtime_ns
     except OSError:
         return 0
 

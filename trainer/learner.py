@@ -94,6 +94,7 @@ class Learner:
         self.micro_batch_tokens = settings.trainer.tokens_at_once
         self.smaller: Callable[[], int] | None = None
         self.before_pass: Callable[[], None] = go_ahead
+        self.before_update: Callable[[], None] = go_ahead
         self._longest = settings.model.max_model_len or actor.longest
         self._most_tokens, self._device = settings.model.max_response_tokens, actor.network.device
 
@@ -197,6 +198,7 @@ class Learner:
             try:
                 metrics = self.forward_backward(batch, targets)
                 _must_be_finite(metrics)
+                self.before_update()
                 return metrics | self.optim_step()
             except torch.OutOfMemoryError:
                 if self.smaller is None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import structlog
 from transformers.utils.logging import disable_progress_bar
 
+from tuneloop.shared.capacity.memory import shares_gpu
 from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.errors import (
     DatabaseAway,
@@ -30,7 +31,7 @@ from tuneloop.shared.errors import (
 )
 from tuneloop.shared.evaluation.tasks import tasks_of
 from tuneloop.shared.experience import Sample, VersionAction
-from tuneloop.shared.job_marks import note_registered, require_restored
+from tuneloop.shared.job_marks import committed_stamp, note_registered, require_restored
 from tuneloop.shared.ledger.facts import find_ignored_feedback
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.storage import database
@@ -62,6 +63,8 @@ _log = structlog.get_logger()
 
 _RUN = "trainer"
 _AGAIN_S = 3.0
+#: How often it is looked whether rows were committed.
+_NOTICE_S = 0.1
 _ENDINGS = (VersionAction.REJECTED, VersionAction.ROLLED_BACK)
 
 
@@ -145,7 +148,7 @@ class TrainingLoop:
         self._gate = GateEvaluation(settings, ledger, take_gpu=self._turns.begin)
         self._finite = FiniteSteps(settings, ledger.alarms)
         self._recomputation = Recomputation(settings, ledger, self._micro_batch)
-        self._away = False
+        self._away, self._committed = False, 0
 
     def run(self) -> None:
         """Take the next epoch and train under it."""
@@ -182,6 +185,7 @@ class TrainingLoop:
             _log.info("trainer_stopped", version=self._steps.parent, step=self._learner.steps)
 
     def _turn(self) -> None:
+        self._committed = committed_stamp(self._settings.job_dir)
         self._turns.end_if_over(self._learner, publishes=self._steps.wait_for_publisher(self._learner))
         if self._away or self._learner.spoilt:
             self._settle()
@@ -209,15 +213,23 @@ class TrainingLoop:
         if not self._publisher.steps_begun:
             if not self._steps.count:
                 self._gate.evaluate(self._learner, self._steps.parent)
+            # An engine that starts reckons what others take of its GPU as its own. Rows come of one that runs.
+            begun = self._committed != self._committed_before or not shares_gpu(self._settings)
+            if self._is_cold and begun:
+                self._is_cold = False
+                return self._micro_batch.rehearse(self._learner)
             return self._pause()
         if not self._steps.wait_for_publisher(self._learner):
             self._turns.end(self._learner)
         self._publisher.wait(self._settings.trainer.poll_interval)
 
     def _pause(self) -> None:
-        """Look again a little later; the GPU is not needed meanwhile."""
+        """Look again a little later, or when rows are committed; the GPU is not needed meanwhile."""
         self._turns.end(self._learner)
-        self._stop.wait(self._settings.trainer.poll_interval)
+        ends = time.monotonic() + self._settings.trainer.poll_interval
+        while (left := ends - time.monotonic()) > 0 and not self._stop.wait(min(_NOTICE_S, left)):
+            if committed_stamp(self._settings.job_dir) != self._committed:
+                return
 
     def _wait_for_the_database(self, error: LedgerUnavailable) -> None:
         if not self._away:
@@ -254,13 +266,16 @@ class TrainingLoop:
         self._curves = open_curves(self._settings, _RUN, after=self._learner.steps)
         self._curves.add(self._learner.steps, self._monitors.begin(self._learner))
         self._waiting_since = time.perf_counter()
+        # By turns the GPU is the engine's while rows are awaited.
+        self._is_cold = self._learner.actor.is_compiled and self._settings.cluster.gpu_turn is None
+        self._committed_before = committed_stamp(self._settings.job_dir)
         self._gate.evaluate(self._learner, self._steps.parent)
         _log.info("trainer_ready", version=self._steps.parent, step=self._learner.steps, epoch=self._epoch)
 
     def _learn(self, batch: list[Sample]) -> bool:
         """Whether a step was made of the batch; if not, its rows are dropped, or wait for the teacher."""
         waited, started = time.perf_counter() - self._waiting_since, time.time_ns()
-        drop = partial(self._rows.drop, step=self._learner.steps)
+        drop, self._is_cold = partial(self._rows.drop, step=self._learner.steps), False
         try:
             labelled = self._teacher.label(batch)
             learnt = self._micro_batch.step(self._learner, labelled, version=self._steps.exact_version)

@@ -6,6 +6,7 @@ as it has turned out to hold.
 """
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -14,6 +15,7 @@ from threading import Event
 from weakref import ref
 
 import msgspec
+import numpy as np
 import structlog
 import torch
 
@@ -26,7 +28,7 @@ from tuneloop.shared.capacity.memory import (
     shapes_of,
 )
 from tuneloop.shared.checkpoints import gigabytes
-from tuneloop.shared.errors import EnvironmentRefused, RankOutOfMemory, SamplesRefused
+from tuneloop.shared.errors import EnvironmentRefused, RankOutOfMemory, SamplesRefused, TuneloopError
 from tuneloop.shared.experience import Float32s, Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
@@ -87,6 +89,10 @@ def fit_to_memory(settings: Settings, *, free: int | None = None, total: int | N
         "micro_batch_chosen", tokens=tokens, activation_checkpointing=bool(again), reckoned=reckoned, of=gigabytes(room)
     )
     return chosen
+
+
+class _Rehearsed(TuneloopError):
+    """Ends a step before its first update."""
 
 
 class MicroBatch:
@@ -159,6 +165,27 @@ class MicroBatch:
             self._remember()
         else:
             self._halve()
+
+    def rehearse(self, learner: Learner) -> None:
+        """Make the passes of a step of made-up rows, and no update: for the first step all is compiled then.
+
+        Nothing of the learner has changed afterwards. Not for several ranks, nor where a teacher would be asked.
+        """
+        algorithm, started = self._settings.algorithm, time.perf_counter()
+        if learner.ranks.size > 1 or ALGORITHMS[algorithm.algorithm_type].asks(algorithm).teacher:
+            return
+        self.take_gpu(learner)
+        if self._is_checkpointing:
+            checkpoint_activations(learner)
+        learner.micro_batch_tokens, learner.smaller, learner.before_update = self.tokens, None, _end_rehearsal
+        try:
+            learner.step(_made_up_rows(self._settings, self.tokens, learner.actor.vocabulary))
+        except _Rehearsed:
+            _log.info("step_rehearsed", seconds=round(time.perf_counter() - started, 3))
+        except (TuneloopError, torch.OutOfMemoryError) as error:  # The first step compiles, and says what is wrong.
+            _log.warning("step_not_rehearsed", reason=str(error))
+        finally:
+            learner.before_update = go_ahead
 
     def recompute(self, learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
         """The log-probabilities of `recompute`, in the same way."""
@@ -239,6 +266,40 @@ class MicroBatch:
             _log.warning("micro_batch_not_remembered", reason=str(error))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def _end_rehearsal() -> None:
+    raise _Rehearsed
+
+
+def _made_up_rows(settings: Settings, tokens: int, vocabulary: int) -> list[Sample]:
+    """Pairs of replies to a task, a good one and a bad one, that are just too long to go through the model at once.
+
+    The last is at another temperature, for which other functions are compiled.
+    """
+    random, size = np.random.default_rng(0), settings.buffer.train_batch_size
+    half = max(1, min(tokens // size // 2 + 1, (settings.model.max_model_len or tokens) // 2))
+    count = max(size, tokens // (2 * half) + 1)
+    count += count % 2
+    return [
+        Sample(
+            id=number,
+            prompt_ids=random.integers(0, vocabulary, half, dtype=np.int32),
+            completion_ids=random.integers(0, vocabulary, half, dtype=np.int32),
+            logprobs=np.full(half, -1.0, np.float32),
+            reward=float(number % 2),
+            temperature=1.0 if number < count - 1 else 0.5,
+            version_min=0,
+            version_max=0,
+            tenant="",
+            task_id=str(number // 2),
+            run_id=str(number),
+            group_id=number // 2,
+            rewarded_at=0.0,
+            committed_at=0.0,
+        )
+        for number in range(count)
+    ]
 
 
 def _length(sample: Sample) -> int:

@@ -22,7 +22,7 @@ import structlog
 
 from tuneloop.explorer.engines.adapter_names import ModelRenaming, adapter_name_of, is_adapter
 from tuneloop.explorer.engines.packing.wire import HEADER, PACKED
-from tuneloop.explorer.engines.proof.fingerprint import differing_from_files
+from tuneloop.explorer.engines.proof.fingerprint import differing_from_files, has_adapter
 from tuneloop.explorer.engines.proof.log_probabilities import ProbeFindings, mean_distance, probe_text
 from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, INSTANCE_ID, METHOD
 from tuneloop.explorer.engines.vllm_plugin import PACKS, UNPACKED
@@ -221,6 +221,8 @@ class EngineControl:
     proof = ""
     #: Whether it packs log-probabilities, which takes our plugin; None: it is not known.
     packs: bool | None = None
+    #: Whether the fingerprint of all that it holds was right since its start, and loading changes but a part of that.
+    base_is_proven = False
 
     def __init__(self, session: httpx.AsyncClient, *, model_name: str, tolerance: float = 0.0) -> None:
         """`tolerance` is what the engine's own precision makes of log-probabilities, in nats."""
@@ -274,6 +276,7 @@ class EngineControl:
     def reset(self) -> None:
         """Forget what was loaded, and what it can: the engine may have been restarted since."""
         self.has_fingerprint = self.is_extended
+        self.base_is_proven = False
 
     def initial_weights(self, actor: Path) -> Path:
         """The weights to start an engine with that is to serve `actor`."""
@@ -307,12 +310,18 @@ class EngineControl:
         await self._post("/wake_up")
 
     async def prove(self, probe: Probe) -> None:
-        """Raise CheckpointRejected unless its log-probabilities are the trainer's, through its prefix cache too."""
-        if problem := (await self.measure_probe(probe)).problem:
+        """Raise CheckpointRejected unless its log-probabilities are the trainer's, through its prefix cache too.
+
+        And, where it has a fingerprint, of what may have changed since this was last proven.
+        """
+        if problem := (await self.measure_probe(probe, base=False)).problem:
             raise CheckpointRejected(problem)
 
-    async def measure_probe(self, probe: Probe) -> ProbeFindings:
-        """Compare the engine with the probe. Raises CheckpointRejected if its answer cannot be read."""
+    async def measure_probe(self, probe: Probe, *, base: bool = True) -> ProbeFindings:
+        """Compare the engine with the probe. Raises CheckpointRejected if its answer cannot be read.
+
+        Without `base`, adapters alone have to be those of the files, where the weights below were found right before.
+        """
         try:
             prompt_ids, parts = list(probe.prompt_ids), None
             logprobs = await self._logprobs(prompt_ids)
@@ -321,8 +330,10 @@ class EngineControl:
             ids, with_cache = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             without_cache = await self._logprobs([*prompt_ids, *ids])
             if isinstance(probe, VerifiedProbe) and probe.fingerprints and await self._has_fingerprint():
-                shares = orjson.loads(await self._post("/collective_rpc", body={"method": METHOD}))["results"]
-                parts = differing_from_files(shares, probe.fingerprints)
+                base = base or not self.base_is_proven or not has_adapter(probe.fingerprints)
+                asked = {"method": METHOD} if base else {"method": METHOD, "kwargs": {"base": False}}
+                shares = orjson.loads(await self._post("/collective_rpc", body=asked))["results"]
+                parts = differing_from_files(shares, probe.fingerprints, base=base)
             found = ProbeFindings(
                 weights=mean_distance(logprobs, probe.logprobs),
                 cache=mean_distance(with_cache, without_cache[-len(ids) :]),
@@ -330,6 +341,7 @@ class EngineControl:
                 parts=parts,
             )
             self.proof = found.proof
+            self.base_is_proven = not self.loads_in_place and found.proof == "fingerprint"
             return found
         except (LookupError, TypeError, ValueError, ZeroDivisionError) as error:
             raise CheckpointRejected(f"the engine's answer to the probe cannot be read: {error!r}") from error

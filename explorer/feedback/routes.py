@@ -7,7 +7,9 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import orjson
@@ -43,6 +45,7 @@ from tuneloop.explorer.traces import Traces
 from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import Feedback, Kind, Outcome, steady_clock
+from tuneloop.shared.job_marks import touch_committed
 from tuneloop.shared.ledger.recording.feedback import RATINGS, FeedbackResults
 from tuneloop.shared.ledger.recording.recording import CommitLimits, Recording
 from tuneloop.shared.ledger.recording.reward_rule import is_clipped
@@ -250,8 +253,11 @@ _COMMIT_PATIENCE_S = 8.0
 class CommitRoute:
     """The commit route."""
 
-    def __init__(self, *, recorder: Recorder, control_client: ControlClient, recording: Recording) -> None:
+    def __init__(
+        self, *, recorder: Recorder, control_client: ControlClient, recording: Recording, job_dir: Path
+    ) -> None:
         self._recorder, self._control_client, self._recording = recorder, control_client, recording
+        self._job_dir = job_dir
 
     async def commit(self, request: Request) -> dict[str, object]:
         """Release what has been rewarded until now to the trainer, and say how much that was."""
@@ -275,12 +281,17 @@ class CommitRoute:
                 raise LedgerUnavailable(
                     "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
                 )
-            release = partial(self._recording.commit, caller.tenant, **limits)
-            committed = await asyncio.to_thread(release)
+            committed = await asyncio.to_thread(self._release, caller.tenant, limits)
         except LedgerUnavailable as error:
             log.warning("commit_put_off", reason=str(error))
             raise
         return {"status": "success", "committed": committed}
+
+    def _release(self, tenant: str, limits: CommitLimits) -> int:
+        if committed := self._recording.commit(tenant, **limits):
+            with suppress(OSError):  # Then the trainer looks after its interval.
+                touch_committed(self._job_dir)
+        return committed
 
 
 _MAX_TOKEN_BYTES = 4096

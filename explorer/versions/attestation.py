@@ -41,11 +41,12 @@ _NOT_ALONE = (
 class _Proof:
     """When a probe that found an engine right began, in seconds since this machine was started.
 
-    `swaps`: the engine's by then.
+    `swaps`: the engine's by then. `whole_s`: when one of all its weights began, rather than of what was swapped.
     """
 
     began_s: float
     swaps: int
+    whole_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,10 @@ class Attestation:
         if engine.state is not EngineState.READY:
             return False
         proof = self._proofs.get(engine.number)
-        return proof is None or proof.swaps != engine.swaps or since_boot() - proof.began_s >= self._interval_s
+        return proof is None or proof.swaps != engine.swaps or self._whole_due(proof)
+
+    def _whole_due(self, proof: _Proof) -> bool:
+        return since_boot() - proof.whole_s >= self._interval_s
 
     async def attest(self, engine: Engine) -> None:
         """Probe an engine that is in rotation; if it is not what it should be, set it right."""
@@ -113,11 +117,13 @@ class Attestation:
             self.probing -= 1
 
     async def _probe(self, engine: Engine) -> None:
-        before, proof = engine.proof, _Proof(since_boot(), engine.swaps)
+        before, now, last = engine.proof, since_boot(), self._proofs.get(engine.number)
+        base = engine.control.loads_in_place or last is None or self._whole_due(last)
+        proof = _Proof(now, engine.swaps, now if last is None or base else last.whole_s)
         try:
             version, probe = await self.probes.of(engine)
             # Once more before anything is done about it: a number on the edge of what is allowed is no mismatch.
-            fault = await _fault_of(engine, probe) and await _fault_of(engine, probe)
+            fault = await _fault_of(engine, probe, base=base) and await _fault_of(engine, probe, base=base)
         except (EngineError, CheckpointRejected, LedgerError) as error:
             self._metrics.probes.labels("failed").inc()
             log.warning("engine_not_probed", engine=engine.number, version=engine.version, reason=str(error))
@@ -145,7 +151,7 @@ class Attestation:
         await self._reloader.put_back(engine, version)
         if engine.state is not EngineState.READY:
             return
-        proof, again = _Proof(since_boot(), engine.swaps), None
+        proof, again = _Proof(since_boot(), engine.swaps, since_boot()), None
         with suppress(EngineError):
             again = await _fault_of(engine, probe)
             if again is None:
@@ -167,7 +173,8 @@ class Attestation:
     async def _doubt(self, engine: Engine, version: Version, fault: _Fault) -> None:
         """Take out of training what an engine that is out of rotation has sampled since it was found right; alarm."""
         proof = self._proofs.get(engine.number)
-        since = steady_clock.time_at(proof.began_s if proof else self._began_s)
+        began_s = (proof.whole_s if fault.figures.get("parts") else proof.began_s) if proof else self._began_s
+        since = steady_clock.time_at(began_s)
         alone = not (self._of_others and proof and proof.swaps == engine.swaps and fault.is_of_weights)
         reason = fault.reason if alone else fault.reason + _NOT_ALONE
         await self._distrust(Mismatch(engine.number, version.version, since, steady_clock(), reason, fault.figures))
@@ -193,9 +200,9 @@ class Attestation:
                 self._untold.remove(found)
 
 
-async def _fault_of(engine: Engine, probe: Probe) -> _Fault | None:
+async def _fault_of(engine: Engine, probe: Probe, *, base: bool = True) -> _Fault | None:
     try:
-        found = await engine.control.measure_probe(probe)
+        found = await engine.control.measure_probe(probe, base=base)
     except CheckpointRejected as error:  # no answer that can be read
         return _Fault(str(error), {})
     if found.problem is None:

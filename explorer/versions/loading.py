@@ -4,15 +4,17 @@ import asyncio
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import structlog
 
+from tuneloop.explorer.engines.adapter_names import is_adapter
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, surge_capacity
 from tuneloop.shared.checkpoints import ACTOR, Probe, VerifiedProbe, read_manifest
 from tuneloop.shared.errors import (
@@ -44,11 +46,17 @@ _NO_ROOM = (
 #: Raises EngineError or CheckpointRejected unless an engine is what it should be.
 Prove = Callable[[Engine], Awaitable[None]]
 
+#: By dtype.
+Fingerprints = Mapping[str, Mapping[str, int]]
+
 #: Of how many versions what is known is remembered.
 _REMEMBERED = 16
 
 #: What the verifier found in versions: reading one again for a proof takes as long as loading.
-_FINGERPRINTS: dict[Path, dict[str, dict[str, int]]] = {}
+_FINGERPRINTS: dict[Path, Fingerprints] = {}
+
+#: The same of base models, which are read again once their files have changed: names, sizes and times.
+_OF_BASES: dict[Path, tuple[object, Fingerprints]] = {}
 
 
 class Verifier(NamedTuple):
@@ -276,27 +284,102 @@ async def is_away(version: Version, verifier: Verifier, ledger: Ledger, error: E
     return isinstance(error, CheckpointUnreadable)
 
 
-def known_fingerprints(version: Version) -> Mapping[str, Mapping[str, int]]:
+def known_fingerprints(version: Version) -> Fingerprints:
     """What a version's files hold, as the verifier found it; empty where they have no fingerprint."""
-    return _FINGERPRINTS.get(version.path) or {}
+    return _FINGERPRINTS.get(version.path, {}) if version.version else _OF_BASES.get(version.path, (None, {}))[1]
 
 
 def _with_fingerprints(version: Version, probe: Probe) -> VerifiedProbe:
     return VerifiedProbe.of(probe, known_fingerprints(version))
 
 
-async def start_verifier(*arguments: str) -> asyncio.subprocess.Process:
-    """Start a verifier's process, whose output is a pipe to us."""
-    command = (sys.executable, "-P", "-m", "tuneloop.explorer.versions.verifier", *arguments)
-    return await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+class VerifierProcess:
+    """A verifier that has been started, and waits to be told of what. It ends with us."""
+
+    def __init__(self) -> None:
+        """Raises OSError."""
+        command = (sys.executable, "-P", "-m", "tuneloop.explorer.versions.verifier")
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.arguments: Sequence[str] = ()
+
+    @property
+    def returncode(self) -> int | None:
+        """What it has ended with, None if it has not."""
+        return self._process.poll()
+
+    async def communicate(self) -> tuple[bytes, None]:
+        """Its output, once it has ended."""
+        said, _ = await asyncio.to_thread(self._process.communicate, json.dumps(self.arguments).encode())
+        return said, None
+
+    def kill(self) -> None:
+        """End it."""
+        self._process.kill()
+
+    async def wait(self) -> None:
+        """Return once it has ended."""
+        await asyncio.to_thread(self._process.wait)
+
+
+#: The process that the next version is verified by: to start one and import numpy takes as long as to read an adapter.
+_AHEAD: list[VerifierProcess] = []
+
+
+async def start_verifier(*arguments: str) -> VerifierProcess:
+    """A verifier's process, the one that has been started ahead if it still waits. Raises OSError."""
+    process = _AHEAD.pop() if _AHEAD else None
+    if process is not None and process.returncode is not None:
+        await process.communicate()  # That closes its pipes.
+        process = None
+    process = process or await asyncio.to_thread(VerifierProcess)
+    process.arguments = arguments
+    return process
+
+
+async def start_verifier_ahead() -> None:
+    """Have one for the next version, where that can be started."""
+    with suppress(OSError):
+        if not _AHEAD:
+            _AHEAD.append(await asyncio.to_thread(VerifierProcess))
 
 
 async def _verify(version: Version, verifier: Verifier) -> None:
     """Remember what a version's files hold. Raises CheckpointRejected, or CheckpointUnreadable."""
-    named = (str(version.path), version.manifest_sha256 or "", str(version.version), str(verifier.base))
-    place = [str(verifier.job_dir)] if version.version else []  # The base model lies where its owner has put it.
+    if not version.version:
+        await _read_base(version.path, verifier)
+        return
+    place = str(verifier.job_dir)
+    found = await _read(verifier, version.path, version.manifest_sha256 or "", version.version, place)
+    if await asyncio.to_thread(is_adapter, actor_of(version)):
+        below = await _read_base(verifier.base, verifier)
+        found = {dtype: {**below[dtype], **parts} for dtype, parts in found.items() if dtype in below}
+    _FINGERPRINTS.pop(version.path, None)
+    _FINGERPRINTS[version.path] = found
+    if len(_FINGERPRINTS) > _REMEMBERED:
+        del _FINGERPRINTS[next(iter(_FINGERPRINTS))]
+
+
+async def _read_base(base: Path, verifier: Verifier) -> Fingerprints:
+    """What a base model's files hold, each time that they have changed. Raises CheckpointUnreadable."""
     try:
-        process = await start_verifier(*named, *place)
+        stamp = await asyncio.to_thread(_stamp_of, base)
+    except OSError as error:
+        raise CheckpointUnreadable(f"the base model in {base} cannot be read: {error}") from None
+    if base not in _OF_BASES or _OF_BASES[base][0] != stamp:
+        _OF_BASES[base] = stamp, await _read(verifier, base, "", 0)
+    return _OF_BASES[base][1]
+
+
+def _stamp_of(base: Path) -> object:
+    status = ((each.name, each.stat()) for each in base.iterdir() if each.suffix in {".json", ".safetensors"})
+    return sorted((name, each.st_size, each.st_mtime_ns, each.st_ino) for name, each in status)
+
+
+async def _read(verifier: Verifier, path: Path, sha256: str, version: int, *place: str) -> Fingerprints:
+    """What a verifier's process finds in a folder. The base model lies where its owner has put it, in no `place`."""
+    named = (str(path), sha256, str(version), str(verifier.base), *place)
+    try:
+        process = await start_verifier(*named)
     except OSError as error:  # no room for a process, or for its pipe
         raise CheckpointUnreadable(f"its verifier cannot be started: {error}") from error
     try:
@@ -311,10 +394,8 @@ async def _verify(version: Version, verifier: Verifier) -> None:
         raise CheckpointRejected(output.decode(errors="replace"))
     if process.returncode != 0:
         raise CheckpointUnreadable(output.decode(errors="replace") or f"its verifier died ({process.returncode})")
-    _FINGERPRINTS.pop(version.path, None)
-    _FINGERPRINTS[version.path] = json.loads(output)
-    if len(_FINGERPRINTS) > _REMEMBERED:
-        del _FINGERPRINTS[next(iter(_FINGERPRINTS))]
+    found: Fingerprints = json.loads(output)
+    return found
 
 
 async def servable_champion(ledger: Ledger, verifier: Verifier) -> tuple[Version, VerifiedProbe | None]:
@@ -327,9 +408,8 @@ async def servable_champion(ledger: Ledger, verifier: Verifier) -> tuple[Version
     while True:
         champion = await asyncio.to_thread(ledger.versions.champion)
         if not champion.version:
-            if _FINGERPRINTS.get(champion.path) is None:
-                with suppress(CheckpointRejected):  # an engine that cannot read it either says so better
-                    await _verify(champion, verifier)
+            with suppress(CheckpointRejected):  # an engine that cannot read it either says so better
+                await _read_base(champion.path, verifier)
             return champion, None
         try:
             return champion, await verify_wanted(champion, verifier, ledger)

@@ -26,6 +26,7 @@ from tuneloop.explorer.versions.loading import (
     load,
     load_paused,
     servable_champion,
+    start_verifier_ahead,
     tell_unreadable,
     verify_wanted,
 )
@@ -40,7 +41,7 @@ from tuneloop.shared.settings.settings import Settings
 log = structlog.get_logger()
 
 #: How often the trainer's note is looked at.
-_NOTICE_S = 0.2
+_NOTICE_S = 0.05
 
 #: How often a version may take an engine down with it before it is rejected.
 _DEATHS = 2
@@ -219,6 +220,7 @@ class Reloader(WeightSwapper):
                 await self.turn()
             except VersionRefused as error:  # somebody else has decided meanwhile
                 log.warning("version_not_taken_up", reason=str(error))
+            await start_verifier_ahead()
             await wait_for_registration(self._job_dir, seen, at_most_s=self._interval_s)
             await self._fleet.wait_until_awake()
             return 0.0

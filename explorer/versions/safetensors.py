@@ -28,8 +28,12 @@ from tuneloop.shared.errors import CheckpointRejected
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
-#: Processes that read a large model at once, and from how many bytes on it is large. Counting holds Python's lock.
-_READERS, _LARGE = min(16, len(os.sched_getaffinity(0))), 256 << 20
+#: Processes that read a large model or adapter at once, and from how many bytes on it is large. Counting holds Python's
+#: lock.
+_READERS, _LARGE = min(16, len(os.sched_getaffinity(0))), 32 << 20
+
+#: Fewer bytes are read sooner than a process is started for them.
+_LEAST = 16 << 20
 
 #: Bytes that a process reads in one go, of embeddings too, which are a quarter of a small model.
 _SPAN = 32 << 20
@@ -129,17 +133,34 @@ def _add_up(tensors: Iterable[tuple[str, StoredTensor, float]]) -> dict[str, Fin
     chosen = list(tensors)
     if any(tensor.dtype not in EXPONENTS or tensor.start == tensor.end for _, tensor, _ in chosen):
         return {}
-    spans = [(part, span, scale) for part, tensor, scale in chosen for span in _spans_of(tensor)]
+    groups = list(_groups_of(chosen))
     sums: dict[str, defaultdict[str, int]] = {served: defaultdict(int) for served in SERVED}
-    for (part, _, _), totals in zip(spans, _read_all(_sums_of, spans, [each for _, each, _ in chosen]), strict=True):
+    for (part, _, _), totals in zip(groups, _read_all(_sums_of, groups, [each for _, each, _ in chosen]), strict=True):
         for served, total in totals.items():
             sums[served][part] = (sums[served][part] + total) % MODULUS
     return {served: dict(parts) for served, parts in sums.items()}
 
 
-def _sums_of(summed: tuple[str, StoredTensor, float]) -> dict[str, int]:
-    _, tensor, scale = summed
-    return stored_sums(_bytes_of(tensor), tensor.dtype, scale=scale)
+def _groups_of(
+    chosen: Iterable[tuple[str, StoredTensor, float]],
+) -> Iterator[tuple[str, list[StoredTensor], float]]:
+    """What is summed in one go: of an adapter many small tensors, of a large one a piece."""
+    alike: defaultdict[tuple[str, float, str], list[StoredTensor]] = defaultdict(list)
+    for part, tensor, scale in chosen:
+        alike[part, scale, tensor.dtype] += _spans_of(tensor)
+    for (part, scale, _), spans in alike.items():
+        group: list[StoredTensor] = []
+        for span in spans:
+            if group and sum(each.end - each.start for each in [*group, span]) > _SPAN:
+                yield part, group, scale
+                group = []
+            group.append(span)
+        yield part, group, scale
+
+
+def _sums_of(group: tuple[str, list[StoredTensor], float]) -> dict[str, int]:
+    _, spans, scale = group
+    return stored_sums(map(_bytes_of, spans), spans[0].dtype, scale=scale)
 
 
 def _spans_of(tensor: StoredTensor) -> Iterator[StoredTensor]:
@@ -157,10 +178,11 @@ def _read_all(read: Callable[[_In], _Out], each: Sequence[_In], tensors: Iterabl
 
     Only where this process has one thread, as a verifier has: others cannot be forked safely.
     """
-    if sum(tensor.end - tensor.start for tensor in tensors) < _LARGE or threading.active_count() > 1:
+    size = sum(tensor.end - tensor.start for tensor in tensors)
+    if size < _LARGE or threading.active_count() > 1:
         return [read(one) for one in each]
-    fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(_READERS, mp_context=fork, initializer=die_with_parent) as pool:
+    fork, readers = multiprocessing.get_context("fork"), min(_READERS, 1 + size // _LEAST)
+    with ProcessPoolExecutor(readers, mp_context=fork, initializer=die_with_parent) as pool:
         return list(pool.map(read, each))
 
 

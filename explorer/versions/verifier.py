@@ -2,6 +2,7 @@
 
     python -m tuneloop.explorer.versions.verifier CHECKPOINT MANIFEST_SHA256 VERSION BASE_MODEL [JOB_FOLDER]
 
+Without arguments it waits for these as a JSON list on standard input: a process that has been started ahead.
 Ends with 0 and the fingerprints of its weights as JSON, or with the reason on standard output: with 1 if it must not be
 served, with UNREADABLE if that may pass.
 What it cannot see is wrong numbers that are numbers: those are for the probe.
@@ -22,7 +23,6 @@ from tuneloop.explorer.versions.safetensors import (
     adapter_fingerprints_of,
     find_not_finite,
     fingerprints_of,
-    is_finite,
     tensors,
 )
 from tuneloop.shared.checkpoints import (
@@ -81,11 +81,11 @@ _UNUSED: Mapping[str, tuple[Any, ...]] = {
 
 
 def verify(checkpoint: Path, *, manifest_sha256: str, version: int, base: Path) -> dict[str, Fingerprint]:
-    """The fingerprints, by dtype, of the weights that an engine holds which serves the actor in `checkpoint`.
+    """The fingerprints, by dtype, of the weights in `checkpoint` as an engine holds them that serves them.
 
-    An adapter's are added to those of the weights below it; they are empty for architectures whose weights engines are
-    not known to hold as they are stored. Raises CheckpointRejected unless the actor may be served in place of `base`,
-    and CheckpointUnreadable if the folder cannot be read, or is gone when it has been read.
+    An adapter's are its own alone. They are empty for architectures whose weights engines are not known to hold as they
+    are stored. Raises CheckpointRejected unless the actor may be served in place of `base`, and CheckpointUnreadable if
+    the folder cannot be read, or is gone when it has been read.
 
     Version 0 is the base model itself, of which nothing is registered: it can be read, or not.
     """
@@ -101,10 +101,7 @@ def verify(checkpoint: Path, *, manifest_sha256: str, version: int, base: Path) 
                 raise CheckpointRejected(f"{file.path} may hold a pickle")
         actor = checkpoint / ACTOR
         if manifest.kind == "lora":
-            weights = _of_base(tensors, base)
-            of_adapter = verify_adapter(actor, base=base, weights=weights)
-            of_base = _fingerprints(_of_base(_config, base), weights)
-            return {dtype: {**parts, **of_adapter[dtype]} for dtype, parts in of_base.items() if dtype in of_adapter}
+            return verify_adapter(actor, base=base, weights=_of_base(tensors, base))
         config, wanted = _config(actor), _of_base(_config, base)
         _same_config(config, wanted)
         _same_companions(actor, base)
@@ -227,9 +224,8 @@ def verify_adapter(actor: Path, *, base: Path, weights: Mapping[str, StoredTenso
     rank, targets = _check_adapter_config(config, base)
     found = tensors(actor)
     _fits(found, weights, rank=rank, targets=targets)
-    for name, tensor in found.items():
-        if not is_finite(tensor):
-            raise CheckpointRejected(f"{name} holds NaN or infinity")
+    if name := find_not_finite(found):
+        raise CheckpointRejected(f"{name} holds NaN or infinity")
     return adapter_fingerprints_of(found, scale=config["lora_alpha"] / rank)
 
 
@@ -281,8 +277,11 @@ def _require(tensor: StoredTensor, name: str, shape: tuple[int, int]) -> None:
 
 
 def main() -> int:
-    """Verify what argv names."""
-    checkpoint, sha256, version, base, *job_dir = sys.argv[1:]
+    """Verify what argv names, or standard input."""
+    arguments = sys.argv[1:] or json.loads(sys.stdin.read() or "[]")
+    if not arguments:  # Who started it has ended.
+        return 0
+    checkpoint, sha256, version, base, *job_dir = arguments
     os.nice(_LOW)  # Engines and workers that share these processors are answering somebody.
     try:
         for folder in job_dir:

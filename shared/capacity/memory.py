@@ -182,8 +182,13 @@ def room_for_trainer(settings: Settings, gpu_bytes: int) -> int:
     """What an engine leaves the trainer of a GPU of so many bytes."""
     if settings.cluster.gpu_turn is not None:
         return gpu_bytes - ASLEEP_ENGINE
-    shares = settings.mode == "both" and 0 < settings.cluster.gpu_per_node <= settings.gpus_of_engines
-    return gpu_bytes - int(settings.explorer.rollout_model.gpu_memory_utilization * gpu_bytes) if shares else gpu_bytes
+    of_engine = settings.explorer.rollout_model.gpu_memory_utilization if shares_gpu(settings) else 0
+    return gpu_bytes - int(of_engine * gpu_bytes)
+
+
+def shares_gpu(settings: Settings) -> bool:
+    """Whether the trainer's GPU is an engine's, too."""
+    return settings.mode == "both" and 0 < settings.cluster.gpu_per_node <= settings.gpus_of_engines
 
 
 def fit_trainer(settings: Settings, shapes: Shapes, room: int | None) -> tuple[Settings, bool]:

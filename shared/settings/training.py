@@ -67,7 +67,7 @@ class TrainerSettings(Section):
     `trainer.micro_batch_tokens` yield sooner. Training stands still while there is traffic; `tuneloop doctor` says how
     far it lags. Explorer and trainer need the same, and one job folder. _Train._"""
     poll_interval: Seconds = 1.0
-    """Seconds between two looks for a full batch. _Train._"""
+    """Seconds between two looks for a full batch, without a commit. _Train._"""
     max_staleness: NotNegative | None = None
     """Committed replies that were sampled more than so many versions ago are not trained on but expire; `null` trains
     on feedback however late it comes. _Train._"""

@@ -11,7 +11,7 @@ import json
 import zlib
 from array import array
 from base64 import b64encode
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,6 +141,7 @@ class EngineDouble:
     packs: bool = False  # as with our plugin
     servers: int = 1  # API servers, which answer in turn
     adapter_one_unit_off: bool = False  # in the sums of its adapters
+    bases_summed: int = 0  # fingerprints of all that it holds
     rendered: bytes | None = None  # what its renderer answers; none: it was started without
     renders: list[dict[str, Any]] = field(default_factory=list)
     grammars_given: int = 0  # text completions under a grammar
@@ -262,22 +263,25 @@ class EngineDouble:
             return 200, b'{"success":true}'
         if path == _LOAD and json.loads(body)["method"] in {INSTANCE_ID, METHOD}:
             self.posts.pop()
-            return self._extension(json.loads(body)["method"])
+            return self._extension(json.loads(body))
         if path == _LOAD:
             return await self._load(Path(json.loads(body)["kwargs"]["weights_path"]))
         if path in {_LOAD_ADAPTER, _UNLOAD_ADAPTER}:
             return self._change_adapters(path, **json.loads(body))
         return 404, b'{"detail":"Not Found"}'
 
-    def _extension(self, method: str) -> tuple[int, bytes]:
+    def _extension(self, asked: dict[str, Any]) -> tuple[int, bytes]:
         """What our extension of its worker answers."""
         assert self.extended
-        if method == INSTANCE_ID:
+        if asked["method"] == INSTANCE_ID:
             return 200, json.dumps({"results": [f"worker {self.began_at}"]}).encode()
         adapters = {name: dict(adapter_fingerprint_of(weights)) for name, weights in self.adapters.items()}
         for each in adapters.values():
             each["adapter 0"] += self.adapter_one_unit_off
-        sums = fingerprint_of(self.weights) if self.weights.exists() else None
+        sums: Mapping[str, int] | None = {}
+        if asked.get("kwargs", {}).get("base", True):
+            self.bases_summed += 1
+            sums = fingerprint_of(self.weights) if self.weights.exists() else None
         share = {"dtype": "float32", "sums": sums, "adapters": adapters}
         return 200, json.dumps({"results": [share]}).encode()
 

@@ -17,11 +17,11 @@ RANK = 2
 LAYERS = {"model.layers.0.self_attn.q_proj": (6, 4), "model.layers.0.mlp.up_proj": (8, 4)}
 
 
-def write_base(folder: Path) -> Path:
-    """A model that has layers to which adapters are added."""
+def write_base(folder: Path, seed: int = 0) -> Path:
+    """A model that has layers to which adapters are added, whose numbers depend on `seed`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    layers = {f"{name}.weight": np.ones(shape, np.float32) for name, shape in LAYERS.items()}
+    layers = {f"{name}.weight": np.full(shape, 1 + seed, np.float32) for name, shape in LAYERS.items()}
     save_file(tensors() | layers, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

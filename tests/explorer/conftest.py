@@ -10,16 +10,21 @@ import pytest
 from tests.doubles.engine import EngineDouble, EnginePlace, engine_place
 from tests.doubles.verifier import start_warm_verifier
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
-from tuneloop.explorer.versions import loading
+from tuneloop.explorer.versions import loading, reload
 
 Run = Callable[..., RunningExplorer]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_verifier() -> Iterator[None]:
-    """Explorers of this process verify without starting Python first."""
+    """Explorers of this process verify without starting Python first, or ahead."""
+
+    async def start_none() -> None:
+        pass
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "start_verifier", start_warm_verifier)
+        patch.setattr(reload, "start_verifier_ahead", start_none)
         yield
 
 

@@ -1,6 +1,7 @@
 """Experiences made up for tests."""
 
 import struct
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -84,6 +85,17 @@ def eventually(holds: Callable[[], object], within_s: float = 60.0) -> None:
         waited = time.monotonic() - began
         assert waited < within_s, "it never came true"
         time.sleep(min(max(waited / 10, 0.01), 0.2))
+
+
+class Waited(threading.Event):
+    """A stop that tells whether a trainer has waited for rows."""
+
+    has_waited = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """See Stop."""
+        self.has_waited = True
+        return super().wait(timeout)
 
 
 def read_until(process: Any, word: str) -> str:

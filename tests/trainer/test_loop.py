@@ -11,11 +11,12 @@ from sqlalchemy import make_url
 from structlog.testing import capture_logs
 
 from tests.databases import put_file
-from tests.trainer.factories import commit, eventually, points, sample
+from tests.trainer.factories import Waited, commit, eventually, points, sample
 from tuneloop.shared.capacity.pace import find_pace
 from tuneloop.shared.checkpoints import check_files, read_manifest
 from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerError, LedgerUnavailable, StaleEpoch
 from tuneloop.shared.experience import State, steady_clock
+from tuneloop.shared.job_marks import touch_committed
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.training.training import Training
@@ -66,6 +67,20 @@ def test_rows_become_versions(settings, ledger):
     check_files(newest.path, manifest)
     assert (manifest.version, manifest.parent, manifest.step, manifest.epoch) == (2, 1, 3, 1)
     assert not list(chosen.job_dir.glob(".*"))
+
+
+def test_what_is_committed_does_not_wait_for_the_next_look(settings, ledger):
+    chosen, stop = settings(trainer={"poll_interval": 300.0, "total_steps": 1}), Waited()
+    with ThreadPoolExecutor(1) as threads:
+        trainer = threads.submit(run, chosen, stop)
+        try:
+            eventually(lambda: trainer.done() or stop.has_waited)
+            commit(ledger, [sample(i) for i in range(4)])
+            touch_committed(chosen.job_dir)
+            trainer.result(60)
+        finally:
+            stop.set()
+    assert ledger.versions.newest().step == 1
 
 
 def test_a_restart_changes_no_loss_and_no_weight(settings, ledger, tmp_path):

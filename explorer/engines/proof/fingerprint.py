@@ -62,18 +62,19 @@ def differing_parts(one: Fingerprint, other: Fingerprint) -> list[str]:
 
 
 def differing_from_files(
-    shares: Sequence[Mapping[str, Any]], fingerprints: Mapping[str, Fingerprint]
+    shares: Sequence[Mapping[str, Any]], fingerprints: Mapping[str, Fingerprint], *, base: bool = True
 ) -> list[str] | None:
     """The parts that an engine does not hold as the files do; None where either is not known.
 
     `shares` is what each worker holds (`vllm_worker.py`), `fingerprints` what the files do, by dtype. Where these have
-    an adapter, one of the engine's must be the same.
+    an adapter, one of the engine's must be the same; without `base` no more is looked at.
     """
     wanted = fingerprints.get(shares[0]["dtype"])
     if wanted is None or any(share["sums"] is None for share in shares):
         return None
-    held = _total(share["sums"] for share in shares)
-    if adapter := {part: total for part, total in wanted.items() if part.startswith(_ADAPTER)}:
+    held = _total(share["sums"] for share in shares if base)
+    adapter = {part: total for part, total in wanted.items() if part.startswith(_ADAPTER)}
+    if adapter:
         if any(share.get("adapters") is None for share in shares):
             return None
         # That of the engine's adapters that is most like it.
@@ -81,22 +82,27 @@ def differing_from_files(
         adapters = [_total(share["adapters"].get(number, {}) for share in shares) for number in numbers]
         most_like = min(adapters, key=lambda each: len(differing_parts(each, adapter)), default=Counter[str]())
         held += most_like
-    return differing_parts(held, wanted)
+    return differing_parts(held, wanted if base else adapter)
+
+
+def has_adapter(fingerprints: Mapping[str, Fingerprint]) -> bool:
+    """Whether they are those of a model with an adapter."""
+    return any(part.startswith(_ADAPTER) for parts in fingerprints.values() for part in parts)
 
 
 def _total(shares: Iterable[Fingerprint]) -> Counter[str]:
     return sum((Counter[str](share) for share in shares), Counter[str]())
 
 
-def stored_sums(data: npt.NDArray[np.uint8], stored: str, *, scale: float = 1.0) -> dict[str, int]:
-    """The sum over a tensor of a safetensors file as engines hold it, by the dtype that they serve.
+def stored_sums(pieces: Iterable[npt.NDArray[np.uint8]], stored: str, *, scale: float = 1.0) -> dict[str, int]:
+    """The sum over pieces of tensors of a safetensors file as engines hold them, by the dtype that they serve.
 
-    `data` are its bytes, `stored` is the file's name of its type; engines multiply it by `scale`, in the dtype that
-    they serve. Raises KeyError for types that are not summed.
+    `pieces` are their bytes, `stored` is the file's name of their type; engines multiply them by `scale`, in the dtype
+    that they serve. Raises KeyError for types that are not summed.
     """
-    bits: Bits = data.view(_BITS[stored])
-    blocks = (bits[at : at + _BLOCK] for at in range(0, len(bits), _BLOCK))
-    if bits.itemsize > 2:
+    each = (piece.view(_BITS[stored]) for piece in pieces)
+    blocks = (bits[at : at + _BLOCK] for bits in each for at in range(0, len(bits), _BLOCK))
+    if _BITS[stored] != "<u2":
         sums = dict.fromkeys(SERVED, 0)
         for block in blocks:
             for served in SERVED:

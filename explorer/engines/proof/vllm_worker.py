@@ -43,9 +43,10 @@ class FingerprintWorker:
     model_config: Any
     _tuneloop_instance_id = ""
 
-    def tuneloop_fingerprint(self) -> dict[str, Any]:
+    def tuneloop_fingerprint(self, *, base: bool = True) -> dict[str, Any]:
         """The `sums` of this worker's share of the weights; those of all workers together are the model's.
 
+        Without the `base`, which takes longer than to load an adapter, there are those of adapters alone.
         `adapters` are those of each adapter that is ready to answer, by vLLM's number of it. None where the weights are
         quantised, or adapters cut into shares of another kind. `dtype` is what the engine serves.
         """
@@ -53,7 +54,7 @@ class FingerprintWorker:
         return {
             "dtype": str(dtype).removeprefix("torch."),
             "sums": _unless_unknown(
-                lambda: _add_up((part_of(name), tensor) for name, tensor in _own_share(runner.model, rank))
+                lambda: _add_up((part_of(name), tensor) for name, tensor in _own_share(runner.model, rank) if base)
             ),
             "adapters": _unless_unknown(lambda: _adapters(getattr(runner, "lora_manager", None), rank, dtype)),
         }
@@ -76,10 +77,11 @@ def _unless_unknown(add_up: Callable[[], _Sums]) -> _Sums | None:
 
 
 def _add_up(tensors: Iterable[tuple[str, Any]]) -> dict[str, int]:
-    sums: defaultdict[str, int] = defaultdict(int)
+    sums: defaultdict[str, list[Any]] = defaultdict(list)
     for part, tensor in tensors:
-        sums[part] = (sums[part] + _sum(tensor)) % MODULUS
-    return dict(sums)
+        sums[part] += _mixed_sums(tensor)
+    # Only now, for a GPU has begun all of them by then.
+    return {part: sum(map(int, each)) % MODULUS for part, each in sums.items()}
 
 
 def _adapters(of_worker: Any, rank: int, dtype: Any) -> dict[str, dict[str, int]]:
@@ -92,11 +94,17 @@ def _adapters(of_worker: Any, rank: int, dtype: Any) -> dict[str, dict[str, int]
         str(number): _add_up(
             (adapter_part_of(f"{name}."), tensor)
             for name, module in manager.modules.items()
-            for tensor in _share_of_adapter(module, slot, rank)
+            for tensor in _joined(_share_of_adapter(module, slot, rank))
         )
         for slot, number in enumerate(manager.lora_index_to_id)
         if number is not None
     }
+
+
+def _joined(tensors: list[Any]) -> list[Any]:
+    """In one piece, or none: hundreds of small ones would keep a GPU waiting for the next."""
+    torch: Any = importlib.import_module("torch")
+    return [torch.cat([each.reshape(-1) for each in tensors])] if tensors else []
 
 
 def _share_of_adapter(module: Any, slot: int, rank: int) -> list[Any]:
@@ -142,21 +150,22 @@ def _share_of(module: Any, name: str, tensor: Any, rank: int) -> list[Any]:
     return [tensor]
 
 
-def _sum(tensor: Any) -> int:
+def _mixed_sums(tensor: Any) -> list[Any]:
+    """The sums of the tensor's blocks, where it is: int64, which wraps around."""
     torch: Any = importlib.import_module("torch")
     size = tensor.element_size()
     kinds = {2: (torch.int16, 0xFFFF), 4: (torch.int32, 0xFFFFFFFF)}
     if size not in kinds:
         raise _NotSummed(f"{tensor.dtype} is not summed")
     kind, mask = kinds[size]
-    flat, total = tensor.reshape(-1).view(kind), 0
+    flat, sums = tensor.reshape(-1).view(kind), []
     for at in range(0, flat.numel(), _BLOCK):
         mixed = (flat[at : at + _BLOCK].to(torch.int64) & mask) * _to_signed(MULTIPLIERS[0])
         for shift, multiplier in zip(SHIFTS, MULTIPLIERS[1:], strict=True):
             mixed ^= (mixed >> shift) & ((1 << (64 - shift)) - 1)
             mixed *= _to_signed(multiplier)
-        total += int(mixed.sum())
-    return total % MODULUS
+        sums.append(mixed.sum())
+    return sums
 
 
 def _to_signed(number: int) -> int:

@@ -114,6 +114,23 @@ def test_an_adapter_that_is_not_the_files_to_the_bit_is_found_by_its_fingerprint
         eventually(lambda: outcomes(explorer)["matched"] >= seen + 2)
 
 
+def test_weights_below_adapters_are_proven_at_the_start_and_now_and_then(
+    start: Start, double: EngineDouble, tmp_path: Path
+) -> None:
+    double.extended, double.weights = True, adapted(tmp_path, double).model.model_path.absolute()
+    explorer = start(double, probe_interval=20.0)
+    eventually(lambda: outcomes(explorer)["matched"] > 0)
+    before = double.bases_summed
+    for version in (1, 2):
+        candidate(explorer)
+        until(explorer, version, VersionState.CHAMPION)
+        eventually(lambda seen=version: outcomes(explorer)["matched"] > seen)
+    assert double.bases_summed == before
+    assert explorer.chat().headers["x-tuneloop-attested"] == "fingerprint"
+    double.weights = adapters.write_base(tmp_path / "other", seed=1)
+    eventually(lambda: bool(mismatches(explorer)))
+
+
 @pytest.mark.parametrize("engine_too", [False, True])
 def test_after_a_restart_the_champion_is_served(
     tmp_path: Path, places: list[EnginePlace], double: EngineDouble, engine_too: bool

@@ -11,6 +11,7 @@ from tests.doubles.engine import CHAT, EngineDouble
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually
 from tuneloop.shared.experience import State
+from tuneloop.shared.job_marks import committed_stamp
 
 pytestmark = pytest.mark.contract
 
@@ -103,6 +104,15 @@ def test_a_commit_may_name_a_task_a_run_or_a_time(explorer: RunningExplorer) -> 
     assert ok(explorer.commit(task_id="a", run_id=1))["committed"] == 1
     assert ok(explorer.commit(run_id="2"))["committed"] == 1
     assert ok(explorer.commit(time_threshold=datetime.now(UTC).isoformat()))["committed"] == 1
+
+
+def test_a_trainer_is_told_of_what_is_committed_and_of_nothing_else(explorer: RunningExplorer) -> None:
+    job_dir = explorer.settings.job_dir
+    assert (ok(explorer.commit())["committed"], committed_stamp(job_dir)) == (0, 0)
+    explorer.feedback(reply_id(explorer))
+    assert ok(explorer.commit())["committed"] == 1
+    assert (stamp := committed_stamp(job_dir)) > 0
+    assert (ok(explorer.commit())["committed"], committed_stamp(job_dir)) == (0, stamp)
 
 
 def test_a_commit_may_name_several_tasks(explorer: RunningExplorer) -> None:

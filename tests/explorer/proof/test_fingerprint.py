@@ -100,7 +100,7 @@ def test_what_is_stored_in_one_type_is_summed_as_it_is_served_in_another(
     torch.manual_seed(1)
     tensor = torch.cat([torch.randn(5000) * 10.0**power for power in range(-8, 4)]).to(stored)
     found = in_files({"x": tensor}, tmp_path, served=served)
-    assert found == {"": vllm_worker._sum(tensor.to(_TYPES[served]))}
+    assert found == vllm_worker._add_up([("", tensor.to(_TYPES[served]))])
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -203,7 +203,7 @@ class Measured:
     async def of(self, engine: Engine) -> tuple[None, None]:
         return None, None
 
-    async def measure_probe(self, probe: None) -> SimpleNamespace:
+    async def measure_probe(self, probe: None, *, base: bool = True) -> SimpleNamespace:
         await asyncio.sleep(0)
         assert self.attestation is not None
         self.seen.append(self.attestation.probing)
@@ -219,8 +219,8 @@ class Overtaken(Measured):
         super().__init__()
         self.engine: Engine
 
-    async def measure_probe(self, probe: None) -> SimpleNamespace:
-        await super().measure_probe(probe)
+    async def measure_probe(self, probe: None, *, base: bool = True) -> SimpleNamespace:
+        await super().measure_probe(probe, base=base)
         self.engine.begin_load()
         self.engine.end_load(self.engine.version + 1)
         return SimpleNamespace(problem="other weights", weights=1.0, cache=0.0, allowed=0.1, parts=None)

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,8 +10,15 @@ import pytest
 
 from tests.explorer.checkpoints import seal
 from tests.explorer.corruptions import Corruption, corruptions, write_full_model
+from tests.explorer.running import eventually
 from tuneloop.explorer.versions import loading
-from tuneloop.explorer.versions.loading import Verifier, start_verifier, verify_in_process
+from tuneloop.explorer.versions.loading import (
+    Verifier,
+    VerifierProcess,
+    start_verifier,
+    start_verifier_ahead,
+    verify_in_process,
+)
 from tuneloop.explorer.versions.verifier import verify
 from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable
@@ -89,7 +97,37 @@ async def test_a_version_whose_verifier_cannot_be_started_is_not_rejected_for_th
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, base: Path
 ) -> None:
     monkeypatch.setattr(loading, "start_verifier", start_verifier)
+    monkeypatch.setattr(loading, "_AHEAD", [])
     monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
+    await start_verifier_ahead()
     version = version_at(*published(tmp_path / "job", None))
     with pytest.raises(CheckpointUnreadable, match="cannot be started"):
         await verify_in_process(version, Verifier(base, tmp_path / "job"))
+
+
+async def test_the_verifier_that_was_started_ahead_is_taken_unless_it_has_died(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, base: Path
+) -> None:
+    ahead: list[VerifierProcess] = []
+    monkeypatch.setattr(loading, "start_verifier", start_verifier)
+    monkeypatch.setattr(loading, "_AHEAD", ahead)
+    version = version_at(*published(tmp_path / "job", None))
+    for dies in (False, True):
+        await start_verifier_ahead()
+        [process] = ahead
+        await start_verifier_ahead()
+        assert ahead == [process]
+        if dies:
+            process.kill()
+            await process.wait()
+        await verify_in_process(version, Verifier(base, tmp_path / "job"))
+        assert (process.returncode, ahead) == (-9 if dies else 0, [])
+
+
+def test_a_verifier_that_waits_ends_with_who_has_started_it(tmp_path: Path) -> None:
+    start = (
+        "import asyncio, sys; from tuneloop.explorer.versions import loading;"
+        " asyncio.run(loading.start_verifier_ahead()); print(loading._AHEAD[0]._process.pid)"
+    )
+    pid = int(subprocess.run([sys.executable, "-P", "-c", start], check=True, stdout=subprocess.PIPE).stdout)
+    eventually(lambda: not Path(f"/proc/{pid}").exists())

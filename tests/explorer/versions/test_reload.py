@@ -13,6 +13,7 @@ from tests.explorer.checkpoints import PROMPT, publish, register
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running, settings_for
 from tuneloop.explorer.engines.fleet import EngineState
+from tuneloop.explorer.versions import reload
 from tuneloop.shared.checkpoints import CheckpointStore, Probe
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Alarm, Version
@@ -76,6 +77,21 @@ def test_the_log_says_how_long_it_took_to_verify_and_to_load_a_version(explorer:
     assert told["version_verified"]["seconds"] > 0
     assert told["version_loaded"]["seconds"] >= 0
     assert told["version_loaded"]["engine"] == 0
+
+
+def test_a_verifier_is_started_before_each_version(
+    running_explorer: Run, double: EngineDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    async def note() -> None:
+        started.append(len(double.posts))
+
+    monkeypatch.setattr(reload, "start_verifier_ahead", note)
+    explorer = all_ready(running_explorer, [double])
+    eventually(lambda: started)
+    candidate(explorer)
+    eventually(lambda: len(started) > 1 and started[-1] > started[0])
 
 
 def test_only_the_newest_of_several_is_taken_up(explorer: RunningExplorer, double: EngineDouble) -> None:

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.doubles.verifier import PastVerifier, WarmVerifier, start_warm_verifier
 from tests.explorer.adapters import halves, seal, write_adapter, write_base
+from tests.explorer.versions.test_corruptions import version_at
+from tuneloop.explorer.versions import loading
+from tuneloop.explorer.versions.loading import Verifier, verify_in_process
+from tuneloop.explorer.versions.safetensors import adapter_fingerprints_of, fingerprints_of, tensors
 from tuneloop.explorer.versions.verifier import verify
 from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.errors import CheckpointRejected
@@ -89,3 +94,26 @@ def test_a_base_of_another_shape_is_refused(tmp_path: Path) -> None:
     save_file({"model.norm.weight": np.ones(4, np.float32)}, base / "model.safetensors")
     with pytest.raises(CheckpointRejected, match="is not a layer of the base model"):
         verify(path, manifest_sha256=sha256, version=1, base=base)
+
+
+async def test_the_base_model_is_read_again_only_when_its_files_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, store, read, start = write_base(tmp_path / "base"), CheckpointStore(tmp_path / "job"), [], start_warm_verifier
+
+    async def counted(*arguments: str) -> WarmVerifier | PastVerifier:
+        read.append(arguments[2])
+        return await start(*arguments)
+
+    monkeypatch.setattr(loading, "start_verifier", counted)
+    for number in (1, 2, 3):
+        write_adapter(store.stage(number) / "actor", base, seed=number)
+        path, sha256 = seal(store, tmp_path / "job" / f".staging-{number}", number)
+        if number == 3:
+            write_base(base, seed=1)
+        version = version_at(path, sha256)._replace(version=number)
+        probe = await verify_in_process(version, Verifier(base, tmp_path / "job"))
+        below = fingerprints_of(tensors(base), tied=False)["float32"]
+        above = adapter_fingerprints_of(tensors(path / "actor"), scale=2.0)["float32"]
+        assert probe.fingerprints["float32"] == {**below, **above}
+    assert read == ["1", "0", "2", "3", "0"]

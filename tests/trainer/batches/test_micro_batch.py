@@ -1,16 +1,23 @@
 """Out of GPU memory: the micro-batch is halved, the step made again, and the size remembered."""
 
+import math
+from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.trainer.factories import commit, points, sample
+from tests.trainer.factories import Waited, commit, eventually, points, sample
 from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused
 from tuneloop.shared.experience import State
+from tuneloop.shared.job_marks import touch_committed
 from tuneloop.shared.ledger.ledger import BatchPolicy
+from tuneloop.shared.settings.algorithm import OF_GROUPS
+from tuneloop.trainer import loop
+from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.loop import run
 from tuneloop.trainer.micro_batch import MicroBatch
@@ -56,6 +63,58 @@ def test_an_update_that_has_no_room_is_made_again_in_smaller_pieces(settings, mo
     assert (micro_batch.tokens, MicroBatch(chosen).tokens, learner.micro_batch_tokens) == (256, 256, 256)
     for name, each in _weights(expected).items():
         torch.testing.assert_close(_weights(learner)[name], each, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", sorted(ALGORITHMS.keys() - {"distill"}))
+def test_a_rehearsal_makes_all_passes_and_changes_nothing(settings, monkeypatch, kind):
+    grouped = {"group_by": "task"} if kind in {*OF_GROUPS, "dpo"} else {}
+    chosen = settings(algorithm={"algorithm_type": kind, "mini_batches": 1}, buffer=grouped)
+    made, rows = _full_after(monkeypatch, calls=math.inf, room=0), [sample(i, group_id=i // 2) for i in range(4)]
+    expected, learner = (snapshot.load(chosen, None) for _ in range(2))
+    with capture_logs() as logs:
+        MicroBatch(chosen).rehearse(learner)
+    assert [each["event"] for each in logs] == ["step_rehearsed"]
+    assert len(made) == 2
+    assert (learner.steps, learner.spoilt, learner.baselines) == (0, False, {})
+    assert all(each.grad is None for each in learner.actor.network.parameters())
+    told, wanted = (each.step(rows) for each in (learner, expected))
+    assert {name: each for name, each in told.items() if not name.startswith(("time/", "perf/"))} == {
+        name: each for name, each in wanted.items() if not name.startswith(("time/", "perf/"))
+    }
+    for one, other in zip(learner.optimizers.values(), expected.optimizers.values(), strict=True):
+        assert all(map(torch.equal, one.tensors(), other.tensors()))
+
+
+def test_a_rehearsal_without_room_leaves_the_first_step_to_find_out(settings, monkeypatch):
+    chosen = settings()
+    learner = snapshot.load(chosen, None)
+    _full_after(monkeypatch, calls=0, room=0)
+    with capture_logs() as logs:
+        MicroBatch(chosen).rehearse(learner)
+    assert [each["event"] for each in logs] == ["step_not_rehearsed"]
+    assert not learner.spoilt
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_first_step_is_rehearsed_while_rows_are_awaited(settings, ledger, monkeypatch, shared):
+    """Beside an engine not before it runs."""
+    monkeypatch.setattr(loop, "shares_gpu", lambda _: shared)
+    rehearsed = []
+    monkeypatch.setattr(MicroBatch, "rehearse", lambda self, learner: rehearsed.append(learner.steps))
+    chosen, stop = settings(trainer={"total_steps": 1, "compile": True}), Waited()
+    with torch.compiler.set_stance("force_eager"), ThreadPoolExecutor(1) as threads:
+        trainer = threads.submit(run, chosen, stop)
+        try:
+            eventually(lambda: trainer.done() or stop.has_waited)
+            assert rehearsed == ([] if shared else [0])
+            touch_committed(chosen.job_dir)
+            eventually(lambda: trainer.done() or rehearsed)
+            commit(ledger, ROWS)
+            trainer.result(60)
+        finally:
+            stop.set()
+    assert rehearsed == [0]
 
 
 @pytest.mark.parametrize("full", ["actor", "critic"])

@@ -145,7 +145,7 @@ def touch_traffic(job_dir: Path) -> None:
 
 def traffic_stamp(job_dir: Path) -> int:
     """What changes whenever `touch_traffic` is called; 0 before the first time."""
-    return _touched(job_dir / _TRAFFIC)
+    return _stamp_of(job_dir / _TRAFFIC)
 
 
 def touch_committed(job_dir: Path) -> None:
@@ -155,7 +155,7 @@ def touch_committed(job_dir: Path) -> None:
 
 def committed_stamp(job_dir: Path) -> int:
     """What changes whenever `touch_committed` is called; 0 before the first time."""
-    return _touched(job_dir / _COMMITTED)
+    return _stamp_of(job_dir / _COMMITTED)
 
 
 def _touch(mark: Path) -> None:
@@ -163,7 +163,7 @@ def _touch(mark: Path) -> None:
         os.utime(file.fileno())
 
 
-def _touched(mark: Path) -> int:
+def _stamp_of(mark: Path) -> int:
     try:
         return mark.lstat().st_mtime_ns
     except OSError:

@@ -47,7 +47,7 @@ from tuneloop.trainer.batches.selection import mismatch_replies
 from tuneloop.trainer.models.model import Actor, Critic, is_checkpointing
 from tuneloop.trainer.models.optimizer import MasterAdamW
 from tuneloop.trainer.ranks.orders import GatherOrder, StepOrder
-from tuneloop.trainer.ranks.ranks import ALONE, Ranks, gathered
+from tuneloop.trainer.ranks.ranks import ALONE, Ranks, whole_on_rank_0
 from tuneloop.trainer.ranks.sequence_group import SequenceGroup
 from tuneloop.trainer.teacher.teacher import Teacher
 from tuneloop.trainer.transfer import hand_over
@@ -300,7 +300,7 @@ class Learner:
             for actor in {id(each): each for each in actors}.values():
                 if self.ranks.is_sharded and actor in (self.actor, self.reference):
                     self.ranks.lead(GatherOrder(reference=actor is self.reference))
-                    gathering.enter_context(gathered(actor.network))
+                    gathering.enter_context(whole_on_rank_0(actor.network))
             yield
 
 

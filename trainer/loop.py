@@ -149,6 +149,7 @@ class TrainingLoop:
         self._finite = FiniteSteps(settings, ledger.alarms)
         self._recomputation = Recomputation(settings, ledger, self._micro_batch)
         self._away, self._committed = False, 0
+        self._is_cold, self._committed_before = False, 0
 
     def run(self) -> None:
         """Take the next epoch and train under it."""

@@ -327,11 +327,10 @@ _AHEAD: list[VerifierProcess] = []
 
 async def start_verifier(*arguments: str) -> VerifierProcess:
     """A verifier's process, the one that has been started ahead if it still waits. Raises OSError."""
-    process = _AHEAD.pop() if _AHEAD else None
-    if process is not None and process.returncode is not None:
+    process = _AHEAD.pop() if _AHEAD else await asyncio.to_thread(VerifierProcess)
+    if process.returncode is not None:
         await process.communicate()  # That closes its pipes.
-        process = None
-    process = process or await asyncio.to_thread(VerifierProcess)
+        process = await asyncio.to_thread(VerifierProcess)
     process.arguments = arguments
     return process
 

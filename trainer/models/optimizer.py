@@ -19,7 +19,7 @@ from tuneloop.shared.capacity.memory import EIGHT_BIT_MOMENTS
 from tuneloop.shared.settings import algorithm
 from tuneloop.trainer.models.eight_bit import BLOCK, EightBitAdamW, decode_moment, encode_moment
 from tuneloop.trainer.models.offloading import OffloadedGradients
-from tuneloop.trainer.ranks.ranks import ALONE, Ranks, first_number, joined, local, own_part, whole
+from tuneloop.trainer.ranks.ranks import ALONE, Ranks, first_number, join_parts, local, own_part, whole
 
 _log = structlog.get_logger()
 
@@ -177,7 +177,7 @@ class MasterAdamW:
             yield f"{moment}.{name}", whole(decode_moment(state, moment), parameter).view(parameter.shape)
         else:
             yield f"{moment}.{name}", whole(state[moment], parameter).view(parameter.shape)
-            yield f"{moment}_scale.{name}", joined(scale, parameter)
+            yield f"{moment}_scale.{name}", join_parts(scale, parameter)
 
     def _restore_moment(self, name: str, moment: str, state: dict[str, Tensor], kept: Mapping[str, Tensor]) -> None:
         """Fill this rank's part of a moment from what was kept of the whole, in whatever bits."""

@@ -223,9 +223,9 @@ class JoinedRanks(Ranks):
         lengths = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(own)]))
         longest = max(int(each) for each in lengths)
-        gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(gathered, _tensor(own.ljust(longest, b"\0")))
-        return [each.numpy().tobytes()[: int(length)] for each, length in zip(gathered, lengths, strict=True)]
+        whole_on_rank_0 = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(whole_on_rank_0, _tensor(own.ljust(longest, b"\0")))
+        return [each.numpy().tobytes()[: int(length)] for each, length in zip(whole_on_rank_0, lengths, strict=True)]
 
 
 _TOO_LONG = (
@@ -254,7 +254,7 @@ def run_whole(network: nn.Module, call: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def gathered(network: nn.Module, *, keep: bool = True) -> Iterator[None]:
+def whole_on_rank_0(network: nn.Module, *, keep: bool = True) -> Iterator[None]:
     """Within, this rank can call a sharded network alone; all ranks begin together, those that do not `keep` leave."""
     units = [each for each in network.modules() if isinstance(each, FSDPModule)]
     for unit in units:
@@ -283,7 +283,7 @@ def whole(part: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(part, *placed, run_check=False, shape=like.shape, stride=like.stride()).full_tensor()
 
 
-def joined(part: Tensor, like: Tensor) -> Tensor:
+def join_parts(part: Tensor, like: Tensor) -> Tensor:
     """The parts of all ranks, as many numbers of each, one behind the other, if another tensor is sharded."""
     if not isinstance(like, DTensor):
         return part

@@ -94,14 +94,14 @@ def _adapters(of_worker: Any, rank: int, dtype: Any) -> dict[str, dict[str, int]
         str(number): _add_up(
             (adapter_part_of(f"{name}."), tensor)
             for name, module in manager.modules.items()
-            for tensor in _joined(_share_of_adapter(module, slot, rank))
+            for tensor in _in_one(_share_of_adapter(module, slot, rank))
         )
         for slot, number in enumerate(manager.lora_index_to_id)
         if number is not None
     }
 
 
-def _joined(tensors: list[Any]) -> list[Any]:
+def _in_one(tensors: list[Any]) -> list[Any]:
     """In one piece, or none: hundreds of small ones would keep a GPU waiting for the next."""
     torch: Any = importlib.import_module("torch")
     return [torch.cat([each.reshape(-1) for each in tensors])] if tensors else []

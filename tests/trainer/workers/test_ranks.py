@@ -68,7 +68,6 @@ def test_several_ranks_come_to_the_numbers_of_one(settings, tmp_path, size):
     _what_is_not_finite_on_one_rank_is_refused_by_all(found["nan"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_over_twenty_steps_losses_and_norms_stay_those_of_one(settings, tmp_path, size):
     sections = {"algorithm": {"algorithm_type": "ppo"}, "trainer": {"dtype": "float32"}}
@@ -78,7 +77,9 @@ def test_over_twenty_steps_losses_and_norms_stay_those_of_one(settings, tmp_path
     metrics, _, _ = outcome(settings(**sections), ALONE, steps=20)
     compared = [name for name in metrics if name.endswith(("grad_norm", "loss"))]
     assert len(compared) >= 3 * 20
-    assert {name: told[name] for name in compared} == pytest.approx({name: metrics[name] for name in compared}, rel=1e-5)
+    assert {name: told[name] for name in compared} == pytest.approx(
+        {name: metrics[name] for name in compared}, rel=1e-5
+    )
 
 
 def _memory_that_runs_out_on_one_rank_makes_all_go_on_with_smaller_pieces(found, metrics, weights):

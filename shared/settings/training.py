@@ -30,7 +30,7 @@ class TrainerSettings(Section):
     `0640`, a second trainer of another user `0660`, in one group (a job folder with the setgid bit hands the group on),
     and the right to enter the folders above. _Train._"""
     ulysses_sequence_parallel_size: Positive = 1
-    """Workers that [read each row together](decisions/0062-optimiser-state-in-shards.md), a part of its tokens each,
+    """Workers that [read each row together](decisions/0062-weights-in-shards.md), a part of its tokens each,
     for sequences too long for one GPU. It must divide `workers`, and with the model's heads go evenly. _Train._"""
     workers: Positive | None = None
     """Processes that [share each step](training.md#several-gpus), a GPU each; memory for all weights is needed on each,

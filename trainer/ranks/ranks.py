@@ -34,6 +34,10 @@ _STUCK = timedelta(minutes=30)
 _QUIET = timedelta(days=3650)
 
 
+#: Numbers of small tensors that are added up in one call.
+_PIECE = 1 << 24
+
+
 class Ranks:
     """A rank alone: nobody follows it, and what it has is the sum of all."""
 
@@ -94,6 +98,9 @@ class JoinedRanks(Ranks):
     `together` of them, one after the other, share rows.
     """
 
+    #: Whether what is trained is sharded, where it can be; else each has the whole.
+    shards = True
+
     def __init__(self, device: torch.device, *, together: int = 1) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._orders = dist.new_group(backend="gloo", timeout=_QUIET)
@@ -136,7 +143,7 @@ class JoinedRanks(Ranks):
 
     def place(self, network: nn.Module, device: torch.device, *, shard: bool) -> None:
         """See Ranks."""
-        self.is_sharded = shard
+        shard = self.is_sharded = shard and self.shards
         if not shard:
             return super().place(network, device, shard=shard)
         # Gradients are sums, of what each rank has of the whole batch's loss, and not means.
@@ -153,8 +160,8 @@ class JoinedRanks(Ranks):
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
         """See Ranks."""
-        if kept := list(tensors):
-            together = torch.cat([each.flatten() for each in kept])
+        for kept in _in_pieces(tensors):
+            together = torch.cat([each.flatten() for each in kept]) if len(kept) > 1 else kept[0].contiguous()
             dist.all_reduce(together)
             for each, summed in zip(kept, torch.split(together, [each.numel() for each in kept]), strict=True):
                 each.copy_(summed.view_as(each))
@@ -242,6 +249,20 @@ def _kind(failed: Exception | None) -> int:
     if failed is None:
         return _NO_FAILURE
     return next((number for number, kind in _KINDS.items() if isinstance(failed, kind)), 3)
+
+
+def _in_pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Small ones together, up to so many numbers; a large one alone."""
+    together: list[Tensor] = []
+    numbers = 0
+    for each in tensors:
+        numbers += each.numel()
+        if together and numbers > _PIECE:
+            yield together
+            together, numbers = [], each.numel()
+        together.append(each)
+    if together:
+        yield together
 
 
 def _run(call: Callable[[], Any]) -> Any:

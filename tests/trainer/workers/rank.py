@@ -183,6 +183,7 @@ def main(folder: Path, together: int) -> None:
         settings = Settings.model_validate(scenario["settings"])
         Learner._backward, Actor.score = honest, score
         ranks.__class__ = MeanRanks if scenario.get("mean") else JoinedRanks
+        ranks.shards = not scenario.get("whole")
         if scenario.get("fail"):
             fail_once(scenario["fail"], scenario["on"], ranks)
         if ranks.rank:

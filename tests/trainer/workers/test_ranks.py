@@ -45,6 +45,7 @@ def test_several_ranks_come_to_the_numbers_of_one(settings, tmp_path, size):
     few = {"buffer": {"train_batch_size": 2}}
     scenarios = {name: (sections, {}) for name, sections in METHODS.items()}
     scenarios["idle"] = (PPO | few, {"rows": 2})  # with two mini-batches, all ranks but one have nothing to do
+    scenarios["whole"] = (PPO, {"whole": True})
     scenarios["mean"] = (PPO, {"mean": True})
     few_at_once = {"trainer": {"micro_batch_tokens": KEPT}}
     scenarios["lora"] = (PPO | LORA, {})
@@ -55,7 +56,7 @@ def test_several_ranks_come_to_the_numbers_of_one(settings, tmp_path, size):
     ends = _run(settings, tmp_path, size, scenarios)
     assert [code for code, _ in ends] == [0] * size
     found = {name: _found(tmp_path, name) for name in scenarios}
-    for name in (*METHODS, "idle", "lora"):
+    for name in (*METHODS, "idle", "lora", "whole"):
         metrics, weights, _ = outcome(settings(**scenarios[name][0]), ALONE, rows=2 if name == "idle" else 12)
         assert found[name][0] == pytest.approx(metrics, rel=1e-5, abs=1e-5), name
         assert _largest_difference(found[name][1], weights) < 1e-5, name

@@ -116,7 +116,7 @@ def make_plan(
         engines = "the engine" if rollout.engine_num == 1 else f"{rollout.engine_num} engines"
         taken[engines] = rollout.engine_num * engine.total
     if trainer and not trainer_on_gpu(settings):
-        taken["the trainer"] = trainer.total
+        taken["the trainer"] = trainer.teacher + settings.trainer_workers * (trainer.total - trainer.teacher)
     if trainer and trainer.offloaded:
         taken["AdamW"] = trainer.offloaded
     if gpus and settings.cluster.gpu_turn is not None:
@@ -166,7 +166,7 @@ def _problems(made: ExperimentPlan, free: int) -> Iterator[str]:
         if made.gpu_bytes is not None and needed > made.gpu_bytes:
             yield (
                 f"GPU {number} is too small: {' and '.join(users)} take {gigabytes(needed)}, it has"
-                f" {gigabytes(made.gpu_bytes)}; lower trainer.micro_batch_tokens, {memory.CURE}"
+                f" {gigabytes(made.gpu_bytes)}; lower trainer.micro_batch_tokens, {memory.cure_of(settings)}"
             )
     if trainer is not None and made.disk.all > made.free_disk:
         yield (

@@ -19,14 +19,7 @@ import numpy as np
 import structlog
 import torch
 
-from tuneloop.shared.capacity.memory import (
-    CURE,
-    GIB,
-    fit_trainer,
-    reckon,
-    room_for_trainer,
-    shapes_of,
-)
+from tuneloop.shared.capacity.memory import GIB, cure_of, fit_trainer, reckon, room_for_trainer, shapes_of
 from tuneloop.shared.checkpoints import gigabytes
 from tuneloop.shared.errors import EnvironmentRefused, RankOutOfMemory, SamplesRefused, TuneloopError
 from tuneloop.shared.experience import Float32s, Sample
@@ -80,8 +73,8 @@ def fit_to_memory(settings: Settings, *, free: int | None = None, total: int | N
     chosen, fits = fit_trainer(settings, shapes, room)
     if not fits:
         raise EnvironmentRefused(
-            f"trainer.micro_batch_tokens: no number of tokens fits into {gigabytes(room)} of GPU memory; {CURE}; or"
-            " write a number here to try all the same"
+            f"trainer.micro_batch_tokens: no number of tokens fits into {gigabytes(room)} of GPU memory;"
+            f" {cure_of(settings)}; or write a number here to try all the same"
         )
     tokens, again = chosen.trainer.micro_batch_tokens, chosen.trainer.activation_checkpointing
     reckoned = gigabytes(reckon(chosen, shapes).total)

@@ -106,17 +106,18 @@ def make_plan(
     shapes = memory.shapes_of(settings)
     if gpu_bytes is None:  # nobody has said that it is for another machine
         settings = fit_to_machine(settings, gpus_here=count_gpus())
-    settings, _ = memory.fit_trainer(settings, shapes, gpu_bytes and memory.room_for_trainer(settings, gpu_bytes))
+    fit = memory.fit_trainer(settings, shapes, gpu_bytes and memory.room_for_trainer(settings, gpu_bytes))
+    settings = fit.settings
     rollout, gpus = settings.explorer.rollout_model, settings.cluster.gpu_per_node
     serves = settings.mode != "train"
     engine = memory.engine_memory(shapes[0], settings, gpu_bytes) if serves and not rollout.engine_urls else None
-    trainer = memory.reckon(settings, shapes) if settings.mode != "serve" else None
+    trainer = fit.memory if settings.mode != "serve" else None
     taken: dict[str, int] = {}
     if engine and not gpus:
         engines = "the engine" if rollout.engine_num == 1 else f"{rollout.engine_num} engines"
         taken[engines] = rollout.engine_num * engine.total
     if trainer and not trainer_on_gpu(settings):
-        taken["the trainer"] = trainer.total
+        taken["the trainer"] = trainer.teacher + settings.trainer_workers * (trainer.total - trainer.teacher)
     if trainer and trainer.offloaded:
         taken["AdamW"] = trainer.offloaded
     if gpus and settings.cluster.gpu_turn is not None:
@@ -166,7 +167,7 @@ def _problems(made: ExperimentPlan, free: int) -> Iterator[str]:
         if made.gpu_bytes is not None and needed > made.gpu_bytes:
             yield (
                 f"GPU {number} is too small: {' and '.join(users)} take {gigabytes(needed)}, it has"
-                f" {gigabytes(made.gpu_bytes)}; lower trainer.micro_batch_tokens, {memory.CURE}"
+                f" {gigabytes(made.gpu_bytes)}; lower trainer.micro_batch_tokens, {memory.cure_of(settings)}"
             )
     if trainer is not None and made.disk.all > made.free_disk:
         yield (

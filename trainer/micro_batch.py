@@ -19,14 +19,7 @@ import numpy as np
 import structlog
 import torch
 
-from tuneloop.shared.capacity.memory import (
-    CURE,
-    GIB,
-    fit_trainer,
-    reckon,
-    room_for_trainer,
-    shapes_of,
-)
+from tuneloop.shared.capacity.memory import GIB, cure_of, fit_trainer, room_for_trainer, shapes_of
 from tuneloop.shared.checkpoints import gigabytes
 from tuneloop.shared.errors import EnvironmentRefused, RankOutOfMemory, SamplesRefused, TuneloopError
 from tuneloop.shared.experience import Float32s, Sample
@@ -77,22 +70,38 @@ def fit_to_memory(settings: Settings, *, free: int | None = None, total: int | N
         _log.warning("memory_unknown", reason=str(error))
         return settings
     room = min(free, room_for_trainer(settings, total))
-    chosen, fits = fit_trainer(settings, shapes, room)
+    chosen, memory, fits, sharded = fit_trainer(settings, shapes, room)
     if not fits:
         raise EnvironmentRefused(
-            f"trainer.micro_batch_tokens: no number of tokens fits into {gigabytes(room)} of GPU memory; {CURE}; or"
-            " write a number here to try all the same"
+            f"trainer.micro_batch_tokens: no number of tokens fits into {gigabytes(room)} of GPU memory;"
+            f" {cure_of(settings)}; or write a number here to try all the same"
         )
     tokens, again = chosen.trainer.micro_batch_tokens, chosen.trainer.activation_checkpointing
-    reckoned = gigabytes(reckon(chosen, shapes).total)
     _log.info(
-        "micro_batch_chosen", tokens=tokens, activation_checkpointing=bool(again), reckoned=reckoned, of=gigabytes(room)
+        "micro_batch_chosen",
+        tokens=tokens,
+        activation_checkpointing=bool(again),
+        sharded=sharded,
+        reckoned=gigabytes(memory.total),
+        of=gigabytes(room),
     )
     return chosen
 
 
 class _Rehearsed(TuneloopError):
     """Ends a step before its first update."""
+
+
+def must_shard(settings: Settings) -> bool:
+    """Whether a GPU has no room for the whole of what is trained; where that cannot be told, it is taken to have none."""
+    device = device_of(settings)
+    if device.type != "cuda":
+        return True
+    try:
+        room = room_for_trainer(settings, torch.cuda.mem_get_info(device)[1])
+        return fit_trainer(settings, shapes_of(settings), room).sharded
+    except EnvironmentRefused:
+        return True
 
 
 class MicroBatch:

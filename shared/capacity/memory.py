@@ -5,6 +5,7 @@ model at once, and `tuneloop plan` prints them.
 """
 
 import subprocess
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from tuneloop.shared.capacity.model_shape import ModelShape, read_shape
@@ -45,14 +46,6 @@ _QUANTIZED = {8: 1.0, 4: 0.5 + (1 + 8 / NF4_GROUP) / NF4_BLOCK}
 #: The most and the least tokens at once that are chosen, and the share of the room that they may fill.
 _MOST, _LEAST, _USED = 32768, 1024, 0.95
 
-#: What to do where nothing fits.
-CURE = (
-    "train an adapter (model.lora.rank: 16), its base in 4 bits (model.lora.base_bits: 4), keep AdamW's memory in 8"
-    " bits (algorithm.optimizer.bits: 8) or in main memory (trainer.optimizer_offload: true), take a method without a"
-    " critic (algorithm.algorithm_type: reinforce), or lower explorer.rollout_model.gpu_memory_utilization if an"
-    " engine shares the GPU"
-)
-
 
 class TrainerMemory(NamedTuple):
     """Bytes of the trainer, or of each of its workers, at the peak of a step, by what they hold."""
@@ -64,6 +57,8 @@ class TrainerMemory(NamedTuple):
     reference: int
     activations: int
     logits: int
+    #: Of weights that are sharded, with their gradients, what is whole for a moment, beyond the rest of that moment.
+    gathered: int
     teacher: int
     #: AdamW's part in main memory, of all workers together, where it does not stay on a GPU: not in the total.
     offloaded: int
@@ -119,8 +114,25 @@ def _trained_weights(shapes: Shapes, settings: Settings) -> tuple[int, int]:
     return adapter, has_critic * adapter
 
 
-def reckon(settings: Settings, shapes: Shapes) -> TrainerMemory:
-    """What the trainer takes, with full micro-batches. Of several workers one has the teacher."""
+def _most_at_once(shape: ModelShape, size: int, workers: int, *, kept: int, gradients: int) -> int:
+    """The most that a worker has beside its share, of whose float32 sums are so many `gradients`.
+
+    `kept` is what a pass keeps without its weights. Embeddings and head are whole throughout a pass, a layer and the
+    next one in turn; embeddings and head are summed up last, when the pass is over.
+    """
+    outside = shape.vocabulary * shape.width + shape.head_weights
+    layer = (shape.weights - outside) // shape.layers
+    in_pass = kept + outside * size + 2 * layer * size + layer * (size + 4)
+    summed = outside * (size + 4) + outside * 4 // workers
+    # Between steps, without gradients, the first worker gathers the whole model, to see that engines have the same.
+    return max(in_pass, summed, shape.weights * size - gradients)
+
+
+def reckon(settings: Settings, shapes: Shapes, *, sharded: bool = True) -> TrainerMemory:
+    """What the trainer takes, with full micro-batches, or each of its workers, of which one has the teacher.
+
+    `sharded`: whether several workers have a share each of what is trained, where they can.
+    """
     shape, critic, teacher = shapes
     algorithm, lora, on_gpu = settings.algorithm, settings.model.lora, trainer_on_gpu(settings)
     size = 4 if settings.trainer_dtype == "float32" else 2
@@ -140,17 +152,24 @@ def reckon(settings: Settings, shapes: Shapes) -> TrainerMemory:
         kept = int(_COMPILED * kept)
     if settings.trainer.activation_checkpointing:  # Each layer's input, and one layer whole.
         kept = shape.layers * shape.width * size + kept // shape.layers
+    # Below adapters each worker has all, and all of the adapters.
+    shares, copies = (settings.trainer_workers, 1) if sharded and not lora.rank else (1, settings.trainer_workers)
+    gradients, activations = trained * 4 // shares, here * kept
+    logits = min(_LOGIT_TOKENS, here) * shape.vocabulary * _LOGIT_BYTES
+    in_pass = activations + logits
+    most = in_pass if shares == 1 else _most_at_once(shape, size, shares, kept=in_pass, gradients=gradients)
     memory = TrainerMemory(
         base=CUDA_BASE if on_gpu else TRAINER_BASE,
-        weights=frozen + trained * size,
-        optimizer=0 if offload and on_gpu else optimizer // settings.trainer_workers,
-        gradients=trained * 4,
+        weights=frozen + trained * size // shares,
+        optimizer=0 if offload and on_gpu else optimizer // shares,
+        gradients=gradients,
         # With an adapter the reference is the model without it, as the critic's base is.
-        reference=shape.weights * size if has_reference and not lora.rank else 0,
-        activations=here * kept,
-        logits=min(_LOGIT_TOKENS, here) * shape.vocabulary * _LOGIT_BYTES,
+        reference=shape.weights * size // shares if has_reference and not lora.rank else 0,
+        activations=activations,
+        logits=logits,
+        gathered=most - in_pass,
         teacher=teacher.weights * size if teacher is not None else 0,
-        offloaded=optimizer if offload and on_gpu else 0,
+        offloaded=optimizer * copies if offload and on_gpu else 0,
     )
     heap = 0 if on_gpu else int(_CPU_HEAP * (memory.total - memory.base))
     return memory._replace(base=memory.base + heap)
@@ -191,22 +210,58 @@ def shares_gpu(settings: Settings) -> bool:
     return settings.mode == "both" and 0 < settings.cluster.gpu_per_node <= settings.gpus_of_engines
 
 
-def fit_trainer(settings: Settings, shapes: Shapes, room: int | None) -> tuple[Settings, bool]:
-    """The settings with what they leave open chosen for so many bytes of a GPU, and whether that fits; else the least.
+class TrainerFit(NamedTuple):
+    """The settings with what they leave open chosen, what a worker takes then, whether that fits, and is sharded."""
+
+    settings: Settings
+    memory: TrainerMemory
+    fits: bool
+    sharded: bool
+
+
+def fit_trainer(settings: Settings, shapes: Shapes, room: int | None) -> TrainerFit:
+    """What is best for so many bytes of a GPU, or the least: several workers have the whole each, where that fits.
 
     Without a GPU, or where its memory is not known, that is the default of a CPU.
     """
+    several = settings.trainer_workers > 1 and not settings.model.lora.rank
+    if room is None or not trainer_on_gpu(settings):
+        chosen = with_trainer(settings, micro_batch_tokens=settings.trainer.tokens_at_once)
+        return TrainerFit(chosen, reckon(chosen, shapes), fits=True, sharded=several)
+    for sharded in (False, True) if several else (False,):
+        for chosen in _choices(settings):
+            memory = reckon(chosen, shapes, sharded=sharded)
+            if memory.total <= _USED * room:
+                return TrainerFit(chosen, memory, fits=True, sharded=sharded)
+    return TrainerFit(chosen, memory, fits=settings.trainer.micro_batch_tokens is not None, sharded=several)
+
+
+def _choices(settings: Settings) -> Iterator[Settings]:
+    """The settings with more tokens at once before fewer, without activations made again before with."""
+    if settings.trainer.micro_batch_tokens is not None:
+        yield settings
+        return
     fixed = settings.trainer.activation_checkpointing
-    if settings.trainer.micro_batch_tokens is not None or room is None or not trainer_on_gpu(settings):
-        return with_trainer(settings, micro_batch_tokens=settings.trainer.tokens_at_once), True
     for checkpointing in (False, True) if fixed is None else (fixed,):
         tokens, again = _MOST, checkpointing or fixed
         while tokens >= _LEAST:
-            chosen = with_trainer(settings, micro_batch_tokens=tokens, activation_checkpointing=again)
-            if reckon(chosen, shapes).total <= _USED * room:
-                return chosen, True
+            yield with_trainer(settings, micro_batch_tokens=tokens, activation_checkpointing=again)
             tokens //= 2
-    return chosen, False
+
+
+def cure_of(settings: Settings) -> str:
+    """What to do where nothing fits: of what helps, what the settings do not have yet."""
+    algorithm, trainer, adapts = settings.algorithm, settings.trainer, bool(settings.model.lora.rank)
+    ways = {
+        "give the trainer more GPUs, which share weights and AdamW's memory (trainer.workers)": not adapts,
+        "keep AdamW's memory in 8 bits (algorithm.optimizer.bits: 8)": algorithm.optimizer.bits == 32,
+        "keep masters and moments in main memory (trainer.optimizer_offload: true)": not trainer.optimizer_offload,
+        "train an adapter (model.lora.rank: 16)": not adapts,
+        "keep an adapter's base in 4 bits (model.lora.base_bits: 4)": settings.model.lora.base_bits != 4,
+        "take a method without a critic (algorithm.algorithm_type: reinforce)": algorithm.algorithm_type == "ppo",
+    }
+    engine = "lower explorer.rollout_model.gpu_memory_utilization if an engine shares the GPU"
+    return ", ".join([*(way for way, helps in ways.items() if helps), f"or {engine}"])
 
 
 def with_trainer(settings: Settings, **values: object) -> Settings:

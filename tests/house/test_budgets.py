@@ -8,8 +8,8 @@ from collections import Counter
 
 from sources import ROOT, SOURCES, functions
 
-SOURCE_LINES = 61_607
-TEST_LINES = 75_177
+SOURCE_LINES = 61_630
+TEST_LINES = 75_275
 OPTIONS = 160
 #: Per thousand of all functions.
 PRIVATE_USED_ONCE = 124

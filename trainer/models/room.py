@@ -19,5 +19,6 @@ def room_for_weights() -> Iterator[None]:
         reason = str(error).partition(". ")[0]
         raise EnvironmentRefused(
             f"model.model_path: the GPU's memory has no room for the weights and optimisers: {reason}. Lower "
-            "explorer.rollout_model.gpu_memory_utilization if an engine shares it, or train an adapter: model.lora.rank"
+            "explorer.rollout_model.gpu_memory_utilization if an engine shares it, raise trainer.workers, or train an"
+            " adapter: model.lora.rank"
         ) from None

@@ -12,7 +12,7 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.loop import run
-from tuneloop.trainer.micro_batch import MicroBatch, checkpoint_activations, fit_to_memory
+from tuneloop.trainer.micro_batch import MicroBatch, checkpoint_activations, fit_to_memory, must_shard
 from tuneloop.trainer.models.model import device_of
 from tuneloop.trainer.models.room import room_for_weights
 from tuneloop.trainer.ranks.orders import EndOrder, GatherOrder, LoadOrder, StateOrder, StepOrder, WeightsOrder
@@ -30,6 +30,7 @@ def take_part(settings: Settings, stop: Stop) -> None:
 
 def serve(settings: Settings, ranks: JoinedRanks, stop: Stop) -> None:
     """Lead as rank 0, whom alone `stop` tells to stop, or follow it."""
+    ranks.shards = bool(ranks.decide(lambda: must_shard(settings)))
     if ranks.rank:
         follow(fit_to_memory(settings), ranks)
     else:

@@ -14,6 +14,7 @@ from tuneloop.cli.init import FAMILIES, parsers_of, settings_text
 from tuneloop.shared.capacity.memory import GIB, reckon, version_disk
 from tuneloop.shared.capacity.model_shape import ModelShape, read_shape
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.settings.algorithm import OptimizerSettings
 from tuneloop.shared.settings.loader import read_settings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.training import TrainerSettings
@@ -41,11 +42,21 @@ QWEN3_4B = {
     "num_attention_heads": 32,
 }
 
-QWEN3_8B: dict[str, object] = {
+QWEN3_8B: dict[str, int] = {
+    "weights": 8_190_735_360,
     "hidden_size": 4096,
     "intermediate_size": 12_288,
     "num_hidden_layers": 36,
     "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+}
+
+QWEN3_14B: dict[str, int] = {
+    "weights": 14_768_307_200,
+    "hidden_size": 5120,
+    "intermediate_size": 17_408,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
     "tie_word_embeddings": False,
 }
 
@@ -64,6 +75,17 @@ def settings_of(folder: Path, **sections: object) -> Settings:
     tree = {"checkpoint_root_dir": folder.parent, "model": {"model_path": folder}, "cluster": {"gpu_per_node": 1}}
     shared = {"explorer": {"rollout_model": {"gpu_memory_utilization": 0.4}}}
     return Settings.model_validate(tree | shared | sections)
+
+
+def whole_training(folder: Path, kind: str, workers: int, shape: dict[str, int], tokens: int | None) -> Settings:
+    """All weights, with moments in 8 bits, activations made again and no reference."""
+    return settings_of(
+        model_folder(folder, **shape),  # type: ignore[arg-type]
+        mode="train",
+        cluster={"gpu_per_node": workers},
+        algorithm={"algorithm_type": kind, "kl_coef": 0.0, "optimizer": {"bits": 8}},
+        trainer={"micro_batch_tokens": tokens, "activation_checkpointing": True},
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,10 +111,81 @@ def test_the_trainers_memory_is_what_was_measured_on_an_h200(
     assert memory.total / GIB == pytest.approx(measured, rel=0.25)
 
 
+@pytest.mark.parametrize(
+    ("kind", "tokens", "workers", "shape", "measured"),
+    [
+        ("sft", 16384, 1, QWEN3_4B, 52.8),
+        ("sft", 16384, 2, QWEN3_8B, 58.0),
+        ("ppo", 8192, 2, QWEN3_8B, 98.3),
+    ],
+)
+def test_each_workers_memory_is_what_was_measured_on_two_h200s(
+    tmp_path: Path, kind: str, tokens: int, workers: int, shape: dict[str, int], measured: float
+) -> None:
+    settings = whole_training(tmp_path / "m", kind, workers, shape, tokens)
+    found = read_shape(tmp_path / "m")
+    memory = reckon(settings, (found, found, None))
+    assert memory.total / GIB == pytest.approx(measured, rel=0.1)
+    assert (memory.gathered > 0) == (workers > 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "shape", "fits"),
+    [
+        ("ppo", 2, QWEN3_8B, True),
+        ("sft", 2, QWEN3_14B, True),
+        ("ppo", 1, QWEN3_8B, False),
+        ("sft", 1, QWEN3_14B, False),
+        ("ppo", 2, QWEN3_14B, False),
+        ("ppo", 4, QWEN3_14B, True),
+    ],
+)
+def test_a_plan_says_whether_all_weights_can_be_trained_on_gpus_of_141_gb(
+    tmp_path: Path, kind: str, workers: int, shape: dict[str, int], fits: bool
+) -> None:
+    settings = whole_training(tmp_path / "m", kind, workers, shape, None)
+    plan = make_plan(settings, gpu_bytes=141 * 10**9, speed=1e9)
+    problems = [each for each in plan.problems if each.startswith("GPU")]
+    assert len(problems) == (0 if fits else workers)
+    for each in problems:
+        assert "trainer.workers" in each
+        assert "train an adapter" in each
+        assert "optimizer.bits" not in each  # they are in 8 already
+    thirty_two = settings.algorithm.model_copy(update={"optimizer": OptimizerSettings()})
+    wider = make_plan(settings.model_copy(update={"algorithm": thirty_two}), gpu_bytes=10**10, speed=1e9)
+    assert sum("algorithm.optimizer.bits: 8" in each for each in wider.problems if each.startswith("GPU")) == workers
+
+
+def test_workers_share_what_is_trained_and_hold_adapters_and_their_base_each(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m", **QWEN3_8B)  # type: ignore[arg-type]
+    found = read_shape(folder)
+    whole, shared, adapter, adapters = (
+        reckon(
+            settings_of(
+                folder,
+                mode="train",
+                cluster={"gpu_per_node": workers},
+                model={"model_path": folder, "lora": {"rank": rank}},
+                trainer={"micro_batch_tokens": 8192, "optimizer_offload": rank > 0},
+            ),
+            (found, found, None),
+        )
+        for rank in (0, 16)
+        for workers in (1, 4)
+    )
+    assert whole.reference == 2 * found.weights
+    for part in ("weights", "optimizer", "gradients", "reference"):
+        assert getattr(shared, part) == pytest.approx(getattr(whole, part) / 4, rel=1e-9)
+    # Each worker has a share, and the first, between steps and without gradients, the whole actor besides.
+    assert shared.total - shared.gradients >= shared.weights + shared.optimizer + 2 * found.weights
+    assert adapters.total == adapter.total
+    assert adapters.offloaded == 4 * adapter.offloaded
+
+
 @pytest.mark.parametrize(("again", "measured"), [(False, 63.2), (True, 25.0)])
 def test_one_h200_holds_ppo_of_8_b_with_two_adapters(tmp_path: Path, again: bool, measured: float) -> None:
     """Measured by a loop of torch's own parts, in GB."""
-    folder = model_folder(tmp_path / "m", weights=8_190_735_360, **QWEN3_8B)
+    folder = model_folder(tmp_path / "m", **QWEN3_8B)  # type: ignore[arg-type]
     trainer = {"micro_batch_tokens": 8192, "activation_checkpointing": again}
     model = {"model_path": folder, "lora": {"rank": 32}}
     plan = make_plan(settings_of(folder, mode="train", model=model, trainer=trainer), gpu_bytes=141 * 10**9, speed=1e9)
@@ -227,6 +320,10 @@ def test_what_main_memory_does_not_hold_is_a_problem(tmp_path: Path) -> None:
     assert main_memory_problems(alone, gpu_bytes=None, free=10**13) == []
     on_gpus = settings_of(folder, cluster={"gpu_per_node": 8}, mode="train")
     assert main_memory_problems(on_gpus, gpu_bytes=10**12, free=10**9) == []
+    two = settings_of(folder, cluster={"gpu_per_node": 0}, mode="train", trainer={"workers": 2})
+    plan = make_plan(two, gpu_bytes=None, speed=1e9)
+    assert plan.trainer is not None
+    assert plan.main_memory["the trainer"] == 2 * plan.trainer.total
 
 
 def test_one_gpu_that_is_too_small_is_said_to_be_so(tmp_path: Path) -> None:

@@ -34,7 +34,9 @@ def test_a_gpu_that_is_taken_in_part_has_room_for_less(on_gpu):
 
 
 def test_a_gpu_that_is_too_small_is_refused_with_what_to_do(on_gpu):
-    with pytest.raises(EnvironmentRefused, match=r"fits into 24\.0 GB .*model\.lora\.rank.*optimizer\.bits: 8"):
+    with pytest.raises(
+        EnvironmentRefused, match=r"fits into 24\.0 GB .*trainer\.workers.*optimizer\.bits: 8.*model\.lora\.rank"
+    ):
         fit_to_memory(on_gpu(), free=24 * GB, total=24 * GB)
 
 

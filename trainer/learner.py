@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tuneloop.shared.errors import EnvironmentRefused, NotFinite, TuneloopError
+from tuneloop.shared.errors import EnvironmentRefused, NotFinite, RankOutOfMemory, TuneloopError
 from tuneloop.shared.experience import Float32s, Sample
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
@@ -300,7 +300,10 @@ class Learner:
             for actor in {id(each): each for each in actors}.values():
                 if self.ranks.is_sharded and actor in (self.actor, self.reference):
                     self.ranks.lead(GatherOrder(reference=actor is self.reference))
-                    gathering.enter_context(whole_on_rank_0(actor.network))
+                    try:
+                        gathering.enter_context(whole_on_rank_0(actor.network))
+                    except torch.OutOfMemoryError as error:  # The others wait.
+                        raise RankOutOfMemory(f"no room for the whole model between steps: {error}") from None
             yield
 
 

@@ -93,7 +93,7 @@ class _Rehearsed(TuneloopError):
 
 
 def must_shard(settings: Settings) -> bool:
-    """Whether a GPU has no room for the whole of what is trained; where that cannot be told, it is taken to have none."""
+    """Whether a GPU has no room for the whole of what is trained; where that cannot be told, it has none."""
     device = device_of(settings)
     if device.type != "cuda":
         return True

@@ -33,8 +33,8 @@ class TrainerSettings(Section):
     """Workers that [read each row together](decisions/0062-weights-in-shards.md), a part of its tokens each,
     for sequences too long for one GPU. It must divide `workers`, and with the model's heads go evenly. _Train._"""
     workers: Positive | None = None
-    """Processes that [share each step](training.md#several-gpus), a GPU each, and weights, gradients and AdamW's memory;
-    of an adapter and its base each has all. null: one for each GPU that no engine takes, and at least one. _Train._"""
+    """Processes that [share each step](training.md#several-gpus), a GPU each; and the weights, where a GPU has no room
+    for all. null: one for each GPU that no engine takes, and at least one. _Train._"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the trainer computes. `auto`: on the CPU if `gpu_per_node` is 0, else on a GPU. In mode `both` those are
     the GPUs after the engines', else the last. _Train._"""

@@ -8,9 +8,9 @@ from collections import Counter
 
 from sources import ROOT, SOURCES, functions
 
-SOURCE_LINES = 61_630
-TEST_LINES = 75_275
-OPTIONS = 160
+SOURCE_LINES = 62_236
+TEST_LINES = 76_080
+OPTIONS = 161
 #: Per thousand of all functions.
 PRIVATE_USED_ONCE = 124
 

@@ -161,7 +161,7 @@ class JoinedRanks(Ranks):
     def add_up(self, tensors: Iterable[Tensor]) -> None:
         """See Ranks."""
         for kept in _in_pieces(tensors):
-            together = torch.cat([each.flatten() for each in kept]) if len(kept) > 1 else kept[0].contiguous()
+            together = torch.cat([each.flatten() for each in kept]) if len(kept) > 1 else kept[0].flatten()
             dist.all_reduce(together)
             for each, summed in zip(kept, torch.split(together, [each.numel() for each in kept]), strict=True):
                 each.copy_(summed.view_as(each))

@@ -9,7 +9,7 @@ from collections import Counter
 from sources import ROOT, SOURCES, functions
 
 SOURCE_LINES = 62_236
-TEST_LINES = 76_080
+TEST_LINES = 76_100
 OPTIONS = 161
 #: Per thousand of all functions.
 PRIVATE_USED_ONCE = 124

@@ -17,7 +17,7 @@ BITS = {"algorithm_type": "ppo", "optimizer": {"lr": 1e-3, "bits": 8}, "critic_o
 #: Every sequence is a micro-batch of its own; but a gradient is rounded to 16 bits once it is the sum of all ranks'.
 ALONE_EACH = {"dtype": "bfloat16", "micro_batch_tokens": 1}
 #: Of numbers rounded to fewer bits so many fall to the other side; blocks of 8 bits end elsewhere where parts do.
-_ROUNDED = {"half": 0.06, "bits": 0.02, "lora-bits": 0.02}
+_ROUNDED = {"half": 0.08, "bits": 0.02, "lora-bits": 0.02}
 FEW = 4
 SCENARIOS = {
     "lora": PPO | {"model": {"lora": {"rank": 2, "targets": ["q_proj", "v_proj"]}}},

@@ -284,10 +284,12 @@ def whole_on_rank_0(network: nn.Module, *, keep: bool = True) -> Iterator[None]:
             unit.reshard()
     for unit in units if keep else ():
         unit.set_reshard_after_forward(False, recurse=False)
-    yield
-    for unit in units if keep else ():
-        unit.set_reshard_after_forward(True, recurse=False)
-        unit.reshard()
+    try:
+        yield
+    finally:
+        for unit in units if keep else ():
+            unit.set_reshard_after_forward(True, recurse=False)
+            unit.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:

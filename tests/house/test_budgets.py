@@ -8,8 +8,8 @@ from collections import Counter
 
 from sources import ROOT, SOURCES, functions
 
-SOURCE_LINES = 62_236
-TEST_LINES = 76_100
+SOURCE_LINES = 62_240
+TEST_LINES = 76_120
 OPTIONS = 161
 #: Per thousand of all functions.
 PRIVATE_USED_ONCE = 124

@@ -36,7 +36,7 @@ def test_what_is_chosen_for_the_06b_shape_fits(
 ) -> None:
     settings = settings_of(model_folder(tmp_path / "m"), algorithm=algorithm)
     shapes = shapes_of(settings)
-    chosen, fits = fit_trainer(settings, shapes, gb * GB)
+    chosen, _, fits, _ = fit_trainer(settings, shapes, gb * GB)
     assert fits
     assert (chosen.trainer.micro_batch_tokens, bool(chosen.trainer.activation_checkpointing)) == expected
     assert reckon(chosen, shapes).total <= 0.95 * gb * GB
@@ -51,15 +51,25 @@ def test_what_is_chosen_for_the_06b_shape_fits(
 def test_what_is_set_is_not_chosen(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
     set_ = settings_of(folder, trainer={"micro_batch_tokens": 65536})
-    chosen, fits = fit_trainer(set_, shapes_of(set_), 24 * GB)
+    chosen, _, fits, _ = fit_trainer(set_, shapes_of(set_), 24 * GB)
     assert fits
     assert (chosen.trainer.micro_batch_tokens, chosen.trainer.activation_checkpointing) == (65536, None)
     never = settings_of(folder, trainer={"activation_checkpointing": False}, algorithm={"algorithm_type": "sft"})
     always = settings_of(folder, trainer={"activation_checkpointing": True}, algorithm={"algorithm_type": "sft"})
     for settings, again in ((never, False), (always, True)):
-        found, fits = fit_trainer(settings, shapes_of(settings), 48 * GB)
+        found, _, fits, _ = fit_trainer(settings, shapes_of(settings), 48 * GB)
         assert fits
         assert found.trainer.activation_checkpointing is again
+
+
+@pytest.mark.parametrize(("gb", "sharded"), [(80, False), (16, True)])
+def test_workers_have_the_whole_each_where_it_fits(tmp_path: Path, gb: int, sharded: bool) -> None:
+    two = {"trainer": {"workers": 2}, "cluster": {"gpu_per_node": 2}}
+    settings = settings_of(model_folder(tmp_path / "m"), algorithm=EIGHT_BITS, **two)
+    fit = fit_trainer(settings, shapes_of(settings), gb * GB)
+    assert (fit.fits, fit.sharded) == (True, sharded)
+    assert fit.memory == reckon(fit.settings, shapes_of(settings), sharded=sharded)
+    assert fit.memory.total <= 0.95 * gb * GB
 
 
 def test_by_turns_engine_and_trainer_each_have_nearly_all_of_a_gpu(tmp_path: Path) -> None:
@@ -87,8 +97,8 @@ def test_by_turns_engine_and_trainer_each_have_nearly_all_of_a_gpu(tmp_path: Pat
 def test_an_offloaded_optimizer_is_reckoned_as_main_memory(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
     here, there = (settings_of(folder, trainer={"optimizer_offload": offload}) for offload in (False, True))
-    assert not fit_trainer(here, shapes_of(here), 24 * GB)[1]
-    chosen, fits = fit_trainer(there, shapes_of(there), 24 * GB)
+    assert not fit_trainer(here, shapes_of(here), 24 * GB).fits
+    chosen, _, fits, _ = fit_trainer(there, shapes_of(there), 24 * GB)
     assert fits
     assert reckon(chosen, shapes_of(there)).optimizer == 0
     plan = make_plan(there, gpu_bytes=24 * GB, speed=1e9, free=64 * GB)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
-import structlog
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -20,8 +19,6 @@ from tuneloop.shared.settings import algorithm
 from tuneloop.trainer.models.eight_bit import BLOCK, EightBitAdamW, decode_moment, encode_moment
 from tuneloop.trainer.models.offloading import OffloadedGradients
 from tuneloop.trainer.ranks.ranks import ALONE, Ranks, first_number, join_parts, local, own_part, whole
-
-_log = structlog.get_logger()
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 #: As torch.nn.utils.clip_grad_norm_ has it.
@@ -158,7 +155,8 @@ class MasterAdamW:
         self._publish()
         for name, master in self._masters.items():
             if f"{_STEP}.{name}" in kept:
-                state = self._new_state(master) | {_STEP: kept[f"{_STEP}.{name}"].clone()}
+                state = self._new_state(master)
+                state[_STEP].copy_(kept[f"{_STEP}.{name}"])
                 for moment in _MOMENTS:
                     self._restore_moment(name, moment, state, kept)
                 self._adamw.state[master] = state
@@ -166,7 +164,8 @@ class MasterAdamW:
     def _new_state(self, master: nn.Parameter) -> dict[str, Tensor]:
         if isinstance(self._adamw, EightBitAdamW):
             return self._adamw.new_state(master)
-        return {moment: torch.zeros_like(master) for moment in _MOMENTS}
+        # What is fused counts its updates beside the weights.
+        return {_STEP: torch.zeros((), device=master.device)} | {each: torch.zeros_like(master) for each in _MOMENTS}
 
     def _whole_moment(self, name: str, moment: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         parameter, scale = self._parameters[name], state.get(f"{moment}_scale")

@@ -58,8 +58,9 @@ class EightBitAdamW:
         """One update of every parameter that has a gradient."""
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
-                state = self.state.setdefault(parameter, {}) or self.new_state(parameter)
-                self.state[parameter] = state
+                if parameter not in self.state:
+                    self.state[parameter] = self.new_state(parameter)
+                state = self.state[parameter]
                 state["step"] += 1
                 self._update(parameter, state)
 

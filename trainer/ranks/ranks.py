@@ -33,7 +33,6 @@ _STUCK = timedelta(minutes=30)
 #: Orders are waited for as long as there is no batch, or somebody else whom rank 0 alone waits for.
 _QUIET = timedelta(days=3650)
 
-
 #: Numbers of small tensors that are added up in one call.
 _PIECE = 1 << 24
 

@@ -34,6 +34,7 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.batch import Metrics
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
+from tuneloop.trainer.micro_batch import MicroBatch, fit_to_memory, must_shard
 from tuneloop.trainer.models.model import device_of
 from tuneloop.trainer.ranks.orders import EndOrder
 from tuneloop.trainer.ranks.ranks import ALONE, JoinedRanks, Ranks
@@ -89,6 +90,8 @@ def _take_part(options: argparse.Namespace) -> int:
     try:
         settings = _settings(options)
         ranks = JoinedRanks.join(device_of(settings), together=settings.trainer.ulysses_sequence_parallel_size)
+        ranks.shards = bool(ranks.decide(lambda: must_shard(settings)))
+        settings = fit_to_memory(settings)
         if ranks.rank:
             follow(settings, ranks)
         else:
@@ -119,7 +122,7 @@ def _settings(options: argparse.Namespace) -> Settings:
             "trainer": {
                 "device": "cuda" if options.gpu else "cpu",
                 "dtype": "bfloat16" if options.gpu else "float32",
-                "micro_batch_tokens": options.tokens,
+                "micro_batch_tokens": options.tokens or None,
                 "workers": options.workers,
                 **chosen,
             },
@@ -164,13 +167,13 @@ def _steps(
     settings: Settings, ranks: Ranks, samples: Sequence[Sample], options: argparse.Namespace, clock: Clock
 ) -> tuple[float, list[Metrics]]:
     """The best time of a step, and the metrics of each, from the base model's weights."""
-    learner = snapshot.load(settings, None, ranks)
-    clock.say(f"{ranks.size} workers: loaded")
+    learner, micro_batch = snapshot.load(settings, None, ranks), MicroBatch(settings)
+    clock.say(f"{ranks.size} workers: loaded, {micro_batch.tokens} tokens at once; sharded: {learner.ranks.is_sharded}")
     taken, found = [], []
     for number in range(options.steps + 1):
         _wait(learner)
         began = time.perf_counter()
-        found.append(learner.step(samples))
+        found.append(micro_batch.step(learner, samples, version=None))
         _wait(learner)
         taken.append(time.perf_counter() - began)
         if number == 0:
@@ -207,7 +210,7 @@ def _options() -> Any:
     parser.add_argument("--method", choices=("sft", "grpo", "reinforce", "ppo"), default="sft")
     parser.add_argument("--sequences", default="64,128" if on_gpu else "16", help="in a batch")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=8192, help="trainer.micro_batch_tokens")
+    parser.add_argument("--tokens", type=int, default=0, help="trainer.micro_batch_tokens; 0: what fits")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--mean", type=int, default=675 if on_gpu else 60, help="tokens of a sequence")
     parser.add_argument("--longest", type=int, default=2475)

@@ -6,12 +6,13 @@ lies between two is rounded up or down in turn: by a number that is different fo
 evenly, and follows from both, so that a run that is resumed is the same to the bit.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from tuneloop.trainer.models.compiling import compile_if
 
 #: So many numbers have a scale of their own.
 BLOCK = 256
@@ -42,7 +43,7 @@ class EightBitAdamW:
         With `compiled` what is done to a stretch of them is one kernel or two, instead of forty that read and write it.
         """
         self._starts = parameters
-        self._update_part = _compile_once() if compiled else _update_part
+        self._update_part = compile_if(_update_part, wanted=compiled)
         self.param_groups: list[dict[str, Any]] = [
             {"params": list(parameters), "lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": 1e-8}
         ]
@@ -130,11 +131,6 @@ def _update_part(weights: Tensor, gradient: Tensor, state: dict[str, Tensor], st
     weights.mul_(step.decay).sub_(step.rate * first / (root * step.correction + step.eps))
     _keep(state, "exp_avg", first, dither)
     _keep(state, "exp_avg_sq", root, dither)
-
-
-@cache
-def _compile_once() -> Callable[[Tensor, Tensor, dict[str, Tensor], _Step], None]:
-    return torch.compile(_update_part, dynamic=True)
 
 
 def _chunks(count: int) -> Iterator[slice]:

@@ -8,21 +8,20 @@ The backward pass makes the logits again. What has no gradient to give costs non
 head that is not trained. Dimension suffixes are explained in trainer/batches/batch.py.
 """
 
-from collections.abc import Callable, Iterator
-from functools import cache
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from tuneloop.trainer.models.compiling import compile_if
+
 # Logits of so many reply tokens exist at a time: in float32, 1.2 GiB for a vocabulary of 150 000.
 CHUNK = 2048
 #: The logit of a token that a grammar forbids: its probability underflows to 0 beside any other.
 IMPOSSIBLE = -1e30
-
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class AllowedSets(NamedTuple):
@@ -108,7 +107,7 @@ def _forward(
     head: Head, features_ND: Tensor, scored: ScoredTokens, *, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities, entropies (0 if they are not asked for) and the logarithms of the sums, each of shape N."""
-    measure = _compile_if(_measure, wanted=head.compiled)
+    measure = compile_if(_measure, wanted=head.compiled)
     logprobs_N, entropy_N, norms_N = (features_ND.new_zeros(len(features_ND), dtype=torch.float32) for _ in range(3))
     for chosen, part in scored.parts(CHUNK):
         logits_NV = linear(features_ND[chosen], head.weight_VD, head.bias_V)
@@ -196,7 +195,7 @@ class _Scores(torch.autograd.Function):
         if logprob_slopes_N is None and entropy_slopes_N is None:
             return None, None, None, None, None
         features_ND, weight_VD, bias_V, entropy_N, norms_N = context.saved_tensors
-        slopes = _compile_if(_slopes, wanted=context.compiled)
+        slopes = compile_if(_slopes, wanted=context.compiled)
         of_features, of_weight, of_bias = context.needs_input_grad[:3]
         sums = _HeadSums(weight_VD if of_weight else None, bias_V if of_bias else None)
         features_slopes_ND = torch.empty_like(features_ND) if of_features else None
@@ -233,12 +232,3 @@ class _HeadSums:
     def gradients(self) -> Iterator[Tensor | None]:
         for each, like in zip(self._sums, self._like, strict=True):
             yield None if each is None or like is None else each.to(like.dtype)
-
-
-@cache
-def _compile_once(function: _F) -> _F:
-    return cast(_F, torch.compile(function, dynamic=True))
-
-
-def _compile_if(function: _F, *, wanted: bool) -> _F:
-    return _compile_once(function) if wanted else function

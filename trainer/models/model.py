@@ -358,15 +358,16 @@ def _load_pretrained(
         settings_of = {named: setting for setting, named in reversed(named_folders(settings).items())}
         setting = settings_of.get(folder, "model.model_path")
         raise EnvironmentRefused(f"{setting}: the model in {folder} cannot be loaded: {reason}") from error
+    compiled = is_compiling(settings.trainer.compile, device)
     if bits is not None:
-        quantize_layers(network, bits, folder, device)
+        quantize_layers(network, bits, folder, device, compiled=compiled)
     # What is quantised is frozen, and whole on each rank; so is what is below adapters.
     ranks.place(network.train(mode=False), device, shard=not settings.model.lora.rank)
     if getattr(network.config.get_text_config(), "attn_logit_softcapping", None):
         # The faster kernels leave the capping out (transformers 5), and engines do not: Gemma 2.
         network.set_attn_implementation("eager")
     enable_packing(network)
-    if is_compiling(settings.trainer.compile, device):
+    if compiled:
         compile_layers(network)
     if settings.trainer.activation_checkpointing:
         checkpoint_layers(network)

@@ -4,7 +4,7 @@
 block of 64, itself in 8 bits with a float32 offset and step for 256 of them ("double quantisation").
 
 A pass decodes one matrix at a time, in the type of what it is multiplied with; the backward pass decodes it again, so
-that between the two only the codes are kept. All of it is plain torch, which a compiled layer fuses.
+that between the two only the codes are kept.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from tuneloop.shared.capacity.memory import NF4_BLOCK, NF4_GROUP
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.trainer.models.compiling import compile_if
 
 #: The quantiles of a normal distribution that NF4 can say, between -1 and 1.
 _NF4 = (
@@ -99,10 +100,10 @@ class QuantizedLinear(nn.Linear):
     While `exact` is set, that says what the weight was, and is asked in each pass.
     """
 
-    def __init__(self, linear: nn.Linear, bits: int, device: torch.device) -> None:
+    def __init__(self, linear: nn.Linear, bits: int, device: torch.device, *, compiled: bool = False) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bits = bits
+        self.bits, self.compiled = bits, compiled
         self.exact: Callable[[], Tensor] | None = None
         self.register_parameter("weight", None)
         self.register_parameter("bias", linear.bias)
@@ -115,7 +116,8 @@ class QuantizedLinear(nn.Linear):
         """The layer's answer. Its gradient is that of the input alone."""
         if self.exact is not None:
             return nn.functional.linear(input, self.exact().to(input.dtype), self.bias)
-        outputs = cast(Tensor, _Product.apply(input, self.bits, self._shape, *self._codes))  # type: ignore[no-untyped-call]
+        codes = list(self._codes)
+        outputs = cast(Tensor, _product(input, codes, self.bits, *self._shape, False, self.compiled))
         return outputs if self.bias is None else outputs + self.bias
 
     @torch.no_grad()
@@ -133,24 +135,50 @@ class QuantizedLinear(nn.Linear):
         return self.out_features, self.in_features
 
 
-class _Product(torch.autograd.Function):
-    """A product with a weight that is decoded for it, in either direction."""
+@torch.library.custom_op("tuneloop::product_with_codes", mutates_args=())
+def _product(
+    input: Tensor, codes: list[Tensor], bits: int, outputs: int, inputs: int, transposed: bool, compiled: bool
+) -> Tensor:
+    """The product with a weight of shape OI that is decoded for it.
 
-    @staticmethod
-    def forward(context: Any, input: Tensor, bits: int, shape: tuple[int, int], *codes: Tensor) -> Tensor:
-        context.save_for_backward(*codes)
-        context.bits, context.shape = bits, shape
-        return nn.functional.linear(input, _KINDS[bits](*codes).decode(shape, input.dtype))
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        codes, gradient = context.saved_tensors, gradients[0]
-        weight_OI = _KINDS[context.bits](*codes).decode(context.shape, gradient.dtype)
-        return (gradient @ weight_OI, None, None, *(None for _ in codes))
+    It is one operation for what compiles a layer, which else keeps each decoded weight for the backward pass.
+    """
+    decode = compile_if(_decode, wanted=compiled)
+    weight_OI = decode(bits, codes, (outputs, inputs), input.dtype)
+    return input @ weight_OI if transposed else nn.functional.linear(input, weight_OI)
 
 
-def quantize_layers(network: PreTrainedModel, bits: int, folder: Path, device: torch.device) -> None:
+@_product.register_fake
+def _(
+    input: Tensor, codes: list[Tensor], bits: int, outputs: int, inputs: int, transposed: bool, compiled: bool
+) -> Tensor:
+    return input.new_empty((*input.shape[:-1], inputs if transposed else outputs))
+
+
+def _keep_codes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, codes, *ctx.of_weight, _, ctx.compiled = inputs
+    ctx.save_for_backward(*codes)
+
+
+def _input_gradient(context: Any, gradient: Tensor) -> tuple[Tensor | list[None] | None, ...]:
+    codes = list(context.saved_tensors)
+    of_input = _product(gradient, codes, *context.of_weight, True, context.compiled)
+    return (of_input, [None] * len(codes), *[None] * 5)
+
+
+_product.register_autograd(_input_gradient, setup_context=_keep_codes)
+
+
+def _decode(bits: int, codes: list[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    return _KINDS[bits](*codes).decode(shape, dtype)
+
+
+def quantize_layers(
+    network: PreTrainedModel, bits: int, folder: Path, device: torch.device, *, compiled: bool = False
+) -> None:
     """Keep the linear layers but the head in so many bits on the device, one after the other; `folder` has them whole.
+
+    With `compiled`, decoding is.
 
     Raises EnvironmentRefused if it does not: then what engines serve could not be told.
     """
@@ -164,7 +192,7 @@ def quantize_layers(network: PreTrainedModel, bits: int, folder: Path, device: t
                     f"model.lora.base_bits: {folder} has no {name}.weight as this model has it; write null"
                 )
             parent, _, own = name.rpartition(".")
-            setattr(network.get_submodule(parent), own, QuantizedLinear(layer, bits, device))
+            setattr(network.get_submodule(parent), own, QuantizedLinear(layer, bits, device, compiled=compiled))
 
 
 @contextmanager

@@ -154,3 +154,15 @@ def test_the_reckoned_weights_are_those_that_are_there(quantized, base):
         decoded = (8 + 4) * 32 * 64 if bits else 0
         reckoned = reckon(made, (shape, shape, None)).weights - decoded
         assert reckoned == pytest.approx(there - tables, rel=0.06), bits
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # torch's own
+@BITS
+def test_no_decoded_weight_is_kept_for_the_backward_pass_of_a_compiled_layer(bits):
+    layer, inputs = _in_bits(_linear(64, 32), bits), torch.randn(3, 32, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each):
+        torch.compile(layer, backend="aot_eager_decomp_partition")(inputs).sum().backward()
+    assert kept
+    assert max(each.numel() for each in kept if each.is_floating_point()) < 64 * 32
+    assert torch.allclose(inputs.grad, layer.decode(torch.float32).sum(0).expand(3, -1), atol=1e-5)

@@ -5,8 +5,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tuneloop.shared.errors import EnvironmentRefused, RankFailed, StaleEpoch, StartupError, TuneloopError
@@ -16,7 +15,7 @@ from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine, log_pl
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import umask_of
-from tuneloop.trainer.models.folders import require_folders
+from tuneloop.trainer.models.folders import disk_errors_as_refusals, require_folders
 from tuneloop.trainer.ranks.rendezvous import RENDEZVOUS_VARIABLE
 from tuneloop.trainer.stop import SignalStop, Stop
 from tuneloop.trainer.workers.launching import launch
@@ -41,16 +40,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.umask(umask_of(settings.trainer.checkpoint_mode))
         redact_crash_reports(settings.privacy)
         settings = fit_to_machine(settings, gpus_here=count_gpus())
-        with _translating_disk_errors(settings):
+        with disk_errors_as_refusals(settings):
             require_folders(settings)
+        on_ray = settings.cluster.node_num > 1 or settings.cluster.ray_address != "auto"
         if settings.trainer_workers > 1 and RENDEZVOUS_VARIABLE not in os.environ:
             # Run the workers, which are this command again, until they have ended for good; their exit code.
             log_placement(settings)
-            if settings.cluster.node_num > 1 or settings.cluster.ray_address != "auto":
-                return train_on_ray(settings, stop)
             flags = [part for override in given.set for part in ("--set", override)]
             command = [sys.executable, "-P", "-m", "tuneloop.trainer", "--config", str(given.config), *flags]
-            return launch(command, settings.trainer_workers, stop)
+            return launch(command, 1 if on_ray else settings.trainer_workers, stop)
+        if settings.trainer_workers > 1 and on_ray:
+            return train_on_ray(settings, stop)
         _train(settings, stop)
     except RankFailed:
         return 1  # which the launcher reports, and the other rank why
@@ -68,7 +68,7 @@ def _train(settings: Settings, stop: Stop) -> None:
     run, take_part = _import_training()
     if stop.is_set() and alone:
         return
-    with _translating_disk_errors(settings):
+    with disk_errors_as_refusals(settings):
         if alone:
             run(settings, stop)
         else:
@@ -95,17 +95,6 @@ def _import_training() -> tuple[Callable[[Settings, Stop], None], Callable[[Sett
         gc.freeze()
         gc.enable()
     return run, take_part
-
-
-@contextmanager
-def _translating_disk_errors(settings: Settings) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise EnvironmentRefused(
-            f"checkpoint_root_dir: the disk refuses the trainer: {error}; it needs room and the right to write in "
-            f"{settings.job_dir}. Make both so and start it again: nothing is lost"
-        ) from error
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Whether the models that the settings name are there. It can be told without torch, in no time."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tuneloop.shared.errors import EnvironmentRefused
@@ -25,3 +27,15 @@ def named_folders(settings: Settings) -> dict[str, Path]:
     if algorithm.algorithm_type == "distill" and algorithm.distill.teacher_path is not None:
         named["algorithm.distill.teacher_path"] = algorithm.distill.teacher_path
     return named
+
+
+@contextmanager
+def disk_errors_as_refusals(settings: Settings) -> Iterator[None]:
+    """Raise EnvironmentRefused for what the operating system refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentRefused(
+            f"checkpoint_root_dir: the disk refuses the trainer: {error}; it needs room and the right to write in "
+            f"{settings.job_dir}. Make both so and start it again: nothing is lost"
+        ) from error

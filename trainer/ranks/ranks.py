@@ -121,7 +121,7 @@ class JoinedRanks(Ranks):
         """The rank that the environment names, once all are there."""
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            init_method=f"file://{os.environ[RENDEZVOUS_VARIABLE]}",
+            init_method=os.environ[RENDEZVOUS_VARIABLE],
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             timeout=_STUCK,

@@ -1,4 +1,4 @@
-"""Starts the ranks of a trainer on this machine, and all of them again when one dies.
+"""Starts the ranks of a trainer on this machine, or the one process that has Ray train, and again what dies.
 
 What a rank does is in the last version or still waiting in the ledger, so that nothing but the new epoch of rank 0 is
 needed to go on.
@@ -87,7 +87,9 @@ def _watch(ranks: Sequence["subprocess.Popen[bytes]"], stop: Stop) -> int:
             select.select(running, [], [], _LOOK_S)
     codes = [rank.poll() for rank in ranks]
     for number, code in enumerate(codes):
-        if code:
+        if code is None:
+            _log.warning("rank_hung", rank=number, killed_after_s=_GRACE_S)
+        elif code:
             _log.warning("rank_ended", rank=number, code=code)
     if codes[0] == 0 or (stopping and codes[0] == -signal.SIGTERM):  # before it knew how to stop
         return 0

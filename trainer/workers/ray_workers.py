@@ -4,11 +4,17 @@ Ray starts all of them again when one dies. What they and their driver tell each
 says when to stop, and a rank why it refuses to start, which starting again would not change.
 """
 
+import fcntl
 import os
+import re
 import signal
+import socket
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import structlog
@@ -20,11 +26,17 @@ from tuneloop.shared.ray_cluster import LOCAL, keep_to_this_machine, require_tok
 from tuneloop.shared.settings.hardware import trainer_on_gpu
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import umask_of
+from tuneloop.trainer.models.folders import disk_errors_as_refusals, require_folders
+from tuneloop.trainer.ranks.rendezvous import RENDEZVOUS_VARIABLE
 from tuneloop.trainer.stop import Stop
 
 _log = structlog.get_logger()
 
 _LOOK_S = 0.5
+#: Ray Train would log what every library says at level info. A node that is about to go is met as one that has gone.
+_NOT_WANTED = ("CONTROLLER_STRUCTURED_LOGGING", "WORKER_STRUCTURED_LOGGING", "PREEMPTION_WATCHER")
+#: Linux's question for the address of a network interface.
+_SIOCGIFADDR = 0x8915
 _NAMESPACE = "tuneloop"
 
 
@@ -85,12 +97,14 @@ def train_on_ray(settings: Settings, stop: Stop) -> int:
     address = settings.cluster.ray_address
     if address == LOCAL:
         keep_to_this_machine()
+    else:
+        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")  # One try, half a minute; by default twenty.
+    os.environ |= {f"RAY_TRAIN_ENABLE_{what}": "0" for what in _NOT_WANTED}
     try:
         import ray
-        from ray.train import FailureConfig, RunConfig, ScalingConfig
-        from ray.train.torch import TorchConfig, TorchTrainer
-
-        from tuneloop.trainer.workers.local_ranks import LocalTorchConfig
+        from ray.train import RunConfig, ScalingConfig
+        from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
     except ImportError as error:
         raise EnvironmentRefused(
             f"cluster: workers on several machines need Ray Train ({error}): in a clone, pip install ./runner "
@@ -100,26 +114,30 @@ def train_on_ray(settings: Settings, stop: Stop) -> int:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         ray.init(address=address, namespace=_NAMESPACE)
-    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
-        raise EnvironmentRefused(f"cluster.ray_address: {address}: {error}") from None
+    except (ConnectionError, RuntimeError, ray.exceptions.AuthenticationError) as error:
+        raise EnvironmentRefused(
+            f"cluster.ray_address: {address}: no Ray cluster takes this machine in: start Ray on its head and here (ray"
+            f" start), and then the trainer; nothing is lost ({str(error).partition('. ')[0]})"
+        ) from None
     for number, handler in handlers.items():
         signal.signal(number, handler)  # Ray's own ends this process with a dump of its stack.
     on_gpu = trainer_on_gpu(settings)
-    config = LocalTorchConfig if address == LOCAL else TorchConfig
+    here = ray.get_runtime_context()
     try:
-        require_token(ray.get_runtime_context().gcs_address, insecure=settings.explorer.insecure)
-        board: Any = ray.remote(NoticeBoard).options(num_cpus=0).remote()
-        trainer = TorchTrainer(
+        require_token(here.gcs_address, insecure=settings.explorer.insecure)
+        on_this_node = NodeAffinitySchedulingStrategy(here.get_node_id(), soft=False)  # as Ray's own controller
+        board: Any = ray.remote(NoticeBoard).options(num_cpus=0, scheduling_strategy=on_this_node).remote()
+        trainer = DataParallelTrainer(
             work,
             train_loop_config={"settings": settings, "board": board, "folder": folder},
-            torch_config=config("cpu:gloo,cuda:nccl" if on_gpu else "gloo"),
             scaling_config=ScalingConfig(num_workers=settings.trainer_workers, use_gpu=on_gpu),
-            run_config=RunConfig(
-                name="trainer",
-                storage_path=str(settings.job_dir / "ray"),
-                failure_config=FailureConfig(max_failures=-1),
-            ),
+            run_config=RunConfig(name="trainer", storage_path=str(settings.job_dir / "ray")),
         )
+        # An actor that outlives this process, and asks every second for what only a dashboard knows. What it removes of
+        # a dead process, Ray removes with its job.
+        callbacks = trainer._create_default_callbacks()
+        used = [each for each in callbacks if type(each).__name__ != "PlacementGroupCleanerCallback"]
+        trainer._create_default_callbacks = lambda: used
         return _watch(trainer, board, stop)
     finally:
         ray.shutdown()  # ends the actors
@@ -133,32 +151,53 @@ def _watch(trainer: Any, board: Any, stop: Stop) -> int:
     def fit() -> None:
         try:
             trainer.fit()
-        except ray.train.TrainingFailedError as error:
+        except Exception as error:  # noqa: BLE001 - logged below
             failed.append(error)
 
     # A thread of its own, which does not keep this process from ending: `fit` knows no end but its own.
-    job, stopping = threading.Thread(target=fit, daemon=True), False
+    job, stopping, room = threading.Thread(target=fit, daemon=True), False, -1.0
+    wanted, resource = trainer.scaling_config.num_workers, "GPU" if trainer.scaling_config.use_gpu else "CPU"
     job.start()
-    while job.is_alive():
-        if stop.is_set() and not stopping:
-            board.stop.remote()
-            stopping = True
-        if (refusal := ray.get(board.refusal.remote())) is not None:
-            sys.stderr.write(f"trainer: {refusal[1]}\n")
-            return int(refusal[0])
-        job.join(_LOOK_S)
+    try:
+        while True:
+            is_over = not job.is_alive()  # Before it is asked why.
+            if stop.is_set() and not stopping:
+                board.stop.remote()
+                stopping = True
+            if (refusal := ray.get(board.refusal.remote())) is not None:
+                sys.stderr.write(f"trainer: {refusal[1]}\n")
+                return int(refusal[0])
+            if is_over:
+                break
+            before, room = room, ray.cluster_resources().get(resource, 0.0)
+            if room < wanted and room != before:
+                cure = "start Ray on one more, or lower trainer.workers"
+                _log.warning("workers_wait", workers=wanted, needed=f"a {resource} each", cluster_has=room, cure=cure)
+            job.join(_LOOK_S)
+    except ray.exceptions.RayError as error:
+        failed.append(error)
     if failed:
-        _log.error("ray_train_failed", reason=str(failed[0]))
+        _log.error("ray_train_failed", reason=reason_of(failed[0]))
     return 1 if failed else 0
 
 
+def reason_of(error: Exception) -> str:
+    """What Ray says in many lines, in one: of each worker that failed the last line, and the node if Ray names it."""
+    failed = getattr(error, "worker_failures", None)
+    if not failed:
+        return str(error).strip().splitlines()[-1]
+    nodes = {rank: re.search(r"node_ip='(.*?)'", str(each)) for rank, each in failed.items()}
+    return "; ".join(
+        f"worker {rank}{f' on {node[1]}' if (node := nodes[rank]) else ''}: {str(each).strip().splitlines()[-1]}"
+        for rank, each in failed.items()
+    )
+
+
 def work(given: dict[str, Any]) -> None:
-    """What a worker of Ray Train does, within the process group that Ray has made."""
+    """What a worker of Ray Train does."""
     import ray
 
-    from tuneloop.trainer.models.model import device_of
-    from tuneloop.trainer.ranks.ranks import JoinedRanks
-    from tuneloop.trainer.workers.rank import serve
+    from tuneloop.trainer.workers.rank import take_part
 
     settings, board = given["settings"], given["board"]
     os.chdir(given["folder"])  # The settings' paths may be relative.
@@ -166,8 +205,48 @@ def work(given: dict[str, Any]) -> None:
     configure_logging()
     redact_crash_reports(settings.privacy)
     try:
-        together = settings.trainer.ulysses_sequence_parallel_size
-        serve(settings, JoinedRanks(device_of(settings), together=together), NoticedStop(board))
+        require_folders(settings)
+        with _rendezvous(is_local=settings.cluster.ray_address == LOCAL), disk_errors_as_refusals(settings):
+            take_part(settings, NoticedStop(board))
     except (StartupError, StaleEpoch) as error:
-        ray.get(board.refuse.remote(error.exit_code, clean_error(error)))
+        sentence = f"on {ray.util.get_node_ip_address()}: {clean_error(error)}"
+        ray.get(board.refuse.remote(error.exit_code, sentence))
         raise
+
+
+@contextmanager
+def _rendezvous(*, is_local: bool) -> Iterator[None]:
+    """Let the environment say where the workers of a cluster find each other.
+
+    On one machine it is a file: a port would be open to everybody.
+    """
+    import ray
+    from ray.train.collective import broadcast_from_rank_zero
+
+    context, address, url = ray.train.get_context(), ray.util.get_node_ip_address(), None
+    with tempfile.TemporaryDirectory(prefix="tuneloop-") as folder, socket.socket() as port:
+        if context.get_world_rank() == 0 and is_local:
+            url = f"file://{folder}/rendezvous"
+        elif context.get_world_rank() == 0:
+            port.bind((address, 0))
+            url = f"tcp://{address}:{port.getsockname()[1]}"
+        port.close()
+        os.environ |= {
+            RENDEZVOUS_VARIABLE: broadcast_from_rank_zero(url),
+            "RANK": str(context.get_world_rank()),
+            "WORLD_SIZE": str(context.get_world_size()),
+        }
+        if interface := interface_of(address):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        yield
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an IPv4 address. torch takes that of the host's name, often the loopback one."""
+    with socket.socket() as asked:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # It has none.
+                answer = fcntl.ioctl(asked, _SIOCGIFADDR, name.encode().ljust(40, b"\0"))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None

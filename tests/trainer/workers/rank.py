@@ -139,6 +139,8 @@ def fail_once(how: str, rank: int, ranks: Ranks) -> None:
             parameter.grad = torch.full_like(parameter, float("nan"))
         if len(begun) == 3 and how == "death":
             os.kill(os.getpid(), signal.SIGKILL)
+        if len(begun) == 3 and how == "hang":
+            time.sleep(3 * STUCK_S)
         return metrics
 
     Learner._backward = backward

@@ -7,6 +7,7 @@ import time
 from threading import Event
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.trainer.factories import commit, points, read_until, sample
 from tuneloop.shared.checkpoints import is_weights_only
@@ -77,7 +78,10 @@ def test_what_the_workers_cannot_start_with_is_one_sentence_and_an_exit_code(sta
 )
 def test_the_worker_that_has_a_reason_says_how_all_end(script, code, monkeypatch):
     monkeypatch.setattr("tuneloop.trainer.workers.launching._GRACE_S", 0.5)
-    assert launch(["sh", "-c", script], 2, Event()) == code
+    with capture_logs() as said:
+        assert launch(["sh", "-c", script], 2, Event()) == code
+    hung = [int(each) for each in re.findall(r"RANK = (\d) \] && exec sleep", script)]
+    assert [each["rank"] for each in said if each["event"] == "rank_hung"] == hung
 
 
 def test_workers_are_started_again_when_one_is_killed(tmp_path):

@@ -131,11 +131,14 @@ def test_two_adapters_on_one_base_learn_the_same_with_activations_made_again(set
     assert _largest_difference(weights, alone) < 1e-5
 
 
-def test_the_death_of_one_rank_in_mid_step_ends_the_others(settings, tmp_path):
-    (one, at_one), (other, at_other) = _run(settings, tmp_path, 2, {"death": (PPO, {"fail": "death", "on": 1})})
-    assert (one, other) == (1, -9)
+@pytest.mark.parametrize(("how", "code"), [("death", -9), ("hang", 1)])
+def test_a_rank_that_dies_or_hangs_in_mid_step_ends_the_others(settings, tmp_path, how, code):
+    scenarios = {how: (PPO, {"fail": how, "on": 1, "slow": how == "hang"})}
+    (one, at_one), (other, at_other) = _run(settings, tmp_path, 2, scenarios)
+    assert (one, other) == (1, code)
     assert abs(at_one - at_other) < 30
-    assert not (tmp_path / "death.json").exists()
+    assert (how == "hang") <= (at_one < at_other)
+    assert not (tmp_path / f"{how}.json").exists()
 
 
 def test_the_others_wait_as_long_as_it_takes_for_what_rank_0_alone_waits_for(settings, tmp_path):

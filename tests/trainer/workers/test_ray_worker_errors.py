@@ -1,26 +1,75 @@
-"""What a worker of Ray Train does before it trains, without a cluster."""
+"""What a worker of Ray Train does before it trains, and says of what it cannot; without a cluster."""
 
 import os
-import sys
-from types import ModuleType
+import socket
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
+import ray
+from ray.train import ControllerError, WorkerGroupError
 
+from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.trainer.workers import rank, ray_workers
 
 
-def test_a_worker_redacts_its_errors_and_writes_no_core_files(settings, tmp_path, monkeypatch):
+@pytest.fixture
+def work(monkeypatch, tmp_path):
+    """Has a worker work; why it refused to."""
+    board = ray_workers.NoticeBoard()
+    refuse = SimpleNamespace(remote=board.refuse)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ray, "get", lambda reference: reference)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+    monkeypatch.setattr(ray_workers, "_rendezvous", lambda **_: nullcontext())
+    before = os.umask(0o022)
+
+    def do(settings):
+        ray_workers.work({"settings": settings, "board": SimpleNamespace(refuse=refuse), "folder": str(tmp_path)})
+
+    yield do, board
+    os.umask(before)
+
+
+def test_a_worker_redacts_its_errors_and_writes_no_core_files(work, settings, monkeypatch):
     done = []
     chosen = settings()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
     monkeypatch.setattr(ray_workers, "configure_logging", lambda: done.append("log"))
     monkeypatch.setattr(ray_workers, "redact_crash_reports", done.append)
-    monkeypatch.setattr("tuneloop.trainer.ranks.ranks.JoinedRanks", lambda *_, **__: None)
-    monkeypatch.setattr(rank, "serve", lambda *_: pytest.fail("it begins too early") if len(done) < 2 else None)
-    before = os.umask(0o022)
-    try:
-        ray_workers.work({"settings": chosen, "board": None, "folder": str(tmp_path)})
-    finally:
-        os.umask(before)
+    monkeypatch.setattr(rank, "take_part", lambda *_: pytest.fail("it begins too early") if len(done) < 2 else None)
+    work[0](chosen)
     assert done == ["log", chosen.privacy]
+
+
+def test_a_node_without_a_folder_is_named_with_the_folder(work, settings, tmp_path, monkeypatch):
+    do, board = work
+    monkeypatch.setattr(ray_workers, "configure_logging", lambda: None)
+    monkeypatch.setattr(ray_workers, "redact_crash_reports", lambda _: None)
+    with pytest.raises(EnvironmentRefused):
+        do(settings(model={"model_path": tmp_path / "nowhere"}))
+    code, sentence = board.refusal()
+    assert code == 3
+    assert sentence.startswith(f"on 10.0.0.7: model.model_path: {tmp_path}/nowhere is not there; name a local folder")
+
+    missing = tmp_path / "tuneloop" / "default" / "global_step_4"
+    monkeypatch.setattr(rank, "take_part", lambda *_: (missing / "config.json").read_text())
+    do, board._refusal = work[0], None
+    with pytest.raises(EnvironmentRefused):
+        do(settings())
+    _, sentence = board.refusal()
+    assert sentence.startswith("on 10.0.0.7: checkpoint_root_dir: ")
+    assert str(missing) in sentence
+
+
+def test_what_ray_says_in_many_lines_is_said_in_one():
+    died = "A worker health check failed.\nWorker(\n  node_ip='10.0.0.7',\n)\n\tactor_id: 5f\nThe actor is dead."
+    raised = "Traceback (most recent call last):\n  File\nRankFailed: rank 0 has ended\n"
+    both = WorkerGroupError("…", {0: RuntimeError(died), 1: RuntimeError(raised)})
+    said = "worker 0 on 10.0.0.7: The actor is dead.; worker 1: RankFailed: rank 0 has ended"
+    assert ray_workers.reason_of(both) == said
+    assert ray_workers.reason_of(ControllerError(RuntimeError("…\nit ran out of memory"))) == "it ran out of memory"
+
+
+def test_the_network_of_an_address_is_found():
+    assert ray_workers.interface_of("127.0.0.1") == socket.if_indextoname(1)
+    assert ray_workers.interface_of("203.0.113.1") is None

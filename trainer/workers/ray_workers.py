@@ -183,14 +183,12 @@ def _watch(trainer: Any, board: Any, stop: Stop) -> int:
 
 def reason_of(error: Exception) -> str:
     """What Ray says in many lines, in one: of each worker that failed the last line, and the node if Ray names it."""
-    failed = getattr(error, "worker_failures", None)
-    if not failed:
-        return str(error).strip().splitlines()[-1]
-    nodes = {rank: re.search(r"node_ip='(.*?)'", str(each)) for rank, each in failed.items()}
-    return "; ".join(
-        f"worker {rank}{f' on {node[1]}' if (node := nodes[rank]) else ''}: {str(each).strip().splitlines()[-1]}"
-        for rank, each in failed.items()
-    )
+    said = []
+    for rank, each in (getattr(error, "worker_failures", None) or {None: error}).items():
+        node = re.search(r"node_ip='(.*?)'", text := str(each).strip() or repr(each))
+        worker = "" if rank is None else f"worker {rank}{f' on {node[1]}' if node else ''}: "
+        said.append(worker + text.splitlines()[-1])
+    return "; ".join(said)
 
 
 def work(given: dict[str, Any]) -> None:

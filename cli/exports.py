@@ -442,6 +442,7 @@ def export_(
     if present != newest:
         raise EnvironmentRefused(f"the database has schema {present}, not {newest}: run tuneloop db upgrade")
     with closing(Ledger.of(settings)) as ledger:
+        ledger.require_owner(settings.project, settings.name)
         result = export(ledger, request, to)
     if for_programs:
         echo_json({"file": str(to), "rows": result.rows, "left_out": dict(sorted(result.left_out.items()))})

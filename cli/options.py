@@ -49,7 +49,7 @@ def seconds(duration: str) -> float:
 
 @contextmanager
 def existing_ledger(config: Path, overrides: Sequence[str] | None) -> Iterator[tuple[Settings, Ledger]]:
-    """The settings and their ledger. Raises EnvironmentRefused unless its schema is the newest: services may run."""
+    """The settings and their ledger. Raises EnvironmentRefused unless it is theirs, with the newest schema."""
     settings = read_settings(config, overrides or ()).valid_settings()
     there = revisions.current(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
     if there != revisions.newest():
@@ -58,6 +58,7 @@ def existing_ledger(config: Path, overrides: Sequence[str] | None) -> Iterator[t
             f" release works with {revisions.newest()}: start a service, or run tuneloop db upgrade"
         )
     with closing(Ledger.of(settings)) as ledger:
+        ledger.require_owner(settings.project, settings.name)
         yield settings, ledger
 
 

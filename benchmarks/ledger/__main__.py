@@ -1,12 +1,13 @@
 """What durable experiences cost on this machine, ours and the peer's side by side, on SQLite and PostgreSQL.
 
-    .venv/bin/python -m benchmarks.ledger [--peer FOLDER] [--database postgresql://…] [--parts recording claims bytes]
+    .venv/bin/python -m benchmarks.ledger [--peer FOLDER] [--database postgresql://…] [--parts recording claims bytes growth]
 
 (a) recording: experiences acknowledged and in the database per second, and the latency of the acknowledgement, with as
     many lanes as `--lanes`, each as fast as it can, and again with `--paced` exchanges a second in all.
     Ratios are ours to the peer's: of rates the median over the rounds, of latencies that of all together;
 (b) claims: the trainer's claim of a batch with few and with many committed rows waiting;
-(c) bytes: what an exchange with one experience takes, of values and on disk.
+(c) bytes: what an exchange with one experience takes, of values and on disk;
+(d) growth: what the page, the gauges, doctor and purge ask, with few and with many exchanges.
 
 peer_recorder.py says how to fill the peer's FOLDER. Without `--database` a PostgreSQL server of its own is
 started, with its fsync on. All files lie in /tmp, so that both databases and the outbox have one disk to share.
@@ -23,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.databases import Databases, PostgresDatabases, SqliteFiles
-from benchmarks.ledger import claims, recording, sizes
+from benchmarks.ledger import claims, growth, recording, sizes
 from benchmarks.ledger.load import Plan
 from benchmarks.ledger.peer_recorder import open_folder
 from tests.doubles import postgres
 
-PARTS = ("recording", "claims", "bytes")
+PARTS = ("recording", "claims", "bytes", "growth")
 
 
 def main() -> int:
@@ -61,6 +62,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--most", type=int, default=4000, help="exchanges in a round")
     parser.add_argument("--paced", type=float, default=50.0, help="exchanges offered per second, in the second load")
     parser.add_argument("--waiting", nargs="+", type=int, default=(1000, 10_000, 100_000, 1_000_000))
+    parser.add_argument("--exchanges", nargs="+", type=int, default=(8_000, 1_000_000), help="of growth")
     parser.add_argument("--claims", type=int, default=9, help="claims at each depth")
     return parser.parse_args()
 
@@ -68,6 +70,8 @@ def _options() -> argparse.Namespace:
 async def _measure(part: str, databases: Databases, options: argparse.Namespace) -> list[dict[str, Any]]:
     if part == "claims":
         return claims.measure(databases, options.waiting, options.claims)
+    if part == "growth":
+        return growth.measure(databases, options.exchanges, options.rounds)
     peer = options.peer is not None
     if part == "bytes":
         lines = [await sizes.measure(databases, tokens, peer=peer) for tokens in options.completions]

@@ -66,6 +66,7 @@ class LedgerGauges:
         try:
             self._ledger.recording.end_silent_leases()
             self._ledger.raters.settle()
+            self._ledger.reports.fold_counts()
             least = Rules.of(self._settings).least
             self._set_gauges(self._ledger.reports.facts(BatchPolicy.of(self._settings), batch=least))
             imbalance = self._ledger.reports.imbalance()

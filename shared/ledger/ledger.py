@@ -109,8 +109,13 @@ class Ledger:
         """Mark the database as this experiment's. Raises EnvironmentRefused if it is another's."""
         with self.transactions.write() as connection:
             connection.execute(ignoring(connection, experiment), {"id": 1, "project": project, "name": name})
-            owner = connection.execute(select(experiment.c.project, experiment.c.name)).one()
-        if (owner.project, owner.name) != (project, name):
+        self.require_owner(project, name)
+
+    def require_owner(self, project: str, name: str) -> None:
+        """Raise EnvironmentRefused if the database is marked as another experiment's."""
+        found = self.transactions.read(select(experiment.c.project, experiment.c.name))
+        if found and tuple(found[0]) != (project, name):
+            owner = found[0]
             raise EnvironmentRefused(
                 f"buffer.trainer_input.experience_buffer: the database belongs to {owner.project}/{owner.name}, not to "
                 f"{project}/{name}: give this experiment another path or name"

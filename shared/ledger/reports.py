@@ -9,17 +9,17 @@ from sqlalchemy import ColumnElement, and_, exists, func, select, text, true
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.facts import DropCount, HeldBack, LedgerFacts, StateCount, Trainer, Weights
 from tuneloop.shared.ledger.storage.codec import unpack_text
-from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions
+from tuneloop.shared.ledger.storage.counters import FOLD
+from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, alone
 from tuneloop.shared.ledger.storage.schema import (
     COMMITTED,
-    CORRECTS,
     EDITED,
     epochs,
     exchanges,
+    experience_counts,
     experiences,
     feedback,
     versions,
-    worth,
 )
 from tuneloop.shared.ledger.training.batches import held_by_shares
 from tuneloop.shared.ledger.training.groups import BatchPolicy, takable, young
@@ -32,10 +32,33 @@ _PENDING: ColumnElement[bool] = text("outcome = 'pending'")  # type: ignore[assi
 _COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
 _NEWEST_COMMIT = select(func.max(experiences.c.committed_at)).where(_COMMITTED)
 _OLDEST_LEASED = select(func.min(experiences.c.committed_at)).where(_LEASED)
-_UNSAMPLED: ColumnElement[bool] = text("unsampled IS NOT NULL")  # type: ignore[assignment]
 
 #: The states in which a row may still be trained on, but for what is leased.
 _WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED)
+
+#: Of so many of the newest replies it is told what is not trained on.
+_NEWEST = 5_000
+
+_newest = (
+    select(experiences.c.state, experiences.c.unsampled)
+    .where(
+        experiences.c.sampled_at
+        > select(func.coalesce(func.max(experiences.c.sampled_at), 0.0))
+        .where(experiences.c.state == State.TRAINED)
+        .scalar_subquery()
+    )
+    .order_by(experiences.c.sampled_at.desc())
+    .limit(_NEWEST)
+    .subquery()
+    .c
+)
+#: By their states those of the newest replies that were sampled after the newest that was trained on.
+_LATELY = select(
+    _newest.state, func.count().label("rows"), func.count(_newest.unsampled).label("unsampled")
+).group_by(_newest.state)
+
+#: What audits compare with the rows.
+_COUNTS = ("rows", "replies", "rewarded")
 
 _EDITED_COMMITTED = select(func.count()).select_from(experiences).where(_COMMITTED, text(EDITED))
 
@@ -74,25 +97,26 @@ class Reports(LedgerPart):
 
     def counts(self, tenant: str | None = None) -> dict[State, int]:
         """Experiences per state: a tenant's, or all."""
-        query = select(experiences.c.state, func.count()).where(_of(tenant)).group_by(experiences.c.state)
-        found = {State(state): count for state, count in self._read(query)}
+        counted = experience_counts.c
+        query = select(counted.state, func.sum(counted.rows)).group_by(counted.state)
+        if tenant is not None:
+            query = query.where(counted.tenant == tenant)
+        found = {State(state): int(count) for state, count in self._read(query)}
         return {state: found.get(state, 0) for state in State}
+
+    def fold_counts(self) -> None:
+        """Sum what transactions have added to the counts since: their sums become no other by it."""
+        if self._engine.dialect.name == "postgresql":
+            with self._write() as connection:
+                alone(connection, "counts")
+                connection.execute(FOLD)
 
     def rewards(self) -> list[VersionReward]:
         """How each version's replies were first rewarded, oldest version first."""
-        # All rows less those that correct another one: an index has all of them, and one has those.
-        version = experiences.c.version_min
-        figures = (
-            func.count().label("replies"),
-            func.count(worth).label("rewarded"),
-            func.coalesce(func.sum(worth), 0.0).label("total"),
-        )
-        rows = select(version, *figures).group_by(version)
-        every, more = rows.subquery(), rows.where(text(CORRECTS)).subquery()
-        told = (func.coalesce(every.c[each.name], 0) - func.coalesce(more.c[each.name], 0) for each in figures)
-        same = every.c.version_min == more.c.version_min
-        query = select(every.c.version_min, *told).join_from(every, more, same, isouter=True)
-        return [VersionReward(*row) for row in self._read(query.order_by(every.c.version_min))]
+        counted = experience_counts.c
+        sums = [func.sum(counted[name]) for name in ("replies", "rewarded", "reward_sum")]
+        query = select(counted.version, *sums).group_by(counted.version).having(sums[0] > 0).order_by(counted.version)
+        return [VersionReward(version, int(one), int(two), total) for version, one, two, total in self._read(query)]
 
     def feedback_to_served(self, version: int | None = None) -> list[float]:
         """For each trained experience, the seconds from its last feedback to the first reply that could use it.
@@ -127,10 +151,17 @@ class Reports(LedgerPart):
         columns = (epochs.c.trainer, epochs.c.epoch, epochs.c.started_at, epochs.c.seen_at, epochs.c.ended_at)
         rows = self._read(select(*columns).order_by(epochs.c.epoch.desc()).limit(1))
         trainer, weights = Trainer(*rows[0]) if rows else None, self._weights()
-        state, sampled_at = experiences.c.state, experiences.c.sampled_at
-        lately = func.count().filter(sampled_at > _newest_trained())
-        rows = self._read(select(state, func.count(), func.min(sampled_at), lately).group_by(state))
-        states = {State(row[0]): StateCount(*row[1:]) for row in rows}
+        counts = {state: count for state, count in self.counts().items() if count}
+        oldest_of = (
+            select(func.min(experiences.c.sampled_at)).where(experiences.c.state == state).scalar_subquery()
+            for state in counts
+        )
+        oldest_sampled = self._read(select(*oldest_of))[0] if counts else ()
+        lately = {row.state: row for row in self._read(_LATELY)}
+        states = {
+            state: StateCount(counts[state], since, lately[state].rows if state in lately else 0)
+            for state, since in zip(counts, oldest_sampled, strict=True)
+        }
         none = State.COMMITTED not in states
         committed, young, grouped, since = (0, 0, 0, None) if none else self._count_committed(policy)
         leased = self._read(_OLDEST_LEASED)[0][0] if State.LEASED in states else None
@@ -146,8 +177,7 @@ class Reports(LedgerPart):
             held_back = tuple(HeldBack(*rater, rows) for rater, rows in held.items())
         unsampled = 0
         if not policy.any_reply:
-            unfit = select(func.count()).where(_UNSAMPLED, state.in_(_WAITING), sampled_at > _newest_trained())
-            unsampled = int(self._read(unfit)[0][0])
+            unsampled = sum(lately[state].unsampled for state in _WAITING if state in lately)
         leased_since = None
         if State.LEASED in states:  # at the earliest: what is leased was committed before
             [(committed_at,)] = self._read(select(func.max(experiences.c.committed_at)).where(_LEASED))
@@ -211,10 +241,9 @@ class Reports(LedgerPart):
 
     def imbalance(self) -> list[str]:
         """A sentence for each sum that does not balance; empty when all do."""
-        trained = select(func.count()).where(experiences.c.state == State.TRAINED).scalar_subquery()
-        consumed = select(_sum(versions.c.consumed)).scalar_subquery()
-        purged = select(_sum(versions.c.purged)).scalar_subquery()
-        [(trained, purged, consumed)] = self._read(select(trained, purged, consumed))
+        rows = select(_sum(experience_counts.c.rows)).where(experience_counts.c.state == State.TRAINED)
+        sums = (select(_sum(column)) for column in (versions.c.purged, versions.c.consumed))
+        [(trained, purged, consumed)] = self._read(select(*(each.scalar_subquery() for each in (rows, *sums))))
         if trained + purged != consumed:
             deleted = f" and {purged} that were are deleted" if purged else ""
             return [f"{trained} experiences are trained{deleted}, but the versions consumed {consumed}"]
@@ -223,6 +252,20 @@ class Reports(LedgerPart):
     def audit(self) -> list[str]:
         """The same by looking at every row: minutes, where there are many millions."""
         found = self.imbalance()
+        counted, first = experience_counts.c, experiences.c.correction == 0
+        kept = select(counted.tenant, counted.version, counted.state, *(_sum(counted[name]) for name in _COUNTS))
+        key = experiences.c.tenant, experiences.c.version_min, experiences.c.state
+        rewarded = func.count(experiences.c.rewarded_at).filter(first)
+        there = select(*key, func.count(), func.count().filter(first), rewarded).group_by(*key)
+        with self._snapshot() as connection:
+            rows, counts = (
+                {tuple(row[:3]): tuple(map(int, row[3:])) for row in connection.execute(query)}
+                for query in (there, kept.group_by(counted.tenant, counted.version, counted.state))
+            )
+        for tenant, number, state in sorted(rows.keys() | counts.keys()):
+            are, told = (each.get((tenant, number, state), (0, 0, 0)) for each in (rows, counts))
+            if are != told:
+                found.append(f"{tenant} has {are[0]} {state} experiences of version {number}, counted are {told[0]}")
         version, trained = experiences.c.trained_version, func.count().label("trained")
         named = select(version, trained).where(version.is_not(None)).group_by(version).subquery()
         count = func.coalesce(named.c.trained, 0)
@@ -238,7 +281,6 @@ class Reports(LedgerPart):
             "leased under an epoch that has ended": and_(_LEASED, experiences.c.lease_epoch != current),
             "without their exchange": ~exists().where(exchanges.c.msg_id == experiences.c.msg_id),
             "in a group that is named after a later one": experiences.c.group_id > experiences.c.id,
-            "in no state that there is": ~experiences.c.state.in_(list(State)),
         }.items():
             [(misplaced,)] = self._read(select(func.count()).select_from(experiences).where(condition))
             if misplaced:
@@ -248,12 +290,6 @@ class Reports(LedgerPart):
 
 def _of(tenant: str | None) -> ColumnElement[bool]:
     return true() if tenant is None else experiences.c.tenant == tenant
-
-
-def _newest_trained() -> Any:
-    """When the newest reply that was trained on was sampled."""
-    trained = experiences.c.state == State.TRAINED
-    return select(func.coalesce(func.max(experiences.c.sampled_at), 0.0)).where(trained).scalar_subquery()
 
 
 def _sum(column: Any) -> Any:

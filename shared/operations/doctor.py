@@ -92,6 +92,7 @@ def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None 
             away = f"the database has the schema {present}, this release works with {newest}: `tuneloop db upgrade`"
         else:
             ledger = Ledger.of(settings)
+            ledger.require_owner(settings.project, settings.name)
             policy, least = BatchPolicy.of(settings), Rules.of(settings).least
             found = ledger.reports.facts(policy, drops=MAX_DROP_REASONS, batch=least)
             now = ledger.transactions.time()

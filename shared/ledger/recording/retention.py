@@ -22,6 +22,7 @@ from sqlalchemy import (
     exists,
     func,
     insert,
+    literal_column,
     or_,
     select,
     text,
@@ -345,7 +346,13 @@ class Retention(LedgerPart):
             theirs,
             experiences.c.state == state,
             experiences.c.sampled_at < before,
-            ~exists().where(same, repeat.c.correction > experiences.c.correction, repeat.c.state.in_(untrained)),
+            # The second condition makes them few, and a parameter would hide that.
+            ~exists().where(
+                same,
+                repeat.c.correction > literal_column("0"),
+                repeat.c.correction > experiences.c.correction,
+                repeat.c.state.in_(untrained),
+            ),
         )
         if dry_run:
             return int(self._read(select(func.count()).where(old))[0][0])

@@ -14,12 +14,10 @@ from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import psycopg
-from alembic import command
-from alembic.config import Config
-from alembic.util import CommandError
+import structlog
 from psycopg import sql
 from sqlalchemy import (
     Boolean,
@@ -61,6 +59,11 @@ from tuneloop.shared.errors import (
 )
 from tuneloop.shared.experience import since_boot, steady_clock
 from tuneloop.shared.settings.database_url import SETTING, parse_url, without_password
+
+if TYPE_CHECKING:
+    from alembic.config import Config
+
+log = structlog.get_logger()
 
 #: How often a process compares the ledger's time with the database's clock, in seconds.
 COMPARE_S = 10.0
@@ -157,12 +160,18 @@ class LedgerClock:
 
 _LOCK_KEY = 0x74756E656C6F6F70  # "tuneloop"; any constant of our own does
 
+#: Seconds for which an upgrade waits for another one of the same database.
+LOCK_S = 300.0
+
 # A server that vanished without a word is noticed within a minute, not when TCP gives up after hours.
 _POSTGRES_OPTIONS = {
     "connect_timeout": 10,
     "keepalives_idle": 20,
     "keepalives_interval": 10,
     "tcp_user_timeout": 60_000,
+    # Our transactions begin with a message of ours, and a prepared statement is of one session.
+    "autocommit": True,
+    "prepare_threshold": None,
 }
 
 #: Seconds after which the server ends a transaction whose process says nothing: it is dead, cut off or stands still,
@@ -171,11 +180,11 @@ SILENCE_S = 8
 
 # The same for a process that does not take what the server sends. On a Unix socket they mean nothing.
 _SERVER_SETTINGS = {
-    "idle_in_transaction_session_timeout": f"{SILENCE_S}s",
+    "idle_in_transaction_session_timeout": f"'{SILENCE_S}s'",
     "tcp_keepalives_idle": "5",
     "tcp_keepalives_interval": "2",
     "tcp_keepalives_count": "3",
-    "tcp_user_timeout": f"{SILENCE_S}s",
+    "tcp_user_timeout": f"'{SILENCE_S}s'",
 }
 
 
@@ -202,12 +211,24 @@ def connect(url: str, *, schema: str | None = None) -> Engine:
         return engine
     server = dict(_SERVER_SETTINGS)
     if schema is not None:
-        server["search_path"] = '"' + schema.replace('"', '""') + '"'
-    # One word of libpq's `options` each: a blank ends a word.
-    words = [f"-c{name}=" + each.replace("\\", r"\\").replace(" ", r"\ ") for name, each in server.items()]
-    options = _POSTGRES_OPTIONS | {"options": " ".join(words)}
-    # What a user wrote is a parameter: it must not get into our logs with an error.
-    return create_engine(parsed, connect_args=options, pool_pre_ping=True, pool_size=4, hide_parameters=True)
+        server["search_path"] = '"' + schema.replace('"', '""').replace("%", "%%") + '"'
+    settings = "; ".join(f"SET LOCAL {name} TO {each}" for name, each in server.items())
+    named = {} if "application_name" in parsed.query else {"application_name": f"tuneloop {schema or ''}".strip()}
+    engine = create_engine(
+        parsed,
+        connect_args=_POSTGRES_OPTIONS | named,
+        pool_pre_ping=True,
+        pool_size=4,
+        hide_parameters=True,  # what a user wrote is a parameter: it must not get into our logs with an error
+    )
+
+    # All settings are of one transaction: behind a pooler, the next one may have another session, and others this one.
+    @event.listens_for(engine, "begin")
+    def _on_transaction(connection: Connection) -> None:
+        isolation = connection.get_execution_options().get("postgresql_begin", "READ COMMITTED")
+        connection.exec_driver_sql(f"BEGIN ISOLATION LEVEL {isolation}; {settings}")
+
+    return engine
 
 
 def upgrade(url: str, *, schema: str | None = None, to: str = "head") -> None:
@@ -215,18 +236,22 @@ def upgrade(url: str, *, schema: str | None = None, to: str = "head") -> None:
 
     Raises EnvironmentRefused if that fails, DatabaseAway if it may go well later.
     """
+    from alembic import command
+    from alembic.util import CommandError
+
     engine = connect(url, schema=schema)
     place = without_password(url)
     try:
-        with _only_one(engine):
+        with _only_one(engine, place) as connection:
             config = migrations()
-            with engine.begin() as connection:
-                # Not IF NOT EXISTS: even that asks for the right to make one, which who made it for us may have kept.
-                if engine.dialect.name == "postgresql" and schema and not inspect(connection).has_schema(schema):
-                    connection.execute(CreateSchema(schema))
-                config.attributes["connection"] = connection
-                command.upgrade(config, to)
+            # Not IF NOT EXISTS: even that asks for the right to make one, which who made it for us may have kept.
+            if engine.dialect.name == "postgresql" and schema and not inspect(connection).has_schema(schema):
+                connection.execute(CreateSchema(schema))
+            config.attributes["connection"] = connection
+            command.upgrade(config, to)
     except DBAPIError as error:
+        if getattr(error.orig, "sqlstate", None) == _LOCK_TIMEOUT:
+            raise DatabaseAway(f"{SETTING}: another process has used {place} for {LOCK_S:g} s: try again") from None
         passes = isinstance(error, OperationalError | InterfaceError) or error.connection_invalidated
         raise (DatabaseAway if passes else EnvironmentRefused)(
             f"{SETTING}: cannot use the database {place}: {first_line(error)}; start it, or correct the URL"
@@ -247,30 +272,32 @@ def first_line(error: DBAPIError) -> str:
     return (str(error.orig).strip().splitlines() or [type(error.orig).__name__])[0]
 
 
-def migrations() -> Config:
+def migrations() -> "Config":
     """Where Alembic finds the steps of the schema."""
+    from alembic.config import Config  # takes as long as all of SQLAlchemy: only who upgrades needs it
+
     config = Config()
     config.set_main_option("script_location", "tuneloop.migrations:")
     return config
 
 
 @contextmanager
-def _only_one(engine: Engine) -> Iterator[None]:
-    """Hold the migration lock: several services may start at the same moment."""
+def _only_one(engine: Engine, place: str) -> Iterator[Connection]:
+    """A transaction that holds the migration lock: several services may start at the same moment."""
     if engine.dialect.name == "sqlite":
         lock = Path(f"{engine.url.database}.lock")
         lock.parent.mkdir(parents=True, exist_ok=True)
         with lock.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+            with engine.begin() as connection:
+                yield connection
         return
-    # In no transaction: the server would end one in which nothing is said for as long as a migration takes.
-    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        connection.execute(text("SELECT pg_advisory_lock(:key)"), {"key": _LOCK_KEY})
-        try:
-            yield
-        finally:
-            connection.execute(text("SELECT pg_advisory_unlock(:key)"), {"key": _LOCK_KEY})
+    with engine.begin() as connection:
+        if not connection.scalar(select(func.pg_try_advisory_xact_lock(_LOCK_KEY))):
+            log.warning("waits_for_another_upgrade", database=place, at_most_s=LOCK_S)
+            connection.exec_driver_sql(f"SET LOCAL lock_timeout TO '{LOCK_S:g}s'")
+            connection.execute(select(func.pg_advisory_xact_lock(_LOCK_KEY)))
+        yield connection
 
 
 # SQLite takes 32 766 parameters in a statement, PostgreSQL 65 535.
@@ -325,7 +352,7 @@ _FORBIDDEN = (
         "SQLITE_ERROR",
     ),
 )
-_DEADLOCK = "40P01"
+_DEADLOCK, _LOCK_TIMEOUT = "40P01", "55P03"
 
 #: A constraint that is broken together with another row, which may go.
 _OF_OTHER_ROWS = ("23503", "23505", "SQLITE_CONSTRAINT_FOREIGNKEY", "SQLITE_CONSTRAINT_UNIQUE")
@@ -379,8 +406,7 @@ class Transactions:
         self.clock = self.time if isinstance(clock, LedgerClock) else clock
         self._ledger_clock = clock if isinstance(clock, LedgerClock) else None
         self._writing = engine.execution_options(sqlite_begin="IMMEDIATE")
-        of_one_moment = engine.dialect.name == "postgresql"  # SQLite knows nothing else
-        self._snapshots = engine.execution_options(isolation_level="REPEATABLE READ") if of_one_moment else engine
+        self._snapshots = engine.execution_options(postgresql_begin="REPEATABLE READ")  # SQLite knows nothing else
         self.file = DatabaseFile(engine)
 
     def close(self) -> None:

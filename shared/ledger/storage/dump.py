@@ -9,7 +9,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection, inspect, select, table, text, update
 from sqlalchemy.schema import CreateSchema
 
@@ -31,7 +30,7 @@ class Snapshot:
     def __init__(self, url: str, schema: str, connection: Connection) -> None:
         self._url, self._schema, self._connection = url, schema, connection
         #: The schema's revision; None: the database is of no release.
-        self.revision = MigrationContext.configure(connection).get_current_revision()
+        self.revision = revisions.of(connection)
 
     def rows(self, name: str) -> Iterator[Mapping[str, Any]]:
         """The rows of a table, by the names of their columns."""
@@ -57,11 +56,10 @@ class Snapshot:
 def open_snapshot(url: str, *, schema: str) -> Iterator[Snapshot]:
     """A snapshot of now. Raises LedgerUnavailable if the database is away."""
     engine = connect(url, schema=schema)
-    is_postgres = engine.dialect.name == "postgresql"
-    isolated = engine.execution_options(isolation_level="REPEATABLE READ") if is_postgres else engine
+    isolated = engine.execution_options(postgresql_begin="REPEATABLE READ")
     try:
         with translating_errors(), isolated.connect() as connection:
-            if is_postgres:  # It holds no lock that others wait for: a slow disk must not end it.
+            if engine.dialect.name == "postgresql":  # It holds no lock that others wait for: a slow disk must not end it.
                 connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
             yield Snapshot(url, schema, connection)
     finally:

@@ -2,23 +2,37 @@
 
 from pathlib import Path
 
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, inspect, text
 from sqlalchemy.exc import DBAPIError
 
+from tuneloop import migrations
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.ledger.storage.database import connect, first_line, migrations
+from tuneloop.shared.ledger.storage.database import connect, first_line
 from tuneloop.shared.settings.database_url import parse_url, without_password
 
 
-def newest() -> str | None:
+def _known() -> list[str]:
+    """The revisions of this release, by the names of their files: Alembic takes long to import."""
+    files = Path(*migrations.__path__).joinpath("versions").glob("[0-9]*.py")
+    return sorted(each.name.partition("_")[0] for each in files)
+
+
+def newest() -> str:
     """The revision that this release of tuneloop works with."""
-    return ScriptDirectory.from_config(migrations()).get_current_head()
+    return _known()[-1]
 
 
 def is_known(revision: str) -> bool:
     """Whether this release can bring a database of that revision to the newest."""
-    return revision in {each.revision for each in ScriptDirectory.from_config(migrations()).walk_revisions()}
+    return revision in _known()
+
+
+def of(connection: Connection) -> str | None:
+    """The revision of a database, None if it is of no release."""
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    found: str | None = connection.scalar(text("SELECT version_num FROM alembic_version"))
+    return found
 
 
 def current(url: str, *, schema: str) -> str | None:
@@ -29,7 +43,7 @@ def current(url: str, *, schema: str) -> str | None:
     engine = connect(url, schema=schema)
     try:
         with engine.connect() as connection:
-            return MigrationContext.configure(connection).get_current_revision()
+            return of(connection)
     except DBAPIError as error:
         raise EnvironmentRefused(
             f"cannot use the database {without_password(url)}: {first_line(error)}; start it, or correct the URL"

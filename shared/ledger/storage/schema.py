@@ -25,6 +25,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    event,
     false,
     func,
     text,
@@ -40,6 +41,7 @@ from tuneloop.shared.experience import (
     VersionAction,
     VersionState,
 )
+from tuneloop.shared.ledger.storage.counters import keep_counts
 from tuneloop.shared.ledger.storage.database import Utf8Text
 
 metadata = MetaData(
@@ -352,6 +354,22 @@ partial(
 )
 partial("ix_experiences_edited", experiences.c.state, where=EDITED)
 partial("ix_experiences_unsampled", experiences.c.state, experiences.c.sampled_at, where="unsampled IS NOT NULL")
+
+#: The counts of `experiences`, which the database keeps itself: the sum over all rows of a key.
+experience_counts = Table(
+    "experience_counts",
+    metadata,
+    Column("id", RowId, primary_key=True),
+    Column("tenant", String(64), nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("rows", BigInteger, nullable=False),
+    Column("replies", BigInteger, nullable=False),
+    Column("rewarded", BigInteger, nullable=False),
+    Column("reward_sum", Double, nullable=False),
+    Index(None, "tenant", "version", "state"),
+)
+event.listen(metadata, "after_create", lambda _metadata, connection, **_: keep_counts(connection))
 
 #: What may have become of feedback that is stored.
 _STORED = [outcome for outcome in Outcome if outcome is not Outcome.FULL]

@@ -8,8 +8,10 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from tests.cli.operations.conftest import Run
 from tuneloop.cli.main import app
-from tuneloop.shared.errors import KeyRefused, SettingsError, TuneloopError
+from tuneloop.shared.errors import EnvironmentRefused, KeyRefused, SettingsError, TuneloopError
+from tuneloop.shared.ledger.ledger import Ledger
 
 
 def invoke(*arguments: str) -> Result:
@@ -91,3 +93,11 @@ def test_a_service_for_strangers_needs_a_key(file: Path) -> None:
     assert invoke("validate", str(file), *elsewhere, "--set", "mode=train").exit_code == 0
     keys(file, "create", "--name", "web")
     assert invoke("validate", str(file), *elsewhere).exit_code == 0
+
+
+def test_no_command_touches_the_database_of_another_experiment(ledger: Ledger, run: Run) -> None:
+    ledger.own("shop", "assistant")
+    for command in (("keys", "create", "--name", "web"), ("doctor",), ("alarms",)):
+        with pytest.raises(EnvironmentRefused, match=r"belongs to shop/assistant, not to .*: give this experiment"):
+            run(*command)
+    assert ledger.keys.all() == []

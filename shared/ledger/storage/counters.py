@@ -1,0 +1,93 @@
+"""How many experiences there are, kept by triggers: to count the rows takes the longer the more there are.
+
+A transaction on PostgreSQL adds rows with its differences, so that no transaction waits for another; `FOLD` sums them.
+SQLite has one writer, and changes the rows that are there.
+"""
+
+from sqlalchemy import Connection, text
+
+_KEY = {"tenant": "tenant", "version": "version_min", "state": "state"}
+_KEYS = ", ".join(_KEY)
+
+#: What a row `r` of `experiences` adds to each number. A reward counts once, without its corrections; one of 1e100 at
+#: most, so that no sum is infinite.
+_ADDED = {
+    "rows": "1",
+    "replies": "(CASE WHEN r.correction = 0 THEN 1 ELSE 0 END)",
+    "rewarded": "(CASE WHEN r.correction = 0 AND r.rewarded_at IS NOT NULL THEN 1 ELSE 0 END)",
+    "reward_sum": "(CASE WHEN r.correction = 0"
+    " THEN least(greatest(coalesce(r.reward, r.edit_similarity, 0.0), -1e100), 1e100) ELSE 0.0 END)",
+}
+_COLUMNS = f"{_KEYS}, {', '.join(_ADDED)}"
+_SUMS = ", ".join(f"sum({name})" for name in _ADDED)
+_SOME = " OR ".join(f"sum({name}) <> 0" for name in ("rows", "replies", "rewarded"))
+
+#: Sums the differences of the keys that have many.
+FOLD = text(
+    f"WITH many AS (SELECT {_KEYS} FROM experience_counts GROUP BY {_KEYS} HAVING count(*) > 8),"
+    f" gone AS (DELETE FROM experience_counts WHERE ({_KEYS}) IN (SELECT {_KEYS} FROM many) RETURNING {_COLUMNS})"
+    f" INSERT INTO experience_counts ({_COLUMNS}) SELECT {_KEYS}, {_SUMS} FROM gone GROUP BY {_KEYS} HAVING {_SOME}"
+)
+
+
+def keep_counts(connection: Connection) -> None:
+    """Count what is there, and have the database count what changes from now on."""
+    is_sqlite = connection.dialect.name == "sqlite"
+    for statement in _sqlite_triggers() if is_sqlite else _postgresql_triggers():
+        connection.exec_driver_sql(statement)
+    counted = f"INSERT INTO experience_counts ({_COLUMNS}) {_summed([_select('experiences', '+')])}"
+    connection.exec_driver_sql(_for_sqlite(counted) if is_sqlite else counted)
+
+
+def _for_sqlite(words: str) -> str:
+    return words.replace("least(", "min(").replace("greatest(", "max(")
+
+
+def _select(rows: str, sign: str) -> str:
+    columns = [*(f"r.{each} AS {name}" for name, each in _KEY.items())]
+    columns += [f"{sign}{each} AS {name}" for name, each in _ADDED.items()]
+    return f"SELECT {', '.join(columns)} FROM {rows} r"
+
+
+def _summed(parts: list[str]) -> str:
+    some = f"{_SOME} OR sum(reward_sum) <> 0"
+    return f"SELECT {_KEYS}, {_SUMS} FROM ({' UNION ALL '.join(parts)}) AS changes GROUP BY {_KEYS} HAVING {some}"
+
+
+def _sqlite_triggers() -> list[str]:
+    def add(row: str, sign: str) -> str:
+        changes = ", ".join(f"{name} = {name} {sign} {each}" for name, each in _ADDED.items())
+        same = " AND ".join(f"{name} = r.{each}" for name, each in _KEY.items())
+        values = ", ".join([*(f"r.{each}" for each in _KEY.values()), *_ADDED.values()])
+        new = f" INSERT INTO experience_counts ({_COLUMNS}) SELECT {values} WHERE changes() = 0;" if sign == "+" else ""
+        return _for_sqlite(f"UPDATE experience_counts SET {changes} WHERE {same};{new}").replace("r.", f"{row}.")
+
+    counted = ", ".join([*_KEY.values(), "correction", "reward", "edit_similarity", "rewarded_at"])
+    bodies = {
+        "INSERT": add("NEW", "+"),
+        "DELETE": add("OLD", "-"),
+        f"UPDATE OF {counted}": f"{add('OLD', '-')} {add('NEW', '+')}",
+    }
+    return [
+        f"CREATE TRIGGER count_{when[:6].lower()} AFTER {when} ON experiences BEGIN {body} END"
+        for when, body in bodies.items()
+    ]
+
+
+def _postgresql_triggers() -> list[str]:
+    new, old = _select("new_rows", "+"), _select("old_rows", "-")
+    changes = {"INSERT": [new], "DELETE": [old], "UPDATE": [new, old]}
+    cases = " ".join(
+        f"IF TG_OP = '{when}' THEN INSERT INTO experience_counts ({_COLUMNS}) {_summed(parts)}; END IF;"
+        for when, parts in changes.items()
+    )
+    seen = {new: "NEW TABLE AS new_rows", old: "OLD TABLE AS old_rows"}
+    return [
+        f"CREATE OR REPLACE FUNCTION count_experiences() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {cases} RETURN NULL; END $$",
+        *(
+            f"CREATE TRIGGER count_{when.lower()} AFTER {when} ON experiences"
+            f" REFERENCING {' '.join(seen[part] for part in parts)}"
+            " FOR EACH STATEMENT EXECUTE FUNCTION count_experiences()"
+            for when, parts in changes.items()
+        ),
+    ]

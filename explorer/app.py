@@ -146,7 +146,7 @@ def create_app(
         limits=BodyLimits(explorer.max_held_bytes, min(explorer.body_timeout, explorer.request_timeout)),
         connections=ConnectionLimits(most_connections(explorer.max_connections), explorer.head_timeout),
         gate=gate,
-        cross_origin=CrossOrigin(explorer.cors_allow_origins),
+        cross_origin=CrossOrigin(explorer.cors_allow_origins, inference=explorer.cors_inference_origins),
     )
 
 
@@ -163,13 +163,16 @@ ServicesOf = Annotated[Services, Depends(_services)]
 
 
 def _add_routes(app: FastAPI) -> None:
-    @app.get("/health")
-    @app.get("/health/live")
-    @app.get(f"{TRINITY}/health")
+    # HEAD too: checks of containers send it, such as `wget --spider`.
+    probe = functools.partial(app.api_route, methods=["GET", "HEAD"])
+
+    @probe("/health")
+    @probe("/health/live")
+    @probe(f"{TRINITY}/health")
     async def live() -> Response:
         return JSONResponse({"status": "live"})
 
-    @app.get("/health/ready")
+    @probe("/health/ready")
     async def ready(request: Request, services: ServicesOf) -> Response:
         reason = _why_not_ready(services)
         status: dict[str, object] = {"status": "not_ready" if reason else "ready"}

@@ -27,6 +27,7 @@ from prometheus_client import Counter
 from tuneloop.explorer.access import feedback_tokens
 from tuneloop.explorer.access.feedback_tokens import FeedbackBinding, FeedbackTokens
 from tuneloop.explorer.http.bodies import id_of
+from tuneloop.explorer.http.errors import hint
 from tuneloop.explorer.limits import KeyMeter, KeyUsage
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import DEFAULT_TENANT, KEY_SOURCE, Scope, steady_clock
@@ -194,7 +195,7 @@ def is_probe(path: str) -> bool:
 
 def required_scopes(method: str, path: str) -> Scopes:
     """The scopes of which a request needs one."""
-    path = _own_path(path)
+    path, method = _own_path(path), "GET" if method == "HEAD" else method
     found = _ROUTES.get((method, path))
     if found is not None:
         return found
@@ -247,7 +248,7 @@ class Gatekeeper:
         explorer = settings.explorer
         self._refused: Counter | None = None
         self._tokens = tokens
-        self.cross_origin = CrossOrigin(explorer.cors_allow_origins)
+        self.cross_origin = CrossOrigin(explorer.cors_allow_origins, inference=explorer.cors_inference_origins)
         self._holders: dict[bytes, _Holder] = {}
         self._insecure, self._on_loopback = explorer.insecure, is_loopback(explorer.listen_address)
         self._hosts = None if self._insecure else HostRules(explorer.allowed_hosts)
@@ -314,7 +315,7 @@ class Gatekeeper:
                 return self._bearer_of(secret, path, proxied=proxied)
             digest = digest_of(secret)
             if (holder := self._holders.get(digest)) is not None:
-                return _check(holder, required, path)
+                return _check(holder, required, path, hint(scope) if required is _ADMIN else "")
             if digest == self._admin_digest:
                 return self._operator
         return self._without_key(path, "key_unknown" if candidates else "key_missing", proxied=proxied)
@@ -389,7 +390,7 @@ def _candidates(scope: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> Ite
         yield value.decode("latin-1")
 
 
-def _check(holder: _Holder, required: frozenset[Scope], path: str) -> Caller:
+def _check(holder: _Holder, required: frozenset[Scope], path: str, meant: str = "") -> Caller:
     """The holder of a key, if it may do one of these now. Raises RequestRefused."""
     caller = holder.caller
     if steady_clock() >= holder.expires_at:
@@ -398,6 +399,8 @@ def _check(holder: _Holder, required: frozenset[Scope], path: str) -> Caller:
         if is_about_all_tenants(path) and not caller.sees_all and caller.scopes.isdisjoint(required - {Scope.ADMIN}):
             raise operator_only()
     elif caller.scopes.isdisjoint(required):
+        if meant:
+            raise RequestRefused(f"no route {path}; {meant}", status=404, code="not_found")
         wanted = " or ".join(sorted(required))
         raise RequestRefused(f"this needs a key with the scope {wanted}", status=403, code="scope_missing")
     holder.meter.admit(brings_feedback=path.endswith(ROUTE))
@@ -417,25 +420,23 @@ def _no_entry(message: str, code: str) -> RequestRefused:
     return RequestRefused(message, status=401, code=code)
 
 
-#: A browser has no use for any other route: what it may bring is a token for feedback on one reply.
+#: The route for which a page of another origin needs no key of its own: it may bring a token for one reply.
 ROUTE = "/feedback"
 
-_PREFLIGHT = (
-    (b"access-control-allow-methods", b"POST"),
-    (b"access-control-allow-headers", b"authorization, content-type, idempotency-key, x-api-key"),
-    (b"access-control-max-age", b"600"),
-)
+_INFERENCE_PATHS = frozenset(path for (_, path), scopes in _ROUTES.items() if scopes >= _INFERENCE)
 
 
 class CrossOrigin:
-    """The rule, by the origins that may."""
+    """The rule, by the origins whose pages may: send feedback, and ask the model. `*` stands for any."""
 
-    def __init__(self, origins: Collection[str] = ()) -> None:
-        self._origins = frozenset(origin.encode() for origin in origins)
+    def __init__(self, origins: Collection[str] = (), *, inference: Collection[str] = ()) -> None:
+        of_feedback, of_inference = (frozenset(each.encode() for each in some) for some in (origins, inference))
+        self._origins = {ROUTE: of_feedback} | dict.fromkeys(_INFERENCE_PATHS if of_inference else (), of_inference)
 
     def allows(self, scope: Mapping[str, Any]) -> bool:
         """Whether it is a request of a page that may send it."""
-        return bool(self._origins) and scope["path"] == ROUTE and _origin_of(scope) in self._origins
+        origins, origin = self._origins.get(scope["path"], frozenset()), _origin_of(scope)
+        return bool(origin) and (origin in origins or b"*" in origins)
 
     def is_preflight(self, scope: Mapping[str, Any]) -> bool:
         """Whether a browser asks first, on behalf of a page that may."""
@@ -443,12 +444,21 @@ class CrossOrigin:
 
     def headers(self, scope: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
         """What the answer says to the browser."""
-        if not self._origins or scope["path"] != ROUTE:
+        if not self._origins.get(scope["path"]):
             return []
         if not self.allows(scope):
             return [(b"vary", b"origin")]
         found = [(b"access-control-allow-origin", _origin_of(scope)), (b"vary", b"origin")]
-        return [*found, *_PREFLIGHT] if scope["method"] == "OPTIONS" else found
+        if scope["method"] != "OPTIONS":
+            return [*found, (b"access-control-expose-headers", b"x-request-id, x-tuneloop-version")]
+        # OpenAI's client sends headers of its own, more with each release.
+        asked = next((value for name, value in scope["headers"] if name == b"access-control-request-headers"), b"")
+        return [
+            *found,
+            (b"access-control-allow-methods", b"POST" if scope["path"] == ROUTE else b"GET, POST"),
+            (b"access-control-allow-headers", asked),
+            (b"access-control-max-age", b"600"),
+        ]
 
 
 def _origin_of(scope: Mapping[str, Any]) -> bytes:

@@ -15,6 +15,7 @@ from typing import Any
 
 import httptools
 import structlog
+from fastapi.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tuneloop.explorer.auth import SCOPE_KEY, Caller, CrossOrigin, EntryGate, RunBinding, binding_of
@@ -274,8 +275,10 @@ _REQUEST_ID = b"x-request-id"
 class ClientRequest:
     """A client's request: its head, its body, who sends it and what it takes; and its response, over ASGI."""
 
-    def __init__(self, scope: Any, receive: Any, send: Any, *, caller: Caller, meter: RequestMeter) -> None:
-        self._scope, self._receive, self._send = scope, receive, send
+    def __init__(
+        self, scope: Any, receive: Any, send: Any, *, caller: Caller, meter: RequestMeter, more: Headers
+    ) -> None:
+        self._scope, self._receive, self._send, self._more = scope, receive, send, more
         self.path: str = scope["path"]
         self.run: RunBinding | None = binding_of(scope)
         self.caller, self.meter = caller, meter
@@ -317,7 +320,7 @@ class ClientRequest:
     async def start(self, status: int, headers: Headers) -> None:
         """Begin a response."""
         self.started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self._more]})
 
     def write(self, chunk: bytes) -> bool:
         """Send a chunk, without a task in between; False where the client reads too slowly: `drain` sends it then."""
@@ -346,6 +349,7 @@ class ClientRequest:
     async def refuse(self, error: RequestRefused) -> None:
         """Send the response to a request that is refused."""
         response = errors.error_response(error, self.path, self.header(_REQUEST_ID))
+        response.raw_headers += self._more
         self.started = True
         await response(self._scope, self._receive, self._send)
 
@@ -398,12 +402,17 @@ class Edge:
             return
         try:
             route = self.routes.get(scope["path"]) if scope["method"] == "POST" else None
+            more = self._cross_origin.headers(scope)
             if route is not None:
-                await _answer(route, ClientRequest(scope, receive, send, caller=caller, meter=meter))
+                await _answer(route, ClientRequest(scope, receive, send, caller=caller, meter=meter, more=more))
+            elif self._cross_origin.is_preflight(scope):
+                response = Response(status_code=204)
+                response.raw_headers += [*more, (_REQUEST_ID, b"req_" + uuid.uuid4().hex.encode())]
+                await response(scope, receive, send)
             else:
                 binding_of(scope)
                 scope[SCOPE_KEY] = caller
-                answer = _Answer(scope, receive, send, meter=meter, more=self._cross_origin.headers(scope))
+                answer = _Answer(scope, receive, send, meter=meter, more=more)
                 await self.app(scope, meter.receiver(receive), answer)
         except RequestRefused as error:  # for the token of a run
             await self._refuse(error, scope, receive, send)

@@ -8,7 +8,7 @@ Names are minted by us and signed: a guess, a typo or another tenant's id is ref
 Replies of other endpoints have their own prefix, as OpenAI's and Anthropic's have. The 40 characters are base32
 (sortable by time) of: 6 bytes of milliseconds since 1970, 9 random bytes, the number of choices, and 9 bytes of
 keyed BLAKE2b over these, the tenant, and a prefix that is not `chatcmpl-`. 255 choices or more are counted in the
-place of the last 3 random bytes, and their own byte is 255.
+place of the last 3 random bytes, and their own byte is 255; it is 0 for a reply that is not recorded.
 
 A transcript takes down what vLLM answers, whole or in pieces, and gives the client its view, without what only we ask
 for. It is sans-I/O: a whole reply is a stream of one piece. Only what is kept is decoded, and what the client did not
@@ -51,10 +51,11 @@ _WELL_FORMED = re.compile(f"[0-9a-v]{{{SIGNED}}}").fullmatch
 
 
 class ParsedReplyId(NamedTuple):
-    """A msg_id that is ours, and the choice it names; None means all."""
+    """A msg_id that is ours, and the choice it names; None means all. `recorded`: its reply is, or was to be."""
 
     msg_id: str
     choice: int | None
+    recorded: bool = True
 
 
 class ReplyIdSigner:
@@ -64,7 +65,10 @@ class ReplyIdSigner:
         self._key = key
 
     def mint(self, tenant: str, choices: int, prefix: str = PREFIX) -> str:
-        """A new msg_id for a reply of `choices` choices (1 to MAX_CHOICES); `prefix` is one of PREFIXES."""
+        """A new msg_id for a reply of `choices` choices (1 to MAX_CHOICES; 0: it is not recorded).
+
+        `prefix` is one of PREFIXES.
+        """
         if choices < _MANY:
             counted = os.urandom(9) + bytes([choices])
         else:
@@ -87,8 +91,8 @@ class ReplyIdSigner:
         if not hmac.compare_digest(mac, self._mac(name, tenant, prefix)):
             return None
         msg_id = prefix + signed
-        if not colon:
-            return ParsedReplyId(msg_id, None)
+        if not colon or not name[-1]:
+            return ParsedReplyId(msg_id, None, recorded=bool(name[-1]))
         if not (choice.isascii() and choice.isdigit() and len(choice) <= _CHOICE_DIGITS):
             return None
         if int(choice) >= (int.from_bytes(name[-1 - _MANY_BYTES : -1]) if name[-1] == _MANY else name[-1]):

@@ -157,6 +157,7 @@ class Outcome(StrEnum):
     UNKNOWN = "unknown"  # about no reply of ours, so it is not stored
     LATE = "late"  # stored, but the reply has been trained on, has expired, or its attribution window has closed
     PENDING = "pending"  # on disk, to be applied when the reply's row, or the database, is there
+    NOT_RECORDED = "not_recorded"  # about a reply that the request or the settings kept out: it is not stored
     FULL = "full"  # as much has been said of its reply or run as may be, so it is not stored
 
 

@@ -1,6 +1,6 @@
 """What durable experiences cost on this machine, ours and the peer's side by side, on SQLite and PostgreSQL.
 
-    .venv/bin/python -m benchmarks.ledger [--peer FOLDER] [--database postgresql://…] [--parts recording claims bytes growth]
+    .venv/bin/python -m benchmarks.ledger [--peer FOLDER] [--database postgresql://…] [--parts recording claims bytes …]
 
 (a) recording: experiences acknowledged and in the database per second, and the latency of the acknowledgement, with as
     many lanes as `--lanes`, each as fast as it can, and again with `--paced` exchanges a second in all.

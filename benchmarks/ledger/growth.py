@@ -83,7 +83,9 @@ def _fill(ledger: Ledger) -> None:
 
 def _copy(connection: Connection, copies: int) -> None:
     """Add `copies` - 1 of all rows of what grows; the oldest first, as they would have come in."""
-    numbers = f"(WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {copies - 1}) SELECT i FROM n)"
+    numbers = (
+        f"(WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {copies - 1}) SELECT i FROM n)"
+    )
     for name in ("exchanges", "tags", "experiences", "feedback") if copies > 1 else ():
         columns = [each.name for each in metadata.tables[name].columns if each.name != "id"]
         values = (f"{each} || '-' || i" if each in _NAMES else each for each in columns)

@@ -11,6 +11,7 @@ import orjson
 
 from tuneloop.explorer.auth import Caller
 from tuneloop.explorer.dialects.dialect import RESPONSES, Dialect, ReadConversation, ReplyWriter
+from tuneloop.explorer.dialects.responses_request import refuse_unsupported
 from tuneloop.explorer.transcript import CapturedChoice, RequestedFields, Transcript
 from tuneloop.shared.errors import EngineError, RequestRefused
 from tuneloop.shared.ledger.recording.stored_completions import metadata_as_text
@@ -137,6 +138,7 @@ class NativeResponsesDialect(Dialect):
 
     async def to_upstream(self, body: Json, caller: Caller) -> Json:
         """See Dialect. The previous conversation is sent in full: the engine may not have it."""
+        refuse_unsupported(body)
         defaults = {key: value for key, value in self._defaults.items() if value is not None and body.get(key) is None}
         upstream = body | defaults
         previous_id = upstream.get("previous_response_id")

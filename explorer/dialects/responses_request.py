@@ -69,7 +69,7 @@ def normalize(body: Json) -> Json:
 def untranslatable_reason(body: Json) -> str | None:
     """Why the request cannot be translated into a chat completion; None if it can, or if it is invalid anyway."""
     for param in ("enable_response_messages", "previous_input_messages"):
-        if body.get(param):
+        if body.get(param) not in (None, []):
             return param
     tools = body.get("tools")
     for tool in tools if isinstance(tools, list) else ():
@@ -147,8 +147,18 @@ def _check(body: Json) -> None:
         _one_of(included, _INCLUDABLE, "include")
     if (most := body.get("max_output_tokens")) is not None and most < 1:
         raise RequestRefused("max_output_tokens must be at least 1", code="out_of_range", param="max_output_tokens")
-    if body.get("prompt") is not None:
-        raise RequestRefused("prompt templates are not supported", code="unsupported", param="prompt")
+    refuse_unsupported(body)
+
+
+def refuse_unsupported(body: Json) -> None:
+    """Raise RequestRefused for what engines would leave out, and answer as if it had not been there."""
+    for param, why in (
+        ("prompt", "prompt templates are not supported"),
+        ("conversation", "no conversations are kept: send previous_response_id, or all turns as input"),
+        ("context_management", "context_management is not supported: leave out of input what is to be left out"),
+    ):
+        if body.get(param):
+            raise RequestRefused(why, code="unsupported", param=param)
 
 
 def _messages(items: Any) -> list[Json]:

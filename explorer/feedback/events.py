@@ -24,7 +24,7 @@ from tuneloop.explorer.http.bodies import (
 )
 from tuneloop.explorer.transcript import ParsedReplyId, ReplyIdSigner
 from tuneloop.shared.errors import RequestRefused
-from tuneloop.shared.experience import MAX_REWARD, Feedback, Kind, stamp, steady_clock
+from tuneloop.shared.experience import MAX_REWARD, Feedback, Kind, Outcome, stamp, steady_clock
 
 #: Ids in one call. More get a 413, and nothing of the call is stored.
 MAX_IDS = 100_000
@@ -240,11 +240,12 @@ def _rating(entry: dict[str, Any]) -> Signal | None:
 
 
 class FeedbackEvent(NamedTuple):
-    """An event, and what it is about in the client's words; `event` None: about no reply of ours."""
+    """An event, and what it is about in the client's words; `event` None: about nothing that it can be stored of."""
 
     about: str
     kind: Kind
     event: Feedback | None
+    outcome: Outcome = Outcome.UNKNOWN
 
 
 class EventFactory:
@@ -306,7 +307,11 @@ class EventFactory:
                 ]
             made = events[reply] if reply is not None else [None] * len(entry.signals)
             for signal, event in zip(entry.signals, made, strict=True):
-                yield FeedbackEvent(about, signal.kind, event)
+                two = (reply, other) if signal.kind is Kind.PREFERENCE else (reply,)
+                if None not in two and not all(each.recorded for each in two if each):
+                    yield FeedbackEvent(about, signal.kind, None, Outcome.NOT_RECORDED)
+                else:
+                    yield FeedbackEvent(about, signal.kind, event)
 
     def _event(
         self,

@@ -55,7 +55,10 @@ from tuneloop.shared.settings.settings import Settings
 MAX_BODY_BYTES = 8 << 20
 
 #: Of several outcomes about one id, the first of these is reported: what the client should know soonest.
-WEAKEST_FIRST = (Outcome.UNKNOWN, Outcome.FULL, Outcome.LATE, Outcome.PENDING, Outcome.ACCEPTED, Outcome.DUPLICATE)
+WEAKEST_FIRST = (
+    *(Outcome.UNKNOWN, Outcome.NOT_RECORDED, Outcome.FULL, Outcome.LATE, Outcome.PENDING),
+    *(Outcome.ACCEPTED, Outcome.DUPLICATE),
+)
 
 _Result = TypeVar("_Result")
 
@@ -83,10 +86,6 @@ def add_routes(app: FastAPI) -> None:
         # Not JSONResponse: a hundred thousand outcomes would take it a second, during which streams stand still.
         outcomes = await request.app.state.services.feedback.feedback(request)
         return Response(orjson.dumps(outcomes), media_type="application/json")
-
-    @app.options("/feedback")
-    async def preflight() -> Response:
-        return Response(status_code=204)
 
     @app.post("/v1/feedback_tokens")
     async def feedback_token(request: Request) -> Response:
@@ -154,7 +153,7 @@ class FeedbackRoutes:
         if self._traces is not None and events:
             self._traces.send_feedback(traceparent, started, events, found.outcomes)
         answer = await self._aside(len(parsed), partial(self._answer, parsed, found))
-        if not events:
+        if not any(each.event or each.outcome is Outcome.NOT_RECORDED for each in parsed):
             raise RequestRefused(
                 "none of them is an id of our replies; nothing was stored",
                 status=404,
@@ -174,7 +173,7 @@ class FeedbackRoutes:
         """What became of each; it is counted, too."""
         stored = _first_of_each(parsed)
         results = [
-            Outcome.UNKNOWN
+            each.outcome
             if (event := each.event) is None
             else found.outcomes[event.event_id]
             if event == stored[event.event_id]
@@ -222,9 +221,9 @@ def _replies_of_runs(
 def _first_of_each(parsed: Sequence[FeedbackEvent]) -> dict[str, Feedback]:
     """Of the events with one id the first, which is stored."""
     first: dict[str, Feedback] = {}
-    for _, _, event in parsed:
-        if event is not None:
-            first.setdefault(event.event_id, event)
+    for each in parsed:
+        if each.event is not None:
+            first.setdefault(each.event.event_id, each.event)
     return first
 
 

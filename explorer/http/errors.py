@@ -1,8 +1,9 @@
 """Errors as OpenAI clients expect them: one table from exceptions to statuses, one envelope, no traceback."""
 
 import math
+import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -104,6 +105,34 @@ def error_response(error: RequestRefused, path: str, request_id: str | None) -> 
     return Response(orjson.dumps(body), error.status, headers, "application/json")
 
 
+#: Paths below /v1 that there are, and what is to be said of those of others.
+_SERVED = re.compile(r"/(chat/completions|completions|responses|messages|models)(/.*)?")
+_OF_OTHERS: Sequence[tuple[re.Pattern[str], str]] = (
+    (re.compile(r"/openai/"), "Azure's paths are not served: use OpenAI's own client, with base_url {base}"),
+    (re.compile(r"/api/"), "Ollama's paths are not served: use OpenAI's client, with base_url {base}"),
+    (re.compile(r".*:(generateContent|streamGenerateContent)"), "Gemini's paths are not served: use base_url {base}"),
+    (re.compile(r"/v1(/v1)+/"), "the path has /v1 twice: the base URL is {base}"),
+    (_SERVED, "the path has no /v1: the base URL is {base}"),
+    (re.compile(r"/v1/(embeddings|moderations|audio|images|videos)\b"), "the model generates text, and nothing else"),
+    (
+        re.compile(
+            r"/v1/(fine_tuning|files|batches|evals|assistants|threads|vector_stores|containers|conversations)\b"
+        ),
+        "not served: what was said comes in by requests or by `tuneloop import`, ratings by POST /feedback",
+    ),
+    (re.compile(r"/v1/responses/(compact|input_tokens)"), "not served: send all turns, or previous_response_id"),
+)
+
+
+def hint(scope: Mapping[str, Any]) -> str:
+    """What a client should do that asks for a path that is not there; empty where nothing is known of it."""
+    path, host = scope["path"], dict(scope["headers"]).get(b"host", b"localhost").decode("latin-1")
+    if path != "/" and path.endswith("/") and _SERVED.fullmatch(path.removeprefix("/v1").rstrip("/")):
+        return f"without the slash at its end: {path.rstrip('/')}"
+    found = (each for pattern, each in _OF_OTHERS if pattern.match(path))
+    return next(found, "").format(base=f"{scope.get('scheme', 'http')}://{host}/v1")
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Make the app answer every error by the table."""
 
@@ -116,11 +145,20 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _routing(request: Request, error: HTTPException) -> Response:
-        sentence = {404: f"no route {request.url.path}", 405: f"{request.method} is not allowed here"}
-        message = sentence.get(error.status_code, str(error.detail))
-        code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-        response = respond(request, RequestRefused(message, status=error.status_code, code=code))
-        response.headers.update(error.headers or {})  # `allow`, for one
+        meant = hint(request.scope) if error.status_code in {404, 405} else ""
+        status = 404 if meant else error.status_code
+        sentence = {
+            404: f"no route {request.url.path}" + (f"; {meant}" if meant else ""),
+            405: f"{request.method} is not allowed here",
+        }
+        code = HTTPStatus(status).phrase.lower().replace(" ", "_")
+        response = respond(request, RequestRefused(sentence.get(status, str(error.detail)), status=status, code=code))
+        response.headers.update(error.headers or {})
+        if status == 405:  # Starlette names those of the first route of the path alone
+            allowed = (
+                set(getattr(each, "methods", None) or ()) for each in app.routes if each.matches(request.scope)[0].value
+            )
+            response.headers["allow"] = ", ".join(sorted(set().union(*allowed)))
         return response
 
     @app.exception_handler(Exception)

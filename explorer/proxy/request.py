@@ -11,6 +11,7 @@ used for itself: a value that cannot be a label of ours is the application's own
 
 import asyncio
 import math
+import random
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -234,12 +235,14 @@ class CaptureChoice:
         self._share = settings.captured_share
         self.mistrusted = False
 
-    def asks(self, msg_id: str, upstream: Mapping[str, Any], *, truncated: bool = False) -> bool:
+    def asks(self, msg_id: str, upstream: Mapping[str, Any], *, truncated: bool = False, recorded: bool = True) -> bool:
         """Whether the engine is asked for the log-probabilities of the reply to a request.
 
         Where it was `truncated` the trainer cannot recompute them: only the engine knows what is left.
         """
         wanted = upstream.get("logprobs")  # of a text, 0 is a number of them
+        if not recorded:
+            return not (wanted is None or wanted is False)
         if self._all or self.mistrusted or truncated or not (wanted is None or wanted is False):
             return True
         return in_share(b"captured", msg_id, self._share)
@@ -265,7 +268,7 @@ class RequestParser:
         explorer = settings.explorer
         self._system_turns = system_turns
         self._own_engines = not explorer.rollout_model.engine_urls
-        self._any_reply = settings.algorithm.of_any_reply
+        self._any_reply, self._record_share = settings.algorithm.of_any_reply, settings.buffer.record_share
         self.capture = CaptureChoice(explorer.capture)
         self._signer, self._tenants = signer, settings.tenants
         self._pins = PinParser(settings)
@@ -297,17 +300,21 @@ class RequestParser:
         upstream, merged_turns = await self._system_turns.merge(await dialect.to_upstream(body, caller))
         if any(word in raw_body for word in _MEDIA_WORDS):
             upstream = with_own_uuids(await self._media.inline(upstream, raw.meter.hold), caller.tenant)
-        store = tenant.store if store is None else store
         if (choices := dialect.count_choices(upstream)) > self._max_choices:
             reason = f"a request may ask for {self._max_choices} choices, and this one asks for {choices}"
             raise RequestRefused(reason, code="too_many_choices", param="n")
         labels = labels_of(upstream, raw.run, train=tenant.train)
+        if store is None:
+            # All calls of a run are recorded, or none.
+            run = f"{caller.tenant}\0{labels.task_id}\0{labels.run_id}" if labels.run_id else str(random.random())
+            store = tenant.store and fleet.in_share(b"recorded", run, self._record_share)
         sampling = sampling_of(upstream, default_temperature=self._default_temperature, holds_tools=self._holds_tools)
         if self._any_reply or not store:  # nobody needs to know what is left
             sampling = sampling._replace(truncated=False)
-        msg_id = self._signer.mint(caller.tenant, choices, dialect.prefix)
+        msg_id = self._signer.mint(caller.tenant, choices if store else 0, dialect.prefix)
         sent = raw_body if pin is None else orjson.dumps(body)
-        for_engine = self._for_engine(dialect, caller, msg_id, sent, body, upstream, truncated=sampling.truncated)
+        how = {"truncated": sampling.truncated, "recorded": store}
+        for_engine = self._for_engine(dialect, caller, msg_id, sent, body, upstream, **how)
         writer = dialect.writer(body, msg_id, dialect.upstream_prefix + msg_id.removeprefix(dialect.prefix))
         writer.transcript.captured = for_engine.captured
         most = next((value for name in _LENGTHS if (value := upstream.get(name)) is not None), None)
@@ -349,6 +356,7 @@ class RequestParser:
         upstream: dict[str, Any],
         *,
         truncated: bool,
+        recorded: bool,
     ) -> "_ForEngine":
         """The body for the engine, of one that the client `sent`, and what it has more and less than that."""
         unwanted = self._unsafe_fields if caller.sees_all else (*self._unsafe_fields, *_OPERATORS_FIELDS)
@@ -363,7 +371,7 @@ class RequestParser:
         if (verbatim := dialect.verbatim(wanted, msg_id)) is not None:
             return _ForEngine(orjson.dumps(verbatim), partial(orjson.dumps, verbatim), (), ignored, captured=True)
         # Engines of others may have no plug-in, and would tell much for a reply that is marked all the same.
-        captured = self.capture.asks(msg_id, upstream, truncated=truncated and self._own_engines)
+        captured = self.capture.asks(msg_id, upstream, truncated=truncated and self._own_engines, recorded=recorded)
         added = self._added_fields(dialect, upstream, captured=captured) | salt
         encode = partial(_encode_upstream, sent, body, upstream, _EXPLORER_FIELDS.union(ignored))
         return _ForEngine(encode(added), partial(encode, {}), tuple(added), ignored, captured=captured)

@@ -4,7 +4,7 @@ import asyncio
 from typing import Annotated, Any
 
 import orjson
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import Response
 
 from tuneloop.explorer.auth import TRINITY, caller_of
@@ -55,6 +55,8 @@ def add_routes(app: FastAPI, pins: PinParser, *, max_body_bytes: int) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, fleet: FleetOf) -> Response:
+        if not name:
+            raise HTTPException(404)
         for each in await list_models(fleet):
             if each.get("id") == name:
                 return _json(each)

@@ -25,6 +25,7 @@ SENTENCES = {
     Outcome.DUPLICATE: "This is recorded already: nothing has changed.",
     Outcome.LATE: "Stored, but too late for this reply's training: it was trained on, has expired, or is closed.",
     Outcome.PENDING: "Stored on disk; the database takes it up when it is back.",
+    Outcome.NOT_RECORDED: "Not stored: this reply is not recorded.",
     Outcome.FULL: "Not stored: this reply has as much feedback as may be.",
 }
 

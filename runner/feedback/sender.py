@@ -23,6 +23,7 @@ _PLACE = re.compile(r"feedback\[(\d+)\]")
 #: The outcomes of what is not kept, and will not be if it is said again.
 _REFUSALS = {
     "unknown": "404: no id of a reply of this service",
+    "not_recorded": "200: this reply is not recorded, as its request or the service's settings want",
     "full": "200: as much has been said of this reply as is kept",
 }
 

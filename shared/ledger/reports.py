@@ -20,6 +20,7 @@ from tuneloop.shared.ledger.storage.schema import (
     experiences,
     feedback,
     versions,
+    worth,
 )
 from tuneloop.shared.ledger.training.batches import held_by_shares
 from tuneloop.shared.ledger.training.groups import BatchPolicy, takable, young
@@ -35,6 +36,8 @@ _OLDEST_LEASED = select(func.min(experiences.c.committed_at)).where(_LEASED)
 
 #: The states in which a row may still be trained on, but for what is leased.
 _WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED)
+
+_counted = experience_counts.c
 
 #: Of so many of the newest replies it is told what is not trained on.
 _NEWEST = 5_000
@@ -53,12 +56,9 @@ _newest = (
     .c
 )
 #: By their states those of the newest replies that were sampled after the newest that was trained on.
-_LATELY = select(
-    _newest.state, func.count().label("rows"), func.count(_newest.unsampled).label("unsampled")
-).group_by(_newest.state)
-
-#: What audits compare with the rows.
-_COUNTS = ("rows", "replies", "rewarded")
+_LATELY = select(_newest.state, func.count().label("rows"), func.count(_newest.unsampled).label("unsampled")).group_by(
+    _newest.state
+)
 
 _EDITED_COMMITTED = select(func.count()).select_from(experiences).where(_COMMITTED, text(EDITED))
 
@@ -97,10 +97,9 @@ class Reports(LedgerPart):
 
     def counts(self, tenant: str | None = None) -> dict[State, int]:
         """Experiences per state: a tenant's, or all."""
-        counted = experience_counts.c
-        query = select(counted.state, func.sum(counted.rows)).group_by(counted.state)
+        query = select(_counted.state, func.sum(_counted.rows)).group_by(_counted.state)
         if tenant is not None:
-            query = query.where(counted.tenant == tenant)
+            query = query.where(_counted.tenant == tenant)
         found = {State(state): int(count) for state, count in self._read(query)}
         return {state: found.get(state, 0) for state in State}
 
@@ -113,10 +112,12 @@ class Reports(LedgerPart):
 
     def rewards(self) -> list[VersionReward]:
         """How each version's replies were first rewarded, oldest version first."""
-        counted = experience_counts.c
-        sums = [func.sum(counted[name]) for name in ("replies", "rewarded", "reward_sum")]
-        query = select(counted.version, *sums).group_by(counted.version).having(sums[0] > 0).order_by(counted.version)
-        return [VersionReward(version, int(one), int(two), total) for version, one, two, total in self._read(query)]
+        sums = [func.sum(_counted[name]) for name in ("rows", "rewarded", "reward_sum")]
+        query = select(_counted.version, *sums).where(~_counted.corrects).group_by(_counted.version)
+        rows = self._read(query.having(sums[0] > 0).order_by(_counted.version))
+        return [
+            VersionReward(version, int(replies), int(rewarded), total) for version, replies, rewarded, total in rows
+        ]
 
     def feedback_to_served(self, version: int | None = None) -> list[float]:
         """For each trained experience, the seconds from its last feedback to the first reply that could use it.
@@ -241,7 +242,7 @@ class Reports(LedgerPart):
 
     def imbalance(self) -> list[str]:
         """A sentence for each sum that does not balance; empty when all do."""
-        rows = select(_sum(experience_counts.c.rows)).where(experience_counts.c.state == State.TRAINED)
+        rows = select(_sum(_counted.rows)).where(_counted.state == State.TRAINED)
         sums = (select(_sum(column)) for column in (versions.c.purged, versions.c.consumed))
         [(trained, purged, consumed)] = self._read(select(*(each.scalar_subquery() for each in (rows, *sums))))
         if trained + purged != consumed:
@@ -252,20 +253,20 @@ class Reports(LedgerPart):
     def audit(self) -> list[str]:
         """The same by looking at every row: minutes, where there are many millions."""
         found = self.imbalance()
-        counted, first = experience_counts.c, experiences.c.correction == 0
-        kept = select(counted.tenant, counted.version, counted.state, *(_sum(counted[name]) for name in _COUNTS))
-        key = experiences.c.tenant, experiences.c.version_min, experiences.c.state
-        rewarded = func.count(experiences.c.rewarded_at).filter(first)
-        there = select(*key, func.count(), func.count().filter(first), rewarded).group_by(*key)
-        with self._snapshot() as connection:
-            rows, counts = (
-                {tuple(row[:3]): tuple(map(int, row[3:])) for row in connection.execute(query)}
-                for query in (there, kept.group_by(counted.tenant, counted.version, counted.state))
-            )
-        for tenant, number, state in sorted(rows.keys() | counts.keys()):
-            are, told = (each.get((tenant, number, state), (0, 0, 0)) for each in (rows, counts))
-            if are != told:
-                found.append(f"{tenant} has {are[0]} {state} experiences of version {number}, counted are {told[0]}")
+        # What an index has each.
+        by_state, by_version = (experiences.c.state, _counted.state), (experiences.c.version_min, _counted.version)
+        for (key, counted_key), rows, counted in (
+            (by_state, func.count(), _counted.rows),
+            (by_version, func.count(), _counted.rows),
+            (by_version, func.count(worth), _counted.rewarded),
+        ):
+            queries = select(key, rows).group_by(key), select(counted_key, _sum(counted)).group_by(counted_key)
+            there, told = (dict(map(tuple, each)) for each in self._read_together(*queries))
+            found += [
+                f"{counted.name} of {counted_key.name} {each}: {there.get(each, 0)}, counted are {told.get(each, 0)}"
+                for each in sorted(there.keys() | told.keys())
+                if there.get(each, 0) != told.get(each, 0)
+            ]
         version, trained = experiences.c.trained_version, func.count().label("trained")
         named = select(version, trained).where(version.is_not(None)).group_by(version).subquery()
         count = func.coalesce(named.c.trained, 0)
@@ -280,7 +281,9 @@ class Reports(LedgerPart):
         for what, condition in {
             "leased under an epoch that has ended": and_(_LEASED, experiences.c.lease_epoch != current),
             "without their exchange": ~exists().where(exchanges.c.msg_id == experiences.c.msg_id),
-            "in a group that is named after a later one": experiences.c.group_id > experiences.c.id,
+            "in a group that is named after a later one": and_(
+                _COMMITTED, experiences.c.group_id.is_not(None), experiences.c.group_id > experiences.c.id
+            ),
         }.items():
             [(misplaced,)] = self._read(select(func.count()).select_from(experiences).where(condition))
             if misplaced:

@@ -227,6 +227,8 @@ class ExplorerSettings(Section):
     cors_allow_origins: tuple[str, ...] = ()
     """Origins, such as `https://app.example.com`, whose pages may send [feedback from a
     browser](keys.md#feedback-from-a-browser). _Serve._"""
+    cors_inference_origins: tuple[str, ...] = ()
+    """Origins whose pages may ask the model, with a key where keys are needed; `["*"]`: all. _Serve._"""
     proxy_port: Port = 8010
     """The port to listen on. 0: a free one, told in the log. _Serve._"""
     workers: Positive | None = None

@@ -3,7 +3,16 @@
 from typing import Literal
 
 from tuneloop.shared.settings.database_url import DatabaseUrl
-from tuneloop.shared.settings.types import AtLeastTwo, FileMode, FolderName, NotNegative, Positive, Seconds, Section
+from tuneloop.shared.settings.types import (
+    AtLeastTwo,
+    FileMode,
+    FolderName,
+    Fraction,
+    NotNegative,
+    Positive,
+    Seconds,
+    Section,
+)
 
 _TOKENS = 8192
 
@@ -121,4 +130,8 @@ class BufferSettings(Section):
     """Whenever a version is registered, what waits beyond so many batches [expires](batches.md#what-is-too-much), the
     oldest first, imported replies too; null: everything waits, however long, as for data that is imported to be trained
     on whole. _Train._"""
+    record_share: Fraction = 1.0
+    """Share of the traffic that is recorded: of [runs](tasks.md), whose calls are recorded all or not at all, and of
+    single replies. What says `store: true` is recorded always. Of the others no text and no token ids are kept:
+    feedback on them is `not_recorded`, and no response follows them. _Serve._"""
     trainer_input: TrainerInputSettings = TrainerInputSettings()

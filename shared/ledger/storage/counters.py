@@ -6,21 +6,18 @@ SQLite has one writer, and changes the rows that are there.
 
 from sqlalchemy import Connection, text
 
-_KEY = {"tenant": "tenant", "version": "version_min", "state": "state"}
+#: What the numbers are of, and what a row `r` of `experiences` adds to each: a reward 1e100 at most, so that no sum is
+#: infinite.
+_KEY = {"tenant": "r.tenant", "version": "r.version_min", "state": "r.state", "corrects": "(r.correction > 0)"}
 _KEYS = ", ".join(_KEY)
-
-#: What a row `r` of `experiences` adds to each number. A reward counts once, without its corrections; one of 1e100 at
-#: most, so that no sum is infinite.
 _ADDED = {
     "rows": "1",
-    "replies": "(CASE WHEN r.correction = 0 THEN 1 ELSE 0 END)",
-    "rewarded": "(CASE WHEN r.correction = 0 AND r.rewarded_at IS NOT NULL THEN 1 ELSE 0 END)",
-    "reward_sum": "(CASE WHEN r.correction = 0"
-    " THEN least(greatest(coalesce(r.reward, r.edit_similarity, 0.0), -1e100), 1e100) ELSE 0.0 END)",
+    "rewarded": "(CASE WHEN r.rewarded_at IS NULL THEN 0 ELSE 1 END)",
+    "reward_sum": "least(greatest(coalesce(r.reward, r.edit_similarity, 0.0), -1e100), 1e100)",
 }
 _COLUMNS = f"{_KEYS}, {', '.join(_ADDED)}"
 _SUMS = ", ".join(f"sum({name})" for name in _ADDED)
-_SOME = " OR ".join(f"sum({name}) <> 0" for name in ("rows", "replies", "rewarded"))
+_SOME = "sum(rows) <> 0 OR sum(rewarded) <> 0"
 
 #: Sums the differences of the keys that have many.
 FOLD = text(
@@ -44,7 +41,7 @@ def _for_sqlite(words: str) -> str:
 
 
 def _select(rows: str, sign: str) -> str:
-    columns = [*(f"r.{each} AS {name}" for name, each in _KEY.items())]
+    columns = [f"{each} AS {name}" for name, each in _KEY.items()]
     columns += [f"{sign}{each} AS {name}" for name, each in _ADDED.items()]
     return f"SELECT {', '.join(columns)} FROM {rows} r"
 
@@ -57,12 +54,12 @@ def _summed(parts: list[str]) -> str:
 def _sqlite_triggers() -> list[str]:
     def add(row: str, sign: str) -> str:
         changes = ", ".join(f"{name} = {name} {sign} {each}" for name, each in _ADDED.items())
-        same = " AND ".join(f"{name} = r.{each}" for name, each in _KEY.items())
-        values = ", ".join([*(f"r.{each}" for each in _KEY.values()), *_ADDED.values()])
+        same = " AND ".join(f"{name} = {each}" for name, each in _KEY.items())
+        values = ", ".join([*_KEY.values(), *_ADDED.values()])
         new = f" INSERT INTO experience_counts ({_COLUMNS}) SELECT {values} WHERE changes() = 0;" if sign == "+" else ""
         return _for_sqlite(f"UPDATE experience_counts SET {changes} WHERE {same};{new}").replace("r.", f"{row}.")
 
-    counted = ", ".join([*_KEY.values(), "correction", "reward", "edit_similarity", "rewarded_at"])
+    counted = "tenant, version_min, state, correction, reward, edit_similarity, rewarded_at"
     bodies = {
         "INSERT": add("NEW", "+"),
         "DELETE": add("OLD", "-"),
@@ -83,7 +80,8 @@ def _postgresql_triggers() -> list[str]:
     )
     seen = {new: "NEW TABLE AS new_rows", old: "OLD TABLE AS old_rows"}
     return [
-        f"CREATE OR REPLACE FUNCTION count_experiences() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {cases} RETURN NULL; END $$",
+        "CREATE OR REPLACE FUNCTION count_experiences() RETURNS trigger LANGUAGE plpgsql"
+        f" AS $$ BEGIN {cases} RETURN NULL; END $$",
         *(
             f"CREATE TRIGGER count_{when.lower()} AFTER {when} ON experiences"
             f" REFERENCING {' '.join(seen[part] for part in parts)}"

@@ -41,7 +41,6 @@ from sqlalchemy import (
     func,
     inspect,
     select,
-    text,
 )
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, InterfaceError, OperationalError
@@ -169,9 +168,7 @@ _POSTGRES_OPTIONS = {
     "keepalives_idle": 20,
     "keepalives_interval": 10,
     "tcp_user_timeout": 60_000,
-    # Our transactions begin with a message of ours, and a prepared statement is of one session.
-    "autocommit": True,
-    "prepare_threshold": None,
+    "autocommit": True,  # our transactions begin with a message of ours
 }
 
 #: Seconds after which the server ends a transaction whose process says nothing: it is dead, cut off or stands still,
@@ -221,6 +218,13 @@ def connect(url: str, *, schema: str | None = None) -> Engine:
         pool_size=4,
         hide_parameters=True,  # what a user wrote is a parameter: it must not get into our logs with an error
     )
+
+    @event.listens_for(engine, "connect")
+    def _on_session(connection: "psycopg.Connection[Any]", _record: object) -> None:
+        # A pooler tells another number than the server, and the next session has not what this one has prepared.
+        told = connection.execute("SELECT pg_backend_pid()").fetchone()
+        if told != (connection.info.backend_pid,):
+            connection.prepare_threshold = None
 
     # All settings are of one transaction: behind a pooler, the next one may have another session, and others this one.
     @event.listens_for(engine, "begin")

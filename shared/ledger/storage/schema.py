@@ -363,16 +363,16 @@ experience_counts = Table(
     Column("tenant", String(64), nullable=False),
     Column("version", Integer, nullable=False),
     Column("state", String(16), nullable=False),
+    Column("corrects", Boolean, nullable=False),
     Column("rows", BigInteger, nullable=False),
-    Column("replies", BigInteger, nullable=False),
     Column("rewarded", BigInteger, nullable=False),
     Column("reward_sum", Double, nullable=False),
-    Index(None, "tenant", "version", "state"),
+    Index(None, "tenant", "version", "state", "corrects"),
 )
 event.listen(metadata, "after_create", lambda _metadata, connection, **_: keep_counts(connection))
 
 #: What may have become of feedback that is stored.
-_STORED = [outcome for outcome in Outcome if outcome is not Outcome.FULL]
+_STORED = [outcome for outcome in Outcome if outcome not in (Outcome.FULL, Outcome.NOT_RECORDED)]
 
 #: Append-only, but for `repeated_at`: when its source last said the same again. Has no foreign key to exchanges,
 #: because feedback may come before the row of its reply.

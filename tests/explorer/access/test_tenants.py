@@ -46,7 +46,6 @@ ROWS: dict[tuple[str, str], set[Scope]] = {
     ("POST", f"{CHAT}/{{msg_id}}"): {COMMIT},
     ("DELETE", f"{CHAT}/{{msg_id}}"): {COMMIT},
     ("POST", "/feedback"): {FEEDBACK},
-    ("OPTIONS", "/feedback"): {ADMIN},  # but for the browsers of pages that are listed
     ("POST", "/v1/feedback_tokens"): {FEEDBACK},
     ("POST", "/commit"): {COMMIT},
     ("GET", "/training"): {READ, COMMIT},

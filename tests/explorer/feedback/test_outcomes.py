@@ -13,7 +13,7 @@ from sqlalchemy import Engine, select
 
 from tests.doubles.engine import EngineDouble
 from tests.doubles.serving import serving
-from tests.explorer.running import MoodyLedger, RunningExplorer, eventually, settings_for
+from tests.explorer.running import MoodyLedger, RunningExplorer, eventually, explorer_running, settings_for
 from tests.explorer.whole import create_app
 from tests.factories import exchange, published
 from tests.factories import ids as ids_of
@@ -89,7 +89,7 @@ def test_said_once_it_is_accepted_and_said_again_a_duplicate(explorer: RunningEx
         "status": "success",
         "accepted": 1,
         "outcomes": {said: "accepted"},
-        "counts": {"accepted": 1, "duplicate": 0, "unknown": 0, "full": 0, "late": 0, "pending": 0},
+        "counts": {"accepted": 1, "duplicate": 0, "unknown": 0, "not_recorded": 0, "full": 0, "late": 0, "pending": 0},
     }
     assert say(explorer, msg_ids=[said], reward=0.5) == "duplicate"
     assert say(explorer, msg_ids=[said], reward=0.75) == "accepted"
@@ -151,9 +151,39 @@ def test_feedback_that_comes_before_the_row_of_its_reply_is_parked(explorer: Run
     assert outcomes(explorer.feedback(early, reward=0.5)) == {early: "accepted"}
 
 
-def test_feedback_on_a_reply_that_was_not_to_be_stored_stays_parked(explorer: RunningExplorer, engine: Engine) -> None:
-    assert say(explorer, msg_ids=[reply_id(explorer, store=False)], reward=1) == "pending"
-    assert rewards(engine) == []
+def test_feedback_on_a_reply_that_is_not_recorded_says_so(explorer: RunningExplorer) -> None:
+    said, forgotten = reply_id(explorer), reply_id(explorer, store=False)
+    for name in (forgotten, f"{forgotten}:0"):
+        answer = explorer.feedback(name)
+        assert (answer.status_code, answer.json()["accepted"], outcomes(answer)) == (200, 0, {name: "not_recorded"})
+    assert outcomes(explorer.feedback(said, forgotten)) == {said: "accepted", forgotten: "not_recorded"}
+    preferred = {"msg_ids": [said], "preferred_over": forgotten}
+    assert outcomes(explorer.http.post("/feedback", json=preferred)) == {said: "not_recorded"}
+    assert len(explorer.feedbacks()) == 1
+
+
+def test_a_share_of_the_traffic_is_recorded_and_runs_as_a_whole(tmp_path: Path, double: EngineDouble) -> None:
+    settings = settings_for(tmp_path, [double.url])
+    share = settings.buffer.model_copy(update={"record_share": 0.5})
+    with explorer_running(settings.model_copy(update={"buffer": share})) as explorer:
+        runs = {f"run-{number}": 3 for number in range(12)}
+        replies = {
+            reply_id(explorer, metadata={"task_id": "t", "run_id": run}): run
+            for run, calls in runs.items()
+            for _ in range(calls)
+        }
+        single = [reply_id(explorer) for _ in range(24)]
+        kept = {each.msg_id for each in explorer.exchanges()}
+        recorded = Counter(run for name, run in replies.items() if name in kept)
+        assert 0 < len(recorded) < len(runs)
+        assert set(recorded.values()) == {3}
+        assert 0 < len(kept & {*single}) < len(single)
+        told = outcomes(explorer.feedback(*replies, *single))
+        assert {name for name, outcome in told.items() if outcome == "accepted"} == kept
+        assert {told[name] for name in told.keys() - kept} == {"not_recorded"}
+        assert reply_id(explorer, store=True) in {each.msg_id for each in explorer.exchanges()}
+        asked = [chat.body.get("logprobs") for chat in double.chats]
+        assert asked.count(True) == len(kept) + 1, "nobody needs those of the others"
 
 
 def test_feedback_on_a_trajectory_is_told_under_its_name(explorer: RunningExplorer, engine: Engine) -> None:

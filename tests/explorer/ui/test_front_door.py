@@ -26,12 +26,12 @@ def documented_routes() -> set[tuple[str, str]]:
 
 
 def app_routes(app: Edge) -> set[tuple[str, str]]:
-    """The routes of the app but those of the page, of preflights, and the peer's names of ours."""
+    """The routes of the app but those of the page, those of a probe without its body, and the peer's names."""
     return {
         (method, re.sub(r"{[\w:]+}", "{}", route.path))
         for route in app.app.routes
         if isinstance(route, APIRoute) and not route.path.startswith((PATH, "/trinity"))
-        for method in route.methods - {"OPTIONS"}
+        for method in route.methods - {"HEAD"}
     }
 
 

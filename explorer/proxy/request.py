@@ -82,6 +82,9 @@ _EXPLORER_FIELDS = frozenset({"store", "metadata"})
 #: Fields that say what an engine does beside this request: they are the operator's. `vllm_xargs` may hold any of them.
 _OPERATORS_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id", "session_id", "priority", "vllm_xargs")
 
+#: What vLLM leaves out without a word: the reply is to all that was sent.
+_LEFT_OUT = ("context_management", "mcp_servers", "web_search_options", "prediction")
+
 #: How many tokens the client wants of a choice.
 _LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
@@ -331,7 +334,7 @@ class RequestParser:
             store=store,
             sampling=sampling if labels.train else sampling._replace(drop_reason="opt_out"),
             labels=labels,
-            ignored_fields=for_engine.ignored_fields,
+            ignored_fields=(*for_engine.ignored_fields, *(name for name in _LEFT_OUT if body.get(name))),
             caller=caller,
             request_id=raw.header(b"x-request-id") or msg_id,
             # The time before its body was read, which may have taken the client long.

@@ -8,21 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 from sqlalchemy import make_url
 
+from tests.hostile.fronts import environment, program_of
 from tests.trainer.factories import eventually
 
-PROGRAM = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 _PORT = 6432
 
 
 @contextmanager
 def pooled(url: str, mode: str) -> Iterator[str]:
     """The URL of the server at `url` by way of a pooler with three of its sessions, in this mode."""
-    if PROGRAM is None:
-        pytest.skip("pgbouncer is not installed: apt-get install pgbouncer")
-    server = make_url(url)
+    program, server = program_of("pgbouncer"), make_url(url)
     there = Path(str(server.query["host"]))
     user = there.owner()
     folder = Path(tempfile.mkdtemp(prefix="tl-pool-", dir="/tmp"))
@@ -32,9 +29,9 @@ def pooled(url: str, mode: str) -> Iterator[str]:
         f"unix_socket_dir = {folder}\nlogfile = {folder}/log\nmax_client_conn = 200\n"
     )
     shutil.chown(folder, user)
-    as_user = {"user": user} if os.geteuid() == 0 else {}
-    folder.chmod(0o755)
-    process = subprocess.Popen([PROGRAM, "-q", str(folder / "pgbouncer.ini")], **as_user)  # type: ignore[call-overload]
+    # Root must not run it.
+    as_user = user if os.geteuid() == 0 else None
+    process = subprocess.Popen([program, "-q", str(folder / "pgbouncer.ini")], user=as_user, env=environment())
     try:
         eventually(lambda: (folder / f".s.PGSQL.{_PORT}").exists())
         yield f"postgresql://{server.username}@/{server.database}?host={folder}&port={_PORT}"

@@ -1,6 +1,6 @@
 """What stands before the service: nothing, nginx, or HAProxy, each keeping one connection to it for all users.
 
-`scripts/install-clients` puts the two below .venv/clients/fronts where they are not installed.
+`scripts/install-clients` puts them, and PgBouncer, below .venv/clients/fronts where they are not installed.
 """
 
 import os
@@ -87,7 +87,7 @@ def front_before(url: str, kind: Front, folder: Path, *, forwards: bool = False)
         running.wait()
 
 
-def program_of(kind: Front) -> str:
+def program_of(kind: str) -> str:
     places = (os.environ["PATH"], "/usr/sbin", _UNPACKED / "usr" / "sbin")
     found = shutil.which(kind, path=os.pathsep.join(map(str, places)))
     if found is None:

@@ -127,6 +127,7 @@ def test_the_person_and_the_priority_are_kept_and_the_user_goes_on_to_the_engine
     assert (reply.status_code, reply.headers["x-tuneloop-ignored"]) == (200, "metadata.priority")
     assert double.chats[-1].body["user"] == LONG
     assert explorer.exchanges()[-1].user == person_name(LONG)
+    assert explorer.chat(prediction={"type": "content"}).headers["x-tuneloop-ignored"] == "prediction"
 
 
 @pytest.mark.parametrize("name", ["train", "tuneloop_train"])

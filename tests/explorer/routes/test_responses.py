@@ -211,6 +211,21 @@ def test_of_what_the_engine_answered_itself_the_words_are_told_again(
     assert (found["id"], found["tools"], found["usage"]) == (answer["id"], answer["tools"], None)
 
 
+@pytest.mark.parametrize("body", [PLAIN, CUSTOM], ids=["translated", "native"])
+@pytest.mark.parametrize(
+    "field", [{"conversation": "conv_1"}, {"context_management": [{"type": "compaction", "compact_threshold": 1000}]}]
+)
+def test_what_an_engine_would_leave_out_is_refused_and_not_recorded(
+    explorer: RunningExplorer, engines: list[RespondingDouble], body: Json, field: Json
+) -> None:
+    before = len(explorer.exchanges())
+    answer = post(explorer, body | field)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "unsupported", next(iter(field)))
+    assert len(explorer.exchanges()) == before
+    assert post(explorer, body | dict.fromkeys(field)).status_code == 200
+
+
 def test_what_is_no_response_of_ours_is_not_found(explorer: RunningExplorer, engines: list[RespondingDouble]) -> None:
     chat = explorer.chat().json()["id"]
     response = post(explorer, PLAIN).json()["id"]

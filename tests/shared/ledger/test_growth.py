@@ -1,0 +1,112 @@
+"""What the page and the gauges ask costs the same however large the ledger is, and the counts are those of the rows."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Engine, event, text
+
+from tests.conftest import Place
+from tests.databases import engine_of, put_file
+from tests.factories import (
+    committed,
+    exchange,
+    experience,
+    feedback,
+    fill,
+    ids,
+    leased,
+    published,
+    rewarded,
+    trained,
+)
+from tests.shared.ledger.test_races import at_once
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+
+
+def steps(engine: Engine, ask: Callable[[], object]) -> int:
+    """How many hundreds of instructions SQLite takes for a question."""
+    taken = 0
+
+    def count() -> None:
+        nonlocal taken
+        taken += 1
+
+    def listen(connection: Any, *_: object) -> None:
+        connection.connection.driver_connection.set_progress_handler(count, 100)
+
+    event.listen(engine, "begin", listen)
+    ask()
+    event.remove(engine, "begin", listen)
+    return taken
+
+
+def test_the_questions_of_the_page_and_the_gauges_cost_the_same_with_more_rows(tmp_path: Path) -> None:
+    found: list[dict[str, int]] = []
+    for count in (6_000, 24_000):  # more than the window
+        place = Place(f"sqlite:///{tmp_path}/{count}.db", None)
+        put_file(place.url)
+        engine = engine_of(place.url)
+        fill(engine, count)
+        with engine.execution_options(sqlite_begin="IMMEDIATE").begin() as connection:
+            connection.execute(text("UPDATE experiences SET state = 'dropped', reason = 'empty'"))
+        ledger = Ledger(engine)
+        trained(ledger)
+        questions: dict[str, Callable[[], object]] = {
+            "counts": ledger.reports.counts,
+            "a tenant's": lambda ledger=ledger: ledger.reports.counts("acme"),
+            "facts": lambda ledger=ledger: ledger.reports.facts(BatchPolicy(), batch=8),
+            "rewards": ledger.reports.rewards,
+            "imbalance": ledger.reports.imbalance,
+        }
+        found.append({name: steps(engine, ask) for name, ask in questions.items()})
+        engine.dispose()
+    few, many = found
+    assert {name: each for name, each in many.items() if each > 2 * few[name] + 5} == {}
+
+
+def test_the_counts_are_those_of_the_rows_whatever_happens_to_them(ledger: Ledger) -> None:
+    trained(ledger, 3)
+    epoch, samples = leased(ledger, 4)
+    ledger.training.register(epoch, ids(samples)[:2], step=2, publish=published)
+    ledger.training.take_epoch("another")
+    rewarded(ledger, 2, tenant="globex")
+    said = exchange(tenant="globex", experiences=(experience(drop_reason="empty"), experience(choice=1)))
+    ledger.recording.record([said, said, feedback(msg_id=said.msg_id, tenant="globex", value=0.5, choice=1)])
+    ledger.recording.record([feedback(msg_id=said.msg_id, tenant="globex", value=-1.0, choice=1)])
+    committed(ledger, 2)
+    assert ledger.reports.counts("globex") | {State.REWARDED: 3, State.DROPPED: 1} == ledger.reports.counts("globex")
+    [base, *_] = ledger.reports.rewards()
+    assert (base.version, base.replies, base.rewarded, base.reward_sum) == (0, 13, 12, 10.0)
+    before = ledger.reports.counts()
+    for _ in range(2):
+        ledger.reports.fold_counts()
+        assert ledger.reports.counts() == before
+    assert ledger.reports.audit() == []
+    ledger.retention.purge({State.TRAINED: -1e12, State.REWARDED: -1e12, State.DROPPED: -1e12})
+    ledger.retention.erase("acme", "nobody")
+    ledger.reports.fold_counts()
+    assert ledger.reports.audit() == []
+    counts = ledger.reports.counts()
+    assert (counts[State.TRAINED], counts[State.REWARDED], counts[State.DROPPED]) == (0, 0, 0)
+
+
+def test_rows_that_were_changed_behind_the_counts_are_found(ledger: Ledger, engine: Engine) -> None:
+    trained(ledger, 2)
+    with engine.execution_options(sqlite_begin="IMMEDIATE").begin() as connection:
+        connection.execute(text("UPDATE experience_counts SET rows = rows + 1 WHERE state = 'trained'"))
+    assert any("trained" in each and "counted" in each for each in ledger.reports.audit())
+
+
+def test_processes_that_record_at_once_are_all_counted(engine: Engine) -> None:
+    ledgers = [Ledger(engine) for _ in range(4)]
+
+    def record(ledger: Ledger) -> None:
+        for _ in range(10):
+            rewarded(ledger, 3)
+            ledger.reports.fold_counts()
+
+    assert at_once(*[lambda ledger=each: record(ledger) for each in ledgers]) == [None] * 4
+    assert ledgers[0].reports.counts()[State.REWARDED] == 120
+    assert ledgers[0].reports.audit() == []

@@ -89,6 +89,8 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         "user": _PERSON,
     },
     "/v1/responses": {
+        "context_management": "400",
+        "conversation": "400: send `previous_response_id`, or all turns",
         "input": _MERGED,
         "metadata": "kept with the response, values other than strings too; " + _LABELS,
         "request_id": _SIGNED,
@@ -110,7 +112,9 @@ EVERYWHERE = {
     "a body of more than `explorer.max_body_bytes`": "413",
     "`model: <name>@<version>`": "[a pinned version](clients.md#one-version), where that is enabled",
     "`X-Request-Id`": "comes back in the response's header; the reply's id is ours",
-    "`seed`": "not passed to engines on a CPU, which cannot have it; named in the header `x-tuneloop-ignored`",
+    "`seed`": "not passed to tuneloop's own engines on a CPU, which it would end (named in the header"
+    " `x-tuneloop-ignored`); those of `engine_urls` get it",
+    "pages of other origins": "only those of `explorer.cors_inference_origins`",
 }
 
 

@@ -32,7 +32,7 @@ def keep_counts(connection: Connection) -> None:
     is_sqlite = connection.dialect.name == "sqlite"
     for statement in _sqlite_triggers() if is_sqlite else _postgresql_triggers():
         connection.exec_driver_sql(statement)
-    counted = f"INSERT INTO experience_counts ({_COLUMNS}) {_summed([_select('experiences', '+')])}"
+    counted = f"INSERT INTO experience_counts ({_COLUMNS}) {_sum_of([_select('experiences', '+')])}"
     connection.exec_driver_sql(_for_sqlite(counted) if is_sqlite else counted)
 
 
@@ -46,7 +46,7 @@ def _select(rows: str, sign: str) -> str:
     return f"SELECT {', '.join(columns)} FROM {rows} r"
 
 
-def _summed(parts: list[str]) -> str:
+def _sum_of(parts: list[str]) -> str:
     some = f"{_SOME} OR sum(reward_sum) <> 0"
     return f"SELECT {_KEYS}, {_SUMS} FROM ({' UNION ALL '.join(parts)}) AS changes GROUP BY {_KEYS} HAVING {some}"
 
@@ -75,7 +75,7 @@ def _postgresql_triggers() -> list[str]:
     new, old = _select("new_rows", "+"), _select("old_rows", "-")
     changes = {"INSERT": [new], "DELETE": [old], "UPDATE": [new, old]}
     cases = " ".join(
-        f"IF TG_OP = '{when}' THEN INSERT INTO experience_counts ({_COLUMNS}) {_summed(parts)}; END IF;"
+        f"IF TG_OP = '{when}' THEN INSERT INTO experience_counts ({_COLUMNS}) {_sum_of(parts)}; END IF;"
         for when, parts in changes.items()
     )
     seen = {new: "NEW TABLE AS new_rows", old: "OLD TABLE AS old_rows"}

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import psycopg
 import structlog
@@ -58,9 +58,6 @@ from tuneloop.shared.errors import (
 )
 from tuneloop.shared.experience import since_boot, steady_clock
 from tuneloop.shared.settings.database_url import SETTING, parse_url, without_password
-
-if TYPE_CHECKING:
-    from alembic.config import Config
 
 log = structlog.get_logger()
 
@@ -210,14 +207,9 @@ def connect(url: str, *, schema: str | None = None) -> Engine:
     if schema is not None:
         server["search_path"] = '"' + schema.replace('"', '""').replace("%", "%%") + '"'
     settings = "; ".join(f"SET LOCAL {name} TO {each}" for name, each in server.items())
-    named = {} if "application_name" in parsed.query else {"application_name": f"tuneloop {schema or ''}".strip()}
-    engine = create_engine(
-        parsed,
-        connect_args=_POSTGRES_OPTIONS | named,
-        pool_pre_ping=True,
-        pool_size=4,
-        hide_parameters=True,  # what a user wrote is a parameter: it must not get into our logs with an error
-    )
+    options = _POSTGRES_OPTIONS | {"application_name": parsed.query.get("application_name", f"tuneloop {schema or ''}")}
+    # What a user wrote is a parameter: it must not get into our logs with an error.
+    engine = create_engine(parsed, connect_args=options, pool_pre_ping=True, pool_size=4, hide_parameters=True)
 
     @event.listens_for(engine, "connect")
     def _on_session(connection: "psycopg.Connection[Any]", _record: object) -> None:
@@ -229,8 +221,8 @@ def connect(url: str, *, schema: str | None = None) -> Engine:
     # All settings are of one transaction: behind a pooler, the next one may have another session, and others this one.
     @event.listens_for(engine, "begin")
     def _on_transaction(connection: Connection) -> None:
-        isolation = connection.get_execution_options().get("postgresql_begin", "READ COMMITTED")
-        connection.exec_driver_sql(f"BEGIN ISOLATION LEVEL {isolation}; {settings}")
+        level = connection.get_execution_options().get("postgresql_begin", "READ COMMITTED")
+        connection.exec_driver_sql(f"BEGIN ISOLATION LEVEL {level}; {settings}")
 
     return engine
 
@@ -276,7 +268,7 @@ def first_line(error: DBAPIError) -> str:
     return (str(error.orig).strip().splitlines() or [type(error.orig).__name__])[0]
 
 
-def migrations() -> "Config":
+def migrations() -> Any:
     """Where Alembic finds the steps of the schema."""
     from alembic.config import Config  # takes as long as all of SQLAlchemy: only who upgrades needs it
 

@@ -11,7 +11,7 @@ from tuneloop.shared.ledger.storage.database import connect, first_line
 from tuneloop.shared.settings.database_url import parse_url, without_password
 
 
-def _known() -> list[str]:
+def _revisions() -> list[str]:
     """The revisions of this release, by the names of their files: Alembic takes long to import."""
     files = Path(*migrations.__path__).joinpath("versions").glob("[0-9]*.py")
     return sorted(each.name.partition("_")[0] for each in files)
@@ -19,12 +19,12 @@ def _known() -> list[str]:
 
 def newest() -> str:
     """The revision that this release of tuneloop works with."""
-    return _known()[-1]
+    return _revisions()[-1]
 
 
 def is_known(revision: str) -> bool:
     """Whether this release can bring a database of that revision to the newest."""
-    return revision in _known()
+    return revision in _revisions()
 
 
 def of(connection: Connection) -> str | None:

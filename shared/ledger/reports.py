@@ -4,7 +4,7 @@ from collections.abc import Collection
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, exists, func, select, text, true
+from sqlalchemy import ColumnElement, and_, exists, func, or_, select, text, true
 
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.facts import DropCount, HeldBack, LedgerFacts, StateCount, Trainer, Weights
@@ -282,7 +282,7 @@ class Reports(LedgerPart):
             "leased under an epoch that has ended": and_(_LEASED, experiences.c.lease_epoch != current),
             "without their exchange": ~exists().where(exchanges.c.msg_id == experiences.c.msg_id),
             "in a group that is named after a later one": and_(
-                _COMMITTED, experiences.c.group_id.is_not(None), experiences.c.group_id > experiences.c.id
+                or_(_COMMITTED, _LEASED), experiences.c.group_id > experiences.c.id
             ),
         }.items():
             [(misplaced,)] = self._read(select(func.count()).select_from(experiences).where(condition))

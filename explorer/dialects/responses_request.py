@@ -69,7 +69,7 @@ def normalize(body: Json) -> Json:
 def untranslatable_reason(body: Json) -> str | None:
     """Why the request cannot be translated into a chat completion; None if it can, or if it is invalid anyway."""
     for param in ("enable_response_messages", "previous_input_messages"):
-        if body.get(param) not in (None, []):
+        if body.get(param):
             return param
     tools = body.get("tools")
     for tool in tools if isinstance(tools, list) else ():
@@ -157,7 +157,7 @@ def refuse_unsupported(body: Json) -> None:
         ("conversation", "no conversations are kept: send previous_response_id, or all turns as input"),
         ("context_management", "context_management is not supported: leave out of input what is to be left out"),
     ):
-        if body.get(param):
+        if body.get(param) not in (None, []):
             raise RequestRefused(why, code="unsupported", param=param)
 
 

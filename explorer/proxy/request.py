@@ -316,8 +316,9 @@ class RequestParser:
             sampling = sampling._replace(truncated=False)
         msg_id = self._signer.mint(caller.tenant, choices if store else 0, dialect.prefix)
         sent = raw_body if pin is None else orjson.dumps(body)
-        how = {"truncated": sampling.truncated, "recorded": store}
-        for_engine = self._for_engine(dialect, caller, msg_id, sent, body, upstream, **how)
+        for_engine = self._for_engine(
+            *(dialect, caller, msg_id, sent, body, upstream), truncated=sampling.truncated, recorded=store
+        )
         writer = dialect.writer(body, msg_id, dialect.upstream_prefix + msg_id.removeprefix(dialect.prefix))
         writer.transcript.captured = for_engine.captured
         most = next((value for name in _LENGTHS if (value := upstream.get(name)) is not None), None)

@@ -238,14 +238,12 @@ class CaptureChoice:
         self._share = settings.captured_share
         self.mistrusted = False
 
-    def asks(self, msg_id: str, upstream: Mapping[str, Any], *, truncated: bool = False, recorded: bool = True) -> bool:
+    def asks(self, msg_id: str, upstream: Mapping[str, Any], *, truncated: bool = False) -> bool:
         """Whether the engine is asked for the log-probabilities of the reply to a request.
 
         Where it was `truncated` the trainer cannot recompute them: only the engine knows what is left.
         """
         wanted = upstream.get("logprobs")  # of a text, 0 is a number of them
-        if not recorded:
-            return not (wanted is None or wanted is False)
         if self._all or self.mistrusted or truncated or not (wanted is None or wanted is False):
             return True
         return in_share(b"captured", msg_id, self._share)
@@ -316,9 +314,7 @@ class RequestParser:
             sampling = sampling._replace(truncated=False)
         msg_id = self._signer.mint(caller.tenant, choices if store else 0, dialect.prefix)
         sent = raw_body if pin is None else orjson.dumps(body)
-        for_engine = self._for_engine(
-            *(dialect, caller, msg_id, sent, body, upstream), truncated=sampling.truncated, recorded=store
-        )
+        for_engine = self._for_engine(dialect, caller, msg_id, sent, body, upstream, truncated=sampling.truncated)
         writer = dialect.writer(body, msg_id, dialect.upstream_prefix + msg_id.removeprefix(dialect.prefix))
         writer.transcript.captured = for_engine.captured
         most = next((value for name in _LENGTHS if (value := upstream.get(name)) is not None), None)
@@ -360,7 +356,6 @@ class RequestParser:
         upstream: dict[str, Any],
         *,
         truncated: bool,
-        recorded: bool,
     ) -> "_ForEngine":
         """The body for the engine, of one that the client `sent`, and what it has more and less than that."""
         unwanted = self._unsafe_fields if caller.sees_all else (*self._unsafe_fields, *_OPERATORS_FIELDS)
@@ -375,7 +370,7 @@ class RequestParser:
         if (verbatim := dialect.verbatim(wanted, msg_id)) is not None:
             return _ForEngine(orjson.dumps(verbatim), partial(orjson.dumps, verbatim), (), ignored, captured=True)
         # Engines of others may have no plug-in, and would tell much for a reply that is marked all the same.
-        captured = self.capture.asks(msg_id, upstream, truncated=truncated and self._own_engines, recorded=recorded)
+        captured = self.capture.asks(msg_id, upstream, truncated=truncated and self._own_engines)
         added = self._added_fields(dialect, upstream, captured=captured) | salt
         encode = partial(_encode_upstream, sent, body, upstream, _EXPLORER_FIELDS.union(ignored))
         return _ForEngine(encode(added), partial(encode, {}), tuple(added), ignored, captured=captured)

@@ -62,14 +62,12 @@ def fit_to_memory(settings: Settings, *, free: int | None = None, total: int | N
         if device.type != "cuda" or settings.trainer.micro_batch_tokens is not None:
             return settings
         free, total = torch.cuda.mem_get_info(device)
-        if settings.cluster.gpu_turn is not None:  # Of what is taken now, an engine that sleeps has given back most.
-            free = total
     try:
         shapes = shapes_of(settings)
     except EnvironmentRefused as error:
         _log.warning("memory_unknown", reason=str(error))
         return settings
-    room = min(free, room_for_trainer(settings, total))
+    room = _room(settings, free, total)
     chosen, memory, fits, sharded = fit_trainer(settings, shapes, room)
     if not fits:
         raise EnvironmentRefused(
@@ -92,13 +90,18 @@ class _Rehearsed(TuneloopError):
     """Ends a step before its first update."""
 
 
+def _room(settings: Settings, free: int, total: int) -> int:
+    # Of what is taken now, an engine that sleeps has given back most.
+    return min(total if settings.cluster.gpu_turn is not None else free, room_for_trainer(settings, total))
+
+
 def must_shard(settings: Settings) -> bool:
-    """Whether a GPU has no room for the whole of what is trained; where that cannot be told, it has none."""
+    """Whether shares are better than the whole of what is trained on each GPU; where that cannot be told, they are."""
     device = device_of(settings)
     if device.type != "cuda":
         return True
     try:
-        room = room_for_trainer(settings, torch.cuda.mem_get_info(device)[1])
+        room = _room(settings, *torch.cuda.mem_get_info(device))
         return fit_trainer(settings, shapes_of(settings), room).sharded
     except EnvironmentRefused:
         return True

@@ -46,6 +46,9 @@ _QUANTIZED = {8: 1.0, 4: 0.5 + (1 + 8 / NF4_GROUP) / NF4_BLOCK}
 #: The most and the least tokens at once that are chosen, and the share of the room that they may fill.
 _MOST, _LEAST, _USED = 32768, 1024, 0.95
 
+#: With so many tokens at once what shards do on the CPU takes less time than the GPU's part.
+_ENOUGH = 16384
+
 
 class TrainerMemory(NamedTuple):
     """Bytes of the trainer, or of each of its workers, at the peak of a step, by what they hold."""
@@ -220,7 +223,9 @@ class TrainerFit(NamedTuple):
 
 
 def fit_trainer(settings: Settings, shapes: Shapes, room: int | None) -> TrainerFit:
-    """What is best for so many bytes of a GPU, or the least: several workers have the whole each, where that fits.
+    """What is best for so many bytes of a GPU, or the least.
+
+    Several workers have the whole each, unless with shares more tokens at once fit, up to what occupies a GPU.
 
     Without a GPU, or where its memory is not known, that is the default of a CPU.
     """
@@ -228,12 +233,21 @@ def fit_trainer(settings: Settings, shapes: Shapes, room: int | None) -> Trainer
     if room is None or not trainer_on_gpu(settings):
         chosen = with_trainer(settings, micro_batch_tokens=settings.trainer.tokens_at_once)
         return TrainerFit(chosen, reckon(chosen, shapes), fits=True, sharded=several)
+    fitting = []
     for sharded in (False, True) if several else (False,):
         for chosen in _choices(settings):
             memory = reckon(chosen, shapes, sharded=sharded)
             if memory.total <= _USED * room:
-                return TrainerFit(chosen, memory, fits=True, sharded=sharded)
-    return TrainerFit(chosen, memory, fits=settings.trainer.micro_batch_tokens is not None, sharded=several)
+                fitting.append(TrainerFit(chosen, memory, fits=True, sharded=sharded))
+                break
+    if not fitting:
+        return TrainerFit(chosen, memory, fits=settings.trainer.micro_batch_tokens is not None, sharded=several)
+    return max(fitting, key=lambda fit: _efficiency(fit.settings))  # of equals the first
+
+
+def _efficiency(settings: Settings) -> tuple[bool, int]:
+    """What orders choices: nothing made again comes first, then tokens at once, up to what occupies a GPU."""
+    return not settings.trainer.activation_checkpointing, min(settings.trainer.tokens_at_once, _ENOUGH)
 
 
 def _choices(settings: Settings) -> Iterator[Settings]:

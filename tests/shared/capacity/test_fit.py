@@ -62,8 +62,8 @@ def test_what_is_set_is_not_chosen(tmp_path: Path) -> None:
         assert found.trainer.activation_checkpointing is again
 
 
-@pytest.mark.parametrize(("gb", "sharded"), [(80, False), (16, True)])
-def test_workers_have_the_whole_each_where_it_fits(tmp_path: Path, gb: int, sharded: bool) -> None:
+@pytest.mark.parametrize(("gb", "sharded"), [(80, False), (40, True), (16, True)])
+def test_workers_have_the_whole_each_where_shares_are_not_better(tmp_path: Path, gb: int, sharded: bool) -> None:
     two = {"trainer": {"workers": 2}, "cluster": {"gpu_per_node": 2}}
     settings = settings_of(model_folder(tmp_path / "m"), algorithm=EIGHT_BITS, **two)
     fit = fit_trainer(settings, shapes_of(settings), gb * GB)

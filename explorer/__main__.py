@@ -4,7 +4,6 @@ import errno
 import importlib.util
 import json
 import os
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +18,7 @@ from tuneloop.explorer.limits import raise_descriptor_limit
 from tuneloop.explorer.processes.control import control
 from tuneloop.shared.errors import EnvironmentRefused, StartupError, TuneloopError
 from tuneloop.shared.job_marks import KEY, load_key, require_restored
-from tuneloop.shared.logging import clean_error, configure_logging
+from tuneloop.shared.logging import LOG, clean_error, configure_logging
 from tuneloop.shared.privacy.crash_reports import redact_crash_reports
 from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine, log_placement
 from tuneloop.shared.settings.loader import load_settings
@@ -101,10 +100,12 @@ def main(
         redact_crash_reports(settings.privacy)
         serve(fit_to_machine(settings, gpus_here=count_gpus()))
     except TuneloopError as error:
-        sys.stderr.write(f"{clean_error(error)}\n")
+        LOG.write(f"{clean_error(error)}\n")
+        LOG.finish()
         os._exit(error.exit_code if isinstance(error, StartupError) else 1)
     except OSError as error:
-        sys.stderr.write(f"checkpoint_root_dir: {error}; make room, or choose another folder\n")
+        LOG.write(f"checkpoint_root_dir: {error}; make room, or choose another folder\n")
+        LOG.finish()
         os._exit(EnvironmentRefused.exit_code)
 
 

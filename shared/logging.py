@@ -1,9 +1,11 @@
 """How the services log: one line per state change, `key=value` or JSON, on stderr."""
 
+import atexit
 import contextlib
 import json
 import logging
 import os
+import queue
 import sys
 import threading
 import time
@@ -30,6 +32,9 @@ _SUMMARY_S = 10.0
 
 #: The event that tells it.
 _SUMMARY = "lines_left_out"
+
+#: Lines that wait for a stream which takes none, and how long the end of a process waits for them, in seconds.
+MOST_WAITING, _FINISH_S = 2_000, 1.0
 
 #: The variables in which `tuneloop run --log-level debug --log-json` hands on how services log.
 LEVEL_VARIABLE, JSON_VARIABLE = "TUNELOOP_LOG_LEVEL", "TUNELOOP_LOG_JSON"
@@ -74,19 +79,58 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
-class _LossyStream:
-    """A stream that drops what it cannot write: a full disk or a closed reader must not stop the service."""
+class LogWriter:
+    """Writes what is logged in a thread: a pipe that nobody reads, or a disk that stands still, stops no service.
 
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
+    What the stream does not take in time is dropped and counted.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._waiting: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        #: Called for each piece of text that is dropped.
+        self.count_dropped: Callable[[], object] = lambda: None
 
     def write(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            self._file.write(text)
+        """Have it written soon."""
+        if self._waiting.qsize() >= MOST_WAITING:
+            self._dropped += 1
+            self.count_dropped()
+            return
+        if self._thread.ident is None:
+            with contextlib.suppress(RuntimeError):  # another thread has just started it
+                self._thread.start()
+        self._waiting.put(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._file.flush()
+        """Nothing: whoever logs does not wait."""
+
+    def finish(self) -> None:
+        """Wait until all is written, for a moment at most: before the process ends."""
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._waiting.put(written := threading.Event())
+            written.wait(_FINISH_S)
+
+    def _run(self) -> None:
+        while True:
+            text = self._waiting.get()
+            if isinstance(text, threading.Event):
+                text.set()
+                continue
+            # Not by sys.stderr, whose lock the end of the process would wait for. A full disk drops the line.
+            data = text.encode(errors="backslashreplace")
+            with contextlib.suppress(OSError):
+                while data:
+                    data = data[os.write(self._descriptor, data) :]
+            if self._dropped and not self._waiting.qsize():
+                dropped, self._dropped = self._dropped, 0
+                structlog.get_logger().warning("log_lines_dropped", lines=dropped, reason="the log took none")
+
+
+#: The standard error stream's.
+LOG = LogWriter(2)
 
 
 class LineLimiter:
@@ -144,8 +188,10 @@ def configure_logging(environment: Mapping[str, str] | None = None) -> None:
     named = variables.get(LEVEL_VARIABLE, "").strip().lower()
     level = getattr(logging, named.upper()) if named in set(LogLevel) else logging.INFO
     as_json = variables.get(JSON_VARIABLE, "").strip().lower() in {"1", "true", "yes"}
-    libraries = logging.StreamHandler(sys.stderr)
+    libraries = logging.StreamHandler(LOG)
     libraries.setFormatter(_JsonFormatter() if as_json else _TextFormatter("%(asctime)s %(name)s %(message)s"))
+    logging.captureWarnings(capture=True)
+    atexit.register(LOG.finish)
     logging.basicConfig(level=max(level, logging.WARNING), handlers=[libraries])
     limiter = LineLimiter(lambda lines: structlog.get_logger().warning(_SUMMARY, **lines))
     for handler in logging.getLogger().handlers:
@@ -166,7 +212,7 @@ def configure_logging(environment: Mapping[str, str] | None = None) -> None:
             ),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _LossyStream(sys.stderr))),
+        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", LOG)),
     )
 
 
@@ -194,7 +240,7 @@ def visible(text: str, *, keep: str = "") -> str:
 def _tell_uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     """Say what a thread or the process ends of, as Python does."""
     if not issubclass(kind, KeyboardInterrupt | SystemExit):
-        _LossyStream(sys.stderr).write(clean_error("".join(traceback.format_exception(kind, error, trace))))
+        LOG.write(clean_error("".join(traceback.format_exception(kind, error, trace))))
 
 
 class _TextFormatter(logging.Formatter):

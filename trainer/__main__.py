@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tuneloop.shared.errors import EnvironmentRefused, RankFailed, StaleEpoch, StartupError, TuneloopError
-from tuneloop.shared.logging import clean_error, configure_logging
+from tuneloop.shared.logging import LOG, clean_error, configure_logging
 from tuneloop.shared.privacy.crash_reports import redact_crash_reports
 from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine, log_placement
 from tuneloop.shared.settings.loader import load_settings
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RankFailed:
         return 1  # which the launcher reports, and the other rank why
     except TuneloopError as error:
-        sys.stderr.write(f"trainer: {clean_error(error)}\n")
+        LOG.write(f"trainer: {clean_error(error)}\n")
         return error.exit_code if isinstance(error, StartupError | StaleEpoch) else 1
     return 0
 
@@ -102,6 +102,6 @@ if __name__ == "__main__":
     if code and RENDEZVOUS_VARIABLE in os.environ:
         # At once: the others fail when its sockets close, and torch may take longer to go than the launcher waits.
         sys.stdout.flush()
-        sys.stderr.flush()
+        LOG.finish()
         os._exit(code)
     sys.exit(code)

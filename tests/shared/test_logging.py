@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tuneloop.shared.logging import LINES_AT_ONCE
+from tests.doubles.full_pipe import full_pipe
+from tuneloop.shared.logging import LINES_AT_ONCE, MOST_WAITING
 
 _SCRIPT = """
 import sys
@@ -159,3 +160,24 @@ def test_what_errors_quote_is_cleaned_wherever_it_is_told(as_json: str) -> None:
     assert "ann@example.org" not in told.stderr
     assert told.stderr.count("[REDACTED:email]") == 7
     assert told.stderr.count("RuntimeError: this is not a number") >= 4
+
+
+_FLOODS_A_PIPE = """
+import sys
+import structlog
+from tuneloop.shared.logging import LOG, MOST_WAITING, configure_logging
+
+configure_logging()
+dropped = []
+LOG.count_dropped = lambda: dropped.append(1)
+for number in range(3 * MOST_WAITING):
+    structlog.get_logger().error(f"event_{number}")
+sys.stdout.write(str(len(dropped)))
+"""
+
+
+def test_a_pipe_that_nobody_reads_stops_nobody_and_what_is_dropped_is_counted() -> None:
+    with full_pipe() as log:
+        said = subprocess.run([sys.executable, "-c", _FLOODS_A_PIPE], stdout=subprocess.PIPE, stderr=log, timeout=60)
+    assert said.returncode == 0
+    assert int(said.stdout) in {2 * MOST_WAITING, 2 * MOST_WAITING - 1}  # one is being written

@@ -30,7 +30,7 @@ from tuneloop.shared.errors import (
     TurnNotGiven,
 )
 from tuneloop.shared.evaluation.tasks import tasks_of
-from tuneloop.shared.experience import Sample, VersionAction
+from tuneloop.shared.experience import Sample
 from tuneloop.shared.job_marks import committed_stamp, note_registered, require_restored
 from tuneloop.shared.ledger.facts import find_ignored_feedback
 from tuneloop.shared.ledger.ledger import Ledger, Version
@@ -54,7 +54,7 @@ from tuneloop.trainer.micro_batch import MicroBatch, fit_to_memory
 from tuneloop.trainer.models.folders import require_folders
 from tuneloop.trainer.models.model import device_of
 from tuneloop.trainer.models.room import room_for_weights
-from tuneloop.trainer.monitoring.monitors import FiniteSteps, Monitors, StepSpans
+from tuneloop.trainer.monitoring.monitors import FiniteSteps, Monitors, Rejections, StepSpans
 from tuneloop.trainer.ranks.ranks import ALONE, Ranks
 from tuneloop.trainer.stop import Stop
 from tuneloop.trainer.teacher.teacher import TeacherRetries
@@ -65,7 +65,6 @@ _RUN = "trainer"
 _AGAIN_S = 3.0
 #: How often it is looked whether rows were committed.
 _NOTICE_S = 0.1
-_ENDINGS = (VersionAction.REJECTED, VersionAction.ROLLED_BACK)
 
 
 def run(settings: Settings, stop: Stop, ranks: Ranks = ALONE) -> None:
@@ -146,7 +145,7 @@ class TrainingLoop:
         self._turns, self._monitors = GpuTurns(settings, stop), Monitors(settings, ledger)
         self._micro_batch = MicroBatch(settings, stop, take_gpu=self._turns.begin)
         self._gate = GateEvaluation(settings, ledger, take_gpu=self._turns.begin)
-        self._finite = FiniteSteps(settings, ledger.alarms)
+        self._finite, self._rejections = FiniteSteps(settings, ledger.alarms), Rejections(ledger)
         self._recomputation = Recomputation(settings, ledger, self._micro_batch)
         self._away, self._committed = False, 0
         self._is_cold, self._committed_before = False, 0
@@ -156,7 +155,7 @@ class TrainingLoop:
         settings, ledger = self._settings, self._ledger
         self._epoch = epoch = ledger.training.take_epoch(f"{socket.gethostname()}:{os.getpid()}")
         note_registered(settings.job_dir, 0, epoch)
-        heartbeat = Heartbeat(ledger.training, epoch, self._stop, interval_s=self._beat_s)
+        heartbeat = Heartbeat(ledger, epoch, self._stop, interval_s=self._beat_s)
         self._store.clear(epoch)
         chosen = settings.trainer.async_save
         is_async = device_of(settings).type == "cuda" if chosen is None else chosen
@@ -194,8 +193,10 @@ class TrainingLoop:
         self._end_publication()
         newest = self._ledger.versions.newest().version
         if newest != self._steps.parent and not (newest > self._steps.parent and self._publisher.steps_begun):
-            _tell_why_back(self._ledger, self._steps.parent)
+            self._rejections.note(self._steps.parent)
             self._settle()
+        if self._rejections.are_too_many:
+            return self._pause()
         if self._finite.too_few:
             self._finite.alarm(step=self._learner.steps, version=self._steps.parent)
             if self._rows.held or self._steps.count:
@@ -322,7 +323,7 @@ class TrainingLoop:
         try:
             published = self._steps.end(self._learner, self._curves)
         except ParentEnded:
-            _tell_why_back(self._ledger, self._steps.parent)
+            self._rejections.note(self._steps.parent)
             return self._settle()
         except LeaseLost as error:  # The person of a row was erased: no version may be made of it.
             _log.warning("leases_lost", reason=str(error))
@@ -362,12 +363,3 @@ def _end_epoch_at_exit(ledger: Ledger, epoch: int) -> Iterator[None]:
     finally:
         with suppress(LedgerUnavailable):  # The next trainer's epoch ends it too.
             ledger.training.end(epoch)
-
-
-def _tell_why_back(ledger: Ledger, version: int) -> None:
-    """Say who took the newest version out of service, and why: training goes on from an older one."""
-    ended = [each for each in ledger.versions.events(version) if each.action in _ENDINGS]
-    by, reason = (ended[-1].actor, ended[-1].reason or "") if ended else ("", "")
-    state = ended[-1].action.value if ended else "unknown"
-    to = ledger.versions.newest().version
-    _log.warning("training_goes_back", version=version, to=to, state=state, by=by, reason=reason)

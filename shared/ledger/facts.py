@@ -10,8 +10,8 @@ from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.settings import Settings
 
-#: A trainer without a heartbeat for so many seconds is dead, or hangs: one that lives sends one every ten.
-TRAINER_SEEN_S = 60.0
+#: A trainer without a heartbeat for so many seconds is dead, or stopped: one that lives sends one every ten.
+TRAINER_SEEN_S = 40.0
 
 
 class StateCount(NamedTuple):
@@ -42,7 +42,8 @@ class Trainer(NamedTuple):
 class Weights(NamedTuple):
     """The versions: the newest of all, the champion, and the newest step that was not rejected.
 
-    `rejected` counts the newest ones that were, in a row; `reason` is that of the last.
+    `rejected` counts the newest ones that were, in a row; `reason` is that of the last. The oldest candidate newer than
+    the champion has waited since `waiting_since`, unless a canary or a pin holds all of them back.
     """
 
     newest: int
@@ -51,6 +52,7 @@ class Weights(NamedTuple):
     step: int
     rejected: int
     reason: str | None
+    waiting_since: float | None = None
 
 
 class HeldBack(NamedTuple):
@@ -127,6 +129,8 @@ class Rules(NamedTuple):
     ignored_feedback: str | None = None
     batch_timeout: float | None = None
     method: str = "ppo"
+    #: Whether candidates wait for their evaluation.
+    gated: bool = False
 
     @property
     def least(self) -> int:
@@ -145,13 +149,44 @@ class Rules(NamedTuple):
             find_ignored_feedback(settings),
             buffer.batch_timeout,
             settings.algorithm.algorithm_type,
+            settings.gate.mode != "off",
         )
+
+
+class Standstill(NamedTuple):
+    """A part that stands still, by the code of its reason. `serves`: requests are answered all the same."""
+
+    code: str
+    sentence: str
+    serves: bool = True
+
+
+class EngineFacts(NamedTuple):
+    """An engine that answers, or will: for how long it has shown no sign of work, though requests or weights wait."""
+
+    number: int
+    loads: bool
+    still_s: float
+
+
+class ExplorerFacts(NamedTuple):
+    """What a running explorer sees of its parts, in seconds; and why the database refuses records.
+
+    How long nothing came of the database, records wait for their disk, and nothing came of the control process.
+    """
+
+    engines: tuple[EngineFacts, ...] = ()
+    database_s: float = 0.0
+    append_s: float = 0.0
+    control_s: float = 0.0
+    refusal: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """Everything at the moment `now`; without a ledger, `away` says why there is none.
 
+    `stops` are those that the running explorer tells of.
     `disk`: what the next checkpoint needs and finds, once a version tells how large it is and its folder can be seen.
     """
 
@@ -161,3 +196,4 @@ class Facts:
     ledger: LedgerFacts | None
     away: str = ""
     disk: DiskSpace | None = None
+    stops: tuple[Standstill, ...] = ()

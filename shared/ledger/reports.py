@@ -217,12 +217,15 @@ class Reports(LedgerPart):
         return tuple(counted)
 
     def _weights(self) -> Weights | None:
-        columns = (versions.c[name] for name in ("version", "state", "step", "created_at", "reason"))
+        columns = (versions.c[name] for name in ("version", "state", "step", "created_at", "reason", "pinned"))
         rows = self._read(select(*columns).order_by(versions.c.version.desc()))
         if not rows:
             return None
         unfit = (VersionState.REJECTED, VersionState.ROLLED_BACK)
         rejected = list(takewhile(lambda row: row.state in unfit, rows))
+        newer = takewhile(lambda row: row.state != VersionState.CHAMPION, rows)
+        waiting = [row.created_at for row in newer if row.state == VersionState.CANDIDATE]
+        held = any(row.pinned or row.state == VersionState.CANARY for row in rows)
         return Weights(
             newest=rows[0].version,
             registered_at=rows[0].created_at,
@@ -230,6 +233,7 @@ class Reports(LedgerPart):
             step=next((row.step for row in rows if row.state not in unfit), 0),
             rejected=len(rejected),
             reason=rejected[0].reason if rejected else None,
+            waiting_since=None if held else min(waiting, default=None),
         )
 
     def _most_frequent(self, limit: int, reason: Any, states: Collection[State]) -> tuple[DropCount, ...]:

@@ -1,19 +1,33 @@
-"""Why no training step is happening: from facts about the ledger, its trainer and the outbox to sentences with a cure.
+"""What stands still, and why no training step is happening: from facts to sentences with a cure.
 
-Pure: the caller brings the facts.
+The one file of rules behind `/health/ready`, the reasons of `/training`, the gauges, the alarms and `tuneloop doctor`.
+That a process lives says nothing of whether it moves, so each part tells when it last moved. Pure: the caller brings
+the facts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import NamedTuple
 
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.facts import Facts, LedgerFacts
+from tuneloop.shared.ledger.facts import ExplorerFacts, Facts, LedgerFacts, Standstill
 from tuneloop.shared.logging import visible
 
 #: Records that have waited in the outbox for so many seconds are stuck.
 OUTBOX_WAITS_S = 60.0
+
+#: What is asked for something and has not moved for so many seconds stands still, so that it is told within a minute.
+STILL_S = 40.0
+
+#: The same of a disk that is to take a record, and of the control process, which speaks to its workers each second.
+APPEND_S, CONTROL_S = 10.0, 15.0
+
+#: A version that nothing holds back is served within so many seconds.
+VERSION_WAITS_S = 60.0
+
+#: The alarm about a trainer that was not seen any more, and has not said that it stops.
+TRAINER_SILENT = "trainer_silent"
 
 #: More untrainable replies than this for each trainable one are no client's choice.
 _NEARLY_ALL = 20
@@ -36,8 +50,15 @@ class Code(StrEnum):
 
     DATABASE_AWAY = "database_away"
     DATABASE_REFUSES = "database_refuses"
+    EXPLORER_SILENT = "explorer_silent"
+    CONTROL_SILENT = "control_silent"
+    DATABASE_SILENT = "database_silent"
+    OUTBOX_STUCK = "outbox_stuck"
+    ENGINE_STUCK = "engine_stuck"
     STEPS_DONE = "steps_done"
     NO_TRAINER = "no_trainer"
+    TRAINER_STUCK = "trainer_stuck"
+    VERSIONS_REJECTED = "versions_rejected"
     DISK_FULL = "disk_full"
     LEASED = "leased"
     OUTBOX_NOT_DRAINED = "outbox_not_drained"
@@ -52,8 +73,14 @@ class Code(StrEnum):
     BATCH_NOT_FULL = "batch_not_full"
     RATER_SHARE = "rater_share"
     REJECTED_VERSIONS = "rejected_versions"
+    VERSION_NOT_SERVED = "version_not_served"
     PROMOTION_HELD = "promotion_held"
     NONE = "none"
+
+
+#: Those that are alarms too: of an explorer's parts that stand still, and of its trainer.
+STOPS = (Code.DATABASE_REFUSES, Code.DATABASE_SILENT, Code.OUTBOX_STUCK, Code.ENGINE_STUCK)
+OF_TRAINERS = (Code.TRAINER_STUCK, Code.VERSIONS_REJECTED)
 
 
 class Reason(NamedTuple):
@@ -63,9 +90,54 @@ class Reason(NamedTuple):
     sentence: str
 
 
+def find_stops(facts: ExplorerFacts) -> tuple[Standstill, ...]:
+    """The parts of a running explorer that stand still."""
+    found = []
+    if facts.control_s >= CONTROL_S:
+        told = f"the control process has said nothing for {facts.control_s:.0f} s: it stands still. Workers answer, and"
+        told += " what they acknowledge waits on disk; no version is taken up. Start the explorer again"
+        found.append(Standstill(Code.CONTROL_SILENT, told, serves=False))
+    if facts.refusal is not None:
+        told = f"the database refuses what is recorded, which waits in the outbox: {facts.refusal}"
+        found.append(Standstill(Code.DATABASE_REFUSES, told, serves=False))
+    if facts.database_s >= STILL_S:
+        told = f"the database has said nothing for {facts.database_s:.0f} s, and refused nothing: it stands still, a"
+        told += " connection to it is half open, or a stopped process holds its lock. End that process, or start the"
+        told += " database again; what is acknowledged waits in the outbox"
+        found.append(Standstill(Code.DATABASE_SILENT, told))
+    if facts.append_s >= APPEND_S:
+        told = f"the disk of explorer.outbox_dir has not taken a record for {facts.append_s:.0f} s: see its device and"
+        told += " its mount; nothing is acknowledged meanwhile"
+        found.append(Standstill(Code.OUTBOX_STUCK, told, serves=False))
+    still = [each for each in facts.engines if each.still_s >= STILL_S]
+    for each in still:
+        does = "has been loading weights" if each.loads else "has requests, and has made no step nor sent a byte"
+        told = f"engine {each.number} {does} for {each.still_s:.0f} s: start it again, unless the explorer does"
+        found.append(Standstill(Code.ENGINE_STUCK, told, serves=len(still) < len(facts.engines)))
+    return tuple(found)
+
+
+def why_not_ready(stops: Sequence[Standstill], *, has_engine: bool, storage: str | None) -> str | None:
+    """Why an explorer should get no requests; None if it should. `storage` is why nothing can be kept."""
+    if not has_engine:
+        return "no engine is ready"
+    if storage is not None:
+        return storage
+    return next((stop.sentence for stop in stops if not stop.serves), None)
+
+
+def find_silent_trainer(ledger: LedgerFacts, now: float) -> str | None:
+    """What is told of a trainer that was not seen any more, and has not said that it stops."""
+    trainer = ledger.trainer
+    if trainer is None or trainer.ended_at is not None or trainer.up(now):
+        return None
+    seen = f"trainer {trainer.name} was last seen at {moment(trainer.seen_at)}, {ago(now, trainer.seen_at)} ago"
+    return f"{seen}: it is dead, stopped, or cut off from the database; look at its log, start it again"
+
+
 def diagnose(facts: Facts) -> list[Reason]:
     """Every reason that holds, the first to be cured first."""
-    reasons = []
+    reasons = [Reason(Code(stop.code), stop.sentence) for stop in facts.stops if stop.code != Code.DATABASE_REFUSES]
     outbox, ledger = facts.outbox, facts.ledger
     if outbox.refusal is not None:
         told = f"the database answers, but refuses what the outbox holds ({outbox.refusal}): let it; nothing"
@@ -86,7 +158,7 @@ def diagnose(facts: Facts) -> list[Reason]:
         reasons.append(Reason(Code.DISK_FULL, f"{full}: {cure}"))
     if not _busy(facts, ledger) or facts.rules.save_interval > 1:
         reasons += _of_the_batch(facts, ledger)
-    reasons += _of_the_versions(ledger)
+    reasons += _of_the_versions(facts, ledger)
     if not reasons:
         reasons.append(Reason(Code.NONE, "a full batch waits, and a trainer that lives is about to take it"))
     if ledger.edited:
@@ -133,13 +205,9 @@ def _of_the_trainer(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
         yield Reason(
             Code.NO_TRAINER, f"{stopped}: start it again; if it did not mean to stop, the end of its log says why"
         )
-    elif not trainer.up(facts.now):
-        seen = (
-            f"trainer {trainer.name} was last seen at {moment(trainer.seen_at)}, {ago(facts.now, trainer.seen_at)} ago"
-        )
-        yield Reason(
-            Code.NO_TRAINER, f"{seen}: it is dead, or cut off from the database; look at its log, start it again"
-        )
+    elif (silent := find_silent_trainer(ledger, facts.now)) is not None:
+        yield Reason(Code.NO_TRAINER, silent)
+    yield from (Reason(Code(alarm.name), alarm.reason) for alarm in ledger.alarms if alarm.name in OF_TRAINERS)
     if _busy(facts, ledger):
         since = "" if ledger.leased_since is None else f", for {ago(facts.now, ledger.leased_since)} at most"
         count = number(ledger.count(State.LEASED).rows, "experience")
@@ -229,7 +297,7 @@ def _before_feedback(ledger: LedgerFacts, ignored_feedback: str | None) -> Itera
         )
 
 
-def _of_the_versions(ledger: LedgerFacts) -> Iterator[Reason]:
+def _of_the_versions(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
     weights = ledger.weights
     if weights is not None and weights.rejected >= 2:
         yield Reason(
@@ -244,6 +312,10 @@ def _of_the_versions(ledger: LedgerFacts) -> Iterator[Reason]:
             f"version {weights.newest - weights.rejected} is made, and not served while these alarms are open: "
             + ", ".join(holding),
         )
+    since = None if weights is None or facts.rules.gated else weights.waiting_since
+    if since is not None and not holding and facts.now - since > VERSION_WAITS_S:
+        told = f"a version has waited to be served for {ago(facts.now, since)}: see the explorer's alarms and log, and"
+        yield Reason(Code.VERSION_NOT_SERVED, f"{told} that checkpoint_root_dir is the same folder there as here")
 
 
 def number(count: int, noun: str) -> str:

@@ -111,11 +111,11 @@ def start(settings: Callable[..., Settings], tmp_path: Path) -> Iterator[Callabl
     """Starts a trainer as a process; ended with the test."""
     started = []
 
-    def begin(**but: dict[str, object]) -> Any:
+    def begin(*, stderr: int = subprocess.PIPE, **but: dict[str, object]) -> Any:
         config = tmp_path / "trainer.yaml"
         config.write_text(yaml.safe_dump(settings(**but).model_dump(mode="json", exclude_unset=True)))
         command = [sys.executable, "-m", "tuneloop.trainer", "--config", str(config)]
-        process = WarmProcess(command, modules=TRAINING, stderr=subprocess.PIPE, text=True)
+        process = WarmProcess(command, modules=TRAINING, stderr=stderr, text=True)
         started.append(process)
         return process
 

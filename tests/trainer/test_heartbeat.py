@@ -1,7 +1,8 @@
 """A trainer that is busy is alive, and one that was overtaken is told so while it is busy."""
 
+import time
 from collections.abc import Callable
-from threading import Event
+from threading import Event, Thread
 
 import pytest
 from sqlalchemy import select
@@ -13,6 +14,8 @@ from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.schema import epochs, experiences
 from tuneloop.shared.ledger.training.training import Training
+from tuneloop.trainer import heartbeat
+from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.heartbeat import Heartbeat
 from tuneloop.trainer.loop import TrainingLoop
 
@@ -55,7 +58,7 @@ def test_a_beat_says_that_the_trainer_lives_and_keeps_its_leases(ledger):
     epoch = clocked.training.take_epoch("trainer")
     clocked.training.lease(epoch, 1, BatchPolicy())
     now[0] = 1500.0
-    Heartbeat(clocked.training, epoch, Event()).beat()
+    Heartbeat(clocked, epoch, Event()).beat()
     with ledger.transactions.engine.connect() as connection:
         [lease_until] = connection.execute(select(experiences.c.lease_until)).scalars()
     assert seen(ledger).seen_at == 1500.0
@@ -88,7 +91,39 @@ def test_a_database_that_is_away_is_no_reason_to_stop(ledger):
     deaf, stop = Deaf(ledger.transactions, ledger.rewards), Event()
     epoch = deaf.take_epoch("trainer")
     began = seen(ledger).seen_at
-    with Heartbeat(deaf, epoch, stop, interval_s=0.01) as heartbeat:
+    ledger.training = deaf
+    with Heartbeat(ledger, epoch, stop, interval_s=0.01) as beating:
         eventually(lambda: seen(ledger).seen_at > began)
     assert not stop.is_set()
-    assert heartbeat.overtaken is None
+    assert beating.overtaken is None
+
+
+def test_work_that_stands_still_is_an_alarm_until_it_moves_and_a_wait_is_none(settings, ledger, monkeypatch):
+    """A version's files are being written, on a disk that does not answer: in the loop's thread, or in its own."""
+    monkeypatch.setattr(heartbeat, "STILL_S", 1.0)
+    held, go_on, stop = Event(), Event(), Event()
+    save = snapshot.save_weights
+
+    def hold(*arguments, **options):
+        held.set()
+        go_on.wait()
+        return save(*arguments, **options)
+
+    monkeypatch.setattr(snapshot, "save_weights", hold)
+    ledger.versions.ensure_base(settings().model.model_path)
+    for behind in (False, True):
+        (held.clear(), go_on.clear(), stop.clear())
+        commit(ledger, [sample(i + 10 * behind) for i in range(4)])
+        loop = TrainingLoop(settings(trainer={"async_save": behind}), ledger, stop, beat_s=0.1)
+        training = Thread(target=loop.run)
+        training.start()
+        assert held.wait(60)
+        eventually(lambda: [each.name for each in ledger.alarms.all()] == ["trainer_stuck"])
+        assert "in tuneloop.trainer.checkpoints.publication.register" in ledger.alarms.all()[0].reason
+        go_on.set()
+        eventually(lambda newest=1 + behind: ledger.versions.newest().version == newest)
+        eventually(lambda: ledger.alarms.all() == [])
+        time.sleep(2)  # it waits for rows, and looks for them
+        assert ledger.alarms.all() == []
+        stop.set()
+        training.join(60)

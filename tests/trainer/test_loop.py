@@ -1,9 +1,10 @@
 """The loop against a real ledger: exactly once, to the bit, whatever happens on the way."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from threading import Event
+from threading import Event, Thread
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from structlog.testing import capture_logs
 from tests.databases import put_file
 from tests.trainer.factories import Waited, commit, eventually, points, sample
 from tuneloop.shared.capacity.pace import find_pace
-from tuneloop.shared.checkpoints import check_files, read_manifest
+from tuneloop.shared.checkpoints import CheckpointStore, check_files, read_manifest
 from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerError, LedgerUnavailable, StaleEpoch
 from tuneloop.shared.experience import State, steady_clock
 from tuneloop.shared.job_marks import touch_committed
@@ -333,6 +334,55 @@ def test_after_a_rejected_version_training_goes_on_from_the_one_before(settings,
     newest = ledger.versions.newest()
     assert (newest.version, newest.step, read_manifest(newest.path).parent) == (2, 1, 0)
     assert ledger.reports.imbalance() == []
+
+
+class RejectingAll(Training):
+    """An explorer that sees another folder refuses every version."""
+
+    def register(self, epoch, ids, *, step, publish, parent=None):
+        version = super().register(epoch, ids, step=step, publish=publish, parent=parent)
+        self.versions.reject(version, "it is not below the explorer's folder")
+        return version
+
+
+def test_three_rejected_versions_in_a_row_stop_training_until_the_alarm_is_cleared(settings, ledger):
+    commit(ledger, [sample(i) for i in range(32)])
+    chosen, stop = settings(trainer={"poll_interval": 0.1}), Event()
+    ledger.versions.ensure_base(chosen.model.model_path)
+    ledger.training = RejectingAll(ledger.transactions, ledger.rewards)
+    ledger.training.versions = ledger.versions
+    training = Thread(target=TrainingLoop(chosen, ledger, stop).run)
+    training.start()
+    try:
+        for versions in (3, 6):
+            eventually(lambda: bool(ledger.alarms.all()))
+            [alarm] = ledger.alarms.all()
+            assert alarm.name == "versions_rejected"
+            assert "3 versions in a row were rejected, the last because it is not below" in alarm.reason
+            time.sleep(1)
+            assert len(ledger.versions.all()) == 1 + versions
+            assert ledger.reports.counts()[State.COMMITTED] == 32 - 4 * versions
+            ledger.alarms.clear("versions_rejected")
+    finally:
+        stop.set()
+        training.join(60)
+    assert ledger.reports.imbalance() == []
+
+
+def test_what_is_published_slowly_is_registered_though_the_database_is_impatient(settings, ledger, monkeypatch):
+    """No transaction is open meanwhile: a database ends one in which nothing is said for eight seconds."""
+    commit(ledger, [sample(i) for i in range(4)])
+    put, writing = CheckpointStore.put, []
+
+    def put_slowly(store, staging, version):
+        with ledger.transactions.write():  # which would wait for the one that registers
+            writing.append(version)
+        return put(store, staging, version)
+
+    monkeypatch.setattr(CheckpointStore, "put", put_slowly)
+    run(settings(trainer={"total_steps": 1}), Event())
+    assert writing == [1]
+    assert ledger.versions.newest().version == 1
 
 
 def test_who_ended_a_version_and_why_is_told_when_training_goes_back(settings, ledger):

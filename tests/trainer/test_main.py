@@ -4,9 +4,13 @@ import signal
 
 import pytest
 
-from tests.trainer.factories import commit, read_until, sample
+from tests.doubles.full_pipe import full_pipe
+from tests.trainer.factories import commit, eventually, read_until, sample
 from tuneloop.shared.errors import StaleEpoch
 from tuneloop.shared.experience import State
+from tuneloop.shared.ledger import facts
+from tuneloop.shared.ledger.ledger import BatchPolicy
+from tuneloop.shared.operations.diagnosis import find_silent_trainer
 
 
 # Which signals stop it is tested of what waits for them, too.
@@ -52,6 +56,28 @@ def test_being_overtaken_is_told_by_the_exit_code(start, ledger):
     _, said = process.communicate(timeout=30)
     assert process.returncode == StaleEpoch.exit_code == 4
     assert "trainer: this trainer holds epoch 1, but epoch 2 has taken over" in said
+
+
+def test_a_log_that_nobody_reads_stops_no_training(start, ledger):
+    commit(ledger, [sample(i) for i in range(4)])
+    with full_pipe() as log:
+        assert start(stderr=log, trainer={"total_steps": 1}).wait(120) == 0
+    assert ledger.versions.newest().version == 1
+
+
+def test_one_that_is_stopped_is_silent_until_it_goes_on(start, ledger, monkeypatch):
+    def silent():
+        return find_silent_trainer(ledger.reports.facts(BatchPolicy()), ledger.transactions.time())
+
+    process = start()
+    read_until(process, "trainer_ready")
+    monkeypatch.setattr(facts, "TRAINER_SEEN_S", 5.0)
+    assert silent() is None
+    process.send_signal(signal.SIGSTOP)
+    eventually(silent)
+    assert "it is dead, stopped, or cut off from the database; look at its log, start it again" in silent()
+    process.send_signal(signal.SIGCONT)
+    eventually(lambda: silent() is None)
 
 
 def test_a_killed_trainer_is_continued_by_the_next(start, ledger):

@@ -6,10 +6,11 @@ from it to the bit needs follows behind the version (resumption.py).
 
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -224,7 +225,9 @@ class Publication:
             staging = self._store.stage(self._epoch)
             with _time_stage(self.measured, "weights"):
                 digests = snapshot.save_weights(self._weights, staging, base=self._settings.model.model_path)
-            put = self._seal(staging, training.next_version(), digests)
+            with _time_stage(self.measured, "sync"):
+                files = self._store.seal(staging, digests=digests)
+            put = partial(self.put, staging, files)
             with _time_stage(self.measured, "register"):
                 training.register(self._epoch, ids, step=self._weights.step, publish=put, parent=self._parent)
             assert self.placed is not None
@@ -241,21 +244,11 @@ class Publication:
             if staging is not None:
                 shutil.rmtree(staging, ignore_errors=True)
 
-    def _seal(self, staging: Path, expected: int, digests: Mapping[Path, str]) -> Callable[[int], tuple[Path, str]]:
-        """Bring all of `staging` to disk; what then gives it its name, and is quick if that is `expected`."""
-        with _time_stage(self.measured, "sync"):
-            files = self._store.seal(staging, digests=digests)
-            # Not within the transaction: a disk may be slower than the database is patient.
-            sha256 = self._store.describe(staging, self._manifest(expected, files))
-
-        def put(version: int) -> tuple[Path, str]:
-            same = version == expected
-            measured = sha256 if same else self._store.describe(staging, self._manifest(version, files))
-            path = self._store.put(staging, version)
-            self.placed = PublishedVersion(version, path, measured, self._weights.step)
-            return path, measured
-
-        return put
+    def put(self, staging: Path, files: tuple[File, ...], version: int) -> tuple[Path, str]:
+        """Bring what is sealed to its place under its number."""
+        path, sha256 = self._store.publish(staging, self._manifest(version, files))
+        self.placed = PublishedVersion(version, path, sha256, self._weights.step)
+        return path, sha256
 
     @property
     def space(self) -> DiskSpace:

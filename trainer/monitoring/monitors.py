@@ -21,10 +21,11 @@ import torch
 from tuneloop.shared.capacity.pace import VersionPace, note_version
 from tuneloop.shared.errors import EnvironmentRefused, LedgerError, NotEvaluated
 from tuneloop.shared.evaluation.tasks import tasks_of
-from tuneloop.shared.experience import Sample, steady_clock
+from tuneloop.shared.experience import Sample, VersionAction, steady_clock
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.versions.alarms import Alarm, Alarms
 from tuneloop.shared.ledger.versions.drift import ReplyExcerpt
+from tuneloop.shared.operations.diagnosis import Code
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.spans import FinishedSpan, SpanId, new_span, span_of_reply, span_of_version
 from tuneloop.trainer.batches.batch import Metrics
@@ -107,6 +108,10 @@ class StepSpans:
 NOT_FINITE = "steps_not_finite"
 
 
+#: So many versions in a row that explorers reject stop the training.
+_MOST_REJECTED = 3
+
+
 class FiniteSteps:
     """Counts the steps in a row that were not finite, the last after `_skipped_after`; `_sound`: if one was."""
 
@@ -138,6 +143,46 @@ class FiniteSteps:
         reason = f"{self._skipped} steps in a row were not finite, the last because {self._why_skipped}"
         if self._alarms.raise_alarm(Alarm(name=NOT_FINITE, reason=f"{reason}; training has stopped", step=step)):
             _log.error("training_stopped", reason=reason, version=version)
+
+
+class Rejections:
+    """Tells why training goes back, and stops it after so many rejections in a row: each takes its rows with it.
+
+    What rejects one version after the other is mostly no fault of theirs, such as a folder that explorer and trainer do
+    not share. A version that is served ends the row; so does who clears the alarm, or starts the trainer again.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._versions, self._alarms = ledger.versions, ledger.alarms
+        self._count = self._served = 0
+        self._is_first = True
+
+    def note(self, version: int) -> None:
+        """Training goes back from a version that was rejected or rolled back."""
+        endings = (VersionAction.REJECTED, VersionAction.ROLLED_BACK)
+        ended = [each for each in self._versions.events(version) if each.action in endings]
+        by, reason = (ended[-1].actor, ended[-1].reason or "") if ended else ("", "")
+        state, to = ended[-1].action.value if ended else "unknown", self._versions.newest().version
+        _log.warning("training_goes_back", version=version, to=to, state=state, by=by, reason=reason)
+        served, before = self._versions.champion().version, self._served
+        # An administrator knows what is done.
+        is_counted = state == VersionAction.REJECTED and by == "explorer"
+        self._count, self._served = (0 if served > before else self._count) + is_counted, served
+        if self._count >= _MOST_REJECTED:
+            why = f"{self._count} versions in a row were rejected, the last because {reason}; training has stopped, so"
+            why += f" that no more rows are used up. Mend that, then `tuneloop alarms clear {Code.VERSIONS_REJECTED}`"
+            self._alarms.raise_alarm(Alarm(Code.VERSIONS_REJECTED, why, version=version))
+            _log.error("training_stopped", reason=why, version=version)
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether nothing more is to be learnt: until somebody has cleared the alarm."""
+        if self._is_first:
+            self._alarms.clear(Code.VERSIONS_REJECTED)
+            self._is_first = False
+        if self._count and not any(alarm.name == Code.VERSIONS_REJECTED for alarm in self._alarms.all()):
+            self._count = self._count if self._count < _MOST_REJECTED else 0
+        return self._count >= _MOST_REJECTED
 
 
 #: What begins a tool call in the text, if no parser could make one of it.

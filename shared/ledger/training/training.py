@@ -131,10 +131,6 @@ class Training(LedgerPart):
         query = select(versions.c.version).where(versions.c.version.in_(among), exists().where(*waits))
         return [row.version for row in self._read(query)]
 
-    def next_version(self) -> int:
-        """The number that the next version gets, unless another trainer registers one before."""
-        return 1 + (self._read(_newest_number())[0][0] or 0)
-
     def register(
         self,
         epoch: int,
@@ -146,24 +142,18 @@ class Training(LedgerPart):
     ) -> int:
         """Register the next version, made of `parent`, and mark what it was trained on; or do neither.
 
-        `publish(version)` puts the checkpoint in its place and returns its path and the sha256 of its manifest; it runs
-        inside the transaction, so that a trainer that was overtaken can never put one there. Raises LeaseLost, and
-        publishes nothing, if any of the rows is not leased under the epoch any more, or is named twice; ParentEnded if
-        `parent` was rejected or rolled back.
+        `publish(version)` puts the checkpoint in its place and returns its path and the sha256 of its manifest. It runs
+        between two transactions that look at the same: a disk may be slower than the database is patient. Raises
+        LeaseLost if any of the rows is not leased under the epoch any more, or is named twice; ParentEnded if `parent`
+        was rejected or rolled back. Nothing is published then, unless that happens meanwhile: what was put there is
+        nobody's, and deleted with old versions.
         """
         with self._write() as connection:
-            _fence(connection, epoch)
-            alone(connection, "promote")  # What it descends from is not rolled back meanwhile.
-            if parent is not None and (newest := _newest_version(connection)) != parent:
-                raise ParentEnded(f"version {parent} was trained on, training goes on from version {newest}")
-            version = 1 + (connection.execute(_newest_number()).scalar() or 0)
-            leased = set[int]()
-            for portion in portions(sorted(ids)):
-                held = select(experiences.c.id).where(_leased_rows(epoch, portion)).order_by(experiences.c.id)
-                leased.update(connection.execute(held.with_for_update()).scalars())
-            if len(leased) != len(ids):
-                raise LeaseLost(f"version {version} was trained on {len(ids)} experiences, {len(leased)} are leased")
-            path, sha256 = publish(version)
+            version = _number_of_next(connection, epoch, ids, parent)
+        path, sha256 = publish(version)
+        with self._write() as connection:
+            if (number := _number_of_next(connection, epoch, ids, parent)) != version:
+                raise LeaseLost(f"version {version} was registered by another meanwhile, the next is {number}")
             connection.execute(
                 insert(versions).values(
                     version=version,
@@ -183,6 +173,22 @@ class Training(LedgerPart):
             if self._rewards.compensate_late:
                 self._rewards.compute_corrected(connection, _replies(connection, ids))
             return version
+
+
+def _number_of_next(connection: Connection, epoch: int, ids: Collection[int], parent: int | None) -> int:
+    """The number of the next version, made of these rows. Raises what `register` does."""
+    _fence(connection, epoch)
+    alone(connection, "promote")  # What it descends from is not rolled back meanwhile.
+    if parent is not None and (newest := _newest_version(connection)) != parent:
+        raise ParentEnded(f"version {parent} was trained on, training goes on from version {newest}")
+    version: int = 1 + (connection.execute(_newest_number()).scalar() or 0)
+    leased = set[int]()
+    for portion in portions(sorted(ids)):
+        held = select(experiences.c.id).where(_leased_rows(epoch, portion)).order_by(experiences.c.id)
+        leased.update(connection.execute(held.with_for_update()).scalars())
+    if len(leased) != len(ids):
+        raise LeaseLost(f"version {version} was trained on {len(ids)} experiences, {len(leased)} are leased")
+    return version
 
 
 def _leased_rows(epoch: int, ids: Sequence[int]) -> Any:

@@ -226,6 +226,25 @@ def test_a_version_is_held_back_by_an_alarm(ledger: Ledger) -> None:
     assert Code.PROMOTION_HELD not in reasons(ledger)
 
 
+def test_a_version_that_nothing_holds_back_is_not_served(ledger: Ledger) -> None:
+    """By the age of the oldest that waits: one after the other may come."""
+    ledger.versions.ensure_base(Path("/base"))
+    first = trained(ledger)
+    began, _ = ledger.reports.facts(ANY).weights.waiting_since, time.sleep(0.1)
+    second = trained(ledger)
+    assert ledger.reports.facts(ANY).weights.waiting_since == began
+    assert Code.VERSION_NOT_SERVED not in reasons(ledger, in_s=30)
+    assert "waited to be served for 70 s" in reasons(ledger, in_s=70)[Code.VERSION_NOT_SERVED]
+    assert Code.VERSION_NOT_SERVED not in reasons(ledger, PAIRS._replace(gated=True), in_s=70)
+    ledger.alarms.raise_alarm(Alarm("reward_jump", "it fell", holds=True))
+    assert Code.VERSION_NOT_SERVED not in reasons(ledger, in_s=70)
+    ledger.alarms.clear("reward_jump")
+    ledger.versions.begin_canary(first, by="explorer", reason="")
+    assert Code.VERSION_NOT_SERVED not in reasons(ledger, in_s=70)
+    ledger.versions.promote(second)
+    assert ledger.reports.facts(ANY).weights.waiting_since is None
+
+
 def test_reasons_come_in_the_order_of_the_road(ledger: Ledger) -> None:
     committed(ledger, 1)
     rewarded(ledger, 1)

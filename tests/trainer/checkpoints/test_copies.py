@@ -72,19 +72,3 @@ def test_a_gpu_copies_beside_the_next_step(settings, what):
     assert all(_same(each, copied[name]) for name, each in expected.items())
     assert not all(_same(each, expected[name]) for name, each in copy(learner, snapshot.allocate_on_cpu).items())
     assert learner.copying == []
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("bits", [8, 32])
-def test_a_learner_on_a_gpu_resumes(settings, tmp_path, bits):
-    algorithm = {"algorithm_type": "ppo", "optimizer": {"bits": bits}}
-    chosen = settings(trainer={"device": "cuda", "dtype": "bfloat16"}, cluster={"gpu_per_node": 1}, algorithm=algorithm)
-    learner = snapshot.load(chosen, None)
-    learner.step(BATCH)
-    folder = tmp_path / "version"
-    folder.mkdir()
-    snapshot.save(learner, folder, base=chosen.model.model_path)
-    resumed = snapshot.load(chosen, folder)
-    expected, found = learner.step(BATCH), resumed.step(BATCH)
-    assert found["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-3)
-    assert all(torch.allclose(each, _weights(resumed)[name], atol=1e-3) for name, each in _weights(learner).items())

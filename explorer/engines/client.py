@@ -24,6 +24,9 @@ _HIGH_WATER = 256 << 10
 
 _CONNECT_S = 10.0
 
+#: A request that comes so soon after one that was given up asks the same engine again, in seconds.
+_ASKED_AGAIN_S = 30.0
+
 
 class EngineReply:
     """An engine's reply. Closed before its end, it makes the engine stop sampling."""
@@ -175,11 +178,37 @@ class RenamedEngineReply(EngineReply):
         super().receive_end()
 
 
+class EngineQuiet:
+    """For how long an engine has sent no byte to requests that wait for it."""
+
+    def __init__(self) -> None:
+        self._waiting: set[object] = set()
+        self._began = self._left = self.received_at = float("-inf")
+
+    def begin(self, request: object) -> None:
+        """A request waits."""
+        now = time.monotonic()
+        # Who gives up and asks again has waited all the time.
+        if not self._waiting and (self.received_at >= self._began or now - self._left > _ASKED_AGAIN_S):
+            self._began = now
+        self._waiting.add(request)
+
+    def end(self, request: object) -> None:
+        """It waits no longer."""
+        self._left = time.monotonic() if request in self._waiting else self._left
+        self._waiting.discard(request)
+
+    @property
+    def seconds(self) -> float | None:
+        """How long; None where nothing waits."""
+        return time.monotonic() - max(self._began, self.received_at) if self._waiting else None
+
+
 class _Connection(asyncio.Protocol):
     """One connection, for one request at a time. Its methods without a docstring are httptools' callbacks."""
 
-    def __init__(self, idle: "deque[_Connection]") -> None:
-        self._idle = idle
+    def __init__(self, idle: "deque[_Connection]", movement: EngineQuiet) -> None:
+        self._idle, self._movement = idle, movement
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport
         self._reply: EngineReply | None = None
@@ -194,6 +223,7 @@ class _Connection(asyncio.Protocol):
     def send(self, request: bytes, renaming: ModelRenaming | None) -> EngineReply:
         """Send a request, head and body."""
         self._reply = reply = RenamedEngineReply(self, renaming) if renaming else EngineReply(self)
+        self._movement.begin(self)
         self._transport.write(request)
         return reply
 
@@ -201,6 +231,8 @@ class _Connection(asyncio.Protocol):
         """Called by the reply when its reader has caught up."""
         if not self._reading:
             self._reading = True
+            if self._reply is not None:
+                self._movement.begin(self)
             self._transport.resume_reading()
 
     def abort(self) -> None:
@@ -213,6 +245,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
+        self._movement.received_at = time.monotonic()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -221,6 +254,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
+        self._movement.end(self)
         reply = self._reply
         if reply is None:
             return
@@ -254,12 +288,14 @@ class _Connection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         if self._reply is not None and not self._reply.receive(body) and self._reading:
             self._reading = False
+            self._movement.end(self)  # the client is waited for, and not the engine
             self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
         if self._reply is None or not self._reply.status:
             return
         reply, self._reply = self._reply, None
+        self._movement.end(self)
         if self._parser.should_keep_alive() and not self.closing:
             self.resume_reading()
             self.idle_since = time.monotonic()
@@ -287,6 +323,7 @@ class EngineHttp:
             f"Host: {parts.netloc.rpartition('@')[2]}\r\nAccept-Encoding: identity\r\n{authorization}".encode()
         )
         self._idle: deque[_Connection] = deque()
+        self.movement = EngineQuiet()
         self.renaming: ModelRenaming | None = None
 
     async def request(
@@ -329,7 +366,7 @@ class EngineHttp:
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
-        connection = _Connection(self._idle)
+        connection = _Connection(self._idle, self.movement)
         try:
             async with asyncio.timeout(_CONNECT_S):
                 if self._socket:

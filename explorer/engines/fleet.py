@@ -25,6 +25,7 @@ import orjson
 
 from tuneloop.explorer.engines.adapter_names import ModelRenaming
 from tuneloop.explorer.engines.client import EngineHttp
+from tuneloop.explorer.engines.movement import EngineMovement
 from tuneloop.explorer.engines.vllm import EngineControl
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.settings.settings import Settings
@@ -176,6 +177,7 @@ class Engine:
         #: Whether it gets other weights by being started anew with them; it can load them in place otherwise.
         self.restarts = False
         self.state = EngineState.STARTING
+        self.movement = EngineMovement()
         self.version = 0
         self.in_flight = 0
         self.loads = 0
@@ -213,6 +215,11 @@ class Engine:
     @packs.setter
     def packs(self, packs: bool | None) -> None:
         self._packs = packs
+
+    async def look(self, quiet: Sequence[float | None]) -> None:
+        """See whether it works. `quiet`: how long each worker's requests have had nothing of it, if any wait."""
+        quiet_s = min((each for each in quiet if each is not None), default=None)
+        await self.movement.look(self.state.value, self.control, quiet_s=quiet_s)
 
     def begin_load(self) -> None:
         """Weights begin to change under what is in flight; adapters do not."""

@@ -98,6 +98,8 @@ class EngineProcess:
                     # A signal to our whole group must not kill the guard: the engine's own children would go on.
                     start_new_session=True,
                 )
+            if self._settings.cluster.node_num == 1:  # else it computes on another machine, perhaps
+                self._engine.movement.pid = self._process.pid
         except OSError as error:  # no room for a process, its log or an open file, which may be over soon
             raise EnvironmentRefused(
                 f"explorer.rollout_model: engine {self._engine.number} cannot be started: {error}"

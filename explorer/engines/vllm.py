@@ -67,6 +67,10 @@ _NO_DOMAIN = "none.invalid"
 #: The metric that says when the process began that answers, in seconds since 1970. Of several API servers none has it.
 _START_TIME = "process_start_time_seconds"
 
+#: The counters that move with each step of an engine, and how long it may take to tell them, in seconds.
+_STEPS = re.compile(r"^vllm:(?:iteration_tokens_total_sum|(?:prompt|generation)_tokens_total)(?:{.*})? (\S+)$", re.M)
+_COUNT_S = 5.0
+
 #: A metric that only engines have which draft tokens: speculative decoding.
 _DRAFTS = "vllm:spec_decode_num_drafts"
 
@@ -223,6 +227,8 @@ class EngineControl:
     packs: bool | None = None
     #: Whether the fingerprint of all that it holds was right since its start, and loading changes but a part of that.
     base_is_proven = False
+    #: The calls of weight routes that wait for an answer, and how many have had one.
+    calls = answered = 0
 
     def __init__(self, session: httpx.AsyncClient, *, model_name: str, tolerance: float = 0.0) -> None:
         """`tolerance` is what the engine's own precision makes of log-probabilities, in nats."""
@@ -258,6 +264,15 @@ class EngineControl:
     async def drafts_tokens(self) -> bool:
         """Whether it drafts tokens: it was told to, or has counters of them."""
         return self.drafts or _DRAFTS in await self._get("/metrics/")
+
+    async def steps(self) -> float | None:
+        """The sum of its counters of what it reads and samples; None where it does not tell them, or not in time."""
+        try:
+            async with asyncio.timeout(_COUNT_S):
+                metrics = (await self._session.get("/metrics/")).text
+        except (httpx.HTTPError, TimeoutError):
+            return None
+        return sum(map(float, _STEPS.findall(metrics)), start=0.0) if "vllm:" in metrics else None
 
     async def find_plugin(self) -> None:
         """Find out by one token whether the engine packs log-probabilities."""
@@ -411,11 +426,14 @@ class EngineControl:
     ) -> bytes:
         # As ASCII: a prompt may contain a lone surrogate, which has no UTF-8.
         content, headers = (None, None) if body is None else (json.dumps(body).encode(), headers)
+        self.calls += 1
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 reply = await self._session.post(path, params=params, content=content, headers=headers)
         except (httpx.HTTPError, TimeoutError) as error:
             raise EngineError(f"{path}: {str(error) or type(error).__name__}") from error
+        finally:
+            self.calls, self.answered = self.calls - 1, self.answered + 1
         if reply.status_code >= 300:
             raise EngineError(f"{path}: {reply.status_code} {reply.content[:300].decode(errors='replace')}")
         return reply.content

@@ -26,6 +26,7 @@ from tuneloop.shared.errors import (
     VersionRefused,
 )
 from tuneloop.shared.ledger.ledger import Alarm, Ledger, Version
+from tuneloop.shared.process_time import cpu_seconds
 from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
@@ -36,8 +37,11 @@ DAMAGED = "champion_damaged"
 UNREADABLE = "version_unreadable"
 
 #: How long a verifier may take, in seconds, and how many bytes of the base model it gets one more second for. A disk
-#: that is slower than that is as good as away.
-_VERIFIER_S, _BYTES_A_S = 60.0, 20e6
+#: that is slower than that is as good as away. One that computes nothing at all for `_STILL_S` is killed before.
+_VERIFIER_S, _BYTES_A_S, _STILL_S = 60.0, 20e6, 30.0
+
+#: How often a verifier is looked at, and how long it is waited for once it is killed: one that hangs in a disk stays.
+_LOOK_S, _END_S = 1.0, 2.0
 
 _NO_ROOM = (
     "no engine runs beside the others: versions are taken up one engine after the other, and requests wait where there "
@@ -316,6 +320,10 @@ class VerifierProcess:
         """End it."""
         self._process.kill()
 
+    def cpu_s(self) -> float:
+        """Its processor time so far, in seconds."""
+        return cpu_seconds(self._process.pid)
+
     async def wait(self) -> None:
         """Return once it has ended."""
         await asyncio.to_thread(self._process.wait)
@@ -323,6 +331,10 @@ class VerifierProcess:
 
 #: The process that the next version is verified by: to start one and import numpy takes as long as to read an adapter.
 _AHEAD: list[VerifierProcess] = []
+
+
+#: Verifiers that were killed and have not ended: no other is started to hang at the same disk.
+_HANGING: list[VerifierProcess] = []
 
 
 async def start_verifier(*arguments: str) -> VerifierProcess:
@@ -377,18 +389,31 @@ def _stamp_of(base: Path) -> object:
 async def _read(verifier: Verifier, path: Path, sha256: str, version: int, *place: str) -> Fingerprints:
     """What a verifier's process finds in a folder. The base model lies where its owner has put it, in no `place`."""
     named = (str(path), sha256, str(version), str(verifier.base), *place)
+    _HANGING[:] = [each for each in _HANGING if each.returncode is None]
+    if _HANGING:
+        raise CheckpointUnreadable("an earlier verifier was killed and has not ended: a disk holds it")
     try:
         process = await start_verifier(*named)
     except OSError as error:  # no room for a process, or for its pipe
         raise CheckpointUnreadable(f"its verifier cannot be started: {error}") from error
+    reading = asyncio.ensure_future(process.communicate())
+    began, moved_at, spent = time.monotonic(), time.monotonic(), 0.0
     try:
-        output, _ = await asyncio.wait_for(process.communicate(), verifier.limit_s)
-    except TimeoutError:
-        raise CheckpointUnreadable(f"its verifier did not end within {verifier.limit_s:.0f} s") from None
+        while not (await asyncio.wait([reading], timeout=_LOOK_S))[0]:
+            now, computed = time.monotonic(), process.cpu_s()
+            spent, moved_at = (computed, now) if computed != spent else (spent, moved_at)
+            if now - began >= verifier.limit_s:
+                raise CheckpointUnreadable(f"its verifier did not end within {verifier.limit_s:.0f} s, and was killed")
+            if now - moved_at >= _STILL_S:
+                raise CheckpointUnreadable(f"its verifier stood still for {_STILL_S:.0f} s, and was killed")
+        output, _ = await reading
     finally:
+        reading.cancel()
         if process.returncode is None:
             process.kill()
-            await process.wait()
+            _HANGING.append(process)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _END_S)
     if process.returncode == 1 and output:  # without a reason it is Python that ended so
         raise CheckpointRejected(output.decode(errors="replace"))
     if process.returncode != 0:

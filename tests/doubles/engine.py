@@ -95,6 +95,7 @@ class EngineDouble:
     end_after: int | None = None  # pieces, then a clean end without [DONE]
     stalls_after: int | None = None  # pieces, then nothing more until the client leaves
     hangs: bool = False
+    steps_while_it_hangs: bool = False  # its counters move each time that they are asked for
     silent: bool = False  # hangs, and does not say either that it is healthy
     status: int = 200
     answer: bytes | None = None  # instead of any reply to a chat
@@ -226,7 +227,8 @@ class EngineDouble:
         if path == "/metrics/" and self.answers_metrics and self.servers == 1:
             started = f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {self.began_at}\n"
             drafts = "vllm:spec_decode_num_drafts_total 0.0\n" * (self.drafts or self.drafts_at_any_temperature)
-            return 200, (started + drafts).encode()
+            steps = self.metrics_asked * self.steps_while_it_hangs
+            return 200, (started + drafts + f'vllm:generation_tokens_total{{engine="0"}} {steps}\n').encode()
         if path == "/server_info" and self.answers_server_info:
             extension = EXTENSION if self.extended else ""
             instance = f"{self.began_at}" if self.servers == 1 else f"{next(_starts)}"

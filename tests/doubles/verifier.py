@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from tuneloop.explorer.versions import verifier
+from tuneloop.shared.process_time import cpu_seconds
 
 _WARM = multiprocessing.get_context("forkserver")
 _WARM.set_forkserver_preload([verifier.__name__])
@@ -58,6 +59,9 @@ class WarmVerifier:
     def kill(self) -> None:
         self._process.kill()
 
+    def cpu_s(self) -> float:
+        return cpu_seconds(self._process.pid or 0)
+
     async def wait(self) -> None:
         await asyncio.to_thread(self._process.join)
 
@@ -72,6 +76,9 @@ class PastVerifier:
 
     async def communicate(self) -> tuple[bytes, None]:
         return self._said, None
+
+    def cpu_s(self) -> float:
+        return 0.0
 
 
 def digest_of(folder: Path) -> str | None:

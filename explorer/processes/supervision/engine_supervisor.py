@@ -50,6 +50,9 @@ _LIVED_S = 60.0
 #: How often an engine is asked whether it is healthy, and how many times in a row it may fail to say so.
 _LOOK_S, _MISSES = 0.5, 3
 
+#: An engine that stands still for so many seconds is started again: it was told by then that it does (diagnosis.py).
+_STUCK_S = 60.0
+
 #: The states of an engine that was brought up.
 _RUNNING = (EngineState.READY, EngineState.RELOADING, EngineState.DOWN)
 
@@ -202,12 +205,11 @@ class EngineSupervisor:
 
     async def _first_sign(self) -> str:
         """What has happened to the engine first."""
+        ill = asyncio.ensure_future(_until_ill(self._engine, self._health_timeout_s))
         waiting = {
             asyncio.ensure_future(self._process.wait()): "its process ended",
             asyncio.ensure_future(self._fleet.wait_for_state(self._engine, EngineState.DOWN)): "it was given up",
-            asyncio.ensure_future(
-                _until_ill(self._engine, self._health_timeout_s)
-            ): "it does not say that it is healthy",
+            ill: "",
         }
         try:
             ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -215,7 +217,7 @@ class EngineSupervisor:
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-        return next(reason for task, reason in waiting.items() if task in ended)
+        return next(reason or ill.result() for task, reason in waiting.items() if task in ended)
 
 
 async def _find_plugin(engine: Engine) -> None:
@@ -257,16 +259,25 @@ def _refusal(error: TuneloopError, champion: Version) -> EnvironmentRefused:
     )
 
 
-async def _until_ill(engine: Engine, health_timeout_s: float) -> None:
-    """Return when a ready engine has failed to say that it is healthy too often; one that is reloaded has time."""
-    misses = 0
+async def _until_ill(engine: Engine, health_timeout_s: float) -> str:
+    """Why an engine is to be ended, once it is so: it stands still, or a ready one does not say that it is healthy.
+
+    One that is reloaded has time to say so, and one that works: its health check waits for what it works on.
+    """
+    misses, since, movement = 0, 0.0, engine.movement
     while misses < _MISSES:
         await asyncio.sleep(_LOOK_S)
+        began = time.monotonic()
+        if movement.still_s >= _STUCK_S and not (engine.restarts or movement.is_busy(began - _STUCK_S)):
+            return "it is asked for something, and does not work on it"
         healthy = await engine.control.healthy(health_timeout_s)
         misses = 0 if healthy or engine.state is not EngineState.READY else misses + 1
+        since = began if misses <= 1 else since
+        if misses >= _MISSES and movement.is_busy(since):
+            log.warning("engine_busy", engine=engine.number, sentence="it misses health checks, and works")
+            misses = 0
+    return "it does not say that it is healthy"
 
-
-#: How often an engine is looked at, and how many times in a row it may fail to say that it is healthy.
 
 #: The longest time between two tries to take an engine into use.
 _LONGEST_RETRY_S = 60.0
@@ -332,7 +343,7 @@ class Attachment:
         self._health_timeout_s = health_timeout_s
         self._doubt_restarted = doubt_restarted
         self._host = host
-        self._misses = 0
+        self._misses, self._missed_at = 0, 0.0
         self._failures = 0
         self._instance: str | None = None
         self._alive_at = 0.0
@@ -347,12 +358,15 @@ class Attachment:
         looked_at = since_boot()
         healthy = hosted and await engine.control.healthy(self._health_timeout_s)
         missed = self._misses > 0
+        self._missed_at = self._missed_at if missed else time.monotonic()
         self._misses = 0 if healthy else self._misses + 1 if hosted else _MISSES
         self._failures = self._failures if healthy else 0
         if healthy and engine.state in {EngineState.STARTING, EngineState.DOWN}:
             return await self._attach()
         if healthy and engine.state is EngineState.READY:
             await self._see_instance(looked_at, missed=missed)
+        elif self._misses >= _MISSES and engine.state is EngineState.READY and engine.movement.is_busy(self._missed_at):
+            self._misses = 0  # its health check waits for the requests that it works on
         elif self._misses >= _MISSES and engine.state is EngineState.READY:
             log.error("engine_down", engine=engine.number, reason="it does not say that it is healthy")
             await self._fleet.set_state(engine, EngineState.DOWN)

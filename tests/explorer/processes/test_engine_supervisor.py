@@ -2,9 +2,10 @@
 
 import asyncio
 import os
+import subprocess
 import sys
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,8 @@ from structlog.testing import capture_logs
 from tests.doubles.engine import MODEL, EngineDouble
 from tests.explorer.checkpoints import register
 from tests.explorer.conftest import Run
-from tests.explorer.running import RunningExplorer, eventually, open_ledger, settings_for
-from tuneloop.explorer.engines import vllm
+from tests.explorer.running import HELLO, RunningExplorer, eventually, open_ledger, settings_for
+from tuneloop.explorer.engines import movement, vllm
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.engines.process import EngineProcess
@@ -185,6 +186,62 @@ async def test_an_engine_that_is_being_reloaded_has_time_to_be_silent(
     await running(doubles, tmp_path, reload)
 
 
+@contextmanager
+def computing() -> Iterator[int]:
+    """A process that computes all the time."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
+async def test_an_engine_that_works_is_not_ended_for_a_health_check_that_waits(
+    tmp_path: Path, doubles: list[EngineDouble], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(movement, "_OVER_S", 0.5)
+
+    async def be_busy(fleet: Fleet, processes: list[DoubleProcess]) -> None:
+        engine = fleet.engines[0]
+        watching = asyncio.ensure_future(watch(engine))
+        with computing() as engine.movement.pid:
+            doubles[0].silent = True
+            await until(lambda: [each["event"] for each in logs].count("engine_busy") == 2)
+            assert (engine.state, len(processes[0].started)) == (EngineState.READY, 1)
+        await until(lambda: len(processes[0].started) == 2)  # once it computes no more
+        watching.cancel()
+
+    async def watch(engine: Engine) -> None:
+        while True:
+            await engine.look([None])
+            await asyncio.sleep(0.1)
+
+    with capture_logs() as logs:
+        await running(doubles, tmp_path, be_busy)
+
+
+async def test_an_engine_that_says_it_is_healthy_and_stands_still_is_started_again_unless_it_computes(
+    tmp_path: Path, doubles: list[EngineDouble], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_supervisor, "_PAUSE_S", 0.1)
+
+    async def stand_still(fleet: Fleet, processes: list[DoubleProcess]) -> None:
+        engine = fleet.engines[0]
+        monkeypatch.setattr(engine.movement, "is_busy", lambda since: True)
+        engine.movement.still_s = 61.0
+        await asyncio.sleep(2)
+        assert len(processes[0].started) == 1
+        monkeypatch.setattr(engine.movement, "is_busy", lambda since: False)
+        await until(lambda: engine.state is EngineState.DOWN)
+        engine.movement.still_s = 0.0
+        await until(lambda: len(processes[0].started) == 2)
+
+    with capture_logs() as logs:
+        await running(doubles, tmp_path, stand_still)
+    [reason] = [each["reason"] for each in logs if each["event"] == "engine_down"]
+    assert reason == "it is asked for something, and does not work on it"
+
+
 @pytest.fixture
 def two(running_explorer: Run, doubles: list[EngineDouble]) -> RunningExplorer:
     """An explorer with two engines of others, both ready; the first is asked first."""
@@ -208,6 +265,16 @@ def test_an_engine_of_others_that_hangs_is_left_alone_and_comes_back_with_the_ch
     assert doubles[0].weights == doubles[1].weights == two.ledger.versions.champion().path / "actor"
     assert two.chat().headers["x-tuneloop-version"] == str(version)
     assert len(doubles[0].chats) == 1
+
+
+def test_an_engine_of_others_that_sends_something_is_not_down(
+    two: RunningExplorer, doubles: list[EngineDouble]
+) -> None:
+    doubles[0].piece_pause_s = 0.5
+    with two.http.stream("POST", "/v1/chat/completions", json=HELLO | {"stream": True}) as reply:
+        doubles[0].silent = True
+        assert [states(two.services.fleet)[0] for line in reply.iter_lines() if line][-1] is EngineState.READY
+    eventually(lambda: states(two.services.fleet) == [EngineState.DOWN, EngineState.READY])
 
 
 def test_a_request_waits_for_the_other_engine_where_that_is_being_reloaded(

@@ -46,7 +46,7 @@ from benchmarks.on_gpu.services import Clock, await_ready, rollout_of, write_set
 from benchmarks.proxy.load import running
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.ui.reading.curves import CurveReader
-from tuneloop.shared.operations.engines import read_engines
+from tuneloop.shared.operations.engines import read_explorer
 from tuneloop.shared.settings.hardware import placement_sentence
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
@@ -121,7 +121,7 @@ def main() -> int:
         url = f"http://127.0.0.1:{_PORT}"
         try:
             await_ready(f"{url}/health/ready", pid, log, timeout_s=clock.remaining - 40)
-            clock.say("; ".join(["it serves", *(each.sentence for each in read_engines(settings) or ())]))
+            clock.say("; ".join(["it serves", *(each.sentence for each in read_explorer(settings).engines or ())]))
             phases = [int(each) for each in options.lanes.split(",")]
             for number, lanes in enumerate(phases):
                 seconds = (clock.remaining - _END_S) / (len(phases) - number)

@@ -34,7 +34,7 @@ from tuneloop.shared.ledger.recording.retention import (
     stored_name,
 )
 from tuneloop.shared.operations.diagnosis import number
-from tuneloop.shared.operations.engines import read_engines
+from tuneloop.shared.operations.engines import read_explorer
 from tuneloop.shared.outbox_status import files_of, held_file
 from tuneloop.shared.privacy.detection import Detector
 from tuneloop.shared.privacy.redactor import Redactor
@@ -300,7 +300,7 @@ def erase_(
 def _left_outbox(settings: Settings) -> str:
     """What to do about an outbox that no explorer clears; "" where one does, or there is nothing in it."""
     folder = settings.outbox_dir
-    if not (files := files_of(folder)) or held_file(folder) is not None or read_engines(settings) is not None:
+    if not (files := files_of(folder)) or held_file(folder) is not None or read_explorer(settings).engines is not None:
         return ""
     return (
         f"{number(len(files), 'file')} of {folder} may hold text of theirs, and no explorer runs that removes them:"

@@ -56,6 +56,7 @@ from tuneloop.shared import VERSION
 from tuneloop.shared.errors import StorageFull
 from tuneloop.shared.job_marks import KEY, TRAFFIC_S, load_key, touch_traffic
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.operations.diagnosis import why_not_ready
 from tuneloop.shared.operations.engines import EngineSummary
 from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.privacy.redactor import Redactor
@@ -174,7 +175,7 @@ def _add_routes(app: FastAPI) -> None:
 
     @probe("/health/ready")
     async def ready(request: Request, services: ServicesOf) -> Response:
-        reason = _why_not_ready(services)
+        reason, stops = _why_not_ready(services), services.control_client.stops()
         status: dict[str, object] = {"status": "not_ready" if reason else "ready"}
         client, [own, _] = request.client.host if request.client else "", request.scope.get("server") or ("", 0)
         # Who has our own address is on this machine, too.
@@ -183,7 +184,7 @@ def _add_routes(app: FastAPI) -> None:
                 EngineSummary(each.number, each.state.value, each.version, each.proof, each.packs)._asdict()
                 for each in services.fleet.engines
             ]
-            status |= {"reason": reason, "engines": engines}
+            status |= {"reason": reason, "engines": engines, "stops": [stop._asdict() for stop in stops]}
         return JSONResponse(status, 503 if reason else 200)
 
     @app.get("/ping")
@@ -193,15 +194,16 @@ def _add_routes(app: FastAPI) -> None:
 
 
 def _why_not_ready(services: Services) -> str | None:
-    if not services.fleet.ready:
-        return "no engine is ready"
+    storage = None
     try:
         services.limits.admit()
     except StorageFull as error:
-        return str(error)
-    if (reason := services.limits.status.refusal) is not None:
-        return f"the database refuses what is recorded, which waits in the outbox: {reason}"
-    return None
+        storage = str(error)
+    return why_not_ready(
+        services.control_client.stops(),
+        has_engine=services.fleet.ready,
+        storage=storage,
+    )
 
 
 def open_outbox(settings: Settings, stack: AsyncExitStack) -> Outbox:

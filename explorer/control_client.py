@@ -5,6 +5,7 @@ from typing import Protocol
 import msgspec
 
 from tuneloop.explorer.access.feedback_tokens import FeedbackBinding
+from tuneloop.shared.ledger.facts import Standstill
 
 
 class ShadowReply(msgspec.Struct, frozen=True):
@@ -31,6 +32,9 @@ class ControlClient(Protocol):
 
     async def report_shadow_reply(self, reply: ShadowReply) -> None:
         """Hear what became of the copy of a request, for those who decide about the version that it went to."""
+
+    def stops(self) -> tuple[Standstill, ...]:
+        """The parts of the service that stand still."""
 
     async def exposition(self) -> bytes:
         """The metrics of the whole service."""

@@ -89,6 +89,8 @@ class Drain:
         self._refusal: str | None = None
         self._away = False
         self._tell_at = self._compare_at = 0.0
+        #: When it last got an answer of the database, or needed none.
+        self.moved_at = time.monotonic()
         self._waiting: deque[Future[bool]] = deque()
         self._asked: list[Future[bool]] = []  # before the files were looked at
         self._wake, self._stop = threading.Event(), threading.Event()
@@ -322,6 +324,7 @@ class Drain:
 
     def _tell(self) -> None:
         """Tell what waits, if that was not done just now: a long backlog takes long to count."""
+        self.moved_at = time.monotonic()
         if (began := time.monotonic()) < self._tell_at:
             return
         waits = OutboxStatus(refusal=self._refusal)

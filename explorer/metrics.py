@@ -89,6 +89,10 @@ class Metrics:
         for outcome in ("answered", "failed", "dropped"):
             self.copies.labels(outcome)
         self._add_judge_metrics(registry)
+        heard = "When an engine last sent something of a reply"
+        self.last_reply = Gauge("tuneloop_last_reply_timestamp_seconds", heard, registry=registry)
+        text = "Pieces of the log that were dropped, because nobody took them"
+        self.log_dropped = Counter("tuneloop_log_lines_dropped", text, registry=registry)
         self.in_flight = Gauge("tuneloop_requests_in_flight", "Requests that are being answered", registry=registry)
         self.waiting = Gauge(
             "tuneloop_requests_waiting", "Requests that wait because too many are in flight", registry=registry
@@ -195,7 +199,12 @@ class Metrics:
         self.held_back = Gauge(
             "tuneloop_held_back", "Experiences that a rater's share keeps out of batches", registry=registry
         )
-        self.alarm = Gauge("tuneloop_alarm", "1 for each open alarm of the training", ["name"], registry=registry)
+        self.alarm = Gauge("tuneloop_alarm", "1 for each open alarm", ["name"], registry=registry)
+        self.version_newest = Gauge("tuneloop_version_newest", "The newest version", registry=registry)
+        waits = "How long the oldest version waits that is newer than the champion and may be served; 0: none"
+        self.version_waiting = Gauge("tuneloop_version_waiting_seconds", waits, registry=registry)
+        registered = "When the newest version was registered, with the steps in it"
+        self.last_version = Gauge("tuneloop_last_version_timestamp_seconds", registered, registry=registry)
 
     def _add_judge_metrics(self, registry: CollectorRegistry) -> None:
         self.judged = Counter(

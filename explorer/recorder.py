@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -166,9 +167,14 @@ class Recorder:
         # More threads would only keep each other, and the event loop, from the interpreter.
         self._threads, self._appender = ThreadPoolExecutor(2, "redaction"), ThreadPoolExecutor(1, "outbox")
         self._waiting: list[tuple[Sequence[bytes], asyncio.Future[None]]] = []
-        self._is_appending = False
+        self._is_appending, self._append_at = False, 0.0
         self._calls: set[_Call] = set()
         self._away = False
+
+    @property
+    def append_s(self) -> float:
+        """How long the disk has been taking the records that it was given last, if it is at it."""
+        return time.monotonic() - self._append_at if self._is_appending else 0.0
 
     def admit(self) -> None:
         """Raise StorageFull if the reply to a request could not be kept."""
@@ -266,7 +272,7 @@ class Recorder:
     def _append_waiting(self) -> None:
         """Bring to disk what waits, and then what has come meanwhile."""
         loop, group, self._waiting = asyncio.get_running_loop(), self._waiting, []
-        self._is_appending = bool(group)
+        self._is_appending, self._append_at = bool(group), time.monotonic()
 
         def append() -> None:
             error: OSError | None = None

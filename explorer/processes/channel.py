@@ -7,7 +7,8 @@ import asyncio
 import itertools
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -20,8 +21,10 @@ from tuneloop.explorer.engines.fleet import EngineView, TrafficSplit
 from tuneloop.explorer.limits import KeyUsage
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.shared.errors import ChannelLost, RequestRefused
+from tuneloop.shared.ledger.facts import ExplorerFacts, Standstill
 from tuneloop.shared.ledger.keys import KeyTable
 from tuneloop.shared.ledger.recording.feedback import FeedbackResults
+from tuneloop.shared.operations.diagnosis import find_stops
 from tuneloop.shared.outbox_status import OutboxStatus
 
 log = structlog.get_logger()
@@ -141,7 +144,21 @@ class CollectMetrics(ChannelMessage, frozen=True):
 
 
 class AnswerAtOnce(ChannelMessage, frozen=True):
-    """The control process: does your event loop turn?"""
+    """The control process: does your event loop turn? And these parts stand still. The answer is a WorkerMovement."""
+
+    stops: tuple[Standstill, ...] = ()
+
+
+class WorkerMovement(msgspec.Struct, frozen=True):
+    """What a worker sees of the parts that it asks, in seconds.
+
+    For how long each engine has sent nothing to its requests, None where none waits; for how long a record has waited
+    for the disk; and how long ago an engine sent something last.
+    """
+
+    quiet: list[float | None]
+    append_s: float
+    reply_s: float | None
 
 
 class BeginFile(ChannelMessage, frozen=True):
@@ -281,6 +298,16 @@ class ChannelControlClient:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self._stops: Sequence[Standstill] = ()
+        self._updated_at = time.monotonic()
+
+    def note_stops(self, stops: Sequence[Standstill]) -> None:
+        """Take up what stands still, by the control process's word."""
+        self._stops, self._updated_at = stops, time.monotonic()
+
+    def stops(self) -> tuple[Standstill, ...]:
+        """The parts that stand still, the control process among them."""
+        return (*find_stops(ExplorerFacts(control_s=time.monotonic() - self._updated_at)), *self._stops)
 
     async def wait_until_taken(self, timeout_s: float) -> bool:
         """Wait until all that is on disk now is in the database. False if it is not by then, or away."""

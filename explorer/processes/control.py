@@ -47,11 +47,13 @@ from tuneloop.explorer.processes.channel import (
     WaitUntilIdle,
     WaitUntilTaken,
     WakeDrain,
+    WorkerMovement,
 )
 from tuneloop.explorer.processes.garbage import freeze_garbage
 from tuneloop.explorer.processes.patient_ledger import open_ledger
 from tuneloop.explorer.processes.services import ControlServices, open_control_services
 from tuneloop.shared.errors import ChannelLost, EnvironmentRefused, LedgerError, TuneloopError
+from tuneloop.shared.ledger.facts import Standstill
 from tuneloop.shared.ledger.keys import KeyTable
 from tuneloop.shared.ledger.recording.feedback import FeedbackResults
 from tuneloop.shared.ledger.storage.database import DatabaseFile
@@ -91,6 +93,7 @@ class WorkerProcess:
         self.serial = serial
         self.number = number
         self.owner = ""
+        self.movement: WorkerMovement | None = None
         self.reason = ""
         self._stopping = False
         self._process: Process | None = None
@@ -150,8 +153,8 @@ class WorkerProcess:
             self._process.kill()
 
 
-async def _kill_when_frozen(worker: WorkerProcess) -> None:
-    """End a worker that serves when its event loop stands still: stopped, or blocked."""
+async def _kill_when_frozen(worker: WorkerProcess, stops: Callable[[], tuple[Standstill, ...]]) -> None:
+    """End a worker that serves when its event loop stands still: stopped, or blocked. `stops` is what it is told of."""
     misses = 0
     while misses < _MISSES:
         await asyncio.sleep(_ASK_S)
@@ -159,7 +162,7 @@ async def _kill_when_frozen(worker: WorkerProcess) -> None:
             continue
         began = asyncio.get_running_loop().time()
         try:
-            await worker.ask(AnswerAtOnce(), timeout_s=_ANSWER_S)
+            worker.movement = await worker.ask(AnswerAtOnce(stops()), WorkerMovement | None, timeout_s=_ANSWER_S)
             misses = 0
         except ChannelLost:
             # One that ends loses its channel at once, and is waited for.
@@ -211,7 +214,7 @@ class Workers:
         while not self._stopping.is_set():
             started = loop.time()
             self._running[number] = worker = self._worker_of(next(self._serials), number)
-            watching = asyncio.create_task(_kill_when_frozen(worker))
+            watching = asyncio.create_task(_kill_when_frozen(worker, self.stops))
             try:
                 code = await worker.run(self._sockets[number], partial(self._answer, worker))
             except OSError as error:
@@ -260,6 +263,15 @@ class Workers:
         """Let all workers know how much waits for the database; from any thread."""
         self.outbox_status, self.database_away = status, away
         self._loop.call_soon_threadsafe(self._tell, UpdateOutbox(status, away))
+
+    def stops(self) -> tuple[Standstill, ...]:
+        """What stands still."""
+        return self._services.stops() if self._begun.is_set() else ()
+
+    @property
+    def movements(self) -> list[WorkerMovement]:
+        """What each worker has told last of the parts that it asks."""
+        return [worker.movement for worker in self._serving if worker.movement is not None]
 
     def begin_new_files(self) -> None:
         """Have all workers let their outbox files go."""

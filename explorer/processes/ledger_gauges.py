@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import structlog
@@ -13,11 +13,11 @@ from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.capacity.pace import find_pace
 from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import State, steady_clock
-from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
+from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules, Standstill
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.database import CLOCK_SKEW, ClockSkew
-from tuneloop.shared.ledger.versions.alarms import Alarm, Alarms
-from tuneloop.shared.operations.diagnosis import WAITING, Code, diagnose
+from tuneloop.shared.ledger.versions.alarms import Alarm
+from tuneloop.shared.operations.diagnosis import STOPS, TRAINER_SILENT, WAITING, Code, diagnose, find_silent_trainer
 from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.tensorboard import Curves
@@ -27,13 +27,14 @@ log = structlog.get_logger()
 #: Of how many versions /metrics says what they earn.
 _REWARDS_SHOWN = 8
 
-REFUSES, REFUSED = "database_refuses", "records_refused"
+REFUSED = "records_refused"
 
 
 class LedgerGauges:
     """Writes per served version, at step = version: `served/requests`, `served/rewarded`, `served/reward_mean`.
 
-    `outbox` tells what the ledger does not have yet; `reached` says whether the database answered the last time.
+    `outbox` tells what the ledger does not have yet, `stops` what stands still; `reached` says whether the database
+    answered the last time.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class LedgerGauges:
         *,
         outbox: Callable[[], OutboxStatus],
         interval_s: float,
+        stops: Callable[[], tuple[Standstill, ...]] = tuple,
     ) -> None:
         self._ledger = ledger
         self._metrics = metrics
@@ -54,7 +56,7 @@ class LedgerGauges:
         self._written: dict[int, tuple[int, int, float]] = {}
         self._alarmed: set[str] = set()
         self._shown_rewards: set[str] = set()
-        self._outbox, self._outbox_alarms = outbox, OutboxAlarms(ledger.alarms, metrics)
+        self._outbox, self.stops = outbox, stops
 
     async def run(self) -> None:
         """Update the gauges every `interval_s` seconds."""
@@ -101,22 +103,31 @@ class LedgerGauges:
         outbox = self._outbox()
         if ledger is not None:
             outbox = outbox._replace(refused_records=len(self._ledger.recording.refused_records()))
-        facts = Facts(now=now, rules=Rules.of(self._settings), outbox=outbox, ledger=ledger, away=away)
+        facts = Facts(
+            now=now, rules=Rules.of(self._settings), outbox=outbox, ledger=ledger, away=away, stops=self.stops()
+        )
         holds = {reason.code for reason in diagnose(facts)}
         for code in Code:
             metrics.no_step.labels(code.value).set(code in holds)
-        self._outbox_alarms.show(outbox)
         if ledger is None:
             return
-        self._outbox_alarms.update(outbox, ledger.alarms)
         # This machine's clock and the database's, compared with the ledger's time.
         transactions = self._ledger.transactions
         transactions.keep_time()
         skew = ClockSkew(time.time() - transactions.time(), transactions.clock_skew())
         metrics.clock_skew.labels("machine").set(skew.machine_s)
         metrics.clock_skew.labels("database").set(skew.database_s)
-        reason = f"clocks do not agree with the ledger's time: {skew.sentence}" if skew.wrong else None
-        _keep_own(self._ledger.alarms, CLOCK_SKEW, reason, f"{socket.gethostname()}: ", ledger.alarms)
+        held = f"{outbox.refused_records} records that the database refused: `tuneloop outbox list`"
+        self._keep_alarms(
+            dict.fromkeys(STOPS)
+            | {stop.code: stop.sentence for stop in facts.stops}
+            | {
+                TRAINER_SILENT: find_silent_trainer(ledger, now),
+                REFUSED: held if outbox.refused_records else None,
+                CLOCK_SKEW: f"clocks do not agree with the ledger's time: {skew.sentence}" if skew.wrong else None,
+            },
+            ledger.alarms,
+        )
         for state in State:
             metrics.experiences.labels(state.value).set(ledger.count(state).rows)
         for state in WAITING:
@@ -124,56 +135,28 @@ class LedgerGauges:
             metrics.waiting_seconds.labels(state.value).set(0.0 if oldest is None else max(0.0, now - oldest))
         metrics.trainer_up.set(ledger.trainer is not None and ledger.trainer.up(now))
         pace = find_pace(self._settings.job_dir, now)
+        if (weights := ledger.weights) is not None:
+            metrics.version_newest.set(weights.newest)
+            metrics.version_waiting.set(0.0 if weights.waiting_since is None else max(0.0, now - weights.waiting_since))
+            metrics.last_version.set(weights.registered_at)
         metrics.training_lag.set(0.0 if pace is None else pace.lag)
         metrics.feedback_pending.set(ledger.pending)
         metrics.held_back.set(sum(each.rows for each in ledger.held_back))
-        open_ = {alarm.name for alarm in ledger.alarms}
+        open_ = {alarm.name for alarm in ledger.alarms} | {stop.code for stop in facts.stops}
         self._alarmed |= open_
         for name in self._alarmed:
             metrics.alarm.labels(name).set(name in open_)
-        self._outbox_alarms.show(outbox)
+
+    def _keep_alarms(self, reasons: Mapping[str, str | None], opened: Collection[Alarm]) -> None:
+        """Raise and clear, of those that are open, the alarms of which each machine has its own."""
+        about = f"{socket.gethostname()}: "
+        for name, reason in reasons.items():
+            try:
+                if self._ledger.alarms.keep_own(name, reason, about=about, opened=opened):
+                    log.error("alarm_raised", name=name, reason=f"{about}{reason}")
+            except LedgerError as error:  # the next turn tries again; the gauge tells it meanwhile
+                log.warning("alarm_not_stored", name=name, reason=str(error))
 
     def close(self) -> None:
         """Close the curves."""
         self._curves.close()
-
-
-class OutboxAlarms:
-    """The alarms of what waits for the database, or was refused by it.
-
-    The gauge tells them even if the database cannot be written to; there, each is raised as soon as it can be. Each
-    machine has its own: their reasons begin with its name.
-    """
-
-    def __init__(self, alarms: Alarms, metrics: Metrics) -> None:
-        self._about = f"{socket.gethostname()}: "
-        self._alarms = alarms
-        self._metrics = metrics
-        self._shown: set[str] = set()
-
-    def update(self, outbox: OutboxStatus, opened: Collection[Alarm]) -> None:
-        """Raise and clear, of those that are open, what the outbox's state asks for."""
-        for name, reason in _reasons(outbox).items():
-            try:
-                _keep_own(self._alarms, name, reason, self._about, opened)
-            except LedgerError as error:  # the next turn tries again
-                log.warning("alarm_not_stored", name=name, reason=str(error))
-
-    def show(self, outbox: OutboxStatus) -> None:
-        """Bring the gauge up to date, whatever the database holds."""
-        for name, reason in _reasons(outbox).items():
-            if reason is not None or name in self._shown:
-                self._shown.add(name)
-                self._metrics.alarm.labels(name).set(reason is not None)
-
-
-def _reasons(outbox: OutboxStatus) -> dict[str, str | None]:
-    """Why each alarm is wanted; None where it is not."""
-    held = f"{outbox.refused_records} records that the database refused: `tuneloop outbox list`"
-    return {REFUSES: outbox.refusal, REFUSED: held if outbox.refused_records else None}
-
-
-def _keep_own(alarms: Alarms, name: str, reason: str | None, about: str, opened: Collection[Alarm]) -> None:
-    """Raise or clear an alarm of which each machine has its own. Raises LedgerError."""
-    if alarms.keep_own(name, reason, about=about, opened=opened):
-        log.error("alarm_raised", name=name, reason=f"{about}{reason}")

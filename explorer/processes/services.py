@@ -27,6 +27,7 @@ from tuneloop.explorer.feedback.judge import JudgeLoop
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.processes.forgetting import Forgetting
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
+from tuneloop.explorer.processes.stop_watch import StopWatch, WatchedWorkers
 from tuneloop.explorer.processes.supervision.engine_supervisor import (
     Attachment,
     Champions,
@@ -45,8 +46,10 @@ from tuneloop.explorer.versions.trial import CanaryController
 from tuneloop.runner.outbox import Outbox
 from tuneloop.shared.experience import steady_clock
 from tuneloop.shared.job_marks import KEY, GpuLocks, load_key
+from tuneloop.shared.ledger.facts import Standstill
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.feedback import FeedbackResults
+from tuneloop.shared.operations.diagnosis import Code
 from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
@@ -66,13 +69,12 @@ class Address(NamedTuple):
     socket: str | None
 
 
-class WorkerReplicas(FleetReplicas, Protocol):
+class WorkerReplicas(FleetReplicas, WatchedWorkers, Protocol):
     """The workers: they send requests to the engines, and write outbox files. The drain's thread tells them of these.
 
     `outbox_status` and `database_away` are what it told last.
     """
 
-    outbox_status: OutboxStatus
     database_away: bool
 
     def tell_results(self, owner: str, results: FeedbackResults) -> None:
@@ -118,13 +120,18 @@ class ControlServices:
         """Take down what became of the copy of a request."""
         self.canary_controller.record_shadow_reply(reply)
 
+    def stops(self) -> tuple[Standstill, ...]:
+        """The parts of the service that stand still."""
+        return self.watch.stops()
+
     async def exposition(self) -> bytes:
         """The metrics of the whole service."""
         metrics, outbox = self.metrics, self.audience.outbox_status
         metrics.outbox_bytes.set(outbox.bytes)
         metrics.outbox_records.set(outbox.records)
         metrics.outbox_oldest_seconds.set(0.0 if outbox.since is None else max(0.0, steady_clock() - outbox.since))
-        metrics.database_up.set(self.watch.reached and not self.audience.database_away)
+        silent = any(stop.code == Code.DATABASE_SILENT for stop in self.stops())
+        metrics.database_up.set(self.watch.reached and not (self.audience.database_away or silent))
         for state in EngineState:
             metrics.engines.labels(state.value).set(sum(each.state is state for each in self.fleet.engines))
         return generate_latest(self.totals)
@@ -154,8 +161,6 @@ async def open_control_services(
     drain.start()
     stack.push_async_callback(asyncio.to_thread, drain.stop)
     interval_s = min(settings.explorer.service_status_check_interval, _WATCH_S)
-    watch = LedgerGauges(ledger, metrics, settings, interval_s=interval_s, outbox=lambda: audience.outbox_status)
-    stack.callback(watch.close)
 
     def forget_files() -> None:
         drain.forget()
@@ -164,8 +169,10 @@ async def open_control_services(
 
     forgetting = Forgetting(settings, ledger.retention, forget_files, metrics=metrics, interval_s=interval_s)
     fleet, addresses, sockets = await _open_fleet(settings, stack, audience=audience)
+    stops = StopWatch(fleet, drain, metrics, audience)
+    watch = LedgerGauges(ledger, metrics, settings, interval_s=interval_s, outbox=stops.outbox, stops=stops.current)
+    stack.callback(watch.close)
     reloader = Reloader(settings, fleet, ledger=ledger, metrics=metrics)
-    examination = CandidateEvaluation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
     attestation = Attestation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
     sleep = _open_sleep(
         settings, fleet, metrics, stack, is_busy=lambda: reloader.swapping.locked() or attestation.probing > 0
@@ -206,10 +213,11 @@ async def open_control_services(
     )
     return services, [
         watch.run(),
+        stops.run(),
         version_log.run(),
         forgetting.run(),
         reloader.run(),
-        examination.run(),
+        CandidateEvaluation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader).run(),
         canary_controller.run(),
         attestation.run(),
         key_watch.run(metrics),

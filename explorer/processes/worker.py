@@ -6,10 +6,12 @@ listening socket. The services are opened as the control process says, and follo
 
 import asyncio
 import ctypes
+import math
 import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 
@@ -46,6 +48,7 @@ from tuneloop.explorer.processes.channel import (
     UpdateResults,
     UpdateSplit,
     WaitUntilIdle,
+    WorkerMovement,
 )
 from tuneloop.explorer.processes.garbage import freeze_garbage
 from tuneloop.explorer.processes.patient_ledger import PatientLedger
@@ -54,7 +57,7 @@ from tuneloop.runner.outbox import Outbox
 from tuneloop.shared.errors import ChannelLost, TuneloopError
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.logging import configure_logging
+from tuneloop.shared.logging import LOG, configure_logging
 from tuneloop.shared.privacy.crash_reports import redact_crash_reports
 from tuneloop.shared.settings.hardware import explorer_workers_of
 from tuneloop.shared.settings.settings import Settings
@@ -148,7 +151,7 @@ class Worker:
             ws="none",
             lifespan="on",
             access_log=False,
-            log_level="warning",
+            log_config=None,  # its warnings go the way of all other lines
             timeout_graceful_shutdown=DRAIN_S,
             timeout_keep_alive=_KEEP_ALIVE_S,
             server_header=False,
@@ -165,6 +168,7 @@ class Worker:
             if not self._ended:
                 # Nobody moves the outbox, swaps weights or starts us again: what was acknowledged is on disk.
                 log.error("control_process_gone", worker=self._number)
+                LOG.finish()
                 os._exit(1)
 
     def _fail(self, error: TuneloopError) -> None:
@@ -205,12 +209,13 @@ class WorkerLink:
         metrics: Metrics,
         workers: int,
     ) -> None:
-        self._channel = channel
+        self._channel, self._client = channel, ChannelControlClient(channel)
         self._settings = settings
         self._gate = gate
         self._outbox = outbox
         self._recorder: Recorder
         self._metrics = metrics
+        LOG.count_dropped = metrics.log_dropped.inc
         self._workers = workers
         self._fleet: Fleet
 
@@ -229,7 +234,7 @@ class WorkerLink:
             outbox=self._outbox,
             fleet=self._fleet,
             metrics=self._metrics,
-            control_client=ChannelControlClient(self._channel),
+            control_client=self._client,
         )
         self._recorder = services.recorder
         known: FleetView = await self._channel.ask(AnnounceOwner(self._outbox.owner), FleetView)
@@ -255,8 +260,12 @@ class WorkerLink:
                 await self._fleet.engines[number].idle.wait()
             case CollectMetrics():
                 return process_samples(self._metrics.registry)
-            case AnswerAtOnce():
-                pass
+            case AnswerAtOnce(stops):
+                self._client.note_stops(stops)
+                engines = [each.http.movement for each in self._fleet.engines]
+                reply_s = time.monotonic() - max(each.received_at for each in engines)
+                quiet, heard = [each.seconds for each in engines], reply_s if math.isfinite(reply_s) else None
+                return WorkerMovement(quiet, self._recorder.append_s, heard)
             case BeginFile():
                 await asyncio.to_thread(self._outbox.begin_new_file)
             case UpdateResults(results):

@@ -12,7 +12,7 @@ from tuneloop.explorer.auth import caller_of
 from tuneloop.explorer.recorder import Recorder
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import State, steady_clock
-from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules, StateCount
+from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules, Standstill, StateCount
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.operations.diagnosis import diagnose
 from tuneloop.shared.outbox_status import OutboxStatus
@@ -35,7 +35,8 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
         served = services.fleet.served_versions
         caller = caller_of(request.scope)
         tenant = None if caller.sees_all else caller.tenant
-        status = await asyncio.to_thread(lambda: _status(settings, ledger, served, services.drain_status(), tenant))
+        stops, outbox = services.control_client.stops(), services.drain_status()
+        status = await asyncio.to_thread(lambda: _status(settings, ledger, served, outbox, tenant, stops))
         return Response(orjson.dumps(status), media_type="application/json")
 
     @app.get("/training/calls")
@@ -59,12 +60,17 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
 
 
 def _status(
-    settings: Settings, ledger: Ledger, served: list[int], outbox: OutboxStatus, tenant: str | None
+    settings: Settings,
+    ledger: Ledger,
+    served: list[int],
+    outbox: OutboxStatus,
+    tenant: str | None,
+    stops: tuple[Standstill, ...],
 ) -> dict[str, object]:
     """With a `tenant`, nothing that tells of others' rows: counts are its own, and sentences are left out."""
     rules, now = Rules.of(settings), steady_clock()
     facts = ledger.reports.facts(BatchPolicy.of(settings), batch=rules.least)
-    reasons = diagnose(Facts(now=now, rules=rules, outbox=outbox, ledger=facts))
+    reasons = diagnose(Facts(now=now, rules=rules, outbox=outbox, ledger=facts, stops=stops))
     if tenant is not None:
         counts, reasons = ledger.reports.counts(tenant), []
         facts = replace(

@@ -22,7 +22,7 @@ from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.database import ClockSkew
 from tuneloop.shared.ledger.versions.versions import SERVABLE
 from tuneloop.shared.operations.diagnosis import Reason, ago, diagnose, equation, moment, number
-from tuneloop.shared.operations.engines import EngineSummary, plugin_sentence, read_engines
+from tuneloop.shared.operations.engines import EngineSummary, plugin_sentence, read_explorer
 from tuneloop.shared.operations.older_ledger import find_lost_versions
 from tuneloop.shared.operations.open_versions import OpenVersion, find_open_versions
 from tuneloop.shared.operations.outbox import read_outbox
@@ -112,6 +112,7 @@ def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None 
     finally:
         if ledger is not None:
             ledger.close()
+    explorer = read_explorer(settings)
     facts = Facts(
         now=clock() if clock else now,
         rules=Rules.of(settings),
@@ -119,6 +120,7 @@ def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None 
         ledger=counts,
         away=away,
         disk=disk,
+        stops=explorer.stops,
     )
     try:
         require_restored(settings.job_dir)
@@ -126,7 +128,7 @@ def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None 
         restoring = str(error)
     pace = find_pace(settings.job_dir, facts.now) if counts is not None else None
     return DoctorReport(
-        facts, reasons=diagnose(facts), restoring=restoring, engines=read_engines(settings), pace=pace, **report
+        facts, reasons=diagnose(facts), restoring=restoring, engines=explorer.engines, pace=pace, **report
     )
 
 

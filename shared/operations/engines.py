@@ -5,9 +5,11 @@ from typing import NamedTuple
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
+from tuneloop.shared.ledger.facts import Standstill
+from tuneloop.shared.operations.diagnosis import Code
 from tuneloop.shared.settings.settings import Settings
 
-_TIMEOUT_S = 2.0
+_TIMEOUT_S = 5.0
 #: Where one listens on all addresses, it is asked at this machine's own.
 _OWN = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
@@ -46,17 +48,27 @@ class EngineSummary(NamedTuple):
         return f"engine {self.engine} {self.state}, version {self.version}, {proof}{plugin}"
 
 
-_ENGINES = TypeAdapter(list[EngineSummary])
+class ExplorerView(NamedTuple):
+    """What a running explorer says of itself: its engines, None where it does not say, and what stands still."""
+
+    engines: list[EngineSummary] | None
+    stops: tuple[Standstill, ...] = ()
 
 
-def read_engines(settings: Settings) -> list[EngineSummary] | None:
-    """The engines of the explorer that listens where the settings say; None if none answers there."""
+_VIEW = TypeAdapter(ExplorerView)
+
+
+def read_explorer(settings: Settings) -> ExplorerView:
+    """What the explorer says of itself that listens where the settings say, if one does."""
     address = _OWN.get(settings.explorer.listen_address, settings.explorer.listen_address)
     host = f"[{address}]" if ":" in address else address
+    url = f"http://{host}:{settings.explorer.proxy_port}"
     try:
-        ready = httpx.get(
-            f"http://{host}:{settings.explorer.proxy_port}/health/ready", timeout=_TIMEOUT_S, trust_env=False
-        )
-        return _ENGINES.validate_python(ready.json()["engines"])
-    except (httpx.HTTPError, LookupError, TypeError, ValueError, ValidationError):
-        return None
+        told = httpx.get(f"{url}/health/ready", timeout=_TIMEOUT_S, trust_env=False).json()
+        stops = [Standstill(**each) for each in told.get("stops", ())]
+        return _VIEW.validate_python((told["engines"], stops))
+    except httpx.ReadTimeout:
+        silent = f"the explorer at {url} takes connections and does not answer: end its processes, and start it again"
+        return ExplorerView(None, (Standstill(Code.EXPLORER_SILENT, silent, serves=False),))
+    except (httpx.HTTPError, LookupError, TypeError, ValueError, ValidationError, AttributeError):
+        return ExplorerView(None)

@@ -10,13 +10,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.explorer.running import RunningExplorer, eventually, open_ledger, settings_for
 from tests.factories import committed, exchange, feedback, rewarded
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.processes.ledger_gauges import LedgerGauges, OutboxAlarms
+from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
 from tuneloop.shared.capacity.pace import VersionPace, note_version
 from tuneloop.shared.errors import LedgerUnavailable
-from tuneloop.shared.ledger.facts import LedgerFacts
+from tuneloop.shared.ledger.facts import ExplorerFacts, LedgerFacts
 from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
 from tuneloop.shared.ledger.reports import Reports, VersionReward
-from tuneloop.shared.operations.diagnosis import WAITING, Code
+from tuneloop.shared.operations.diagnosis import WAITING, Code, find_stops
 from tuneloop.shared.outbox_status import OutboxStatus
 
 
@@ -131,15 +131,18 @@ def test_an_alarm_is_a_gauge_until_it_is_cleared(explorer: RunningExplorer) -> N
 
 
 def test_each_machine_has_its_own_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = open_ledger(settings_for(tmp_path))
+    settings = settings_for(tmp_path)
+    ledger = open_ledger(settings)
     well, ill = OutboxStatus(), OutboxStatus(refusal="permission denied")
 
     def machine(name: str) -> Callable[[OutboxStatus], list[str]]:
-        monkeypatch.setattr("socket.gethostname", lambda: name)
-        alarms = OutboxAlarms(ledger.alarms, Metrics())
-
         def turn(outbox: OutboxStatus) -> list[str]:
-            alarms.update(outbox, ledger.alarms.all())
+            monkeypatch.setattr("socket.gethostname", lambda: name)
+            monkeypatch.setattr(ledger.recording, "refused_records", lambda: [""] * outbox.refused_records)
+            stops = find_stops(ExplorerFacts(refusal=outbox.refusal))
+            gauges = LedgerGauges(ledger, Metrics(), settings, outbox=lambda: outbox, interval_s=1, stops=lambda: stops)
+            gauges.update()
+            gauges.close()
             return [each.reason.split(":")[0] for each in ledger.alarms.all()]
 
         return turn

@@ -4,7 +4,8 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,11 +15,20 @@ import pytest
 import yaml
 
 from tests.deploy.prometheus import FOLDER, ROOT, RunningPrometheus, prometheus_running, promtool
-from tests.doubles.engine import engine_place
+from tests.doubles.engine import EngineDouble, engine_place
+from tests.explorer.checkpoints import register
+from tests.explorer.conftest import Run
+from tests.explorer.conftest import doubles as doubles
+from tests.explorer.conftest import places as places
+from tests.explorer.conftest import running_explorer as running_explorer
+from tests.explorer.conftest import warm_verifier as warm_verifier
 from tests.explorer.processes.test_workers import chat, hired
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
+from tests.factories import committed
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.ledger.ledger import Alarm
+from tuneloop.shared.logging import LOG
+from tuneloop.shared.operations import diagnosis
 
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "tuneloop.json"
 RULES = [rule for group in yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
@@ -199,3 +209,56 @@ def test_while_workers_and_the_engine_die_scrapes_succeed_counters_stay_and_the_
 
 def _summaries(prometheus: RunningPrometheus) -> set[str]:
     return {each["annotations"]["summary"] for each in prometheus.alerts() if each["state"] == "firing"}
+
+
+def test_causes_fire_their_alerts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doubles: list[EngineDouble], running_explorer: Run
+) -> None:
+    """What takes hours, such as an engine that is not proven, is tried with series in alerts.test.yml."""
+    monkeypatch.setattr(diagnosis, "VERSION_WAITS_S", 1.0)
+    explorer, [first, second] = running_explorer(*doubles, max_in_flight=1), doubles
+    target = explorer.url.removeprefix("http://")
+    with prometheus_running(tmp_path / "prometheus", target, patience="1s") as scraped, ExitStack() as stack:
+
+        def fire(*names: str, meanwhile: Callable[[], object] = lambda: None) -> None:
+            def all_fire() -> bool:
+                meanwhile()
+                found = {each["labels"]["alertname"] for each in scraped.alerts() if each["state"] == "firing"}
+                return found >= set(names)
+
+            eventually(all_fire, within_s=120)
+
+        eventually(lambda: scraped.value("up") == 1)
+        fire("TuneloopTrainerDown")
+        explorer.ledger.recording.refuses = lambda record: getattr(record, "task_id", None) == "poison"
+        explorer.chat(metadata={"task_id": "poison"})
+        LOG.count_dropped()
+        fire("TuneloopRecordsRefused", "TuneloopLogDropped", "TuneloopAlarm")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(explorer.ledger.raters, "settle", lambda: 1 / 0)
+            fire("TuneloopBackgroundFailures")
+        explorer.ledger.recording.away = True
+        explorer.chat()
+        fire("TuneloopDatabaseDown")
+        explorer.ledger.recording.away = False
+        explorer.ledger.training.take_epoch("host:1")
+        committed(explorer.ledger, 32)
+        fire("TuneloopTrainingStalled")
+        first.refuses_load_of.add("global_step_1")
+        register(explorer.ledger, explorer.settings.job_dir)
+        fire("TuneloopVersionRejected")
+        first.load_s = 3600.0
+        register(explorer.ledger, explorer.settings.job_dir)
+        fire("TuneloopVersionNotServed")
+        with explorer.ledger.transactions.write() as connection:
+            connection.exec_driver_sql("UPDATE versions SET consumed = 7 WHERE version = 1")
+        second.fails_at = lambda request: True
+        # A series that begins with its last value has no rate.
+        fire("TuneloopLedgerImbalance", "TuneloopErrors", meanwhile=explorer.chat)
+        second.fails_at, second.hangs = (lambda request: False), True
+        pool = stack.enter_context(ThreadPoolExecutor(2))
+        for _ in range(2):
+            pool.submit(explorer.chat)
+        fire("TuneloopRequestsWait")
+        second.dead = True
+        fire("TuneloopEngineDown")

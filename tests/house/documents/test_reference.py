@@ -10,13 +10,13 @@ from page_files import DOCS, ROOT
 
 from tuneloop import runner
 from tuneloop.explorer.engines.fleet import EngineState
-from tuneloop.explorer.processes.ledger_gauges import REFUSED, REFUSES
+from tuneloop.explorer.processes.ledger_gauges import REFUSED
 from tuneloop.explorer.proxy.request import BEYOND_IDS, NEUTRAL
 from tuneloop.explorer.versions import attestation, loading
 from tuneloop.shared.experience import Outcome, State, VersionState
 from tuneloop.shared.ledger.storage.database import CLOCK_SKEW
 from tuneloop.shared.ledger.storage.schema import metadata
-from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH, DISK_FULL
+from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH, DISK_FULL, OF_TRAINERS, STOPS, TRAINER_SILENT
 from tuneloop.shared.operations.older_ledger import LEDGER_OLDER
 from tuneloop.shared.settings.serving import RolloutModelSettings
 from tuneloop.trainer.monitoring import monitors
@@ -95,8 +95,9 @@ def test_why_a_reply_is_no_sample_is_told_parameter_by_parameter() -> None:
 
 
 def test_every_alarm_is_on_its_page() -> None:
-    of_explorers = {attestation.ALARM, loading.DAMAGED, loading.UNREADABLE, LEDGER_OLDER, REFUSES, REFUSED}
-    alarms = of_explorers | {CLOCK_SKEW} | {teacher._AWAY, monitors.NOT_FINITE, DISK_FULL, CAPTURE_MISMATCH}
+    of_explorers = {attestation.ALARM, loading.DAMAGED, loading.UNREADABLE, LEDGER_OLDER, REFUSED, CLOCK_SKEW}
+    of_trainers = {teacher._AWAY, monitors.NOT_FINITE, DISK_FULL, CAPTURE_MISMATCH, *OF_TRAINERS}
+    alarms = of_explorers | {*STOPS, TRAINER_SILENT} | of_trainers
     page = (DOCS / "reasons.md").read_text()
     assert _first_column(page, "| alarm |") == alarms
     assert _first_column(page, "| monitor |") == RULES.keys()

@@ -7,7 +7,8 @@
     Ratios are ours to the peer's: of rates the median over the rounds, of latencies that of all together;
 (b) claims: the trainer's claim of a batch with few and with many committed rows waiting;
 (c) bytes: what an exchange with one experience takes, of values and on disk;
-(d) growth: what the page, the gauges, doctor and purge ask, with few and with many exchanges.
+(d) growth: what the page, the gauges, doctor and purge ask, with few and with many exchanges;
+(e) scaling: several processes on one PostgreSQL database, against one, for replies and for feedback about others.
 
 peer_recorder.py says how to fill the peer's FOLDER. Without `--database` a PostgreSQL server of its own is
 started, with its fsync on. All files lie in /tmp, so that both databases and the outbox have one disk to share.
@@ -24,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.databases import Databases, PostgresDatabases, SqliteFiles
-from benchmarks.ledger import claims, growth, recording, sizes
+from benchmarks.ledger import claims, growth, recording, scaling, sizes
 from benchmarks.ledger.load import Plan
 from benchmarks.ledger.peer_recorder import open_folder
 from tests.doubles import postgres
 
-PARTS = ("recording", "claims", "bytes", "growth")
+PARTS = ("recording", "claims", "bytes", "growth", "scaling")
 
 
 def main() -> int:
@@ -41,7 +42,7 @@ def main() -> int:
     print(f"disk: {report['syncs_per_s']:.0f} fdatasyncs of 8 KiB per second, one after the other")
     for part in options.parts:
         report[part] = []
-        for kind in options.kinds:
+        for kind in options.kinds if part != "scaling" else ("postgresql",):
             with _databases(kind, options.database) as databases:
                 report[part] += asyncio.run(_measure(part, databases, options))
         print(f"\n{part}\n{_table(report[part])}", flush=True)
@@ -64,6 +65,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--waiting", nargs="+", type=int, default=(1000, 10_000, 100_000, 1_000_000))
     parser.add_argument("--exchanges", nargs="+", type=int, default=(8_000, 1_000_000), help="of growth")
     parser.add_argument("--claims", type=int, default=9, help="claims at each depth")
+    parser.add_argument("--processes", type=int, default=3, help="of the part scaling")
+    parser.add_argument("--groups", type=int, default=20, help="of 64 records, for each process and round of scaling")
     return parser.parse_args()
 
 
@@ -72,6 +75,8 @@ async def _measure(part: str, databases: Databases, options: argparse.Namespace)
         return claims.measure(databases, options.waiting, options.claims)
     if part == "growth":
         return growth.measure(databases, options.exchanges, options.rounds)
+    if part == "scaling":
+        return scaling.measure(databases, options.processes, options.rounds, options.groups)
     peer = options.peer is not None
     if part == "bytes":
         lines = [await sizes.measure(databases, tokens, peer=peer) for tokens in options.completions]

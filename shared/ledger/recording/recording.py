@@ -25,6 +25,7 @@ from sqlalchemy import (
 from tuneloop.shared.errors import RecordsLost
 from tuneloop.shared.experience import Exchange, Feedback, Kind, Outcome, Rater, Record, State, boot, decode, voter_of
 from tuneloop.shared.ledger.recording.attestation import mark_untrusted
+from tuneloop.shared.ledger.recording.exclusion import wait_for_others
 from tuneloop.shared.ledger.recording.feedback import (
     EarlyFeedback,
     FeedbackResults,
@@ -36,7 +37,16 @@ from tuneloop.shared.ledger.recording.retention import deleted_among, names_in, 
 from tuneloop.shared.ledger.recording.rewards import Rewards, Trajectory, replies_of, replies_preferred_to, write
 from tuneloop.shared.ledger.recording.stored_completions import tag
 from tuneloop.shared.ledger.storage.codec import exchange_row, experience_row
-from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, alone, ignoring, is_among, portions, put
+from tuneloop.shared.ledger.storage.database import (
+    LedgerPart,
+    Transactions,
+    again_after_deadlock,
+    alone,
+    ignoring,
+    is_among,
+    portions,
+    put,
+)
 from tuneloop.shared.ledger.storage.schema import (
     RESTORE,
     deletions,
@@ -147,6 +157,7 @@ class Recording(LedgerPart):
         #: What the trainer last wrote, and since when by our own ticks: its clock and ours need not agree.
         self._heartbeat: tuple[object, float] = None, ticks()
 
+    @again_after_deadlock
     def record(
         self,
         records: Sequence[Record],
@@ -163,8 +174,7 @@ class Recording(LedgerPart):
         with self._write() as connection:
             dated = self._date_records(records)
             heard = [record for record in dated if isinstance(record, Feedback)]
-            # Else a reply and its feedback, recorded by two processes at once, would not see each other.
-            alone(connection, "record", shared=not heard)
+            wait_for_others(connection, dated)
             last: dict[str, int] = {}
             for file, number in places:
                 last[file] = max(number, last.get(file, 0))
@@ -200,7 +210,7 @@ class Recording(LedgerPart):
             sources = {(each.tenant, each.source or "") for each in found.new.values()}
             named = (each for each in sources if each not in self._rewards.trusted_raters)
             voters = {(tenant, voter_of(source)) for tenant, source in named} - self._voters
-            put(connection, raters, [new_rater(*voter, self._clock()) for voter in voters])
+            put(connection, raters, [new_rater(*voter, self._clock()) for voter in sorted(voters)])
             touched = set(_replies(connection, [*found.new.values(), *found.moved, *rated_runs(heard)]))
             for wanted, earlier in ((present.pending, _RATED), (present.preferences, _PREFERRED_TO)):
                 for portion in portions(msg_ids if wanted else ()):

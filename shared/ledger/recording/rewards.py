@@ -225,7 +225,9 @@ def write(connection: Connection, decided: Plan, rule_id: int, *, repeat: bool) 
             values |= {"state": State.RECORDED, "committed_at": None, "group_id": None}
         after.append(values)
     _set(connection, experiences, after)
-    _set(connection, feedback, [{"its_id": id_, "outcome": outcome} for id_, outcome in decided.outcomes.items()])
+    _set(
+        connection, feedback, [{"its_id": id_, "outcome": outcome} for id_, outcome in sorted(decided.outcomes.items())]
+    )
     # What is left of a group may be a lone member: let it be gathered again.
     for portion in portions({each.row.group_id for each in decided.changes if _is_unrated(each.reward)} - {None}):
         of_these = and_(experiences.c.group_id.in_(portion), experiences.c.state == State.COMMITTED)

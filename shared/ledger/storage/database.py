@@ -522,6 +522,21 @@ def alone(connection: Connection, what: str, *, shared: bool = False) -> None:
         connection.execute(_locking(what, shared))
 
 
+#: In the order of the numbers, so that no two who take several wait for each other.
+_LOCKING_EACH = text("""
+    SELECT CASE WHEN own THEN pg_advisory_xact_lock(hashtext(current_schema() || :what), number)
+                ELSE pg_advisory_xact_lock_shared(hashtext(current_schema() || :what), number) END
+    FROM unnest(CAST(:numbers AS int[]), CAST(:owns AS bool[])) AS wanted(number, own)
+""")
+
+
+def alone_each(connection: Connection, what: str, numbers: Collection[int], *, shared: Collection[int] = ()) -> None:
+    """On PostgreSQL, as `alone` for parts of `what`, by their numbers of 32 bits; `shared` ones are others."""
+    if wanted := sorted([*((number, True) for number in numbers), *((number, False) for number in shared)]):
+        names = {"what": what, "numbers": [number for number, _ in wanted], "owns": [own for _, own in wanted]}
+        connection.execute(_LOCKING_EACH, names)
+
+
 @cache
 def _locking(what: str, shared: bool) -> Executable:
     lock = func.pg_advisory_xact_lock_shared if shared else func.pg_advisory_xact_lock

@@ -1,5 +1,6 @@
 """Several processes at once, here threads with connections of their own."""
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -11,9 +12,12 @@ from sqlalchemy import Engine, select, text
 
 from tests.factories import committed, exchange, feedback, fill, ids, leased, published, trained
 from tuneloop.shared.errors import LedgerError, StaleEpoch
-from tuneloop.shared.experience import State, VersionState
+from tuneloop.shared.experience import Exchange, Feedback, Kind, State, VersionState
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.recording.recording import Recording
+from tuneloop.shared.ledger.recording.rewards import Plan, Rewards
 from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
+from tuneloop.shared.settings.feedback import RewardRule
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
@@ -201,3 +205,68 @@ def test_many_may_register_the_base_model_at_once(ledger: Ledger) -> None:
     assert at_once(*[lambda: ledger.versions.ensure_base(Path("/base"))] * 4) == [None] * 4
     assert at_once(*[lambda: ledger.own("shop", "assistant")] * 4) == [None] * 4
     assert len(ledger.versions.all()) == 1
+
+
+def test_feedback_on_another_reply_does_not_wait(ledger: Ledger, engine: Engine) -> None:
+    """On SQLite all who write wait for each other anyway."""
+    if engine.dialect.name == "sqlite":
+        return
+    said = [exchange() for _ in range(2)]
+    ledger.recording.record(said)
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Held(Rewards):
+        def plan(self, *args: Any, **kwargs: Any) -> Plan:
+            inside.set()
+            assert go_on.wait(60)
+            return super().plan(*args, **kwargs)
+
+    held = Recording(ledger.transactions, Held(RewardRule(clip=None)))
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(held.record, [feedback(msg_id=said[0].msg_id, value=1.0)])
+        assert inside.wait(60)
+        pool.submit(ledger.recording.record, [feedback(msg_id=said[1].msg_id), exchange()]).result(60)
+        correction = pool.submit(ledger.recording.record, [feedback(msg_id=said[0].msg_id, value=5.0)])
+        time.sleep(0.3)
+        assert not correction.done()
+        go_on.set()
+        first.result(60)
+        correction.result(60)
+    assert {row.reward_sum for row in ledger.reports.rewards()} == {6.0}
+
+
+def test_whatever_is_said_at_once_rewards_are_those_of_all_of_it(ledger: Ledger) -> None:
+    """Replies, early feedback, labels, whole runs, preferences and retractions, of the same few replies and runs."""
+    chance = random.Random(7)
+    names = [f"chatcmpl-{number}" for number in range(24)]
+    labels = [("task", "0"), ("task", "1"), ("task", None), (None, "1"), (None, None)]
+    records: list[Exchange | Feedback] = []
+    for name in names:
+        task_id, run_id = chance.choice(labels)
+        records.append(exchange(msg_id=name, task_id=task_id, run_id=run_id))
+    for _ in range(320):
+        (task_id, run_id), (one, other) = chance.choice(labels), chance.sample(names, 2)
+        what: dict[str, Any] = {
+            "msg_id": one,
+            "task_id": task_id,
+            "run_id": run_id,
+            "value": float(chance.randrange(9)),
+        }
+        if chance.random() < 0.2 and None not in (task_id, run_id):
+            what["msg_id"] = None
+        elif chance.random() < 0.2:
+            what |= {"kind": Kind.PREFERENCE, "metric": "preference", "value": None, "other_msg_id": other}
+        elif chance.random() < 0.2:
+            what |= {"kind": Kind.RETRACTION, "metric": chance.choice(("reward", "preference")), "value": None}
+        records.append(feedback(**what))
+    chance.shuffle(records)
+    groups = [records[first : first + 4] for first in range(0, len(records), 4)]
+    found = at_once(*[lambda some=groups[at::4]: [ledger.recording.record(each) for each in some] for at in range(4)])  # type: ignore[misc]
+    assert not [each for each in found if isinstance(each, LedgerError)]
+    assert sum(ledger.reports.counts().values()) == len(names)
+    assert ledger.recording.recompute_rewards(dry_run=True).changed == 0
+    with ledger.transactions.snapshot() as connection:
+        waiting = select(feedback_table.c.id).where(
+            feedback_table.c.outcome == "pending", feedback_table.c.msg_id.is_not(None)
+        )
+        assert not connection.execute(waiting).all()

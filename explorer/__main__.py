@@ -17,8 +17,10 @@ from tuneloop.explorer.http.sockets import listen
 from tuneloop.explorer.limits import raise_descriptor_limit
 from tuneloop.explorer.processes.control import control
 from tuneloop.shared.errors import EnvironmentRefused, StartupError, TuneloopError
-from tuneloop.shared.job_marks import KEY, load_key, require_restored
+from tuneloop.shared.held_files import expect_mark
+from tuneloop.shared.job_marks import KEY, load_key, mark_folder, require_restored
 from tuneloop.shared.logging import LOG, clean_error, configure_logging
+from tuneloop.shared.operations.job_folder import require_folder
 from tuneloop.shared.privacy.crash_reports import redact_crash_reports
 from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine, log_placement
 from tuneloop.shared.settings.loader import load_settings
@@ -79,7 +81,10 @@ def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises StartupError if it cannot."""
     check_model(settings)
     check_engine(settings)
+    require_folder(settings)
     make_job_dir(settings)
+    mark_folder(settings.job_dir)
+    expect_mark(settings.job_dir)
     require_restored(settings.job_dir)
     load_key(settings.job_dir / KEY)
     raise_descriptor_limit()

@@ -12,6 +12,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
+from tuneloop.explorer.arrivals import Arrivals
 from tuneloop.explorer.auth import TRINITY, CrossOrigin, EntryGate, is_from_here
 from tuneloop.explorer.background_tasks import OnFailure, Task, every, run_task
 from tuneloop.explorer.control_client import ControlClient
@@ -81,6 +82,7 @@ class Services:
     limits: OutboxLimits
     outbox: Outbox
     recorder: Recorder
+    arrivals: Arrivals
 
     def drain_status(self) -> OutboxStatus:
         """What waits for the database, as the drain told last."""
@@ -229,7 +231,8 @@ def open_services(
         log.warning("token_ids_not_spelled", model=str(settings.model.model_path))
     recorder = Recorder(outbox, limits, metrics, redactor, wake_drain=control_client.wake_drain)
     signer = ReplyIdSigner(key)
-    conversations = Conversations(signer, control_client=control_client, reports=ledger.reports)
+    arrivals = Arrivals(signer, ledger.explorers)
+    conversations = Conversations(signer, control_client=control_client, reports=ledger.reports, arrivals=arrivals)
     shadow = Shadow(
         fleet,
         refusals=settings.monitor.drift.refusals_found,
@@ -255,6 +258,7 @@ def open_services(
         signer=signer,
         stored=ledger.stored,
         control_client=control_client,
+        arrivals=arrivals,
         rebuild=responses.rebuild,
         default_model=settings.served_model_name,
     )
@@ -275,6 +279,7 @@ def open_services(
         ),
         feedback_tokens=TokenRoute(signer, FeedbackTokens(key)),
         recorder=recorder,
+        arrivals=arrivals,
         fleet=fleet,
         control_client=control_client,
         limits=limits,

@@ -38,7 +38,7 @@ from typing import Literal, NamedTuple, Self
 import msgspec
 
 from tuneloop.shared.errors import CheckpointRejected, CheckpointUnreadable
-from tuneloop.shared.held_files import clear_held
+from tuneloop.shared.held_files import clear_held, make_below
 
 #: What the trainer leaves free: this share of the file system, at most so many bytes. More than the explorer's outbox
 #: wants there, so that a checkpoint never stops replies from being kept.
@@ -392,7 +392,7 @@ class CheckpointStore:
 
         With `state` it is for critic and optimiser of a version that is there already.
         """
-        self._root.mkdir(parents=True, exist_ok=True)
+        make_below(self._root)
         staging = self._root / f"{STAGING}{epoch}{_STATE if state else ''}"
         if staging.exists():
             self._bin(staging)

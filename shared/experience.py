@@ -321,9 +321,9 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
     """One request and its reply.
 
     `request` is the client's JSON body, `user` the person it is for; times are seconds since 1970, UTC. A higher
-    `priority` is trained on first where `buffer.order` says so. `engine` is the number of the engine that answered.
-    Where it has a `stamp`, that says when it was received, and `received_at` only until the ledger's time is known.
-    `key` is the name of the key that brought it, for its turn on the way into the ledger.
+    `priority` is trained on first where `buffer.order` says so. `engine` is the number of the engine that answered,
+    among those of the `explorer`. Where it has a `stamp`, that says when it was received, and `received_at` only until
+    the ledger's time is known. `key` is the name of the key that brought it, for its turn on the way into the ledger.
     """
 
     msg_id: str
@@ -340,6 +340,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
     engine: int | None = None
     stamp: Stamp | None = None
     key: str = ""
+    explorer: str | None = None
 
 
 class Feedback(msgspec.Struct, frozen=True, kw_only=True, tag="feedback"):

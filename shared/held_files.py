@@ -99,3 +99,22 @@ def _link(source: str, target: str) -> None:
         raise
     except OSError:  # No links on this file system, or not to another user's file.
         shutil.copyfile(source, target, follow_symlinks=False)
+
+
+#: What marks the folder of an experiment: see shared/job_marks.py.
+EXPERIMENT = "experiment.json"
+
+#: The folders that this process has found with their mark.
+_MARKED: set[Path] = set()
+
+
+def expect_mark(job_dir: Path) -> None:
+    """From now on this process makes nothing in the folder while it has no mark: it is away."""
+    _MARKED.add(job_dir)
+
+
+def make_below(folder: Path) -> None:
+    """Make a folder in a job folder, or that itself. Raises OSError, also where the job folder is away."""
+    for job_dir in _MARKED.intersection((folder, *folder.parents)):
+        (job_dir / EXPERIMENT).lstat()
+    folder.mkdir(parents=True, exist_ok=True)

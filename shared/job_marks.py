@@ -1,5 +1,6 @@
 """What is written down in an experiment's folder, beside the database, so that the two can be compared.
 
+{job_dir}/experiment.json    whose folder it is: the database knows the same, and an empty mount point has no mark
 {job_dir}/registered.json    the newest version and the newest epoch that a ledger of this experiment has had
 {job_dir}/restoring.json     a restore is under way, or was interrupted: no service may start
 {job_dir}/served.json        what the explorer served last: a copy, for the time while the database is away
@@ -17,7 +18,7 @@ import fcntl
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -25,7 +26,7 @@ import msgspec
 
 from tuneloop.shared.checkpoints import sync_folder
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.held_files import append_unlinked, change_unlinked, read_unlinked
+from tuneloop.shared.held_files import EXPERIMENT, append_unlinked, change_unlinked, make_below, read_unlinked
 
 #: Below a job folder: what the explorer served last, the clients' keys, and the key that replies are named with.
 SERVED, KEYS, KEY = "served.json", "keys.json", "secrets/msg_id.key"
@@ -41,6 +42,12 @@ _GPU_HELD, _GPU_WANTED = "gpu.held", "gpu.wanted_by_{}"
 
 #: Seconds between two touches of the mark of traffic while there is any.
 TRAFFIC_S = 0.2
+
+
+class FolderMark(msgspec.Struct, frozen=True):
+    """What tells this folder from every other, and from an empty one in its place."""
+
+    folder: str
 
 
 class Registered(msgspec.Struct, frozen=True):
@@ -61,6 +68,24 @@ class AnnouncedEvent(msgspec.Struct, frozen=True):
     """The number of the newest event about versions that was announced."""
 
     event: int
+
+
+def folder_mark(job_dir: Path) -> str | None:
+    """The mark of the folder; None where it has none, or is away."""
+    found = _read(job_dir / EXPERIMENT, FolderMark)
+    return None if found is None else found.folder
+
+
+def mark_folder(job_dir: Path) -> str:
+    """Make the folder, and give it a mark unless somebody has; the mark. Raises OSError."""
+    job_dir.mkdir(parents=True, exist_ok=True)
+    draft = job_dir / f".{EXPERIMENT}-{os.getpid()}"
+    write_mark(draft, FolderMark(secrets.token_hex(16)))
+    with suppress(FileExistsError):
+        os.link(draft, job_dir / EXPERIMENT)
+    draft.unlink()
+    sync_folder(job_dir)
+    return msgspec.json.decode(read_unlinked(job_dir / EXPERIMENT), type=FolderMark).folder
 
 
 def registered_in(job_dir: Path) -> Registered:
@@ -132,7 +157,7 @@ def note_announced(job_dir: Path, event: int) -> None:
 @contextmanager
 def announcing(job_dir: Path) -> Iterator[None]:
     """Only one explorer that shares this folder is in such a block. Raises OSError."""
-    job_dir.mkdir(parents=True, exist_ok=True)
+    make_below(job_dir)
     with append_unlinked(job_dir / _ANNOUNCING) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -178,7 +203,7 @@ class MarkLock:
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_below(path.parent)
         self._file = change_unlinked(path)  # A network's file system asks for both rights.
 
     def fileno(self) -> int:
@@ -236,7 +261,7 @@ def load_key(path: Path) -> bytes:
 
     Raises EnvironmentRefused for a file that is no such key: signing with less would let anybody sign.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_below(path.parent)
     fresh = path.with_name(f".{path.name}-{os.getpid()}")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
@@ -269,7 +294,7 @@ def _read(path: Path, kind: type[_Mark]) -> _Mark | None:
 
 def write_mark(path: Path, mark: msgspec.Struct, *, mode: int = 0o666) -> None:
     """Replace a mark, durably. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_below(path.parent)
     draft = path.with_name(f".{path.name}-{os.getpid()}")
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
         file.write(msgspec.json.encode(mark, enc_hook=str))

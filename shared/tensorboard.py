@@ -15,6 +15,8 @@ from pathlib import Path
 
 import structlog
 
+from tuneloop.shared.held_files import make_below
+
 log = structlog.get_logger()
 
 
@@ -58,7 +60,7 @@ class Curves:
         try:
             if self._size and not self._path.exists():
                 self._size = 0
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_below(self._path.parent)
             with self._path.open("r+b" if self._size else "wb", buffering=0) as file:
                 file.truncate(self._size)  # Half a record of a write that failed; no reader gets past one.
                 file.seek(self._size)

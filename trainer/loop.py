@@ -35,6 +35,7 @@ from tuneloop.shared.job_marks import committed_stamp, note_registered, require_
 from tuneloop.shared.ledger.facts import find_ignored_feedback
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.storage import database
+from tuneloop.shared.operations.job_folder import claim_folder
 from tuneloop.shared.operations.older_ledger import find_lost_versions
 from tuneloop.shared.settings.base_model import routing_note
 from tuneloop.shared.settings.settings import Settings
@@ -111,6 +112,7 @@ def _opened(settings: Settings, ledger: Ledger, stop: Stop) -> bool:
         try:
             database.upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
             ledger.own(settings.project, settings.name)
+            claim_folder(settings.job_dir, ledger)
             ledger.versions.ensure_base(settings.model.model_path.absolute())
             if (older := find_lost_versions(settings.job_dir, ledger)) is not None:
                 raise EnvironmentRefused(older)

@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import orjson
 
+from tuneloop.explorer.arrivals import Arrivals
 from tuneloop.explorer.auth import Caller
 from tuneloop.explorer.control_client import ControlClient
 from tuneloop.explorer.dialects import responses_request
@@ -51,8 +53,11 @@ def _too_large(why: str) -> RequestRefused:
 class Conversations:
     """The recorded conversations, by the id of their last response."""
 
-    def __init__(self, signer: ReplyIdSigner, *, control_client: ControlClient, reports: Reports) -> None:
+    def __init__(
+        self, signer: ReplyIdSigner, *, control_client: ControlClient, reports: Reports, arrivals: Arrivals
+    ) -> None:
         self._signer = signer
+        self._arrivals = arrivals
         self._control_client = control_client
         self._reports = reports
 
@@ -64,6 +69,9 @@ class Conversations:
         Raises LedgerUnavailable while that is unknown: it may be in an outbox that waits for the database.
         """
         flushed = await self._control_client.wait_until_taken(_FLUSH_TIMEOUT_S)
+        if flushed and (last := self._signer.parse(response_id, caller.tenant)) is not None:
+            read = partial(self._reports.reply, caller.tenant, last.msg_id)
+            await self._arrivals.find(response_id, caller.tenant, read)
         return await asyncio.to_thread(self._read, response_id, caller.tenant, flushed=flushed)
 
     def _read(self, response_id: str, tenant: str, *, flushed: bool) -> list[dict[str, Any]]:

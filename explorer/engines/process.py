@@ -16,7 +16,7 @@ from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.ray_engine import SPEC_VARIABLE, RayEngineSpec
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.held_files import append_unlinked, open_unlinked
+from tuneloop.shared.held_files import append_unlinked, make_below, open_unlinked
 from tuneloop.shared.settings.hardware import free_memory
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import umask_of
@@ -79,7 +79,7 @@ class EngineProcess:
             # Raises OSError.
             if self._gpu is not None:
                 await self._gpu.hold()
-            self._log.parent.mkdir(parents=True, exist_ok=True)
+            make_below(self._log.parent)
             self._socket.unlink(missing_ok=True)
             command, environment = self.command(model)
             with append_unlinked(self._log) as output:

@@ -8,13 +8,15 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from socket import getfqdn
 from typing import Any, NamedTuple, Protocol
 
 from prometheus_client import generate_latest
 
-from tuneloop.explorer.access.feedback_tokens import FeedbackBinding, TokenUses
+from tuneloop.explorer.access.feedback_tokens import MAX_TOKENS_OF_KEY, FeedbackBinding, TokenUses
 from tuneloop.explorer.access.key_watch import KeyWatch, require_keys
-from tuneloop.explorer.background_tasks import OnFailure, Task
+from tuneloop.explorer.arrivals import Arrivals
+from tuneloop.explorer.background_tasks import OnFailure, Task, every
 from tuneloop.explorer.control_client import ShadowReply
 from tuneloop.explorer.dialects.conversations import Conversations
 from tuneloop.explorer.drain import Drain
@@ -44,6 +46,8 @@ from tuneloop.explorer.versions.loading import Verifier, servable_champion
 from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.explorer.versions.trial import CanaryController
 from tuneloop.runner.outbox import Outbox
+from tuneloop.shared import VERSION
+from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.experience import steady_clock
 from tuneloop.shared.job_marks import KEY, GpuLocks, load_key
 from tuneloop.shared.ledger.facts import Standstill
@@ -57,6 +61,9 @@ from tuneloop.shared.telemetry.opening import open_tracing
 
 #: Types of models whose head is their embeddings unless their configuration says otherwise.
 _TIED_UNLESS_SAID = ("gemma", "cohere")
+
+#: How often the others are told that this explorer runs, at most.
+_SEEN_S = 5.0
 
 #: How often the gauges are brought up to date, at most.
 _WATCH_S = 10.0
@@ -102,6 +109,7 @@ class ControlServices:
     canary_controller: CanaryController
     key_watch: KeyWatch
     token_uses: TokenUses
+    ledger: Ledger
     engine_sleep: EngineSleep | None
 
     async def wait_until_taken(self, timeout_s: float) -> bool:
@@ -113,8 +121,20 @@ class ControlServices:
         self.drain.wake()
 
     async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
-        """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""
-        return self.token_uses.take(binding, count, steady_clock())
+        """Count events that a browser's token brings, to any explorer; False, and none, if it allows less.
+
+        Without the database those count that it brings here.
+        """
+        if not self.token_uses.take(binding, count, steady_clock()):
+            return False
+        if self.audience.database_away:
+            return True
+        take = partial(self.ledger.explorers.take_of_token, binding.nonce, binding.key_id, count)
+        bounds = {"most": binding.max_events, "of_key": MAX_TOKENS_OF_KEY}
+        try:
+            return await asyncio.to_thread(take, **bounds, expires_at=binding.expires_at)
+        except LedgerUnavailable:
+            return True
 
     async def report_shadow_reply(self, reply: ShadowReply) -> None:
         """Take down what became of the copy of a request."""
@@ -194,6 +214,7 @@ async def open_control_services(
         watch=watch,
         key_watch=key_watch,
         token_uses=TokenUses(),
+        ledger=ledger,
         engine_sleep=sleep,
     )
     version_log = VersionLog(ledger, metrics, job_dir=settings.job_dir, interval_s=interval_s)
@@ -202,18 +223,31 @@ async def open_control_services(
         stack.callback(tracing.close)
         experiment, send = f"{settings.project}/{settings.name}", tracing.send
         version_log.tell = lambda event: send(decision_span(event, experiment))
+    address = f"{await asyncio.to_thread(getfqdn)}:{settings.explorer.proxy_port}"
+
+    async def tell_others() -> None:
+        """Let the others know that this explorer runs, and which version its engines were proven to have."""
+        tried = fleet.split.version if fleet.split else None
+        serving = [each.version for each in fleet.engines if each.state is EngineState.READY and each.version != tried]
+        version = min(serving, default=None)
+        see = partial(ledger.explorers.see, settings.explorer_name, address=address, release=VERSION, version=version)
+        await asyncio.to_thread(see)
+
     signer = ReplyIdSigner(load_key(settings.job_dir / KEY))
     judging = settings.judge.url and JudgeLoop(
         settings.judge,
         ledger,
         own,
         metrics=metrics,
-        conversation=Conversations(signer, control_client=services, reports=ledger.reports).read,
+        conversation=Conversations(
+            signer, control_client=services, reports=ledger.reports, arrivals=Arrivals(signer, ledger.explorers)
+        ).read,
         wait_until_taken=services.wait_until_taken,
     )
     return services, [
         watch.run(),
         stops.run(),
+        every(min(_SEEN_S, interval_s), tell_others, task="explorers", metrics=metrics),
         version_log.run(),
         forgetting.run(),
         reloader.run(),

@@ -55,6 +55,7 @@ from tuneloop.explorer.processes.patient_ledger import PatientLedger
 from tuneloop.explorer.recorder import Recorder
 from tuneloop.runner.outbox import Outbox
 from tuneloop.shared.errors import ChannelLost, TuneloopError
+from tuneloop.shared.held_files import expect_mark
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.logging import LOG, configure_logging
@@ -128,6 +129,7 @@ class Worker:
         ledger = PatientLedger.of(settings)
         ledger.transactions.file.identity = beginning.database_file
         metrics = Metrics()
+        expect_mark(settings.job_dir)
         gate = Gatekeeper(settings, FeedbackTokens(load_key(settings.job_dir / KEY)))
         gate.count_in(metrics.refused)
         self._link = WorkerLink(

@@ -58,7 +58,8 @@ class RequestOutcome:
 class ReplyInFlight:
     """A reply that an engine is sampling, and the versions that may have sampled it."""
 
-    def __init__(self, request: Request, engine: Engine) -> None:
+    def __init__(self, request: Request, engine: Engine, explorer: str) -> None:
+        self.explorer = explorer
         self.request = request
         self.version = engine.version
         self.recorded = False
@@ -92,6 +93,7 @@ class ReplyInFlight:
             user=request.labels.user,
             priority=request.labels.priority,
             engine=self.engine.number,
+            explorer=self.explorer,
         )
 
 
@@ -150,7 +152,7 @@ class Proxy:
         traces: Traces | None = None,
     ) -> None:
         """`shadow` may send a copy of a request to a shadow version."""
-        self._traces = traces
+        self._traces, self._name = traces, settings.explorer_name
         explorer = settings.explorer
         self._fleet, self._recorder, self._timeout_s = fleet, recorder, explorer.request_timeout
         self.system_turns = SystemTurns(fleet)
@@ -256,7 +258,7 @@ class Proxy:
     ) -> tuple[ReplyInFlight, EngineReply]:
         """The reply and its engine: another one than `engine` if that fails before it has answered."""
         # Before the request is sent: a whole reply starts to arrive when it has been sampled.
-        in_flight = ReplyInFlight(request, engine)
+        in_flight = ReplyInFlight(request, engine, self._name)
         outcome.asked = in_flight.version
         try:
             reply_or_engine = await _first_reply(self._fleet, engine, request)
@@ -267,7 +269,7 @@ class Proxy:
             return in_flight, reply_or_engine
         log.warning("asking_another_engine", engine=engine.number, other=reply_or_engine.number, msg_id=request.msg_id)
         self._fleet.release(engine)
-        failed, in_flight = in_flight.version, ReplyInFlight(request, reply_or_engine)
+        failed, in_flight = in_flight.version, ReplyInFlight(request, reply_or_engine, self._name)
         outcome.asked = in_flight.version
         try:
             reply = await _ask(reply_or_engine, request)

@@ -9,6 +9,7 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from tuneloop.explorer.arrivals import Arrivals
 from tuneloop.explorer.auth import Caller, caller_of
 from tuneloop.explorer.control_client import ControlClient
 from tuneloop.explorer.dialects.dialect import RESPONSES
@@ -31,12 +32,14 @@ class StoredResponses:
         signer: ReplyIdSigner,
         stored: StoredCompletions,
         control_client: ControlClient,
+        arrivals: Arrivals,
         rebuild: Callable[[Json, Json, str], Awaitable[Json]],
         default_model: str,
     ) -> None:
         self._signer = signer
         self._stored = stored
         self._control_client = control_client
+        self._arrivals = arrivals
         self._rebuild = rebuild
         self._default_model = default_model
 
@@ -52,7 +55,7 @@ class StoredResponses:
                 raise LedgerUnavailable(
                     "the database is unavailable; acknowledged data is safe on disk: try again later"
                 )
-            found = await asyncio.to_thread(find)
+            found = await self._arrivals.find(response_id, caller.tenant, find)
         body = orjson.loads(found.request) if found else None
         # An imported row may hold anything. One that was cut off is no response.
         if not found or not isinstance(body, dict) or all(each.finish_reason is None for each in found.choices):

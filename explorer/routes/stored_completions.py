@@ -10,6 +10,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response
 from starlette.datastructures import QueryParams
 
+from tuneloop.explorer.arrivals import Arrivals
 from tuneloop.explorer.auth import caller_of
 from tuneloop.explorer.control_client import ControlClient
 from tuneloop.explorer.http.bodies import read_object, wrong_type
@@ -61,6 +62,7 @@ class CompletionReader:
     def __init__(self, request: Request) -> None:
         self._control_client: ControlClient = request.app.state.services.control_client
         self.recorder: Recorder = request.app.state.services.recorder
+        self._arrivals: Arrivals = request.app.state.services.arrivals
         caller = caller_of(request.scope)
         self.tenant, self.sees_all, self._caller = caller.tenant, caller.sees_all, caller
 
@@ -82,7 +84,7 @@ class CompletionReader:
         found = await self.read(query)
         if found is None:
             await self.require_flushed()
-            found = await self.read(query)
+            found = await self._arrivals.find(msg_id, self.tenant, query)
         if found is None:
             message = f"no stored completion has the id {msg_id!r}"
             raise RequestRefused(message, status=404, code="not_found", param="completion_id")

@@ -70,6 +70,7 @@ class Attestation:
     def __init__(
         self, settings: Settings, fleet: Fleet, *, ledger: Ledger, metrics: Metrics, reloader: Reloader
     ) -> None:
+        self._name = settings.explorer_name
         self._interval_s = settings.explorer.probe_interval
         self._of_others = bool(settings.explorer.rollout_model.engine_urls)
         self._fleet = fleet
@@ -180,6 +181,7 @@ class Attestation:
         await self._distrust(Mismatch(engine.number, version.version, since, steady_clock(), reason, fault.figures))
 
     async def _distrust(self, found: Mismatch) -> None:
+        found = found._replace(explorer=self._name)
         log.error("engine_mismatch", engine=found.engine, version=found.version, reason=found.reason, since=found.since)
         self._metrics.probes.labels("mismatched").inc()
         self._untold.append(found)
@@ -193,7 +195,8 @@ class Attestation:
         while self._untold:
             found = self._untold[0]
             done = await asyncio.to_thread(self._ledger.attestations.distrust, found)
-            reason = f"engine {found.engine} did not answer with the weights of version {found.version}: {found.reason}"
+            which = f"engine {found.engine} of {self._name} did not answer with the weights of version {found.version}"
+            reason = f"{which}: {found.reason}"
             await asyncio.to_thread(self._ledger.alarms.raise_alarm, Alarm(ALARM, reason, version=found.version))
             log.warning("experiences_distrusted", engine=found.engine, dropped=done.dropped, trained=done.trained)
             if found in self._untold:

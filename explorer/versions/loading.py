@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from tuneloop.shared.errors import (
     LedgerUnavailable,
     VersionRefused,
 )
+from tuneloop.shared.job_marks import folder_mark
 from tuneloop.shared.ledger.ledger import Alarm, Ledger, Version
 from tuneloop.shared.process_time import cpu_seconds
 from tuneloop.shared.settings.settings import Settings
@@ -64,18 +66,22 @@ _OF_BASES: dict[Path, tuple[object, Fingerprints]] = {}
 
 
 class Verifier(NamedTuple):
-    """What versions are verified against: the base model, and the experiment's folder. `limit_s`: how long at most."""
+    """What versions are verified against: the base model, and the experiment's folder. `limit_s`: how long at most.
+
+    `explorer` is the name of the one that verifies.
+    """
 
     base: Path
     job_dir: Path
     limit_s: float = _VERIFIER_S
+    explorer: str = ""
 
     @classmethod
     def of(cls, settings: Settings) -> "Verifier":
         """What an experiment's versions are verified against."""
         base = settings.model.model_path.absolute()
         size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
-        return cls(base, settings.job_dir, _VERIFIER_S + size / _BYTES_A_S)
+        return cls(base, settings.job_dir, _VERIFIER_S + size / _BYTES_A_S, settings.explorer_name)
 
     @property
     def about(self) -> str:
@@ -426,8 +432,8 @@ async def servable_champion(ledger: Ledger, verifier: Verifier) -> tuple[Version
     """The champion, whose files have been verified, and its probe; None for the base model.
 
     Where the champion's files are damaged, the last champion whose files are whole becomes the champion again. Raises
-    CheckpointRejected if there is none, CheckpointUnreadable if the champion's files cannot be read from here, and
-    LedgerUnavailable if the decision cannot be written down.
+    CheckpointRejected if there is none, CheckpointUnreadable if the champion's files cannot be read from here or are
+    damaged here alone, and LedgerUnavailable if the decision cannot be written down.
     """
     while True:
         champion = await asyncio.to_thread(ledger.versions.champion)
@@ -445,8 +451,17 @@ async def servable_champion(ledger: Ledger, verifier: Verifier) -> tuple[Version
 
 
 async def _replace(champion: Version, ledger: Ledger, verifier: Verifier, *, reason: str) -> bool:
-    """Whether there is another champion now than this one, which is damaged."""
+    """Whether there is another champion now than this one, which is damaged.
+
+    Raises CheckpointUnreadable, and decides nothing, where another explorer serves it or the job folder is away.
+    """
     log.error("champion_damaged", version=champion.version, reason=reason)
+    others = partial(ledger.explorers.others_with, champion.version, name=verifier.explorer)
+    if serving := await asyncio.to_thread(others):
+        damaged = f"version {champion.version} is damaged as this explorer reads it, and {', '.join(serving)} serves it"
+        cure = f"compare {champion.path} on both machines"
+        await tell_unreadable(f"{damaged}: {reason}; {cure}", verifier, ledger)
+        raise CheckpointUnreadable(f"{damaged}: {reason}")
     for number in await asyncio.to_thread(ledger.versions.champions_before):
         version = await asyncio.to_thread(ledger.versions.get, number)
         if version is None or not await asyncio.to_thread(os.path.exists, version.path):  # Such as one that was pruned.
@@ -454,6 +469,8 @@ async def _replace(champion: Version, ledger: Ledger, verifier: Verifier, *, rea
         try:
             await _verify(version, verifier)
         except CheckpointRejected as error:
+            if isinstance(error, CheckpointUnreadable) and folder_mark(verifier.job_dir) is None:
+                raise
             log.warning("version_damaged", version=version.version, reason=str(error))
             continue
         damaged = f"version {champion.version}, the champion, is damaged: {reason}"

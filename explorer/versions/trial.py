@@ -1,7 +1,7 @@
 """Ends what was begun: decides, as long as a version is being tried, whether it is promoted, rolled back or tried on.
 
-Rewards, lengths and refusals come from the ledger, and so they outlive a restart; what was counted of failed requests
-and of copies begins anew with the explorer.
+Of several explorers one decides, by the rewards, lengths and refusals of the ledger, and by the failed requests and the
+copies that all of them have counted there.
 
 The tests may be looked at after every reply: how often one looks does not make an error more probable.
 
@@ -21,7 +21,6 @@ that one, is a martingale there; by Ville's inequality it ever reaches 1 / error
 
 import asyncio
 import math
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
@@ -33,8 +32,9 @@ from tuneloop.explorer.control_client import ShadowReply
 from tuneloop.explorer.engines.fleet import Engine, EngineState, TrafficSplit, split_of
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.shared.errors import LedgerError, LedgerUnavailable
-from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share
+from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share, spread
 from tuneloop.shared.experience import VersionAction, VersionState, steady_clock
+from tuneloop.shared.ledger.explorers import TrialCounts
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.versions import RolloutSettings
@@ -69,9 +69,6 @@ def current_trial(ledger: Ledger, rollout: RolloutSettings) -> CanaryTrial | Non
 #: How long to wait from one look to the next, at most.
 _LOOK_S = 5.0
 
-#: So many of the newest copies are compared.
-_COPIES = 5000
-
 _REPLIES = "tuneloop_replies"
 
 
@@ -85,12 +82,14 @@ class CanaryController:
         self._ledger = ledger
         self._totals = totals
         self._metrics = metrics
+        self._name = settings.explorer_name
+        self._began: float | None = None
         self._tried: int | None = None
         self._before: Mapping[str, Share] = {}
-        self._copies: deque[ShadowReply] = deque(maxlen=_COPIES)
+        self._copies: list[ShadowReply] = []
 
     async def run(self) -> None:
-        """Compare the canary with the champion every few seconds, and decide when the figures do."""
+        """Count every few seconds, compare the canary with the champion, and decide when the figures do."""
 
         async def look() -> None:
             try:
@@ -108,33 +107,52 @@ class CanaryController:
             self._copies.append(reply)
 
     async def turn(self) -> None:
-        """Decide once."""
+        """Tell the others what was counted here; decide once, if that is this explorer's."""
         trial = await asyncio.to_thread(current_trial, self._ledger, self._rollout)
-        number = trial.version.version if trial else None
-        if number != self._tried:
-            self._tried, self._before = number, request_counts(self._totals)
+        began = trial.began if trial else None
+        if began != self._began:
+            self._began, self._before = began, request_counts(self._totals)
+            self._tried = trial.version.version if trial else None
             self._copies.clear()
         if trial is None:
             return
         champion = await asyncio.to_thread(self._ledger.versions.champion)
+        versions = champion.version, trial.version.version
+        await self._count(trial.began, versions)
+        lead = await asyncio.to_thread(self._ledger.explorers.lead, "rollout", self._name)
+        if lead is None:
+            return
         rollout = self._rollout.model_copy(update={"mode": trial.mode, "share": trial.share})
-        failures = request_counts(self._totals)
+        counted = await asyncio.to_thread(self._ledger.explorers.counted, trial.began)
         figures = []
-        for number in (champion.version, trial.version.version):
+        for number in versions:
             of = self._ledger.comparisons.figures
             found = await asyncio.to_thread(of, number, trial.began, refusals=self._refusals)
-            now, then = (counts.get(str(number), Share()) for counts in (failures, self._before))
-            figures.append(found._replace(failures=Share(now.found - then.found, now.of - then.of)))
+            counts = counted.get(number, TrialCounts())
+            figures.append(found._replace(failures=Share(counts.failed, counts.asked)))
         if trial.mode == "shadow":
-            figures[1] = figures_of(self._copies)
+            figures[1] = figures_of(counted.get(trial.version.version, TrialCounts()))
         champions, tried = figures
         decision = decide(rollout, champions, tried, elapsed_s=steady_clock() - trial.began)
-        why: dict[str, Any] = {"by": "explorer", "reason": decision.reason, "details": decision.details}
+        why: dict[str, Any] = {"by": "explorer", "reason": decision.reason, "details": decision.details, "lead": lead}
         if decision.action == "roll_back":
             roll_back = partial(self._ledger.versions.roll_back, only_as=VersionState.CANARY)
             await asyncio.to_thread(roll_back, trial.version.version, **why)
         elif decision.action == "promote" and not await asyncio.to_thread(self._ledger.alarms.promotion_held):
             await asyncio.to_thread(self._ledger.versions.promote, trial.version.version, **why)
+
+    async def _count(self, began: float, versions: tuple[int, int]) -> None:
+        """Add what was counted here since the last time to what all have counted."""
+        failures, copies, counted = request_counts(self._totals), list(self._copies), dict[int, TrialCounts]()
+        for number in versions:
+            now, then = (counts.get(str(number), Share()) for counts in (failures, self._before))
+            counted[number] = counts_of([each for each in copies if each.version == number])._replace(
+                asked=now.of - then.of, failed=now.found - then.found
+            )
+        if any(map(any, counted.values())):
+            await asyncio.to_thread(self._ledger.explorers.count, began, self._name, counted)
+        self._before = failures
+        del self._copies[: len(copies)]
 
 
 def request_counts(totals: ProcessTotals) -> dict[str, Share]:
@@ -151,15 +169,34 @@ def request_counts(totals: ProcessTotals) -> dict[str, Share]:
     return {each: Share(failed.get(each, 0), failed.get(each, 0) + whole.get(each, 0)) for each in whole | failed}
 
 
-def figures_of(copies: Collection[ShadowReply]) -> Figures:
-    """How a version did that only got copies."""
-    whole = [each for each in copies if not each.failed]
-    return Figures(
-        failures=Share(len(copies) - len(whole), len(copies)),
-        refusals=Share(sum(each.refused for each in whole), len(whole)),
-        latency=SampleStatistics.ratio([(each.seconds, each.tokens) for each in whole]),
-        length=SampleStatistics.of([float(each.tokens) for each in whole]),
+def counts_of(copies: Collection[ShadowReply]) -> TrialCounts:
+    """What is counted of copies that a version got."""
+    whole = [(each.seconds, float(each.tokens)) for each in copies if not each.failed]
+    return TrialCounts(
+        copies=len(copies),
+        broken=len(copies) - len(whole),
+        refused=sum(each.refused for each in copies if not each.failed),
+        seconds=sum(seconds for seconds, _ in whole),
+        tokens=sum(tokens for _, tokens in whole),
+        seconds_squared=sum(seconds**2 for seconds, _ in whole),
+        tokens_squared=sum(tokens**2 for _, tokens in whole),
+        seconds_by_tokens=sum(seconds * tokens for seconds, tokens in whole),
     )
+
+
+def figures_of(counted: TrialCounts) -> Figures:
+    """How a version did that only got copies."""
+    whole, (seconds, tokens) = counted.copies - counted.broken, (counted.seconds, counted.tokens)
+    latency = length = SampleStatistics()
+    if tokens:
+        mean = seconds / tokens
+        squares = counted.seconds_squared - 2 * mean * counted.seconds_by_tokens + mean**2 * counted.tokens_squared
+        latency = SampleStatistics(whole, whole, mean, spread(whole, whole, squares, tokens))
+    if whole:
+        squares = max(0.0, counted.tokens_squared - tokens**2 / whole)
+        length = SampleStatistics(whole, whole, tokens / whole, squares / (whole - 1) if whole > 1 else 0.0)
+    failures, refusals = Share(counted.broken, counted.copies), Share(counted.refused, whole)
+    return Figures(failures=failures, refusals=refusals, latency=latency, length=length)
 
 
 def to_try_on(engines: Sequence[Engine], version: int, share: float) -> list[Engine]:

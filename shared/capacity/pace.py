@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from tuneloop.shared.held_files import make_below
+
 #: So many seconds are looked back.
 WINDOW_S = 600.0
 
@@ -62,7 +64,7 @@ class TrainerPace(NamedTuple):
 def note_version(job_dir: Path, version: VersionPace) -> None:
     """Write a version down, and forget those that are too old. Raises OSError."""
     file = _file(job_dir)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_below(file.parent)
     draft = file.with_suffix(".tmp")
     earlier = _read(file)
     # Those of the last minutes and one before them, two at least.

@@ -4,8 +4,7 @@ Many replies may carry little more information than one: those to one user resem
 independent units that replies come from, and its variance is that of a mean over such units.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 
 class SampleStatistics(NamedTuple):
@@ -15,26 +14,6 @@ class SampleStatistics(NamedTuple):
     units: int = 0
     mean: float = 0.0
     variance: float = 0.0
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Self:
-        """The statistics of values that are independent of each other."""
-        count = len(values)
-        if not count:
-            return cls()
-        mean = sum(values) / count
-        variance = sum((value - mean) ** 2 for value in values) / (count - 1) if count > 1 else 0.0
-        return cls(count, count, mean, variance)
-
-    @classmethod
-    def ratio(cls, pairs: Sequence[tuple[float, float]]) -> Self:
-        """All first values of independent pairs together, for one of all second values: seconds per token, say."""
-        count, under = len(pairs), sum(second for _, second in pairs)
-        if not under:
-            return cls()
-        mean = sum(first for first, _ in pairs) / under
-        squares = sum((first - mean * second) ** 2 for first, second in pairs)
-        return cls(count, count, mean, spread(count, count, squares, under))
 
 
 class Share(NamedTuple):

@@ -17,6 +17,7 @@ from tuneloop.shared.ledger.browsing.exchange_view import ExchangeViews
 from tuneloop.shared.ledger.browsing.reply_history import ReplyHistories
 from tuneloop.shared.ledger.browsing.reply_pages import ReplyPages
 from tuneloop.shared.ledger.browsing.same_prompts import SamePrompts
+from tuneloop.shared.ledger.explorers import Explorers
 from tuneloop.shared.ledger.export import Exports
 from tuneloop.shared.ledger.keys import Keys
 from tuneloop.shared.ledger.rater_decisions import Raters
@@ -81,6 +82,7 @@ class Ledger:
         self.runs = Runs(self.transactions)
         self.exports = Exports(self.transactions)
         self.keys = Keys(self.transactions)
+        self.explorers = Explorers(self.transactions)
         self.reply_pages = ReplyPages(self.transactions)
         self.exchange_views = ExchangeViews(self.transactions)
         self.reply_histories = ReplyHistories(self.transactions, self.rewards)

@@ -4,6 +4,7 @@ Names and nesting are Trinity-RFT's wherever it has the option, so that its YAML
 and validators pure: nothing is created, asked or connected here.
 """
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, get_args
@@ -100,6 +101,11 @@ class Settings(Section):
     def gpus_of_engines(self) -> int:
         """GPUs that engines of our own take."""
         return self.explorer.rollout_model.gpus_of_engines
+
+    @property
+    def explorer_name(self) -> str:
+        """What this machine's explorer is called: the same in all its processes, and after a restart."""
+        return f"{socket.gethostname()}:{self.explorer.proxy_port}"
 
     @property
     def job_dir(self) -> Path:

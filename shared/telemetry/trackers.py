@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import structlog
 
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.held_files import make_below
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.tracker_runs import OPENERS, OpenedRun
 from tuneloop.shared.tensorboard import Curves
@@ -72,7 +73,7 @@ def open_curves(settings: Settings, run: str, *, after: int) -> CurveWriter:
     if kind == "tensorboard":
         return curves
     try:
-        (settings.tensorboard_dir.parent / kind).mkdir(parents=True, exist_ok=True)
+        make_below(settings.tensorboard_dir.parent / kind)
         return TrackedCurves(curves, OPENERS[kind](settings, run))
     except Exception as error:  # noqa: BLE001 - as above
         log.warning("tracker_failed", reason=str(error))

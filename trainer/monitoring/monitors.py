@@ -22,6 +22,7 @@ from tuneloop.shared.capacity.pace import VersionPace, note_version
 from tuneloop.shared.errors import EnvironmentRefused, LedgerError, NotEvaluated
 from tuneloop.shared.evaluation.tasks import tasks_of
 from tuneloop.shared.experience import Sample, VersionAction, steady_clock
+from tuneloop.shared.held_files import make_below
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.versions.alarms import Alarm, Alarms
 from tuneloop.shared.ledger.versions.drift import ReplyExcerpt
@@ -319,7 +320,7 @@ class Monitors:
             self._turn(name, verdicts.get(name) if over else None, step=learner.steps, version=version)
         draft = self._file.with_suffix(".tmp")
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
+            make_below(self._file.parent)
             draft.write_bytes(msgspec.json.encode(self._history))
             draft.replace(self._file)
         except OSError as error:

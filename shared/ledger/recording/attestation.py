@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, and_, insert, select, update
+from sqlalchemy import ColumnElement, Connection, and_, insert, or_, select, true, update
 
 from tuneloop.shared.experience import Exchange, State, VersionAction
 from tuneloop.shared.ledger.recording.retention import regroup
@@ -20,7 +20,7 @@ _LONGEST = 86_400.0
 #: Why what such an engine sampled is not trained on.
 REASON = "engine_mismatch"
 
-_MISMATCHES = select(mismatches.c.engine, mismatches.c.since, mismatches.c.until)
+_MISMATCHES = select(*(mismatches.c[name] for name in ("engine", "since", "until", "explorer")))
 
 _UNTRAINED = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
 
@@ -29,7 +29,7 @@ class Mismatch(NamedTuple):
     """An engine that should have served `version` did not, at some time from `since` to `until` (seconds since 1970).
 
     `until` is when it got its last request, `since` when what found it right for the last time began. `figures` are
-    what it was found out by.
+    what it was found out by. The engine is one of the `explorer`; None: of any, as releases before knew them.
     """
 
     engine: int
@@ -38,6 +38,7 @@ class Mismatch(NamedTuple):
     until: float
     reason: str
     figures: Details
+    explorer: str | None = None
 
 
 class Distrusted(NamedTuple):
@@ -63,8 +64,8 @@ class Attestations(LedgerPart):
         with self._write() as connection:
             alone(connection, "epochs")  # before the next: no trainer's verb waits for it
             alone(connection, "record")
-            row = {"engine": found.engine, "since": found.since, "until": found.until}
-            same = (mismatches.c[name] == value for name, value in row.items())
+            row = {name: getattr(found, name) for name in ("engine", "since", "until", "explorer")}
+            same = (mismatches.c[name].is_not_distinct_from(value) for name, value in row.items())
             if connection.execute(select(mismatches.c.id).where(*same)).first():
                 return Distrusted(0, {})
             connection.execute(insert(mismatches).values(row))
@@ -91,8 +92,10 @@ class Attestations(LedgerPart):
 
 
 def _sampled_meanwhile(found: Mismatch) -> ColumnElement[bool]:
+    of_explorer = or_(exchanges.c.explorer.is_(None), exchanges.c.explorer == found.explorer)
     return and_(
         exchanges.c.engine == found.engine,
+        true() if found.explorer is None else of_explorer,
         experiences.c.sampled_at >= found.since - _LONGEST,
         experiences.c.sampled_at < found.until,
         exchanges.c.received_at + exchanges.c.latency_s >= found.since,
@@ -106,7 +109,8 @@ def mark_untrusted(connection: Connection, new_exchanges: Sequence[Exchange]) ->
     for each in new_exchanges:
         ended_at = each.received_at + each.latency_s
         during = (row for row in mismatched if each.received_at < row.until and ended_at >= row.since)
-        if any(each.engine == row.engine for row in during):
+        same = (row for row in during if row.engine == each.engine)
+        if any(None in (each.explorer, row.explorer) or each.explorer == row.explorer for row in same):
             dropped = (msgspec.structs.replace(one, drop_reason=one.drop_reason or REASON) for one in each.experiences)
             found.append(msgspec.structs.replace(each, experiences=tuple(dropped)))
         else:

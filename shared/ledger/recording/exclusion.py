@@ -37,11 +37,19 @@ _LABELS = union(
 
 
 class _Subjects(NamedTuple):
-    """The replies with rows that feedback bears on, and the advisory locks to hold alone and to share."""
+    """The replies with rows that feedback bears on, and the advisory locks to hold alone and to share.
+
+    `read`: whether what others record meanwhile may add to them.
+    """
 
     rows: set[str]
     own: set[int]
     shared: set[int]
+    read: bool
+
+    def are_within(self, before: "_Subjects") -> bool:
+        """Whether none has come since then."""
+        return self.rows <= before.rows and self.own <= before.own and self.shared <= before.own | before.shared
 
 
 def wait_for_others(connection: Connection, records: Sequence[Record]) -> None:
@@ -56,7 +64,7 @@ def wait_for_others(connection: Connection, records: Sequence[Record]) -> None:
     alone_each(connection, "record", wanted.own, shared=wanted.shared)
     for portion in portions(sorted(wanted.rows)):
         connection.execute(_LOCKED_ROWS, {"replies": portion})
-    if any(now - before for now, before in zip(_subjects(connection, records), wanted, strict=True)):
+    if wanted.read and not _subjects(connection, records).are_within(wanted):
         raise Deadlock("others have recorded of the same runs or preferences meanwhile")
 
 
@@ -67,27 +75,24 @@ def _subjects(connection: Connection, records: Sequence[Record]) -> _Subjects:
     retracted = {each.msg_id for each in heard if each.kind is Kind.RETRACTION and each.msg_id is not None}
     named = {name for each in heard for name in names_in(each)} | {*replies_preferred_to(connection, retracted)}
     rows = {name for some in portions(named) for name in connection.execute(_THERE, {"replies": some}).scalars()}
-    own = {_number("run", *run) for run in whole_runs}
-    own |= {_stripe(name) for name in named - rows - brought}
-    shared = {_stripe(name) for name in brought} | {_number("run", *run) for run in _runs_joined(connection, records)}
-    return _Subjects(rows | {*replies_of(connection, whole_runs)}, own, shared - own)
-
-
-def _runs_joined(connection: Connection, records: Sequence[Record]) -> set[tuple[str, str, str]]:
-    """The runs whose calls the replies are, or may become by labels that feedback gives them."""
-    labels = [
+    # Runs whose calls the replies are, or may become by labels that feedback gives them.
+    labels: list[tuple[str | None, ...]] = [
         (each.msg_id, each.tenant, each.task_id, each.run_id)
         for each in records
-        if isinstance(each, Exchange) or (each.task_id or each.run_id) is not None
+        if isinstance(each, Exchange) or (each.msg_id and (each.task_id or each.run_id) is not None)
     ]
-    unsure = {each.msg_id for each in records if isinstance(each, Feedback) or None in (each.task_id, each.run_id)}
-    for some in portions(unsure & {name for name, *_ in labels if name is not None}):
+    open_ = {name for name, _, *given in labels if name is not None and (None in given or name not in brought)}
+    for some in portions(open_):
         labels += [tuple(row) for row in connection.execute(_LABELS, {"replies": some})]
-    named = defaultdict[object, tuple[set[str], set[str]]](lambda: (set(), set()))
-    for msg_id, tenant, *given in labels:
-        for names, name in zip(named[msg_id, tenant], given, strict=True):
-            names |= {name} - {None}
-    return {(tenant, *run) for (name, tenant), found in named.items() if name for run in product(*found)}
+    tasks, runs = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+    for name, _, task_id, run_id in labels:
+        for of, label in ((tasks, task_id), (runs, run_id)):
+            of[name or ""] |= {label} if label is not None else set()
+    joined = {(tenant, *run) for name, tenant, *_ in labels for run in product(tasks[name or ""], runs[name or ""])}
+    own = {_number("run", *run) for run in whole_runs} | {_stripe(name) for name in named - rows - brought}
+    shared = {_stripe(name) for name in brought} | {_number("run", tenant or "", *run) for tenant, *run in joined}
+    read = bool(retracted or whole_runs or open_)
+    return _Subjects(rows | {*replies_of(connection, whole_runs)}, own, shared - own, read)
 
 
 def _stripe(msg_id: str) -> int:

@@ -135,6 +135,7 @@ def exchange_row(exchange: Exchange) -> Mapping[str, object]:
         "latency_s": exchange.latency_s,
         "engine": exchange.engine,
         "key": exchange.key or None,
+        "explorer": exchange.explorer,
     }
 
 

@@ -92,7 +92,53 @@ experiment = Table(
     Column("id", SmallInteger, primary_key=True, autoincrement=False),
     Column("project", String(255), nullable=False),
     Column("name", String(255), nullable=False),
+    Column("folder", String(32), nullable=True),
     CheckConstraint("id = 1", name="only_one"),
+)
+
+#: The explorers, under the names that their exchanges have. `version` is what one served when it was seen last.
+explorers = Table(
+    "explorers",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("address", Text, nullable=False),
+    Column("release", Text, nullable=False),
+    Column("version", Integer, nullable=True),
+    Column("seen_at", Double, nullable=False),
+)
+
+#: What one explorer does for all: the `holder` until a time, under an `epoch` that grows with each new holder.
+leads = Table(
+    "leads",
+    metadata,
+    Column("what", String(32), primary_key=True),
+    Column("holder", Text, nullable=False),
+    Column("epoch", Integer, nullable=False),
+    Column("until", Double, nullable=False),
+)
+
+#: What each explorer has counted of the versions of a trial since that `began`: requests, copies, and sums over these.
+trial_counts = Table(
+    "trial_counts",
+    metadata,
+    Column("began", Double, primary_key=True),
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("explorer", Text, primary_key=True),
+    *(Column(name, Integer, nullable=False) for name in ("asked", "failed", "copies", "broken", "refused")),
+    *(Column(name, Double, nullable=False) for name in ("seconds", "tokens", "seconds_squared", "tokens_squared")),
+    Column("seconds_by_tokens", Double, nullable=False),
+)
+
+#: How many events each browser's token has brought, until it expires.
+token_uses = Table(
+    "token_uses",
+    metadata,
+    Column("nonce", String(64), primary_key=True),
+    Column("key_id", String(64), nullable=False),
+    Column("events", Integer, nullable=False),
+    Column("expires_at", Double, nullable=False),
+    Index(None, "expires_at"),
+    Index(None, "key_id"),
 )
 
 #: The trainers' fencing tokens: the highest epoch owns all leases.
@@ -192,6 +238,7 @@ mismatches = Table(
     Column("engine", SmallInteger, nullable=False),
     Column("since", Double, nullable=False),
     Column("until", Double, nullable=False),
+    Column("explorer", Text, nullable=True),
     UniqueConstraint("engine", "since", "until"),
     CheckConstraint("since <= until", name="range"),
 )
@@ -205,7 +252,7 @@ reward_rules = Table(
     Column("created_at", Double, nullable=False),
 )
 
-#: `key` is the name of the key that brought it.
+#: `key` is the name of the key that brought it, `explorer` that of the one whose engine of this number answered.
 exchanges = Table(
     "exchanges",
     metadata,
@@ -218,6 +265,7 @@ exchanges = Table(
     Column("latency_s", Double, nullable=False),
     Column("engine", SmallInteger, nullable=True),
     Column("key", String(64), nullable=True),
+    Column("explorer", Text, nullable=True),
 )
 partial("ix_exchanges_user_id", exchanges.c.tenant, exchanges.c.user_id, where="user_id IS NOT NULL")
 partial("ix_exchanges_chat", exchanges.c.tenant, exchanges.c.received_at, exchanges.c.msg_id, where=CHAT)

@@ -23,6 +23,7 @@ from sqlalchemy import (
 
 from tuneloop.shared.errors import EnvironmentRefused, LedgerError, VersionRefused
 from tuneloop.shared.experience import VersionAction, VersionState
+from tuneloop.shared.ledger.explorers import Lead, require_lead
 from tuneloop.shared.ledger.storage.database import LedgerPart, alone, ignoring
 from tuneloop.shared.ledger.storage.schema import version_events, versions
 
@@ -148,14 +149,23 @@ class Versions(LedgerPart):
         """That version, if there is one."""
         return self._one_or_none(select(versions).where(versions.c.version == number))
 
-    def promote(self, version: int, *, by: str = "explorer", reason: str = "", details: Details | None = None) -> None:
+    def promote(
+        self,
+        version: int,
+        *,
+        by: str = "explorer",
+        reason: str = "",
+        details: Details | None = None,
+        lead: Lead | None = None,
+    ) -> None:
         """Make `version` the champion, as the newest that is fit; the one before it and older candidates retire.
 
         A version that a newer champion has retired stays retired. Raises LedgerError for a rejected or unknown one, and
-        VersionRefused if another one is pinned.
+        VersionRefused if another one is pinned, or the `lead` is over.
         """
         with self._write() as connection:
             alone(connection, "promote")
+            require_lead(connection, lead, self._clock())
             _require_unpinned(connection, version)
             state = state_of(connection, version)
             if state not in SERVABLE:
@@ -241,15 +251,17 @@ class Versions(LedgerPart):
         reason: str,
         details: Details | None = None,
         only_as: VersionState | None = None,
+        lead: Lead | None = None,
     ) -> int:
         """Take a canary or the champion out of service for good; returns the champion's number after that.
 
         In place of a champion comes the one before it. Newer versions that wait, or have retired unserved, descend from
         what is rolled back, so they are rejected. Raises VersionRefused, and changes nothing, if the version does not
-        serve, or not as `only_as`, is pinned, or there is none to go back to.
+        serve, or not as `only_as`, is pinned, the `lead` is over, or there is none to go back to.
         """
         with self._write() as connection:
             alone(connection, "promote")
+            require_lead(connection, lead, self._clock())
             decision = Decision(by, self._clock(), reason, details)
             state = state_of(connection, version)
             if state not in {VersionState.CANARY, VersionState.CHAMPION}:

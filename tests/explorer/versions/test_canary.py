@@ -16,7 +16,7 @@ from tests.explorer.versions.test_reload import actor, all_ready, candidate, mod
 from tests.explorer.versions.test_trial import answered, by_hash, one_explorer, trying
 from tuneloop.explorer.control_client import ShadowReply
 from tuneloop.explorer.metrics import Metrics, ProcessTotals, process_samples
-from tuneloop.explorer.versions.trial import CanaryController, figures_of, request_counts
+from tuneloop.explorer.versions.trial import CanaryController, counts_of, figures_of, request_counts
 from tuneloop.shared.errors import VersionRefused
 from tuneloop.shared.evaluation.samples import Figures, Share
 from tuneloop.shared.experience import VersionState
@@ -246,7 +246,7 @@ def test_figures_of_copies() -> None:
         ShadowReply(1, False, refused=True, seconds=2.0, tokens=10),
         ShadowReply(1, False, seconds=4.0, tokens=20),
     ]
-    found = figures_of([*copies, ShadowReply(1, True)])
+    found = figures_of(counts_of([*copies, ShadowReply(1, True)]))
     assert (found.failures, found.refusals) == (Share(1, 3), Share(1, 2))
     assert (found.length.mean, found.latency.mean) == (15.0, pytest.approx(0.2))
 

@@ -267,9 +267,6 @@ async def verify_wanted(version: Version, verifier: Verifier, ledger: Ledger) ->
         ways_out = f"bring {version.path} back, or `tuneloop versions promote` another version"
         await tell_unreadable(f"version {version.version} cannot be read: {error}; {ways_out}", verifier, ledger)
         raise
-    except CheckpointRejected:
-        await tell_unreadable(None, verifier, ledger)
-        raise
     await tell_unreadable(None, verifier, ledger)
     return probe
 

@@ -26,6 +26,10 @@ class ExplorerStatus(NamedTuple):
     version: int | None
     seen_at: float
 
+    def up(self, now: float) -> bool:
+        """Whether it runs, as far as is known."""
+        return now - self.seen_at < SEEN_S
+
 
 class Lead(NamedTuple):
     """The right to do something for all explorers, which ends with the epoch."""

@@ -16,6 +16,7 @@ from tuneloop.shared.checkpoints import (
 from tuneloop.shared.errors import CheckpointRejected, EnvironmentRefused, LedgerError
 from tuneloop.shared.experience import State
 from tuneloop.shared.job_marks import require_restored
+from tuneloop.shared.ledger.explorers import ExplorerStatus
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage import revisions
@@ -60,7 +61,7 @@ class DoctorReport(NamedTuple):
     `open_versions` are the waiting candidate, the canary and the pinned version. `older` says what knows more than
     the ledger, `unseen` names files of outboxes that nobody has seen for two hours, `restoring` says that a restore
     has not come to its end. `engines` are those of the explorer that answers where the settings say, None without
-    one; `pace` is that of the last minutes, None without two versions in them.
+    one; `pace` is that of the last minutes, None without two versions in them. `explorers` are all that it knows.
     """
 
     facts: Facts
@@ -73,6 +74,7 @@ class DoctorReport(NamedTuple):
     engines: list[EngineSummary] | None = None
     clock: ClockSkew | None = None
     pace: TrainerPace | None = None
+    explorers: tuple[ExplorerStatus, ...] = ()
 
 
 def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None = None) -> DoctorReport:
@@ -101,6 +103,7 @@ def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None 
                 "open_versions": find_open_versions(ledger, settings),
                 "older": find_lost_versions(settings.job_dir, ledger) or "",
                 "unseen": tuple(ledger.recording.unseen_files(files_of(settings.outbox_dir), _SILENT_S)),
+                "explorers": tuple(ledger.explorers.all()),
                 "clock": ClockSkew(time.time() - now, ledger.transactions.clock_skew()),
             }
             outbox = read_outbox(settings, ledger)
@@ -180,6 +183,8 @@ def as_sections(report: DoctorReport, settings: Settings) -> dict[str, list[str]
             + ("; no new version is served" if each.holds else "")
             for each in facts.ledger.alarms
         ]
+    if report.explorers:
+        sections["Explorers"] = [_explorer(each, facts.now) for each in report.explorers]
     if report.engines is not None:
         sections["Engines"] = [each.sentence for each in report.engines]
         if any(each.packs is False for each in report.engines):
@@ -230,6 +235,13 @@ def _trainer(ledger: LedgerFacts, now: float) -> str:
     return f"{name}: {'up' if trainer.up(now) else 'NOT up'}, last seen {ago(now, trainer.seen_at)} ago"
 
 
+def _explorer(explorer: ExplorerStatus, now: float) -> str:
+    serves = "serves nothing" if explorer.version is None else f"serves version {explorer.version}"
+    state = "up" if explorer.up(now) else "NOT up"
+    seen = f"last seen {ago(now, explorer.seen_at)} ago"
+    return f"{explorer.name}: {state}, {seen}, {serves}; {explorer.address}, release {explorer.release}"
+
+
 def _versions(ledger: LedgerFacts, now: float) -> str:
     weights = ledger.weights
     if weights is None:
@@ -253,6 +265,7 @@ def as_json(report: DoctorReport) -> Mapping[str, object]:
         "outbox": facts.outbox._asdict() | {"unseen": report.unseen},
         "disk": facts.disk and facts.disk._asdict() | {"folder": str(facts.disk.folder), "missing": facts.disk.missing},
         "reasons": [reason._asdict() for reason in report.reasons],
+        "explorers": [each._asdict() | {"up": each.up(facts.now)} for each in report.explorers],
         "engines": report.engines and [each._asdict() for each in report.engines],
         "pace": report.pace and report.pace._asdict() | {"lag": report.pace.lag},
     }

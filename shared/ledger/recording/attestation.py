@@ -64,7 +64,7 @@ class Attestations(LedgerPart):
         with self._write() as connection:
             alone(connection, "epochs")  # before the next: no trainer's verb waits for it
             alone(connection, "record")
-            row = {name: getattr(found, name) for name in ("engine", "since", "until", "explorer")}
+            row = {"engine": found.engine, "since": found.since, "until": found.until, "explorer": found.explorer}
             same = (mismatches.c[name].is_not_distinct_from(value) for name, value in row.items())
             if connection.execute(select(mismatches.c.id).where(*same)).first():
                 return Distrusted(0, {})

@@ -94,7 +94,7 @@ def test_from_the_probe_to_the_row(running_explorer: Run, doubles: list[EngineDo
     assert state_of(explorer, right_ones) == (State.COMMITTED, None)
     [alarm] = explorer.ledger.alarms.all()
     assert (alarm.name, alarm.version, alarm.holds) == ("engine_mismatch", 1, False)
-    assert "engine 0 did not answer with the weights of version 1" in alarm.reason
+    assert f"engine 0 of {explorer.settings.explorer_name} did not answer with the weights" in alarm.reason
     assert ANOTHER not in alarm.reason, "what was loaded last was ours"
     [figures] = mismatches(explorer)
     assert (figures["engine"], figures["trained"]) == (0, {})

@@ -94,8 +94,8 @@ class Machines:
 
 
 @contextmanager
-def elsewhere(one: RunningExplorer, url: str, folder: Path) -> Iterator[Machines]:
-    settings = settings_for(folder, [url], outbox_dir=folder / "outbox").model_copy(
+def elsewhere(one: RunningExplorer, url: str, folder: Path, **but: Any) -> Iterator[Machines]:
+    settings = settings_for(folder, [url], outbox_dir=folder / "outbox", **but).model_copy(
         update={"model": one.settings.model}
     )
     settings.job_dir.parent.mkdir(parents=True)

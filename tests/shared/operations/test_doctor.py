@@ -105,6 +105,17 @@ def test_a_ledger_in_order_is_a_page(settings: Settings, made: Ledger) -> None:
     assert found["Diagnosis"] == ["none: a full batch waits, and a trainer that lives is about to take it"]
 
 
+def test_all_explorers_are_listed(settings: Settings, made: Ledger) -> None:
+    made.explorers.see("m1:8010", address="m1.local:8010", release="1.2", version=3)
+    made.explorers.see("m2:8010", address="m2.local:8010", release="1.1", version=None)
+    with made.transactions.write() as connection:
+        connection.exec_driver_sql("UPDATE explorers SET seen_at = seen_at - 3600 WHERE name = 'm2:8010'")
+    one, other = page(settings)["Explorers"]
+    assert re.fullmatch(r"m1:8010: up, last seen \d s ago, serves version 3; m1.local:8010, release 1.2", one)
+    assert re.fullmatch(r"m2:8010: NOT up, last seen .* ago, serves nothing; m2.local:8010, release 1.1", other)
+    assert [each["up"] for each in as_json(examine_experiment(settings))["explorers"]] == [True, False]  # type: ignore[attr-defined]
+
+
 def test_a_ledger_that_does_not_add_up_ends_with_1(file: Path, made: Ledger) -> None:
     trained(made, 2)
     with made.transactions.write() as connection:

@@ -16,11 +16,11 @@ from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.http.sockets import listen
 from tuneloop.explorer.limits import raise_descriptor_limit
 from tuneloop.explorer.processes.control import control
+from tuneloop.explorer.processes.patient_ledger import open_ledger
 from tuneloop.shared.errors import EnvironmentRefused, StartupError, TuneloopError
 from tuneloop.shared.held_files import expect_mark
-from tuneloop.shared.job_marks import KEY, load_key, mark_folder, require_restored
+from tuneloop.shared.job_marks import KEY, folder_mark, load_key, mark_folder, require_restored
 from tuneloop.shared.logging import LOG, clean_error, configure_logging
-from tuneloop.shared.operations.job_folder import require_folder
 from tuneloop.shared.privacy.crash_reports import redact_crash_reports
 from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine, log_placement
 from tuneloop.shared.settings.loader import load_settings
@@ -81,7 +81,8 @@ def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises StartupError if it cannot."""
     check_model(settings)
     check_engine(settings)
-    require_folder(settings)
+    if folder_mark(settings.job_dir) is None and str(settings.job_dir) not in settings.database_url:
+        open_ledger(settings).close()  # It makes the folder, unless the database knows of one, which is away.
     make_job_dir(settings)
     mark_folder(settings.job_dir)
     expect_mark(settings.job_dir)

@@ -24,12 +24,10 @@ class Arrivals:
     async def find(self, reply_id: str, tenant: str, read: Callable[[], _T | None]) -> _T | None:
         """What `read` finds, in a thread; where there are several explorers, a new reply of ours is waited for."""
         ends, found = time.monotonic() + _PATIENCE_S, await asyncio.to_thread(read)
-        if found is None and self._is_fresh(reply_id, tenant) and await asyncio.to_thread(self._explorers.are_several):
-            while found is None and time.monotonic() < ends:
+        ours = self._signer.parse(reply_id, tenant) if found is None else None
+        if ours is not None and minted_at(ours.msg_id) > steady_clock() - _FRESH_S:
+            several = len(await asyncio.to_thread(self._explorers.running)) > 1
+            while several and found is None and time.monotonic() < ends:
                 await asyncio.sleep(_LOOK_S)
                 found = await asyncio.to_thread(read)
         return found
-
-    def _is_fresh(self, reply_id: str, tenant: str) -> bool:
-        parsed = self._signer.parse(reply_id, tenant)
-        return parsed is not None and minted_at(parsed.msg_id) > steady_clock() - _FRESH_S

@@ -102,7 +102,7 @@ def _link(source: str, target: str) -> None:
 
 
 #: What marks the folder of an experiment: see shared/job_marks.py.
-EXPERIMENT = "experiment.json"
+EXPERIMENT = "experiment"
 
 #: The folders that this process has found with their mark.
 _MARKED: set[Path] = set()

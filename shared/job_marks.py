@@ -1,10 +1,9 @@
 """What is written down in an experiment's folder, beside the database, so that the two can be compared.
 
-{job_dir}/experiment.json    whose folder it is: the database knows the same, and an empty mount point has no mark
+{job_dir}/experiment       whose folder it is: the database knows the same, and an empty mount point has no mark
 {job_dir}/registered.json    the newest version and the newest epoch that a ledger of this experiment has had
 {job_dir}/restoring.json     a restore is under way, or was interrupted: no service may start
 {job_dir}/served.json        what the explorer served last: a copy, for the time while the database is away
-{job_dir}/announced.json     the newest decision about a version that was announced: by one explorer of several, once
 {job_dir}/committed          touched whenever rows were committed, for a trainer that waits for some
 {job_dir}/traffic        touched while requests are being answered, for a trainer that yields to them
 {job_dir}/gpu.held           locked by whose memory is on the GPU, where trainer and engine have it by turns
@@ -17,8 +16,7 @@
 import fcntl
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -35,19 +33,12 @@ SERVED, KEYS, KEY = "served.json", "keys.json", "secrets/msg_id.key"
 ENDED_SESSIONS = "ended_sessions"
 _KEY_BYTES = 32
 _REGISTERED, _RESTORING = "registered.json", "restoring.json"
-_ANNOUNCED, _ANNOUNCING = "announced.json", ".announced.lock"
 _TRAFFIC, _COMMITTED = "traffic", "committed"
 _Mark = TypeVar("_Mark", bound=msgspec.Struct)
 _GPU_HELD, _GPU_WANTED = "gpu.held", "gpu.wanted_by_{}"
 
 #: Seconds between two touches of the mark of traffic while there is any.
 TRAFFIC_S = 0.2
-
-
-class FolderMark(msgspec.Struct, frozen=True):
-    """What tells this folder from every other, and from an empty one in its place."""
-
-    folder: str
 
 
 class Registered(msgspec.Struct, frozen=True):
@@ -64,28 +55,23 @@ class Restoring(msgspec.Struct, frozen=True):
     since: float
 
 
-class AnnouncedEvent(msgspec.Struct, frozen=True):
-    """The number of the newest event about versions that was announced."""
-
-    event: int
-
-
 def folder_mark(job_dir: Path) -> str | None:
     """The mark of the folder; None where it has none, or is away."""
-    found = _read(job_dir / EXPERIMENT, FolderMark)
-    return None if found is None else found.folder
+    with suppress(OSError):
+        return read_unlinked(job_dir / EXPERIMENT).decode(errors="replace").strip()
+    return None
 
 
-def mark_folder(job_dir: Path) -> str:
-    """Make the folder, and give it a mark unless somebody has; the mark. Raises OSError."""
+def mark_folder(job_dir: Path) -> None:
+    """Make the folder, and give it a mark unless somebody has. Raises OSError."""
     job_dir.mkdir(parents=True, exist_ok=True)
     draft = job_dir / f".{EXPERIMENT}-{os.getpid()}"
-    write_mark(draft, FolderMark(secrets.token_hex(16)))
+    draft.write_text(f"{secrets.token_hex(16)}\n")
+    sync_folder(draft)
     with suppress(FileExistsError):
         os.link(draft, job_dir / EXPERIMENT)
     draft.unlink()
     sync_folder(job_dir)
-    return msgspec.json.decode(read_unlinked(job_dir / EXPERIMENT), type=FolderMark).folder
 
 
 def registered_in(job_dir: Path) -> Registered:
@@ -138,29 +124,6 @@ def require_restored(job_dir: Path) -> None:
             f"checkpoint_root_dir: {job_dir} is half restored: let `tuneloop restore {restoring.backup}` end, or give "
             "it again if it was interrupted"
         )
-
-
-def newest_announced(job_dir: Path) -> int | None:
-    """The newest event that was announced by explorers that share this folder; None before the first of them started.
-
-    A damaged file says nothing.
-    """
-    found = _read(job_dir / _ANNOUNCED, AnnouncedEvent)
-    return None if found is None else found.event
-
-
-def note_announced(job_dir: Path, event: int) -> None:
-    """Write down what was announced. Raises OSError."""
-    write_mark(job_dir / _ANNOUNCED, AnnouncedEvent(event))
-
-
-@contextmanager
-def announcing(job_dir: Path) -> Iterator[None]:
-    """Only one explorer that shares this folder is in such a block. Raises OSError."""
-    make_below(job_dir)
-    with append_unlinked(job_dir / _ANNOUNCING) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def touch_traffic(job_dir: Path) -> None:

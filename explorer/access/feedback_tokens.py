@@ -2,16 +2,14 @@
 
     fb-<base64url of the claims>.<base64url of HMAC-SHA256 over them>
 
-Nothing is stored for a token: the claims say which key made it, and it lives no longer than that key.
+Of a token the ledger has how often it was used: the claims say which key made it, and it lives no longer than that key.
 """
 
 import base64
 import binascii
 import hashlib
-import heapq
 import hmac
 import secrets
-from collections import Counter
 from typing import NamedTuple
 
 import msgspec
@@ -22,9 +20,6 @@ PREFIX = "fb-"
 MAX_LIFE_S, MAX_EVENTS = 86400.0, 100
 
 _NONCE_BYTES = 12
-
-#: So many tokens of a key may be in use at once.
-MAX_TOKENS_OF_KEY = 10_000
 
 #: A token is a few hundred characters; a longer one is not looked at.
 _LONGEST = 4096
@@ -97,34 +92,6 @@ class FeedbackTokens:
 
     def _mac(self, payload: str) -> bytes:
         return hmac.digest(self._key, payload.encode(), "sha256")
-
-
-class TokenUses:
-    """How many events each token has brought to the service since it started; forgotten once it has expired."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
-        self._of_key: Counter[str] = Counter()
-        self._expiring: list[tuple[float, str, str]] = []
-
-    def take(self, binding: FeedbackBinding, count: int, now: float) -> bool:
-        """Count events, unless they are more than the token allows; whether they are not."""
-        while self._expiring and self._expiring[0][0] <= now:
-            _, nonce, key_id = heapq.heappop(self._expiring)
-            del self._counts[nonce]
-            self._of_key[key_id] -= 1
-            if not self._of_key[key_id]:
-                del self._of_key[key_id]
-        used = self._counts.get(binding.nonce, 0) + count
-        if used > binding.max_events:
-            return False
-        if binding.nonce not in self._counts:
-            if self._of_key[binding.key_id] >= MAX_TOKENS_OF_KEY:
-                return False
-            self._of_key[binding.key_id] += 1
-            heapq.heappush(self._expiring, (binding.expires_at, binding.nonce, binding.key_id))
-        self._counts[binding.nonce] = used
-        return True
 
 
 def _text(data: bytes) -> str:

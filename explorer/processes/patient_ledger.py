@@ -18,10 +18,9 @@ from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerUnava
 from tuneloop.shared.experience import steady_clock
 from tuneloop.shared.held_files import read_unlinked
 from tuneloop.shared.job_marks import SERVED, write_mark
-from tuneloop.shared.ledger.explorers import Lead
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.storage.database import LedgerClock, Transactions, connect, upgrade
-from tuneloop.shared.ledger.versions.versions import Details, Versions
+from tuneloop.shared.ledger.versions.versions import Versions
 from tuneloop.shared.operations.job_folder import claim_folder
 from tuneloop.shared.settings.settings import Settings
 
@@ -132,17 +131,9 @@ class RememberedVersions(Versions):
             self._remember(self._served.champion, candidate)
         return candidate
 
-    def promote(
-        self,
-        version: int,
-        *,
-        by: str = "explorer",
-        reason: str = "",
-        details: Details | None = None,
-        lead: Lead | None = None,
-    ) -> None:
+    def promote(self, version: int, **how: Any) -> None:
         """Make `version` the champion."""
-        super().promote(version, by=by, reason=reason, details=details, lead=lead)
+        super().promote(version, **how)
         self.champion()
 
     def all(self) -> list[Version]:

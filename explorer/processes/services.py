@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from prometheus_client import generate_latest
 
-from tuneloop.explorer.access.feedback_tokens import MAX_TOKENS_OF_KEY, FeedbackBinding, TokenUses
+from tuneloop.explorer.access.feedback_tokens import FeedbackBinding
 from tuneloop.explorer.access.key_watch import KeyWatch, require_keys
 from tuneloop.explorer.arrivals import Arrivals
 from tuneloop.explorer.background_tasks import OnFailure, Task, every
@@ -108,7 +108,6 @@ class ControlServices:
     watch: LedgerGauges
     canary_controller: CanaryController
     key_watch: KeyWatch
-    token_uses: TokenUses
     ledger: Ledger
     engine_sleep: EngineSleep | None
 
@@ -123,16 +122,13 @@ class ControlServices:
     async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
         """Count events that a browser's token brings, to any explorer; False, and none, if it allows less.
 
-        Without the database those count that it brings here.
+        While the database is away all are let in: they wait in the outbox, under the limits of the token's key.
         """
-        if not self.token_uses.take(binding, count, steady_clock()):
-            return False
         if self.audience.database_away:
             return True
-        take = partial(self.ledger.explorers.take_of_token, binding.nonce, binding.key_id, count)
-        bounds = {"most": binding.max_events, "of_key": MAX_TOKENS_OF_KEY}
+        take = partial(self.ledger.explorers.take, f"token {binding.nonce}", count, most=binding.max_events)
         try:
-            return await asyncio.to_thread(take, **bounds, expires_at=binding.expires_at)
+            return await asyncio.to_thread(take, until=binding.expires_at)
         except LedgerUnavailable:
             return True
 
@@ -213,41 +209,29 @@ async def open_control_services(
         audience=audience,
         watch=watch,
         key_watch=key_watch,
-        token_uses=TokenUses(),
         ledger=ledger,
         engine_sleep=sleep,
     )
-    version_log = VersionLog(ledger, metrics, job_dir=settings.job_dir, interval_s=interval_s)
+    version_log = VersionLog(ledger, metrics, interval_s=interval_s)
     tracing = open_tracing(settings, "explorer")
     if tracing is not None:
         stack.callback(tracing.close)
         experiment, send = f"{settings.project}/{settings.name}", tracing.send
         version_log.tell = lambda event: send(decision_span(event, experiment))
-    address = f"{await asyncio.to_thread(getfqdn)}:{settings.explorer.proxy_port}"
-
-    async def tell_others() -> None:
-        """Let the others know that this explorer runs, and which version its engines were proven to have."""
-        tried = fleet.split.version if fleet.split else None
-        serving = [each.version for each in fleet.engines if each.state is EngineState.READY and each.version != tried]
-        version = min(serving, default=None)
-        see = partial(ledger.explorers.see, settings.explorer_name, address=address, release=VERSION, version=version)
-        await asyncio.to_thread(see)
-
     signer = ReplyIdSigner(load_key(settings.job_dir / KEY))
+    arrivals = Arrivals(signer, ledger.explorers)
     judging = settings.judge.url and JudgeLoop(
         settings.judge,
         ledger,
         own,
         metrics=metrics,
-        conversation=Conversations(
-            signer, control_client=services, reports=ledger.reports, arrivals=Arrivals(signer, ledger.explorers)
-        ).read,
+        conversation=Conversations(signer, control_client=services, reports=ledger.reports, arrivals=arrivals).read,
         wait_until_taken=services.wait_until_taken,
     )
     return services, [
         watch.run(),
         stops.run(),
-        every(min(_SEEN_S, interval_s), tell_others, task="explorers", metrics=metrics),
+        _presence(settings, ledger, fleet, metrics),
         version_log.run(),
         forgetting.run(),
         reloader.run(),
@@ -259,6 +243,19 @@ async def open_control_services(
         *([sleep.run()] if sleep else []),
         *_supervision(services, ledger, sockets, attestation, sleep),
     ]
+
+
+async def _presence(settings: Settings, ledger: Ledger, fleet: Fleet, metrics: Metrics) -> None:
+    """Let the others know that this explorer runs, and which version its engines were proven to have."""
+    name, address = settings.explorer_name, f"{await asyncio.to_thread(getfqdn)}:{settings.explorer.proxy_port}"
+
+    async def tell() -> None:
+        tried = fleet.split.version if fleet.split else None
+        serving = [each.version for each in fleet.engines if each.state is EngineState.READY and each.version != tried]
+        see = partial(ledger.explorers.see, name, address=address, release=VERSION)
+        await asyncio.to_thread(see, version=min(serving, default=None))
+
+    await every(min(_SEEN_S, settings.explorer.service_status_check_interval), tell, task="explorers", metrics=metrics)
 
 
 def _open_sleep(

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -11,7 +10,6 @@ import structlog
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.experience import VersionAction
-from tuneloop.shared.job_marks import announcing, newest_announced, note_announced
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.versions.versions import VersionEvent
 from tuneloop.shared.telemetry.spans import FinishedSpan, new_span, span_of_version
@@ -29,6 +27,8 @@ DECISIONS = (
     VersionAction.UNPINNED,
 )
 
+_ANNOUNCED = "announced"
+
 #: Those after which a version is not served although somebody thought that it could be.
 _AGAINST = frozenset({VersionAction.ROLLED_BACK, VersionAction.REJECTED})
 
@@ -36,8 +36,7 @@ _AGAINST = frozenset({VersionAction.ROLLED_BACK, VersionAction.REJECTED})
 class VersionLog:
     """Follows the decisions in the table `version_events`, from where the last explorer of the experiment stopped.
 
-    Of several explorers that share the job's folder one announces each decision. One that dies between announcing and
-    writing that down leaves the decision to be announced again.
+    Of several explorers one announces each decision: the one that notes first in the ledger that it does.
     """
 
     def __init__(
@@ -45,14 +44,12 @@ class VersionLog:
         ledger: Ledger,
         metrics: Metrics,
         *,
-        job_dir: Path,
         interval_s: float,
     ) -> None:
         #: Called with each decision that is told, too.
         self.tell: Callable[[VersionEvent], None] = lambda event: None
-        self._versions = ledger.versions
+        self._versions, self._explorers = ledger.versions, ledger.explorers
         self._metrics = metrics
-        self._job_dir = job_dir
         self._interval_s = interval_s
         self._seen: int | None = None
         self._champion = 0
@@ -65,21 +62,15 @@ class VersionLog:
     def update(self) -> None:
         """Tell the decisions since the last time; what was made before the experiment's first explorer never is."""
         if self._seen is None:
-            with announcing(self._job_dir):
-                told, newest = newest_announced(self._job_dir), self._versions.last_event(DECISIONS)
-                if told is None or told > newest:  # a ledger that was restored may have none of that number
-                    note_announced(self._job_dir, newest)
-                    told = newest
-            self._seen = told
+            told = self._explorers.counts(_ANNOUNCED).get("", self._versions.last_event(DECISIONS))
+            self._seen = int(told)
+            self._explorers.advance(_ANNOUNCED, self._seen)
             promoted = self._versions.events_since(0, (VersionAction.PROMOTED,))
             self._champion = next((each.version for each in reversed(promoted) if each.id <= self._seen), 0)
-        if events := self._versions.events_since(self._seen, DECISIONS):
-            with announcing(self._job_dir):
-                announced = newest_announced(self._job_dir) or 0
-                for event in events:
-                    self._seen = event.id  # whatever happens next: a full disk must not have it told every second
-                    self._tell(event, anew=event.id > announced)
-                note_announced(self._job_dir, max(announced, events[-1].id))
+        for event in self._versions.events_since(self._seen, DECISIONS):
+            before = self._explorers.advance(_ANNOUNCED, event.id)
+            self._seen = event.id
+            self._tell(event, anew=before is None or event.id > before)
 
     def _tell(self, event: VersionEvent, *, anew: bool) -> None:
         if anew:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -453,8 +452,8 @@ async def _replace(champion: Version, ledger: Ledger, verifier: Verifier, *, rea
     Raises CheckpointUnreadable, and decides nothing, where another explorer serves it or the job folder is away.
     """
     log.error("champion_damaged", version=champion.version, reason=reason)
-    others = partial(ledger.explorers.others_with, champion.version, name=verifier.explorer)
-    if serving := await asyncio.to_thread(others):
+    running = [each for each in await asyncio.to_thread(ledger.explorers.running) if each.name != verifier.explorer]
+    if serving := [each.name for each in running if each.version == champion.version]:
         damaged = f"version {champion.version} is damaged as this explorer reads it, and {', '.join(serving)} serves it"
         cure = f"compare {champion.path} on both machines"
         await tell_unreadable(f"{damaged}: {reason}; {cure}", verifier, ledger)

@@ -21,6 +21,7 @@ that one, is a martingale there; by Ville's inequality it ever reaches 1 / error
 
 import asyncio
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
@@ -34,7 +35,6 @@ from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.shared.errors import LedgerError, LedgerUnavailable
 from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share, spread
 from tuneloop.shared.experience import VersionAction, VersionState, steady_clock
-from tuneloop.shared.ledger.explorers import TrialCounts
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.versions import RolloutSettings
@@ -68,6 +68,9 @@ def current_trial(ledger: Ledger, rollout: RolloutSettings) -> CanaryTrial | Non
 
 #: How long to wait from one look to the next, at most.
 _LOOK_S = 5.0
+
+#: How long what was counted of a trial is kept after the last time, in seconds.
+_KEPT_S = 7 * 86400.0
 
 _REPLIES = "tuneloop_replies"
 
@@ -119,19 +122,18 @@ class CanaryController:
         champion = await asyncio.to_thread(self._ledger.versions.champion)
         versions = champion.version, trial.version.version
         await self._count(trial.began, versions)
-        lead = await asyncio.to_thread(self._ledger.explorers.lead, "rollout", self._name)
+        lead = await asyncio.to_thread(self._ledger.explorers.lead, self._name)
         if lead is None:
             return
         rollout = self._rollout.model_copy(update={"mode": trial.mode, "share": trial.share})
-        counted = await asyncio.to_thread(self._ledger.explorers.counted, trial.began)
-        figures = []
+        figures, counted = [], {}
         for number in versions:
             of = self._ledger.comparisons.figures
             found = await asyncio.to_thread(of, number, trial.began, refusals=self._refusals)
-            counts = counted.get(number, TrialCounts())
-            figures.append(found._replace(failures=Share(counts.failed, counts.asked)))
+            counted = await asyncio.to_thread(self._ledger.explorers.counts, _scope(trial.began, number))
+            figures.append(found._replace(failures=Share(*(int(counted.get(each, 0)) for each in ("failed", "asked")))))
         if trial.mode == "shadow":
-            figures[1] = figures_of(counted.get(trial.version.version, TrialCounts()))
+            figures[1] = figures_of(counted)
         champions, tried = figures
         decision = decide(rollout, champions, tried, elapsed_s=steady_clock() - trial.began)
         why: dict[str, Any] = {"by": "explorer", "reason": decision.reason, "details": decision.details, "lead": lead}
@@ -143,16 +145,20 @@ class CanaryController:
 
     async def _count(self, began: float, versions: tuple[int, int]) -> None:
         """Add what was counted here since the last time to what all have counted."""
-        failures, copies, counted = request_counts(self._totals), list(self._copies), dict[int, TrialCounts]()
+        failures, copies = request_counts(self._totals), list(self._copies)
         for number in versions:
             now, then = (counts.get(str(number), Share()) for counts in (failures, self._before))
-            counted[number] = counts_of([each for each in copies if each.version == number])._replace(
-                asked=now.of - then.of, failed=now.found - then.found
-            )
-        if any(map(any, counted.values())):
-            await asyncio.to_thread(self._ledger.explorers.count, began, self._name, counted)
-        self._before = failures
-        del self._copies[: len(copies)]
+            counted = counts_of(mine := copies if number == self._tried else [])
+            counted |= {"asked": now.of - then.of, "failed": now.found - then.found}
+            if any(counted.values()):
+                until = steady_clock() + _KEPT_S
+                await asyncio.to_thread(self._ledger.explorers.add, _scope(began, number), counted, until=until)
+            self._before = {**self._before, str(number): now}
+            del self._copies[: len(mine)]
+
+
+def _scope(began: float, version: int) -> str:
+    return f"version {version} since {began!r}"
 
 
 def request_counts(totals: ProcessTotals) -> dict[str, Share]:
@@ -169,34 +175,35 @@ def request_counts(totals: ProcessTotals) -> dict[str, Share]:
     return {each: Share(failed.get(each, 0), failed.get(each, 0) + whole.get(each, 0)) for each in whole | failed}
 
 
-def counts_of(copies: Collection[ShadowReply]) -> TrialCounts:
-    """What is counted of copies that a version got."""
-    whole = [(each.seconds, float(each.tokens)) for each in copies if not each.failed]
-    return TrialCounts(
-        copies=len(copies),
-        broken=len(copies) - len(whole),
-        refused=sum(each.refused for each in copies if not each.failed),
-        seconds=sum(seconds for seconds, _ in whole),
-        tokens=sum(tokens for _, tokens in whole),
-        seconds_squared=sum(seconds**2 for seconds, _ in whole),
-        tokens_squared=sum(tokens**2 for _, tokens in whole),
-        seconds_by_tokens=sum(seconds * tokens for seconds, tokens in whole),
-    )
+def counts_of(copies: Collection[ShadowReply]) -> dict[str, float]:
+    """What is counted of copies that a version got: how many, and sums over those that it answered."""
+    whole = [(each.seconds, each.tokens) for each in copies if not each.failed]
+    return {
+        "copies": len(copies),
+        "broken": len(copies) - len(whole),
+        "refused": sum(each.refused for each in copies if not each.failed),
+        "seconds": sum(seconds for seconds, _ in whole),
+        "tokens": sum(tokens for _, tokens in whole),
+        "seconds_squared": sum(seconds**2 for seconds, _ in whole),
+        "tokens_squared": sum(tokens**2 for _, tokens in whole),
+        "seconds_by_tokens": sum(seconds * tokens for seconds, tokens in whole),
+    }
 
 
-def figures_of(counted: TrialCounts) -> Figures:
+def figures_of(counted: Mapping[str, float]) -> Figures:
     """How a version did that only got copies."""
-    whole, (seconds, tokens) = counted.copies - counted.broken, (counted.seconds, counted.tokens)
+    of = defaultdict(float, counted)
+    whole, tokens = int(of["copies"] - of["broken"]), of["tokens"]
     latency = length = SampleStatistics()
     if tokens:
-        mean = seconds / tokens
-        squares = counted.seconds_squared - 2 * mean * counted.seconds_by_tokens + mean**2 * counted.tokens_squared
+        mean = of["seconds"] / tokens
+        squares = of["seconds_squared"] - 2 * mean * of["seconds_by_tokens"] + mean**2 * of["tokens_squared"]
         latency = SampleStatistics(whole, whole, mean, spread(whole, whole, squares, tokens))
     if whole:
-        squares = max(0.0, counted.tokens_squared - tokens**2 / whole)
-        length = SampleStatistics(whole, whole, tokens / whole, squares / (whole - 1) if whole > 1 else 0.0)
-    failures, refusals = Share(counted.broken, counted.copies), Share(counted.refused, whole)
-    return Figures(failures=failures, refusals=refusals, latency=latency, length=length)
+        squares = max(0.0, of["tokens_squared"] - tokens**2 / whole)
+        length = SampleStatistics(whole, whole, tokens / whole, squares / max(1, whole - 1))
+    failures = Share(int(of["broken"]), int(of["copies"]))
+    return Figures(failures=failures, refusals=Share(int(of["refused"]), whole), latency=latency, length=length)
 
 
 def to_try_on(engines: Sequence[Engine], version: int, share: float) -> list[Engine]:

@@ -1,12 +1,13 @@
-"""The explorers of an experiment: who they are, who decides for all, and what they count together."""
+"""The explorers of an experiment: who they are, which of them decides for all, and what they count together."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from sqlalchemy import Connection, and_, delete, func, insert, select, update
+from sqlalchemy import Connection, delete, func, select, update
 
 from tuneloop.shared.errors import VersionRefused
 from tuneloop.shared.ledger.storage.database import LedgerPart, alone, ignoring
-from tuneloop.shared.ledger.storage.schema import experiment, explorers, leads, token_uses, trial_counts
+from tuneloop.shared.ledger.storage.schema import experiment, explorers, shared_counts
 
 #: An explorer that was not seen for so many seconds is taken for one that does not run.
 SEEN_S = 30.0
@@ -14,6 +15,7 @@ SEEN_S = 30.0
 #: Seconds until another explorer may decide, where the one that did is silent.
 LEAD_S = 30.0
 
+_NEVER = 1e300
 _FORGOTTEN_S = 7 * 86400.0
 
 
@@ -32,34 +34,19 @@ class ExplorerStatus(NamedTuple):
 
 
 class Lead(NamedTuple):
-    """The right to do something for all explorers, which ends with the epoch."""
+    """The right of one explorer to decide about rollouts for all, which ends with the epoch."""
 
-    what: str
     holder: str
     epoch: int
 
 
-class TrialCounts(NamedTuple):
-    """Requests that a version was asked, and failed; its copies, and sums over those that it answered."""
-
-    asked: int = 0
-    failed: int = 0
-    copies: int = 0
-    broken: int = 0
-    refused: int = 0
-    seconds: float = 0.0
-    tokens: float = 0.0
-    seconds_squared: float = 0.0
-    tokens_squared: float = 0.0
-    seconds_by_tokens: float = 0.0
-
-
 def require_lead(connection: Connection, lead: Lead | None, now: float) -> None:
     """Raise VersionRefused unless the lead is still its holder's; None needs none."""
-    if lead is not None:
-        held = and_(leads.c.what == lead.what, leads.c.epoch == lead.epoch, leads.c.until > now)
-        if connection.execute(select(leads.c.epoch).where(held).with_for_update()).first() is None:
-            raise VersionRefused(f"another explorer decides about the {lead.what} by now")
+    held = select(explorers.c.name).where(
+        explorers.c.lead_epoch == (lead and lead.epoch), explorers.c.leads_until > now
+    )
+    if lead is not None and connection.execute(held.with_for_update()).scalar() != lead.holder:
+        raise VersionRefused("another explorer decides about rollouts by now")
 
 
 class Explorers(LedgerPart):
@@ -76,74 +63,67 @@ class Explorers(LedgerPart):
 
     def all(self) -> list[ExplorerStatus]:
         """All that are known, by their names."""
-        return [ExplorerStatus(*row) for row in self._read(select(explorers).order_by(explorers.c.name))]
+        columns = (explorers.c[name] for name in ExplorerStatus._fields)
+        return [ExplorerStatus(*row) for row in self._read(select(*columns).order_by(explorers.c.name))]
 
-    def are_several(self) -> bool:
-        """Whether more than one explorer runs."""
-        running = select(func.count()).where(explorers.c.seen_at > self._clock() - SEEN_S)
-        return bool(self._read(running)[0][0] > 1)
+    def running(self) -> list[ExplorerStatus]:
+        """Those that run."""
+        now = self._clock()
+        return [each for each in self.all() if each.up(now)]
 
-    def others_with(self, version: int, *, name: str) -> list[str]:
-        """The others that run, and serve this version: one that its engines were proven to have."""
-        running = explorers.c.seen_at > self._clock() - SEEN_S
-        query = select(explorers.c.name).where(running, explorers.c.version == version, explorers.c.name != name)
-        return [row.name for row in self._read(query.order_by(explorers.c.name))]
-
-    def lead(self, what: str, name: str) -> Lead | None:
-        """The right to do this for all, from now on for LEAD_S; None while another explorer has it."""
+    def lead(self, name: str) -> Lead | None:
+        """The right to decide, from now on for LEAD_S; None while another explorer has it."""
         now = self._clock()
         with self._write() as connection:
-            alone(connection, "leads")
-            held = connection.execute(select(leads).where(leads.c.what == what)).one_or_none()
-            if held is None:
-                first = {"what": what, "holder": name, "epoch": 1, "until": now + LEAD_S}
-                connection.execute(insert(leads).values(first))
-                return Lead(what, name, 1)
-            if held.holder != name and held.until > now:
+            alone(connection, "lead")
+            holder = connection.execute(select(explorers.c.name).where(explorers.c.leads_until > now)).scalar()
+            if holder not in {None, name}:
                 return None
-            epoch = held.epoch + (held.holder != name or held.until <= now)
-            renewed = {"holder": name, "epoch": epoch, "until": now + LEAD_S}
-            connection.execute(update(leads).where(leads.c.what == what).values(renewed))
-            return Lead(what, name, epoch)
+            newest = connection.execute(select(func.max(explorers.c.lead_epoch))).scalar() or 0
+            lead = Lead(name, newest + (holder is None))
+            new = {"name": name, "address": "", "release": "", "seen_at": now}
+            connection.execute(ignoring(connection, explorers), new)
+            renewed = {"lead_epoch": lead.epoch, "leads_until": now + LEAD_S}
+            connection.execute(update(explorers).where(explorers.c.name == name).values(renewed))
+            return lead
 
-    def count(self, began: float, name: str, counted: dict[int, TrialCounts]) -> None:
-        """Add what an explorer has counted of versions of the trial that `began` then."""
+    def add(self, scope: str, amounts: Mapping[str, float], *, until: float) -> None:
+        """Add to what explorers have counted together under a scope, which is kept until then."""
         with self._write() as connection:
-            for version, more in sorted(counted.items()):
-                key = {"began": began, "version": version, "explorer": name}
-                connection.execute(ignoring(connection, trial_counts), key | TrialCounts()._asdict())
-                same = (trial_counts.c[column] == value for column, value in key.items())
-                sums = {column: trial_counts.c[column] + value for column, value in more._asdict().items()}
-                connection.execute(update(trial_counts).where(*same).values(sums))
+            connection.execute(delete(shared_counts).where(shared_counts.c.until <= self._clock()))
+            for name, amount in sorted(amounts.items()):
+                row = {"scope": scope, "name": name, "amount": 0.0, "until": until}
+                connection.execute(ignoring(connection, shared_counts), row)
+                same = update(shared_counts).where(shared_counts.c.scope == scope, shared_counts.c.name == name)
+                connection.execute(same.values(amount=shared_counts.c.amount + amount, until=until))
 
-    def counted(self, began: float) -> dict[int, TrialCounts]:
-        """What all explorers have counted of that trial, by version."""
-        sums = (func.sum(trial_counts.c[column]) for column in TrialCounts._fields)
-        query = select(trial_counts.c.version, *sums).where(trial_counts.c.began == began)
-        return {version: TrialCounts(*found) for version, *found in self._read(query.group_by(trial_counts.c.version))}
+    def counts(self, scope: str) -> dict[str, float]:
+        """What they have counted under it."""
+        query = select(shared_counts.c.name, shared_counts.c.amount).where(shared_counts.c.scope == scope)
+        return {row.name: row.amount for row in self._read(query)}
 
-    def take_of_token(self, nonce: str, key_id: str, count: int, *, most: int, of_key: int, expires_at: float) -> bool:
-        """Count events that a token brings, unless it allows less, or `of_key` others of its key are in use."""
+    def take(self, scope: str, count: int, *, most: int, until: float) -> bool:
+        """Count so many, unless they are more than `most` together with those before; whether they are not."""
+        self.add(scope, {"taken": 0}, until=until)
+        room = shared_counts.c.scope == scope, shared_counts.c.amount + count <= most
         with self._write() as connection:
-            alone(connection, f"tokens {key_id}"[:32])
-            connection.execute(delete(token_uses).where(token_uses.c.expires_at <= self._clock()))
-            same = token_uses.c.nonce == nonce
-            used = connection.execute(select(token_uses.c.events).where(same)).scalar()
-            in_use = select(func.count()).where(token_uses.c.key_id == key_id)
-            if (used or 0) + count > most or (used is None and connection.execute(in_use).scalar_one() >= of_key):
-                return False
-            row = {"nonce": nonce, "key_id": key_id, "events": 0, "expires_at": expires_at}
-            connection.execute(ignoring(connection, token_uses), row)
-            connection.execute(update(token_uses).where(same).values(events=token_uses.c.events + count))
-            return True
+            taken = update(shared_counts).where(*room).values(amount=shared_counts.c.amount + count)
+            return bool(connection.execute(taken).rowcount)
 
-    def folder(self) -> str | None:
-        """The mark of the experiment's folder; None before the first."""
-        return next((row.folder for row in self._read(select(experiment.c.folder))), None)
-
-    def take_folder(self, mark: str | None) -> str | None:
-        """Give the experiment its folder, unless it has one; the mark that it has then. None: forget it."""
+    def advance(self, what: str, number: int) -> int | None:
+        """Let what one of them does for all be done up to a number; the one before, None at the very first."""
+        row = {"scope": what, "name": "", "amount": float(number), "until": _NEVER}
         with self._write() as connection:
-            unset = experiment.c.folder.is_(None) if mark is not None else experiment.c.id > 0
-            connection.execute(update(experiment).where(unset).values(folder=mark))
+            alone(connection, "advance")
+            before = connection.execute(select(shared_counts.c.amount).where(shared_counts.c.scope == what)).scalar()
+            connection.execute(ignoring(connection, shared_counts), row)
+            lower = shared_counts.c.scope == what, shared_counts.c.amount < number
+            connection.execute(update(shared_counts).where(*lower).values(amount=float(number)))
+            return None if before is None else int(before)
+
+    def folder(self, mark: str | None = None) -> str | None:
+        """The mark of the experiment's folder, which is this one if it had none; None before the first."""
+        with self._write() as connection:
+            if mark is not None:
+                connection.execute(update(experiment).where(experiment.c.folder.is_(None)).values(folder=mark))
             return connection.execute(select(experiment.c.folder)).scalar()

@@ -296,7 +296,6 @@ def restore(
         epoch = registered_here(job).epoch + skipped
         with closing(Ledger.of(settings)) as ledger:
             numbers = ledger.restoration.begin_anew(version=last, epoch=epoch, reason=LEFT_OUT, path=store.path(last))
-            ledger.explorers.take_folder(None)  # the services mark what was put here
         note_registered(job, numbers.version, numbers.epoch)
         end_restoring(job)
     except OSError as error:

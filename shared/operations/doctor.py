@@ -184,7 +184,12 @@ def as_sections(report: DoctorReport, settings: Settings) -> dict[str, list[str]
             for each in facts.ledger.alarms
         ]
     if report.explorers:
-        sections["Explorers"] = [_explorer(each, facts.now) for each in report.explorers]
+        sections["Explorers"] = [
+            f"{each.name}: {'up' if each.up(facts.now) else 'NOT up'}, last seen {ago(facts.now, each.seen_at)} ago,"
+            f" serves {'nothing' if each.version is None else f'version {each.version}'}; {each.address}, release"
+            f" {each.release}"
+            for each in report.explorers
+        ]
     if report.engines is not None:
         sections["Engines"] = [each.sentence for each in report.engines]
         if any(each.packs is False for each in report.engines):
@@ -233,13 +238,6 @@ def _trainer(ledger: LedgerFacts, now: float) -> str:
     if trainer.ended_at is not None:
         return f"{name}: stopped {ago(now, trainer.ended_at)} ago"
     return f"{name}: {'up' if trainer.up(now) else 'NOT up'}, last seen {ago(now, trainer.seen_at)} ago"
-
-
-def _explorer(explorer: ExplorerStatus, now: float) -> str:
-    serves = "serves nothing" if explorer.version is None else f"serves version {explorer.version}"
-    state = "up" if explorer.up(now) else "NOT up"
-    seen = f"last seen {ago(now, explorer.seen_at)} ago"
-    return f"{explorer.name}: {state}, {seen}, {serves}; {explorer.address}, release {explorer.release}"
 
 
 def _versions(ledger: LedgerFacts, now: float) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import Engine
 
 from tests.conftest import Place
 from tests.databases import engine_of
@@ -30,8 +31,8 @@ from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.errors import EnvironmentRefused, VersionRefused
 from tuneloop.shared.experience import VersionAction, VersionState
 from tuneloop.shared.held_files import EXPERIMENT
-from tuneloop.shared.job_marks import KEY, FolderMark, load_key, write_mark
-from tuneloop.shared.ledger.explorers import LEAD_S, Lead, TrialCounts
+from tuneloop.shared.job_marks import KEY, Registered, load_key, write_mark
+from tuneloop.shared.ledger.explorers import LEAD_S, Lead
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.attestation import Mismatch
 from tuneloop.shared.ledger.storage import database
@@ -154,31 +155,40 @@ def version_of(ledger: Ledger) -> VersionState:
     return found.state
 
 
-def test_a_lead_is_one_explorers_until_it_is_silent_and_then_over_for_good(ledger: Ledger, tmp_path: Path) -> None:
+def test_a_lead_is_one_explorers_until_it_is_silent_and_then_over_for_good(engine: Engine, tmp_path: Path) -> None:
     clock = Clock()
-    ledger = Ledger(ledger.transactions.engine, clock=clock)
+    ledger = Ledger(engine, clock=clock)
     ledger.versions.ensure_base(tmp_path / "base")
     register(ledger, tmp_path / "job")
     ledger.versions.begin_canary(1, by="explorer", reason="")
-    first = ledger.explorers.lead("rollout", "one")
-    assert (first, ledger.explorers.lead("rollout", "other")) == (Lead("rollout", "one", 1), None)
+    first = ledger.explorers.lead("one")
+    assert (first, ledger.explorers.lead("other")) == (Lead("one", 1), None)
     clock.now += LEAD_S - 1
-    assert ledger.explorers.lead("rollout", "one") == first
+    assert ledger.explorers.lead("one") == first
     clock.now += LEAD_S
-    second = ledger.explorers.lead("rollout", "other")
-    assert second == Lead("rollout", "other", 2)
+    second = ledger.explorers.lead("other")
+    assert second == Lead("other", 2)
     for decide in (ledger.versions.roll_back, ledger.versions.promote):
         with pytest.raises(VersionRefused, match="another explorer decides"):
             decide(1, by="explorer", reason="", lead=first)
     ledger.versions.promote(1, lead=second)
 
 
-def test_counts_of_explorers_are_added_up_by_version_and_trial(ledger: Ledger) -> None:
-    ledger.explorers.count(5.0, "one", {0: TrialCounts(asked=4), 1: TrialCounts(asked=2, failed=1, seconds=0.5)})
-    ledger.explorers.count(5.0, "one", {1: TrialCounts(asked=1)})
-    ledger.explorers.count(5.0, "other", {1: TrialCounts(asked=10, seconds=1.5)})
-    ledger.explorers.count(6.0, "other", {1: TrialCounts(asked=100)})
-    assert ledger.explorers.counted(5.0) == {0: TrialCounts(asked=4), 1: TrialCounts(asked=13, failed=1, seconds=2.0)}
+def test_what_explorers_count_is_added_up_and_forgotten_in_time(engine: Engine) -> None:
+    clock = Clock()
+    explorers = Ledger(engine, clock=clock).explorers
+    explorers.add("trial", {"asked": 2, "seconds": 0.5}, until=2000.0)
+    explorers.add("trial", {"asked": 1}, until=2000.0)
+    assert [explorers.take("token", count, most=3, until=1500.0) for count in (2, 2, 1, 1)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert explorers.counts("trial") == {"asked": 3, "seconds": 0.5}
+    clock.now = 1500.0
+    assert explorers.take("token", 3, most=3, until=2500.0)
+    assert explorers.counts("trial") == {"asked": 3, "seconds": 0.5}
 
 
 # Engines with wrong weights.
@@ -235,7 +245,7 @@ def test_no_service_makes_a_folder_anew_that_the_database_knows(claimed: tuple[P
     with pytest.raises(EnvironmentRefused, match="mount the folder"):
         job_folder.claim_folder(settings.job_dir, Ledger.of(settings))
     settings.checkpoint_root_dir.with_name("mounted").rename(settings.checkpoint_root_dir)
-    job_folder.require_folder(settings)
+    job_folder.claim_folder(settings.job_dir, Ledger.of(settings))
 
 
 @pytest.mark.parametrize("at", ["root", "job"])
@@ -248,7 +258,7 @@ def test_a_running_service_writes_nothing_where_the_folder_is_away(claimed: tupl
     writes: list[Any] = [
         lambda: CheckpointStore(settings.job_dir).stage(1),
         lambda: load_key(settings.job_dir / KEY),
-        lambda: write_mark(settings.job_dir / "served.json", FolderMark("any")),
+        lambda: write_mark(settings.job_dir / "served.json", Registered(1, 1)),
     ]
     for write in writes:
         with pytest.raises(FileNotFoundError, match=EXPERIMENT):
@@ -258,6 +268,6 @@ def test_a_running_service_writes_nothing_where_the_folder_is_away(claimed: tupl
 
 def test_a_folder_of_another_experiment_is_refused(claimed: tuple[Path, Settings]) -> None:
     _, settings = claimed
-    write_mark(settings.job_dir / EXPERIMENT, FolderMark("another"))
+    (settings.job_dir / EXPERIMENT).write_text("another\n")
     with pytest.raises(EnvironmentRefused, match="or is another's"):
         job_folder.claim_folder(settings.job_dir, Ledger.of(settings))

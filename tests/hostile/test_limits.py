@@ -74,7 +74,6 @@ FIXED: dict[str, object] = {
     "a request for a browser's token": routes._MAX_TOKEN_BYTES,
     "how long a browser's token lives": feedback_tokens.MAX_LIFE_S,
     "events that a browser's token allows": feedback_tokens.MAX_EVENTS,
-    "tokens of one key that have brought feedback and not expired": feedback_tokens.MAX_TOKENS_OF_KEY,
     "a request for a key": keys._MAX_BODY_BYTES,
     "a form of the page at `/ui`": site._MAX_FORM_BYTES,
     "pages that listen to a worker for changes": operations._MAX_LISTENERS,

@@ -1,10 +1,13 @@
 """The explorer's verbs: record exchanges and feedback, commit experiences, recompute rewards."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict, Unpack
+from zlib import crc32
 
 import msgspec
 from sqlalchemy import (
@@ -18,14 +21,15 @@ from sqlalchemy import (
     exists,
     func,
     literal_column,
+    or_,
     select,
+    union,
     update,
 )
 
-from tuneloop.shared.errors import RecordsLost
+from tuneloop.shared.errors import Deadlock, RecordsLost
 from tuneloop.shared.experience import Exchange, Feedback, Kind, Outcome, Rater, Record, State, boot, decode, voter_of
 from tuneloop.shared.ledger.recording.attestation import mark_untrusted
-from tuneloop.shared.ledger.recording.exclusion import wait_for_others
 from tuneloop.shared.ledger.recording.feedback import (
     EarlyFeedback,
     FeedbackResults,
@@ -34,14 +38,23 @@ from tuneloop.shared.ledger.recording.feedback import (
     store_feedback,
 )
 from tuneloop.shared.ledger.recording.retention import deleted_among, names_in, not_erased
-from tuneloop.shared.ledger.recording.rewards import Rewards, Trajectory, replies_of, replies_preferred_to, write
+from tuneloop.shared.ledger.recording.rewards import (
+    TRAJECTORY,
+    Rewards,
+    Trajectory,
+    replies_of,
+    replies_preferred_to,
+    write,
+)
 from tuneloop.shared.ledger.recording.stored_completions import tag
 from tuneloop.shared.ledger.storage.codec import exchange_row, experience_row
 from tuneloop.shared.ledger.storage.database import (
     LedgerPart,
     Transactions,
+    Utf8Text,
     again_after_deadlock,
     alone,
+    alone_each,
     ignoring,
     is_among,
     portions,
@@ -174,7 +187,7 @@ class Recording(LedgerPart):
         with self._write() as connection:
             dated = self._date_records(records)
             heard = [record for record in dated if isinstance(record, Feedback)]
-            wait_for_others(connection, dated)
+            _wait_for_others(connection, dated)
             last: dict[str, int] = {}
             for file, number in places:
                 last[file] = max(number, last.get(file, 0))
@@ -357,6 +370,86 @@ class Recording(LedgerPart):
             replies, changed, last = replies + len(page), changed + len(decided.changes), page[-1]
             examined(len(page))
         return RecomputeResult(replies, changed)
+
+
+#: A server has room for some thousands of locks in all, and a group may bring hundreds of replies.
+_STRIPES = 1024
+
+_THERE = select(experiences.c.msg_id).distinct().where(is_among(experiences.c.msg_id, "replies"))
+_ROWS = select(experiences.c.id).where(is_among(experiences.c.msg_id, "replies"))
+_LOCKED_ROWS = _ROWS.order_by(experiences.c.id).with_for_update()
+_LABELS = union(
+    *(
+        select(table.c.msg_id, *(table.c[name] for name in TRAJECTORY)).where(
+            is_among(table.c.msg_id, "replies"), or_(table.c.task_id.is_not(None), table.c.run_id.is_not(None))
+        )
+        for table in (experiences, feedback)
+    )
+)
+
+
+class _Subjects(NamedTuple):
+    """The replies with rows that feedback bears on, and the advisory locks to hold alone and to share.
+
+    `read`: whether what others record meanwhile may add to them.
+    """
+
+    rows: set[str]
+    own: set[int]
+    shared: set[int]
+    read: bool
+
+
+def _wait_for_others(connection: Connection, records: Sequence[Record]) -> None:
+    """Until this transaction ends, let nobody else record what may decide the same rewards.
+
+    Raises Deadlock if others made the records bear on more meanwhile: who adds locks to those held may wait for ever.
+    """
+    if connection.dialect.name != "postgresql":
+        return
+    alone(connection, "record", shared=True)
+    wanted = _subjects(connection, records)
+    alone_each(connection, "record", wanted.own, shared=wanted.shared)
+    for portion in portions(sorted(wanted.rows)):
+        connection.execute(_LOCKED_ROWS, {"replies": portion})
+    now = _subjects(connection, records) if wanted.read else wanted
+    if now.rows - wanted.rows or now.own - wanted.own or now.shared - wanted.own - wanted.shared:
+        raise Deadlock("others have recorded of the same runs or preferences meanwhile")
+
+
+def _subjects(connection: Connection, records: Sequence[Record]) -> _Subjects:
+    brought = {each.msg_id for each in records if isinstance(each, Exchange)}
+    heard = [each for each in records if isinstance(each, Feedback)]
+    whole_runs = {(each.tenant, each.task_id or "", each.run_id or "") for each in heard if each.msg_id is None}
+    retracted = {each.msg_id for each in heard if each.kind is Kind.RETRACTION and each.msg_id is not None}
+    named = {name for each in heard for name in names_in(each)} | {*replies_preferred_to(connection, retracted)}
+    rows = {name for some in portions(named) for name in connection.execute(_THERE, {"replies": some}).scalars()}
+    # Runs whose calls the replies are, or may become by labels that feedback gives them.
+    labels: list[tuple[str | None, ...]] = [
+        (each.msg_id, each.tenant, each.task_id, each.run_id)
+        for each in records
+        if isinstance(each, Exchange) or (each.msg_id and (each.task_id or each.run_id) is not None)
+    ]
+    open_ = {name for name, _, *given in labels if name is not None and (None in given or name not in brought)}
+    for some in portions(open_):
+        labels += [tuple(row) for row in connection.execute(_LABELS, {"replies": some})]
+    tasks, runs = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+    for name, _, task_id, run_id in labels:
+        for of, label in ((tasks, task_id), (runs, run_id)):
+            of[name or ""] |= {label} if label is not None else set()
+    joined = {(tenant, *run) for name, tenant, *_ in labels for run in product(tasks[name or ""], runs[name or ""])}
+    own = {_number("run", *run) for run in whole_runs} | {_stripe(name) for name in named - rows - brought}
+    shared = {_stripe(name) for name in brought} | {_number("run", tenant or "", *run) for tenant, *run in joined}
+    read = bool(retracted or whole_runs or open_)
+    return _Subjects(rows | {*replies_of(connection, whole_runs)}, own, shared - own, read)
+
+
+def _stripe(msg_id: str) -> int:
+    return _number("reply", str(crc32(msg_id.encode()) % _STRIPES))
+
+
+def _number(*names: str) -> int:
+    return crc32(Utf8Text.storable("/".join(names)).encode()) - (1 << 31)
 
 
 def _move_on(

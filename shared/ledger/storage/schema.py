@@ -96,7 +96,8 @@ experiment = Table(
     CheckConstraint("id = 1", name="only_one"),
 )
 
-#: The explorers, under the names that their exchanges have. `version` is what one served when it was seen last.
+#: The explorers, under the names that their exchanges have. `version` is what one served when it was seen last. Who has
+#: the highest `lead_epoch` decides about rollouts until a time.
 explorers = Table(
     "explorers",
     metadata,
@@ -105,40 +106,19 @@ explorers = Table(
     Column("release", Text, nullable=False),
     Column("version", Integer, nullable=True),
     Column("seen_at", Double, nullable=False),
+    Column("lead_epoch", Integer, nullable=True),
+    Column("leads_until", Double, nullable=True),
 )
 
-#: What one explorer does for all: the `holder` until a time, under an `epoch` that grows with each new holder.
-leads = Table(
-    "leads",
+#: What explorers count together: of a trial, and of a browser's token until it expires.
+shared_counts = Table(
+    "shared_counts",
     metadata,
-    Column("what", String(32), primary_key=True),
-    Column("holder", Text, nullable=False),
-    Column("epoch", Integer, nullable=False),
+    Column("scope", Text, primary_key=True),
+    Column("name", Text, primary_key=True),
+    Column("amount", Double, nullable=False),
     Column("until", Double, nullable=False),
-)
-
-#: What each explorer has counted of the versions of a trial since that `began`: requests, copies, and sums over these.
-trial_counts = Table(
-    "trial_counts",
-    metadata,
-    Column("began", Double, primary_key=True),
-    Column("version", Integer, primary_key=True, autoincrement=False),
-    Column("explorer", Text, primary_key=True),
-    *(Column(name, Integer, nullable=False) for name in ("asked", "failed", "copies", "broken", "refused")),
-    *(Column(name, Double, nullable=False) for name in ("seconds", "tokens", "seconds_squared", "tokens_squared")),
-    Column("seconds_by_tokens", Double, nullable=False),
-)
-
-#: How many events each browser's token has brought, until it expires.
-token_uses = Table(
-    "token_uses",
-    metadata,
-    Column("nonce", String(64), primary_key=True),
-    Column("key_id", String(64), nullable=False),
-    Column("events", Integer, nullable=False),
-    Column("expires_at", Double, nullable=False),
-    Index(None, "expires_at"),
-    Index(None, "key_id"),
+    Index(None, "until"),
 )
 
 #: The trainers' fencing tokens: the highest epoch owns all leases.

@@ -8,7 +8,7 @@ from sqlalchemy import func, insert, select, update
 from tuneloop.shared.experience import VersionAction, VersionState
 from tuneloop.shared.ledger.recording.rewards import Rewards
 from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, alone
-from tuneloop.shared.ledger.storage.schema import RESTORE, epochs, experiences, versions
+from tuneloop.shared.ledger.storage.schema import RESTORE, epochs, experiences, experiment, versions
 from tuneloop.shared.ledger.training.run_results import give_all_back
 from tuneloop.shared.ledger.versions.versions import Decision, note
 
@@ -46,6 +46,7 @@ class Restoration(LedgerPart):
             if max(epoch, version) >= _LARGEST:
                 raise OverflowError(f"no numbers are left after version {version} and epoch {epoch}")
             connection.execute(update(epochs).where(epochs.c.ended_at.is_(None)).values(ended_at=now))
+            connection.execute(update(experiment).values(folder=None))  # The next service marks what was restored.
             restored = {"epoch": epoch, "trainer": RESTORE, "started_at": now, "seen_at": now, "ended_at": now}
             connection.execute(insert(epochs).values(restored))
             self._rewards.release(connection, experiences.c.lease_epoch < epoch)

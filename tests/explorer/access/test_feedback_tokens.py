@@ -1,6 +1,5 @@
 """Tokens for browsers: feedback on one reply in one name, for a while, and nothing else; and the pages that may."""
 
-import time
 from typing import Any
 
 import httpx
@@ -11,11 +10,8 @@ from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually
 from tuneloop.explorer.access.feedback_tokens import (
-    MAX_TOKENS_OF_KEY,
-    FeedbackBinding,
     FeedbackTokens,
     TokenClaims,
-    TokenUses,
 )
 from tuneloop.shared.experience import Scope
 from tuneloop.shared.job_marks import KEY, load_key
@@ -26,37 +22,6 @@ pytestmark = pytest.mark.contract
 CHAT, ORIGIN = "/v1/chat/completions", "https://app.example.com"
 ADMIN_KEY = "admin-key-of-this-test"
 CLAIMS = TokenClaims("key_1", "acme", "chatcmpl-1", "ann", 5.0, 3)
-
-
-def bound(number: int, *, key_id: str = "key_1", expires_at: float = 5.0) -> FeedbackBinding:
-    return FeedbackBinding("chatcmpl-1", "ann", expires_at, 3, f"nonce-{number}", key_id)
-
-
-def test_a_token_is_counted_until_it_expires_and_then_forgotten() -> None:
-    uses = TokenUses()
-    assert [uses.take(bound(0), 2, now=1.0), uses.take(bound(0), 2, now=1.0), uses.take(bound(0), 1, now=1.0)] == [
-        True,
-        False,
-        True,
-    ]
-    assert uses.take(bound(1, expires_at=20.0), 1, now=6.0)
-    assert len(uses._counts) == len(uses._expiring) == 1
-
-
-def test_a_key_may_have_so_many_tokens_in_use_and_others_have_theirs() -> None:
-    uses = TokenUses()
-    assert all(uses.take(bound(number), 1, now=1.0) for number in range(MAX_TOKENS_OF_KEY))
-    assert not uses.take(bound(-1), 1, now=1.0)
-    assert uses.take(bound(0), 1, now=1.0), "one that is in use is counted on"
-    assert uses.take(bound(-2, key_id="key_2"), 1, now=1.0)
-    assert uses.take(bound(-1, expires_at=20.0), 1, now=6.0)
-
-
-def test_many_tokens_are_counted_in_no_more_than_their_own_time() -> None:
-    uses, began = TokenUses(), time.process_time()
-    for number in range(60_000):
-        uses.take(bound(number, key_id=f"key_{number % 10}", expires_at=5.0 + number), 1, now=1.0)
-    assert time.process_time() - began < 10
 
 
 def code(answer: httpx.Response) -> tuple[int, str]:

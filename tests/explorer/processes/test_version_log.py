@@ -15,7 +15,7 @@ def test_each_decision_is_one_line_and_one_count(ledger: Ledger, tmp_path: Path)
     assert [trained(ledger) for _ in range(4)] == [1, 2, 3, 4]
     ledger.versions.promote(1)
     metrics = Metrics()
-    told = VersionLog(ledger, metrics, job_dir=tmp_path, interval_s=1.0)
+    told = VersionLog(ledger, metrics, interval_s=1.0)
     told.update()
     ledger.versions.begin_canary(2, by="explorer", reason="rollout.mode: canary")
     ledger.versions.promote(2, by="rollout", reason="it earns 0.1 more")
@@ -52,9 +52,9 @@ def test_each_decision_is_one_line_and_one_count(ledger: Ledger, tmp_path: Path)
     ][-len(logs) :]
 
 
-def log_of(ledger: Ledger, folder: Path) -> tuple[VersionLog, Metrics]:
+def log_of(ledger: Ledger) -> tuple[VersionLog, Metrics]:
     metrics = Metrics()
-    return VersionLog(ledger, metrics, job_dir=folder, interval_s=1.0), metrics
+    return VersionLog(ledger, metrics, interval_s=1.0), metrics
 
 
 def told_by(*logs: VersionLog) -> list[tuple[str, int, int]]:
@@ -68,10 +68,10 @@ def test_what_was_decided_while_no_explorer_ran_is_told_by_the_next_once(ledger:
     ledger.versions.ensure_base(tmp_path)
     assert [trained(ledger) for _ in range(3)] == [1, 2, 3]
     ledger.versions.promote(1)
-    assert told_by(log_of(ledger, tmp_path)[0]) == []  # the first of all tells nothing old
+    assert told_by(log_of(ledger)[0]) == []  # the first of all tells nothing old
     ledger.versions.promote(2)
     ledger.versions.roll_back(2, by="admin:ann", reason="rude")
-    next_one, metrics = log_of(ledger, tmp_path)
+    next_one, metrics = log_of(ledger)
     assert told_by(next_one, next_one) == [
         ("version_promoted", 2, 1),
         ("version_rolled_back", 2, 2),
@@ -80,28 +80,15 @@ def test_what_was_decided_while_no_explorer_ran_is_told_by_the_next_once(ledger:
     ]
     counted = {"action": "rolled_back", "by": "admin"}
     assert metrics.registry.get_sample_value("tuneloop_version_decisions_total", counted) == 1
-    assert told_by(log_of(ledger, tmp_path)[0]) == []
+    assert told_by(log_of(ledger)[0]) == []
 
 
 def test_of_several_explorers_one_tells_and_all_know_what_serves(ledger: Ledger, tmp_path: Path) -> None:
     ledger.versions.ensure_base(tmp_path)
     assert [trained(ledger) for _ in range(3)] == [1, 2, 3]
-    one, other = log_of(ledger, tmp_path)[0], log_of(ledger, tmp_path)[0]
+    one, other = log_of(ledger)[0], log_of(ledger)[0]
     told_by(one, other)
     ledger.versions.promote(1)
     assert told_by(one, other) == [("version_promoted", 1, 0)]
     ledger.versions.promote(2)
     assert told_by(other, one) == [("version_promoted", 2, 1)]
-
-
-def test_a_ledger_that_was_restored_or_a_mark_that_is_damaged_makes_nobody_tell_old_things(
-    ledger: Ledger, tmp_path: Path
-) -> None:
-    ledger.versions.ensure_base(tmp_path)
-    assert [trained(ledger) for _ in range(2)] == [1, 2]
-    ledger.versions.promote(1)
-    for mark in (b'{"event": 1000}', b"half a fi"):
-        (tmp_path / "announced.json").write_bytes(mark)
-        assert told_by(log_of(ledger, tmp_path)[0]) == []
-    ledger.versions.promote(2)
-    assert told_by(log_of(ledger, tmp_path)[0]) == [("version_promoted", 2, 1)]

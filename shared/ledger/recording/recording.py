@@ -3,6 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import product
 from types import MappingProxyType
@@ -170,7 +171,6 @@ class Recording(LedgerPart):
         #: What the trainer last wrote, and since when by our own ticks: its clock and ours need not agree.
         self._heartbeat: tuple[object, float] = None, ticks()
 
-    @again_after_deadlock
     def record(
         self,
         records: Sequence[Record],
@@ -183,11 +183,27 @@ class Recording(LedgerPart):
         there: what was taken of a file is not taken again. `known` are numbers up to which files were taken: raises
         RecordsLost, and stores nothing, where the ledger does not know of that.
         """
+        with suppress(Deadlock):
+            return self._record(records, places, known)
+        return self._record(records, places, known, nobody_else=True)
+
+    @again_after_deadlock
+    def _record(
+        self,
+        records: Sequence[Record],
+        places: Sequence[tuple[str, int]],
+        known: Mapping[str, int],
+        *,
+        nobody_else: bool = False,
+    ) -> FeedbackResults:
         voters: set[Rater] = set()
         with self._write() as connection:
             dated = self._date_records(records)
             heard = [record for record in dated if isinstance(record, Feedback)]
-            _wait_for_others(connection, dated)
+            if nobody_else:
+                alone(connection, "record")
+            else:
+                _wait_for_others(connection, dated)
             last: dict[str, int] = {}
             for file, number in places:
                 last[file] = max(number, last.get(file, 0))

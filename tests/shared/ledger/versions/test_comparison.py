@@ -70,9 +70,9 @@ def test_length_and_latency_are_those_of_replies(ledger: Ledger) -> None:
     for tokens, seconds in ((10, 1.0), (30, 2.0), (0, 0.5)):
         said(ledger, tokens=tokens, latency_s=seconds)
     figures = ledger.comparisons.figures(1, 0.0)
-    assert figures.length == pytest.approx(SampleStatistics.of([10.0, 30.0, 0.0]))
-    assert figures.latency == pytest.approx(SampleStatistics.ratio([(1.0, 10.0), (2.0, 30.0)]))
-    assert figures.latency.mean == pytest.approx(3 / 40)
+    assert figures.length == pytest.approx(SampleStatistics(3, 3, 40 / 3, 700 / 3))
+    # The two that have tokens: the residuals of the ratio, by the mean of tokens.
+    assert figures.latency == pytest.approx(SampleStatistics(2, 2, 3 / 40, (0.25**2 + 0.25**2) / 20**2))
 
 
 def test_a_reply_that_was_corrected_once_it_was_trained_on_counts_once(ledger: Ledger, engine: Engine) -> None:

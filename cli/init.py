@@ -136,7 +136,7 @@ def settings_text(shape: ModelShape, where: Path, *, gpus: int, gpu_bytes: int |
     """The text of a settings file for this machine. Raises EnvironmentRefused if no method fits."""
     speed = disk_speed(where)
     for choice in _choices(shape, where, gpus):
-        settings = _settings(choice)
+        settings = Settings.model_validate(yaml.safe_load(_text(choice)))
         plan = make_plan(settings, gpu_bytes=gpu_bytes, speed=speed)
         if all(each.startswith("checkpoint_root_dir") for each in plan.problems):
             break
@@ -154,10 +154,6 @@ def settings_text(shape: ModelShape, where: Path, *, gpus: int, gpu_bytes: int |
     step_s = tokens * shape.weights / (32_500 * 6e8 if gpus else 2_000 * 6e6)
     interval = max(1, min(50, math.ceil(plan.publish_s / step_s)))
     return _text(choice._replace(interval=interval))
-
-
-def _settings(choice: Setup) -> Settings:
-    return Settings.model_validate(yaml.safe_load(_text(choice)))
 
 
 def _choices(shape: ModelShape, where: Path, gpus: int) -> Iterator[Setup]:

@@ -49,7 +49,10 @@ class Adapter:
             torch.manual_seed(settings.trainer.seed)
             inject_adapter_in_model(self._config, network, _NAME)
         named = network.named_parameters()
-        self._parameters = {_saved_name(name): each for name, each in named if each.requires_grad}
+        trained = ((name, each) for name, each in named if each.requires_grad)
+        self._parameters = {
+            _PREFIX + name.replace(f".{_NAME}.", "."): each for name, each in trained
+        }  # as peft saves them
         for parameter in self._parameters.values():
             parameter.data = parameter.data.to(network.device, network.dtype)
         network.train(mode=False)
@@ -156,8 +159,3 @@ class AdaptedCritic(Critic):
 
     def _save_body(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         self._adapter.save(folder, tensors)
-
-
-def _saved_name(name: str) -> str:
-    """What peft calls a parameter on disk."""
-    return _PREFIX + name.replace(f".{_NAME}.", ".")

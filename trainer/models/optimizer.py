@@ -51,7 +51,7 @@ class MasterAdamW:
         self._parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
         self._sums = {name: _Sum(each) for name, each in self._parameters.items() if each.dtype != torch.float32}
         self._masters = {
-            name: nn.Parameter(_master(local(each.detach()), offload=offload))
+            name: nn.Parameter(local(each.detach()).to("cpu" if offload else each.device, torch.float32, copy=offload))
             for name, each in self._parameters.items()
         }
         #: What the masters' gradients are, where the model is.
@@ -234,10 +234,6 @@ class _Sum:
         else:
             self.value += gradient
         filled.grad = None
-
-
-def _master(part: Tensor, *, offload: bool) -> Tensor:
-    return part.to("cpu", torch.float32, copy=True) if offload else part.float()
 
 
 def _scale_down(gradients: Iterable[Tensor], norm: float, max_norm: float) -> None:

@@ -16,7 +16,7 @@ from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import umask_of
 from tuneloop.trainer.models.folders import disk_errors_as_refusals, require_folders
-from tuneloop.trainer.ranks.rendezvous import RENDEZVOUS_VARIABLE
+from tuneloop.trainer.rendezvous import RENDEZVOUS_VARIABLE
 from tuneloop.trainer.stop import SignalStop, Stop
 from tuneloop.trainer.workers.launching import launch
 from tuneloop.trainer.workers.ray_workers import train_on_ray

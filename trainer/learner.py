@@ -46,9 +46,8 @@ from tuneloop.trainer.batches.batch import (
 from tuneloop.trainer.batches.selection import mismatch_replies
 from tuneloop.trainer.models.model import Actor, Critic, is_checkpointing
 from tuneloop.trainer.models.optimizer import MasterAdamW
-from tuneloop.trainer.ranks.orders import GatherOrder, StepOrder
-from tuneloop.trainer.ranks.ranks import ALONE, Ranks, whole_on_rank_0
-from tuneloop.trainer.ranks.sequence_group import SequenceGroup
+from tuneloop.trainer.orders import GatherOrder, StepOrder
+from tuneloop.trainer.parallel import ALONE, Ranks, SequenceGroup, gathered_on_rank_0
 from tuneloop.trainer.teacher.teacher import Teacher
 from tuneloop.trainer.transfer import hand_over
 
@@ -145,7 +144,7 @@ class Learner:
                 goals = targets.rows(index_B, hand_over(part.mask_BR, self._device))
                 for name, value in self._backward(part, goals, totals).items():
                     sums[name] += value
-            metrics = {name: float(value) for name, value in sums.items()} if self.ranks.speaks else {}
+            metrics = {name: float(value) for name, value in sums.items()} if self.ranks.reports else {}
         for optimizer in self.optimizers.values():
             optimizer.add_up()
         return self.ranks.add_up_numbers(metrics)
@@ -269,7 +268,7 @@ class Learner:
         all_BR, cut = torch.zeros_like(batch.sampled_BR), self._micro_batches(batch, None, ranks)
         with ranks.agree():
             parts = [score(index_B) for index_B, _ in cut]  # a GPU is given all before any is waited for
-            for (index_B, counts), part_BR in zip(cut, parts, strict=True) if ranks.speaks else ():
+            for (index_B, counts), part_BR in zip(cut, parts, strict=True) if ranks.reports else ():
                 if counts:
                     all_BR[index_B, : part_BR.shape[1]] = part_BR.cpu()
         ranks.add_up([all_BR])
@@ -301,7 +300,7 @@ class Learner:
                 if self.ranks.is_sharded and actor in (self.actor, self.reference):
                     self.ranks.lead(GatherOrder(reference=actor is self.reference))
                     try:
-                        gathering.enter_context(whole_on_rank_0(actor.network))
+                        gathering.enter_context(gathered_on_rank_0(actor.network))
                     except torch.OutOfMemoryError as error:  # The others wait.
                         raise RankOutOfMemory(f"no room for the whole model between steps: {error}") from None
             yield

@@ -56,7 +56,7 @@ from tuneloop.trainer.models.folders import require_folders
 from tuneloop.trainer.models.model import device_of
 from tuneloop.trainer.models.room import room_for_weights
 from tuneloop.trainer.monitoring.monitors import FiniteSteps, Monitors, Rejections, StepSpans
-from tuneloop.trainer.ranks.ranks import ALONE, Ranks
+from tuneloop.trainer.parallel import ALONE, Ranks
 from tuneloop.trainer.stop import Stop
 from tuneloop.trainer.teacher.teacher import TeacherRetries
 

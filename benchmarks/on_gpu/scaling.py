@@ -36,9 +36,9 @@ from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.micro_batch import MicroBatch, fit_to_memory, must_shard
 from tuneloop.trainer.models.model import device_of
-from tuneloop.trainer.ranks.orders import EndOrder
-from tuneloop.trainer.ranks.ranks import ALONE, JoinedRanks, Ranks
-from tuneloop.trainer.ranks.rendezvous import RENDEZVOUS_VARIABLE
+from tuneloop.trainer.orders import EndOrder
+from tuneloop.trainer.parallel import ALONE, JoinedRanks, Ranks
+from tuneloop.trainer.rendezvous import RENDEZVOUS_VARIABLE
 from tuneloop.trainer.workers.launching import launch
 from tuneloop.trainer.workers.rank import follow
 

@@ -67,8 +67,8 @@ from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.model import Actor, Critic
 from tuneloop.trainer.models.optimizer import Room
 from tuneloop.trainer.models.ulysses import require_divisible
-from tuneloop.trainer.ranks.orders import LoadOrder, StateOrder, WeightsOrder
-from tuneloop.trainer.ranks.ranks import ALONE, Ranks, local, whole
+from tuneloop.trainer.orders import LoadOrder, StateOrder, WeightsOrder
+from tuneloop.trainer.parallel import ALONE, Ranks, gather, local_part
 from tuneloop.trainer.transfer import bring_back
 
 #: Bytes that are written before they are brought to disk. A disk of 500 MB/s takes a thirtieth of a second for them.
@@ -433,7 +433,7 @@ def _copy_tensors(tensors: Mapping[str, Tensor], room: Room | None) -> dict[str,
     names: dict[tuple[int | str, torch.Size], str] = {}
     copied: dict[str, Tensor | None] = {}
     for name, tensor in tensors.items():
-        here = local(tensor)
+        here = local_part(tensor)
         first = names.setdefault((here.data_ptr() if here.numel() else name, tensor.shape), name)
         copied[name] = _copy(name, tensor, room) if first == name else copied[first]
     return _without_none(copied)
@@ -445,7 +445,7 @@ def _without_none(copied: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _copy(name: str, tensor: Tensor, room: Room | None) -> Tensor | None:
-    found = whole(local(tensor), tensor)
+    found = gather(local_part(tensor), tensor)
     return None if room is None else room(name, found).copy_(found, non_blocking=True)
 
 

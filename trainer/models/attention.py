@@ -23,8 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tuneloop.trainer.ranks.ranks import run_whole
-from tuneloop.trainer.ranks.sequence_group import SequenceGroup
+from tuneloop.trainer.parallel import SequenceGroup, run_gathered
 from tuneloop.trainer.transfer import hand_over
 
 _log = structlog.get_logger()
@@ -82,7 +81,7 @@ def enable_packing(network: PreTrainedModel) -> None:
     if reason is None:
         network.set_attn_implementation(PACKED)
         try:
-            reason = run_whole(network, partial(_difference, network))
+            reason = run_gathered(network, partial(_difference, network))
         except _NotPackable as error:
             reason = str(error)
         if reason is not None:

@@ -25,7 +25,7 @@ from tuneloop.shared.settings.serving import LoraSettings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.models.model import BODY, VALUE_HEAD, Actor, Critic, compile_layers, is_compiling, load_causal
 from tuneloop.trainer.models.quantization import exact_weights
-from tuneloop.trainer.ranks.ranks import ALONE, Ranks
+from tuneloop.trainer.parallel import ALONE, Ranks
 
 _NAME = "default"
 #: What peft puts before the base model's own names.

@@ -35,8 +35,7 @@ from tuneloop.trainer.models.folders import named_folders
 from tuneloop.trainer.models.head import CHUNK, IMPOSSIBLE, AllowedSets, Head, ScoredTokens
 from tuneloop.trainer.models.quantization import quantize_layers
 from tuneloop.trainer.models.ulysses import gather_tokens
-from tuneloop.trainer.ranks.ranks import ALONE, Ranks, run_whole
-from tuneloop.trainer.ranks.sequence_group import SequenceGroup
+from tuneloop.trainer.parallel import ALONE, Ranks, SequenceGroup, run_gathered
 from tuneloop.trainer.transfer import hand_over
 
 _log = structlog.get_logger()
@@ -134,7 +133,7 @@ class Actor:
 
             with torch.no_grad():
                 logits_BTV = network(input_ids=ids_BT, use_cache=False).logits
-                self._head_is_all = torch.equal(run_whole(network, head_after_body), logits_BTV)
+                self._head_is_all = torch.equal(run_gathered(network, head_after_body), logits_BTV)
 
     @classmethod
     def load(cls, settings: Settings, folder: Path, ranks: Ranks = ALONE) -> Self:
@@ -185,7 +184,7 @@ class Actor:
             logprobs_N, entropy_N = head.score(features.ND, scored) if head else self._by_chunks(features.ND, scored)
             return features.scatter(logprobs_N, batch), features.scatter(entropy_N, batch)
 
-        return cast(tuple[Tensor, Tensor], run_whole(self.network, score))
+        return cast(tuple[Tensor, Tensor], run_gathered(self.network, score))
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, group: SequenceGroup | None = None) -> Tensor:
@@ -197,7 +196,7 @@ class Actor:
             logprobs_N = head.logprobs(features.ND, scored) if head else self._by_chunks(features.ND, scored)[0]
             return features.scatter(logprobs_N, batch)
 
-        return cast(Tensor, run_whole(self.network, score))
+        return cast(Tensor, run_gathered(self.network, score))
 
     def as_served(self) -> AbstractContextManager[None]:
         """Within, it computes with the weights that engines have."""

@@ -18,7 +18,7 @@ from tuneloop.shared.capacity.memory import EIGHT_BIT_MOMENTS
 from tuneloop.shared.settings import algorithm
 from tuneloop.trainer.models.eight_bit import BLOCK, EightBitAdamW, decode_moment, encode_moment
 from tuneloop.trainer.models.offloading import OffloadedGradients
-from tuneloop.trainer.ranks.ranks import ALONE, Ranks, first_number, join_parts, local, own_part, whole
+from tuneloop.trainer.parallel import ALONE, Ranks, first_number, gather, join_parts, local_part, own_part
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 #: As torch.nn.utils.clip_grad_norm_ has it.
@@ -50,9 +50,11 @@ class MasterAdamW:
         self._settings, self._ranks = settings, ranks
         self._parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
         self._sums = {name: _Sum(each) for name, each in self._parameters.items() if each.dtype != torch.float32}
+        home = "cpu" if offload else None
+        parts = {name: local_part(each.detach()) for name, each in self._parameters.items()}
         self._masters = {
-            name: nn.Parameter(local(each.detach()).to("cpu" if offload else each.device, torch.float32, copy=offload))
-            for name, each in self._parameters.items()
+            name: nn.Parameter(part.to(home or part.device, torch.float32, copy=offload))
+            for name, part in parts.items()
         }
         #: What the masters' gradients are, where the model is.
         self.gradients: dict[str, Tensor] = {}
@@ -137,7 +139,7 @@ class MasterAdamW:
         for name, parameter in self._parameters.items():
             master = self._masters[name]
             if name in self._sums:
-                yield f"{_MASTER}.{name}", whole(master.detach(), parameter)
+                yield f"{_MASTER}.{name}", gather(master.detach(), parameter)
             state = self._adamw.state.get(master)
             if not state:
                 continue
@@ -171,11 +173,11 @@ class MasterAdamW:
         parameter, scale = self._parameters[name], state.get(f"{moment}_scale")
         ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
         if scale is None:
-            yield f"{moment}.{name}", whole(state[moment], parameter).view(parameter.shape)
+            yield f"{moment}.{name}", gather(state[moment], parameter).view(parameter.shape)
         elif ranks > 1 and (parameter.shape[0] % ranks or parameter.numel() % (ranks * BLOCK)):
-            yield f"{moment}.{name}", whole(decode_moment(state, moment), parameter).view(parameter.shape)
+            yield f"{moment}.{name}", gather(decode_moment(state, moment), parameter).view(parameter.shape)
         else:
-            yield f"{moment}.{name}", whole(state[moment], parameter).view(parameter.shape)
+            yield f"{moment}.{name}", gather(state[moment], parameter).view(parameter.shape)
             yield f"{moment}_scale.{name}", join_parts(scale, parameter)
 
     def _restore_moment(self, name: str, moment: str, state: dict[str, Tensor], kept: Mapping[str, Tensor]) -> None:
@@ -202,7 +204,7 @@ class MasterAdamW:
         if name in self._sums:
             return self._sums[name].value
         gradient = self._parameters[name].grad
-        return None if gradient is None else local(gradient)
+        return None if gradient is None else local_part(gradient)
 
     def _forget_parts(self) -> None:
         for name, parameter in self._parameters.items():
@@ -214,7 +216,7 @@ class MasterAdamW:
     def _publish(self) -> None:
         for name, master in self._masters.items():
             if name in self._sums or self._offloaded is not None:
-                local(self._parameters[name].detach()).copy_(master)
+                local_part(self._parameters[name].detach()).copy_(master)
 
 
 class _Sum:
@@ -228,7 +230,7 @@ class _Sum:
 
     def _take(self, filled: Tensor) -> None:
         assert filled.grad is not None
-        gradient = local(filled.grad)
+        gradient = local_part(filled.grad)
         if self.value is None:
             self.value = gradient.float()
         else:

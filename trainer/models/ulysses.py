@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tuneloop.shared.errors import SettingsError
 from tuneloop.trainer.models.attention import is_packable
-from tuneloop.trainer.ranks.sequence_group import SequenceGroup
+from tuneloop.trainer.parallel import SequenceGroup
 
 _SETTING = "trainer.ulysses_sequence_parallel_size"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import structlog
 
-from tuneloop.trainer.ranks.rendezvous import environment_of
+from tuneloop.trainer.rendezvous import environment_of
 from tuneloop.trainer.stop import Stop
 
 _log = structlog.get_logger()

@@ -15,8 +15,8 @@ from tuneloop.trainer.loop import run
 from tuneloop.trainer.micro_batch import MicroBatch, checkpoint_activations, fit_to_memory, must_shard
 from tuneloop.trainer.models.model import device_of
 from tuneloop.trainer.models.room import room_for_weights
-from tuneloop.trainer.ranks.orders import EndOrder, GatherOrder, LoadOrder, StateOrder, StepOrder, WeightsOrder
-from tuneloop.trainer.ranks.ranks import JoinedRanks, whole_on_rank_0
+from tuneloop.trainer.orders import EndOrder, GatherOrder, LoadOrder, StateOrder, StepOrder, WeightsOrder
+from tuneloop.trainer.parallel import JoinedRanks, gathered_on_rank_0
 from tuneloop.trainer.stop import Stop
 
 _log = structlog.get_logger()
@@ -74,7 +74,7 @@ def follow(settings: Settings, ranks: JoinedRanks) -> None:
                 assert learner is not None
                 actor = learner.reference if order.reference else learner.actor
                 assert actor is not None
-                with whole_on_rank_0(actor.network, keep=False):
+                with gathered_on_rank_0(actor.network, keep=False):
                     pass
             case EndOrder():
                 return

@@ -27,7 +27,7 @@ from tuneloop.shared.settings.hardware import trainer_on_gpu
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import umask_of
 from tuneloop.trainer.models.folders import disk_errors_as_refusals, require_folders
-from tuneloop.trainer.ranks.rendezvous import RENDEZVOUS_VARIABLE
+from tuneloop.trainer.rendezvous import RENDEZVOUS_VARIABLE
 from tuneloop.trainer.stop import Stop
 
 _log = structlog.get_logger()

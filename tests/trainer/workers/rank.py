@@ -24,15 +24,15 @@ from tests.trainer.factories import sample
 from tuneloop.shared.errors import NotFinite, SamplesRefused
 from tuneloop.shared.job_marks import TRAFFIC_S, touch_traffic
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer import parallel as joined_ranks
 from tuneloop.trainer.batches.batch import Metrics, collate
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.micro_batch import MicroBatch
 from tuneloop.trainer.models.model import Actor, is_checkpointing
-from tuneloop.trainer.ranks import ranks as joined_ranks
-from tuneloop.trainer.ranks.orders import EndOrder
-from tuneloop.trainer.ranks.ranks import JoinedRanks, Ranks
-from tuneloop.trainer.ranks.rendezvous import environment_of
+from tuneloop.trainer.orders import EndOrder
+from tuneloop.trainer.parallel import JoinedRanks, Ranks
+from tuneloop.trainer.rendezvous import environment_of
 from tuneloop.trainer.workers.rank import follow
 
 STEPS = 2

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests.doubles.warm.process import TRAINING, WarmProcess
 from tests.trainer.workers.rank import KEPT, outcome
 from tuneloop.trainer.micro_batch import MicroBatch
-from tuneloop.trainer.ranks.ranks import ALONE
+from tuneloop.trainer.parallel import ALONE
 
 PPO = {"algorithm": {"algorithm_type": "ppo"}}
 GRPO = {"algorithm": {"algorithm_type": "grpo"}, "buffer": {"group_by": "task", "group_size": 2}}

@@ -11,7 +11,7 @@ from tests.trainer.workers.rank import outcome
 from tests.trainer.workers.test_ranks import PPO, _found, _run
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.models.eight_bit import decode_moment
-from tuneloop.trainer.ranks.ranks import ALONE
+from tuneloop.trainer.parallel import ALONE
 
 BITS = {"algorithm_type": "ppo", "optimizer": {"lr": 1e-3, "bits": 8}, "critic_optimizer": {"lr": 1e-3}}
 #: Every sequence is a micro-batch of its own; but a gradient is rounded to 16 bits once it is the sum of all ranks'.

@@ -12,7 +12,7 @@ from tuneloop.shared.errors import SettingsError
 from tuneloop.trainer.batches.batch import Rows
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.models.ulysses import require_divisible
-from tuneloop.trainer.ranks.ranks import ALONE
+from tuneloop.trainer.parallel import ALONE
 
 SHAPE = {
     "vocab_size": 300,

@@ -9,7 +9,7 @@ death ends the others.
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Self, cast
@@ -24,9 +24,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tuneloop.shared.errors import EnvironmentRefused, NotFinite, RankFailed, RankOutOfMemory, TuneloopError
-from tuneloop.trainer.ranks.orders import Order, decode, encode
-from tuneloop.trainer.ranks.rendezvous import RENDEZVOUS_VARIABLE
-from tuneloop.trainer.ranks.sequence_group import SequenceGroup
+from tuneloop.trainer.orders import Order, decode, encode
+from tuneloop.trainer.rendezvous import RENDEZVOUS_VARIABLE
 
 #: A rank that hangs ends the others after so long; one that dies does so at once.
 _STUCK = timedelta(minutes=30)
@@ -35,6 +34,27 @@ _QUIET = timedelta(days=3650)
 
 #: Numbers of small tensors that are added up in one call.
 _PIECE = 1 << 24
+
+
+class SequenceGroup:
+    """Ranks that read one packed row together (models/ulysses.py): this one the stretch at `place` of `size`."""
+
+    def __init__(self, members: Sequence[int], group: "dist.ProcessGroup", device: torch.device) -> None:
+        self.place, self.size = members.index(dist.get_rank()), len(members)
+        self._group = group
+        # What the first exchange makes NCCL allocate is there before there may be no room.
+        self.exchange(torch.zeros(self.size, device=device))
+
+    def exchange(self, sent: Tensor) -> Tensor:
+        """Send each member its part of the first dimension; what all sent this one, in their order."""
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._group)
+        return received
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """The tensor, which becomes the sum of all members'."""
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
 
 
 class Ranks:
@@ -57,7 +77,7 @@ class Ranks:
         return self.rank // together, self.size // together
 
     @property
-    def speaks(self) -> bool:
+    def reports(self) -> bool:
         """Whether it tells the numbers of its share: of those that share rows one does."""
         return self.sequence is None or self.sequence.place == 0
 
@@ -152,8 +172,8 @@ class JoinedRanks(Ranks):
             unit = fully_shard(each, mesh=self._mesh, mp_policy=policy, reshard_after_forward=True)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(enable=True)
-        network.run_whole = _run  # type: ignore[assignment]
-        register_fsdp_forward_method(network, "run_whole")
+        network.run_gathered = _run  # type: ignore[assignment]
+        register_fsdp_forward_method(network, "run_gathered")
         # Of what is returned, a view, nobody changes anything in its place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
 
@@ -229,9 +249,9 @@ class JoinedRanks(Ranks):
         lengths = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(own)]))
         longest = max(int(each) for each in lengths)
-        whole_on_rank_0 = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(whole_on_rank_0, _tensor(own.ljust(longest, b"\0")))
-        return [each.numpy().tobytes()[: int(length)] for each, length in zip(whole_on_rank_0, lengths, strict=True)]
+        received = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(received, _tensor(own.ljust(longest, b"\0")))
+        return [each.numpy().tobytes()[: int(length)] for each, length in zip(received, lengths, strict=True)]
 
 
 _TOO_LONG = (
@@ -268,13 +288,13 @@ def _run(call: Callable[[], Any]) -> Any:
     return call()
 
 
-def run_whole(network: nn.Module, call: Callable[[], Any]) -> Any:
+def run_gathered(network: nn.Module, call: Callable[[], Any]) -> Any:
     """What `call` returns, for which a network that is sharded has its embeddings and head whole."""
-    return cast(Any, network).run_whole(call) if isinstance(network, FSDPModule) else call()
+    return cast(Any, network).run_gathered(call) if isinstance(network, FSDPModule) else call()
 
 
 @contextmanager
-def whole_on_rank_0(network: nn.Module, *, keep: bool = True) -> Iterator[None]:
+def gathered_on_rank_0(network: nn.Module, *, keep: bool = True) -> Iterator[None]:
     """Within, this rank can call a sharded network alone; all ranks begin together, those that do not `keep` leave."""
     units = [each for each in network.modules() if isinstance(each, FSDPModule)]
     for unit in units:
@@ -291,17 +311,17 @@ def whole_on_rank_0(network: nn.Module, *, keep: bool = True) -> Iterator[None]:
             unit.reshard()
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor, which may be sharded: the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(part: Tensor, like: Tensor) -> Tensor:
+def gather(part: Tensor, like: Tensor) -> Tensor:
     """All ranks' parts of a tensor that is sharded like another one; they ask for it together."""
     if not isinstance(like, DTensor):
         return part
     placed = (like.device_mesh, like.placements)
-    part = part.view_as(local(like)).to(like.device)
+    part = part.view_as(local_part(like)).to(like.device)
     return DTensor.from_local(part, *placed, run_check=False, shape=like.shape, stride=like.stride()).full_tensor()
 
 

@@ -1,1 +1,0 @@
-"""The ranks that train together."""

@@ -87,11 +87,15 @@ class LogWriter:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        #: Called for each piece of text that is dropped.
+        self.count_dropped: Callable[[], object] = lambda: None
+        self._begin()
+        os.register_at_fork(after_in_child=self._begin)  # which has no thread but its own
+
+    def _begin(self) -> None:
         self._waiting: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
         self._dropped = 0
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
-        #: Called for each piece of text that is dropped.
-        self.count_dropped: Callable[[], object] = lambda: None
 
     def write(self, text: str) -> None:
         """Have it written soon."""

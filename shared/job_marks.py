@@ -2,6 +2,7 @@
 
 {job_dir}/experiment       whose folder it is: the database knows the same, and an empty mount point has no mark
 {job_dir}/registered.json    the newest version and the newest epoch that a ledger of this experiment has had
+{job_dir}/steps.json         of how many experiences the newest trainer makes a step, and of how many steps a version
 {job_dir}/restoring.json     a restore is under way, or was interrupted: no service may start
 {job_dir}/served.json        what the explorer served last: a copy, for the time while the database is away
 {job_dir}/committed          touched whenever rows were committed, for a trainer that waits for some
@@ -32,7 +33,7 @@ SERVED, KEYS, KEY = "served.json", "keys.json", "secrets/msg_id.key"
 #: The sessions that are over, for all workers.
 ENDED_SESSIONS = "ended_sessions"
 _KEY_BYTES = 32
-_REGISTERED, _RESTORING = "registered.json", "restoring.json"
+_REGISTERED, _RESTORING, _STEPS = "registered.json", "restoring.json", "steps.json"
 _TRAFFIC, _COMMITTED = "traffic", "committed"
 _Mark = TypeVar("_Mark", bound=msgspec.Struct)
 _GPU_HELD, _GPU_WANTED = "gpu.held", "gpu.wanted_by_{}"
@@ -46,6 +47,15 @@ class Registered(msgspec.Struct, frozen=True):
 
     version: int = 0
     epoch: int = 0
+
+
+class StepRules(msgspec.Struct, frozen=True):
+    """Of how many experiences a trainer makes a step, and of how many steps a version."""
+
+    batch_size: int
+    batch_timeout: float | None
+    save_interval: int
+    total_steps: int | None
 
 
 class Restoring(msgspec.Struct, frozen=True):
@@ -94,6 +104,16 @@ def registration_stamp(job_dir: Path) -> tuple[int, int]:
     except OSError:
         return 0, 0
     return found.st_mtime_ns, found.st_ino
+
+
+def step_rules_in(job_dir: Path) -> StepRules | None:
+    """Those of the trainer that started last; None if there was none, or the file is damaged."""
+    return _read(job_dir / _STEPS, StepRules)
+
+
+def note_step_rules(job_dir: Path, rules: StepRules) -> None:
+    """Write down the rules of a trainer that starts. Raises OSError."""
+    write_mark(job_dir / _STEPS, rules)
 
 
 def restoring_in(job_dir: Path) -> Restoring | None:

@@ -31,7 +31,7 @@ from tuneloop.shared.errors import (
 )
 from tuneloop.shared.evaluation.tasks import tasks_of
 from tuneloop.shared.experience import Sample
-from tuneloop.shared.job_marks import committed_stamp, note_registered, require_restored
+from tuneloop.shared.job_marks import committed_stamp, note_registered, note_step_rules, require_restored
 from tuneloop.shared.ledger.facts import find_ignored_feedback
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.storage import database
@@ -157,6 +157,7 @@ class TrainingLoop:
         settings, ledger = self._settings, self._ledger
         self._epoch = epoch = ledger.training.take_epoch(f"{socket.gethostname()}:{os.getpid()}")
         note_registered(settings.job_dir, 0, epoch)
+        note_step_rules(settings.job_dir, settings.step_rules)
         heartbeat = Heartbeat(ledger, epoch, self._stop, interval_s=self._beat_s)
         self._store.clear(epoch)
         chosen = settings.trainer.async_save

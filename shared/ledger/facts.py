@@ -6,6 +6,7 @@ from typing import NamedTuple, Self
 
 from tuneloop.shared.checkpoints import DiskSpace
 from tuneloop.shared.experience import State
+from tuneloop.shared.job_marks import step_rules_in
 from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.settings import Settings
@@ -139,15 +140,15 @@ class Rules(NamedTuple):
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """The rules of these settings."""
-        buffer, trainer = settings.buffer, settings.trainer
+        """The rules of these settings; of steps, those of the trainer that started last: its file may say others."""
+        steps = step_rules_in(settings.job_dir) or settings.step_rules
         return cls(
-            buffer.train_batch_size,
-            buffer.group_by,
-            trainer.save_interval,
-            trainer.total_steps,
+            steps.batch_size,
+            settings.buffer.group_by,
+            steps.save_interval,
+            steps.total_steps,
             find_ignored_feedback(settings),
-            buffer.batch_timeout,
+            steps.batch_timeout,
             settings.algorithm.algorithm_type,
             settings.gate.mode != "off",
         )

@@ -210,8 +210,17 @@ def _of_the_trainer(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
     yield from (Reason(Code(alarm.name), alarm.reason) for alarm in ledger.alarms if alarm.name in OF_TRAINERS)
     if _busy(facts, ledger):
         since = "" if ledger.leased_since is None else f", for {ago(facts.now, ledger.leased_since)} at most"
-        count = number(ledger.count(State.LEASED).rows, "experience")
-        yield Reason(Code.LEASED, f"{count} in training{since}: wait, or see what the trainer logs")
+        leased, size = ledger.count(State.LEASED).rows, facts.rules.batch_size
+        interval = facts.rules.save_interval
+        if total is not None and ledger.weights is not None:
+            interval = min(interval, total - ledger.weights.step)
+        told, wait = f"{number(leased, 'experience')} in training{since}", "wait, or see what the trainer logs"
+        if interval > 1 and facts.rules.batch_timeout is not None:
+            told += f", towards a version of {interval} steps"
+        elif (missing := interval * size - leased - ledger.claimable) > 0 and interval > 1:
+            told += f", {leased // size} of the {interval} steps to the next version"
+            wait = f"it takes {missing} more experiences, rewarded and committed, or a lower trainer.save_interval"
+        yield Reason(Code.LEASED, f"{told}: {wait}")
 
 
 def _busy(facts: Facts, ledger: LedgerFacts) -> bool:

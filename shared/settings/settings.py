@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from pydantic import Field, SecretStr, model_validator
 from pydantic.fields import FieldInfo
 
+from tuneloop.shared.job_marks import StepRules
 from tuneloop.shared.settings.algorithm import OF_GROUPS, AlgorithmSettings
 from tuneloop.shared.settings.feedback import (
     FeedbackSettings,
@@ -122,6 +123,12 @@ class Settings(Section):
     def outbox_dir(self) -> Path:
         """The folder of the explorer's outbox."""
         return self.explorer.outbox_dir or self.job_dir / "outbox"
+
+    @property
+    def step_rules(self) -> StepRules:
+        """Of how many experiences a trainer with this file makes a step, and of how many steps a version."""
+        trainer, buffer = self.trainer, self.buffer
+        return StepRules(buffer.train_batch_size, buffer.batch_timeout, trainer.save_interval, trainer.total_steps)
 
     @property
     def tensorboard_dir(self) -> Path:

@@ -17,7 +17,7 @@ from tuneloop.shared.capacity.pace import find_pace
 from tuneloop.shared.checkpoints import CheckpointStore, check_files, read_manifest
 from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerError, LedgerUnavailable, StaleEpoch
 from tuneloop.shared.experience import State, steady_clock
-from tuneloop.shared.job_marks import touch_committed
+from tuneloop.shared.job_marks import step_rules_in, touch_committed
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.training.training import Training
@@ -67,6 +67,7 @@ def test_rows_become_versions(settings, ledger):
     manifest = read_manifest(newest.path, sha256=newest.manifest_sha256)
     check_files(newest.path, manifest)
     assert (manifest.version, manifest.parent, manifest.step, manifest.epoch) == (2, 1, 3, 1)
+    assert step_rules_in(chosen.job_dir) == chosen.step_rules
     assert not list(chosen.job_dir.glob(".*"))
 
 

@@ -10,8 +10,9 @@ import yaml
 
 from tests.conftest import Place
 from tests.doubles.warm.commands import Ended, run_tuneloop
-from tests.factories import committed, exchange, experience, feedback, outboxed, refuse, rewarded, take, trained
+from tests.factories import committed, exchange, experience, feedback, leased, outboxed, refuse, rewarded, take, trained
 from tuneloop.shared.capacity.pace import VersionPace, note_version
+from tuneloop.shared.job_marks import StepRules, note_step_rules
 from tuneloop.shared.ledger.ledger import Alarm, Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.operations.diagnosis import Code
@@ -253,3 +254,19 @@ def test_whose_feedback_a_share_holds_back_is_told_by_name(settings: Settings, m
     assert line.startswith("rater_share: feedback.max_rater_share keeps experiences of these raters out")
     assert "flo\\x1bod (acme) 7." in line
     assert as_json(examine_experiment(settings))["held_back"] == [{"tenant": "acme", "rater": "flo\x1bod", "rows": 7}]
+
+
+@pytest.mark.contract
+def test_what_is_missing_for_a_version_is_told_by_the_rules_of_the_trainer(settings: Settings, made: Ledger) -> None:
+    """The explorer's file has another batch, and a version after every step."""
+    made.versions.ensure_base(Path("/base"))
+    note_step_rules(settings.job_dir, StepRules(8, None, save_interval=16, total_steps=None))
+    leased(made, 16)
+    assert page(settings)["Diagnosis"] == [
+        "leased: 16 experiences in training, for 0 s at most, 2 of the 16 steps to the next version: it takes 112 more"
+        " experiences, rewarded and committed, or a lower trainer.save_interval"
+    ]
+    note_step_rules(settings.job_dir, StepRules(8, None, save_interval=16, total_steps=2))
+    assert page(settings)["Diagnosis"][0].endswith(": wait, or see what the trainer logs")
+    note_step_rules(settings.job_dir, StepRules(8, 1.0, save_interval=16, total_steps=None))
+    assert "towards a version of 16 steps" in page(settings)["Diagnosis"][0]

@@ -139,6 +139,12 @@ def test_its_json_is_json(block: Block) -> None:
             json.loads(line)
 
 
+def test_what_openai_python_posts_is_read_as_an_object() -> None:
+    """With `cast_to=dict` openai-python 2.x stores the feedback, and fails."""
+    told = [kind for block in BLOCKS for kind in re.findall(r"cast_to=(\w+)", block.text)]
+    assert set(told) == {"object"}
+
+
 def test_make_has_the_targets() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {

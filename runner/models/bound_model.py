@@ -67,6 +67,9 @@ def make_model(bound: CallsEndpoint, defaults: CallDefaults, *, client: ClientKi
         try:
             from agentscope import model as models
         except ImportError as error:
+            if importlib.util.find_spec("agentscope"):  # 1.x does not ask for all that it needs
+                why = f"AgentScope is installed, and cannot be imported ({error})"
+                raise ExtraMissing("agentscope1", why) from error
             raise ExtraMissing("agentscope", "the workflow wants an AgentScope chat model") from error
         arguments = _client_arguments(bound, defaults, sync=False)
         if importlib.util.find_spec("agentscope.credential"):

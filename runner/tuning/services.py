@@ -303,7 +303,7 @@ _STOP_S = 120.0
 _TAIL = 20
 
 _MISSING = (
-    "tune() starts a service, and the command `tuneloop` is not installed here: install tuneloop beside the app "
+    "tune() starts a service, and the command `tuneloop` is not installed here: put that of any environment into PATH "
     "(`make install` in its repository), or start `tuneloop run --config …` elsewhere and pass service='http://HOST:8010'"
 )
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import setuptools_scm
+from packaging.requirements import Requirement
 from sources import PACKAGES, ROOT
 
 #: The version of files without git.
@@ -37,6 +38,28 @@ def test_the_name_itself_is_no_package_of_ours() -> None:
     """With a `tuneloop/__init__.py` in one distribution, the other's packages could not be imported."""
     assert not (ROOT / "tuneloop").exists()
     assert "tuneloop" not in setuptools_of(ROOT)["packages"] + setuptools_of(ROOT / "runner")["packages"]
+
+
+def test_an_installation_leaves_the_clone_clean() -> None:
+    left = ["build/x", "runner/build/x", "runner/x.egg-info/x"]
+    ignored = subprocess.run(
+        ["git", "-C", str(ROOT), "check-ignore", *left], capture_output=True, text=True, check=True
+    )
+    assert ignored.stdout.split() == left
+
+
+def test_an_extra_installs_the_agentscope_that_is_tested() -> None:
+    """What AgentScope 1.x leaves out of its own requirements is in ours, with versions that it works with."""
+    extra = tomllib.loads((ROOT / "runner/pyproject.toml").read_text())["project"]["optional-dependencies"][
+        "agentscope1"
+    ]
+    pinned = (ROOT / "tests/clients/agentscope1.txt").read_text().splitlines()
+    tested = dict(line.split("==") for line in pinned if "==" in line)
+    wanted = {each.name: each for each in map(Requirement, extra)}
+    assert wanted.keys() == {"agentscope", "mcp", "openai", "sqlalchemy", "tqdm"}
+    assert all(each.specifier.contains(tested[name]) for name, each in wanted.items())
+    assert [wanted[name].specifier.contains("3.0") for name in ("agentscope", "mcp", "openai")] == [False] * 3
+    assert wanted["sqlalchemy"].extras == {"asyncio"}
 
 
 def test_the_version_is_that_of_the_tag(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from page_files import PAGES, ROOT, name_of
 
 CODE = ("cli", "explorer", "runner", "shared", "trainer", "examples", "deploy", "scripts", "tests/doubles")
 #: An extra of a package: of a folder, as from a clone (`./runner[tune]`), or of a name on an index.
-NAMED = re.compile(r"""(tuneloop(?:-runner)?|\./runner|(?<=[\s"'=])\.)\[([a-z, -]+)\]""")
+NAMED = re.compile(r"""(tuneloop(?:-runner)?|\./runner|(?<=[\s"'=])\.)\[([a-z0-9, -]+)\]""")
 
 
 def extras(folder: str) -> set[str]:

@@ -199,9 +199,14 @@ def test_any_other_service_is_called_unbound(explorer: RunningExplorer) -> None:
     assert explorer.exchanges()[0].run_id is None
 
 
-def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run = Run(service="http://there", task_id="t", run_id="0")
     with pytest.raises(ExtraMissing, match=r"runner\[agentscope\]"):
+        make_model(run, DEFAULTS, client="agentscope")
+    (tmp_path / "agentscope").mkdir()
+    (tmp_path / "agentscope/__init__.py").write_text("from mcp.client.streamable_http import streamablehttp_client\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ExtraMissing, match=r"AgentScope is installed, and cannot .*mcp.*runner\[agentscope1\]"):
         make_model(run, DEFAULTS, client="agentscope")
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(ExtraMissing, match=r"runner\[openai\]"):

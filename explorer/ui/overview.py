@@ -26,9 +26,6 @@ AMONG_OF_TWO = 2_000
 #: The least age of counts that are made anew, in seconds, and in times of what it takes to make them.
 _INTERVAL_S, _INTERVAL_COUNTS = 5.0, 20.0
 
-#: Half of a 95 % interval, in standard errors.
-_HALF = 1.96
-
 
 class RewardPoint(NamedTuple):
     """The rewards of a version; `low` and `high` are the ends of the mean's 95 % interval, None from one source."""
@@ -124,8 +121,7 @@ def reward_points(ledger: Ledger, versions: list[Version], *, shown: int = SHOWN
     for version in reversed(versions):
         found = ledger.reward_history.newest(version.version, among=AMONG)
         if found.replies:
-            half = _HALF * (found.variance / found.replies) ** 0.5 if found.units > 1 else None
-            ends = (None, None) if half is None else (found.mean - half, found.mean + half)
+            ends = found.interval or (None, None)
             points.append(RewardPoint(version.version, version.state, found.replies, found.mean, *ends))
         if len(points) == shown:
             break

@@ -51,18 +51,25 @@ def share_of(hits: int, count: int) -> Estimated | None:
     return Estimated(share, round(max(0.0, centre - half), 5), round(min(1.0, centre + half), 5), count)
 
 
-def mean_of(values: Sequence[float]) -> Estimated | None:
-    """A mean, with Student's interval; None of nothing."""
-    if not values:
-        return None
+def mean_of(values: Sequence[float], *, shares: bool = False) -> Estimated | None:
+    """A mean, with Student's interval, Wilson's where all values are 0 or 1; None of nothing.
+
+    `shares`: no value can be below 0 or above 1, so the interval ends there.
+    """
+    if all(value in (0.0, 1.0) for value in values):
+        return share_of(sum(value == 1.0 for value in values), len(values))
     if len(values) < 2:
         return Estimated(values[0], None, None, 1)
     half = student_quantile(len(values) - 1) * math.sqrt(variance(values) / len(values))
-    return Estimated(fmean(values), fmean(values) - half, fmean(values) + half, len(values))
+    low, high = fmean(values) - half, fmean(values) + half
+    return Estimated(fmean(values), max(0.0, low) if shares else low, min(1.0, high) if shares else high, len(values))
 
 
-def difference_of(a: Sequence[float], b: Sequence[float]) -> Estimated | None:
-    """The mean of `b` less that of `a`, with Welch's interval; None if either is empty. `count` is the fewer."""
+def difference_of(a: Sequence[float], b: Sequence[float], *, shares: bool = False) -> Estimated | None:
+    """The mean of `b` less that of `a`, with Welch's interval; None if either is empty. `count` is the fewer.
+
+    `shares`: as in `mean_of`, of both.
+    """
     if not a or not b:
         return None
     difference, count = fmean(b) - fmean(a), min(len(a), len(b))
@@ -73,7 +80,8 @@ def difference_of(a: Sequence[float], b: Sequence[float]) -> Estimated | None:
         return Estimated(difference, difference, difference, count)
     freedom = (first + second) ** 2 / (first**2 / (len(a) - 1) + second**2 / (len(b) - 1))
     half = student_quantile(freedom) * math.sqrt(first + second)
-    return Estimated(difference, difference - half, difference + half, count)
+    low, high = difference - half, difference + half
+    return Estimated(difference, max(-1.0, low) if shares else low, min(1.0, high) if shares else high, count)
 
 
 def student_quantile(freedom: float) -> float:
@@ -242,10 +250,13 @@ class ABTest:
             figures = {}
             for name in names:
                 a, b = (
-                    [fmean(of_key[name]) for of_key in self._seen[side].values() if of_key.get(name)]
-                    for side in ("a", "b")
+                    [of_key[name] for of_key in self._seen[side].values() if of_key.get(name)] for side in ("a", "b")
                 )
-                figures[name] = ABFigure(a=mean_of(a), b=mean_of(b), difference=difference_of(a, b))
+                thumbs = all(value in (0.0, 1.0) for of_key in a + b for value in of_key)
+                means = [[fmean(of_key) for of_key in side] for side in (a, b)]
+                first, second = (mean_of(side, shares=thumbs) for side in means)
+                difference = difference_of(*means, shares=thumbs)
+                figures[name] = ABFigure(a=first, b=second, difference=difference)
             keys: dict[AB, int] = {"a": len(self._seen["a"]), "b": len(self._seen["b"])}
             return ABReport(figures=figures, keys=keys, failures=dict(self._failures))
 
@@ -345,7 +356,7 @@ class ToolUseEvaluator:
             tool_accuracy=share_of(named, expected),
             arg_accuracy=share_of(right, named),
             invalid_rate=share_of(wrong, len(calls)),
-            recall=mean_of([self._recall(each) for each in cases if each.relevant]),
+            recall=mean_of([self._recall(each) for each in cases if each.relevant], shares=True),
             mean_steps=mean_of([float(reply.turns) for reply in replies]),
             format_rate=share_of(sum(form.search(reply.text) is not None for reply in replies), len(replies)),
         )

@@ -51,6 +51,12 @@ class RunRecord:
     tools: tuple[str, ...] = ()
     side_conversations: tuple[tuple[ChatMessage, ...], ...] = ()
 
+    def __getitem__(self, name: str) -> Any:
+        """A field by its name, as of a mapping. Raises KeyError where there is none."""
+        if name not in self.__slots__:
+            raise KeyError(name)
+        return getattr(self, name)
+
     @classmethod
     def of_messages(cls, conversation_id: str, messages: Sequence[object], **known: Any) -> "RunRecord":
         """The record of chat messages, of whichever client (see `chat_messages`); `known` are further fields.

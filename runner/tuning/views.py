@@ -12,7 +12,7 @@ from statistics import fmean
 from types import TracebackType
 from typing import Protocol, Self, TextIO
 
-from tuneloop.runner.collection.figures import mean_of, share_of
+from tuneloop.runner.collection.figures import mean_of
 from tuneloop.runner.tuning.experiment import RunResult
 
 
@@ -33,9 +33,7 @@ def interval_of(rewards: Sequence[float]) -> Interval:
     """Student's interval; Wilson's where all rewards are 0 or 1. Raises ValueError for no rewards."""
     if not rewards:
         raise ValueError("there is no reward to average")
-    count, mean = len(rewards), fmean(rewards)
-    is_share = all(reward in (0.0, 1.0) for reward in rewards)
-    found = share_of(rewards.count(1.0), count) if is_share else mean_of(rewards)
+    count, mean, found = len(rewards), fmean(rewards), mean_of(rewards)
     if found is None or found.low is None or found.high is None:
         return Interval(mean, -math.inf, math.inf, count)
     return Interval(mean, found.low, found.high, count)

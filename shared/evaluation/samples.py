@@ -6,14 +6,35 @@ independent units that replies come from, and its variance is that of a mean ove
 
 from typing import NamedTuple
 
+#: Half of a 95 % interval, in standard errors.
+_Z = 1.96
+
 
 class SampleStatistics(NamedTuple):
-    """A mean of `replies` from `units` independent sources; `variance / replies` is the variance of the mean."""
+    """A mean of `replies` from `units` independent sources; `variance / replies` is the variance of the mean.
+
+    `binary`: every value is 0 or 1, as those of thumbs are.
+    """
 
     replies: int = 0
     units: int = 0
     mean: float = 0.0
     variance: float = 0.0
+    binary: bool = False
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """What holds the true mean in 95 of 100 cases, Wilson's of binary values; None from one source."""
+        if self.units < 2:
+            return None
+        error, squared = self.variance / self.replies, _Z * _Z
+        if not self.binary:
+            return self.mean - _Z * error**0.5, self.mean + _Z * error**0.5
+        # As many independent values have the same error.
+        count = self.mean * (1 - self.mean) / error * self.units / (self.units - 1) if error else self.units
+        centre = (self.mean + squared / (2 * count)) / (1 + squared / count)
+        half = _Z * (self.mean * (1 - self.mean) / count + squared / (4 * count**2)) ** 0.5 / (1 + squared / count)
+        return max(0.0, centre - half), min(1.0, centre + half)
 
 
 class Share(NamedTuple):

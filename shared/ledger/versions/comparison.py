@@ -126,7 +126,8 @@ class RewardHistory(LedgerPart):
             return SampleStatistics()
         mean = sum(total for total, _ in totals) / replies
         squares = sum((total - mean * count) ** 2 for total, count in totals)
-        return SampleStatistics(replies, len(totals), mean, spread(replies, len(totals), squares, replies))
+        binary = all(reward in (0.0, 1.0) for rewards in units.values() for reward in rewards)
+        return SampleStatistics(replies, len(totals), mean, spread(replies, len(totals), squares, replies), binary)
 
     def feedback_to_served(self, version: int) -> list[float]:
         """The seconds from the feedback of replies that a version was trained on until it was served, in order."""

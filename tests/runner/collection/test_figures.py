@@ -46,6 +46,28 @@ def test_an_interval_holds_the_truth_in_95_of_100_cases() -> None:
     assert 0.935 < holds / 2000 < 0.965
 
 
+def test_no_interval_of_a_share_goes_beyond_0_and_1() -> None:
+    cases = [
+        ToolUseCase(record=RunRecord(conversation_id=found), expected_calls=(), relevant=frozenset({"x", "y"}))
+        for found in ("x", "x y")
+    ]
+    recall = ToolUseEvaluator(found=lambda record: record["conversation_id"].split()).measure(cases).recall
+    assert recall is not None
+    assert (recall.value, recall.low, recall.high) == (0.75, 0.0, 1.0)
+    thumbs = ABTest(model="m", a=1, b=2)
+    for at in range(8):
+        key = str(at)
+        for value in (0.0, 1.0)[: 1 + at % 2]:
+            thumbs.record(key, reward=value if thumbs.side_of(key) == "a" else 1 - value)
+    figure = thumbs.report().figures["reward"]
+    for each, least in ((figure.a, 0.0), (figure.b, 0.0), (figure.difference, -1.0)):
+        assert each is not None
+        assert each.low is not None
+        assert each.high is not None
+        assert least <= each.low < each.value < each.high <= 1.0
+    assert mean_of([0.0, 1.0, 1.0]) == share_of(2, 3)
+
+
 # A/B.
 
 

@@ -4,6 +4,7 @@ import json
 import tracemalloc
 
 import pytest
+from scipy.stats import binomtest
 
 from tests import factories
 from tuneloop.shared.experience import Kind, State
@@ -121,6 +122,21 @@ def test_the_newest_rewards_count_each_person_once(ledger: Ledger):
     assert (found.replies, found.units, found.mean) == (3, 2, pytest.approx(2 / 3))
     assert ledger.reward_history.newest(0, among=1).replies == 1
     assert ledger.reward_history.newest(5, among=10).replies == 0
+    assert found.interval is not None
+    assert 0 < found.interval[0] < 0.3 < 0.9 < found.interval[1] < 1
+    assert ledger.reward_history.newest(0, among=1).interval is None
+
+
+@pytest.mark.parametrize("good", [0, 1, 7, 12])
+def test_the_interval_of_thumbs_is_wilsons_and_of_other_rewards_as_wide_as_they_are(ledger: Ledger, good: int):
+    for at in range(12):
+        said = factories.exchange(user=str(at))
+        ledger.recording.record([said, factories.feedback(msg_id=said.msg_id, value=float(at < good))])
+    found, wilson = ledger.reward_history.newest(0, among=100), binomtest(good, 12).proportion_ci(method="wilson")
+    assert found.interval == pytest.approx((wilson.low, wilson.high), abs=1e-4)
+    half = 1.96 * (found.variance / 12) ** 0.5
+    other = found._replace(binary=False)
+    assert other.interval == pytest.approx((other.mean - half, other.mean + half))
 
 
 def answers(ledger: Ledger, *texts: str, request: bytes = b'{"messages": [{"content": "1+1="}]}') -> list[str]:

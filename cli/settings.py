@@ -31,6 +31,8 @@ _OF_THE_PAGE = (
     ("_Train\\._", "Read by the trainer."),
 )
 
+#: As examples write what a reader has to fill in: Trinity's, and those of most pages.
+_PLACEHOLDER = re.compile(r"/path/to/|\byour[-_/ ]|<[^/]*>|/[A-Z]+(_[A-Z]+)*_(DIR|PATH)$")
 
 config_app = typer.Typer(help="The settings.", no_args_is_help=True, cls=CommandGroup)
 
@@ -42,6 +44,7 @@ def validate(config: ConfigOption, set_: SetOption = None, for_programs: JsonOpt
         problems, understood = list(report.problems), dict[str, object]()
         if report.settings is not None:
             try:
+                refuse_placeholders(report.settings)
                 check_exposure(report.settings)
                 require_trainable(report.settings)
                 understood = {name.replace(" ", "_"): value for name, value in summary_of(report.settings)}
@@ -53,6 +56,7 @@ def validate(config: ConfigOption, set_: SetOption = None, for_programs: JsonOpt
             raise typer.Exit(SettingsError.exit_code)
         return
     settings = report.valid_settings()
+    refuse_placeholders(settings)
     check_exposure(settings)
     require_trainable(settings)
     lines = [*summary_of(settings), *(("note", note) for note in notes_on(settings))]
@@ -138,6 +142,18 @@ def _for_editors(node: Any) -> Any:
             text = re.sub(of_page, of_editors, text)
         described["description"] = " ".join(text.split())
     return described
+
+
+def refuse_placeholders(settings: Settings) -> None:
+    """Raise SettingsError for a folder that an example names for one of the reader's own, unless it is there."""
+    folders = {"model.model_path": settings.model.model_path, "checkpoint_root_dir": settings.checkpoint_root_dir}
+    wrong = [
+        f"{name}: {folder} stands in an example for a folder of yours; write its path"
+        for name, folder in folders.items()
+        if _PLACEHOLDER.search(str(folder)) and not folder.exists()
+    ]
+    if wrong:
+        raise SettingsError("\n".join(wrong))
 
 
 def check_exposure(settings: Settings) -> None:

@@ -184,7 +184,8 @@ async def _tune(call: Call) -> TuneResult:
         view.say(f"reward before {result.before or 'unknown'}; after {result.after or 'unknown'}")
         if result.failures:
             view.say("failed: " + ", ".join(f"{count} x {kind}" for kind, count in result.failures.items()))
-        view.say(f"curves: tensorboard --logdir {result.tensorboard}")
+        curves = f"tensorboard --logdir {result.tensorboard}" if result.tensorboard.exists() else "none in this folder"
+        view.say(f"curves: {curves}")
         if result.checkpoints:
             view.say(f"checkpoints: {result.checkpoints}/global_step_*")
         return result
@@ -269,7 +270,10 @@ def main(argv: Sequence[str] | None = None, **tuning: Any) -> Any:
     """
     parser = argparse.ArgumentParser(description="Tune an agent, or debug it first.")
     parser.add_argument(
-        "--backbone", choices=["tuneloop", "debug"], default="tuneloop", help="train, or run the workflow once"
+        "--backbone",
+        choices=["tuneloop", "trinity", "debug"],  # Trinity's word, in commands written for AgentScope's tuner
+        default="tuneloop",
+        help="train (trinity: the same), or run the workflow once",
     )
     parser.add_argument("--resume", action="store_true", help="go on with the experiment that was interrupted")
     parser.add_argument("--index", type=int, default=0, help="which task of train_dataset is debugged, from 0")

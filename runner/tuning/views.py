@@ -183,5 +183,5 @@ def open_view(chosen: View | None, tensorboard: Path) -> Iterator[View]:
         with RunnerCurves(view, tensorboard / "runner") as curves:
             yield curves
     else:
-        view.say('no curves are written: pip install "./runner[tune]" has what writes them')
+        view.say('no curves of runs are written: pip install "./runner[tune]" has what writes them')
         yield view

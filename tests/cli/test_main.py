@@ -74,15 +74,16 @@ def test_the_version_is_told():
 
 
 def test_validate_says_what_it_understood_of_an_explorer(tmp_path):
-    code, out, error = tuneloop("validate", TRINITY / "explorer.yaml", cwd=tmp_path)
+    own = ["--set", "model.model_path=/models/own", "--set", "checkpoint_root_dir=checkpoints"]
+    code, out, error = tuneloop("validate", TRINITY / "explorer.yaml", *own, cwd=tmp_path)
     lines = {line[2:20].strip(): line[21:] for line in out.splitlines()[1:]}
     assert (code, error) == (0, "")
     assert lines == {
         "mode": "serve",
-        "job folder": f"{tmp_path}/CHECKPOINT_ROOT_DIR/test/test",
-        "database": f"sqlite:///{tmp_path}/CHECKPOINT_ROOT_DIR/test/test/buffer/exp_buffer.db",
-        "model": "/path/to/your/model, 8192 tokens",
-        "served as": "/path/to/your/model",
+        "job folder": f"{tmp_path}/checkpoints/test/test",
+        "database": f"sqlite:///{tmp_path}/checkpoints/test/test/buffer/exp_buffer.db",
+        "model": "/models/own, 8192 tokens",
+        "served as": "/models/own",
         "listens on": "127.0.0.1:8010",
         "engines": "2 x 2 GPU of 4",
         "GPUs": "GPU 0: engine 0, GPU 1: engine 0, GPU 2: engine 1, GPU 3: engine 1",
@@ -90,6 +91,19 @@ def test_validate_says_what_it_understood_of_an_explorer(tmp_path):
         "ignored": "buffer.trainer_input.experience_buffer.storage_type, explorer.rollout_model.enable_history, "
         "explorer.rollout_model.enable_openai_api, synchronizer",
     }
+
+
+def test_validate_refuses_the_placeholders_of_an_example(tmp_path):
+    code, out, error = tuneloop("validate", TRINITY / "trainer.yaml", cwd=tmp_path)
+    assert (code, out) == (2, "")
+    assert "model.model_path: /path/to/your/model stands in an example for a folder of yours; write its path" in error
+    assert f"checkpoint_root_dir: {tmp_path}/CHECKPOINT_ROOT_DIR stands in an example" in error
+    told = json.loads(tuneloop("validate", TRINITY / "trainer.yaml", "--json", cwd=tmp_path)[1])
+    assert (told["valid"], len(told["problems"])) == (False, 2)
+    for folder in ("models/own", "your/model"):  # whose name is odd, and is there
+        (tmp_path / folder).mkdir(parents=True)
+        own = ["--set", f"model.model_path={tmp_path / folder}", "--set", "checkpoint_root_dir=checkpoints"]
+        assert tuneloop("validate", TRINITY / "trainer.yaml", *own, cwd=tmp_path)[0] == 0
 
 
 def test_validate_says_what_it_understood_of_a_trainer(tmp_path):

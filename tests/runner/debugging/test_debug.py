@@ -194,7 +194,9 @@ def test_a_file_debugs_or_trains_by_a_switch(
     tuned: list[dict[str, Any]] = []
     monkeypatch.setattr(tuning, "tune", lambda **how: tuned.append(how) or "result")
     workflow = load_function(f"{agent}:workflow")
-    assert tuning.main(["--resume", "--service", "http://there"], workflow_func=workflow) == "result"
+    assert (
+        tuning.main(["--backbone=trinity", "--resume", "--service", "http://there"], workflow_func=workflow) == "result"
+    )
     assert tuning.main([], workflow_func=workflow, service="http://here") == "result"
     assert tuned == [
         {"workflow_func": workflow, "resume": True, "service": "http://there"},

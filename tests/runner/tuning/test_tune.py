@@ -67,6 +67,7 @@ def test_every_task_is_run_rewarded_and_committed_step_by_step(
     assert result.folder.parent == tmp_path / "sums"
     printed = capsys.readouterr().out
     assert "step 4: reward 0." in printed
+    assert f"curves: tensorboard --logdir {result.tensorboard}\n" in printed
     assert "reward before 0.000 [0.000, 0.324], n = 8; after" in printed
 
 
@@ -91,8 +92,13 @@ def test_plain_functions_run_in_threads_at_once(url: str, double: ServiceDouble,
 
 
 def test_a_step_of_which_nothing_is_learnt_is_said_and_passed_over(
-    url: str, double: ServiceDouble, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    url: str,
+    double: ServiceDouble,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("tuneloop.runner.tuning.views.importlib.util.find_spec", lambda name: None)  # no tensorboardX
     double.learns_nothing = True
     result = tune(
         workflow_func=solve,
@@ -103,4 +109,7 @@ def test_a_step_of_which_nothing_is_learnt_is_said_and_passed_over(
         checkpoint_root_dir=tmp_path,
     )
     assert (result.steps, result.version) == (4, 0)
-    assert "step 1 made no new version: nothing in it was to be learnt" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "step 1 made no new version: nothing in it was to be learnt" in printed
+    assert "no curves of runs are written" in printed
+    assert "curves: none in this folder" in printed

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 import orjson
 import structlog
@@ -268,26 +268,26 @@ class CommitRoute:
         if task_ids and len(task_ids) > MAX_TASKS:
             message = f"task_ids has {len(task_ids)} ids, {MAX_TASKS} are allowed in one call"
             raise RequestRefused(message, status=413, code="too_many_ids", param="task_ids")
-        caller = caller_of(request.scope)
         limits: CommitLimits = {
             "task_id": task_id and as_stored(task_id),
             "run_id": run_id and as_stored(run_id),
             "task_ids": task_ids and [as_stored(id_of(each, "task_ids")) for each in task_ids],
             "until": optional_time(body, "time_threshold"),
         }
+        return {"status": "success", "committed": await self.release(caller_of(request.scope).tenant, **limits)}
+
+    async def release(self, tenant: str, **limits: Unpack[CommitLimits]) -> int:
+        """Release what of a tenant's has been rewarded until now; how much that is. Raises LedgerUnavailable."""
         try:
             if not await self._control_client.wait_until_taken(_COMMIT_PATIENCE_S):
                 raise LedgerUnavailable(
                     "the database is away, or still behind; what was acknowledged is safe on disk: commit again later"
                 )
-            committed = await asyncio.to_thread(self._release, caller.tenant, limits)
+            committed = await asyncio.to_thread(lambda: self._recording.commit(tenant, **limits))
         except LedgerUnavailable as error:
             log.warning("commit_put_off", reason=str(error))
             raise
-        return {"status": "success", "committed": committed}
-
-    def _release(self, tenant: str, limits: CommitLimits) -> int:
-        if committed := self._recording.commit(tenant, **limits):
+        if committed:
             with suppress(OSError):  # Then the trainer looks after its interval.
                 touch_committed(self._job_dir)
         return committed

@@ -10,6 +10,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from tuneloop.explorer.ui.overview import LedgerCounts
 from tuneloop.explorer.ui.reading.curves import CurveReader
+from tuneloop.explorer.ui.sessions import PATH
 from tuneloop.explorer.ui.site import Site
 from tuneloop.shared.errors import LedgerError, RequestRefused
 from tuneloop.shared.ledger.ledger import Ledger
@@ -21,8 +22,17 @@ RUN = "trainer"
 #: Steps in the list.
 STEPS = 30
 
-#: The curves that are shown first, if there are any of these names.
-FIRST = ("reward", "loss", "kl", "entropy")
+#: The curves that matter first, what each says, and those that say the same of other methods.
+FIRST = {
+    ("critic/rewards/mean", "rewards/accuracies"): "What replies earned, step by step: it should rise.",
+    ("evaluation/score",): "The share of the held-out tasks that are answered right: it should rise.",
+    ("actor/kl_loss", "actor/kl_base", "kl"): "How far the model is from where it began: a jump is a warning.",
+    ("actor/entropy",): "How undecided the model is: near 0 it says the same over and over.",
+    ("response_length/mean",): "Tokens of a reply: if it only grows, the reward may pay for length alone.",
+    ("mismatch_kl/mean",): "How far engine and trainer differ about what was sampled: it should stay near 0.",
+    ("actor/pg_loss", "actor/dpo_loss", "actor/kto_loss", "actor/sft_loss"): "What each step lowers on its own batch.",
+}
+MOST = 6
 
 #: How often it is looked for what has changed, for how long a browser is told before it asks again, and how many are.
 _LOOK_S, _STREAM_S, _MAX_LISTENERS = 2.0, 300.0, 32
@@ -35,7 +45,9 @@ def add_operations(router: APIRouter, site: Site, counts: LedgerCounts) -> None:
 
     @router.get("/trainer")
     async def trainer(request: Request) -> Response:
-        return site.show(request, "trainer.html", **await site.in_thread(request, _trainer, site.ledger, curves))
+        shows_all = request.query_params.get("curves") == "all"
+        context = await site.in_thread(request, lambda: _trainer(site.ledger, curves, shows_all=shows_all))
+        return site.show(request, "trainer.html", **context, here=f"{PATH}/trainer{'?curves=all' * shows_all}")
 
     @router.get("/trainer/status")
     async def status(request: Request) -> Response:
@@ -105,26 +117,27 @@ class ChangeWatch:
         return self._marks
 
 
-def _trainer(ledger: Ledger, curves: CurveReader) -> dict[str, Any]:
-    found = curves.read()
-    order = sorted(
-        found, key=lambda name: (next((place for place, word in enumerate(FIRST) if word in name), len(FIRST)), name)
-    )
+def _trainer(ledger: Ledger, curves: CurveReader, *, shows_all: bool) -> dict[str, Any]:
+    found = {name: curve for name, curve in curves.read().items() if curve}
+    said = {
+        next(name for name in names if name in found): sentence
+        for names, sentence in FIRST.items()
+        if not found.keys().isdisjoint(names)
+    }
+    first = dict([*said.items()][:MOST])
+    shown = [*first, *(name for name in found if name not in first)] if shows_all or not first else [*first]
     versions = [each for each in ledger.versions.all() if each.version][::-1]
+    charts = [
+        (
+            name,
+            said.get(name, ""),
+            {"kind": "line", "x": "step", "y": name, "data": [list(each) for each in zip(*found[name], strict=True)]},
+        )
+        for name in shown
+    ]
     return {
-        "charts": [
-            (
-                name,
-                {
-                    "kind": "line",
-                    "x": "step",
-                    "y": name,
-                    "data": [list(each) for each in zip(*found[name], strict=True)],
-                },
-            )
-            for name in order
-            if found[name]
-        ],
+        "charts": charts,
+        "all_curves": len(found),
         "steps": versions[:STEPS],
         "more": max(0, len(versions) - STEPS),
     }

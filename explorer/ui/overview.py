@@ -33,6 +33,7 @@ class RewardPoint(NamedTuple):
     version: int
     state: VersionState
     replies: int
+    sources: int
     mean: float
     low: float | None
     high: float | None
@@ -97,7 +98,16 @@ def build_overview(ledger: Ledger) -> dict[str, Any]:
             "open", f"Version {champion.version} serves again: newer ones were taken back", "see Versions"
         )
     else:
-        verdict = compare_versions_by_reward(ledger, champion.version, others[-1].version)
+        # With a version after every step most neighbours have hardly a reply: the base model has some.
+        known = {each.version for each in points if each.sources >= MIN_SOURCES}
+        told = max((each.version for each in [*others[1:], champion] if each.version in known), default=0)
+        before = others[-1].version
+        if told and (told != champion.version or before not in known):
+            before = others[0].version
+        verdict = compare_versions_by_reward(ledger, told or champion.version, before)
+        if 0 < told < champion.version:
+            basis = f"{verdict.basis}; version {champion.version} serves now, and has too few rewarded replies yet"
+            verdict = verdict._replace(basis=basis)
     delays = ledger.reward_history.feedback_to_served(champion.version) if champion else []
     return {
         "verdict": verdict,
@@ -122,7 +132,7 @@ def reward_points(ledger: Ledger, versions: list[Version], *, shown: int = SHOWN
         found = ledger.reward_history.newest(version.version, among=AMONG)
         if found.replies:
             ends = found.interval or (None, None)
-            points.append(RewardPoint(version.version, version.state, found.replies, found.mean, *ends))
+            points.append(RewardPoint(version.version, version.state, found.replies, found.units, found.mean, *ends))
         if len(points) == shown:
             break
     return points[::-1]
@@ -158,17 +168,17 @@ def compare_rewards(
     version: int, rewards: SampleStatistics, before: int, rewards_before: SampleStatistics
 ) -> "RewardVerdict":
     """What the rewards of two versions say. The interval holds the true difference in 95 of 100 cases."""
-    interval = welch(rewards_before, rewards)
+    interval, other = welch(rewards_before, rewards), before or "the base model"
     if interval is None:
         missing = [
-            f"version {each} has {found.replies} rewarded replies from {found.units}"
+            f"version {each} has {found.replies} rewarded replies from {found.units} people, tasks or runs"
             for each, found in ((version, rewards), (before, rewards_before))
             if found.units < MIN_SOURCES
         ]
         return RewardVerdict(
             "open",
-            f"Whether version {version} is better than {before} cannot be told yet",
-            f"{' and '.join(missing)}; rewards from at least {MIN_SOURCES} people, tasks or runs are needed of each",
+            f"Whether version {version} is better than {other} cannot be told yet",
+            f"{' and '.join(missing)}; at least {MIN_SOURCES} are needed of each",
         )
     low, high = interval
     difference, half = rewards.mean - rewards_before.mean, (high - low) / 2
@@ -179,11 +189,11 @@ def compare_rewards(
     )
     if low > 0:
         return RewardVerdict(
-            "better", f"Version {version} earns {_pair(difference, half)} more than {before} on live reward", basis
+            "better", f"Version {version} earns {_pair(difference, half)} more than {other} on live reward", basis
         )
     if high < 0:
         return RewardVerdict(
-            "worse", f"Version {version} earns {_pair(-difference, half)} less than {before} on live reward", basis
+            "worse", f"Version {version} earns {_pair(-difference, half)} less than {other} on live reward", basis
         )
     sentence = (
         f"No difference between versions {version} and {before} is shown yet: {_pair(difference, half)} on live reward"

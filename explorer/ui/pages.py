@@ -14,6 +14,7 @@ from tuneloop.explorer.ui.site import Site
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Outcome, State
 from tuneloop.shared.ledger.browsing.reply_pages import PREVIEW
+from tuneloop.shared.operations.diagnosis import number
 from tuneloop.shared.operations.explain import explain
 
 #: Replies on one page.
@@ -54,7 +55,10 @@ def add_exchanges(router: APIRouter, site: Site) -> None:
     async def exchanges(request: Request) -> Response:
         tenant = site.tenant_of(request)
         query = dict(request.query_params)
+        count = query.pop("committed", "")
         context: dict[str, Any] = {"query": {name: query.get(name, "") for name in FIELDS}, "states": list(State)}
+        is_count = count.isascii() and count.isdigit() and len(count) < 12
+        context["committed"] = f"{number(int(count), 'experience')} committed for training." if is_count else ""
         try:
             wanted, after = parse_filter(query), parse_cursor(query)
         except RequestRefused as error:
@@ -73,9 +77,7 @@ def add_exchanges(router: APIRouter, site: Site) -> None:
     @router.get("/exchanges/{msg_id}")
     async def exchange(request: Request, msg_id: str) -> Response:
         site.guard.admit(request)
-        outcome = request.query_params.get("outcome", "")
-        notice = SENTENCES[Outcome(outcome)] if outcome in set(SENTENCES) else ""
-        return await show_exchange(request, site, msg_id, notice=notice)
+        return await show_exchange(request, site, msg_id, outcome=request.query_params.get("outcome", ""))
 
     @router.get("/exchanges/{msg_id}/tokens/{choice}")
     async def tokens(request: Request, msg_id: str, choice: str) -> Response:
@@ -100,7 +102,7 @@ def add_exchanges(router: APIRouter, site: Site) -> None:
 
 
 async def show_exchange(
-    request: Request, site: Site, msg_id: str, *, status: int = 200, notice: str = "", wrong: str = ""
+    request: Request, site: Site, msg_id: str, *, status: int = 200, outcome: str = "", wrong: str = ""
 ) -> Response:
     """The page of one exchange. Raises RequestRefused if there is none."""
     tenant = site.tenant_of(request)
@@ -111,7 +113,9 @@ async def show_exchange(
             raise _no_exchange(msg_id)
         calls = {reply.id: read_calls(reply.tool_calls) for reply in view.replies}
         conversation = read_request(view.request)
-        return {"view": view, "conversation": conversation, "calls": calls, "notice": notice, "wrong": wrong}
+        notice = SENTENCES[Outcome(outcome)] if outcome in set(SENTENCES) else ""
+        said = {"notice": notice, "done": outcome == Outcome.ACCEPTED, "wrong": wrong}
+        return {"view": view, "conversation": conversation, "calls": calls, **said}
 
     return await site.show_long(request, "exchange.html", read, status)
 

@@ -20,6 +20,8 @@ from tuneloop.shared.experience import Outcome
 #: Who says it, in feedback events.
 SOURCE = "page"
 
+_WORTHLESS = "It is kept, and counts for nothing here: the metric preference has no weight in reward.weights."
+
 
 def add_rating(router: APIRouter, site: Site) -> None:
     """Add the forms."""
@@ -35,6 +37,14 @@ def add_rating(router: APIRouter, site: Site) -> None:
             return await show_exchange(request, site, msg_id, status=error.status, wrong=str(error))
         return RedirectResponse(f"{PATH}/exchanges/{msg_id}?outcome={outcome}", 303)
 
+    @router.post("/commit")
+    async def commit(request: Request) -> Response:
+        session, _ = await site.form(request)
+        committed = await request.app.state.services.commit.release(site.guard.caller_of(session).tenant)
+        return RedirectResponse(f"{PATH}/exchanges?committed={committed}", 303)
+
+    weight = site.settings.reward.weights.get("preference")
+
     @router.get("/preferences")
     async def preferences(request: Request) -> Response:
         tenant = site.tenant_of(request)
@@ -45,6 +55,7 @@ def add_rating(router: APIRouter, site: Site) -> None:
         def read() -> dict[str, Any]:
             pair = site.ledger.same_prompts.next_pair(tenant, after)
             view: dict[str, Any] = {"turns": [], "answers": [], "skip": "", "after": after, "notice": notice}
+            view["worth"] = "It counts towards the reward." if weight else _WORTHLESS
             if pair is None:
                 return view
             # In an order that tells nothing; the older one says where to look on.

@@ -3,6 +3,19 @@
 (() => {
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
+  // As many digits as tell two marks of an axis apart, however small its values are.
+  const mark = (value) => {
+    const rounded = Number(value.toPrecision(6)), size = Math.abs(rounded);
+    return size && (size < 1e-3 || size >= 1e6) ? rounded.toExponential() : String(rounded);
+  };
+
+  // A constant stands in the middle of an axis about itself.
+  const range = (_, low, high) => {
+    if (low === null) return [0, 1];
+    const around = Math.abs(low) / 10 || 1;
+    return low === high ? [low - around, high + around] : uPlot.rangeNum(low, high, 0.1, true);
+  };
+
   function draw(box) {
     const { kind, x, y, data } = JSON.parse(box.dataset.chart);
     const interval = kind === "interval";
@@ -12,8 +25,8 @@
     box.replaceChildren();
     new uPlot({
       width: box.clientWidth, height: box.clientHeight, padding: [8, 12, 0, 0], legend: { show: false },
-      scales: { x: { time: false } },
-      axes: [{ ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 1e4, 1e5, 1e6], label: x, labelSize: 18, size: 30 }, { ...axis, size: 56 }],
+      scales: { x: { time: false }, y: { range } },
+      axes: [{ ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 1e4, 1e5, 1e6], label: x, labelSize: 18, size: 30 }, { ...axis, size: 62, values: (_, marks) => marks.map(mark) }],
       series: interval ? [{ label: x }, { ...edge, label: "low" }, { ...edge, label: "high" }, line] : [{ label: x }, line],
       cursor: { y: false }, bands: interval ? [{ series: [2, 1], fill: color("--t1") }] : [],
     }, data, box);
@@ -22,6 +35,8 @@
   const drawAll = (root) => root.querySelectorAll("[data-chart]").forEach(draw);
   const ready = () => {
     drawAll(document);
+    const here = document.querySelector("nav [aria-current]");
+    if (here) here.scrollIntoView({ block: "nearest", inline: "center" });
     document.body.addEventListener("htmx:afterSettle", (event) => drawAll(event.detail.elt.parentElement || document));
     let timer;
     const again = () => { clearTimeout(timer); timer = setTimeout(() => drawAll(document), 150); };

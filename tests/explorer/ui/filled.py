@@ -188,10 +188,17 @@ class Filler:
         curves = Curves(self._settings.tensorboard_dir / "trainer")
         for step in range(1, 61):
             noise = self._random.gauss(0, 0.03)
-            values = {"reward/mean": 0.3 + 0.01 * step + noise, "actor/loss": 0.4 / step**0.5 + noise / 3}
-            curves.add(
-                step, values | {"actor/kl": 0.0004 * step + abs(noise) / 50, "actor/entropy": 1.2 - 0.008 * step}
-            )
+            values = {
+                "critic/rewards/mean": 0.3 + 0.01 * step + noise,
+                "actor/pg_loss": 0.4 / step**0.5 + noise / 3,
+                "actor/kl_loss": 0.0004 * step + abs(noise) / 50,
+                "actor/entropy": 1.2 - 0.008 * step,
+                "response_length/mean": 210 + 40 * noise,
+                "mismatch_kl/mean": 2e-6 + abs(noise) / 1e5,
+                "actor/lr": 1e-6,
+                "off_policy/outside": 0.0,
+            }
+            curves.add(step, values)
         if self._scale.well:
             self.now = steady_clock()
             self.ledger.training.extend(VERSIONS)

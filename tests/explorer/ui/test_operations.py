@@ -7,16 +7,28 @@ import httpx
 from tests.explorer.running import RunningExplorer
 from tests.explorer.ui.conftest import Filled
 from tests.explorer.ui.test_pages import words
+from tuneloop.explorer.ui.operations import FIRST, MOST
 from tuneloop.explorer.ui.reading.curves import CurveReader, thin
 from tuneloop.shared.tensorboard import Curves
 
 
 def test_the_trainers_curves_and_steps_are_shown(filled: Filled):
     page = filled.text("/ui/trainer")
-    assert page.count("data-chart=") == 4
-    assert "reward/mean by step, " in page
+    assert page.count("data-chart=") == MOST == 6
+    assert "critic/rewards/mean by step, " in page
+    assert "What replies earned, step by step: it should rise." in words(page)
+    assert page.index("critic/rewards/mean") < page.index("actor/entropy") < page.index("actor/pg_loss")
+    assert "All 8 curves" in words(page)
+    whole = filled.text("/ui/trainer", curves="all")
+    assert (whole.count("data-chart="), "All 8 curves" in words(whole)) == (8, False)
+    assert 'hx-get="/ui/trainer?curves=all"' in whole  # what is looked at stays when it is read again
     assert "6 6 32" in words(page)  # step, version, replies
     assert "trainer, epoch 6" in words(filled.text("/ui/trainer/status"))
+
+
+def test_the_curves_that_come_first_are_those_that_the_trainer_writes():
+    written = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+    assert [name for names in FIRST for name in names if f"`{name}`" not in written] == []
 
 
 def test_without_a_trainer_the_page_says_so(explorer: RunningExplorer):

@@ -9,6 +9,7 @@ from tests.explorer.ui.conftest import Filled
 from tests.explorer.ui.filled import HOSTILE
 from tests.explorer.ui.test_pages import ids_in, words
 from tests.explorer.ui.test_sessions import token_in
+from tuneloop.shared.experience import State
 
 
 def newest(filled: Filled, place: int) -> str:
@@ -101,7 +102,8 @@ def test_preferences_are_asked_blind_and_stored(filled: Filled):
     page = filled.text("/ui/preferences")
     one, other = names(page)
     assert "version" not in words(page).lower().replace("versions", "")
-    assert "reward" not in words(page).lower()
+    assert "reward" not in words(page.partition("The conversation")[2]).lower()
+    assert "counts for nothing here: the metric preference has no weight" in words(page)
     form = {"token": token_in(page), "better": one, "worse": other}
     answer = filled.explorer.http.post("/ui/preferences", data=form)
     assert answer.status_code == 303
@@ -133,3 +135,19 @@ def test_a_preference_between_nothing_gets_a_sentence(filled: Filled, fields: di
 
 def test_a_place_that_is_none_gets_a_sentence(filled: Filled):
     assert "after is not a position" in words(filled.text("/ui/preferences", 400, after="x"))
+
+
+@pytest.mark.parametrize("path", ["/ui/exchanges", "/ui/preferences", "/ui/exchanges/{msg_id}?outcome=accepted"])
+def test_what_is_rated_is_committed_where_it_is_rated(filled: Filled, path: str):
+    msg_id = newest(filled, 7)
+    assert "Stored. It counts" in say(filled, msg_id, thumb="up")
+    page = filled.text(path.format(msg_id=msg_id))
+    assert 'action="/ui/commit"' in page
+    waiting = filled.explorer.counts()[State.REWARDED]
+    assert waiting > 0
+    answer = filled.explorer.http.post("/ui/commit", data={"token": token_in(page)})
+    assert answer.headers["location"] == f"/ui/exchanges?committed={waiting}"
+    assert f"{waiting} experience" in words(filled.text(answer.headers["location"]))
+    assert filled.explorer.counts()[State.REWARDED] == 0
+    assert "for training" not in words(filled.text("/ui/exchanges", committed="<b>7"))
+    assert filled.explorer.http.post("/ui/commit", data={}).status_code == 403

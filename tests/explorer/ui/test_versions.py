@@ -83,3 +83,16 @@ def test_a_decision_without_the_token_is_refused(filled: Filled):
     answer = filled.explorer.http.post("/ui/versions/6/rollback", data={"reason": "x"})
     assert answer.status_code == 403
     assert filled.explorer.ledger.versions.champion().version == VERSIONS
+
+
+def test_the_first_page_compares_with_the_base_model_where_the_newest_have_no_replies(deciding: Filled):
+    """With a version after every step, neither the champion nor the version before it has answered anybody."""
+    for version in (VERSIONS + 1, VERSIONS + 2):
+        rows = deciding.filler.ledger.recording
+        made = [deciding.filler.exchange(VERSIONS) for _ in range(40)]
+        rows.record([*made, *(deciding.filler.say(each, value=1.0, choice=0) for each in made)])
+        deciding.filler.train(version)
+    seen = words(deciding.text("/ui"))
+    assert f"Version {VERSIONS} earns 0." in seen
+    assert "more than the base model on live reward" in seen
+    assert f"version {VERSIONS + 2} serves now, and has too few rewarded replies yet" in seen

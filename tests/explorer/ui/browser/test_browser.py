@@ -132,7 +132,17 @@ def test_nothing_that_a_client_wrote_runs(tab: Tab):
 
 
 def test_charts_are_drawn(tab: Tab):
-    sync_api.expect(tab.open("/trainer").locator(".chart canvas")).to_have_count(4, timeout=60_000)
+    written = "const told = CanvasRenderingContext2D.prototype.fillText; window.marks = new Map();"
+    written += "CanvasRenderingContext2D.prototype.fillText = function (text, ...where) {"
+    written += " const name = JSON.parse(this.canvas.closest('[data-chart]').dataset.chart).y;"
+    written += " window.marks.set(name, [...(window.marks.get(name) || []), text]); told.call(this, text, ...where); }"
+    tab.page.add_init_script(written)
+    page = tab.open("/trainer?curves=all")
+    sync_api.expect(page.locator(".chart canvas")).to_have_count(8, timeout=60_000)
+    marks = page.evaluate("Object.fromEntries(window.marks)")
+    assert len(set(marks["mismatch_kl/mean"]) & {"2e-6", "3e-6"}) == 2  # not "0 0 0"
+    assert {"1e-6", "9e-7"} <= set(marks["actor/lr"])
+    assert {"-1", "0", "1"} <= set(marks["off_policy/outside"])  # not 0 to 100
     # The overview is drawn anew when its stream opens.
     sync_api.expect(tab.open("").locator(".chart canvas")).to_have_count(1, timeout=60_000)
 

@@ -32,7 +32,7 @@ _OF_THE_PAGE = (
 )
 
 #: As examples write what a reader has to fill in: Trinity's, and those of most pages.
-_PLACEHOLDER = re.compile(r"/path/to/|\byour[-_/ ]|<[^/]*>|/[A-Z]+(_[A-Z]+)*_(DIR|PATH)$")
+_PLACEHOLDER = re.compile(r"/path/to/|(^|/)your[-_][^/]*$|<[^/]*>|/[A-Z_]+_(DIR|PATH)$")
 
 config_app = typer.Typer(help="The settings.", no_args_is_help=True, cls=CommandGroup)
 

@@ -52,11 +52,13 @@ def share_of(hits: int, count: int) -> Estimated | None:
 
 
 def mean_of(values: Sequence[float], *, shares: bool = False) -> Estimated | None:
-    """A mean, with Student's interval, Wilson's where all values are 0 or 1; None of nothing.
+    """A mean, with Student's interval; None of nothing.
 
-    `shares`: no value can be below 0 or above 1, so the interval ends there.
+    `shares`: no value can be below 0 or above 1, so the interval ends there; where all are 0 or 1 it is Wilson's.
     """
-    if all(value in (0.0, 1.0) for value in values):
+    if not values:
+        return None
+    if shares and all(value in (0.0, 1.0) for value in values):
         return share_of(sum(value == 1.0 for value in values), len(values))
     if len(values) < 2:
         return Estimated(values[0], None, None, 1)

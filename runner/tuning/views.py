@@ -33,7 +33,8 @@ def interval_of(rewards: Sequence[float]) -> Interval:
     """Student's interval; Wilson's where all rewards are 0 or 1. Raises ValueError for no rewards."""
     if not rewards:
         raise ValueError("there is no reward to average")
-    count, mean, found = len(rewards), fmean(rewards), mean_of(rewards)
+    count, mean = len(rewards), fmean(rewards)
+    found = mean_of(rewards, shares=all(reward in (0.0, 1.0) for reward in rewards))
     if found is None or found.low is None or found.high is None:
         return Interval(mean, -math.inf, math.inf, count)
     return Interval(mean, found.low, found.high, count)

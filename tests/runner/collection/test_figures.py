@@ -65,7 +65,10 @@ def test_no_interval_of_a_share_goes_beyond_0_and_1() -> None:
         assert each.low is not None
         assert each.high is not None
         assert least <= each.low < each.value < each.high <= 1.0
-    assert mean_of([0.0, 1.0, 1.0]) == share_of(2, 3)
+    assert mean_of([0.0, 1.0, 1.0], shares=True) == share_of(2, 3)
+    turns = mean_of([1.0, 1.0])
+    assert turns is not None
+    assert (turns.low, turns.high) == (1.0, 1.0)  # of turns, which are no shares
 
 
 # A/B.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tuneloop.runner.rewards.composite import Component, Composite
-from tuneloop.runner.rewards.reply import Reply, ToolCall
+from tuneloop.runner.rewards.reply import Reply, ToolCall, tool_names
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "object": (dict,),
@@ -243,16 +243,22 @@ def tool_success() -> Component:
     return component
 
 
-def invalid_tools(*offered: str) -> Component:
+def invalid_tools(*offered: str | Mapping[str, Any]) -> Component:
     """How many calls name no tool that was offered, or have arguments that are no JSON object. Weigh it below 0.
+
+    Where neither `offered` nor the reply names a tool, any name is valid.
 
     >>> invalid_tools("search")(Reply(text="", tool_calls=(ToolCall("search", {}), ToolCall("delete_all", {}))))
     1.0
     """
 
+    names = tool_names(offered)
+
     def component(reply: Reply) -> float:
-        known = offered or reply.tools
-        return float(sum(each.name not in known or each.arguments is None for each in reply.tool_calls))
+        known = names or reply.tools
+        return float(
+            sum(each.arguments is None or bool(known and each.name not in known) for each in reply.tool_calls)
+        )
 
     return component
 
@@ -307,7 +313,7 @@ def math_reward(*, answer_format: str = r"(?i)\banswer\b\s*[:=]", free_steps: in
     return Composite(components | {"format_bonus": matches(answer_format)}, weights=weights)
 
 
-def tool_reward(*offered: str) -> Composite:
+def tool_reward(*offered: str | Mapping[str, Any]) -> Composite:
     """For the use of tools: the right ones 1, right arguments 0.5, their success 1, each invalid call -2."""
     components = {"correct_tool": tool_name(), "correct_args": tool_arguments(), "tool_success": tool_success()}
     weights = {"correct_tool": 1.0, "correct_args": 0.5, "tool_success": 1.0, "invalid_tool": -2.0}

@@ -1,7 +1,7 @@
 """A reply as rewards and judges see it, and the messages of all clients as OpenAI has them."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -30,8 +30,8 @@ class Reply:
     """What was said.
 
     `messages` is the conversation before the text; for a trajectory, all of it but the last text, and the first `shown`
-    of the `tool_calls` stand in it. `turns` are the assistant's. `tools` are the names of the tools that were offered.
-    `expected` and `expected_calls` are what would have been right, where that is known; `facts` is what the world made
+    of the `tool_calls` stand in it. `turns` are the assistant's. `tools` are the names of the tools that were offered,
+    which may be given as a request lists them; none where nobody told them. `expected` and `expected_calls` are what would have been right, where that is known; `facts` is what the world made
     of it, such as who won the game.
     """
 
@@ -46,6 +46,10 @@ class Reply:
     expected_calls: tuple[ToolCall, ...] = ()
     facts: Mapping[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a tool without a name."""
+        object.__setattr__(self, "tools", tool_names(self.tools))
+
     @classmethod
     def of(cls, completion: Mapping[str, Any], request: Mapping[str, Any], *, choice: int = 0, **known: Any) -> "Reply":
         """One choice of a chat completion, as JSON, to a request. `known` are further fields, such as `expected`.
@@ -55,10 +59,9 @@ class Reply:
         '4'
         """
         message = completion["choices"][choice]["message"]
-        offered = tuple(each["function"]["name"] for each in request.get("tools") or ())
         turns = tuple(request.get("messages") or ())
         calls = tuple(calls_of(message))
-        fields = {"messages": turns, "tool_calls": calls, "tools": offered} | known
+        fields = {"messages": turns, "tool_calls": calls, "tools": request.get("tools") or ()} | known
         return cls(text=text_of(message.get("content")), **fields)
 
     @classmethod
@@ -87,6 +90,18 @@ class Reply:
             "turns": len(spoken),
         }
         return cls(text=text_of(spoken[-1].get("content")) if spoken else "", **fields | known)
+
+
+def tool_names(tools: Iterable[str | Mapping[str, Any]]) -> tuple[str, ...]:
+    """The names of tools, which are names or stand as in a request. Raises ValueError for a tool without a name.
+
+    >>> tool_names(["search", {"type": "function", "function": {"name": "read"}}, {"type": "function", "name": "send"}])
+    ('search', 'read', 'send')
+    """
+    found = [each if isinstance(each, str) else (each.get("function") or each).get("name") for each in tools]
+    if not all(found):
+        raise ValueError("tools: a tool has no name")
+    return tuple(map(str, found))
 
 
 def text_of(content: object) -> str:

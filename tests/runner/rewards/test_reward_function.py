@@ -1,8 +1,11 @@
 """Rewards that are named by their weights."""
 
+from typing import Any
+
 import pytest
 
 from tuneloop.runner import Reply, ToolCall, reward_function
+from tuneloop.runner.rewards.components import invalid_tools, tool_reward
 from tuneloop.runner.rewards.reply import ToolResult
 
 TOOLS = {"correct_tool": 1.0, "correct_args": 0.5, "tool_success": 1.0, "invalid_tool": -2.0}
@@ -44,6 +47,29 @@ def test_a_tool_reward_counts_each_part() -> None:
     assert reward_function(TOOLS)(worked).total == 2.5
     wrong = Reply(text="", tools=("search",), tool_calls=(ToolCall("delete", {}),), expected_calls=wanted)
     assert reward_function(TOOLS)(wrong).total == -2.0
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        (),
+        ("search",),
+        [{"type": "function", "function": {"name": "search"}}],
+        [{"type": "function", "name": "search"}],
+    ],
+)
+def test_a_right_call_is_valid_however_the_tools_are_told(told: Any) -> None:
+    wanted = (ToolCall("search", {"q": "invoice"}),)
+    said: dict[str, Any] = {"text": "", "tool_calls": wanted, "expected_calls": wanted}
+    reply = Reply(**said, tools=told, results=(ToolResult("1 mail", True),))
+    assert reward_function(TOOLS)(reply).total == 2.5
+    assert tool_reward(*told)(Reply(**said, results=(ToolResult("1 mail", True),))).total == 2.5
+    broken = Reply(text="", tools=told, tool_calls=(ToolCall("search", None),))
+    assert invalid_tools(*told)(broken) == 1.0
+    other = Reply(text="", tools=told, tool_calls=(ToolCall("delete", {}),))
+    assert invalid_tools()(other) == float(bool(told))
+    with pytest.raises(ValueError, match="a tool has no name"):
+        Reply(text="", tools=({"type": "function"},))  # type: ignore[arg-type]
 
 
 def test_own_components_go_beside_ours_or_in_their_place() -> None:

@@ -17,11 +17,8 @@ from tuneloop.shared.operations.version_comparison import MIN_SOURCES, welch
 from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.settings import Settings
 
-#: Versions of which the curve shows the rewards, and the newest replies of each by which it does.
-SHOWN, AMONG = 20, 500
-
-#: The newest replies of each of the two versions that the verdict is about.
-AMONG_OF_TWO = 2_000
+#: Versions of which the curve shows the rewards, and the newest replies of each by which all figures here are made.
+SHOWN, AMONG = 20, 2_000
 
 #: The least age of counts that are made anew, in seconds, and in times of what it takes to make them.
 _INTERVAL_S, _INTERVAL_COUNTS = 5.0, 20.0
@@ -129,7 +126,7 @@ def reward_points(ledger: Ledger, versions: list[Version], *, shown: int = SHOWN
     """The rewards of the newest versions that have some, oldest first."""
     points = []
     for version in reversed(versions):
-        found = ledger.reward_history.newest(version.version, among=AMONG)
+        found = newest_rewards(ledger, version.version)
         if found.replies:
             ends = found.interval or (None, None)
             points.append(RewardPoint(version.version, version.state, found.replies, found.units, found.mean, *ends))
@@ -146,11 +143,12 @@ def chart_of(points: list[RewardPoint]) -> dict[str, Any]:
 
 def compare_versions_by_reward(ledger: Ledger, version: int, before: int) -> "RewardVerdict":
     """Whether a version earns more than an earlier one, by the newest replies of both."""
+    return compare_rewards(version, newest_rewards(ledger, version), before, newest_rewards(ledger, before))
 
-    def rewards(of: int) -> SampleStatistics:
-        return ledger.reward_history.newest(of, among=AMONG_OF_TWO)
 
-    return compare_rewards(version, rewards(version), before, rewards(before))
+def newest_rewards(ledger: Ledger, version: int) -> SampleStatistics:
+    """The rewards by which all pages judge a version: two pages that count others would give it two means."""
+    return ledger.reward_history.newest(version, among=AMONG)
 
 
 Tone = Literal["better", "worse", "open"]

@@ -1,7 +1,6 @@
 """How versions have done: one since its rollout began, and the newest replies of each, as far as the ledger knows."""
 
 import re
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -109,18 +108,15 @@ class RewardHistory(LedgerPart):
 
         All replies to a user of a tenant are one unit, or else to a task, or of a run.
         """
-        units: dict[tuple[str, str], list[float]] = defaultdict(list)
         alone = and_(experiences.c.version_max == version, experiences.c.correction == 0)
         newest = select(experiences.c.id).where(experiences.c.version_min == version)
         newest = newest.order_by(experiences.c.sampled_at.desc()).limit(among)
-        joined = select(worth.label("reward"), experiences.c.tenant, _unit.label("unit")).join_from(
-            experiences, exchanges, exchanges.c.msg_id == experiences.c.msg_id
+        totals = self._read(
+            select(func.sum(worth), func.count())
+            .join_from(experiences, exchanges, exchanges.c.msg_id == experiences.c.msg_id)
+            .where(experiences.c.id.in_(newest.subquery().select()), alone, worth.is_not(None))
+            .group_by(experiences.c.tenant, _unit)
         )
-        for row in self._read(
-            joined.where(experiences.c.id.in_(newest.subquery().select()), alone, worth.is_not(None))
-        ):
-            units[row.tenant, row.unit].append(row.reward)
-        totals = [(sum(rewards), len(rewards)) for rewards in units.values()]
         replies = sum(count for _, count in totals)
         if not replies:
             return SampleStatistics()

@@ -27,8 +27,7 @@ BOUNDS = (
     (same_prompts, "AMONG_OF_VERSION", 20),
     (same_prompts, "AMONG_ALL", 40),
     (reply_pages, "_PORTION", 5),
-    (overview, "AMONG", 10),
-    (overview, "AMONG_OF_TWO", 40),
+    (overview, "AMONG", 40),
 )
 
 #: What one statement may look at in one table, and what it may cost, where only that can be counted.

@@ -9,7 +9,10 @@ from tests.explorer.ui.conftest import Filled, filled_running
 from tests.explorer.ui.filled import VERSIONS
 from tests.explorer.ui.test_pages import words
 from tests.explorer.ui.test_sessions import token_in
+from tests.factories import exchange, experience, feedback, trained
+from tuneloop.explorer.ui import overview
 from tuneloop.shared.experience import VersionState
+from tuneloop.shared.ledger.ledger import Ledger
 
 
 @pytest.fixture
@@ -33,6 +36,21 @@ def test_the_list_has_every_version_with_its_figures(filled: Filled):
     assert all(f'href="/ui/versions/{version}"' in page for version in range(VERSIONS + 1))
     assert "score 0.83 (engine, 64)" in seen
     assert "it earns more: 0.83 against 0.75" in seen
+
+
+def test_all_that_the_page_says_of_a_version_rests_on_the_same_replies(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overview, "AMONG", 8)
+    for version in (trained(ledger), trained(ledger)):
+        ledger.versions.promote(version)
+        for number in range(12):  # the first four are no longer among the newest
+            by = experience(version_min=version, version_max=version)
+            told = exchange(user=f"user-{number % 6}", experiences=(by,))
+            ledger.recording.record([told, feedback(msg_id=told.msg_id, value=float(number >= 3 + version))])
+    shown = overview.build_overview(ledger)
+    assert [(each.version, each.mean, each.replies) for each in shown["points"]] == [(1, 1.0, 8), (2, 0.875, 8)]
+    assert "8 rewarded replies of version 2 (mean 0.875) and 8 of version 1 (mean 1)" in shown["verdict"].basis
 
 
 def test_a_version_shows_what_it_was_trained_on_and_why_it_serves(filled: Filled):

@@ -28,6 +28,7 @@ from tuneloop.shared import logging
 from tuneloop.shared.experience import MAX_NAME
 from tuneloop.shared.ledger.recording.feedback import MAX_EARLY, MAX_SAID, MAX_SAID_BY_ONE
 from tuneloop.shared.ledger.recording.stored_completions import MAX_EXAMINED, MAX_PAGE_BYTES, MAX_PAIRS
+from tuneloop.shared.ledger.training.groups import MAX_CONNECTED
 from tuneloop.shared.settings.serving import ExplorerSettings
 from tuneloop.shared.settings.settings import options
 
@@ -59,6 +60,7 @@ FIXED: dict[str, object] = {
     "events about one reply, those that prefer another to it too, or one run in all": MAX_SAID,
     "those of them of one key, or of one source without a key": MAX_SAID_BY_ONE,
     "a tenant's events about runs without a reply, and replies that are not stored": MAX_EARLY,
+    "replies that preferences connect in one group of training": MAX_CONNECTED,
     "draining the outbox when the service ends": STOP_S,
     "`metadata` of a request": request.MAX_METADATA_BYTES,
     "text in one call of feedback, counted once for each id": events.MAX_CHARACTERS,

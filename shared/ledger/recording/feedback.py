@@ -128,50 +128,52 @@ def _voice(event: Any) -> str:
 
 
 class EarlyFeedback:
-    """Holds tenants to MAX_EARLY events about what is not there.
+    """Holds tenants to MAX_EARLY events about what is not there, and each key to as many as are left for the others.
 
     Names of runs cost nothing to make up, and a client may have its replies not stored.
     """
 
     def __init__(self, ticks: Callable[[], float]) -> None:
         self._ticks = ticks
-        self._counted: dict[str, tuple[int, float]] = {}
+        self._counted: dict[str, tuple[Counter[str | None], float]] = {}
         self._since: Counter[str] = Counter()
 
     def within_bound(self, connection: Connection, events: Sequence[Feedback]) -> list[Feedback]:
         """The events without those for which there is no room."""
-        counts = Counter(event.tenant for event in events)
-        full = {tenant for tenant, count in counts.items() if self._count(connection, tenant) + count > MAX_EARLY}
-        there = targets_there([event for event in events if event.tenant in full], connection.execute)
-        room: dict[str, int] = {}
+        offered = Counter(event.tenant for event in events)
+        # Below the half, no key can have more than are left.
+        looked_at = {
+            tenant
+            for tenant, count in offered.items()
+            if self._count(connection, tenant).total() + self._since[tenant] + count > MAX_EARLY // 2
+        }
+        there = targets_there([event for event in events if event.tenant in looked_at], connection.execute)
+        left: dict[str, int] = {}
         within = []
         for event in events:
-            if event.tenant in full:
-                if target_of(event) in there:
-                    within.append(event)
+            if event.tenant not in looked_at:
+                self._since[event.tenant] += 1
+            elif target_of(event) not in there:
+                early = self._count(connection, event.tenant, exactly=True)
+                free = left.setdefault(event.tenant, MAX_EARLY - early.total())
+                key = event.key or None
+                if free <= (0 if key is None else early[key]):
                     continue
-                if event.tenant not in room:
-                    room[event.tenant] = MAX_EARLY - self._count(connection, event.tenant, exactly=True)
-                if room[event.tenant] <= 0:
-                    continue
-                room[event.tenant] -= 1
-            self._since[event.tenant] += 1
+                left[event.tenant] -= 1
+                early[key] += 1
             within.append(event)
         return within
 
-    def _count(self, connection: Connection, tenant: str, *, exactly: bool = False) -> int:
-        """How many there are, as of some seconds ago; what came since was counted as if all of it were early."""
-        count, looked_at = self._counted.get(tenant, (0, -math.inf))
+    def _count(self, connection: Connection, tenant: str, *, exactly: bool = False) -> Counter[str | None]:
+        """How many there are of each key, as of some seconds ago; of those since, all that may be early are counted."""
+        early, looked_at = self._counted.get(tenant, (Counter(), -math.inf))
         if self._ticks() - looked_at > _EARLY_S or (exactly and self._since[tenant]):
             waiting = and_(literal_column("outcome = 'pending'"), feedback.c.tenant == tenant)
-            count = int(
-                connection.execute(
-                    select(func.count()).select_from(select(feedback.c.id).where(waiting).limit(MAX_EARLY).subquery())
-                ).scalar_one()
-            )
-            self._counted[tenant] = count, self._ticks()
+            rows = connection.execute(select(feedback.c.key, func.count()).where(waiting).group_by(feedback.c.key))
+            early = Counter({key: count for key, count in rows})
+            self._counted[tenant] = early, self._ticks()
             self._since[tenant] = 0
-        return count + self._since[tenant]
+        return early
 
 
 def targets_there(events: Collection[Feedback], read: Read) -> set[object]:

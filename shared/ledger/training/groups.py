@@ -274,11 +274,15 @@ def _gather_the_named(
 
 # By preference.
 
+#: Rows that preferences connect: a group is trained on whole, in one batch. The rows of one preference may be more.
+MAX_CONNECTED = 32
+
 
 def _gather_the_preferred(connection: Connection, alone: Sequence[Any], policy: BatchPolicy, now: float) -> None:
     """A group is what preferences connect, and none of it waits for its row, for feedback or for a commit any more.
 
-    Preferences that share a reply make one group. One that comes before the group of its reply is taken widens it.
+    Preferences that share a reply make one group, up to MAX_CONNECTED rows. One that comes before the group of its
+    reply is taken widens it.
     """
     events = _preferences(connection, {row.msg_id for row in alone})
     ends = list(_ends(connection, events))
@@ -319,7 +323,8 @@ def _preferences(connection: Connection, msg_ids: Collection[str]) -> list[Any]:
             by_id |= {event.id: event for event in connection.execute(query)}
     found_retractions = retractions(connection, {event.msg_id for event in by_id.values()})
     retracted = set(retracted_preferences(sorted([*by_id.values(), *found_retractions], key=event_order)))
-    standing = [event for event in by_id.values() if event.id not in retracted and event.msg_id is not None]
+    found = (by_id[id_] for id_ in sorted(by_id))  # the first make the groups, at each look the same ones
+    standing = [event for event in found if event.id not in retracted and event.msg_id is not None]
     return without_quarantined(connection, standing)
 
 
@@ -346,14 +351,16 @@ def _of_choice(rows: Iterable[Any], choice: int | None) -> list[Any]:
 
 
 def _connected_sets(ids: Iterable[int], links: Iterable[Collection[int]]) -> list[set[int]]:
-    """What the links connect, each in one set.
+    """What the links connect, each in one set. A link between sets that together are too large connects nothing.
 
-    >>> _connected([1, 2, 3, 4, 5], [[1, 4], [2, 3], [3, 1]])
+    >>> _connected_sets([1, 2, 3, 4, 5], [[1, 4], [2, 3], [3, 1]])
     [{1, 2, 3, 4}, {5}]
     """
     set_of = {id_: {id_} for id_ in ids}
     for link in links:
         parts = sorted({id(set_of[id_]): set_of[id_] for id_ in link}.values(), key=len)
+        if sum(map(len, parts)) > max(MAX_CONNECTED, len({*link})):
+            continue
         for part in parts[:-1]:  # the smaller into the largest, so that none is moved often
             parts[-1].update(part)
             set_of.update(dict.fromkeys(part, parts[-1]))

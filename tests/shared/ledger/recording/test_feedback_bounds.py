@@ -109,6 +109,22 @@ def test_feedback_on_replies_that_are_not_stored_is_not_kept_without_end(
     assert without_room(Ledger(engine).recording.record([about[1]]).outcomes) == set()
 
 
+def test_a_key_leaves_room_for_early_feedback_of_the_others(
+    ledger: Ledger, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuneloop.shared.ledger.recording.feedback.MAX_EARLY", 600)
+
+    def keep(key: str, count: int, teller: Ledger) -> int:
+        said = [feedback(msg_id=f"chatcmpl-{key}-{count}-{number}", key=key) for number in range(count)]
+        return count - len(without_room(teller.recording.record(said).outcomes))
+
+    assert keep("loud", 1000, ledger) == 300
+    assert keep("other", 100, ledger) == 100
+    assert keep("loud", 10, Ledger(engine)) == 0, "another process counts for itself"
+    assert keep("other", 1000, Ledger(engine)) == 50
+    assert keep("third", 1000, Ledger(engine)) == 75
+
+
 def test_what_is_stored_or_repeated_is_not_told_to_find_no_room(ledger: Ledger) -> None:
     said = exchange()
     ledger.recording.record([said])

@@ -1,6 +1,7 @@
 """`buffer.group_by: preference`: replies that preferences name together are trained on together."""
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -108,6 +109,23 @@ def test_preferences_that_share_a_reply_make_one_group(ledger: Ledger, take: Tak
     a, b, c, d, e = (give(ledger) for _ in range(5))
     ledger.recording.record([preferred(a, b), preferred(c, d), preferred(d, b), preferred(e, e)])
     assert names(take()) == [a, b, c, d]
+
+
+def test_a_chain_of_preferences_makes_groups_of_bounded_size(
+    ledger: Ledger, engine: Engine, take: Take, now: list[float]
+) -> None:
+    chain = [give(ledger) for _ in range(100)]
+    ledger.recording.record([preferred(*pair) for pair in pairwise(chain)])
+    assert [names(take()) for _ in range(4)] == [chain[:32], chain[32:64], chain[64:96], chain[96:]]
+    best, *others = (give(ledger) for _ in range(40))
+    ledger.recording.record([preferred(best, each) for each in others])
+    assert names(take()) == [best, *others[:31]]
+    now[0] += 3601.0
+    assert take() == []
+    assert aside(engine) == dict.fromkeys(others[31:], "alone in its preference 3600 s after it was committed")
+    many = [give(ledger, experiences=tuple(experience(choice=choice) for choice in range(20))) for _ in range(2)]
+    ledger.recording.record([preferred(*many)])
+    assert len(take()) == 40, "one preference connects all that it names"
 
 
 def test_such_a_group_waits_for_all_of_them(ledger: Ledger, take: Take, now: list[float]) -> None:

@@ -256,9 +256,7 @@ def invalid_tools(*offered: str | Mapping[str, Any]) -> Component:
 
     def component(reply: Reply) -> float:
         known = names or reply.tools
-        return float(
-            sum(each.arguments is None or bool(known and each.name not in known) for each in reply.tool_calls)
-        )
+        return float(sum(each.arguments is None or bool(known and each.name not in known) for each in reply.tool_calls))
 
     return component
 

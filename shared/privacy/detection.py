@@ -27,10 +27,19 @@ log = structlog.get_logger()
 Range = tuple[int, int]
 Finder = Callable[[str], Iterator[Range]]
 
+# What continues a word. From U+0E00 on come Thai, Chinese, Japanese and Korean, which put no blank before a number.
+_WORD = r"(?:[^\W\u0e00-\U0010ffff]|\d)"
 # Begun only at the first character of a run, and possessive: else a run without an @ would be read over and over.
-_EMAIL = re.compile(r"(?<![\w.%+-])[\w.%+-]++@[\w-]++(?:\.[\w-]++)++")
-_IPV4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?!\w|\.\d)")
-_IPV6 = re.compile(r"(?<![\w:])(?:[0-9A-Fa-f]{0,4}:){2,7}(?:[0-9A-Fa-f]{1,4}|(?:\d{1,3}\.){3}\d{1,3})?(?![\w:])")
+# Either side of a border between scripts is a part of its own, in a name as in a domain.
+_LABEL = rf"(?:(?:{_WORD}|-)++|(?:(?!{_WORD})\w)++)"
+_EMAIL = re.compile(
+    rf"(?:(?<!{_WORD})(?<![.%+-])(?:{_WORD}|[.%+-])++|(?<![\w.%+-])[\w.%+-]++(?<!{_WORD})(?<=\w))"
+    rf"@{_LABEL}(?:\.{_LABEL})++"
+)
+_IPV4 = re.compile(rf"(?<!{_WORD})(?<!\.)\d{{1,3}}(?:\.\d{{1,3}}){{3}}(?!{_WORD}|\.\d)")
+_IPV6 = re.compile(
+    rf"(?<!{_WORD})(?<!:)(?:[0-9A-Fa-f]{{0,4}}:){{2,7}}(?:[0-9A-Fa-f]{{1,4}}|(?:\d{{1,3}}\.){{3}}\d{{1,3}})?(?!{_WORD}|:)"
+)
 # Each begins with what a search can run to, and looks back from there: looking back everywhere takes longer.
 _SSN = re.compile(r"\d(?<!\d\d)(?<!\d-\d)(\d\d)([- ])(\d\d)\2(\d{4})(?!-?\d)")
 _DIGIT_GROUPS = re.compile(r"\d(?<![0-9A-Za-z]\d)\d{2,}+(?:[ -]\d{3,}+)*+")
@@ -40,14 +49,14 @@ _IBAN = re.compile(
     r"\d\d(?<=[A-Za-z][A-Za-z]\d\d)(?<![0-9A-Za-z][A-Za-z][A-Za-z]\d\d)(?=((?:[ -]?[0-9A-Za-z]){11,30}))"
 )
 _PHONES = (
-    re.compile(r"\+(?<![\w+]\+)[1-9](?:[ ().\/-]{0,3}\d){6,13}(?!\d)"),
-    re.compile(r"00(?<![\w+]00)[1-9](?:[ ().\/-]{0,3}\d){6,13}(?!\d)"),
-    re.compile(r"\((?<![\w.-]\()\d{3}\) ?\d{3}[ .-]\d{4}(?![.-]?\d)"),
-    re.compile(r"\d(?<![\w.-]\d)\d\d[ .-]\d{3}[ .-]\d{4}(?![.-]?\d)"),
-    re.compile(r"0(?<![\w.:/-]0)[1-9]\d{0,3}[ /-]\d(?:[ -]?\d){4,9}(?!\d)"),
+    re.compile(rf"\+(?<!{_WORD}\+)(?<!\+\+)[1-9](?:[ ().\/-]{{0,3}}\d){{6,13}}(?!\d)"),
+    re.compile(rf"00(?<!{_WORD}00)(?<!\+00)[1-9](?:[ ().\/-]{{0,3}}\d){{6,13}}(?!\d)"),
+    re.compile(rf"\((?<!{_WORD}\()(?<![.-]\()\d{{3}}\) ?\d{{3}}[ .-]\d{{4}}(?![.-]?\d)"),
+    re.compile(rf"\d(?<!{_WORD}\d)(?<![.-]\d)\d\d[ .-]\d{{3}}[ .-]\d{{4}}(?![.-]?\d)"),
+    re.compile(rf"0(?<!{_WORD}0)(?<![.:/-]0)[1-9]\d{{0,3}}[ /-]\d(?:[ -]?\d){{4,9}}(?!\d)"),
 )
 _DATE = re.compile(r"\d\d[-/ ]\d\d[-/ ]\d{2,4}")
-_JWT = re.compile(r"(?<![\w-])eyJ[A-Za-z0-9_-]{8,}+(?:\.[A-Za-z0-9_-]*+){2,4}+")
+_JWT = re.compile(rf"(?<!{_WORD})(?<!-)eyJ[A-Za-z0-9_-]{{8,}}+(?:\.[A-Za-z0-9_-]*+){{2,4}}+")
 PRIVATE_KEY_BEGINS = "-----BEGIN "
 _KEY_BEGINS = re.compile(PRIVATE_KEY_BEGINS + r"(?:[A-Z0-9]{1,16} ){0,4}PRIVATE KEY(?: BLOCK)?-----")
 _KEY_ENDS = re.compile(r"-----END (?:[A-Z0-9]{1,16} ){0,4}PRIVATE KEY(?: BLOCK)?-----")

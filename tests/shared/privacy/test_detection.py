@@ -42,9 +42,19 @@ def found(kind: str, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "value"), [(kind, value) for kind, values in FOUND.items() for value in values])
-@pytest.mark.parametrize("around", ["{}", "it is {}, really", 'said "{}".', "({})\n", "a\n{}\nb", "é{{x: {}}}"])
+@pytest.mark.parametrize(
+    "around",
+    [
+        *("{}", "it is {}, really", 'said "{}".', "({})\n", "a\n{}\nb", "é{{x: {}}}"),
+        *("我的号码是{}。", "私の番号は{}です", "หมายเลข{}ครับ", "전화{}입니다"),
+    ],
+)
 def test_it_is_found_whole_wherever_it_stands(kind: str, value: str, around: str) -> None:
     assert found(kind, around.format(value)) == [value]
+
+
+def test_an_address_may_be_in_another_script() -> None:
+    assert found("email", "write to 张三@例子.公司, or 张三@example.org") == ["张三@例子.公司", "张三@example.org"]
 
 
 STARTS = (

@@ -10,9 +10,11 @@ import structlog
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.shared.capacity.pace import find_pace
 from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import State, steady_clock
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules, Standstill
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.database import CLOCK_SKEW, ClockSkew
@@ -28,6 +30,9 @@ log = structlog.get_logger()
 _REWARDS_SHOWN = 8
 
 REFUSED = "records_refused"
+
+#: The key of reply ids is not the one that the newest replies were named with.
+KEY_CHANGED, _NAMES_LOOKED_AT = "reply_key_changed", 100
 
 
 class LedgerGauges:
@@ -57,6 +62,7 @@ class LedgerGauges:
         self._alarmed: set[str] = set()
         self._shown_rewards: set[str] = set()
         self._outbox, self.stops = outbox, stops
+        self._key_checked = False
 
     async def run(self) -> None:
         """Update the gauges every `interval_s` seconds."""
@@ -69,6 +75,9 @@ class LedgerGauges:
             self._ledger.recording.end_silent_leases()
             self._ledger.raters.settle()
             self._ledger.reports.fold_counts()
+            if not self._key_checked:  # once: later the newest replies have names of the key that there is now
+                self._check_key()
+                self._key_checked = True
             least = Rules.of(self._settings).least
             self._set_gauges(self._ledger.reports.facts(BatchPolicy.of(self._settings), batch=least))
             imbalance = self._ledger.reports.imbalance()
@@ -96,6 +105,18 @@ class LedgerGauges:
             self.reached = False
             self._set_gauges(None, away=str(error))
             raise
+
+    def _check_key(self) -> None:
+        """Raise an alarm, for somebody to clear, if the ids of the newest replies are none of ours."""
+        path = self._settings.job_dir / KEY
+        signer, names = ReplyIdSigner(load_key(path)), self._ledger.reports.newest_names(among=_NAMES_LOOKED_AT)
+        if names and not any(signer.parse(msg_id, tenant) for tenant, msg_id in names):
+            reason = (
+                f"the newest {len(names)} replies were named with another key than {path} of {socket.gethostname()}:"
+                " feedback on them is answered 404; restore the key from a copy and start the explorer again"
+            )
+            if self._ledger.alarms.raise_alarm(Alarm(KEY_CHANGED, reason)):
+                log.error("alarm_raised", name=KEY_CHANGED, reason=reason)
 
     def _set_gauges(self, ledger: LedgerFacts | None, *, away: str = "") -> None:
         """Bring the gauges up to date that say what waits where, and why no step is happening."""

@@ -95,6 +95,14 @@ class Reports(LedgerPart):
         rows = self._read(query.where(exchanges.c.msg_id == msg_id, exchanges.c.tenant == tenant))
         return FirstReply(unpack_text(rows[0].request), rows[0].text) if rows else None
 
+    def newest_names(self, *, among: int) -> list[tuple[str, str]]:
+        """The tenants and ids of the newest replies that engines have answered, which no import has brought."""
+        query = select(experiences.c.tenant, experiences.c.msg_id).join(
+            exchanges, exchanges.c.msg_id == experiences.c.msg_id
+        )
+        newest = query.where(exchanges.c.engine.is_not(None)).order_by(experiences.c.id.desc())
+        return [(row.tenant, row.msg_id) for row in self._read(newest.limit(among))]
+
     def counts(self, tenant: str | None = None) -> dict[State, int]:
         """Experiences per state: a tenant's, or all."""
         query = select(_counted.state, func.sum(_counted.rows)).group_by(_counted.state)

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.explorer.running import RunningExplorer, eventually, open_ledger, settings_for
+from tests.doubles.engine import EngineDouble
+from tests.explorer.running import RunningExplorer, eventually, explorer_running, open_ledger, settings_for
 from tests.factories import committed, exchange, feedback, rewarded
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
 from tuneloop.shared.capacity.pace import VersionPace, note_version
 from tuneloop.shared.errors import LedgerUnavailable
+from tuneloop.shared.job_marks import KEY
 from tuneloop.shared.ledger.facts import ExplorerFacts, LedgerFacts
 from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
 from tuneloop.shared.ledger.reports import Reports, VersionReward
@@ -78,6 +80,29 @@ def test_what_waits_has_an_age_by_state(explorer: RunningExplorer) -> None:
     assert set(found) == {state.value for state in WAITING}
     assert 100 <= found["recorded"] < 160
     assert found["committed"] == 0
+
+
+@pytest.mark.parametrize("lost", [None, "deleted", "damaged"])
+def test_a_key_of_reply_ids_that_was_lost_is_an_alarm(tmp_path: Path, double: EngineDouble, lost: str | None) -> None:
+    settings = settings_for(tmp_path, [double.url])
+    key = settings.job_dir / KEY
+    with explorer_running(settings) as explorer:
+        said = explorer.chat().json()["id"]
+        eventually(lambda: explorer.exchanges())
+    if lost == "deleted":
+        key.unlink()
+    elif lost == "damaged":
+        key.write_bytes(bytes(32))
+    ledger = open_ledger(settings)
+    ledger.recording.record([exchange() for _ in range(100)])  # imported: named elsewhere
+    ledger.close()
+    with explorer_running(settings) as explorer:
+        assert explorer.feedback(said).status_code == (404 if lost else 200)
+        eventually(lambda: explorer.metrics().get("tuneloop_no_step", 0) > 0)
+        if lost:
+            eventually(lambda: by_label(explorer, "tuneloop_alarm").get("reply_key_changed") == 1)
+        reasons = [each.reason for each in explorer.ledger.alarms.all()]
+        assert [str(key) in each for each in reasons] == ([True] if lost else [])
 
 
 def test_what_is_committed_waits_since_its_commit(tmp_path: Path) -> None:

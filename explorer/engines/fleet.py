@@ -27,7 +27,9 @@ from tuneloop.explorer.engines.adapter_names import ModelRenaming
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.movement import EngineMovement
 from tuneloop.explorer.engines.vllm import EngineControl
+from tuneloop.explorer.http.bodies import wrong_type
 from tuneloop.shared.errors import RequestRefused
+from tuneloop.shared.privacy.detection import api_keys
 from tuneloop.shared.settings.settings import Settings
 
 #: How many requests are recorded; the least recently used are dropped first. All together take some megabytes.
@@ -112,8 +114,16 @@ class PinParser:
         self.allowed = settings.explorer.version_pins
 
     def parse(self, body: Mapping[str, Any]) -> VersionPin | None:
-        """The version that a body is pinned to. Raises RequestRefused if it is not a number."""
+        """The version that a body is pinned to. Raises RequestRefused if it is not a number, or the model no name.
+
+        A key that stands there by mistake goes no further: engines repeat a model's name in their answers and logs.
+        """
         model = body.get("model")
+        if not isinstance(model, str | None):
+            raise wrong_type("model", "a string")
+        if model and model != self.model_name and any(api_keys(model)):
+            message = "the model does not exist: a key stands in the place of its name"
+            raise RequestRefused(message, status=404, code="model_not_found", param="model")
         if not self.allowed or not isinstance(model, str) or not model.startswith(f"{self.model_name}@"):
             return None
         number = model.removeprefix(f"{self.model_name}@")

@@ -207,6 +207,14 @@ def finite_number(value: object, param: str, *, bound: float) -> float:
     return float(value)
 
 
+def number_in_form(text: str) -> float | None:
+    """The number that a field of a form is; None for anything else, such as `1_0` or digits that JSON does not have."""
+    try:
+        return float(text) if text.isascii() and "_" not in text else None
+    except ValueError:
+        return None
+
+
 def coerce_bool(value: object, param: str) -> bool:
     """A boolean, or what stands for one: 1, 0.0, "true", "off". Raises RequestRefused."""
     return value if isinstance(value, bool) else _coerce(_BOOL, value, param, "a boolean")

@@ -60,7 +60,8 @@ def add_routes(app: FastAPI, pins: PinParser, *, max_body_bytes: int) -> None:
         for each in await list_models(fleet):
             if each.get("id") == name:
                 return _json(each)
-        raise RequestRefused(f"the model {name!r} does not exist", status=404, code="model_not_found", param="model")
+        message = "the model does not exist: GET /v1/models lists those that do"  # a key may stand in its place
+        raise RequestRefused(message, status=404, code="model_not_found", param="model")
 
     async def list_models(fleet: Fleet) -> list[dict[str, Any]]:
         return list(pins.with_versions(await _models(fleet), fleet.served_versions))

@@ -9,6 +9,7 @@ from fastapi.responses import RedirectResponse, Response
 
 from tuneloop.explorer.auth import Caller
 from tuneloop.explorer.feedback.routes import FeedbackRoutes
+from tuneloop.explorer.http.bodies import number_in_form
 from tuneloop.explorer.ui.pages import SENTENCES, show_exchange
 from tuneloop.explorer.ui.reading.conversation import read_calls, read_request
 from tuneloop.explorer.ui.reading.reply_query import parse_cursor
@@ -91,10 +92,9 @@ def parse_rating(msg_id: str, form: Mapping[str, str]) -> dict[str, Any]:
     if thumb in {"up", "down"}:
         body["value"] = thumb == "up"
     elif reward:
-        try:
-            body["reward"] = float(reward)
-        except ValueError:
-            raise RequestRefused("The reward must be a number.", code="invalid_value", param="reward") from None
+        if (number := number_in_form(reward)) is None:
+            raise RequestRefused("The reward must be a number.", code="invalid_value", param="reward")
+        body["reward"] = number
     if comment := form.get("comment", "").strip():
         body["comment"] = comment
     edited = form.get("demonstration", "").replace("\r\n", "\n")

@@ -65,6 +65,7 @@ _KEY_ENDS = re.compile(r"-----END (?:[A-Z0-9]{1,16} ){0,4}PRIVATE KEY(?: BLOCK)?
 _API_KEYS: Mapping[str, str] = MappingProxyType(
     {
         "sk-": r"[\w-]{16,}",  # OpenAI, Anthropic and those who took after them
+        "tl-": r"[\w-]{40,}",  # our own
         "sk_live_": r"\w{16,}",  # Stripe
         "sk_test_": r"\w{16,}",
         "rk_live_": r"\w{16,}",

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlencode
 
+from tuneloop.explorer.http.bodies import number_in_form
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import MAX_NAME, State
 from tuneloop.shared.ledger.browsing.reply_pages import ReplyCursor, ReplyFilter
@@ -88,11 +89,8 @@ def _version(field: str, value: str) -> int:
 
 
 def _number(field: str, value: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
+    number = number_in_form(value)
+    if number is None or not math.isfinite(number):
         raise _refusal(field, f"{field} must be a number, not {value[:40]!r}")
     return number
 

@@ -249,6 +249,25 @@ def test_what_the_engine_refuses_comes_back_as_it_said_it(explorer: RunningExplo
     assert explorer.exchanges() == []
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions", "/tokenize"]
+)
+def test_a_key_in_the_place_of_the_model_is_not_repeated(
+    explorer: RunningExplorer, double: EngineDouble, path: str
+) -> None:
+    body = HELLO | {"input": "ab", "prompt": "ab", "max_tokens": 4}
+    seen = len(double.chats) + len(double.passed)
+    for key in ("tl-" + "aB3_-" * 9, "sk-proj-abcdefgh12345678"):
+        refused = explorer.http.post(path, json=body | {"model": key})
+        listed = explorer.http.get(f"/v1/models/{key}")
+        assert (refused.status_code, listed.status_code) == (404, 404)
+        assert key not in refused.text + listed.text
+    for wrong in ([], {}, 1, True):
+        refused = explorer.http.post(path, json=body | {"model": wrong})
+        assert (refused.status_code, "model must be a string" in refused.text) == (400, True)
+    assert len(double.chats) + len(double.passed) == seen, "no engine got those"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_refusal_quotes_nothing_that_the_client_never_said(
     explorer: RunningExplorer, double: EngineDouble, stream: bool

@@ -107,7 +107,7 @@ def test_exchanges_are_found(filled: Filled, query: dict[str, str], condition: s
         ({"version": "-1"}, "version must be a number"),
         ({"version": "9" * 30}, "version must be a number"),
         ({"state": "done"}, "there is no state 'done'; there are recorded, rewarded"),
-        ({"reward_from": "nan"}, "reward_from must be a number"),
+        *(({"reward_from": wrong}, "reward_from must be a number") for wrong in ("nan", "1_0", "\u0661")),
         ({"reward_to": "1e999"}, "reward_to must be a number"),
         ({"reward_from": "1", "reward_to": "0"}, "reward_from is larger than reward_to"),
         ({"since": "yesterday"}, "since must be a time in UTC such as"),

@@ -60,7 +60,7 @@ def test_an_answer_that_was_not_edited_is_no_demonstration(filled: Filled):
     [
         ({}, "There is nothing to record"),
         ({"thumb": "up", "reward": "-1"}, "Give a thumb or a reward, not both"),
-        ({"reward": "good"}, "The reward must be a number."),
+        *(({"reward": wrong}, "The reward must be a number.") for wrong in ("good", "1_0", "\u0660.\u0665")),
         ({"reward": "inf"}, "reward must lie between"),
         ({"reward": "1e9"}, "reward must lie between"),
     ],

@@ -10,7 +10,7 @@ from page_files import DOCS, ROOT
 
 from tuneloop import runner
 from tuneloop.explorer.engines.fleet import EngineState
-from tuneloop.explorer.processes.ledger_gauges import REFUSED
+from tuneloop.explorer.processes.ledger_gauges import KEY_CHANGED, REFUSED
 from tuneloop.explorer.proxy.request import BEYOND_IDS, NEUTRAL
 from tuneloop.explorer.versions import attestation, loading
 from tuneloop.shared.experience import Outcome, State, VersionState
@@ -86,7 +86,7 @@ def test_why_a_reply_is_no_sample_is_told_parameter_by_parameter() -> None:
 
 
 def test_every_alarm_is_on_its_page() -> None:
-    of_explorers = {attestation.ALARM, loading.DAMAGED, loading.UNREADABLE, LEDGER_OLDER, REFUSED, CLOCK_SKEW}
+    of_explorers = {attestation.ALARM, loading.DAMAGED, loading.UNREADABLE, LEDGER_OLDER, REFUSED, KEY_CHANGED, CLOCK_SKEW}
     of_trainers = {teacher._AWAY, monitors.NOT_FINITE, DISK_FULL, CAPTURE_MISMATCH, *OF_TRAINERS}
     alarms = of_explorers | {*STOPS, TRAINER_SILENT} | of_trainers
     page = (DOCS / "reasons.md").read_text()

@@ -58,7 +58,7 @@ def test_an_address_may_be_in_another_script() -> None:
 
 
 STARTS = (
-    *("sk-", "sk_live_", "sk_test_", "rk_live_", "ya29.", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"),
+    *("sk-", "tl-", "sk_live_", "sk_test_", "rk_live_", "ya29.", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"),
     *("glpat-", "xoxa-", "xoxb-", "xoxp-", "xoxr-", "xoxs-", "npm_", "pypi-", "dop_v1_"),
 )
 KEYS = [

@@ -44,6 +44,8 @@ _NAMES = ("user", "other_user")
 _REPLIES = ("msg_id", "other_msg_id")
 #: Exports of older versions have the second in place of the first.
 _SOURCES = ("feedback_sources", "said_by")
+#: Names of tasks and runs that the command prints.
+_LABELS_SHOWN = 20
 _COLUMNS = (*_NAMES, *_REPLIES, "tenant", *_SOURCES, "feedback")
 
 
@@ -171,7 +173,10 @@ class TrainedOn(NamedTuple):
 
 
 class Erasure(NamedTuple):
-    """What was deleted, or would be; `problems` lists what could not be deleted."""
+    """What was deleted, or would be; `problems` lists what could not be deleted.
+
+    `labels` are names of tasks and runs that exported traces hold, which no command reaches.
+    """
 
     tenant: str
     user: str
@@ -181,6 +186,7 @@ class Erasure(NamedTuple):
     feedback: int
     versions: tuple[TrainedOn, ...]
     files: tuple[FileErasure, ...]
+    labels: tuple[str, ...]
     problems: tuple[str, ...]
 
 
@@ -223,6 +229,7 @@ def erase(
         feedback=sum(each.feedback for each in deleted),
         versions=tuple(TrainedOn(each, states[each], count) for each, count in sorted(trained.items())),
         files=tuple(file for file in files if file.removed or file.problem),
+        labels=tuple(sorted(frozenset().union(*(each.labels for each in deleted)))),
         problems=tuple(problems),
     )
 
@@ -321,5 +328,9 @@ def _erasure_lines(result: Erasure) -> Iterator[str]:
         yield "exported files"
         for file in result.files:
             yield f"  {file.path}: {file.removed} rows{'' if result.dry_run else ' taken out'}"
+    if result.labels:
+        shown, more = result.labels[:_LABELS_SHOWN], len(result.labels) - _LABELS_SHOWN
+        yield "tasks and runs of theirs, whose names traces still hold if you exported any"
+        yield f"  {', '.join(shown)}{f' and {more} more: --json lists them' if more > 0 else ''}"
     for problem in result.problems:
         yield f"not reached: {problem}"

@@ -194,15 +194,19 @@ class PurgeResult(NamedTuple):
 
 
 class ErasureResult(NamedTuple):
-    """What a person's deletion came to; `trained`: how many of their experiences each version was trained on."""
+    """What a person's deletion came to; `trained`: how many of their experiences each version was trained on.
+
+    `labels`: the names of the tasks and the runs of their requests.
+    """
 
     msg_ids: frozenset[str]
     experiences: int
     feedback: int
     trained: dict[int, int]
+    labels: frozenset[str]
 
 
-NOTHING_ERASED = ErasureResult(frozenset(), 0, 0, {})
+NOTHING_ERASED = ErasureResult(frozenset(), 0, 0, {}, frozenset())
 
 
 class Export(NamedTuple):
@@ -308,7 +312,8 @@ class Retention(LedgerPart):
                 _forget_refused(connection, (tenant, stored_name(user)), msg_ids)
                 self._rewards.recompute(connection, touched)
         trained = Counter(row.trained_version for row in rows if row.trained_version is not None)
-        return ErasureResult(frozenset(msg_ids), len(rows), len(events), dict(sorted(trained.items())))
+        labels = frozenset(name for row in rows for name in (row.task_id, row.run_id) if name is not None)
+        return ErasureResult(frozenset(msg_ids), len(rows), len(events), dict(sorted(trained.items())), labels)
 
     def erasures(self) -> dict[Person, float]:
         """When each person was erased who was."""

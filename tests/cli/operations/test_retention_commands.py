@@ -167,6 +167,17 @@ def test_erase_speaks_json(file: Path, tmp_path: Path) -> None:
     assert (found["exchanges"], found["experiences"], found["feedback"], found["problems"]) == (2, 2, 1, [])
 
 
+def test_erase_names_the_tasks_and_runs_that_traces_still_hold(file: Path, ledger: Ledger) -> None:
+    theirs = [exchange(tenant="default", user="ann", task_id="ann's trip", run_id=f"{run:02}") for run in range(24)]
+    ledger.recording.record([*theirs, exchange(tenant="default", user="bob", task_id="bob's", run_id="b")])
+    names = [f"{run:02}" for run in range(24)] + ["ann's trip"]
+    assert json.loads(told("erase", "-c", file, "--user", "ann", "--dry-run", "--json")[0])["labels"] == names
+    assert told("erase", "-c", file, "--user", "ann")[-2:] == [
+        "tasks and runs of theirs, whose names traces still hold if you exported any",
+        f"  {', '.join(names[:20])} and 5 more: --json lists them",
+    ]
+
+
 @pytest.mark.usefixtures("ann")
 def test_erase_keeps_to_the_tenant(file: Path, ledger: Ledger) -> None:
     found = ran("erase", "-c", file, "--user", "ann", "--tenant", "acme")

@@ -76,7 +76,16 @@ class LedgerGauges:
             self._ledger.raters.settle()
             self._ledger.reports.fold_counts()
             if not self._key_checked:  # once: later the newest replies have names of the key that there is now
-                self._check_key()
+                path, names = self._settings.job_dir / KEY, self._ledger.reports.newest_names(among=_NAMES_LOOKED_AT)
+                signer = ReplyIdSigner(load_key(path))
+                if names and not any(signer.parse(msg_id, tenant) for tenant, msg_id in names):
+                    reason = (
+                        f"the newest {len(names)} replies were named with another key than {path} of"
+                        f" {socket.gethostname()}: feedback on them is answered 404; restore the key from a copy and"
+                        " start the explorer again"
+                    )
+                    if self._ledger.alarms.raise_alarm(Alarm(KEY_CHANGED, reason)):
+                        log.error("alarm_raised", name=KEY_CHANGED, reason=reason)
                 self._key_checked = True
             least = Rules.of(self._settings).least
             self._set_gauges(self._ledger.reports.facts(BatchPolicy.of(self._settings), batch=least))
@@ -105,18 +114,6 @@ class LedgerGauges:
             self.reached = False
             self._set_gauges(None, away=str(error))
             raise
-
-    def _check_key(self) -> None:
-        """Raise an alarm, for somebody to clear, if the ids of the newest replies are none of ours."""
-        path = self._settings.job_dir / KEY
-        signer, names = ReplyIdSigner(load_key(path)), self._ledger.reports.newest_names(among=_NAMES_LOOKED_AT)
-        if names and not any(signer.parse(msg_id, tenant) for tenant, msg_id in names):
-            reason = (
-                f"the newest {len(names)} replies were named with another key than {path} of {socket.gethostname()}:"
-                " feedback on them is answered 404; restore the key from a copy and start the explorer again"
-            )
-            if self._ledger.alarms.raise_alarm(Alarm(KEY_CHANGED, reason)):
-                log.error("alarm_raised", name=KEY_CHANGED, reason=reason)
 
     def _set_gauges(self, ledger: LedgerFacts | None, *, away: str = "") -> None:
         """Bring the gauges up to date that say what waits where, and why no step is happening."""

@@ -61,8 +61,8 @@ class Reply:
         message = completion["choices"][choice]["message"]
         turns = tuple(request.get("messages") or ())
         calls = tuple(calls_of(message))
-        fields = {"messages": turns, "tool_calls": calls, "tools": request.get("tools") or ()} | known
-        return cls(text=text_of(message.get("content")), **fields)
+        fields: dict[str, Any] = {"messages": turns, "tool_calls": calls, "tools": request.get("tools") or ()}
+        return cls(text=text_of(message.get("content")), **fields | known)
 
     @classmethod
     def of_trajectory(cls, messages: Sequence[Message], **known: Any) -> "Reply":

@@ -10,6 +10,7 @@ from tests.shared.retaining import IN_STATE, NOW, OLD, column, everything, in_wo
 from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import Kind, Outcome, State
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.recording.retention import NOTHING_ERASED
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.storage.schema import deletions, exchanges, experiences, exports, feedback
 from tuneloop.shared.settings.feedback import RewardRule
@@ -39,14 +40,14 @@ def test_a_person_goes_from_every_state_and_the_versions_that_know_them_are_told
     assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 1}
     assert len(column(engine, feedback.c.id)) == 1
     assert ledger.reports.imbalance() == []
-    assert ledger.retention.erase("acme", "ann")[1:] == (0, 0, {})
+    assert ledger.retention.erase("acme", "ann") == NOTHING_ERASED
 
 
 def test_another_tenants_person_of_that_name_stays(ledger: Ledger, engine: Engine) -> None:
     ledger.recording.record(
         [exchange(user="ann", tenant="other"), heard(source="ann", tenant="other"), exchange(user=None)]
     )
-    assert ledger.retention.erase("acme", "ann") == (frozenset(), 0, 0, {})
+    assert ledger.retention.erase("acme", "ann") == NOTHING_ERASED
     assert len(column(engine, exchanges.c.msg_id)) == 2
     assert ledger.retention.erasures() == {("acme", "ann"): NOW}
 
@@ -130,7 +131,7 @@ def test_others_take_the_rewards_that_they_have_without_the_feedback_of_the_pers
     )
     ledger.recording.record([heard(msg_id=rated_by_ann.msg_id, source="ann", value=1)])
     ledger.recording.commit("acme")
-    assert ledger.retention.erase("acme", "ann") == (frozenset(), 0, 4, {})
+    assert ledger.retention.erase("acme", "ann") == NOTHING_ERASED._replace(feedback=4)
     with engine.connect() as connection:
         found = connection.execute(select(experiences.c.msg_id, experiences.c.state, experiences.c.reward))
         rows = {msg_id: (state, reward) for msg_id, state, reward in found}

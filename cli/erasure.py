@@ -44,9 +44,10 @@ _NAMES = ("user", "other_user")
 _REPLIES = ("msg_id", "other_msg_id")
 #: Exports of older versions have the second in place of the first.
 _SOURCES = ("feedback_sources", "said_by")
+_COLUMNS = (*_NAMES, *_REPLIES, "tenant", *_SOURCES, "feedback")
+
 #: Names of tasks and runs that the command prints.
 _LABELS_SHOWN = 20
-_COLUMNS = (*_NAMES, *_REPLIES, "tenant", *_SOURCES, "feedback")
 
 
 class Person(NamedTuple):

@@ -34,6 +34,7 @@ NOT_SERVED = {
     "/v1/completions/derender": "a part of the engine alone",
     "/v1/completions/render": "a part of the engine alone: `/tokenize` has the prompt's token ids",
     "/v1/messages/render": "a part of the engine alone",
+    "/v1/responses/{response_id}/cancel": "a reply ends when its client leaves",
     "/v1/responses/render": "a part of the engine alone",
     "/v1/systemone": "decides between given answers, and samples no replies",
 }
@@ -47,7 +48,7 @@ OTHERWISE = {
     "/v1/responses/{response_id}": "from the ledger, also after a restart ([responses](responses.md))",
 }
 
-_CHOICES = "more than 16,777,215 choices of one request get a 400"
+_CHOICES = "more than 1,024 choices of one request, or 128 of one prompt, get a 400"
 _NOT_SEEN = "ours, which no engine gets; strict: a boolean, or 400"
 _LABELS = "[labels](feedback.md#labels-of-a-request), which no engine gets"
 _ASKED = "always asked of the engine, and taken out of the reply unless the client asked for it"

@@ -22,7 +22,14 @@ import structlog
 
 from tuneloop.explorer.auth import Caller, RunBinding
 from tuneloop.explorer.background_tasks import every
-from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter, SystemTurns, merged_header
+from tuneloop.explorer.dialects.dialect import (
+    MESSAGES,
+    Dialect,
+    ReplyWriter,
+    SystemTurns,
+    choice_count,
+    merged_header,
+)
 from tuneloop.explorer.edge import ClientRequest, Headers
 from tuneloop.explorer.engines import fleet, vllm
 from tuneloop.explorer.engines.fleet import PinParser, VersionPin, in_share
@@ -67,6 +74,9 @@ MAX_METADATA_BYTES = 64 << 10
 PREFIX = "tuneloop_"
 
 #: The names under which a request may keep its reply out of training.
+#: vLLM bounds no `n`: with 1024 choices of one prompt, all other requests waited for eleven seconds.
+_MOST_OF_A_PROMPT = 128
+
 _CONSENT = ("train", f"{PREFIX}train")
 
 
@@ -303,6 +313,9 @@ class RequestParser:
             upstream = with_own_uuids(await self._media.inline(upstream, raw.meter.hold), caller.tenant)
         if (choices := dialect.count_choices(upstream)) > self._max_choices:
             reason = f"a request may ask for {self._max_choices} choices, and this one asks for {choices}"
+            raise RequestRefused(reason, code="too_many_choices", param="n")
+        if choice_count(upstream) > _MOST_OF_A_PROMPT:
+            reason = f"a prompt may have {_MOST_OF_A_PROMPT} choices; ask several times for more"
             raise RequestRefused(reason, code="too_many_choices", param="n")
         labels = labels_of(upstream, raw.run, train=tenant.train)
         if store is None:

@@ -238,8 +238,8 @@ class ExplorerSettings(Section):
     """Seconds between two looks for a new version. _Serve._"""
     request_timeout: Seconds = 3600.0
     """Seconds that a reply may take, and that a request may take to come: see [Limits](limits.md). _Serve._"""
-    max_choices: Small = 128
-    """Choices that a request may ask for: prompts times `n`. _Serve._"""
+    max_choices: Small = 1024
+    """Choices that a request may ask for: prompts times `n`, which is at most 128. _Serve._"""
     max_in_flight: Positive = 1024
     """Requests that are answered at once; those beyond it wait. Each worker has its share. _Serve._"""
     max_waiting: NotNegative = 1024

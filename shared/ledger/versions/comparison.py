@@ -112,17 +112,17 @@ class RewardHistory(LedgerPart):
         newest = select(experiences.c.id).where(experiences.c.version_min == version)
         newest = newest.order_by(experiences.c.sampled_at.desc()).limit(among)
         totals = self._read(
-            select(func.sum(worth), func.count())
+            select(func.sum(worth), func.count(), func.min(case((worth.in_((0.0, 1.0)), 1), else_=0)))
             .join_from(experiences, exchanges, exchanges.c.msg_id == experiences.c.msg_id)
             .where(experiences.c.id.in_(newest.subquery().select()), alone, worth.is_not(None))
             .group_by(experiences.c.tenant, _unit)
         )
-        replies = sum(count for _, count in totals)
+        replies = sum(count for _, count, _ in totals)
         if not replies:
             return SampleStatistics()
-        mean = sum(total for total, _ in totals) / replies
-        squares = sum((total - mean * count) ** 2 for total, count in totals)
-        binary = all(reward in (0.0, 1.0) for rewards in units.values() for reward in rewards)
+        mean = sum(total for total, _, _ in totals) / replies
+        squares = sum((total - mean * count) ** 2 for total, count, _ in totals)
+        binary = all(of_thumbs for _, _, of_thumbs in totals)
         return SampleStatistics(replies, len(totals), mean, spread(replies, len(totals), squares, replies), binary)
 
     def feedback_to_served(self, version: int) -> list[float]:

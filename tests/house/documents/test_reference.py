@@ -86,9 +86,9 @@ def test_why_a_reply_is_no_sample_is_told_parameter_by_parameter() -> None:
 
 
 def test_every_alarm_is_on_its_page() -> None:
-    of_explorers = {attestation.ALARM, loading.DAMAGED, loading.UNREADABLE, LEDGER_OLDER, REFUSED, KEY_CHANGED, CLOCK_SKEW}
+    of_explorers = {attestation.ALARM, loading.DAMAGED, loading.UNREADABLE, LEDGER_OLDER, REFUSED, CLOCK_SKEW}
     of_trainers = {teacher._AWAY, monitors.NOT_FINITE, DISK_FULL, CAPTURE_MISMATCH, *OF_TRAINERS}
-    alarms = of_explorers | {*STOPS, TRAINER_SILENT} | of_trainers
+    alarms = of_explorers | {KEY_CHANGED, *STOPS, TRAINER_SILENT} | of_trainers
     page = (DOCS / "reasons.md").read_text()
     assert _first_column(page, "| alarm |") == alarms
     assert _first_column(page, "| monitor |") == RULES.keys()

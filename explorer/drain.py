@@ -315,12 +315,16 @@ class Drain:
         if not (gone := [file for file, at in self._drained.items() if at <= before or file in self._forgotten]):
             return
         self._compare_numbers()  # the ledger may have lost some of them just now
-        for file in (gone := [file for file in gone if file in self._drained]):
-            with contextlib.suppress(OSError):
+        removed = []
+        for file in (file for file in gone if file in self._drained):
+            try:
                 (self._folder / f"{file}{SUFFIX}").unlink(missing_ok=True)
+            except OSError:  # forgotten, it would be read again
+                continue
+            removed.append(file)
             for known in (self._drained, self._offsets, self._numbers):
                 known.pop(file, None)
-        self._when_there(lambda: self._recording.note_removed(gone))
+        self._when_there(lambda: self._recording.note_removed(removed))
 
     def _tell(self) -> None:
         """Tell what waits, if that was not done just now: a long backlog takes long to count."""

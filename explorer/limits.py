@@ -7,11 +7,12 @@ what they took is subtracted a moment later.
 
 import asyncio
 import math
+import os
 import resource
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,13 @@ def most_connections(wanted: int | None) -> int:
     """The connections that fit into this process's file descriptors, at most `wanted` of them."""
     room = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _RESERVED_DESCRIPTORS, _FEWEST_CONNECTIONS)
     return room if wanted is None else min(wanted, room)
+
+
+def descriptors_left() -> int:
+    """About how many more files this process can open: the system gives the lowest number that is free."""
+    with suppress(OSError), open(os.devnull) as file:
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - file.fileno()
+    return 0
 
 
 def raise_descriptor_limit() -> None:

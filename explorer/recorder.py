@@ -104,7 +104,8 @@ class OutboxLimits:
         """The disk refuses records, and more must not be taken until it is mended."""
         if self.broken is None:
             log.error("outbox_broken", folder=str(self._outbox.folder), reason=error.strerror)
-        self.broken = f"{self._outbox.folder} takes no records: {error.strerror}"
+        cure = "make room: see `df` and `df -i`" if error.errno == errno.ENOSPC else "see `dmesg` and the disk's mount"
+        self.broken = f"{self._outbox.folder} takes no records: {error.strerror}: {cure}"
 
     def note(self, status: OutboxStatus) -> None:
         """Take up what the drain tells."""

@@ -204,7 +204,9 @@ class OutboxReader:
     def __init__(self, path: Path) -> None:
         """Raises OSError: the file may be gone."""
         self.path, self.id, self.owner = path, path.stem, owner_of(path.stem)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)  # NFS locks no file that is open to read alone
+        # NFS locks no file that is open to read alone; a disk that is read-only lets nobody open one otherwise.
+        access = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY
+        self._descriptor = os.open(path, access | os.O_NOFOLLOW)
         self._seed = zlib.crc32(self.id.encode())
         self.is_claimed = False
 

@@ -44,23 +44,29 @@ from tuneloop.shared.held_files import clear_held, make_below
 #: wants there, so that a checkpoint never stops replies from being kept.
 RESERVE_SHARE, RESERVE_BYTES = 0.1, 4 << 30
 
+#: A checkpoint of one model has some thirty files and folders.
+_INODES = 64
+
 
 class DiskSpace(NamedTuple):
-    """The file system of `folder`, in bytes: what is `needed` there, what is to stay free, what is free."""
+    """The file system of `folder`, in bytes: what is `needed` there, what is to stay free, what is free; and inodes."""
 
     folder: Path
     needed: int
     reserve: int
     free: int
+    inodes: int = _INODES
 
     @property
     def missing(self) -> int:
-        """What must be made free before it fits."""
-        return max(0, self.needed + self.reserve - self.free)
+        """What must be made free before it fits; some byte where inodes are missing."""
+        return max(int(self.inodes < _INODES), self.needed + self.reserve - self.free)
 
     @property
     def sentence(self) -> str:
         """It for people."""
+        if self.inodes < _INODES:
+            return f"the file system of {self.folder} has {self.inodes} free inodes (`df -i`): delete files there"
         needed, free, reserve = map(gigabytes, (self.needed, self.free, self.reserve))
         sentence = f"the next checkpoint needs {needed}, {free} are free in {self.folder}, {reserve} of them stay free"
         return f"{sentence}: {gigabytes(self.missing)} are missing" if self.missing else sentence
@@ -71,7 +77,8 @@ def measure_space(folder: Path, *, needed: int) -> DiskSpace:
     there = next(each for each in (folder, *folder.parents) if each.exists())
     disk = os.statvfs(there)
     reserve = min(int(RESERVE_SHARE * disk.f_blocks * disk.f_frsize), RESERVE_BYTES)
-    return DiskSpace(folder, needed, reserve, disk.f_bavail * disk.f_frsize)
+    inodes = disk.f_favail if disk.f_files else _INODES  # some file systems count none
+    return DiskSpace(folder, needed, reserve, disk.f_bavail * disk.f_frsize, inodes)
 
 
 def gigabytes(count: int) -> str:

@@ -367,14 +367,21 @@ class EngineHttp:
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
         connection = _Connection(self._idle, self.movement)
+        self.movement.begin(connection)  # an engine that is connected to in vain sends nothing either
         try:
             async with asyncio.timeout(_CONNECT_S):
                 if self._socket:
                     await loop.create_unix_connection(lambda: connection, self._socket)
                 else:
                     await loop.create_connection(lambda: connection, self._host, self._port, ssl=self._tls)
-        except (OSError, TimeoutError) as error:
-            raise EngineUnreachable(f"the engine cannot be reached: {error or 'no answer'}") from error
+        except BaseException as error:
+            self.movement.end(connection)
+            if not isinstance(error, OSError):
+                raise
+            why = (
+                str(error) or f"no connection within {_CONNECT_S:g} s: see its host, and whether DNS tells its address"
+            )
+            raise EngineUnreachable(f"the engine cannot be reached: {why}") from error
         return connection
 
 

@@ -87,6 +87,11 @@ class JudgeLoop:
         self._done: set[int] = set()
         self._pause_s = _SHORTEST_PAUSE_S
         self._away = False
+        self._asked_at: float | None = None  # since when it has given no verdict
+
+    def silent_s(self) -> float:
+        """For how long the judge was asked, and has given no verdict."""
+        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     async def run(self, interval_s: float) -> None:
         """Judge replies every `interval_s` seconds, and at once again while there are more."""
@@ -107,7 +112,7 @@ class JudgeLoop:
         if waits:
             pause, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
             return max(pause, *waits)  # those are found again
-        self._away, self._pause_s = False, _SHORTEST_PAUSE_S
+        self._away, self._pause_s, self._asked_at = False, _SHORTEST_PAUSE_S, None
         more, self._last = last > self._last, last
         return _NOW if more else None
 
@@ -155,9 +160,10 @@ class JudgeLoop:
             return None  # deleted meanwhile
         started = time.monotonic()
         try:
-            verdict = await self._judge.score_async(
-                await reading_of(exchange, candidate.reply.tenant, self._conversation)
-            )
+            reading = await reading_of(exchange, candidate.reply.tenant, self._conversation)
+            self._asked_at = started if self._asked_at is None else self._asked_at
+            verdict = await self._judge.score_async(reading)
+            self._asked_at = None
             payloads = [encode(each) for each in events_of(self._settings.source, candidate, verdict)]
             await asyncio.to_thread(self._outbox.append, payloads)
         except (JudgeFailed, RequestRefused) as error:

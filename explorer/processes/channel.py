@@ -153,12 +153,13 @@ class WorkerMovement(msgspec.Struct, frozen=True):
     """What a worker sees of the parts that it asks, in seconds.
 
     For how long each engine has sent nothing to its requests, None where none waits; for how long a record has waited
-    for the disk; and how long ago an engine sent something last.
+    for the disk; and how long ago an engine sent something last. `descriptors` may still be opened.
     """
 
     quiet: list[float | None]
     append_s: float
     reply_s: float | None
+    descriptors: int
 
 
 class BeginFile(ChannelMessage, frozen=True):

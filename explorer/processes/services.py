@@ -228,6 +228,7 @@ async def open_control_services(
         conversation=Conversations(signer, control_client=services, reports=ledger.reports, arrivals=arrivals).read,
         wait_until_taken=services.wait_until_taken,
     )
+    stops.judge_s = judging.silent_s if judging else stops.judge_s
     return services, [
         watch.run(),
         stops.run(),

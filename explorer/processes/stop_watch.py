@@ -5,12 +5,13 @@ It asks neither the database nor a disk: it must tell of both when they do not a
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.drain import Drain
 from tuneloop.explorer.engines.fleet import EngineState, Fleet
+from tuneloop.explorer.limits import descriptors_left
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.processes.channel import WorkerMovement
 from tuneloop.shared.ledger.facts import EngineFacts, ExplorerFacts, Standstill
@@ -39,6 +40,7 @@ class StopWatch:
 
     def __init__(self, fleet: Fleet, drain: Drain, metrics: Metrics, workers: WatchedWorkers) -> None:
         self._fleet, self._drain, self._metrics, self._workers = fleet, drain, metrics, workers
+        self.judge_s: Callable[[], float] = lambda: 0.0
         self._shown: set[str] = set()
         self._stops: tuple[Standstill, ...] = ()
         LOG.count_dropped = metrics.log_dropped.inc
@@ -67,6 +69,8 @@ class StopWatch:
             engines=tuple(engines),
             database_s=time.monotonic() - self._drain.moved_at,
             append_s=max((each.append_s for each in seen), default=0.0),
+            judge_s=self.judge_s(),
+            descriptors=min([descriptors_left(), *(each.descriptors for each in seen)]),
             refusal=self.outbox().refusal,
         )
         self._stops = find_stops(facts)

@@ -26,7 +26,7 @@ from tuneloop.explorer.background_tasks import Task, every
 from tuneloop.explorer.edge import Http11
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, Fleet
-from tuneloop.explorer.limits import KeyUsage
+from tuneloop.explorer.limits import KeyUsage, descriptors_left
 from tuneloop.explorer.metrics import Metrics, process_samples
 from tuneloop.explorer.processes.channel import (
     AnnounceOwner,
@@ -267,7 +267,7 @@ class WorkerLink:
                 engines = [each.http.movement for each in self._fleet.engines]
                 reply_s = time.monotonic() - max(each.received_at for each in engines)
                 quiet, heard = [each.seconds for each in engines], reply_s if math.isfinite(reply_s) else None
-                return WorkerMovement(quiet, self._recorder.append_s, heard)
+                return WorkerMovement(quiet, self._recorder.append_s, heard, descriptors_left())
             case BeginFile():
                 await asyncio.to_thread(self._outbox.begin_new_file)
             case UpdateResults(results):

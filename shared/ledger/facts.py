@@ -173,13 +173,16 @@ class EngineFacts(NamedTuple):
 class ExplorerFacts(NamedTuple):
     """What a running explorer sees of its parts, in seconds; and why the database refuses records.
 
-    How long nothing came of the database, records wait for their disk, and nothing came of the control process.
+    How long nothing came of the database, records wait for their disk, nothing came of the control process or of the
+    judge. `descriptors` is how many more files each process may open, at least.
     """
 
     engines: tuple[EngineFacts, ...] = ()
     database_s: float = 0.0
     append_s: float = 0.0
     control_s: float = 0.0
+    judge_s: float = 0.0
+    descriptors: int | None = None
     refusal: str | None = None
 
 

@@ -20,8 +20,12 @@ OUTBOX_WAITS_S = 60.0
 #: What is asked for something and has not moved for so many seconds stands still, so that it is told within a minute.
 STILL_S = 40.0
 
-#: The same of a disk that is to take a record, and of the control process, which speaks to its workers each second.
-APPEND_S, CONTROL_S = 10.0, 15.0
+#: The same of a disk that is to take a record, of the control process, which speaks to its workers each second, and of
+#: a judge, of which a slow one takes half a minute.
+APPEND_S, CONTROL_S, JUDGE_S = 10.0, 15.0, 50.0
+
+#: Who may open fewer files than this is about to refuse connections, and to lose its engines.
+_FEW_DESCRIPTORS = 16
 
 #: A version that nothing holds back is served within so many seconds.
 VERSION_WAITS_S = 60.0
@@ -55,6 +59,9 @@ class Code(StrEnum):
     DATABASE_SILENT = "database_silent"
     OUTBOX_STUCK = "outbox_stuck"
     ENGINE_STUCK = "engine_stuck"
+    OPEN_FILES = "open_files"
+    JUDGE_SILENT = "judge_silent"
+    NOT_READY = "not_ready"
     STEPS_DONE = "steps_done"
     NO_TRAINER = "no_trainer"
     TRAINER_STUCK = "trainer_stuck"
@@ -79,7 +86,10 @@ class Code(StrEnum):
 
 
 #: Those that are alarms too: of an explorer's parts that stand still, and of its trainer.
-STOPS = (Code.DATABASE_REFUSES, Code.DATABASE_SILENT, Code.OUTBOX_STUCK, Code.ENGINE_STUCK)
+STOPS = (
+    *(Code.DATABASE_REFUSES, Code.DATABASE_SILENT, Code.OUTBOX_STUCK, Code.ENGINE_STUCK),
+    *(Code.OPEN_FILES, Code.JUDGE_SILENT),
+)
 OF_TRAINERS = (Code.TRAINER_STUCK, Code.VERSIONS_REJECTED)
 
 
@@ -112,15 +122,24 @@ def find_stops(facts: ExplorerFacts) -> tuple[Standstill, ...]:
     still = [each for each in facts.engines if each.still_s >= STILL_S]
     for each in still:
         does = "has been loading weights" if each.loads else "has requests, and has made no step nor sent a byte"
-        told = f"engine {each.number} {does} for {each.still_s:.0f} s: start it again, unless the explorer does"
+        told = f"engine {each.number} {does} for {each.still_s:.0f} s: start it again, unless the explorer does,"
+        told += " and see that its host is reached, by the name that DNS tells"
         found.append(Standstill(Code.ENGINE_STUCK, told, serves=len(still) < len(facts.engines)))
+    if facts.descriptors is not None and facts.descriptors < _FEW_DESCRIPTORS:
+        told = f"a process of the explorer can open {number(facts.descriptors, 'more file')}, and then no connection:"
+        told += " raise its limit (`LimitNOFILE=` of systemd, `ulimit -n`), and start the explorer again"
+        found.append(Standstill(Code.OPEN_FILES, told, serves=False))
+    if facts.judge_s >= JUDGE_S:
+        told = f"the judge has given no verdict for {facts.judge_s:.0f} s: start the model behind judge.url, or look at"
+        told += " its key, its name in DNS and its limits; replies wait for their verdicts, and none is lost"
+        found.append(Standstill(Code.JUDGE_SILENT, told))
     return tuple(found)
 
 
 def why_not_ready(stops: Sequence[Standstill], *, has_engine: bool, storage: str | None) -> str | None:
     """Why an explorer should get no requests; None if it should. `storage` is why nothing can be kept."""
     if not has_engine:
-        return "no engine is ready"
+        return "no engine is ready: see the explorer's log, and whether their hosts are reached, by their names in DNS"
     if storage is not None:
         return storage
     return next((stop.sentence for stop in stops if not stop.serves), None)

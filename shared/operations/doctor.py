@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from tuneloop.shared.capacity.pace import TrainerPace, find_pace
 from tuneloop.shared.checkpoints import (
     DiskSpace,
+    files_at,
     measure_space,
     newest_with_state,
     read_manifest,
@@ -14,7 +15,7 @@ from tuneloop.shared.checkpoints import (
     stays,
 )
 from tuneloop.shared.errors import CheckpointRejected, EnvironmentRefused, LedgerError
-from tuneloop.shared.experience import State
+from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.job_marks import require_restored
 from tuneloop.shared.ledger.explorers import ExplorerStatus
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
@@ -52,22 +53,26 @@ _CURES = dict.fromkeys(
     " other parameter that changes samples, nor `logprobs`)",
 ) | {"sampling:mask_too_large": " (too many tokens were left to be told: send `top_k`, or a lower `top_p`)"}
 
+_SERVED = (VersionState.CANDIDATE, VersionState.CANARY, VersionState.CHAMPION)
+
 _HOW = {"pinned": "is pinned", "canary": "is the canary", "waits": "waits"}
 
 
 class DoctorReport(NamedTuple):
     """The facts, a sentence for each sum of the ledger that does not balance, and why no step is happening.
 
-    `open_versions` are the waiting candidate, the canary and the pinned version. `older` says what knows more than
-    the ledger, `unseen` names files of outboxes that nobody has seen for two hours, `restoring` says that a restore
-    has not come to its end. `engines` are those of the explorer that answers where the settings say, None without
-    one; `pace` is that of the last minutes, None without two versions in them. `explorers` are all that it knows.
+    `open_versions` are the waiting candidate, the canary and the pinned version. `lost_files` names files of versions
+    that no engine could load now. `older` says what knows more than the ledger, `unseen` names files of outboxes that
+    nobody has seen for two hours, `restoring` says that a restore has not come to its end. `engines` are those of the
+    explorer that answers where the settings say, None without one; `pace` is that of the last minutes, None without two
+    versions in them. `explorers` are all that it knows.
     """
 
     facts: Facts
     imbalance: list[str]
     reasons: list[Reason]
     open_versions: tuple[OpenVersion, ...]
+    lost_files: tuple[str, ...] = ()
     older: str = ""
     unseen: tuple[str, ...] = ()
     restoring: str = ""
@@ -101,6 +106,7 @@ def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None 
             report = {
                 "imbalance": ledger.reports.audit(),
                 "open_versions": find_open_versions(ledger, settings),
+                "lost_files": tuple(find_lost_files(ledger)),
                 "older": find_lost_versions(settings.job_dir, ledger) or "",
                 "unseen": tuple(ledger.recording.unseen_files(files_of(settings.outbox_dir), _SILENT_S)),
                 "explorers": tuple(ledger.explorers.all()),
@@ -133,6 +139,21 @@ def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None 
     return DoctorReport(
         facts, reasons=diagnose(facts), restoring=restoring, engines=explorer.engines, pace=pace, **report
     )
+
+
+def find_lost_files(ledger: Ledger) -> Iterator[str]:
+    """The files that are missing or cut of the versions that are served or wait, where their folder can be seen."""
+    for version in ledger.versions.all():
+        if version.version and version.state in _SERVED and version.path.parent.is_dir():
+            try:
+                for each in files_at(version.path, read_manifest(version.path)):
+                    if (version.path / each.path).stat().st_size != each.size:
+                        raise CheckpointRejected(f"{each.path} is cut")
+            except (CheckpointRejected, OSError) as error:
+                told = (
+                    f"version {version.version} ({version.state}): {error}: no engine that starts can load it: put the"
+                )
+                yield f"{told} file back, or `tuneloop versions promote` another version"
 
 
 def _space(ledger: Ledger, settings: Settings) -> DiskSpace | None:
@@ -177,7 +198,7 @@ def as_sections(report: DoctorReport, settings: Settings) -> dict[str, list[str]
             f" {each.why}"
             for each in report.open_versions
         )
-        sections["Versions"] = [_versions(facts.ledger, facts.now), *open_versions]
+        sections["Versions"] = [_versions(facts.ledger, facts.now), *open_versions, *report.lost_files]
         sections["Alarms"] = [
             f"{each.name}: {each.reason}; raised {ago(facts.now, each.raised_at)} ago"
             + ("; no new version is served" if each.holds else "")
@@ -257,6 +278,7 @@ def as_json(report: DoctorReport) -> Mapping[str, object]:
         "now": facts.now,
         "holds": None if ledger is None else not report.imbalance,
         "imbalance": report.imbalance,
+        "lost_files": report.lost_files,
         "older": report.older or None,
         "restoring": report.restoring or None,
         "clock": report.clock and report.clock._asdict(),

@@ -66,9 +66,12 @@ def read_explorer(settings: Settings) -> ExplorerView:
     try:
         told = httpx.get(f"{url}/health/ready", timeout=_TIMEOUT_S, trust_env=False).json()
         stops = [Standstill(**each) for each in told.get("stops", ())]
+        if (reason := told.get("reason")) not in [None, *(stop.sentence for stop in stops)]:
+            stops.append(Standstill(Code.NOT_READY, f"the explorer at {url} is not ready: {reason}", serves=False))
         return _VIEW.validate_python((told["engines"], stops))
-    except httpx.ReadTimeout:
-        silent = f"the explorer at {url} takes connections and does not answer: end its processes, and start it again"
+    except (httpx.ReadTimeout, httpx.ReadError, httpx.RemoteProtocolError):
+        silent = f"the explorer at {url} takes connections and does not answer: end its processes, and start it again,"
+        silent += " with a higher limit of open files (`LimitNOFILE=`, `ulimit -n`) if its log names that"
         return ExplorerView(None, (Standstill(Code.EXPLORER_SILENT, silent, serves=False),))
     except (httpx.HTTPError, LookupError, TypeError, ValueError, ValidationError, AttributeError):
         return ExplorerView(None)

@@ -1,6 +1,7 @@
 """The way from the outbox into the ledger: nothing is lost, nothing comes twice, nobody holds up the others."""
 
 import asyncio
+import errno
 import os
 import threading
 import time
@@ -427,6 +428,25 @@ async def test_no_file_is_removed_that_the_ledger_has_lost(own: Outbox, notebook
         notebook.records, notebook.numbers[left.stem] = said[:1], 1
         eventually(lambda: notebook.removed == [left.stem])
     assert notebook.records == said
+
+
+async def test_a_file_that_cannot_be_removed_is_not_read_again(
+    own: Outbox, notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, offered = left_by_a_dead_process(own.folder, exchange()), list[Record]()
+    notebook.refuses = lambda record: bool(offered.append(record))  # type: ignore[func-returns-value]
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with draining(own.folder, notebook, own, keep_s=0.0) as (drain, _):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", refuse)
+            for _ in range(5):
+                assert await drain.wait_until_taken(60)
+        eventually(lambda: left.stem in notebook.removed)
+    assert len(offered) == 1
+    assert not left.exists()
 
 
 async def test_a_file_that_its_owner_has_not_locked_yet_is_none_that_is_drained(

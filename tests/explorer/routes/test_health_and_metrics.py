@@ -23,7 +23,8 @@ def test_live_and_ready_are_two_questions(explorer: RunningExplorer, double: Eng
     assert (engine["engine"], engine["state"], engine["version"]) == (0, "ready", 0)
     double.dead = True
     eventually(lambda: explorer.http.get("/health/ready").status_code == 503)
-    assert explorer.http.get("/health/ready").json()["reason"] == "no engine is ready"
+    reason = explorer.http.get("/health/ready").json()["reason"]
+    assert reason.startswith("no engine is ready: see the explorer's log, and whether their hosts are reached")
     assert explorer.http.get("/health/live").status_code == 200
     double.dead = False
     eventually(lambda: explorer.http.get("/health/ready").status_code == 200)

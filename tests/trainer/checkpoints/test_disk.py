@@ -25,12 +25,13 @@ def _size(learner):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 6 MB, on which four whole checkpoints of the tiny model have no room."""
+    """A file system of 6 MB, on which four whole checkpoints of the tiny model have no room, and of 1 000 inodes."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("only root may mount")
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)], check=False).returncode:
+    options = "size=6m,nr_inodes=1000"
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)], check=False).returncode:
         pytest.skip("no mounts here")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)
@@ -58,10 +59,23 @@ def test_more_versions_than_the_disk_holds_whole_are_published_without_a_pause(c
         check_files(each.path, read_manifest(each.path, sha256=each.manifest_sha256))
 
 
-def test_a_trainer_without_room_waits_and_says_how_much_is_missing_and_goes_on_by_itself(chosen, ledger, small_disk):
+def fill_bytes(hog):
+    (hog / "file").write_bytes(bytes(os.statvfs(hog).f_bavail * 4096 - 500_000))
+
+
+def fill_inodes(hog):
+    for number in range(os.statvfs(hog).f_favail - 20):
+        (hog / str(number)).touch()
+
+
+@pytest.mark.parametrize(("fill", "words"), [(fill_bytes, "MB are missing"), (fill_inodes, "free inodes (`df -i`)")])
+def test_a_trainer_without_room_waits_and_says_how_much_is_missing_and_goes_on_by_itself(
+    chosen, ledger, small_disk, fill, words
+):
     commit(ledger, [sample(i) for i in range(8)])
     hog = small_disk / "hog"
-    hog.write_bytes(bytes(os.statvfs(small_disk).f_bavail * 4096 - 500_000))
+    hog.mkdir()
+    fill(hog)
     stop = Event()
     with ThreadPoolExecutor(1) as threads:
         trainer = threads.submit(run, chosen, stop)
@@ -69,12 +83,12 @@ def test_a_trainer_without_room_waits_and_says_how_much_is_missing_and_goes_on_b
             eventually(lambda: trainer.done() or ledger.alarms.all())
             [alarm] = ledger.alarms.all()
             assert (alarm.name, alarm.holds) == ("disk_full", False)
-            assert "MB are missing" in alarm.reason
+            assert words in alarm.reason
             assert ledger.reports.counts()[State.LEASED] == 4
             assert not list(chosen.job_dir.glob(".*"))
             report = examine_experiment(chosen)
-            assert Code.DISK_FULL in [reason.code for reason in report.reasons]
-            hog.unlink()
+            assert words in next(reason.sentence for reason in report.reasons if reason.code == Code.DISK_FULL)
+            shutil.rmtree(hog)
             eventually(lambda: trainer.done() or ledger.reports.counts()[State.TRAINED] == 8)
         finally:
             stop.set()

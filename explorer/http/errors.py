@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from tuneloop.explorer.http.encodings import ACCEPTED
 from tuneloop.shared.errors import (
     EngineError,
     KeyRefused,
@@ -55,6 +56,9 @@ _OPENAI_TYPES = {
 
 #: No key, or an unknown one.
 _UNAUTHORIZED = 401
+
+#: The body's encoding is none of ours.
+_UNSUPPORTED = 415
 
 #: The engine has had the whole timeout: a retry would most likely take as long.
 _TIMED_OUT = 504
@@ -100,6 +104,8 @@ def error_response(error: RequestRefused, path: str, request_id: str | None) -> 
         }
     if error.status == _UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
+    if error.status == _UNSUPPORTED:
+        headers["accept-encoding"] = ACCEPTED
     if error.status == _TIMED_OUT or (error.status == _TOO_MUCH and error.retry_after_s is None):
         headers["x-should-retry"] = "false"
     return Response(orjson.dumps(body), error.status, headers, "application/json")

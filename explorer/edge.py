@@ -33,6 +33,9 @@ MAX_HEAD_BYTES = 64 << 10
 #: How long a client may go on sending after its last response, which a connection closed at once might lose.
 LINGER_S = 2.0
 
+#: Proxies cut a response that is silent for a minute, some of half a minute. A stream is silent for at most twice this.
+KEEP_ALIVE_S = 15.0
+
 
 class Http11(HttpToolsProtocol):
     """One connection, within the `connections` of the app that it serves."""
@@ -286,6 +289,8 @@ class ClientRequest:
         self.started = self.client_left = False
         self._unsent: _Suspended | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_silent = False
 
     def header(self, name: bytes) -> str | None:
         """The value of a request's header; `name` in lower case."""
@@ -308,7 +313,8 @@ class ClientRequest:
             answering.cancel()
 
     def stop_watching(self) -> None:
-        """Whether the client leaves matters no more."""
+        """Whether the client leaves matters no more, nor whether its connection is silent."""
+        _cancel(self._timer)
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None  # else the two would hold each other
@@ -323,14 +329,33 @@ class ClientRequest:
         self.started = True
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self._more]})
 
+    def keep_alive(self, headers: Headers, event: bytes) -> None:
+        """Send `event` whenever nothing else was sent for a while; begin the response for it, if need be."""
+        self._is_silent = True
+
+        def fill_silence() -> None:
+            if self._is_silent and self._unsent is None:  # a client that reads too slowly gets no event
+                start = {"type": "http.response.start", "status": 200, "headers": [*headers, *self._more]}
+                self.started = self.started or self._send_now(start) is None
+                if self.started:
+                    self._send_now({"type": "http.response.body", "body": event, "more_body": True})
+            self.keep_alive(headers, event)
+
+        self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, fill_silence)
+
     def write(self, chunk: bytes) -> bool:
         """Send a chunk, without a task in between; False where the client reads too slowly: `drain` sends it then."""
-        sending = self._send({"type": "http.response.body", "body": chunk, "more_body": True}).__await__()
+        self._is_silent = False
+        self._unsent = self._send_now({"type": "http.response.body", "body": chunk, "more_body": True})
+        return self._unsent is None
+
+    def _send_now(self, message: Any) -> "_Suspended | None":
+        """Send a message, or begin to where the client reads too slowly: what is returned then has not been sent."""
+        sending = self._send(message).__await__()
         try:
-            self._unsent = _Suspended(sending, next(sending))
+            return _Suspended(sending, next(sending))
         except StopIteration:
-            return True
-        return False
+            return None
 
     @property
     def client_is_slow(self) -> bool:
@@ -345,6 +370,7 @@ class ClientRequest:
 
     async def end_stream(self, chunk: bytes) -> None:
         """Send the last chunk, if there is one, and end the response."""
+        _cancel(self._timer)
         await self._send({"type": "http.response.body", "body": chunk, "more_body": False})
 
     async def refuse(self, error: RequestRefused) -> None:

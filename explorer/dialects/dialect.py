@@ -41,6 +41,9 @@ ReadConversation = Callable[[str, Caller], Awaitable[Sequence[Json]]]
 class ReplyWriter:
     """Writes one reply for the client while its transcript captures it; this one without translation."""
 
+    #: An event that clients ignore.
+    keep_alive: ClassVar[bytes] = b": keep-alive\n\n"
+
     def __init__(self, transcript: Transcript, tokens: TokenPieces | None = None) -> None:
         """`tokens` reads those pieces of a stream that it can."""
         self.transcript = transcript
@@ -207,6 +210,8 @@ class _TranslatedWriter(ReplyWriter):
 
 
 class _MessageWriter(_TranslatedWriter):
+    keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
+
     def error_event(self, message: str, code: str) -> bytes:
         return b"event: error\ndata: %b\n\n" % orjson.dumps(anthropic_error(message, status=500))
 

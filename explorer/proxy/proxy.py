@@ -43,8 +43,13 @@ _UNREADABLE_REPLY = (AttributeError, LookupError, TypeError, ValueError)
 #: Keys and versions that are remembered for having failed.
 _MAX_ANNOUNCED = 10_000
 
-_JSON = (b"content-type", b"application/json")
-_EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
+_JSON: Headers = [(b"content-type", b"application/json")]
+#: Proxies and browsers pass each event on at once: nginx would gather 16 KiB.
+_EVENTS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 
 
 class RequestOutcome:
@@ -66,8 +71,8 @@ class ReplyInFlight:
         self.engine = engine
         self._loads = engine.loads
 
-    def headers(self, kind: tuple[bytes, bytes]) -> Headers:
-        """The headers of the response to the client, whose content is of this kind."""
+    def headers(self, kind: Headers) -> Headers:
+        """The headers of the response to the client; `kind` are those of its content."""
         attested = [(b"x-tuneloop-attested", self.engine.proof.encode())] if self.engine.proof else []
         return [*self.request.headers(self.version, kind), *attested]
 
@@ -170,6 +175,8 @@ class Proxy:
             request = await self.parser.parse(dialect, raw, started)
             if self._traces is not None:
                 request = request._replace(trace=self._traces.begin(raw.header(b"traceparent")))
+            if request.stream:
+                raw.keep_alive(request.headers(None, _EVENTS), request.writer.keep_alive)
             if request.store:
                 self._recorder.admit()
                 self._metrics.captured.labels(request.captured_by).inc()
@@ -178,7 +185,11 @@ class Proxy:
                 whole = await self._answer_in_time(request, raw, outcome)
             finally:
                 self.admission.release(request.caller.identity)
-            if whole is not None:  # its client may read it slowly: it has no engine's place meanwhile
+            if whole is not None and raw.started:  # to keep the connection alive: the engine's error has no status
+                error = orjson.loads(whole[1])["error"]
+                code = str(error.get("code") or "engine_error")
+                await raw.end_stream(request.writer.error_event(error["message"], code))
+            elif whole is not None:  # its client may read it slowly: it has no engine's place meanwhile
                 await raw.respond(outcome.status, *whole)
         except asyncio.CancelledError:
             outcome.status, error = 499, "the client left"
@@ -186,7 +197,9 @@ class Proxy:
         except Exception as failure:
             refusal = errors.refusal_of(failure)
             outcome.status, error = refusal.status, refusal.code or type(failure).__name__
-            raise
+            if request is None or not raw.started or refusal.code == "internal":
+                raise
+            await raw.end_stream(request.writer.error_event(str(refusal), error))
         finally:
             if self._traces is not None and request is not None and request.trace is not None:
                 self._traces.send_request(
@@ -294,7 +307,8 @@ class Proxy:
             data = _convert(writer.convert_block, block)
             return raw.write(data) if data else True
 
-        await raw.start(200, in_flight.headers(_EVENTS))
+        if not raw.started:
+            await raw.start(200, in_flight.headers(_EVENTS))
         try:
             while not await reply.pipe(forward):
                 await raw.drain()

@@ -222,15 +222,14 @@ class Request(NamedTuple):
             headers["traceparent"] = self.trace.engine.traceparent
         return headers
 
-    def headers(self, version: int, kind: tuple[bytes, bytes]) -> Headers:
-        """The headers of the response to the client."""
-        headers = [
-            kind,
-            (b"x-request-id", self.request_id.encode("latin-1", "replace")),
-            (b"x-tuneloop-version", b"%d" % version),
-        ]
+    def headers(self, version: int | None, kind: Headers) -> Headers:
+        """The headers of the response to the client; `kind` are those of its content."""
+        request_id = self.request_id.encode("latin-1", "replace")
+        headers = [*kind, (b"x-request-id", request_id)]
+        if version is not None:
+            headers.append((b"x-tuneloop-version", b"%d" % version))
         if self.dialect.path == MESSAGES:
-            headers.append((b"request-id", headers[1][1]))
+            headers.append((b"request-id", request_id))
         if ignored := (*self.ignored_fields, *self.labels.ignored):
             headers.append((b"x-tuneloop-ignored", ", ".join(ignored).encode()))
         return [*headers, *merged_header(self.merged_turns)]

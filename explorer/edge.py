@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from tuneloop.explorer.auth import SCOPE_KEY, Caller, CrossOrigin, EntryGate, RunBinding, binding_of
 from tuneloop.explorer.http import errors
 from tuneloop.explorer.http.bodies import read_body
-from tuneloop.explorer.http.encodings import decoded
+from tuneloop.explorer.http.encodings import decode_body
 from tuneloop.explorer.limits import PIECE_BYTES, BodyLimits, ConnectionLimits, RequestMeter
 from tuneloop.shared.errors import RequestRefused
 
@@ -421,7 +421,8 @@ class Edge:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        receive = decoded(receive, scope["headers"])
+        if encodings := [value for name, value in scope["headers"] if name == b"content-encoding"]:
+            receive = decode_body(receive, encodings)
         try:
             caller = Caller() if self._gate is None else self._gate.admit(scope)
             meter = RequestMeter(self.limits, caller.meter)

@@ -34,10 +34,10 @@ _DECODERS: Mapping[str, Callable[[bytes], Any]] = {
 ACCEPTED = "gzip, deflate, zstd"
 
 
-def decoded(receive: Receive, headers: Iterable[tuple[bytes, bytes]]) -> Receive:
+def decode_body(receive: Receive, values: Iterable[bytes]) -> Receive:
     """ASGI's `receive` of a body without its `Content-Encoding`. It raises RequestRefused, and only where a body is."""
-    values = [str(value, "latin-1") for name, value in headers if name == b"content-encoding"]
-    named = [name for name in ",".join(values).lower().replace(" ", "").split(",") if name not in {"", "identity"}]
+    names = str(b",".join(values), "latin-1").lower().replace(" ", "").split(",")
+    named = [name for name in names if name not in {"", "identity"}]
     if not named:
         return receive
     decode, messages = _Body(", ".join(named)).messages, iter(list[Any]())

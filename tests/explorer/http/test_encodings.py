@@ -14,7 +14,7 @@ from tests.doubles.engine import CHAT, EnginePlace
 from tests.explorer.running import HELLO, RunningExplorer, explorer_running, settings_for
 from tests.explorer.wire import BODY, Wire, chunked, http_request
 from tuneloop.explorer.http.bodies import read_body
-from tuneloop.explorer.http.encodings import decoded
+from tuneloop.explorer.http.encodings import decode_body
 from tuneloop.explorer.limits import BodyLimits, KeyMeter, RequestMeter
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.ledger.keys import KeyLimits
@@ -95,9 +95,7 @@ async def test_a_bomb_is_not_unpacked_whole(encoding: str, compress: Callable[[b
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": bomb, "more_body": False}
 
-    receive_bounded = RequestMeter(limits, KeyMeter(KeyLimits())).receiver(
-        decoded(receive, [(b"content-encoding", encoding.encode())])
-    )
+    receive_bounded = RequestMeter(limits, KeyMeter(KeyLimits())).receiver(decode_body(receive, [encoding.encode()]))
 
     async def receive_counted() -> Any:
         nonlocal largest
@@ -141,6 +139,16 @@ def test_a_compressed_body_may_come_in_pieces_and_the_next_request_is_read(share
             wire.send(request.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n", 1))
             assert wire.response().status == 200
         wire.send(http_request(BODY))
+        assert wire.response().status == 200
+
+
+def test_a_client_that_waits_to_be_asked_for_a_compressed_body_is_asked(shared: RunningExplorer) -> None:
+    request = http_request(gzip.compress(BODY), "Expect: 100-continue", "Content-Encoding: gzip")
+    head, _, body = request.partition(b"\r\n\r\n")
+    with Wire(shared.url) as wire:
+        wire.send(head + b"\r\n\r\n")
+        assert wire.response().status == 100
+        wire.send(body)
         assert wire.response().status == 200
 
 

@@ -10,6 +10,7 @@ import pytest
 from tests.doubles.engine import CHAT, MODEL, EngineDouble
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually
+from tests.explorer.wire import Wire, http_request, streamed
 from tuneloop.explorer import edge
 
 pytestmark = pytest.mark.contract
@@ -125,6 +126,16 @@ def test_a_stream_that_waits_for_a_place_is_kept_alive(running_explorer: Run, do
     first.join()
     assert without_keep_alive(CHAT, stream.content).startswith(b'data: {"error":')
     assert "overloaded" in stream.text
+
+
+@pytest.mark.usefixtures("short_silence")
+def test_a_stream_of_http_1_0_is_kept_alive(running_explorer: Run, double: EngineDouble) -> None:
+    explorer, double.piece_pause_s = running_explorer(double), 0.15
+    with Wire(explorer.url) as wire:
+        wire.send(http_request(streamed(), version="1.0"))
+        answer = wire.response()
+    assert "transfer-encoding" not in answer.headers
+    assert without_keep_alive(CHAT, answer.body).endswith(b"data: [DONE]\n\n")
 
 
 def test_an_error_before_the_silence_keeps_its_status(running_explorer: Run, double: EngineDouble) -> None:

@@ -17,7 +17,7 @@ from tuneloop.shared.experience import State, steady_clock
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules, Standstill
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
-from tuneloop.shared.ledger.storage.database import CLOCK_SKEW, ClockSkew
+from tuneloop.shared.ledger.storage.clock import CLOCK_SKEW, ClockSkew
 from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.shared.operations.diagnosis import STOPS, TRAINER_SILENT, WAITING, Code, diagnose, find_silent_trainer
 from tuneloop.shared.outbox_status import OutboxStatus

@@ -19,7 +19,8 @@ from tuneloop.shared.experience import steady_clock
 from tuneloop.shared.held_files import read_unlinked
 from tuneloop.shared.job_marks import SERVED, write_mark
 from tuneloop.shared.ledger.ledger import Ledger, Version
-from tuneloop.shared.ledger.storage.database import LedgerClock, Transactions, connect, upgrade
+from tuneloop.shared.ledger.storage.clock import LedgerClock
+from tuneloop.shared.ledger.storage.database import Transactions, connect, upgrade
 from tuneloop.shared.ledger.versions.versions import Versions
 from tuneloop.shared.operations.job_folder import claim_folder
 from tuneloop.shared.settings.settings import Settings

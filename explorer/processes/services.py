@@ -213,11 +213,7 @@ async def open_control_services(
         engine_sleep=sleep,
     )
     version_log = VersionLog(ledger, metrics, interval_s=interval_s)
-    tracing = open_tracing(settings, "explorer")
-    if tracing is not None:
-        stack.callback(tracing.close)
-        experiment, send = f"{settings.project}/{settings.name}", tracing.send
-        version_log.tell = lambda event: send(decision_span(event, experiment))
+    _trace_decisions(settings, version_log, stack)
     signer = ReplyIdSigner(load_key(settings.job_dir / KEY))
     arrivals = Arrivals(signer, ledger.explorers)
     judging = settings.judge.url and JudgeLoop(
@@ -244,6 +240,14 @@ async def open_control_services(
         *([sleep.run()] if sleep else []),
         *_supervision(services, ledger, sockets, attestation, sleep),
     ]
+
+
+def _trace_decisions(settings: Settings, version_log: VersionLog, stack: AsyncExitStack) -> None:
+    tracing = open_tracing(settings, "explorer")
+    if tracing is not None:
+        stack.callback(tracing.close)
+        experiment, send = f"{settings.project}/{settings.name}", tracing.send
+        version_log.tell = lambda event: send(decision_span(event, experiment))
 
 
 async def _presence(settings: Settings, ledger: Ledger, fleet: Fleet, metrics: Metrics) -> None:

@@ -28,7 +28,8 @@ from tuneloop.shared.ledger.recording.retention import Retention
 from tuneloop.shared.ledger.recording.rewards import Rewards
 from tuneloop.shared.ledger.recording.stored_completions import StoredCompletions
 from tuneloop.shared.ledger.reports import Reports, VersionReward
-from tuneloop.shared.ledger.storage.database import LedgerClock, Transactions, connect, ignoring
+from tuneloop.shared.ledger.storage.clock import LedgerClock
+from tuneloop.shared.ledger.storage.database import Transactions, connect, ignoring
 from tuneloop.shared.ledger.storage.schema import experiment
 from tuneloop.shared.ledger.training.groups import BatchPolicy, Runs
 from tuneloop.shared.ledger.training.restoration import Restoration

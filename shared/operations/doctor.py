@@ -21,7 +21,7 @@ from tuneloop.shared.ledger.explorers import ExplorerStatus
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage import revisions
-from tuneloop.shared.ledger.storage.database import ClockSkew
+from tuneloop.shared.ledger.storage.clock import ClockSkew
 from tuneloop.shared.ledger.versions.versions import SERVABLE
 from tuneloop.shared.operations.diagnosis import Reason, ago, diagnose, equation, moment, number
 from tuneloop.shared.operations.engines import EngineSummary, plugin_sentence, read_explorer

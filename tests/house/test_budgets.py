@@ -8,9 +8,9 @@ from collections import Counter
 
 from sources import ROOT, SOURCES, functions
 
-SOURCE_LINES = 62_240
-TEST_LINES = 76_120
-OPTIONS = 161
+SOURCE_LINES = 64_215
+TEST_LINES = 78_710
+OPTIONS = 163
 #: Per thousand of all functions.
 PRIVATE_USED_ONCE = 124
 

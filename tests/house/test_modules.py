@@ -29,7 +29,6 @@ MEANINGS = {
     "outbox": "records on disk until somebody has taken them, and what operators do with them",
     "proxy": "a request's way to an engine and back",
     "recording": "what is written into the ledger as it comes",
-    "ranks": "the processes that train together",
     "rewards": "rewards made from feedback",
     "routes": "what answers HTTP requests",
     "services": "what is started beside the requests or the runs, and put together",

@@ -63,6 +63,7 @@ from tuneloop.shared.ledger.storage.database import (
 )
 from tuneloop.shared.ledger.storage.schema import (
     RESTORE,
+    RaterState,
     deletions,
     epochs,
     erasures,
@@ -70,7 +71,6 @@ from tuneloop.shared.ledger.storage.schema import (
     experiences,
     feedback,
     mismatches,
-    new_rater,
     outbox_files,
     raters,
     refused_records,
@@ -526,3 +526,9 @@ def _replies(connection: Connection, events: Sequence[Any]) -> Iterator[str]:
     yield from replies_of(connection, trajectories)
     retracted = {event.msg_id for event in events if event.kind == Kind.RETRACTION and event.msg_id is not None}
     yield from replies_preferred_to(connection, retracted)
+
+
+def new_rater(tenant: str, name: str, now: float) -> dict[str, Any]:
+    """A row of `raters` of somebody of whom nothing was decided."""
+    undecided = {"state": RaterState.ACTIVE, "settled": True, "reason": None}
+    return undecided | {"tenant": tenant, "name": name, "updated_at": now}

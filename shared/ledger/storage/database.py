@@ -8,13 +8,12 @@ The ledger's time: that of the database's clock, counted on with seconds that no
 import fcntl
 import os
 import re
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import psycopg
 import structlog
@@ -37,7 +36,6 @@ from sqlalchemy import (
     bindparam,
     create_engine,
     event,
-    extract,
     func,
     inspect,
     select,
@@ -57,103 +55,11 @@ from tuneloop.shared.errors import (
     LedgerUnavailable,
     RecordRefused,
 )
-from tuneloop.shared.experience import since_boot, steady_clock
+from tuneloop.shared.experience import steady_clock
+from tuneloop.shared.ledger.storage.clock import LedgerClock
 from tuneloop.shared.settings.database_url import SETTING, parse_url, without_password
 
 log = structlog.get_logger()
-
-#: How often a process compares the ledger's time with the database's clock, in seconds.
-COMPARE_S = 10.0
-
-#: A clock that is further off, in seconds, was set: a process goes on counting until it is restarted.
-FOLLOWED_S = 5.0
-
-#: From so many seconds on somebody is told: the order of what was said on two machines is no surer than that.
-TOLD_S = 1.0
-
-#: The first comparison is the best of so many: feedback has its place in the order by it.
-_FIRST_SAMPLES = 5
-
-#: The alarm's name.
-CLOCK_SKEW = "clock_skew"
-
-
-class ClockSkew(NamedTuple):
-    """By how many seconds this machine's clock and the database's are ahead of the ledger's time."""
-
-    machine_s: float
-    database_s: float
-
-    @property
-    def wrong(self) -> bool:
-        """Whether somebody should look after one of them."""
-        return max(abs(self.machine_s), abs(self.database_s)) >= TOLD_S
-
-    @property
-    def sentence(self) -> str:
-        """The differences in words."""
-        return f"this machine's is {_off(self.machine_s)}, the database's {_off(self.database_s)}"
-
-
-def _off(seconds: float) -> str:
-    if abs(seconds) < TOLD_S:
-        return "right"
-    return f"{abs(seconds):.0f} s {'ahead' if seconds > 0 else 'behind'}"
-
-
-def database_time(connection: Connection) -> float:
-    """What time the database has, in seconds since 1970; SQLite has this machine's."""
-    if connection.dialect.name == "sqlite":
-        return time.time()
-    return float(connection.execute(select(extract("epoch", func.clock_timestamp()))).scalar_one())
-
-
-class LedgerClock:
-    """Tells the ledger's time, in seconds since 1970. Raises the driver's errors, as any query does."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        ticks: Callable[[], float] = since_boot,
-        database: Callable[[Connection], float] = database_time,
-    ) -> None:
-        self._engine, self._ticks, self._database = engine, ticks, database
-        self._began: float | None = None
-        self._unsure_s = 0.0
-        self._compare_at = float("-inf")
-        #: By how many seconds the database's clock was ahead when it was asked last.
-        self.skew_s = 0.0
-
-    def __call__(self) -> float:
-        """The time of now."""
-        return self.began + self._ticks()
-
-    @property
-    def began(self) -> float:
-        """When this machine was started."""
-        return self.compare() if self._began is None else self._began
-
-    def compare(self) -> float:
-        """Ask the database, if that was not done lately; when this machine was started."""
-        if self._began is not None and self._ticks() < self._compare_at:
-            return self._began
-        with self._engine.connect() as connection:
-            samples = [self._sample(connection) for _ in range(_FIRST_SAMPLES if self._began is None else 1)]
-        unsure_s, began = min(samples)
-        self.skew_s = 0.0 if self._began is None else began - self._began
-        # What two round trips explain is no difference: a record keeps its place.
-        if self._began is None or unsure_s + self._unsure_s < abs(self.skew_s) <= FOLLOWED_S:
-            self._began, self._unsure_s = began, unsure_s
-        self._compare_at = self._ticks() + COMPARE_S
-        return self._began
-
-    def _sample(self, connection: Connection) -> tuple[float, float]:
-        """Half the round trip of a question to the database, and when the machine was started by the answer."""
-        before = self._ticks()
-        answer, after = self._database(connection), self._ticks()
-        return (after - before) / 2, answer - (before + after) / 2
-
 
 _LOCK_KEY = 0x74756E656C6F6F70  # "tuneloop"; any constant of our own does
 

@@ -581,13 +581,6 @@ raters = Table(
     CheckConstraint("(state = 'quarantined') = (reason IS NOT NULL)", name="quarantined_with_reason"),
 )
 
-
-def new_rater(tenant: str, name: str, now: float) -> dict[str, Any]:
-    """A row of `raters` of somebody of whom nothing was decided."""
-    row = {"tenant": tenant, "name": name, "state": RaterState.ACTIVE, "settled": True, "reason": None}
-    return row | {"updated_at": now}
-
-
 #: What was decided about each rater, by whom and why: append-only.
 rater_events = Table(
     "rater_events",

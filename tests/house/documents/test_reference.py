@@ -14,7 +14,7 @@ from tuneloop.explorer.processes.ledger_gauges import KEY_CHANGED, REFUSED
 from tuneloop.explorer.proxy.request import BEYOND_IDS, NEUTRAL
 from tuneloop.explorer.versions import attestation, loading
 from tuneloop.shared.experience import Outcome, State, VersionState
-from tuneloop.shared.ledger.storage.database import CLOCK_SKEW
+from tuneloop.shared.ledger.storage.clock import CLOCK_SKEW
 from tuneloop.shared.ledger.storage.schema import metadata
 from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH, DISK_FULL, OF_TRAINERS, STOPS, TRAINER_SILENT
 from tuneloop.shared.operations.older_ledger import LEDGER_OLDER

@@ -8,7 +8,7 @@ from sqlalchemy import Engine, select
 from tests.factories import exchange, experience, feedback, ids, leased, published
 from tuneloop.shared.experience import Exchange, Feedback, Kind, Outcome, Stamp, boot
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
-from tuneloop.shared.ledger.storage.database import LedgerClock
+from tuneloop.shared.ledger.storage.clock import LedgerClock
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
 from tuneloop.shared.settings.feedback import RewardRule

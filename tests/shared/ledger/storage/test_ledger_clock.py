@@ -7,7 +7,7 @@ from tests.doubles.clock import Clock
 from tests.factories import exchange, feedback
 from tuneloop.shared.experience import Kind, Stamp, State, boot, since_boot, steady_clock
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.storage.database import COMPARE_S, ClockSkew, LedgerClock, database_time
+from tuneloop.shared.ledger.storage.clock import COMPARE_S, ClockSkew, LedgerClock, database_time
 
 DAY = 86400.0
 START = 1_800_000_000.0

@@ -335,7 +335,6 @@ IMAGE: Json = {"type": "image_url", "image_url": {"url": "data:image/png;base64,
 
 REFUSED: dict[str, tuple[str, Json]] = {
     "an unknown model": (CHAT, {"model": "unknown"}),
-    "a model of no type": (CHAT, {"model": 3}),
     "an unknown model, text": (TEXT, {"model": "unknown"}),
     "no messages": (CHAT, {"messages": None}),
     "messages of no type": (CHAT, {"messages": "Hi."}),
@@ -406,6 +405,7 @@ OURS: dict[str, tuple[str, Json, str]] = {
     "return_token_ids": (CHAT, {"return_token_ids": "many"}, "return_token_ids"),
     "store": (CHAT, {"store": "never"}, "store"),
     "echo of no type": (TEXT, {"echo": "loud"}, "echo"),
+    "a model of no type": (CHAT, {"model": 3}, "model"),
     "no choices": (CHAT, {"n": -1}, "n"),
     "choices of no type": (CHAT, {"n": "many"}, "n"),
     "a cold temperature": (CHAT, {"temperature": -1}, "temperature"),

@@ -95,8 +95,9 @@ def put_rows(engine: Engine, rows: int) -> None:
                 "(SELECT count(*) FROM experiences WHERE trained_version = versions.version)"
             )
         )
-    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        connection.execute(text("ANALYZE" if engine.dialect.name == "sqlite" else "VACUUM ANALYZE"))
+    connection = engine.raw_connection()  # in no transaction
+    connection.cursor().execute("ANALYZE" if engine.dialect.name == "sqlite" else "VACUUM ANALYZE")
+    connection.close()
 
 
 def pages(rows: int) -> dict[str, str]:

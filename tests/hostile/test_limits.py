@@ -42,6 +42,8 @@ FIXED: dict[str, object] = {
     "a connection without another request": worker._KEEP_ALIVE_S,
     "a request's headers; what is sent between a body's chunks": edge.MAX_HEAD_BYTES,
     "headers after a chunked body (trailers)": (),
+    "its `Content-Encoding`": None,
+    "silence in an event stream": edge.KEEP_ALIVE_S,
     "how deep a body is nested": bodies.MAX_DEPTH,
     "objects and lists in a body": bodies.MAX_CONTAINERS,
     "values in a body": bodies.MAX_VALUES,

@@ -108,7 +108,7 @@ def test_a_text_to_be_read_costs_tokens(explorer: RunningExplorer, make_key: Mak
 
 def test_so_many_choices_and_no_more(explorer: RunningExplorer) -> None:
     assert code(explorer.http.post(CHAT, json=HELLO | {"n": 129})) == (400, "too_many_choices")
-    prompts = {"model": HELLO["model"], "prompt": ["x"] * 65, "n": 2}
+    prompts = {"model": HELLO["model"], "prompt": ["x"] * 513, "n": 2}
     assert code(explorer.http.post("/v1/completions", json=prompts)) == (400, "too_many_choices")
     assert explorer.http.post("/v1/completions", json=prompts | {"n": 1}).json().get("error", {}).get("code") != (
         "too_many_choices"

@@ -60,7 +60,7 @@ def asked(ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> As
     with engine.begin() as connection:  # a third, and the oldest: a plan that takes it to be spread looks at all else
         old = f"state = 'dropped', reason = 'old', trained_version = NULL WHERE id < {ROWS // 3}"
         connection.execute(text(f"UPDATE experiences SET {old}"))
-    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+    with engine.begin() as connection:
         connection.execute(text("ANALYZE"))
     app = page_app(settings, ledger)
     found: Asked = []

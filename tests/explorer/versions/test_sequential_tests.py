@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from tuneloop.explorer.versions.trial import contrast, exceeds
-from tuneloop.shared.evaluation.samples import SampleStatistics, Share
+from tuneloop.shared.evaluation.samples import SampleStatistics, Share, spread
 
 
 def sample(mean: float, replies: int = 100, *, variance: float = 1.0) -> SampleStatistics:
@@ -77,8 +77,9 @@ def test_the_ratio_of_totals_has_the_spread_of_its_linear_approximation():
     rng = np.random.default_rng(3)
     tokens = rng.integers(10, 100, size=(400, 200)).astype(float)
     seconds = 0.02 * tokens + rng.normal(0, 0.2, size=tokens.shape)
-    found = [SampleStatistics.ratio(list(zip(*pair, strict=True))) for pair in zip(seconds, tokens, strict=True)]
-    seen = np.var([each.mean for each in found])
-    assert np.mean([each.variance / each.replies for each in found]) == pytest.approx(seen, rel=0.2)
-    assert SampleStatistics.ratio([]) == SampleStatistics.of([]) == SampleStatistics()
-    assert SampleStatistics.of([2.0]) == SampleStatistics(1, 1, 2.0, 0.0)
+    means = seconds.sum(1) / tokens.sum(1)
+    squares = ((seconds - means[:, None] * tokens) ** 2).sum(1)
+    count = tokens.shape[1]
+    found = [spread(count, count, *pair) / count for pair in zip(squares, tokens.sum(1), strict=True)]
+    assert np.mean(found) == pytest.approx(np.var(means), rel=0.2)
+    assert spread(1, 1, 0.0, 2.0) == spread(0, 0, 0.0, 0.0) == 0.0

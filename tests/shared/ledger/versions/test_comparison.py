@@ -37,14 +37,14 @@ def test_independent_rewards_give_their_mean_and_variance(ledger: Ledger) -> Non
     said(ledger)
     reward = ledger.comparisons.figures(1, 0.0).reward
     assert reward[:2] == (5, 5)
-    assert reward[2:] == pytest.approx((statistics.mean(rewards), statistics.variance(rewards)))
+    assert reward[2:4] == pytest.approx((statistics.mean(rewards), statistics.variance(rewards)))
 
 
 def test_the_largest_rewards_there_can_be_are_no_obstacle(ledger: Ledger, engine: Engine) -> None:
     for _ in range(3):
         said(ledger, 1.0)
     set_rewards(engine, [9e299, -9e299, 0.0])
-    assert ledger.comparisons.figures(1, 0.0).reward == pytest.approx((3, 3, 0.0, 1e200))
+    assert ledger.comparisons.figures(1, 0.0).reward[:4] == pytest.approx((3, 3, 0.0, 1e200))
 
 
 def test_rewards_of_one_user_task_or_run_are_one_unit(ledger: Ledger) -> None:

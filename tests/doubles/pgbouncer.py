@@ -28,7 +28,8 @@ def pooled(url: str, mode: str) -> Iterator[str]:
         f"pool_mode = {mode}\ndefault_pool_size = 3\nauth_type = any\nlisten_port = {_PORT}\n"
         f"unix_socket_dir = {folder}\nlogfile = {folder}/log\nmax_client_conn = 200\n"
     )
-    shutil.chown(folder, user)
+    for each in (folder, folder / "pgbouncer.ini"):
+        shutil.chown(each, user)
     # Root must not run it.
     as_user = user if os.geteuid() == 0 else None
     process = subprocess.Popen([program, "-q", str(folder / "pgbouncer.ini")], user=as_user, env=environment())

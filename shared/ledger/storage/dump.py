@@ -59,9 +59,8 @@ def open_snapshot(url: str, *, schema: str) -> Iterator[Snapshot]:
     isolated = engine.execution_options(postgresql_begin="REPEATABLE READ")
     try:
         with translating_errors(), isolated.connect() as connection:
-            if (
-                engine.dialect.name == "postgresql"
-            ):  # It holds no lock that others wait for: a slow disk must not end it.
+            # It holds no lock that others wait for: a slow disk must not end it.
+            if engine.dialect.name == "postgresql":
                 connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
             yield Snapshot(url, schema, connection)
     finally:

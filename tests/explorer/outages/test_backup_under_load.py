@@ -24,7 +24,7 @@ from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.database import connect
 from tuneloop.shared.ledger.storage.dump import open_snapshot
-from tuneloop.shared.ledger.storage.schema import metadata
+from tuneloop.shared.ledger.storage.schema import experience_counts, metadata
 from tuneloop.shared.settings.loader import load_settings
 
 #: The backup and both services share the cores with the crowd.
@@ -201,6 +201,8 @@ def put_back(connection: Connection, rows: dict[str, list[dict[str, object]]]) -
     for table in metadata.sorted_tables:
         if rows[table.name]:
             connection.execute(insert(table), rows[table.name])
+    connection.execute(experience_counts.delete())  # into which triggers counted the rows again
+    connection.execute(insert(experience_counts), rows["experience_counts"])
 
 
 @pytest.mark.contract

@@ -33,7 +33,7 @@ from tuneloop.explorer.control_client import ShadowReply
 from tuneloop.explorer.engines.fleet import Engine, EngineState, TrafficSplit, split_of
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.shared.errors import LedgerError, LedgerUnavailable
-from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share, spread
+from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share, ratio_of_sums
 from tuneloop.shared.experience import VersionAction, VersionState, steady_clock
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.settings.settings import Settings
@@ -194,14 +194,9 @@ def figures_of(counted: Mapping[str, float]) -> Figures:
     """How a version did that only got copies."""
     of = defaultdict(float, counted)
     whole, tokens = int(of["copies"] - of["broken"]), of["tokens"]
-    latency = length = SampleStatistics()
-    if tokens:
-        mean = of["seconds"] / tokens
-        squares = of["seconds_squared"] - 2 * mean * of["seconds_by_tokens"] + mean**2 * of["tokens_squared"]
-        latency = SampleStatistics(whole, whole, mean, spread(whole, whole, squares, tokens))
-    if whole:
-        squares = max(0.0, of["tokens_squared"] - tokens**2 / whole)
-        length = SampleStatistics(whole, whole, tokens / whole, squares / max(1, whole - 1))
+    products = of["seconds_squared"], of["seconds_by_tokens"], of["tokens_squared"]
+    latency = ratio_of_sums(whole, whole, of["seconds"], tokens, *products)
+    length = ratio_of_sums(whole, whole, tokens, whole, of["tokens_squared"], tokens, whole)
     failures = Share(int(of["broken"]), int(of["copies"]))
     return Figures(failures=failures, refusals=Share(int(of["refused"]), whole), latency=latency, length=length)
 

@@ -66,3 +66,15 @@ def spread(replies: int, units: int, squares: float, under: float) -> float:
     if units < 2 or under <= 0:
         return 0.0
     return replies * units / (units - 1) * max(squares, 0.0) / under**2
+
+
+def ratio_of_sums(
+    replies: float, units: float, over: float, under: float, squared: float, mixed: float, under_squared: float
+) -> SampleStatistics:
+    """The ratio of two totals, `over` and `under`, from their sums and those of their squares and products by unit."""
+    if not under:
+        return SampleStatistics()
+    mean = over / under
+    squares = squared - 2 * mean * mixed + mean**2 * under_squared
+    count, sources = int(replies), int(units)
+    return SampleStatistics(count, sources, mean, spread(count, sources, squares, under))

@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Double, Select, and_, case, func, select
 from sqlalchemy import cast as as_type
 
-from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share, spread
+from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share, ratio_of_sums, spread
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.storage.database import LedgerPart
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback, version_events, versions, worth
@@ -87,13 +87,8 @@ def _sums(replies: Any, over: Any, under: Any) -> tuple[ColumnElement[Any], ...]
 
 
 def _sample(sums: Any, shift: float = 0.0) -> SampleStatistics:
-    replies, units, over, under, squared, mixed, under_squared = (float(each or 0) for each in sums)
-    if not under:
-        return SampleStatistics()
-    mean = over / under
-    squares = squared - 2 * mean * mixed + mean**2 * under_squared
-    count, sources = int(replies), int(units)
-    return SampleStatistics(count, sources, shift + mean, spread(count, sources, squares, under))
+    found = ratio_of_sums(*(float(each or 0) for each in sums))
+    return found._replace(mean=found.mean + shift) if found.replies else found
 
 
 #: Trained replies of a version by which its delay is told.

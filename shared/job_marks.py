@@ -75,13 +75,7 @@ def folder_mark(job_dir: Path) -> str | None:
 def mark_folder(job_dir: Path) -> None:
     """Make the folder, and give it a mark unless somebody has. Raises OSError."""
     job_dir.mkdir(parents=True, exist_ok=True)
-    draft = job_dir / f".{EXPERIMENT}-{os.getpid()}"
-    draft.write_text(f"{secrets.token_hex(16)}\n")
-    sync_folder(draft)
-    with suppress(FileExistsError):
-        os.link(draft, job_dir / EXPERIMENT)
-    draft.unlink()
-    sync_folder(job_dir)
+    _make_once(job_dir / EXPERIMENT, f"{secrets.token_hex(16)}\n".encode(), mode=0o666)
 
 
 def registered_in(job_dir: Path) -> Registered:
@@ -245,19 +239,7 @@ def load_key(path: Path) -> bytes:
     Raises EnvironmentRefused for a file that is no such key: signing with less would let anybody sign.
     """
     make_below(path.parent)
-    fresh = path.with_name(f".{path.name}-{os.getpid()}")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(secrets.token_bytes(_KEY_BYTES))
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        os.link(fresh, path)
-    except FileExistsError:
-        pass
-    finally:
-        fresh.unlink()
-    sync_folder(path.parent)
+    _make_once(path, secrets.token_bytes(_KEY_BYTES), mode=0o600)
     sync_folder(path.parent.parent)
     key = read_unlinked(path)
     if len(key) != _KEY_BYTES:
@@ -266,6 +248,21 @@ def load_key(path: Path) -> bytes:
             "lose the feedback on replies given so far"
         )
     return key
+
+
+def _make_once(path: Path, content: bytes, *, mode: int) -> None:
+    """Make a file, durably, unless somebody has made it. Raises OSError."""
+    fresh = path.with_name(f".{path.name}-{os.getpid()}")
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        with suppress(FileExistsError):
+            os.link(fresh, path)
+    finally:
+        fresh.unlink()
+    sync_folder(path.parent)
 
 
 def _read(path: Path, kind: type[_Mark]) -> _Mark | None:

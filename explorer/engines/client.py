@@ -207,8 +207,8 @@ class EngineQuiet:
 class _Connection(asyncio.Protocol):
     """One connection, for one request at a time. Its methods without a docstring are httptools' callbacks."""
 
-    def __init__(self, idle: "deque[_Connection]", movement: EngineQuiet) -> None:
-        self._idle, self._movement = idle, movement
+    def __init__(self, idle: "deque[_Connection]", quiet: EngineQuiet) -> None:
+        self._idle, self._quiet = idle, quiet
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport
         self._reply: EngineReply | None = None
@@ -223,7 +223,7 @@ class _Connection(asyncio.Protocol):
     def send(self, request: bytes, renaming: ModelRenaming | None) -> EngineReply:
         """Send a request, head and body."""
         self._reply = reply = RenamedEngineReply(self, renaming) if renaming else EngineReply(self)
-        self._movement.begin(self)
+        self._quiet.begin(self)
         self._transport.write(request)
         return reply
 
@@ -232,7 +232,7 @@ class _Connection(asyncio.Protocol):
         if not self._reading:
             self._reading = True
             if self._reply is not None:
-                self._movement.begin(self)
+                self._quiet.begin(self)
             self._transport.resume_reading()
 
     def abort(self) -> None:
@@ -245,7 +245,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        self._movement.received_at = time.monotonic()
+        self._quiet.received_at = time.monotonic()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -254,7 +254,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
-        self._movement.end(self)
+        self._quiet.end(self)
         reply = self._reply
         if reply is None:
             return
@@ -288,14 +288,14 @@ class _Connection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         if self._reply is not None and not self._reply.receive(body) and self._reading:
             self._reading = False
-            self._movement.end(self)  # the client is waited for, and not the engine
+            self._quiet.end(self)  # the client is waited for, and not the engine
             self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
         if self._reply is None or not self._reply.status:
             return
         reply, self._reply = self._reply, None
-        self._movement.end(self)
+        self._quiet.end(self)
         if self._parser.should_keep_alive() and not self.closing:
             self.resume_reading()
             self.idle_since = time.monotonic()
@@ -323,7 +323,7 @@ class EngineHttp:
             f"Host: {parts.netloc.rpartition('@')[2]}\r\nAccept-Encoding: identity\r\n{authorization}".encode()
         )
         self._idle: deque[_Connection] = deque()
-        self.movement = EngineQuiet()
+        self.quiet = EngineQuiet()
         self.renaming: ModelRenaming | None = None
 
     async def request(
@@ -366,8 +366,8 @@ class EngineHttp:
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
-        connection = _Connection(self._idle, self.movement)
-        self.movement.begin(connection)  # an engine that is connected to in vain sends nothing either
+        connection = _Connection(self._idle, self.quiet)
+        self.quiet.begin(connection)  # an engine that is connected to in vain sends nothing either
         try:
             async with asyncio.timeout(_CONNECT_S):
                 if self._socket:
@@ -375,7 +375,7 @@ class EngineHttp:
                 else:
                     await loop.create_connection(lambda: connection, self._host, self._port, ssl=self._tls)
         except BaseException as error:
-            self.movement.end(connection)
+            self.quiet.end(connection)
             if not isinstance(error, OSError):
                 raise
             why = (

@@ -264,7 +264,7 @@ class WorkerLink:
                 return process_samples(self._metrics.registry)
             case AnswerAtOnce(stops):
                 self._client.note_stops(stops)
-                engines = [each.http.movement for each in self._fleet.engines]
+                engines = [each.http.quiet for each in self._fleet.engines]
                 reply_s = time.monotonic() - max(each.received_at for each in engines)
                 quiet, heard = [each.seconds for each in engines], reply_s if math.isfinite(reply_s) else None
                 return WorkerMovement(quiet, self._recorder.append_s, heard, descriptors_left())

@@ -8,7 +8,7 @@ from collections import Counter
 
 from sources import ROOT, SOURCES, functions
 
-SOURCE_LINES = 64_212
+SOURCE_LINES = 64_211
 TEST_LINES = 78_713
 OPTIONS = 163
 #: Per thousand of all functions.

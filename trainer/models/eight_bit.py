@@ -16,8 +16,8 @@ from tuneloop.trainer.models.compiling import compile_if
 
 #: So many numbers have a scale of their own.
 BLOCK = 256
-#: So many at a time: what is made of them in between takes a few hundred megabytes.
-_CHUNK = 1 << 22
+#: So many at a time: what is made of them in between takes a few hundred megabytes, compiled far less of each.
+_CHUNK, _COMPILED_CHUNK = 1 << 22, 1 << 25
 
 _FIRST_STEPS, _FIRST_LEVELS = 8, 127
 _SECOND_STEPS, _SECOND_LEVELS = 12, 255
@@ -44,6 +44,7 @@ class EightBitAdamW:
         """
         self._starts = parameters
         self._update_part = compile_if(_update_part, wanted=compiled)
+        self._chunk = _COMPILED_CHUNK if compiled else _CHUNK
         self.param_groups: list[dict[str, Any]] = [
             {"params": list(parameters), "lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": 1e-8}
         ]
@@ -84,7 +85,7 @@ class EightBitAdamW:
         # Tensors, for a number would be compiled in, and they are others each time.
         numbers = [1 - lr * group["weight_decay"], lr / (1 - one**updates), (1 - two**updates) ** -0.5]
         decay, rate, correction = torch.tensor(numbers).to(device, non_blocking=True)
-        for part in _chunks(len(weights)):
+        for part in _chunks(len(weights), self._chunk):
             first_place = self._starts[parameter] + part.start
             places = torch.tensor([first_place, updates]).to(device, non_blocking=True)
             step = _Step((one, two), group["eps"], decay, rate, correction, places)
@@ -114,7 +115,7 @@ def decode_moment(state: Mapping[str, Tensor], name: str) -> Tensor:
 def encode_moment(state: Mapping[str, Tensor], name: str, moment: Tensor) -> None:
     """Keep a moment, flat, which is rounded to the nearest step."""
     values = moment if name == "exp_avg" else moment.sqrt()
-    for part in _chunks(len(values)):
+    for part in _chunks(len(values), _CHUNK):
         _keep(dict(_parts(state, part)), name, values[part], torch.full((), 0.5, device=values.device))
 
 
@@ -133,9 +134,9 @@ def _update_part(weights: Tensor, gradient: Tensor, state: dict[str, Tensor], st
     _keep(state, "exp_avg_sq", root, dither)
 
 
-def _chunks(count: int) -> Iterator[slice]:
-    for start in range(0, count, _CHUNK):
-        yield slice(start, min(count, start + _CHUNK))
+def _chunks(count: int, size: int) -> Iterator[slice]:
+    for start in range(0, count, size):
+        yield slice(start, min(count, start + size))
 
 
 def _parts(state: Mapping[str, Tensor], part: slice) -> Iterator[tuple[str, Tensor]]:

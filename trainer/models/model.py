@@ -131,7 +131,8 @@ class Actor:
                 hidden_BTD = self._body(input_ids=ids_BT, use_cache=False).last_hidden_state
                 return cast(Tensor, self._head(hidden_BTD))
 
-            with torch.no_grad():
+            # Eager: a function compiled for these eight ids would seldom be called again.
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 logits_BTV = network(input_ids=ids_BT, use_cache=False).logits
                 self._head_is_all = torch.equal(run_gathered(network, head_after_body), logits_BTV)
 

@@ -68,12 +68,15 @@ def prometheus_running(
 ) -> Iterator[RunningPrometheus]:
     """A Prometheus with the settings and rules of `deploy/prometheus`, but for the target, the key and the pace.
 
-    It brings the key in `key_file`, or none. With `patience`, alerts fire so soon, and scrapes may take long.
+    It brings the key in `key_file`, or none. With `patience`, alerts fire so soon, no age may be above four seconds,
+    and scrapes may take long.
     """
     executable = program("prometheus")
     folder.mkdir()
     rules = (FOLDER / "alerts.yml").read_text()
-    (folder / "alerts.yml").write_text(re.sub(r"for: \w+", f"for: {patience}", rules) if patience else rules)
+    if patience:  # `> 300` and `> 1800` are seconds that something may take
+        rules = re.sub(r"_seconds > \d{3,}", "_seconds > 4", re.sub(r"for: \w+", f"for: {patience}", rules))
+    (folder / "alerts.yml").write_text(rules)
     settings = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     pace = "5s" if patience else "2s"
     settings["global"] = {"scrape_interval": pace, "evaluation_interval": "1s"}

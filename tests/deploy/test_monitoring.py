@@ -4,16 +4,19 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import msgspec
 import pytest
 import yaml
 
+from tests.constants import section_of
 from tests.deploy.prometheus import FOLDER, ROOT, RunningPrometheus, prometheus_running, promtool
 from tests.doubles.engine import EngineDouble, engine_place
 from tests.explorer.checkpoints import register
@@ -24,11 +27,15 @@ from tests.explorer.conftest import running_explorer as running_explorer
 from tests.explorer.conftest import warm_verifier as warm_verifier
 from tests.explorer.processes.test_workers import chat, hired
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
+from tests.explorer.versions.test_reload import candidate, until_ready
 from tests.factories import committed
+from tests.loop.harness.services import free_port
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.shared.capacity.pace import VersionPace
 from tuneloop.shared.ledger.ledger import Alarm
 from tuneloop.shared.logging import LOG
 from tuneloop.shared.operations import diagnosis
+from tuneloop.shared.settings.feedback import JudgeSettings, PrivacySettings
 
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "tuneloop.json"
 RULES = [rule for group in yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
@@ -214,21 +221,9 @@ def _summaries(prometheus: RunningPrometheus) -> set[str]:
 def test_causes_fire_their_alerts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doubles: list[EngineDouble], running_explorer: Run
 ) -> None:
-    """What takes hours, such as an engine that is not proven, is tried with series in alerts.test.yml."""
     monkeypatch.setattr(diagnosis, "VERSION_WAITS_S", 1.0)
     explorer, [first, second] = running_explorer(*doubles, max_in_flight=1), doubles
-    target = explorer.url.removeprefix("http://")
-    with prometheus_running(tmp_path / "prometheus", target, patience="1s") as scraped, ExitStack() as stack:
-
-        def fire(*names: str, meanwhile: Callable[[], object] = lambda: None) -> None:
-            def all_fire() -> bool:
-                meanwhile()
-                found = {each["labels"]["alertname"] for each in scraped.alerts() if each["state"] == "firing"}
-                return found >= set(names)
-
-            eventually(all_fire, within_s=120)
-
-        eventually(lambda: scraped.value("up") == 1)
+    with firing(tmp_path, explorer) as fire, ExitStack() as stack:
         fire("TuneloopTrainerDown")
         explorer.ledger.recording.refuses = lambda record: getattr(record, "task_id", None) == "poison"
         explorer.chat(metadata={"task_id": "poison"})
@@ -262,3 +257,60 @@ def test_causes_fire_their_alerts(
         fire("TuneloopRequestsWait")
         second.dead = True
         fire("TuneloopEngineDown")
+
+
+def test_causes_fire_the_alerts_of_weights_ages_and_what_reads_texts(
+    tmp_path: Path, doubles: list[EngineDouble]
+) -> None:
+    settings = settings_for(tmp_path, [each.url for each in doubles], probe_interval=0.5)
+    parts = {
+        "judge": section_of(JudgeSettings, {"url": f"http://127.0.0.1:{free_port()}/v1", "model": "j", "retries": 0}),
+        "privacy": PrivacySettings(patterns={"evil": r"(x+x+)+y"}),
+    }
+    first, second = doubles
+    with explorer_running(settings.model_copy(update=parts)) as explorer, firing(tmp_path, explorer) as fire:
+        until_ready(explorer, 2)
+        explorer.chat()
+        fire("TuneloopJudgeAway", meanwhile=explorer.chat)
+        explorer.chat(messages=[{"role": "user", "content": "x" * 5000}])
+        fire("TuneloopPatternTimedOut")
+        candidate(explorer)
+        eventually(lambda: explorer.ledger.versions.champion().version == 1)
+        second.weights = Path("/jobs/global_step_9/actor")
+        fire("TuneloopEngineMismatched")
+        first.probe_fails = True
+        fire("TuneloopEngineNotProven")
+        explorer.feedback(explorer.services.feedback._signer.mint("default", 1), reward=1.0)
+        fire("TuneloopFeedbackPending")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(explorer.ledger.transactions, "time", lambda: time.time() - 5)
+            fire("TuneloopClockSkew")
+        now = time.time()
+        paces = [
+            VersionPace(at=now - age, consumed=8, waiting=waiting, set_aside=0, step_s=1.0, publish_s=0.1)
+            for age, waiting in ((60, 0), (1, 24))
+        ]
+        (explorer.settings.job_dir / "monitor").mkdir(exist_ok=True)
+        (explorer.settings.job_dir / "monitor" / "pace.json").write_bytes(msgspec.json.encode(paces))
+        fire("TuneloopTrainerLags")
+        explorer.ledger.recording.away = True
+        explorer.chat()
+        fire("TuneloopOutboxOld")
+
+
+@contextmanager
+def firing(tmp_path: Path, explorer: RunningExplorer) -> Iterator[Callable[..., None]]:
+    """What waits until alerts of some names fire, and calls something again and again meanwhile."""
+    target = explorer.url.removeprefix("http://")
+    with prometheus_running(tmp_path / "prometheus", target, patience="1s") as scraped:
+
+        def fire(*names: str, meanwhile: Callable[[], object] = lambda: None) -> None:
+            def all_fire() -> bool:
+                meanwhile()
+                found = {each["labels"]["alertname"] for each in scraped.alerts() if each["state"] == "firing"}
+                return found >= set(names)
+
+            eventually(all_fire, within_s=120)
+
+        eventually(lambda: scraped.value("up") == 1)
+        yield fire

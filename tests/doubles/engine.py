@@ -99,6 +99,7 @@ class EngineDouble:
     silent: bool = False  # hangs, and does not say either that it is healthy
     status: int = 200
     answer: bytes | None = None  # instead of any reply to a chat
+    probe_fails: bool = False
     answer_to_probe: bytes | None = None  # while it has the weights of a checkpoint
     no_token_ids: bool = False
     resets: bool = False
@@ -326,6 +327,8 @@ class EngineDouble:
         request = json.loads(body)
         if request["model"] not in {MODEL, *self.adapters}:
             return await _send_reply(send, 404, recorded("error_model.json"))
+        if self.probe_fails:
+            return await _send_reply(send, 500, b'{"error":{"message":"no","code":500}}')
         self.grammars_given += "structured_outputs" in request
         reply = json.loads(recorded("completions_probe.json"))
         if request.get("top_k") == 1:

@@ -6,7 +6,7 @@ lies between two is rounded up or down in turn: by a number that is different fo
 evenly, and follows from both, so that a run that is resumed is the same to the bit.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,13 +58,17 @@ class EightBitAdamW:
     @torch.no_grad()
     def step(self) -> None:
         """One update of every parameter that has a gradient."""
+        rates: dict[int, Sequence[Tensor]] = {}  # by updates made, which are those of all parameters in most runs
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
                 if parameter not in self.state:
                     self.state[parameter] = self.new_state(parameter)
                 state = self.state[parameter]
                 state["step"] += 1
-                self._update(parameter, state)
+                updates = int(state["step"])
+                if updates not in rates:
+                    rates[updates] = self._rates(updates, parameter.device)
+                self._update(parameter, state, updates, rates[updates])
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The state of a parameter before its first update."""
@@ -78,17 +82,22 @@ class EightBitAdamW:
             "exp_avg_sq_scale": torch.zeros(blocks, device=device),
         }
 
-    def _update(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> None:
-        group, updates = self.param_groups[0], int(state["step"])
-        (one, two), lr, device = group["betas"], group["lr"], parameter.device
-        weights, gradients = parameter.view(-1), parameter.grad.reshape(-1)  # type: ignore[union-attr]
-        # Tensors, for a number would be compiled in, and they are others each time.
+    def _rates(self, updates: int, device: torch.device) -> Sequence[Tensor]:
+        """Tensors, for a number would be compiled in, and they are others each time."""
+        group = self.param_groups[0]
+        (one, two), lr = group["betas"], group["lr"]
         numbers = [1 - lr * group["weight_decay"], lr / (1 - one**updates), (1 - two**updates) ** -0.5]
-        decay, rate, correction = torch.tensor(numbers).to(device, non_blocking=True)
+        return torch.tensor(numbers).to(device, non_blocking=True).unbind()
+
+    def _update(
+        self, parameter: nn.Parameter, state: Mapping[str, Tensor], updates: int, rates: Sequence[Tensor]
+    ) -> None:
+        group, (decay, rate, correction) = self.param_groups[0], rates
+        weights, gradients = parameter.view(-1), parameter.grad.reshape(-1)  # type: ignore[union-attr]
         for part in _chunks(len(weights), self._chunk):
             first_place = self._starts[parameter] + part.start
-            places = torch.tensor([first_place, updates]).to(device, non_blocking=True)
-            step = _Step((one, two), group["eps"], decay, rate, correction, places)
+            places = torch.tensor([first_place, updates]).to(parameter.device, non_blocking=True)
+            step = _Step(group["betas"], group["eps"], decay, rate, correction, places)
             self._update_part(weights[part], gradients[part], dict(_parts(state, part)), step)
 
 

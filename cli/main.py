@@ -25,9 +25,9 @@ from tuneloop.cli.options import (
     existing_ledger,
     open_to_group,
 )
-from tuneloop.cli.settings import LogJsonOption, LogLevelOption, hand_on_log_options
+from tuneloop.cli.settings import LogJsonOption, LogLevelOption, hand_on_log_options, sentence_of_tune
 from tuneloop.shared import VERSION
-from tuneloop.shared.errors import EnvironmentRefused, StartupError, TuneloopError
+from tuneloop.shared.errors import EnvironmentRefused, SettingsError, StartupError, TuneloopError
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.database import upgrade
 from tuneloop.shared.operations.backup import require_stopped
@@ -142,7 +142,10 @@ def _exposure(insecure: bool) -> list[str]:
 
 
 def _start(config: Path, overrides: Sequence[str]) -> None:
-    settings = read_settings(config, overrides).valid_settings()
+    report = read_settings(config, overrides)
+    settings = report.valid_settings()
+    if report.is_of_tune:
+        raise SettingsError(sentence_of_tune(config))
     require_trainable(settings)
     if any(holds_secret(override.partition("=")[0].strip()) for override in overrides):
         os.environ[OVERRIDES_VARIABLE] = json.dumps(overrides)
@@ -178,6 +181,16 @@ def _replace_process(command: list[str]) -> NoReturn:
 def debug(context: typer.Context) -> None:
     """Replace this process by the runner's command of this name."""
     _replace_process([sys.executable, "-P", "-m", "tuneloop.runner", "debug", *context.args])
+
+
+@app.command(
+    "tune",
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+    help="Run the tasks that FILE names, and train on their rewards: FILE --workflow module:function. More: --help.",
+)
+def tune_(context: typer.Context) -> None:
+    """Replace this process by the runner's command of this name."""
+    _replace_process([sys.executable, "-P", "-m", "tuneloop.runner", "tune", *context.args])
 
 
 @db_app.command("upgrade")

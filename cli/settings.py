@@ -3,6 +3,7 @@
 import os
 import re
 from contextlib import closing
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
@@ -48,6 +49,7 @@ def validate(config: ConfigOption, set_: SetOption = None, for_programs: JsonOpt
                 check_exposure(report.settings)
                 require_trainable(report.settings)
                 understood = {name.replace(" ", "_"): value for name, value in summary_of(report.settings)}
+                understood |= {"run_by": sentence_of_tune(config)} if report.is_of_tune else {}
                 understood |= {"notes": notes_on(report.settings), "ignored": report.ignored}
             except SettingsError as error:
                 problems = str(error).splitlines()
@@ -60,11 +62,18 @@ def validate(config: ConfigOption, set_: SetOption = None, for_programs: JsonOpt
     check_exposure(settings)
     require_trainable(settings)
     lines = [*summary_of(settings), *(("note", note) for note in notes_on(settings))]
+    if report.names_tasks and settings.mode == "serve":
+        lines.append(("note", "buffer.explorer_input: mode serve runs no tasks, it answers whoever asks"))
     lines.append(("ignored", ", ".join(report.ignored)))
-    echo(f"{config} is valid.")
+    echo(sentence_of_tune(config) if report.is_of_tune else f"{config} is valid.")
     for name, value in lines:
         if value:
             echo(f"  {name:<18} {value}")
+
+
+def sentence_of_tune(config: Path) -> str:
+    """How to run the tasks that a file names."""
+    return f"{config} names tasks, and with `tuneloop run` nothing will ask for replies: tuneloop tune {config}"
 
 
 def notes_on(settings: Settings) -> list[str]:

@@ -9,6 +9,7 @@ COMMANDS = {
     "debug": "tuneloop.runner.tuning.debugging",
     "shadow": "tuneloop.runner.shadow.shadow_command",
     "tasks": "tuneloop.runner.tasks.tasks_command",
+    "tune": "tuneloop.runner.tuning.tune_command",
 }
 
 

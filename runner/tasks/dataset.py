@@ -100,11 +100,18 @@ _SPLIT = re.compile(r"(?P<name>[\w.-]+)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?
 _AFTER_SPLIT = "-_."
 
 
+#: In which order tasks may be run, by Trinity's names.
+SELECTORS = ("sequential", "shuffle", "random", "offline_easy2hard")
+
+
 @dataclass(slots=True)
 class DatasetConfig:
     """Where tasks come from, and how often they are gone through.
 
     `split` may be a slice as in `datasets`: `train[:100]`, `train[10%:]`. `total_steps` wins over `total_epochs`.
+    `workflow_args` stand in each task under that name. `task_selector` says by its `selector_type` in which order
+    tasks are run: `sequential`, `shuffle` (another order each epoch), `random` (each step for itself), or
+    `offline_easy2hard` (by `feature_keys`, the largest first).
     """
 
     path: str
@@ -112,6 +119,8 @@ class DatasetConfig:
     split: str | None = "train"
     total_epochs: int = 1
     total_steps: int | None = None
+    workflow_args: Mapping[str, Any] | None = None
+    task_selector: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Raise DatasetRefused for a value that makes no sense."""
@@ -119,8 +128,16 @@ class DatasetConfig:
         for name, value in (("total_epochs", self.total_epochs), ("total_steps", self.total_steps)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise DatasetRefused(f"{name} must be a whole number of at least 1, not {value!r}")
+        if self.selector_type not in SELECTORS:
+            there = ", ".join(SELECTORS)
+            raise DatasetRefused(f"task_selector: there is no {self.selector_type!r} here; there are {there}")
         if self.split is not None and not _SPLIT.match(self.split):
             raise DatasetRefused(f"split must be a name or a slice such as train[:100], not {self.split!r}")
+
+    @property
+    def selector_type(self) -> str:
+        """In which order its tasks are run."""
+        return str((self.task_selector or {}).get("selector_type") or "sequential")
 
     def preview(self, n: int = 5) -> list[Task]:
         """The first `n` tasks, printed as JSON too. Raises DatasetRefused, ExtraMissing."""
@@ -133,7 +150,13 @@ class DatasetConfig:
         """All tasks, in their order. Raises DatasetRefused, ExtraMissing."""
         tasks = list(self._rows())
         self._require(tasks)
-        return tasks
+        if self.selector_type == "offline_easy2hard":
+            keys = list((self.task_selector or {}).get("feature_keys") or ())
+            if missing := [each for each in keys if each not in tasks[0]] or ["feature_keys"] * (not keys):
+                raise DatasetRefused(f"task_selector: offline_easy2hard: there is no {missing[0]}")
+            tasks.sort(key=lambda task: [float(task[each]) for each in keys], reverse=True)
+        extra = {"workflow_args": dict(self.workflow_args)} if self.workflow_args else {}
+        return [{**extra, **task} for task in tasks]
 
     def _require(self, tasks: Sequence[Task]) -> None:
         if not tasks:

@@ -16,6 +16,7 @@ from typing import Any
 
 from tuneloop.runner.errors import TuneRefused
 from tuneloop.runner.models.bound_model import CallDefaults
+from tuneloop.runner.trinity import ATTENTION, MLP, OF_GROUPS, instead_of
 from tuneloop.runner.tuning.views import View
 
 
@@ -63,8 +64,7 @@ JudgeType = Callable[..., Awaitable[JudgeOutput] | JudgeOutput]
 MONITORS = ("tensorboard", "wandb", "mlflow")
 
 #: The algorithms that learn from rewards, by our names; those that compare the runs of a task with each other.
-ALGORITHMS = ("multi_step_grpo", "grpo", "rloo", "ppo", "reinforce", "reinforce++", "raft", "sft", "kto", "dpo")
-OF_GROUPS = ("multi_step_grpo", "grpo", "rloo", "dpo")
+ALGORITHMS = ("multi_step_grpo", "grpo", "dapo", "gspo", "cispo", "rloo", "ppo", "reinforce", "reinforce++", "raft", "sft", "kto", "dpo")
 
 #: What others call them.
 _ALIASES = {
@@ -160,6 +160,9 @@ class AlgorithmConfig:
         """Raise TuneRefused for a value that makes no sense."""
         self.algorithm_type = _ALIASES.get(self.algorithm_type, self.algorithm_type)
         if self.algorithm_type not in ALGORITHMS:
+            if instead := instead_of(str(self.algorithm_type)):
+                where = " in a settings file: tune() gives rewards" if "distill" in instead else ""
+                raise TuneRefused(f"algorithm_type: {self.algorithm_type!r}: {instead}{where} (docs/methods.md)")
             near = get_close_matches(str(self.algorithm_type), ALGORITHMS, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise TuneRefused(
@@ -372,9 +375,6 @@ def _problems(function: Callable[..., Any], needed: _Needed, offered: tuple[str,
 
 Settings = dict[str, Any]
 
-_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-_MLP = ["gate_proj", "up_proj", "down_proj"]
-
 #: What an engine takes of the one GPU that the trainer is on too.
 _SHARED_GPU = 0.4
 
@@ -409,6 +409,15 @@ def service_settings(
             "train at 1.0"
         )
     gpus = count_gpus() if gpus is None else gpus
+    cluster = dict((over or {}).get("cluster") or {})
+    if gpus and cluster.get("gpu_per_node"):
+        gpus = cluster["gpu_per_node"] = min(gpus, int(cluster["gpu_per_node"]))
+        over = {**(over or {}), "cluster": cluster}
+    if int(cluster.get("node_num") or 1) > 1:
+        raise TuneRefused(
+            f"cluster.node_num: tune() starts its services on one machine, not on {cluster['node_num']}: write 1, or"
+            " start them yourself, and name them by service="
+        )
     rollout: Settings = {
         "engine_num": model.inference_engine_num,
         "tensor_parallel_size": model.tensor_parallel_size,
@@ -442,8 +451,8 @@ def service_settings(
         "temperature": model.temperature,
     }
     if (adapter := model.tinker_config) is not None:
-        targets = (_ATTENTION if adapter.train_attn else []) + (_MLP if adapter.train_mlp else [])
-        trained["lora"] = {"rank": adapter.rank, "targets": targets}
+        targets = ATTENTION * adapter.train_attn + MLP * adapter.train_mlp
+        trained["lora"] = {"rank": adapter.rank, "targets": list(targets)}
     made: Settings = {
         "mode": "both",
         "project": place.project,

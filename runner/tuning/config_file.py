@@ -4,42 +4,31 @@ What tune() has arguments for is taken out of the file: the tasks, the model, th
 rest is handed on to the service as its settings, which knows Trinity's names too.
 """
 
-import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tuneloop.runner.trinity as trinity
 from tuneloop.runner.errors import ExtraMissing, TuneRefused
-from tuneloop.runner.tasks.dataset import DatasetConfig
+from tuneloop.runner.tasks.dataset import SELECTORS, DatasetConfig
 from tuneloop.runner.tuning.config import MONITORS, OF_GROUPS, AlgorithmConfig, TinkerConfig, TunerModelConfig
 
-#: Options of Trinity's that mean nothing here whatever they say: our services do by themselves what they are about.
+#: What tune() does by itself, or has no use for, beside what services ignore.
 _WITHOUT_EFFECT = (
-    "mode",
     "synchronizer",
-    "ray_namespace",
-    "stages",
-    "log",
-    "data_processor",
-    "buffer.explorer_input.taskset.workflow_args",
-    "buffer.explorer_input.taskset.default_workflow_type",
-    "buffer.explorer_input.taskset.default_reward_fn_type",
-    "buffer.explorer_input.taskset.format",
-    "buffer.explorer_input.default_workflow_type",
-    "buffer.explorer_input.default_reward_fn_type",
-    "buffer.trainer_input",
-    "buffer.pad_token_id",
-    "explorer.max_repeat_times_per_runner",
     "explorer.env_vars",
-    "trainer.save_interval",
-    "trainer.trainer_type",
-    "trainer.trainer_config",
+    "buffer.trainer_input",
+    "buffer.group_by",
+    "trainer.keep_interval",
 )
 
+#: Of a set of tasks, what is read here.
+_OF_TASKS = {"path", "subset_name", "split", "name", "rollout_args", "storage_type", "workflow_args"}
+_OF_TASKS |= {"default_workflow_type", "default_reward_fn_type"}
+
 _EXPONENT = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$")
-_VARIABLE = re.compile(r"\$\{oc\.env:(?P<name>\w+)(?:,(?P<default>[^}]*))?\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +48,8 @@ class TuneFile:
     concurrency: int | None = None
     run_timeout: float | None = None
     eval_temperature: float | None = None
+    workflow: str | None = None
+    judge: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
@@ -76,16 +67,26 @@ def read_tune_file(path: str | Path) -> TuneFile:
     except ImportError as error:
         raise ExtraMissing("yaml", f"{path} is YAML") from error
     try:
-        found = _expand_variables(_loader(yaml)(path.read_text(encoding="utf-8")).get_single_data(), yaml)
+        found = _loader(yaml)(path.read_text(encoding="utf-8")).get_single_data()
     except OSError as error:
         raise TuneRefused(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeError) as error:
         raise TuneRefused(f"{path}: this is not YAML: {error}") from None
-    except LookupError as error:
-        raise TuneRefused(f"{path}: {error.args[0]}") from None
     if not isinstance(found, dict):
         raise TuneRefused(f"{path}: this is not a mapping of options")
-    reader = _FileReader(path, found)
+    if trinity.is_verls(found):
+        raise TuneRefused(f"{path}: {trinity.VERLS_FORMAT}")
+    loader = _loader(yaml)("")
+    options, unexpanded = trinity.expand(
+        found,
+        lambda text: loader.construct_object(yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text)),
+    )
+    for keys, what in unexpanded:
+        name = ".".join(map(str, keys))
+        tasks = name.startswith("buffer.explorer_input.") or name.startswith("explorer.auxiliary_models.")
+        if tasks or not (trinity.is_ignored(name) or name.startswith(tuple(f"{each}." for each in _WITHOUT_EFFECT))):
+            raise TuneRefused(f"{path}: {name}: {what}")
+    reader = _FileReader(path, options)
     try:
         return reader.read()
     except TuneRefused as error:
@@ -99,38 +100,6 @@ def _loader(yaml: Any) -> Any:
     return loader
 
 
-def _expand_variables(value: Any, yaml: Any) -> Any:
-    """The value with what `${oc.env:NAME}` and `${oc.env:NAME,default}` stand for. Raises LookupError."""
-    if isinstance(value, dict):
-        return {name: _expand_variables(each, yaml) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_expand_variables(each, yaml) for each in value]
-    if not isinstance(value, str) or "${" not in value:
-        return value
-
-    def expand(found: re.Match[str]) -> str:
-        told = os.environ.get(found["name"], found["default"])
-        if told is None:
-            raise LookupError(f"{found[0]}: there is no environment variable {found['name']}")
-        return told.strip()
-
-    told = _VARIABLE.sub(expand, value)
-    if left := re.search(r"\$\{[^}]*\}?", told):
-        raise LookupError(f"{left[0]}: only ${{oc.env:NAME}} and ${{oc.env:NAME,default}} are known here")
-    if not _VARIABLE.fullmatch(value):
-        return told
-    loader = _loader(yaml)("")
-    return loader.construct_object(yaml.ScalarNode(loader.resolve(yaml.ScalarNode, told, (True, False)), told))
-
-
-def _of_environment(found: re.Match[str]) -> str:
-    name, default = found["name"], found["default"]
-    told = os.environ.get(name, default)
-    if told is None:
-        raise LookupError(f"{found[0]}: there is no environment variable {name}")
-    return told.strip()
-
-
 class _FileReader:
     """Takes options out of a file's mapping, one after the other."""
 
@@ -139,27 +108,42 @@ class _FileReader:
         self._ignored: list[str] = []
 
     def read(self) -> TuneFile:
-        for name in _WITHOUT_EFFECT:
-            if self._take(name) is not None and name != "mode":
-                self._ignored.append(name)
-        found = self._take("buffer.explorer_input.taskset")
+        store = "buffer.trainer_input.experience_buffer."
+        inputs = "buffer.explorer_input."
+        found, several = self._take(f"{inputs}taskset"), self._take(f"{inputs}tasksets")
+        if isinstance(several, list) and several and found is None:
+            found = several[0]
+            self._ignored += [f"{inputs}tasksets beyond the first"] * (len(several) > 1)
+        if found is None and trinity.find(self._left, f"{store}storage_type") == "file":
+            raise TuneRefused(f"{store}storage_type: {trinity.A_TRAINING_SET}")
+        mode = self._take("mode")
+        if mode == "bench":
+            raise TuneRefused("mode: tune() trains, and has no 'bench'; eval_dataset is evaluated as it does")
+        self._ignored += [f"mode: {mode} (tune() runs the tasks and trains)"] * (mode not in {None, "both"})
         epochs, steps = self._take("buffer.total_epochs"), self._take_first("buffer.total_steps", "trainer.total_steps")
-        train = (
-            None
-            if found is None
-            else self._dataset_of(found, "buffer.explorer_input.taskset", total_epochs=epochs or 1, total_steps=steps)
-        )
-        evaluations = self._take("buffer.explorer_input.eval_tasksets")
-        evaluation = eval_temperature = None
+        workflow, judge = (self._take(f"{inputs}default_{each}_type") for each in ("workflow", "reward_fn"))
+        train = evaluation = eval_temperature = None
+        if found is not None:
+            how = {"total_epochs": epochs or 1, "total_steps": steps}
+            train = self._dataset_of(found, f"{inputs}taskset", **how)
+            workflow = found.get("default_workflow_type") or workflow
+            judge = found.get("default_reward_fn_type") or judge
+            for ours, name in (("temperature",) * 2, ("top_p",) * 2, ("max_response_tokens", "max_tokens")):
+                if (value := (found.get("rollout_args") or {}).get(name)) is not None:
+                    self._left.setdefault("model", {})[ours] = value
+        for name, called in (("workflow", workflow), ("reward_fn", judge)):
+            if called and ":" not in called:  # Trinity's own
+                self._ignored.append(f"{inputs}default_{name}_type: {called}")
+        evaluations = self._take(f"{inputs}eval_tasksets")
         if evaluations:
             if not isinstance(evaluations, list) or len(evaluations) > 1:
-                self._ignored.append("buffer.explorer_input.eval_tasksets beyond the first")
+                self._ignored.append(f"{inputs}eval_tasksets beyond the first")
             first = evaluations[0] if isinstance(evaluations, list) else evaluations
             eval_temperature = (first.get("rollout_args") or {}).get("temperature")
-            evaluation = self._dataset_of(first, "buffer.explorer_input.eval_tasksets")
+            evaluation = self._dataset_of(first, f"{inputs}eval_tasksets")
         rest = self._take("buffer.explorer_input")
         if isinstance(rest, dict):
-            self._ignored += [f"buffer.explorer_input.{each}" for each in rest]
+            self._ignored += [f"{inputs}{each}" for each in rest]
         monitor = self._take("monitor.monitor_type")
         if monitor is not None and monitor not in MONITORS:
             self._ignored.append(f"monitor.monitor_type: {monitor} (curves go to {', '.join(MONITORS)})")
@@ -176,10 +160,21 @@ class _FileReader:
                 tool_call_parser=each.get("tool_call_parser"),
                 reasoning_parser=each.get("reasoning_parser"),
             )
+        algorithm, run_timeout = self._algorithm(), self._take("explorer.max_timeout")
+        if (interval := self._take("synchronizer.sync_interval")) not in {None, 1}:
+            self._ignored.append(f"synchronizer.sync_interval: {interval} (there is a version after each step)")
+        ignored, problems = trinity.translate(self._left)
+        if problems:
+            raise TuneRefused("; ".join(f"{name}: {what}" for name, what in problems))
+        model = self._model()
+        self._ignored += ignored
+        for name in [*_WITHOUT_EFFECT, *filter(trinity.is_ignored, _names_in(self._left))]:
+            if self._take(name) is not None:
+                self._ignored.append(name)
         return TuneFile(
             path=self._path,
-            model=self._model(),
-            algorithm=self._algorithm(),
+            model=model,
+            algorithm=algorithm,
             train_dataset=train,
             eval_dataset=evaluation,
             auxiliary_models=models,
@@ -188,8 +183,10 @@ class _FileReader:
             checkpoint_root_dir=self._take("checkpoint_root_dir"),
             monitor_type=monitor,
             concurrency=(None if runners is None else int(runners)),
-            run_timeout=self._take("explorer.max_timeout"),
+            run_timeout=run_timeout,
             eval_temperature=eval_temperature,
+            workflow=workflow,
+            judge=judge,
             settings=_without_empty(self._left),
             ignored=tuple(self._ignored),
         )
@@ -204,7 +201,7 @@ class _FileReader:
             "temperature": self._take("model.temperature"),
             "top_p": self._take("model.top_p"),
             "max_tokens": self._take("model.max_response_tokens"),
-            "enable_thinking": self._take(f"{rollout}enable_thinking"),
+            "enable_thinking": self._take_first(f"{rollout}enable_thinking", "model.enable_thinking"),
             "tensor_parallel_size": self._take(f"{rollout}tensor_parallel_size"),
             "inference_engine_num": self._take(f"{rollout}engine_num"),
             "reasoning_parser": self._take(f"{rollout}reasoning_parser"),
@@ -212,12 +209,9 @@ class _FileReader:
         self._take(f"{rollout}enable_auto_tool_choice")
         # Without one in the file there is none, as in Trinity: the default is that of AgentScope's tuner.
         parser = self._take(f"{rollout}tool_call_parser")
-        tinker = self._take("model.tinker")
         known = {name: value for name, value in given.items() if value is not None}
-        adapter = None
-        if isinstance(tinker, dict) and tinker.get("enable") is not False:
-            names = TinkerConfig.__dataclass_fields__
-            adapter = TinkerConfig(**{name: value for name, value in tinker.items() if name in names})
+        rank = trinity.number(trinity.find(self._left, "model.lora.rank"))
+        adapter = TinkerConfig(int(rank)) if rank else None
         return TunerModelConfig(str(path), tool_call_parser=parser, tinker_config=adapter, **known)
 
     def _algorithm(self) -> AlgorithmConfig | None:
@@ -227,6 +221,7 @@ class _FileReader:
             "group_size": self._take_first("algorithm.repeat_times", "buffer.group_size"),
             "batch_size": self._take("buffer.batch_size"),
             "eval_interval_steps": self._take("explorer.eval_interval"),
+            "save_interval_steps": self._take("trainer.save_interval") or None,
         }
         known = {name: value for name, value in given.items() if value is not None}
         experiences = self._take("buffer.train_batch_size")
@@ -240,24 +235,27 @@ class _FileReader:
             known["batch_size"] = max(1, experiences // group_size)
         elif experiences is not None and experiences != known["batch_size"] * group_size:
             self._ignored.append("buffer.train_batch_size (a step is batch_size tasks x group_size runs)")
-        warmup = self._take("algorithm.optimizer.lr_warmup_steps")
-        if warmup is not None and warmup > 0:
-            self._left.setdefault("algorithm", {}).setdefault("optimizer", {})["lr_warmup_steps"] = warmup
-        if self._take("buffer.group_by") is not None:
-            self._ignored.append("buffer.group_by (the algorithm says it)")
         return AlgorithmConfig(**known)
 
     def _dataset_of(self, found: Any, name: str, **how: Any) -> DatasetConfig:
         if not isinstance(found, dict) or not found.get("path"):
             raise TuneRefused(f"{name}: path is missing")
-        used = {"path", "subset_name", "split", "name", "rollout_args", "storage_type"}
-        self._ignored += [f"{name}.{each}" for each in found if each not in used]
+        selector = found.get("data_selector") or found.get("task_selector")
+        self._ignored += [f"{name}.{each}" for each in found if each not in {*_OF_TASKS, "data_selector", "task_selector"}]
+        used = {"temperature", "top_p", "max_tokens"}
+        self._ignored += [f"{name}.rollout_args.{each}" for each in found.get("rollout_args") or () if each not in used]
+        kind = (selector or {}).get("selector_type", "sequential")
+        if kind not in SELECTORS:
+            self._ignored.append(f"{name}.task_selector: {kind} (tasks are run in their order)")
+            selector = None
         path = Path(str(found["path"]))
         beside = self._path.parent / path
         return DatasetConfig(
             str(beside if not path.is_absolute() and not path.exists() and beside.exists() else path),
             name=found.get("subset_name"),
             split=found.get("split") or "train",
+            workflow_args=found.get("workflow_args"),
+            task_selector=selector,
             **how,
         )
 
@@ -267,11 +265,14 @@ class _FileReader:
 
     def _take(self, name: str) -> Any:
         """The value of an option, which is out of the file then; None if it is not there."""
-        *sections, last = name.split(".")
-        place: Any = self._left
-        for each in sections:
-            place = place.get(each) if isinstance(place, dict) else None
-        return place.pop(last, None) if isinstance(place, dict) else None
+        return trinity.take(self._left, name)
+
+
+def _names_in(options: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in list(options.items()):
+        yield f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from _names_in(value, f"{prefix}{name}.")
 
 
 def _without_empty(settings: Mapping[str, Any]) -> dict[str, Any]:

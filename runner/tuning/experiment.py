@@ -92,6 +92,7 @@ class TaskPlan:
     """`batch_size` tasks make a step, each run `group_size` times; the tasks are gone through `epochs` times.
 
     `steps` None: as many as the epochs have; the last step may be smaller, so that no task is left out.
+    `independent`: each step draws its tasks for itself.
     """
 
     name: str
@@ -102,6 +103,7 @@ class TaskPlan:
     epochs: int = 1
     steps: int | None = None
     shuffle: bool = False
+    independent: bool = False
     seed: int = 0
 
     @property
@@ -118,6 +120,9 @@ class TaskPlan:
 
     def task(self, position: int) -> Task:
         """The task at a position."""
+        if self.independent:
+            step, place = divmod(position, self.batch_size)
+            return self.tasks[_order(len(self.tasks), self.seed, step)[place % len(self.tasks)]]
         epoch, place = divmod(position, len(self.tasks))
         return self.tasks[_order(len(self.tasks), self.seed, epoch)[place] if self.shuffle else place]
 
@@ -128,6 +133,7 @@ class TaskPlan:
     def fingerprint(self) -> str:
         """A digest of all that a resumed experiment must have in common with what it goes on with."""
         what = [self.batch_size, self.group_size, self.shuffle, self.seed, [dict(task) for task in self.tasks]]
+        what += ["independent"] * self.independent
         return hashlib.sha256(json.dumps(what, default=_stable_words, sort_keys=True).encode()).hexdigest()
 
 

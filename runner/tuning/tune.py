@@ -117,7 +117,7 @@ async def _tune(call: Call) -> TuneResult:
         raise TuneRefused("tune() needs a model to train: model=TunerModelConfig(…), or service='http://…'")
     for config in [each for name, each in configs.items() if name not in urls]:
         find_command()
-        service_settings(config, algorithm, ServicePlace(), monitor_type=call.monitor_type)
+        service_settings(config, algorithm, ServicePlace(), monitor_type=call.monitor_type, over=call.settings)
     folder = ExperimentFolder.open(
         Path(call.checkpoint_root_dir or "checkpoints"),
         call.project_name or "AgentScope",
@@ -132,7 +132,8 @@ async def _tune(call: Call) -> TuneResult:
         group_size=algorithm.group_size,
         epochs=getattr(call.train_dataset, "total_epochs", 1) or 1,
         steps=getattr(call.train_dataset, "total_steps", None),
-        shuffle=call.shuffle,
+        shuffle=call.shuffle or getattr(call.train_dataset, "selector_type", None) == "shuffle",
+        independent=getattr(call.train_dataset, "selector_type", None) == "random",
         seed=call.seed,
     )
     async with AsyncExitStack() as stack:
@@ -143,6 +144,8 @@ async def _tune(call: Call) -> TuneResult:
         view.say(f"{folder.path}: {plan.total_steps} steps of {tasks_of_step} tasks x {plan.group_size} runs")
         if call.warning:
             view.say(call.warning)
+        if call.settings and urls.keys() >= configs.keys():
+            view.say(f"settings of a service that is joined are its own; without effect: {', '.join(call.settings)}")
         state, fingerprint, failures = journal.state, plan.fingerprint(), FailureLog(view.say)
         if state.header is not None and state.header["fingerprint"] != fingerprint:
             raise TuneRefused(

@@ -1,8 +1,10 @@
 """The settings of the trainer's algorithm: `algorithm` in the YAML. The names are the papers'."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
+
+from pydantic import model_validator
 
 from tuneloop.shared.settings.types import (
     AboveOne,
@@ -24,6 +26,9 @@ AlgorithmType = Literal[
     "reinforce++",
     "rloo",
     "grpo",
+    "dapo",
+    "gspo",
+    "cispo",
     "multi_step_grpo",
     "dpo",
     "kto",
@@ -33,7 +38,21 @@ AlgorithmType = Literal[
 ]
 
 #: Those that compare the runs of a task with each other.
-OF_GROUPS = frozenset({"rloo", "grpo", "multi_step_grpo"})
+OF_GROUPS = frozenset({"rloo", "grpo", "dapo", "gspo", "cispo", "multi_step_grpo"})
+
+#: What a method's paper says where the settings say nothing, if that is not everybody's default.
+_OF_PAPERS: Mapping[str, Mapping[str, object]] = {
+    "dapo": {"clip_range_high": 0.28, "kl_coef": 0.0},
+    "gspo": {
+        "clip_range": 3e-4,
+        "clip_range_high": 4e-4,
+        "loss_agg_mode": "seq-mean-token-mean",
+        "kl_coef": 0.0,
+        # An engine's arithmetic alone moves a ratio further than this clip allows.
+        "off_policy": {"proximal": "recomputed"},
+    },
+    "cispo": {"clip_range": 1.0, "clip_range_high": 0.28, "kl_coef": 0.0},
+}
 
 _OF_ANY_REPLY = frozenset({"dpo", "kto", "sft", "raft"})
 
@@ -180,7 +199,8 @@ class AlgorithmSettings(Section):
     """How rewards become gradients."""
 
     algorithm_type: AlgorithmType = "ppo"
-    """The method: [which for which feedback](methods.md). _Train._"""
+    """The method: [which for which feedback](methods.md). `dapo`, `gspo` and `cispo` have [other
+    defaults](methods/grpo.md#dapo-gspo-cispo). _Train._"""
     optimizer: OptimizerSettings = OptimizerSettings()
     critic_optimizer: CriticOptimizerSettings = CriticOptimizerSettings()
     credit: Literal["call", "trajectory", "discounted"] = "call"
@@ -236,6 +256,18 @@ class AlgorithmSettings(Section):
     #: Gradients with a larger norm are scaled down to it: what the papers of these methods use.
     max_grad_norm: ClassVar[float] = 1.0
 
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_paper(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or not (found := _OF_PAPERS.get(str(value.get("algorithm_type")))):
+            return value
+        both = {
+            name: {**default, **value[name]}
+            for name, default in found.items()
+            if isinstance(default, dict) and isinstance(value.get(name), dict)
+        }
+        return {**found, **value, **both}
+
     @property
     def adamw_of_critic(self) -> OptimizerSettings:
         """The critic's optimiser: its moments have as many bits as the policy's."""
@@ -256,7 +288,7 @@ class AlgorithmSettings(Section):
     @property
     def unbounded(self) -> str | None:
         """What lets one stale reply outweigh its whole batch, with its cure; None if nothing does."""
-        if self.of_any_reply or self.dual_clip is not None or self.off_policy.bounded:
+        if self.of_any_reply or self.dual_clip is not None or self.off_policy.bounded or self.algorithm_type == "cispo":
             return None
         return (
             "replies of negative advantage that have become much likelier since they were sampled weigh without bound:"

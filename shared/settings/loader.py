@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from yaml.composer import ComposerError
 
+import tuneloop.runner.trinity as trinity
 from tuneloop.shared.errors import SettingsError
 from tuneloop.shared.settings.problems import ENV_PREFIX, Keys, dotted_name, sentences_of, sort_unknown
 from tuneloop.shared.settings.settings import Settings, may_be_secret
@@ -32,16 +33,25 @@ _AFTER_THE_FILE = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsReport:
-    """What the sources say: the settings, or every problem in them; and the keys of Trinity's that do nothing here."""
+    """What the sources say: the settings, or every problem in them; and the keys of Trinity's that do nothing here.
+
+    `names_tasks`: there are tasks to run in the file, which no service does.
+    """
 
     settings: Settings | None
     problems: tuple[str, ...]
     ignored: tuple[str, ...] = ()
+    names_tasks: bool = False
 
     @property
     def warning(self) -> str | None:
         """One line that names the keys without effect, or None."""
         return f"settings ignored: {', '.join(self.ignored)}" if self.ignored else None
+
+    @property
+    def is_of_tune(self) -> bool:
+        """Whether services with this file would wait for requests that nobody sends."""
+        return self.names_tasks and self.settings is not None and self.settings.mode == "both"
 
     def valid_settings(self) -> Settings:
         """The settings. Raises SettingsError with every problem, one a line."""
@@ -67,6 +77,11 @@ def read_settings(
     values = read.file()
     if values is None:
         return SettingsReport(settings=None, problems=tuple(read.lines()))
+    if trinity.is_verls(values):
+        return SettingsReport(settings=None, problems=(f"{path}:1:1: {trinity.VERLS_FORMAT}",))
+    values, unexpanded = trinity.expand(values)
+    names_tasks = trinity.names_tasks(values)
+    ignored, untranslated = trinity.translate(values)
     values.setdefault("model", {})  # so that what is missing is model.model_path
     environment = os.environ if environment is None else environment
     for name, text in sorted(environment.items()):
@@ -81,8 +96,14 @@ def read_settings(
             read.override(values, key.strip().split("."), text, place)
         else:
             read.problems.append((place, "write it as --set key=value"))
-    ignored: list[str] = []
     settings, errors = _validate(values)
+    for keys_of_it, what in untranslated:
+        read.report(tuple(keys_of_it.split(".")), what)
+    for keys_of_it, what in unexpanded:
+        name = ".".join(map(str, keys_of_it))
+        if not trinity.is_ignored(name) and "${" in str(trinity.find(values, name)):
+            read.report(keys_of_it, what)
+            errors = [each for each in errors if each["loc"] != keys_of_it]
     if errors:
         unknown = [each for each in errors if each["type"] == "extra_forbidden"]
         wrong = [each for each in errors if each not in unknown]
@@ -95,7 +116,10 @@ def read_settings(
         root = Path.cwd() / settings.checkpoint_root_dir
         settings = settings.model_copy(update={"checkpoint_root_dir": root})
     return SettingsReport(
-        settings=None if read.problems else settings, problems=tuple(read.lines()), ignored=tuple(sorted(ignored))
+        settings=None if read.problems else settings,
+        problems=tuple(read.lines()),
+        ignored=tuple(sorted(ignored)),
+        names_tasks=names_tasks,
     )
 
 

@@ -9,29 +9,27 @@ from typing import get_args
 
 from pydantic_core import ErrorDetails
 
+import tuneloop.runner.trinity as trinity
 from tuneloop.shared.settings.settings import SECRETS, constants, holds_secret, options
 
 ENV_PREFIX = "TUNELOOP__"
 
 Keys = tuple[str | int, ...]
 
-_OTHER_ALGORITHMS = (
-    "asymre cispo cpt dapo gigpo grpo_verl gspo jsd mix mix_chord on_policy_distill opmd orpo rec"
-    " reinforce_pp reinforce_plus_plus reinforceplusplus sapo sppo topr"
-)
 _TRINITYS_VALUES: Mapping[str, tuple[Sequence[object], str]] = {
-    "mode": (("explore", "bench", "colocate"), "tuneloop serves, trains or does both: write 'both'"),
-    "algorithm.algorithm_type": (
-        _OTHER_ALGORITHMS.split(),
-        "tuneloop's names are reinforce++, grpo (with DAPO's options too), distill, and those of docs/methods.md",
-    ),
-    "algorithm.optimizer.lr_warmup_steps": ((-1,), "Trinity's -1 means no warm-up: write 0"),
     "cluster.node_num": ((0,), "Trinity's 0 asks Ray: write the number of machines"),
     "monitor.monitor_type": (
         ("swanlab",),
         "tuneloop writes TensorBoard files, and for two trackers: write 'tensorboard', 'wandb' or 'mlflow'",
     ),
     "trainer.save_interval": ((0,), "Trinity's 0 means only at the end: write after how many steps to publish, e.g. 1"),
+}
+
+_NO_MODES = {
+    "explore": "'explore' runs tasks for the trainer of another file. Write 'serve' if that file has `mode: train` and"
+    " clients ask for replies; else write 'both': `tuneloop tune FILE` runs the tasks, and trains",
+    "bench": "there is no 'bench' here. Name tasks with known answers in monitor.evaluation.path, a held-out evaluation",
+    "colocate": "'colocate' is 'both' with explorer.rollout_model.gpu_memory_utilization: 0.4, or cluster.gpu_turn",
 }
 
 
@@ -98,7 +96,7 @@ def sort_unknown(at: Keys, value: object, ignored: list[str]) -> Iterator[tuple[
         yield at, removed
     elif name in (fixed := dict(constants())):
         yield at, f"removed: it is always {json.dumps(fixed[name], default=dict)}. Delete the line"
-    elif any(".".join(names[:depth]) in _IGNORED for depth in range(1, len(names) + 1)):
+    elif trinity.is_ignored(name):
         ignored.append(name)
     else:
         yield at, f"unknown key.{_nearest_name(names)}"
@@ -108,11 +106,12 @@ def _sentence(at: Keys, error: ErrorDetails) -> str:
     key, value, kind = dotted_name(at), error["input"], error["type"]
     if kind == "missing":
         return "is required and missing"
-    if isinstance(value, str) and value.startswith("${"):
-        variable = ENV_PREFIX + key.upper().replace(".", "__")
-        return f"{value} is not expanded here: write the value, or set the environment variable {variable}"
     message = error["msg"] if kind == "literal_error" else error["msg"].split(",")[0]
     must = _MUST.get(kind, message.replace("Input should be", "must be"))
+    if key == "algorithm.algorithm_type" and (instead := trinity.instead_of(str(value))):
+        return f"{value!r}: {instead} (docs/methods.md)"
+    if key == "mode" and str(value) in _NO_MODES:
+        return _NO_MODES[value]
     is_hidden = holds_secret(key) and (key in SECRETS or not isinstance(value, int | float | None))
     cure = ""
     trinitys, instead = _TRINITYS_VALUES.get(key, ((), ""))
@@ -153,49 +152,6 @@ def _nearest_name(names: Sequence[str]) -> str:
     near = near or [name for name in ours if name.rpartition(".")[2] == wrong]
     near = near or difflib.get_close_matches(".".join(names), ours, n=1, cutoff=0.75)
     return f" Did you mean '{near[0]}'?" if near else ""
-
-
-#: What Trinity-RFT has and tuneloop does without: options, and sections with all that is in them.
-_IGNORED = frozenset(
-    f"{section}.{name}".lstrip(".")
-    for section, names in {
-        "": "group checkpoint_job_dir ray_namespace continue_from_checkpoint ignore_validator_suggestions stages"
-        " data_processor log service synchronizer",
-        "algorithm": "repeat_times sample_strategy advantage_fn kl_penalty_fn policy_loss_fn kl_loss_fn entropy_loss_fn"
-        " enable_router_replay bypass_old_logprobs sample_strategy_args advantage_fn_args kl_penalty_fn_args"
-        " policy_loss_fn_args kl_loss_fn_args entropy_loss_fn_args rollout_correction",
-        "algorithm.optimizer": "lr_warmup_steps_ratio min_lr_ratio warmup_style lr_scheduler_type optimizer_type"
-        " clip_grad",
-        "buffer": "batch_size total_epochs total_steps tokenizer_path cache_dir explorer_input explorer_output",
-        "buffer.trainer_input": "auxiliary_buffers",
-        "buffer.trainer_input.experience_buffer": "storage_type capacity max_read_timeout max_retry_times"
-        " max_retry_interval split subset_name enable_progress_bar schema_type index batch_size tokenizer_path"
-        " total_epochs total_steps ray_namespace data_selector format replay_buffer",
-        "cluster": "total_gpu_num rollout_gpu_num auxiliary_model_gpu_num explorer_gpu_num trainer_gpu_num"
-        " trainer_node_num trainer_gpu_num_per_node",
-        "explorer": "name runner_per_model runner_prepare_concurrency runner_prepare_max_retries max_timeout"
-        " max_retry_times concurrent_mode max_repeat_times_per_runner runner_num eval_interval eval_on_startup"
-        " bench_on_latest_checkpoint db_url runner_state_report_interval max_inflight_batches env_vars"
-        " auxiliary_models dynamic_timeout over_rollout",
-        "explorer.rollout_model": "model_path name trust_remote_code engine_type data_parallel_size"
-        " pipeline_parallel_size enable_expert_parallel gpu_per_engine use_v1 enable_prefix_caching"
-        " enable_chunked_prefill temperature top_p top_k logprobs max_model_len max_prompt_tokens max_response_tokens"
-        " min_response_tokens enable_prompt_truncation repetition_penalty ignore_eos enable_multimodal chat_template"
-        " enable_thinking enable_log_requests base_port api_key nnodes node_rank enable_return_routed_experts"
-        " weight_sync_buffer_size bundle_indices engine_id ray_namespace ray_actor_name sync_method checkpoint_job_dir"
-        " cuda_visible_devices enable_lora enable_runtime_lora_updating rope_theta extra_engine_args lora_modules"
-        " lora_kwargs rope_scaling external_model_config enable_openai_api enable_history",
-        "model": "custom_chat_template chat_template_path top_p top_k logprobs max_prompt_tokens min_response_tokens"
-        " enable_prompt_truncation repetition_penalty enable_thinking fully_sharded_loras max_cpu_loras rope_theta"
-        " lora_configs rope_scaling external_model tinker",
-        "monitor": "detailed_stats enable_ray_timeline cache_dir monitor_args",
-        "trainer": "name trainer_type trainer_strategy enable_preview grad_clip use_dynamic_bsz use_remove_padding"
-        " balance_batch critic_warmup max_token_len_per_gpu fix_actor_microbatch_loss_scale param_offload grad_offload"
-        " offload_policy save_strategy save_hf_checkpoint trust_remote_code trainer_config trainer_config_path"
-        " megatron",
-    }.items()
-    for name in names.split()
-)
 
 
 def dotted_name(keys: Keys) -> str:

@@ -8,9 +8,12 @@ from torch import Tensor
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import (
+    cispo,
+    dapo,
     distill,
     dpo,
     grpo,
+    gspo,
     kto,
     multi_step_grpo,
     ppo,
@@ -83,6 +86,9 @@ ALGORITHMS = {
     "reinforce++": Algorithm(asks=policy_gradient_requirements, prepare=reinforce_pp.prepare, actor_loss=surrogate),
     "rloo": Algorithm(asks=policy_gradient_requirements, prepare=rloo.prepare, actor_loss=surrogate),
     "grpo": Algorithm(asks=policy_gradient_requirements, prepare=grpo.prepare, actor_loss=surrogate),
+    "dapo": Algorithm(asks=policy_gradient_requirements, prepare=dapo.prepare, actor_loss=surrogate),
+    "gspo": Algorithm(asks=policy_gradient_requirements, prepare=grpo.prepare, actor_loss=gspo.actor_loss),
+    "cispo": Algorithm(asks=policy_gradient_requirements, prepare=grpo.prepare, actor_loss=cispo.actor_loss),
     "multi_step_grpo": Algorithm(
         asks=policy_gradient_requirements, prepare=multi_step_grpo.prepare, actor_loss=surrogate
     ),

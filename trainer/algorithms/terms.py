@@ -31,7 +31,7 @@ each averaged as `loss_agg_mode` says, over the whole mini-batch, however it is 
 Runs compared with the other runs of their group: what grpo, rloo and multi_step_grpo share.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple, Self, TypeVar, assert_never
 
@@ -336,8 +336,35 @@ def clipped_policy_loss(
     return loss_BR, held_BR > free_BR
 
 
+#: From log-ratios, log-probabilities and targets: per token the policy's loss, and whether its clip decided it.
+PolicyLoss = Callable[[AlgorithmSettings, Tensor, Tensor, Targets], tuple[Tensor, Tensor]]
+
+
+def high_clip(algorithm: AlgorithmSettings) -> float:
+    """How far above 1 the ratio may move the policy."""
+    return algorithm.clip_range if algorithm.clip_range_high is None else algorithm.clip_range_high
+
+
+def ppo_policy_loss(
+    algorithm: AlgorithmSettings, log_ratio_BR: Tensor, logprobs_BR: Tensor, targets: Targets
+) -> tuple[Tensor, Tensor]:
+    """PPO's, of each token by itself."""
+    return clipped_policy_loss(
+        log_ratio_BR,
+        require(targets.advantages_BR),
+        low=algorithm.clip_range,
+        high=high_clip(algorithm),
+        dual=algorithm.dual_clip,
+    )
+
+
 def surrogate(
-    algorithm: AlgorithmSettings, targets: Targets, logprobs_BR: Tensor, entropy_BR: Tensor, totals: Totals
+    algorithm: AlgorithmSettings,
+    targets: Targets,
+    logprobs_BR: Tensor,
+    entropy_BR: Tensor,
+    totals: Totals,
+    policy_loss: PolicyLoss = ppo_policy_loss,
 ) -> Loss:
     """The actor's loss on a micro-batch, from `targets.advantages_BR`."""
 
@@ -349,10 +376,7 @@ def surrogate(
 
     recomputed = algorithm.off_policy.proximal == "recomputed"
     log_ratio_BR = logprobs_BR - (require(targets.start_BR) if recomputed else targets.sampled_BR)
-    high = algorithm.clip_range if algorithm.clip_range_high is None else algorithm.clip_range_high
-    policy_BR, clipped_BR = clipped_policy_loss(
-        log_ratio_BR, require(targets.advantages_BR), low=algorithm.clip_range, high=high, dual=algorithm.dual_clip
-    )
+    policy_BR, clipped_BR = policy_loss(algorithm, log_ratio_BR, logprobs_BR, targets)
     if targets.weights_BR is not None:
         policy_BR = policy_BR * targets.weights_BR
     loss = average(policy_BR)

@@ -11,6 +11,7 @@ from tuneloop.runner.errors import TuneRefused
 from tuneloop.runner.models.bound_model import CallDefaults
 from tuneloop.runner.tuning.config import (
     ALGORITHMS,
+    OF_GROUPS,
     MONITORS,
     AlgorithmConfig,
     ServicePlace,
@@ -48,7 +49,7 @@ def test_every_algorithm_makes_settings_that_load(tmp_path: Path, model: TunerMo
     assert found.job_dir == tmp_path / "kept" / "AgentScope" / "my-exp"
     assert (found.algorithm.algorithm_type, found.algorithm.optimizer.lr) == (kind, 3e-5)
     assert found.buffer.train_batch_size == 24
-    compared = kind in {"multi_step_grpo", "grpo", "rloo", "dpo"}
+    compared = kind in OF_GROUPS
     assert found.buffer.group_by == ("task" if compared else "run")
     assert not compared or found.buffer.group_size == 4
     assert (found.model.temperature, found.model.max_response_tokens) == (0.7, 512)
@@ -228,7 +229,7 @@ def test_a_file_for_trinity_is_all_that_tune_needs(tmp_path: Path) -> None:
     file.write_text(TRINITY.format(root=tmp_path))
     found = read_tune_file(file)
     assert found.model == TunerModelConfig(
-        str(pathlike), 4096, temperature=0.8, max_tokens=512, inference_engine_num=2, tool_call_parser="hermes"
+        str(pathlike), 4096, temperature=1.0, max_tokens=512, inference_engine_num=2, tool_call_parser="hermes"
     )
     assert found.algorithm == AlgorithmConfig(
         "multi_step_grpo", learning_rate=3e-6, group_size=4, batch_size=16, eval_interval_steps=50
@@ -250,7 +251,7 @@ def test_a_file_for_trinity_is_all_that_tune_needs(tmp_path: Path) -> None:
     for word in (
         "synchronizer",
         "monitor_type: swanlab",
-        "trainer.save_interval",
+        "storage_type: queue",
         "taskset.format",
         "default_workflow",
     ):
@@ -297,7 +298,7 @@ def test_our_own_file_keeps_what_it_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("algorithm: {algorithm_type: opmd}", r"config\.yaml: algorithm_type: there is no 'opmd' here"),
+        ("algorithm: {algorithm_type: opmd}", r"config\.yaml: algorithm_type: 'opmd': there is none here; the nearest is grpo"),
         ("a: [", r"config\.yaml: this is not YAML"),
         ("- a", "this is not a mapping of options"),
         ("buffer: {explorer_input: {taskset: {split: train}}}", "taskset: path is missing"),
@@ -335,7 +336,7 @@ def test_numbers_and_variables_are_read_as_trinity_reads_them(tmp_path: Path, mo
     assert found.settings["algorithm"] == {"kl_coef": 2.5e-3}
     for text, sentence in (
         ("name: ${oc.env:NOBODY_SET_IT}", "there is no environment variable NOBODY_SET_IT"),
-        ("name: ${algorithm.name}", "only ${oc.env:NAME} and ${oc.env:NAME,default} are known here"),
+        ("name: ${algorithm.name}", "only ${oc.env:NAME}, ${oc.env:NAME,default} and the name of another option"),
     ):
         file.write_text(text)
         with pytest.raises(TuneRefused) as refused:

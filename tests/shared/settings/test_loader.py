@@ -39,7 +39,7 @@ def test_trinitys_trainer_file_means_the_same(tmp_path, monkeypatch):
     settings = load_settings(TRINITY / "trainer.yaml")
     assert settings.mode == "train"
     assert settings.buffer.train_batch_size == 32
-    assert (settings.trainer.save_interval, settings.trainer.max_checkpoints_to_keep) == (16, 5)
+    assert (settings.trainer.save_interval, settings.trainer.keep_interval) == (1, 16)
     assert settings.database_url == f"sqlite:///{tmp_path}/CHECKPOINT_ROOT_DIR/test/test/buffer/exp_buffer.db"
 
 
@@ -188,15 +188,17 @@ def test_an_option_that_there_was_is_told_wherever_it_is_written(tmp_path, optio
 @pytest.mark.parametrize(
     ("text", "instead"),
     [
-        ("mode: explore\n", "write 'both'"),
+        ("mode: explore\n", "Write 'serve' if that file has `mode: train`"),
+        ("mode: bench\n", "there is no 'bench' here. Name tasks with known answers in monitor.evaluation.path"),
+        ("mode: colocate\n", "'colocate' is 'both' with explorer.rollout_model.gpu_memory_utilization: 0.4"),
         ("algorithm: {algorithm_type: reinforceplusplus}\n", "reinforce++"),
-        ("algorithm: {algorithm_type: reinforce_pp}\n", "names are reinforce++"),
-        ("algorithm: {optimizer: {lr_warmup_steps: -1}}\n", "write 0"),
+        ("algorithm: {algorithm_type: reinforce_pp}\n", "write reinforce++"),
+        ("algorithm: {algorithm_type: sapo}\n", "there is none here; the nearest is gspo"),
         ("monitor: {monitor_type: swanlab}\n", "write 'tensorboard'"),
         ("cluster: {node_num: 0}\n", "write the number of machines"),
         ("trainer: {save_interval: 0}\n", "write after how many steps to publish"),
-        ("name: '${oc.env:NAME}'\nseed: ${oc.env:X}\n", "unknown key"),
-        ("trainer: {seed: '${oc.env:X}'}\n", "set the environment variable TUNELOOP__TRAINER__SEED"),
+        ("trainer: {seed: '${oc.env:X}'}\n", "trainer.seed: ${oc.env:X}: there is no environment variable X"),
+        ("actor_rollout_ref: {}\n", "this is veRL's format"),
     ],
 )
 def test_a_value_of_trinitys_that_we_lack_is_told_with_what_to_write(tmp_path, text, instead):

@@ -10,7 +10,7 @@ from tests.trainer.factories import sample
 from tuneloop.shared.settings.algorithm import OF_GROUPS
 from tuneloop.trainer.checkpoints import snapshot
 
-KINDS = ["reinforce", "reinforce++", "rloo", "grpo", "multi_step_grpo"]
+KINDS = ["reinforce", "reinforce++", "rloo", "grpo", "dapo", "gspo", "cispo", "multi_step_grpo"]
 WANTED, PROMPT = 5, np.array([60, 61, 62], dtype=np.int32)
 LIVELY = {"optimizer": {"lr": 3e-3}, "kl_coef": 0.0, "baseline": {"kind": "task"}}
 

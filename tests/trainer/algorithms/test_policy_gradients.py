@@ -176,7 +176,7 @@ def test_rewards_that_are_all_the_same_say_nothing(algorithm, made, reward):
         torch.testing.assert_close(advantages_BR, torch.zeros_like(advantages_BR), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["rloo", "grpo", "multi_step_grpo"])
+@pytest.mark.parametrize("kind", ["rloo", "grpo", "dapo", "gspo", "cispo", "multi_step_grpo"])
 def test_a_constant_group_has_no_advantage_whatever_rounding_does_to_its_mean(kind):
     """(0.1 + 0.1 + 0.1) / 3 is not 0.1, and 1e-17 is no reason to run an optimizer's step."""
     assert sum([0.1] * 3) / 3 != 0.1
@@ -186,7 +186,7 @@ def test_a_constant_group_has_no_advantage_whatever_rounding_does_to_its_mean(ki
     assert prepared.advantages_BR.tolist() == [[0], [0], [0]]
 
 
-@pytest.mark.parametrize("kind", ["rloo", "grpo", "multi_step_grpo"])
+@pytest.mark.parametrize("kind", ["rloo", "grpo", "dapo", "gspo", "cispo", "multi_step_grpo"])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_a_run_that_is_alone_in_its_group_has_no_advantage(kind, scale):
     """Its reward is 5; in other trainers, where its mean is 0 and its deviation 1, that would be its advantage."""

@@ -1,0 +1,389 @@
+"""Files written for Trinity-RFT: what their options are called here, and which of them do nothing.
+
+Services and tune() read files by this page; it knows mappings alone, and neither YAML nor settings.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Keys = tuple[str | int, ...]
+
+#: What could not be expanded: where it stands, and a sentence.
+Unexpanded = list[tuple[Keys, str]]
+
+#: The algorithms that compare the runs of a task with each other.
+OF_GROUPS = ("multi_step_grpo", "grpo", "dapo", "gspo", "cispo", "rloo", "dpo")
+
+#: Algorithms that there are not here, by what is nearest.
+_NEAREST = {
+    "grpo": "grpo_verl remax opmd asymre sppo topr m2po mix mix_chord cpt orpo",
+    "gspo": "sapo",
+    "ppo": "rec",
+    "multi_step_grpo": "gigpo",
+    "reinforce++": "reinforceplusplus reinforce_pp reinforce_plus_plus",
+    "distill": "on_policy_distill jsd",
+}
+#: The same algorithm by another name.
+_SAME = {"grpo_verl", "reinforceplusplus", "reinforce_pp", "reinforce_plus_plus", "on_policy_distill"}
+
+A_TRAINING_SET = (
+    "this names a training set, and tuneloop trains on its own traffic. Train on the set with TRL, and start from that"
+    " model"
+)
+
+VERLS_FORMAT = (
+    "this is veRL's format, in which files beside Trinity-RFT's of before 0.2 are written. tuneloop reads Trinity-RFT's"
+    " options and its own: docs/settings.md"
+)
+
+
+def instead_of(algorithm: str) -> str | None:
+    """What to write for an algorithm of Trinity's that there is not; None for a name that Trinity has not either."""
+    near = next((ours for ours, others in _NEAREST.items() if algorithm in others.split()), None)
+    if near is None:
+        return None
+    return f"write {near}" if algorithm in _SAME else f"there is none here; the nearest is {near}"
+
+
+_VARIABLE = re.compile(r"\$\{oc\.env:\s*(?P<name>\w+)\s*(?:,(?P<default>[^${}]*))?\}")
+_REFERENCE = re.compile(r"\$\{(?P<name>[\w.]+)\}")
+
+
+def expand(values: Mapping[str, Any], read_scalar: Callable[[str], Any] = str) -> tuple[dict[str, Any], Unexpanded]:
+    """The values with what `${oc.env:NAME}`, `${oc.env:NAME,default}` and `${an.option}` stand for.
+
+    What cannot be expanded stays, and is told with its place. `read_scalar` reads what is a variable alone.
+    """
+    left: Unexpanded = []
+
+    def told(found: re.Match[str]) -> str:
+        text = os.environ.get(found["name"], found["default"])
+        if text is None:
+            raise LookupError(f"{found[0]}: there is no environment variable {found['name']}")
+        return text.strip().strip("'\"")
+
+    def expand_text(text: str, seen: tuple[str, ...] = ()) -> Any:
+        alone, expanded = text.startswith("${oc.env:") and text.endswith("}"), text
+        while _VARIABLE.search(expanded):
+            expanded = _VARIABLE.sub(told, expanded)
+        if (option := _REFERENCE.fullmatch(expanded)) and option["name"] not in seen:
+            named = find(values, option["name"])
+            if named is not None:
+                return expand_text(named, (*seen, option["name"])) if isinstance(named, str) else named
+        if unknown := re.search(r"\$\{[^}]*\}?", expanded):
+            known = "only ${oc.env:NAME}, ${oc.env:NAME,default} and the name of another option are known here"
+            raise LookupError(f"{unknown[0]}: {known}")
+        if alone and expanded == "null":
+            return None
+        return read_scalar(expanded) if alone else expanded
+
+    def walk(value: Any, at: Keys) -> Any:
+        if isinstance(value, dict):
+            return {key: walk(each, (*at, key)) for key, each in value.items()}
+        if isinstance(value, list):
+            return [walk(each, (*at, number)) for number, each in enumerate(value)]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        try:
+            return expand_text(value)
+        except LookupError as error:
+            left.append((at, str(error.args[0])))
+            return value
+
+    return walk(values, ()), left
+
+
+def find(values: Mapping[str, Any], name: str) -> Any:
+    """The value of an option; None if it is not there."""
+    place: Any = values
+    for each in name.split("."):
+        place = place.get(each) if isinstance(place, Mapping) else None
+    return place
+
+
+def take(values: dict[str, Any], name: str) -> Any:
+    """The value of an option, which is out of the file then, as is a section that has nothing else."""
+    section, _, last = name.rpartition(".")
+    place = find(values, section) if section else values
+    if not isinstance(place, dict) or last not in place:
+        return None
+    found = place.pop(last)
+    if section and not place:
+        take(values, section)
+    return found
+
+
+def put(values: dict[str, Any], name: str, value: Any) -> None:
+    """Write an option, unless it is written already."""
+    *sections, last = name.split(".")
+    for each in sections:
+        inner = values.get(each)
+        values[each] = values = inner if isinstance(inner, dict) else {}
+    if values.get(last) is None:
+        values[last] = value
+
+
+def number(value: Any) -> float | None:
+    """What is written as a number, also as text."""
+    try:
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def is_verls(values: Mapping[str, Any]) -> bool:
+    """Whether the file is one of veRL's, or of Trinity's when it was near to those."""
+    marks = ("actor_rollout_ref", "buffer.max_retry_times", "data_processor.source_data_path", "buffer.db_url")
+    return any(find(values, each) is not None for each in marks)
+
+
+def names_tasks(values: Mapping[str, Any]) -> bool:
+    """Whether the file says which tasks are run: it is for tune(), as `trinity run` would run it."""
+    inputs = find(values, "buffer.explorer_input") or {}
+    return bool(isinstance(inputs, Mapping) and (inputs.get("taskset") or inputs.get("tasksets")))
+
+
+def translate(values: dict[str, Any]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Write Trinity's options by our names, where there is such an option.
+
+    Returns those without effect, and those that cannot be followed, with a sentence.
+    """
+    reading = _Translation(values)
+    reading.batches()
+    reading.intervals()
+    reading.losses()
+    reading.optimizer()
+    reading.adapter()
+    return reading.ignored, reading.problems
+
+
+#: How Trinity calls the estimators of a divergence.
+_ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
+
+#: Advantages and losses that go with an algorithm anyway, by Trinity's names.
+_OWN_PARTS = {
+    "multi_step_grpo": ("step_wise_grpo", "ppo"),
+    "reinforce++": ("reinforceplusplus", "ppo"),
+    "gspo": ("grpo", "gspo"),
+    "cispo": ("grpo", "cispo"),
+    "dapo": ("grpo", "ppo"),
+    "raft": ("grpo", "sft"),
+}
+
+
+class _Translation:
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+        self.ignored: list[str] = []
+        self.problems: list[tuple[str, str]] = []
+        self._tasks, self._mode = names_tasks(values), values.get("mode") or "both"
+        self._kind = str(find(values, "algorithm.algorithm_type") or "ppo")
+        self._of_trinity = False
+
+    def batches(self) -> None:
+        """Of how many experiences a step is, of how many runs a group, and where they come from."""
+        values = self._values
+        tasks, repeat = number(take(values, "buffer.batch_size")), take(values, "algorithm.repeat_times")
+        runs = int(number(repeat) or 1)
+        self._of_trinity = repeat is not None and self._kind in {"gspo", "cispo"}
+        if repeat is not None and self._kind in OF_GROUPS and find(values, "buffer.group_by") is None:
+            if runs < 2:
+                sentence = f"{self._kind} compares the runs of a task with each other and needs at least 2; not {runs}"
+                self.problems.append(("algorithm.repeat_times", sentence))
+            else:
+                put(values, "buffer.group_by", "task")
+                put(values, "buffer.group_size", runs)
+        if tasks is not None:
+            put(values, "buffer.train_batch_size", int(tasks) * runs)
+        if (steps := take(values, "buffer.total_steps")) is not None:
+            put(values, "trainer.total_steps", steps)
+        store = "buffer.trainer_input.experience_buffer."
+        kind, path = find(values, f"{store}storage_type"), find(values, f"{store}path")
+        of_set = kind == "file" and (self._mode not in {"both", "colocate"} or self._kind in {"sft", "dpo"})
+        if of_set or (kind is None and path and "://" not in str(path) and find(values, f"{store}format")):
+            self.problems.append((f"{store}{'path' if kind is None else 'storage_type'}", A_TRAINING_SET))
+            take(values, f"{store}path")
+            put(values, "buffer.group_by", "task" if self._kind == "dpo" else "none")
+        if kind in {"queue", "file"} and take(values, f"{store}path") is not None:  # where Trinity keeps a copy
+            self.ignored.append(f"{store}path")
+        if kind == "queue" and take(values, f"{store}storage_type"):
+            self.ignored.append(f"{store}storage_type: queue")
+        prompt, reply = (number(find(values, f"model.max_{each}_tokens")) for each in ("prompt", "response"))
+        if prompt and reply:
+            put(values, "model.max_model_len", int(prompt + reply))
+
+    def intervals(self) -> None:
+        """Trinity hands weights over by one interval, and keeps them by another."""
+        values = self._values
+        handed = take(values, "synchronizer.sync_interval")
+        if handed is None and self._tasks:
+            handed = 1
+        if handed is not None:
+            kept = take(values, "trainer.save_interval")
+            put(values, "trainer.save_interval", handed)
+            if (number(kept) or 0) > 0:
+                put(values, "trainer.keep_interval", kept)
+
+    def losses(self) -> None:
+        """The loss of the policy, the divergence from the base model, entropy, and advantages."""
+        values, kind = self._values, self._kind
+        own_advantage, own_loss = _OWN_PARTS.get(kind, (kind, "ppo"))
+        loss = take(values, "algorithm.policy_loss_fn")
+        if kind == "grpo" and loss in {"gspo", "cispo"}:
+            values["algorithm"]["algorithm_type"] = loss
+        elif loss not in {None, own_loss}:
+            self.ignored.append(f"algorithm.policy_loss_fn: {loss}")
+        self._arguments(
+            "algorithm.policy_loss_fn_args",
+            {
+                "clip_range": "clip_range",
+                "clip_range_low": "clip_range",
+                "clip_range_high": "clip_range_high",
+                "clip_ratio_c": "dual_clip",
+                "loss_agg_mode": "loss_agg_mode",
+            },
+        )
+        penalty, divergence = (take(values, f"algorithm.kl_{each}_fn") for each in ("penalty", "loss"))
+        in_reward = penalty not in {None, "none"}
+        counting, other = ("penalty", "loss") if in_reward else ("loss", "penalty")
+        if in_reward:
+            put(values, "algorithm.kl_in", "reward")
+            self.ignored += [f"algorithm.kl_loss_fn: {divergence}"] * (divergence not in {None, "none"})
+        estimator = penalty if in_reward else divergence
+        take(values, f"algorithm.kl_{other}_fn_args")
+        if estimator == "none":
+            put(values, "algorithm.kl_coef", 0)
+            take(values, "algorithm.kl_loss_fn_args")
+        elif estimator in _ESTIMATORS:
+            put(values, "algorithm.kl_estimator", _ESTIMATORS[estimator])
+        elif estimator is not None:
+            self.ignored.append(f"algorithm.kl_{counting}_fn: {estimator}")
+        self._arguments(f"algorithm.kl_{counting}_fn_args", {"kl_coef": "kl_coef"})
+        if self._of_trinity:  # where the papers have none
+            put(values, "algorithm.kl_coef", 0.001)
+        if take(values, "algorithm.entropy_loss_fn") == "none":
+            take(values, "algorithm.entropy_loss_fn_args")
+            put(values, "algorithm.entropy_coef", 0)
+        self._arguments("algorithm.entropy_loss_fn_args", {"entropy_coef": "entropy_coef"})
+        advantage = take(values, "algorithm.advantage_fn")
+        if advantage not in {None, own_advantage, kind}:
+            self.ignored.append(f"algorithm.advantage_fn: {advantage}")
+        if find(values, "algorithm.advantage_fn_args.std_cal_level") in {"batch", "group"}:
+            put(values, "algorithm.group.scale", take(values, "algorithm.advantage_fn_args.std_cal_level"))
+        self._arguments("algorithm.advantage_fn_args", {"gamma": "gamma", "lam": "lam"})
+        if find(values, "algorithm.sample_strategy") == "staleness_control":
+            most = take(values, "algorithm.sample_strategy_args.max_staleness")
+            if most is not None:
+                take(values, "algorithm.sample_strategy")
+                put(values, "trainer.max_staleness", most)
+        critic = take(values, "trainer.trainer_config.critic.optim.lr")
+        if critic is not None and kind == "ppo":
+            put(values, "algorithm.critic_optimizer.lr", critic)
+
+    def _arguments(self, name: str, ours: Mapping[str, str]) -> None:
+        """Arguments of one of Trinity's functions, by our options of `algorithm`."""
+        given = take(self._values, name)
+        for argument, value in (given.items() if isinstance(given, dict) else ()):
+            if argument in ours and value is not None:
+                put(self._values, f"algorithm.{ours[argument]}", value)
+            elif value is not None and value is not False and (argument, number(value)) != ("epsilon", 1e-6):
+                self.ignored.append(f"{name}.{argument}")
+
+    def optimizer(self) -> None:
+        """The learning rate's course: there is a warm-up here, and no decay."""
+        values, at = self._values, "algorithm.optimizer."
+        warmup, ratio = number(find(values, f"{at}lr_warmup_steps")), number(take(values, f"{at}lr_warmup_steps_ratio"))
+        if warmup is not None and warmup < 0:
+            take(values, f"{at}lr_warmup_steps")
+            warmup = None
+        if ratio and warmup is None:
+            steps = number(find(values, "trainer.total_steps"))
+            if steps is None:
+                self.ignored.append(f"{at}lr_warmup_steps_ratio (trainer.total_steps is not written)")
+            else:
+                put(values, f"{at}lr_warmup_steps", int(ratio * steps))
+        courses = [take(values, f"{at}{each}") for each in ("warmup_style", "lr_scheduler_type")]
+        course = next((each for each in courses if each is not None), "constant")
+        least = take(values, f"{at}min_lr_ratio")
+        if course != "constant":
+            self.ignored.append(f"{at}lr_scheduler_type: {course}")
+            self.ignored += [f"{at}min_lr_ratio"] * (least is not None)
+        for name, same in ((f"{at}weight_decay", 0.0), (f"{at}clip_grad", 1.0), ("trainer.grad_clip", 1.0)):
+            written = take(values, name)
+            if written is not None and number(written) != same:
+                self.ignored.append(f"{name}: {written}")
+
+    def adapter(self) -> None:
+        """A low-rank adapter, by Trinity's own training or by Tinker's."""
+        values = self._values
+        adapters, tinker = take(values, "model.lora_configs"), take(values, "model.tinker")
+        if isinstance(tinker, dict) and tinker.get("enable") not in {None, False, "false"}:
+            put(values, "model.lora.rank", tinker.get("rank") or 16)
+            parts = [ATTENTION * (tinker.get("train_attn") is not False), MLP * (tinker.get("train_mlp") is not False)]
+            put(values, "model.lora.targets", [*parts[0], *parts[1]])
+            known = {"enable", "rank", "train_attn", "train_mlp"}
+            self.ignored += [f"model.tinker.{each}" for each in tinker if each not in known]
+        elif isinstance(adapters, list) and adapters and isinstance(adapters[0], dict):
+            first = adapters[0]
+            put(values, "model.lora.rank", first.get("lora_rank") or 32)
+            put(values, "model.lora.alpha", first.get("lora_alpha") or 32)
+            targets = first.get("target_modules")
+            if targets not in {None, "all-linear"} if not isinstance(targets, list) else True:
+                put(values, "model.lora.targets", targets if isinstance(targets, list) else [targets])
+            known = {"name", "lora_rank", "lora_alpha", "target_modules"}
+            self.ignored += [f"model.lora_configs.{each}" for each in first if each not in known]
+
+
+#: What the linear layers of attention and of the feed-forward part are called.
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+#: What Trinity-RFT has and tuneloop does without: options, and sections with all that is in them.
+IGNORED = frozenset(
+    f"{section}.{name}".lstrip(".")
+    for section, names in {
+        "": "group checkpoint_job_dir ray_namespace continue_from_checkpoint ignore_validator_suggestions stages"
+        " data_processor log service synchronizer",
+        "algorithm": "repeat_times sample_strategy advantage_fn kl_penalty_fn policy_loss_fn kl_loss_fn entropy_loss_fn"
+        " enable_router_replay bypass_old_logprobs sample_strategy_args advantage_fn_args kl_penalty_fn_args"
+        " policy_loss_fn_args kl_loss_fn_args entropy_loss_fn_args rollout_correction",
+        "algorithm.optimizer": "lr_warmup_steps_ratio min_lr_ratio warmup_style lr_scheduler_type optimizer_type"
+        " clip_grad",
+        "buffer": "batch_size total_epochs total_steps tokenizer_path cache_dir explorer_input explorer_output",
+        "buffer.trainer_input": "auxiliary_buffers",
+        "buffer.trainer_input.experience_buffer": "storage_type capacity max_read_timeout max_retry_times"
+        " max_retry_interval split subset_name enable_progress_bar schema_type index batch_size tokenizer_path"
+        " total_epochs total_steps ray_namespace data_selector format replay_buffer",
+        "cluster": "total_gpu_num rollout_gpu_num auxiliary_model_gpu_num explorer_gpu_num trainer_gpu_num"
+        " trainer_node_num trainer_gpu_num_per_node",
+        "explorer": "name runner_per_model runner_prepare_concurrency runner_prepare_max_retries max_timeout"
+        " max_retry_times concurrent_mode max_repeat_times_per_runner runner_num eval_interval eval_on_startup"
+        " bench_on_latest_checkpoint db_url runner_state_report_interval max_inflight_batches env_vars"
+        " auxiliary_models dynamic_timeout over_rollout",
+        "explorer.rollout_model": "model_path name trust_remote_code engine_type data_parallel_size"
+        " pipeline_parallel_size enable_expert_parallel gpu_per_engine use_v1 enable_prefix_caching"
+        " enable_chunked_prefill temperature top_p top_k logprobs max_model_len max_prompt_tokens max_response_tokens"
+        " min_response_tokens enable_prompt_truncation repetition_penalty ignore_eos enable_multimodal chat_template"
+        " enable_thinking enable_log_requests base_port api_key nnodes node_rank enable_return_routed_experts"
+        " weight_sync_buffer_size bundle_indices engine_id ray_namespace ray_actor_name sync_method checkpoint_job_dir"
+        " cuda_visible_devices enable_lora enable_runtime_lora_updating rope_theta extra_engine_args lora_modules"
+        " lora_kwargs rope_scaling external_model_config enable_openai_api enable_history",
+        "model": "custom_chat_template chat_template_path top_p top_k logprobs max_prompt_tokens min_response_tokens"
+        " enable_prompt_truncation repetition_penalty enable_thinking fully_sharded_loras max_cpu_loras rope_theta"
+        " lora_configs rope_scaling external_model tinker",
+        "monitor": "detailed_stats enable_ray_timeline cache_dir monitor_args",
+        "trainer": "name trainer_type trainer_strategy enable_preview grad_clip use_dynamic_bsz use_remove_padding"
+        " balance_batch critic_warmup max_token_len_per_gpu fix_actor_microbatch_loss_scale param_offload grad_offload"
+        " offload_policy save_strategy save_hf_checkpoint trust_remote_code trainer_config trainer_config_path"
+        " megatron",
+    }.items()
+    for name in names.split()
+)
+
+
+def is_ignored(name: str) -> bool:
+    """Whether what stands at a dotted name does nothing in a service, and is Trinity's."""
+    names = name.split(".")
+    return any(".".join(names[:depth]) in IGNORED for depth in range(1, len(names) + 1))

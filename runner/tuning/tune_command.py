@@ -1,0 +1,78 @@
+"""The command tuneloop tune: the tasks that a file names are run, rewarded and trained on, as by `trinity run`."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tuneloop.runner.errors import ExtraMissing, TuneError, TuneRefused
+from tuneloop.runner.tuning.config_file import TuneFile, read_tune_file
+from tuneloop.runner.tuning.debugging import load_function
+from tuneloop.runner.tuning.tune import tune
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code: 0, 1 if tuning was stopped, 2 for what makes no sense."""
+    parser = argparse.ArgumentParser(prog="tuneloop tune", description=__doc__)
+    parser.add_argument("file", metavar="FILE", type=Path, help="a YAML file with tasks, of Trinity-RFT or of ours")
+    parser.add_argument("--workflow", metavar="MODULE:FUNCTION", help="what runs a task; or FILE.py:FUNCTION")
+    parser.add_argument("--judge", metavar="MODULE:FUNCTION", help="what rewards a run, if the workflow does not")
+    parser.add_argument("--resume", action="store_true", help="go on with the experiment that was interrupted")
+    parser.add_argument("--service", metavar="URL", help="join a running service, whose settings then count")
+    options = parser.parse_args(argv)
+    try:
+        file = read_tune_file(options.file)
+        workflow, judge = _functions(file, options.workflow, options.judge)
+        tune(
+            workflow_func=workflow,
+            judge_func=judge,
+            config_path=options.file,
+            resume=options.resume,
+            service=options.service,
+        )
+    except (TuneError, ExtraMissing) as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, TuneRefused | ExtraMissing) else 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _functions(
+    file: TuneFile, workflow: str | None, judge: str | None
+) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """What runs a task, and what rewards it. Raises TuneRefused for names of Trinity's own."""
+    if file.train_dataset is None:
+        raise TuneRefused(f"{file.path}: buffer.explorer_input.taskset is missing: there is no task to run")
+    named = workflow or file.workflow
+    if named is None or ":" not in named:
+        why = "it names no workflow" if named is None else f"its workflow {named} is Trinity's own"
+        raise TuneRefused(
+            f"{file.path}: {why}. Write one (docs/tune.md), and name it: tuneloop tune {file.path} --workflow"
+            " module:function"
+        )
+    judge = judge or (file.judge if file.judge and ":" in file.judge else None)
+    if judge is None and file.judge:
+        print(f"{file.path}: its reward {file.judge} is Trinity's own: the workflow, or --judge, gives the reward")
+    return _load(named), None if judge is None else _load(judge)
+
+
+def _load(place: str) -> Callable[..., Any]:
+    """The function at MODULE:FUNCTION or FILE.py:FUNCTION. Raises TuneRefused."""
+    module, _, name = place.rpartition(":")
+    if Path(module).suffix == ".py":
+        return load_function(place)
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise TuneRefused(f"{place}: {error}") from None
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise TuneRefused(f"{place}: there is no function {name!r} in {module}")
+    function: Callable[..., Any] = found
+    return function

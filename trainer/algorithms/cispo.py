@@ -1,0 +1,39 @@
+"""CISPO: the importance weight is clipped, and no token loses its gradient.
+
+    advantage  grpo.py's                                                                 arXiv 2506.13585, section 3.1
+    actor      -stop(clip(r, 1 - low, 1 + high)) A log policy(token), over all tokens    eq. 4 and 5
+
+The paper sets no lower bound, `clip_range: 1`, and tunes the upper one.
+
+Left out: the mask of tokens by the sign of their advantage (eq. 7), with which it is PPO again; `dual_clip`, for the
+weight has a bound.
+"""
+
+from torch import Tensor
+
+from tuneloop.shared.settings.algorithm import AlgorithmSettings
+from tuneloop.trainer.algorithms.terms import (
+    MAX_LOG_RATIO,
+    Loss,
+    Targets,
+    Totals,
+    high_clip,
+    require,
+    surrogate,
+)
+
+
+def policy_loss(
+    algorithm: AlgorithmSettings, log_ratio_BR: Tensor, logprobs_BR: Tensor, targets: Targets
+) -> tuple[Tensor, Tensor]:
+    """Per token: the loss, and whether its weight was clipped."""
+    ratio_BR = log_ratio_BR.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    weights_BR = ratio_BR.clamp(1 - algorithm.clip_range, 1 + high_clip(algorithm))
+    return -weights_BR * require(targets.advantages_BR) * logprobs_BR, weights_BR != ratio_BR
+
+
+def actor_loss(
+    algorithm: AlgorithmSettings, targets: Targets, logprobs_BR: Tensor, entropy_BR: Tensor, totals: Totals
+) -> Loss:
+    """The actor's loss on a micro-batch."""
+    return surrogate(algorithm, targets, logprobs_BR, entropy_BR, totals, policy_loss)

@@ -1,0 +1,48 @@
+"""GSPO: the clip decides about a sequence, not about each of its tokens.
+
+    advantage  grpo.py's                                                                 arXiv 2507.18071, eq. 6
+    ratio      s = exp(mean over the sequence's tokens of log r)                         eq. 7
+    actor      max(-A s, -A clip(s, 1 - low, 1 + high)), the mean over sequences         eq. 5
+
+Each token carries the value s and the gradient of its own log-probability, as in GSPO-token (eq. 13 and 14), whose
+gradient is that of eq. 5 where all tokens of a sequence have one advantage. `dual_clip` bounds it as PPO's.
+
+Left out: advantages that differ inside a sequence, for grpo.py gives none.
+"""
+
+from torch import Tensor
+
+from tuneloop.shared.settings.algorithm import AlgorithmSettings
+from tuneloop.trainer.algorithms.terms import (
+    Loss,
+    Targets,
+    Totals,
+    clipped_policy_loss,
+    high_clip,
+    require,
+    sequence_sums,
+    surrogate,
+)
+
+
+def policy_loss(
+    algorithm: AlgorithmSettings, log_ratio_BR: Tensor, logprobs_BR: Tensor, targets: Targets
+) -> tuple[Tensor, Tensor]:
+    """Per token: the sequence's loss, and whether the clip decided it."""
+    mask_BR = targets.mask_BR
+    means_B = sequence_sums(log_ratio_BR.detach(), mask_BR) / mask_BR.sum(1).clamp(min=1)
+    of_sequence_BR = logprobs_BR - logprobs_BR.detach() + means_B.to(logprobs_BR.dtype)[:, None]
+    return clipped_policy_loss(
+        of_sequence_BR,
+        require(targets.advantages_BR),
+        low=algorithm.clip_range,
+        high=high_clip(algorithm),
+        dual=algorithm.dual_clip,
+    )
+
+
+def actor_loss(
+    algorithm: AlgorithmSettings, targets: Targets, logprobs_BR: Tensor, entropy_BR: Tensor, totals: Totals
+) -> Loss:
+    """The actor's loss on a micro-batch."""
+    return surrogate(algorithm, targets, logprobs_BR, entropy_BR, totals, policy_loss)

@@ -108,7 +108,8 @@ def summary_of(settings: Settings) -> list[tuple[str, str]]:
             ("new versions", f"looked for every {explorer.service_status_check_interval:g} s"),
         ]
     if settings.mode != "serve":
-        keeps = settings.trainer.max_checkpoints_to_keep or "all"
+        keeps = str(settings.trainer.max_checkpoints_to_keep or "all")
+        keeps += f" and each of a {settings.trainer.keep_interval}th step" if settings.trainer.keep_interval else ""
         if settings.trainer_workers > 1:
             lines.append(("workers", str(settings.trainer_workers)))
         lines += [

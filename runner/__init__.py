@@ -57,14 +57,36 @@ from tuneloop.runner.tuning.config import (
 from tuneloop.runner.tuning.tune import main, tune
 from tuneloop.runner.tuning.views import TuneResult
 
+#: Their names before AgentScope 1.0.13.
+Algorithm, Dataset, TunerChatModel = AlgorithmConfig, DatasetConfig, TunerModelConfig
+
+_ELSEWHERE = dict.fromkeys(
+    ("tune_prompt", "PromptTuneConfig"),
+    "tuneloop tunes weights, not prompts: agentscope 1.x has it, in agentscope.tuner",
+) | dict.fromkeys(
+    ("model_selection", "select_model", "avg_time_judge", "avg_token_consumption_judge"),
+    "tuneloop compares models on tasks with known answers, and versions on live traffic: docs/drift.md and"
+    " docs/versions.md; agentscope 1.x has select_model, in agentscope.tuner.model_selection",
+)
+
+
+def __getattr__(name: str) -> object:
+    """Say where what AgentScope's tuner has beside tune() is. Raises ImportError, for other names AttributeError."""
+    if name in _ELSEWHERE:
+        raise ImportError(f"{name} is not here: {_ELSEWHERE[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "ABTest",
+    "Algorithm",
     "AlgorithmConfig",
     "AsyncFeedback",
     "CallDefaults",
     "Component",
     "Composite",
     "DataCollector",
+    "Dataset",
     "DatasetConfig",
     "DatasetRefused",
     "Endpoint",
@@ -115,6 +137,7 @@ __all__ = [
     "TuneFailed",
     "TuneRefused",
     "TuneResult",
+    "TunerChatModel",
     "TunerModelConfig",
     "Verdict",
     "VersionsClient",

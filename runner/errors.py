@@ -19,7 +19,9 @@ DatasetRefused    a dataset that cannot be read, or has no task; a TuneRefused t
 ExtraMissing      a package that is not installed, and the extra that installs it
 """
 
+import sys
 from collections.abc import Mapping
+from types import TracebackType
 from typing import Any
 
 
@@ -118,3 +120,16 @@ class ExtraMissing(ImportError):
     def __init__(self, extra: str, why: str) -> None:
         super().__init__(f'{why}: in a clone of tuneloop, pip install "./runner[{extra}]"')
         self.extra = extra
+
+
+def say_without_traceback(error: Exception) -> None:
+    """If nobody catches the error, have the program end with its sentence: the traceback would be of our own lines."""
+    usual = sys.excepthook
+
+    def say(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+        if raised is error:
+            print(f"{kind.__name__}: {raised}", file=sys.stderr)  # noqa: T201 - as an interpreter does
+        else:
+            usual(kind, raised, trace)
+
+    sys.excepthook = say

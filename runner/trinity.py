@@ -145,12 +145,12 @@ def names_tasks(values: Mapping[str, Any]) -> bool:
     return bool(isinstance(inputs, Mapping) and (inputs.get("taskset") or inputs.get("tasksets")))
 
 
-def translate(values: dict[str, Any]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Write Trinity's options by our names, where there is such an option.
+def translate(values: dict[str, Any], *, tasks: bool) -> tuple[list[str], list[tuple[str, str]]]:
+    """Write Trinity's options by our names, where there is such an option; `tasks`: the file names some.
 
     Returns those without effect, and those that cannot be followed, with a sentence.
     """
-    reading = _Translation(values)
+    reading = _Translation(values, tasks=tasks)
     reading.batches()
     reading.intervals()
     reading.losses()
@@ -174,27 +174,25 @@ _OWN_PARTS = {
 
 
 class _Translation:
-    def __init__(self, values: dict[str, Any]) -> None:
+    def __init__(self, values: dict[str, Any], *, tasks: bool) -> None:
         self._values = values
         self.ignored: list[str] = []
         self.problems: list[tuple[str, str]] = []
-        self._tasks, self._mode = names_tasks(values), values.get("mode") or "both"
+        self._tasks, self._mode = tasks, values.get("mode") or "both"
         self._kind = str(find(values, "algorithm.algorithm_type") or "ppo")
-        self._of_trinity = False
+        self._is_trinitys = tasks or "synchronizer" in values or find(values, "algorithm.repeat_times") is not None
 
     def batches(self) -> None:
         """Of how many experiences a step is, of how many runs a group, and where they come from."""
         values = self._values
         tasks, repeat = number(take(values, "buffer.batch_size")), take(values, "algorithm.repeat_times")
         runs = int(number(repeat) or 1)
-        self._of_trinity = repeat is not None and self._kind in {"gspo", "cispo"}
         if repeat is not None and self._kind in OF_GROUPS and find(values, "buffer.group_by") is None:
             if runs < 2:
                 sentence = f"{self._kind} compares the runs of a task with each other and needs at least 2; not {runs}"
                 self.problems.append(("algorithm.repeat_times", sentence))
-            else:
-                put(values, "buffer.group_by", "task")
-                put(values, "buffer.group_size", runs)
+            put(values, "buffer.group_by", "task")
+            put(values, "buffer.group_size", max(runs, 2))
         if tasks is not None:
             put(values, "buffer.train_batch_size", int(tasks) * runs)
         if (steps := take(values, "buffer.total_steps")) is not None:
@@ -217,7 +215,9 @@ class _Translation:
     def intervals(self) -> None:
         """Trinity hands weights over by one interval, and keeps them by another."""
         values = self._values
-        handed = take(values, "synchronizer.sync_interval")
+        handed, method = (take(values, f"synchronizer.sync_{each}") for each in ("interval", "method"))
+        if method not in {None, "checkpoint"}:
+            self.ignored.append(f"synchronizer.sync_method: {method} (versions are handed over as checkpoints)")
         if handed is None and self._tasks:
             handed = 1
         if handed is not None:
@@ -232,7 +232,7 @@ class _Translation:
         own_advantage, own_loss = _OWN_PARTS.get(kind, (kind, "ppo"))
         loss = take(values, "algorithm.policy_loss_fn")
         if kind == "grpo" and loss in {"gspo", "cispo"}:
-            values["algorithm"]["algorithm_type"] = loss
+            self._kind = values["algorithm"]["algorithm_type"] = loss
         elif loss not in {None, own_loss}:
             self.ignored.append(f"algorithm.policy_loss_fn: {loss}")
         self._arguments(
@@ -261,7 +261,7 @@ class _Translation:
         elif estimator is not None:
             self.ignored.append(f"algorithm.kl_{counting}_fn: {estimator}")
         self._arguments(f"algorithm.kl_{counting}_fn_args", {"kl_coef": "kl_coef"})
-        if self._of_trinity:  # where the papers have none
+        if self._is_trinitys and self._kind in {"gspo", "cispo"}:  # Trinity's default, where the papers have none
             put(values, "algorithm.kl_coef", 0.001)
         if take(values, "algorithm.entropy_loss_fn") == "none":
             take(values, "algorithm.entropy_loss_fn_args")

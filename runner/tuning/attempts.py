@@ -44,10 +44,18 @@ class RunFailed(Exception):
         self.kind, self.again = kind, again
 
 
+_OUR_REWARDS = (
+    ". Trinity's rewards start Ray; ours do the same without, from tuneloop.runner.rewards.components: numeric() is"
+    " MathRewardFn and MathBoxedRewardFn for numbers, exact_match() for texts, and a composite is math_reward():"
+    " JudgeOutput(reward=numeric()(Reply(text=response, expected=truth)))"
+)
+
+
 def sentence_of(error: BaseException) -> str:
     """The error's type and what it says, whatever its `__str__` does."""
     try:
-        return f"{type(error).__name__}: {error}"
+        trinitys = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "trinity"
+        return f"{type(error).__name__}: {error}{_OUR_REWARDS if trinitys else ''}"
     except Exception:  # noqa: BLE001 - users' classes raise anything
         return f"{type(error).__name__}, whose text cannot be had"
 

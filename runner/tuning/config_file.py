@@ -106,6 +106,7 @@ class _FileReader:
     def __init__(self, path: Path, options: dict[str, Any]) -> None:
         self._path, self._left = path, options
         self._ignored: list[str] = []
+        self._is_trinitys = False
 
     def read(self) -> TuneFile:
         store = "buffer.trainer_input.experience_buffer."
@@ -114,6 +115,7 @@ class _FileReader:
         if isinstance(several, list) and several and found is None:
             found = several[0]
             self._ignored += [f"{inputs}tasksets beyond the first"] * (len(several) > 1)
+        self._is_trinitys = found is not None or "synchronizer" in self._left
         if found is None and trinity.find(self._left, f"{store}storage_type") == "file":
             raise TuneRefused(f"{store}storage_type: {trinity.A_TRAINING_SET}")
         mode = self._take("mode")
@@ -160,14 +162,10 @@ class _FileReader:
                 tool_call_parser=each.get("tool_call_parser"),
                 reasoning_parser=each.get("reasoning_parser"),
             )
-        algorithm, run_timeout = self._algorithm(), self._take("explorer.max_timeout")
+        run_timeout = self._take("explorer.max_timeout")
         if (interval := self._take("synchronizer.sync_interval")) not in {None, 1}:
             self._ignored.append(f"synchronizer.sync_interval: {interval} (there is a version after each step)")
-        ignored, problems = trinity.translate(self._left)
-        if problems:
-            raise TuneRefused("; ".join(f"{name}: {what}" for name, what in problems))
-        model = self._model()
-        self._ignored += ignored
+        algorithm, model = self._algorithm(), self._model()
         for name in [*_WITHOUT_EFFECT, *filter(trinity.is_ignored, _names_in(self._left))]:
             if self._take(name) is not None:
                 self._ignored.append(name)
@@ -215,16 +213,25 @@ class _FileReader:
         return TunerModelConfig(str(path), tool_call_parser=parser, tinker_config=adapter, **known)
 
     def _algorithm(self) -> AlgorithmConfig | None:
-        given = {
-            "algorithm_type": self._take("algorithm.algorithm_type"),
-            "learning_rate": self._take("algorithm.optimizer.lr"),
+        steps = {
             "group_size": self._take_first("algorithm.repeat_times", "buffer.group_size"),
             "batch_size": self._take("buffer.batch_size"),
             "eval_interval_steps": self._take("explorer.eval_interval"),
-            "save_interval_steps": self._take("trainer.save_interval") or None,
+        }
+        if kept := self._take("trainer.save_interval"):
+            steps["save_interval_steps"] = kept if self._is_trinitys else None
+            self._ignored += ["trainer.save_interval"] * (not self._is_trinitys and kept != 1)
+        experiences = self._take("buffer.train_batch_size")
+        # What is left is for the service: the method, too, says what its options mean.
+        ignored, problems = trinity.translate(self._left, tasks=self._is_trinitys)
+        if problems:
+            raise TuneRefused("; ".join(f"{name}: {what}" for name, what in problems))
+        self._ignored += ignored
+        given = steps | {
+            "algorithm_type": self._take("algorithm.algorithm_type"),
+            "learning_rate": self._take("algorithm.optimizer.lr"),
         }
         known = {name: value for name, value in given.items() if value is not None}
-        experiences = self._take("buffer.train_batch_size")
         if not known and experiences is None:
             return None
         if known.get("algorithm_type", "ppo") not in OF_GROUPS:

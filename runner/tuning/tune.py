@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.runner.collection.run_records import loop_runs
-from tuneloop.runner.errors import ExtraMissing, TuneRefused
+from tuneloop.runner.errors import ExtraMissing, ServiceAway, TuneRefused, say_without_traceback
 from tuneloop.runner.models.bound_model import make_model, wanted_client
 from tuneloop.runner.models.run import Run
 from tuneloop.runner.models.transport import close_connections
@@ -86,8 +86,16 @@ def tune(
     Raises TuneRefused before anything is started if something of this makes no sense, TuneFailed if it was stopped.
     docs/tune_options.md says what each option is.
     """
-    # The arguments, with what the file says for those that were not given. Raises TuneRefused.
     given = dict(locals())
+    try:
+        return _call_of(given)
+    except (TuneRefused, ServiceAway) as error:
+        say_without_traceback(error)
+        raise
+
+
+def _call_of(given: dict[str, Any]) -> TuneResult:
+    """Do what was asked for by arguments, with what the file says for those that were not given."""
     path = given.pop("config_path")
     warning = None
     if path is not None:
@@ -100,9 +108,9 @@ def tune(
         given["settings"] = merge_settings(file.settings, given["settings"] or {})
         warning = file.warning
     call = Call(**(given | {"warning": warning}))
-    check_workflow_function(workflow_func)
-    if judge_func is not None:
-        check_judge_function(judge_func)
+    check_workflow_function(call.workflow_func)
+    if call.judge_func is not None:
+        check_judge_function(call.judge_func)
     return run_to_end(lambda: _tune(call))
 
 

@@ -81,7 +81,7 @@ def read_settings(
         return SettingsReport(settings=None, problems=(f"{path}:1:1: {trinity.VERLS_FORMAT}",))
     values, unexpanded = trinity.expand(values)
     names_tasks = trinity.names_tasks(values)
-    ignored, untranslated = trinity.translate(values)
+    ignored, untranslated = trinity.translate(values, tasks=names_tasks)
     values.setdefault("model", {})  # so that what is missing is model.model_path
     environment = os.environ if environment is None else environment
     for name, text in sorted(environment.items()):

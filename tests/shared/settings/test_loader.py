@@ -47,7 +47,7 @@ def test_keys_without_effect_are_named_in_one_warning(caplog):
     with caplog.at_level(logging.WARNING):
         load_settings(TRINITY / "trainer.yaml")
     assert [each.message for each in caplog.records] == [
-        "settings ignored: buffer.trainer_input.experience_buffer.storage_type, synchronizer, "
+        "settings ignored: buffer.trainer_input.experience_buffer.storage_type, "
         "trainer.save_hf_checkpoint, trainer.trainer_config"
     ]
 

@@ -1,3 +1,3 @@
 """Not here: what AgentScope's tuner has under this name, so that importing it says where to go."""
 
-from tuneloop.runner import select_model  # type: ignore[attr-defined]  # noqa: F401 - it raises
+from tuneloop.runner import select_model  # noqa: F401 - it raises

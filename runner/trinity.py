@@ -58,41 +58,45 @@ def expand(values: Mapping[str, Any], read_scalar: Callable[[str], Any] = str) -
     """
     left: Unexpanded = []
 
-    def told(found: re.Match[str]) -> str:
-        text = os.environ.get(found["name"], found["default"])
-        if text is None:
-            raise LookupError(f"{found[0]}: there is no environment variable {found['name']}")
-        return text.strip().strip("'\"")
-
-    def expand_text(text: str, seen: tuple[str, ...] = ()) -> Any:
-        alone, expanded = text.startswith("${oc.env:") and text.endswith("}"), text
-        while _VARIABLE.search(expanded):
-            expanded = _VARIABLE.sub(told, expanded)
-        if (option := _REFERENCE.fullmatch(expanded)) and option["name"] not in seen:
-            named = find(values, option["name"])
-            if named is not None:
-                return expand_text(named, (*seen, option["name"])) if isinstance(named, str) else named
-        if unknown := re.search(r"\$\{[^}]*\}?", expanded):
-            known = "only ${oc.env:NAME}, ${oc.env:NAME,default} and the name of another option are known here"
-            raise LookupError(f"{unknown[0]}: {known}")
-        if alone and expanded == "null":
-            return None
-        return read_scalar(expanded) if alone else expanded
-
     def walk(value: Any, at: Keys) -> Any:
         if isinstance(value, dict):
             return {key: walk(each, (*at, key)) for key, each in value.items()}
         if isinstance(value, list):
-            return [walk(each, (*at, number)) for number, each in enumerate(value)]
+            return [walk(each, (*at, place)) for place, each in enumerate(value)]
         if not isinstance(value, str) or "${" not in value:
             return value
         try:
-            return expand_text(value)
+            return _expand_text(value, values, read_scalar)
         except LookupError as error:
             left.append((at, str(error.args[0])))
             return value
 
     return walk(values, ()), left
+
+
+def _expand_text(
+    text: str, values: Mapping[str, Any], read_scalar: Callable[[str], Any], seen: tuple[str, ...] = ()
+) -> Any:
+    def told(found: re.Match[str]) -> str:
+        value = os.environ.get(found["name"], found["default"])
+        if value is None:
+            raise LookupError(f"{found[0]}: there is no environment variable {found['name']}")
+        return value.strip().strip("'\"")
+
+    alone, expanded = text.startswith("${oc.env:") and text.endswith("}"), text
+    while _VARIABLE.search(expanded):
+        expanded = _VARIABLE.sub(told, expanded)
+    if (option := _REFERENCE.fullmatch(expanded)) and option["name"] not in seen:
+        named = find(values, option["name"])
+        if named is not None:
+            further = (*seen, option["name"])
+            return _expand_text(named, values, read_scalar, further) if isinstance(named, str) else named
+    if unknown := re.search(r"\$\{[^}]*\}?", expanded):
+        known = "only ${oc.env:NAME}, ${oc.env:NAME,default} and the name of another option are known here"
+        raise LookupError(f"{unknown[0]}: {known}")
+    if alone and expanded == "null":
+        return None
+    return read_scalar(expanded) if alone else expanded
 
 
 def find(values: Mapping[str, Any], name: str) -> Any:
@@ -154,6 +158,7 @@ def translate(values: dict[str, Any], *, tasks: bool) -> tuple[list[str], list[t
     reading.batches()
     reading.intervals()
     reading.losses()
+    reading.divergence()
     reading.optimizer()
     reading.adapter()
     return reading.ignored, reading.problems
@@ -227,7 +232,7 @@ class _Translation:
                 put(values, "trainer.keep_interval", kept)
 
     def losses(self) -> None:
-        """The loss of the policy, the divergence from the base model, entropy, and advantages."""
+        """The loss of the policy, its entropy, and advantages."""
         values, kind = self._values, self._kind
         own_advantage, own_loss = _OWN_PARTS.get(kind, (kind, "ppo"))
         loss = take(values, "algorithm.policy_loss_fn")
@@ -245,24 +250,6 @@ class _Translation:
                 "loss_agg_mode": "loss_agg_mode",
             },
         )
-        penalty, divergence = (take(values, f"algorithm.kl_{each}_fn") for each in ("penalty", "loss"))
-        in_reward = penalty not in {None, "none"}
-        counting, other = ("penalty", "loss") if in_reward else ("loss", "penalty")
-        if in_reward:
-            put(values, "algorithm.kl_in", "reward")
-            self.ignored += [f"algorithm.kl_loss_fn: {divergence}"] * (divergence not in {None, "none"})
-        estimator = penalty if in_reward else divergence
-        take(values, f"algorithm.kl_{other}_fn_args")
-        if estimator == "none":
-            put(values, "algorithm.kl_coef", 0)
-            take(values, "algorithm.kl_loss_fn_args")
-        elif estimator in _ESTIMATORS:
-            put(values, "algorithm.kl_estimator", _ESTIMATORS[estimator])
-        elif estimator is not None:
-            self.ignored.append(f"algorithm.kl_{counting}_fn: {estimator}")
-        self._arguments(f"algorithm.kl_{counting}_fn_args", {"kl_coef": "kl_coef"})
-        if self._is_trinitys and self._kind in {"gspo", "cispo"}:  # Trinity's default, where the papers have none
-            put(values, "algorithm.kl_coef", 0.001)
         if take(values, "algorithm.entropy_loss_fn") == "none":
             take(values, "algorithm.entropy_loss_fn_args")
             put(values, "algorithm.entropy_coef", 0)
@@ -282,10 +269,32 @@ class _Translation:
         if critic is not None and kind == "ppo":
             put(values, "algorithm.critic_optimizer.lr", critic)
 
+    def divergence(self) -> None:
+        """The divergence from the base model: in the loss, or in the reward."""
+        values = self._values
+        penalty, divergence = (take(values, f"algorithm.kl_{each}_fn") for each in ("penalty", "loss"))
+        in_reward = penalty not in {None, "none"}
+        counting, other = ("penalty", "loss") if in_reward else ("loss", "penalty")
+        if in_reward:
+            put(values, "algorithm.kl_in", "reward")
+            self.ignored += [f"algorithm.kl_loss_fn: {divergence}"] * (divergence not in {None, "none"})
+        estimator = penalty if in_reward else divergence
+        take(values, f"algorithm.kl_{other}_fn_args")
+        if estimator == "none":
+            put(values, "algorithm.kl_coef", 0)
+            take(values, "algorithm.kl_loss_fn_args")
+        elif estimator in _ESTIMATORS:
+            put(values, "algorithm.kl_estimator", _ESTIMATORS[estimator])
+        elif estimator is not None:
+            self.ignored.append(f"algorithm.kl_{counting}_fn: {estimator}")
+        self._arguments(f"algorithm.kl_{counting}_fn_args", {"kl_coef": "kl_coef"})
+        if self._is_trinitys and self._kind in {"gspo", "cispo"}:  # Trinity's default, where the papers have none
+            put(values, "algorithm.kl_coef", 0.001)
+
     def _arguments(self, name: str, ours: Mapping[str, str]) -> None:
         """Arguments of one of Trinity's functions, by our options of `algorithm`."""
         given = take(self._values, name)
-        for argument, value in (given.items() if isinstance(given, dict) else ()):
+        for argument, value in given.items() if isinstance(given, dict) else ():
             if argument in ours and value is not None:
                 put(self._values, f"algorithm.{ours[argument]}", value)
             elif value is not None and value is not False and (argument, number(value)) != ("epsilon", 1e-6):

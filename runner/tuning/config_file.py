@@ -13,7 +13,8 @@ from typing import Any
 import tuneloop.runner.trinity as trinity
 from tuneloop.runner.errors import ExtraMissing, TuneRefused
 from tuneloop.runner.tasks.dataset import SELECTORS, DatasetConfig
-from tuneloop.runner.tuning.config import MONITORS, OF_GROUPS, AlgorithmConfig, TinkerConfig, TunerModelConfig
+from tuneloop.runner.trinity import OF_GROUPS
+from tuneloop.runner.tuning.config import MONITORS, AlgorithmConfig, TinkerConfig, TunerModelConfig
 
 #: What tune() does by itself, or has no use for, beside what services ignore.
 _WITHOUT_EFFECT = (
@@ -79,7 +80,9 @@ def read_tune_file(path: str | Path) -> TuneFile:
     loader = _loader(yaml)("")
     options, unexpanded = trinity.expand(
         found,
-        lambda text: loader.construct_object(yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text)),
+        lambda text: loader.construct_object(
+            yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text)
+        ),
     )
     for keys, what in unexpanded:
         name = ".".join(map(str, keys))
@@ -124,25 +127,16 @@ class _FileReader:
         self._ignored += [f"mode: {mode} (tune() runs the tasks and trains)"] * (mode not in {None, "both"})
         epochs, steps = self._take("buffer.total_epochs"), self._take_first("buffer.total_steps", "trainer.total_steps")
         workflow, judge = (self._take(f"{inputs}default_{each}_type") for each in ("workflow", "reward_fn"))
-        train = evaluation = eval_temperature = None
+        train = None
         if found is not None:
-            how = {"total_epochs": epochs or 1, "total_steps": steps}
-            train = self._dataset_of(found, f"{inputs}taskset", **how)
+            train = self._dataset_of(found, f"{inputs}taskset", total_epochs=epochs or 1, total_steps=steps)
             workflow = found.get("default_workflow_type") or workflow
             judge = found.get("default_reward_fn_type") or judge
-            for ours, name in (("temperature",) * 2, ("top_p",) * 2, ("max_response_tokens", "max_tokens")):
-                if (value := (found.get("rollout_args") or {}).get(name)) is not None:
-                    self._left.setdefault("model", {})[ours] = value
+            self._sample_as(found.get("rollout_args") or {})
         for name, called in (("workflow", workflow), ("reward_fn", judge)):
             if called and ":" not in called:  # Trinity's own
                 self._ignored.append(f"{inputs}default_{name}_type: {called}")
-        evaluations = self._take(f"{inputs}eval_tasksets")
-        if evaluations:
-            if not isinstance(evaluations, list) or len(evaluations) > 1:
-                self._ignored.append(f"{inputs}eval_tasksets beyond the first")
-            first = evaluations[0] if isinstance(evaluations, list) else evaluations
-            eval_temperature = (first.get("rollout_args") or {}).get("temperature")
-            evaluation = self._dataset_of(first, f"{inputs}eval_tasksets")
+        evaluation, eval_temperature = self._evaluation(f"{inputs}eval_tasksets")
         rest = self._take("buffer.explorer_input")
         if isinstance(rest, dict):
             self._ignored += [f"{inputs}{each}" for each in rest]
@@ -151,17 +145,7 @@ class _FileReader:
             self._ignored.append(f"monitor.monitor_type: {monitor} (curves go to {', '.join(MONITORS)})")
             monitor = None
         runners = self._take("explorer.runner_per_model")
-        models = {}
-        for number, each in enumerate(self._take("explorer.auxiliary_models") or []):
-            named = each.get("name") or f"auxiliary_{number}"
-            models[named] = TunerModelConfig(
-                str(each["model_path"]),
-                max_model_len=each.get("max_model_len"),
-                tensor_parallel_size=each.get("tensor_parallel_size", 1),
-                inference_engine_num=each.get("engine_num", 1),
-                tool_call_parser=each.get("tool_call_parser"),
-                reasoning_parser=each.get("reasoning_parser"),
-            )
+        models = self._auxiliary_models()
         run_timeout = self._take("explorer.max_timeout")
         if (interval := self._take("synchronizer.sync_interval")) not in {None, 1}:
             self._ignored.append(f"synchronizer.sync_interval: {interval} (there is a version after each step)")
@@ -188,6 +172,35 @@ class _FileReader:
             settings=_without_empty(self._left),
             ignored=tuple(self._ignored),
         )
+
+    def _evaluation(self, name: str) -> tuple[DatasetConfig | None, float | None]:
+        found = self._take(name)
+        if not found:
+            return None, None
+        if not isinstance(found, list) or len(found) > 1:
+            self._ignored.append(f"{name} beyond the first")
+        first = found[0] if isinstance(found, list) else found
+        return self._dataset_of(first, name), (first.get("rollout_args") or {}).get("temperature")
+
+    def _sample_as(self, wanted: Mapping[str, Any]) -> None:
+        """Have the model sampled as a task set wants it, which wins over what `model` says."""
+        for ours, name in (("temperature",) * 2, ("top_p",) * 2, ("max_response_tokens", "max_tokens")):
+            if wanted.get(name) is not None:
+                self._left.setdefault("model", {})[ours] = wanted[name]
+
+    def _auxiliary_models(self) -> dict[str, TunerModelConfig]:
+        models = {}
+        for number, each in enumerate(self._take("explorer.auxiliary_models") or []):
+            named = each.get("name") or f"auxiliary_{number}"
+            models[named] = TunerModelConfig(
+                str(each["model_path"]),
+                max_model_len=each.get("max_model_len"),
+                tensor_parallel_size=each.get("tensor_parallel_size", 1),
+                inference_engine_num=each.get("engine_num", 1),
+                tool_call_parser=each.get("tool_call_parser"),
+                reasoning_parser=each.get("reasoning_parser"),
+            )
+        return models
 
     def _model(self) -> TunerModelConfig | None:
         path = self._take("model.model_path")
@@ -248,7 +261,9 @@ class _FileReader:
         if not isinstance(found, dict) or not found.get("path"):
             raise TuneRefused(f"{name}: path is missing")
         selector = found.get("data_selector") or found.get("task_selector")
-        self._ignored += [f"{name}.{each}" for each in found if each not in {*_OF_TASKS, "data_selector", "task_selector"}]
+        self._ignored += [
+            f"{name}.{each}" for each in found if each not in {*_OF_TASKS, "data_selector", "task_selector"}
+        ]
         used = {"temperature", "top_p", "max_tokens"}
         self._ignored += [f"{name}.rollout_args.{each}" for each in found.get("rollout_args") or () if each not in used]
         kind = (selector or {}).get("selector_type", "sequential")

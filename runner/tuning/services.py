@@ -26,9 +26,9 @@ from tuneloop.runner.http_client import header_of_key
 from tuneloop.runner.models.bound_model import CallDefaults, ModelEndpoint, make_model, wanted_client
 from tuneloop.runner.models.run import StoredCalls
 from tuneloop.runner.private_files import make_private_folder, private_opener, write_private_text
+from tuneloop.runner.trinity import OF_GROUPS
 from tuneloop.runner.tuning.config import (
     MAIN,
-    OF_GROUPS,
     AlgorithmConfig,
     ServicePlace,
     TunerModelConfig,
@@ -444,6 +444,8 @@ class ServiceOpener:
             await client.until_ready(self._options.start_timeout_s)
             for said in compare_options(client.url, await client.options(), algorithm, configs.get(name)):
                 self._say(said)
+        if joined and self._options.over and joined.keys() >= configs.keys():
+            self._say(f"settings have no effect on a service that is joined: {', '.join(self._options.over)}")
         wanted = algorithm or AlgorithmConfig()
         found = {
             name: joined.get(name) or await self._start(name, configs[name], wanted, step_settings(wanted))

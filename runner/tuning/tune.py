@@ -152,8 +152,6 @@ async def _tune(call: Call) -> TuneResult:
         view.say(f"{folder.path}: {plan.total_steps} steps of {tasks_of_step} tasks x {plan.group_size} runs")
         if call.warning:
             view.say(call.warning)
-        if call.settings and urls.keys() >= configs.keys():
-            view.say(f"settings of a service that is joined are its own; without effect: {', '.join(call.settings)}")
         state, fingerprint, failures = journal.state, plan.fingerprint(), FailureLog(view.say)
         if state.header is not None and state.header["fingerprint"] != fingerprint:
             raise TuneRefused(

@@ -97,13 +97,8 @@ def read_settings(
         else:
             read.problems.append((place, "write it as --set key=value"))
     settings, errors = _validate(values)
-    for keys_of_it, what in untranslated:
-        read.report(tuple(keys_of_it.split(".")), what)
-    for keys_of_it, what in unexpanded:
-        name = ".".join(map(str, keys_of_it))
-        if not trinity.is_ignored(name) and "${" in str(trinity.find(values, name)):
-            read.report(keys_of_it, what)
-            errors = [each for each in errors if each["loc"] != keys_of_it]
+    told = _report_trinitys(read, values, untranslated, unexpanded)
+    errors = [each for each in errors if each["loc"] not in told]
     if errors:
         unknown = [each for each in errors if each["type"] == "extra_forbidden"]
         wrong = [each for each in errors if each not in unknown]
@@ -121,6 +116,24 @@ def read_settings(
         ignored=tuple(sorted(ignored)),
         names_tasks=names_tasks,
     )
+
+
+def _report_trinitys(
+    read: "_Reading",
+    values: Mapping[str, Any],
+    untranslated: Sequence[tuple[str, str]],
+    unexpanded: trinity.Unexpanded,
+) -> set[Keys]:
+    """Report what of Trinity's cannot be followed; where it stood that was not expanded, and would be told again."""
+    for name, what in untranslated:
+        read.report(tuple(name.split(".")), what)
+    told = set()
+    for keys, what in unexpanded:
+        name = ".".join(map(str, keys))
+        if not trinity.is_ignored(name) and "${" in str(trinity.find(values, name)):
+            read.report(keys, what)
+            told.add(keys)
+    return told
 
 
 class _Reading:

@@ -28,7 +28,7 @@ _TRINITYS_VALUES: Mapping[str, tuple[Sequence[object], str]] = {
 _NO_MODES = {
     "explore": "'explore' runs tasks for the trainer of another file. Write 'serve' if that file has `mode: train` and"
     " clients ask for replies; else write 'both': `tuneloop tune FILE` runs the tasks, and trains",
-    "bench": "there is no 'bench' here. Name tasks with known answers in monitor.evaluation.path, a held-out evaluation",
+    "bench": "there is no 'bench' here. Name tasks with known answers in monitor.evaluation.path: held-out evaluation",
     "colocate": "'colocate' is 'both' with explorer.rollout_model.gpu_memory_utilization: 0.4, or cluster.gpu_turn",
 }
 

@@ -9,9 +9,9 @@ import yaml
 from tests.explorer.checkpoints import write_model
 from tuneloop.runner.errors import TuneRefused
 from tuneloop.runner.models.bound_model import CallDefaults
+from tuneloop.runner.trinity import OF_GROUPS
 from tuneloop.runner.tuning.config import (
     ALGORITHMS,
-    OF_GROUPS,
     MONITORS,
     AlgorithmConfig,
     ServicePlace,
@@ -298,7 +298,10 @@ def test_our_own_file_keeps_what_it_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("algorithm: {algorithm_type: opmd}", r"config\.yaml: algorithm_type: 'opmd': there is none here; the nearest is grpo"),
+        (
+            "algorithm: {algorithm_type: opmd}",
+            r"algorithm_type: 'opmd': there is none here; the nearest is grpo",
+        ),
         ("a: [", r"config\.yaml: this is not YAML"),
         ("- a", "this is not a mapping of options"),
         ("buffer: {explorer_input: {taskset: {split: train}}}", "taskset: path is missing"),

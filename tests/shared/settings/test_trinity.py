@@ -1,4 +1,4 @@
-"""Files of Trinity-RFT: each option that changes what is learnt means here, for services and tune(), what it does there.
+"""Files of Trinity-RFT: each option that changes what is learnt means the same here, for services and tune().
 
 The base has the shape of Trinity-RFT's examples (Apache-2.0), and each row is what an example writes beside it.
 """
@@ -78,7 +78,7 @@ def tuned(folder: Path, changes: dict[str, Any] | None = None) -> tuple[TuneFile
 
 
 KL, CLIP = "algorithm.kl_loss_fn", "algorithm.policy_loss_fn_args"
-OPTIMIZER, LORA = "algorithm.optimizer", "model.lora_configs"
+OPTIMIZER, LORA, SUMS = "algorithm.optimizer", "model.lora_configs", "seq-mean-token-sum"
 
 #: What a file writes, and what it is here.
 SAME = [
@@ -94,12 +94,19 @@ SAME = [
     ),
     ({CLIP: {"clip_range": 0.1}}, {"algorithm.clip_range": 0.1, "algorithm.clip_range_high": None}),
     (
-        {CLIP: {"clip_range_low": 0.2, "clip_range_high": 0.28, "clip_ratio_c": 5, "loss_agg_mode": "seq-mean-token-sum"}},
+        {
+            CLIP: {
+                "clip_range_low": 0.2,
+                "clip_range_high": 0.28,
+                "clip_ratio_c": 5,
+                "loss_agg_mode": "seq-mean-token-sum",
+            }
+        },
         {
             "algorithm.clip_range": 0.2,
             "algorithm.clip_range_high": 0.28,
             "algorithm.dual_clip": 5,
-            "algorithm.loss_agg_mode": "seq-mean-token-sum",
+            "algorithm.loss_agg_mode": SUMS,
         },
     ),
     ({"algorithm.entropy_loss_fn_args": {"entropy_coef": 0.01}}, {"algorithm.entropy_coef": 0.01}),
@@ -190,7 +197,7 @@ def test_variables_stand_for_themselves_everywhere(tmp_path, monkeypatch):
     assert problem.endswith("model.model_path: ${oc.env:NOBODY_SET_IT}: there is no environment variable NOBODY_SET_IT")
     unset = {"buffer.explorer_input": {"taskset": {"path": "${oc.env:NOBODY_SET_IT}"}}}
     assert service(tmp_path, unset).problems == ()
-    with pytest.raises(TuneRefused, match="taskset.path: .* no environment variable NOBODY_SET_IT"):
+    with pytest.raises(TuneRefused, match=r"taskset.path: .* no environment variable NOBODY_SET_IT"):
         tuned(tmp_path, unset)
 
 

@@ -77,7 +77,7 @@ def expand(values: Mapping[str, Any], read_scalar: Callable[[str], Any] = str) -
 def _expand_text(
     text: str, values: Mapping[str, Any], read_scalar: Callable[[str], Any], seen: tuple[str, ...] = ()
 ) -> Any:
-    def told(found: re.Match[str]) -> str:
+    def value_of(found: re.Match[str]) -> str:
         value = os.environ.get(found["name"], found["default"])
         if value is None:
             raise LookupError(f"{found[0]}: there is no environment variable {found['name']}")
@@ -85,7 +85,7 @@ def _expand_text(
 
     alone, expanded = text.startswith("${oc.env:") and text.endswith("}"), text
     while _VARIABLE.search(expanded):
-        expanded = _VARIABLE.sub(told, expanded)
+        expanded = _VARIABLE.sub(value_of, expanded)
     if (option := _REFERENCE.fullmatch(expanded)) and option["name"] not in seen:
         named = find(values, option["name"])
         if named is not None:
@@ -240,16 +240,12 @@ class _Translation:
             self._kind = values["algorithm"]["algorithm_type"] = loss
         elif loss not in {None, own_loss}:
             self.ignored.append(f"algorithm.policy_loss_fn: {loss}")
-        self._arguments(
-            "algorithm.policy_loss_fn_args",
-            {
-                "clip_range": "clip_range",
-                "clip_range_low": "clip_range",
-                "clip_range_high": "clip_range_high",
-                "clip_ratio_c": "dual_clip",
-                "loss_agg_mode": "loss_agg_mode",
-            },
-        )
+        clips = find(values, "algorithm.policy_loss_fn_args")
+        if isinstance(clips, dict) and {"clip_range", "clip_range_low"} <= clips.keys():
+            clips.setdefault("clip_range_high", clips.pop("clip_range"))
+        ours = {each: each for each in ("clip_range", "clip_range_high", "loss_agg_mode")}
+        ours |= {"clip_range_low": "clip_range", "clip_ratio_c": "dual_clip"}
+        self._arguments("algorithm.policy_loss_fn_args", ours)
         if take(values, "algorithm.entropy_loss_fn") == "none":
             take(values, "algorithm.entropy_loss_fn_args")
             put(values, "algorithm.entropy_coef", 0)
@@ -260,11 +256,9 @@ class _Translation:
         if find(values, "algorithm.advantage_fn_args.std_cal_level") in {"batch", "group"}:
             put(values, "algorithm.group.scale", take(values, "algorithm.advantage_fn_args.std_cal_level"))
         self._arguments("algorithm.advantage_fn_args", {"gamma": "gamma", "lam": "lam"})
-        if find(values, "algorithm.sample_strategy") == "staleness_control":
-            most = take(values, "algorithm.sample_strategy_args.max_staleness")
-            if most is not None:
-                take(values, "algorithm.sample_strategy")
-                put(values, "trainer.max_staleness", most)
+        most = take(values, "algorithm.sample_strategy_args.max_staleness")
+        if most is not None and take(values, "algorithm.sample_strategy") == "staleness_control":
+            put(values, "trainer.max_staleness", most)
         critic = take(values, "trainer.trainer_config.critic.optim.lr")
         if critic is not None and kind == "ppo":
             put(values, "algorithm.critic_optimizer.lr", critic)
@@ -330,16 +324,15 @@ class _Translation:
         adapters, tinker = take(values, "model.lora_configs"), take(values, "model.tinker")
         if isinstance(tinker, dict) and tinker.get("enable") not in {None, False, "false"}:
             put(values, "model.lora.rank", tinker.get("rank") or 16)
-            parts = [ATTENTION * (tinker.get("train_attn") is not False), MLP * (tinker.get("train_mlp") is not False)]
-            put(values, "model.lora.targets", [*parts[0], *parts[1]])
+            attention, mlp = (tinker.get(each) is not False for each in ("train_attn", "train_mlp"))
+            put(values, "model.lora.targets", [*ATTENTION * attention, *MLP * mlp])
             known = {"enable", "rank", "train_attn", "train_mlp"}
             self.ignored += [f"model.tinker.{each}" for each in tinker if each not in known]
         elif isinstance(adapters, list) and adapters and isinstance(adapters[0], dict):
             first = adapters[0]
             put(values, "model.lora.rank", first.get("lora_rank") or 32)
             put(values, "model.lora.alpha", first.get("lora_alpha") or 32)
-            targets = first.get("target_modules")
-            if targets not in {None, "all-linear"} if not isinstance(targets, list) else True:
+            if (targets := first.get("target_modules") or "all-linear") != "all-linear":
                 put(values, "model.lora.targets", targets if isinstance(targets, list) else [targets])
             known = {"name", "lora_rank", "lora_alpha", "target_modules"}
             self.ignored += [f"model.lora_configs.{each}" for each in first if each not in known]

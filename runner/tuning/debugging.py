@@ -188,16 +188,23 @@ async def _call(function: Callable[..., Any], offered: Mapping[str, Any]) -> Any
 
 
 def load_function(place: str, beside: str | None = None) -> Callable[..., Any]:
-    """The function at FILE:FUNCTION; `beside` is the file where the file is left out. Raises TuneRefused."""
+    """The function at FILE:FUNCTION or MODULE:FUNCTION; `beside`: where it is, if left out. Raises TuneRefused."""
     file, colon, name = place.rpartition(":")
     file = file or (beside or "")
     if not file or not name or (not colon and beside is None):
         raise TuneRefused(f"{place!r} is not FILE:FUNCTION")
-    path = Path(file).expanduser().resolve()
+    path, module = Path(file).expanduser().resolve(), None
     if not path.is_file():
-        raise TuneRefused(f"{file}: there is no such file")
-    module: Any = sys.modules.get(path.stem)
-    if getattr(module, "__file__", None) != str(path):
+        sys.path.insert(0, "")
+        try:
+            module = importlib.import_module("" if path.suffix == ".py" else file)
+        except (ModuleNotFoundError, ValueError) as error:
+            what = error if isinstance(error, ModuleNotFoundError) else "there is no such file"
+            raise TuneRefused(f"{file}: {what}") from None
+        finally:
+            sys.path.remove("")
+    module = module or sys.modules.get(path.stem)
+    if path.is_file() and getattr(module, "__file__", None) != str(path):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         if spec is None or spec.loader is None:
             raise TuneRefused(f"{path}: this is not a Python file")

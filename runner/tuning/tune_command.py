@@ -1,7 +1,6 @@
 """The command tuneloop tune: the tasks that a file names are run, rewarded and trained on, as by `trinity run`."""
 
 import argparse
-import importlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -56,23 +55,4 @@ def _functions(
     judge = judge or (file.judge if file.judge and ":" in file.judge else None)
     if judge is None and file.judge:
         print(f"{file.path}: its reward {file.judge} is Trinity's own: the workflow, or --judge, gives the reward")
-    return _load(named), None if judge is None else _load(judge)
-
-
-def _load(place: str) -> Callable[..., Any]:
-    """The function at MODULE:FUNCTION or FILE.py:FUNCTION. Raises TuneRefused."""
-    module, _, name = place.rpartition(":")
-    if Path(module).suffix == ".py":
-        return load_function(place)
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        found: Any = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise TuneRefused(f"{place}: {error}") from None
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
-        raise TuneRefused(f"{place}: there is no function {name!r} in {module}")
-    function: Callable[..., Any] = found
-    return function
+    return load_function(named), None if judge is None else load_function(judge)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -87,8 +88,16 @@ ALGORITHMS = {
     "rloo": Algorithm(asks=policy_gradient_requirements, prepare=rloo.prepare, actor_loss=surrogate),
     "grpo": Algorithm(asks=policy_gradient_requirements, prepare=grpo.prepare, actor_loss=surrogate),
     "dapo": Algorithm(asks=policy_gradient_requirements, prepare=dapo.prepare, actor_loss=surrogate),
-    "gspo": Algorithm(asks=policy_gradient_requirements, prepare=grpo.prepare, actor_loss=gspo.actor_loss),
-    "cispo": Algorithm(asks=policy_gradient_requirements, prepare=grpo.prepare, actor_loss=cispo.actor_loss),
+    "gspo": Algorithm(
+        asks=policy_gradient_requirements,
+        prepare=grpo.prepare,
+        actor_loss=partial(surrogate, policy_loss=gspo.policy_loss),
+    ),
+    "cispo": Algorithm(
+        asks=policy_gradient_requirements,
+        prepare=grpo.prepare,
+        actor_loss=partial(surrogate, policy_loss=cispo.policy_loss),
+    ),
     "multi_step_grpo": Algorithm(
         asks=policy_gradient_requirements, prepare=multi_step_grpo.prepare, actor_loss=surrogate
     ),

@@ -12,15 +12,7 @@ weight has a bound.
 from torch import Tensor
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms import (
-    MAX_LOG_RATIO,
-    Loss,
-    Targets,
-    Totals,
-    high_clip,
-    require,
-    surrogate,
-)
+from tuneloop.trainer.algorithms.terms import MAX_LOG_RATIO, Targets, high_clip, require
 
 
 def policy_loss(
@@ -30,10 +22,3 @@ def policy_loss(
     ratio_BR = log_ratio_BR.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     weights_BR = ratio_BR.clamp(1 - algorithm.clip_range, 1 + high_clip(algorithm))
     return -weights_BR * require(targets.advantages_BR) * logprobs_BR, weights_BR != ratio_BR
-
-
-def actor_loss(
-    algorithm: AlgorithmSettings, targets: Targets, logprobs_BR: Tensor, entropy_BR: Tensor, totals: Totals
-) -> Loss:
-    """The actor's loss on a micro-batch."""
-    return surrogate(algorithm, targets, logprobs_BR, entropy_BR, totals, policy_loss)

@@ -13,16 +13,7 @@ Left out: advantages that differ inside a sequence, for grpo.py gives none.
 from torch import Tensor
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms.terms import (
-    Loss,
-    Targets,
-    Totals,
-    clipped_policy_loss,
-    high_clip,
-    require,
-    sequence_sums,
-    surrogate,
-)
+from tuneloop.trainer.algorithms.terms import Targets, clipped_policy_loss, high_clip, require, sequence_sums
 
 
 def policy_loss(
@@ -39,10 +30,3 @@ def policy_loss(
         high=high_clip(algorithm),
         dual=algorithm.dual_clip,
     )
-
-
-def actor_loss(
-    algorithm: AlgorithmSettings, targets: Targets, logprobs_BR: Tensor, entropy_BR: Tensor, totals: Totals
-) -> Loss:
-    """The actor's loss on a micro-batch."""
-    return surrogate(algorithm, targets, logprobs_BR, entropy_BR, totals, policy_loss)

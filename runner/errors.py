@@ -21,7 +21,6 @@ ExtraMissing      a package that is not installed, and the extra that installs i
 
 import sys
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 
@@ -125,11 +124,6 @@ class ExtraMissing(ImportError):
 def say_without_traceback(error: Exception) -> None:
     """If nobody catches the error, have the program end with its sentence: the traceback would be of our own lines."""
     usual = sys.excepthook
-
-    def say(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
-        if raised is error:
-            print(f"{kind.__name__}: {raised}", file=sys.stderr)  # noqa: T201 - as an interpreter does
-        else:
-            usual(kind, raised, trace)
-
-    sys.excepthook = say
+    sys.excepthook = lambda kind, raised, trace: (
+        sys.stderr.write(f"{kind.__name__}: {raised}\n") if raised is error else usual(kind, raised, trace)
+    )

@@ -348,12 +348,9 @@ IGNORED = frozenset(
     for section, names in {
         "": "group checkpoint_job_dir ray_namespace continue_from_checkpoint ignore_validator_suggestions stages"
         " data_processor log service synchronizer",
-        "algorithm": "repeat_times sample_strategy advantage_fn kl_penalty_fn policy_loss_fn kl_loss_fn entropy_loss_fn"
-        " enable_router_replay bypass_old_logprobs sample_strategy_args advantage_fn_args kl_penalty_fn_args"
-        " policy_loss_fn_args kl_loss_fn_args entropy_loss_fn_args rollout_correction",
-        "algorithm.optimizer": "lr_warmup_steps_ratio min_lr_ratio warmup_style lr_scheduler_type optimizer_type"
-        " clip_grad",
-        "buffer": "batch_size total_epochs total_steps tokenizer_path cache_dir explorer_input explorer_output",
+        "algorithm": "sample_strategy enable_router_replay bypass_old_logprobs sample_strategy_args rollout_correction",
+        "algorithm.optimizer": "optimizer_type",
+        "buffer": "total_epochs tokenizer_path cache_dir explorer_input explorer_output",
         "buffer.trainer_input": "auxiliary_buffers",
         "buffer.trainer_input.experience_buffer": "storage_type capacity max_read_timeout max_retry_times"
         " max_retry_interval split subset_name enable_progress_bar schema_type index batch_size tokenizer_path"
@@ -374,9 +371,9 @@ IGNORED = frozenset(
         " lora_kwargs rope_scaling external_model_config enable_openai_api enable_history",
         "model": "custom_chat_template chat_template_path top_p top_k logprobs max_prompt_tokens min_response_tokens"
         " enable_prompt_truncation repetition_penalty enable_thinking fully_sharded_loras max_cpu_loras rope_theta"
-        " lora_configs rope_scaling external_model tinker",
+        " rope_scaling external_model",
         "monitor": "detailed_stats enable_ray_timeline cache_dir monitor_args",
-        "trainer": "name trainer_type trainer_strategy enable_preview grad_clip use_dynamic_bsz use_remove_padding"
+        "trainer": "name trainer_type trainer_strategy enable_preview use_dynamic_bsz use_remove_padding"
         " balance_batch critic_warmup max_token_len_per_gpu fix_actor_microbatch_loss_scale param_offload grad_offload"
         " offload_policy save_strategy save_hf_checkpoint trust_remote_code trainer_config trainer_config_path"
         " megatron",

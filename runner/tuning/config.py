@@ -64,21 +64,7 @@ JudgeType = Callable[..., Awaitable[JudgeOutput] | JudgeOutput]
 MONITORS = ("tensorboard", "wandb", "mlflow")
 
 #: The algorithms that learn from rewards, by our names; those that compare the runs of a task with each other.
-ALGORITHMS = (
-    "multi_step_grpo",
-    "grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "rloo",
-    "ppo",
-    "reinforce",
-    "reinforce++",
-    "raft",
-    "sft",
-    "kto",
-    "dpo",
-)
+ALGORITHMS = (*OF_GROUPS[:-1], "ppo", "reinforce", "reinforce++", "raft", "sft", "kto", "dpo")
 
 #: What others call them.
 _ALIASES = {

@@ -356,7 +356,8 @@ class ServiceProcess:
         if (code := self._process.poll()) is not None:
             lines = self._log.read_text(errors="replace").splitlines()[-_TAIL:]
             if code == _REFUSES_SETTINGS:
-                refused = [each.removeprefix(f"{self._config}:").lstrip("0123456789: ") for each in lines]
+                told = [each for each in lines if each.startswith(f"{self._config}:")] or lines[-3:]
+                refused = [each.removeprefix(f"{self._config}:").lstrip("0123456789: ") for each in told]
                 raise TuneRefused("the service refuses its settings: " + "; ".join(refused))
             ending = "\n".join([f"its log is {self._log} and ends with:", *(f"    {line}" for line in lines)])
             raise ServiceAway(f"the service ended with exit code {code}; {ending}")

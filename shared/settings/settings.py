@@ -230,8 +230,9 @@ def _contradictions_of_hardware(settings: Settings) -> Iterator[str]:
     together = trainer.ulysses_sequence_parallel_size
     if mode != "serve" and settings.trainer_workers % together:
         yield (
-            f"trainer.ulysses_sequence_parallel_size: {together} workers share each row of tokens, and trainer.workers"
-            f" is {settings.trainer_workers}; write 1, or raise trainer.workers to a multiple of {together}"
+            f"trainer.ulysses_sequence_parallel_size: {together} workers share each row of tokens, and"
+            f" cluster.gpu_per_node: {there} leaves trainer.workers at {settings.trainer_workers}; write 1, or raise"
+            f" either until the workers are a multiple of {together}"
         )
     length, response = settings.model.max_model_len, settings.model.max_response_tokens
     if length and response and response > length:

@@ -193,7 +193,8 @@ def load_function(place: str, beside: str | None = None) -> Callable[..., Any]:
     file = file or (beside or "")
     if not file or not name or (not colon and beside is None):
         raise TuneRefused(f"{place!r} is not FILE:FUNCTION")
-    path, module = Path(file).expanduser().resolve(), None
+    path = Path(file).expanduser().resolve()
+    module: Any = None
     if not path.is_file():
         sys.path.insert(0, "")
         try:

@@ -18,9 +18,9 @@ OF_GROUPS = ("multi_step_grpo", "grpo", "dapo", "gspo", "cispo", "rloo", "dpo")
 
 #: Algorithms that there are not here, by what is nearest.
 _NEAREST = {
-    "grpo": "grpo_verl remax opmd asymre sppo topr m2po mix mix_chord cpt orpo",
+    "grpo": "grpo_verl remax opmd asymre sppo topr m2po rec mix mix_chord",
     "gspo": "sapo",
-    "ppo": "rec",
+    "dpo": "orpo",
     "multi_step_grpo": "gigpo",
     "reinforce++": "reinforceplusplus reinforce_pp reinforce_plus_plus",
     "distill": "on_policy_distill jsd",
@@ -167,15 +167,9 @@ def translate(values: dict[str, Any], *, tasks: bool) -> tuple[list[str], list[t
 #: How Trinity calls the estimators of a divergence.
 _ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 
-#: Advantages and losses that go with an algorithm anyway, by Trinity's names.
-_OWN_PARTS = {
-    "multi_step_grpo": ("step_wise_grpo", "ppo"),
-    "reinforce++": ("reinforceplusplus", "ppo"),
-    "gspo": ("grpo", "gspo"),
-    "cispo": ("grpo", "cispo"),
-    "dapo": ("grpo", "ppo"),
-    "raft": ("grpo", "sft"),
-}
+#: Advantages that go with an algorithm anyway, by Trinity's names.
+_OWN_ADVANTAGES = {"multi_step_grpo": "step_wise_grpo", "reinforce++": "reinforceplusplus"}
+_OWN_ADVANTAGES |= dict.fromkeys(("dapo", "gspo", "cispo", "raft"), "grpo")
 
 
 class _Translation:
@@ -234,11 +228,10 @@ class _Translation:
     def losses(self) -> None:
         """The loss of the policy, its entropy, and advantages."""
         values, kind = self._values, self._kind
-        own_advantage, own_loss = _OWN_PARTS.get(kind, (kind, "ppo"))
-        loss = take(values, "algorithm.policy_loss_fn")
+        loss, own_loss = take(values, "algorithm.policy_loss_fn"), {"raft": "sft"}.get(kind, "ppo")
         if kind == "grpo" and loss in {"gspo", "cispo"}:
             self._kind = values["algorithm"]["algorithm_type"] = loss
-        elif loss not in {None, own_loss}:
+        elif loss not in {None, kind, own_loss}:
             self.ignored.append(f"algorithm.policy_loss_fn: {loss}")
         clips = find(values, "algorithm.policy_loss_fn_args")
         if isinstance(clips, dict) and {"clip_range", "clip_range_low"} <= clips.keys():
@@ -251,7 +244,7 @@ class _Translation:
             put(values, "algorithm.entropy_coef", 0)
         self._arguments("algorithm.entropy_loss_fn_args", {"entropy_coef": "entropy_coef"})
         advantage = take(values, "algorithm.advantage_fn")
-        if advantage not in {None, own_advantage, kind}:
+        if advantage not in {None, kind, _OWN_ADVANTAGES.get(kind)}:
             self.ignored.append(f"algorithm.advantage_fn: {advantage}")
         if find(values, "algorithm.advantage_fn_args.std_cal_level") in {"batch", "group"}:
             put(values, "algorithm.group.scale", take(values, "algorithm.advantage_fn_args.std_cal_level"))

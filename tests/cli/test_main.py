@@ -89,7 +89,7 @@ def test_validate_says_what_it_understood_of_an_explorer(tmp_path):
         "GPUs": "GPU 0: engine 0, GPU 1: engine 0, GPU 2: engine 1, GPU 3: engine 1",
         "new versions": "looked for every 10 s",
         "ignored": "buffer.trainer_input.experience_buffer.storage_type, explorer.rollout_model.enable_history, "
-        "explorer.rollout_model.enable_openai_api, synchronizer",
+        "explorer.rollout_model.enable_openai_api",
     }
 
 

@@ -46,6 +46,8 @@ def _sampled(learner, random, reward):
 def _trained(settings, kind, reward):
     buffer = {"group_by": "task"} if kind in OF_GROUPS else {}
     algorithm = LIVELY | {"algorithm_type": kind}
+    if kind == "gspo":  # at a learning rate as high as this its clip of 4e-4 lets no second update of a batch count
+        algorithm |= {"clip_range": 0.2, "clip_range_high": 0.28}
     learner = snapshot.load(settings(algorithm=algorithm, buffer=buffer, trainer={"micro_batch_tokens": 4096}), None)
     random = np.random.default_rng(0)
     before = _probability(learner)

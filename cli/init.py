@@ -15,6 +15,7 @@ from tuneloop.shared.capacity.memory import gpu_memory
 from tuneloop.shared.capacity.model_shape import ModelShape, read_shape
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.hardware import count_gpus
+from tuneloop.shared.settings.hub_cache import cached_folder
 from tuneloop.shared.settings.settings import Settings
 
 
@@ -92,7 +93,7 @@ class Setup(NamedTuple):
 
 def init(
     file: Annotated[Path, typer.Argument(metavar="[X.yaml]", help="The file to write.")] = Path("tuneloop.yaml"),
-    model: Annotated[Path | None, typer.Option(help="The folder of a Hugging Face model.")] = None,
+    model: Annotated[Path | None, typer.Option(help="A Hugging Face model: its folder or Hub name.")] = None,
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of this machine; 0: none.")] = None,
     where: Annotated[Path | None, typer.Option(help="Folder for checkpoints, database and logs.")] = None,
     gpu_memory_gb: GpuMemoryOption = None,
@@ -105,13 +106,16 @@ def init(
     if file.exists():
         raise EnvironmentRefused(f"{file} is there already; name another file, or move that one away")
     folder = (model or Path(_ask("Folder of the model", "--model"))).expanduser()
-    shape = read_shape(folder.absolute())
+    found = cached_folder(folder)
+    shape = read_shape(found.absolute() if found.exists() else found)
     count = int(_ask("GPUs", "--gpus", str(count_gpus()))) if gpus is None else gpus
     place = (where or Path(_ask("Folder for checkpoints, database and logs", "--where", "tuneloop-data"))).expanduser()
     bytes_ = gpu_memory() if gpu_memory_gb is None else int(gpu_memory_gb * 1e9)
     if count and bytes_ is None:
         raise EnvironmentRefused("nvidia-smi does not say how much memory a GPU has; give --gpu-memory, such as 80")
     text = settings_text(shape, place.absolute(), gpus=count, gpu_bytes=bytes_ if count else None)
+    if found != folder:  # The file names the model as the Hub does: a download of other weights is then noticed.
+        text = text.replace(_quote(shape.folder), _quote(folder))
     try:
         with file.open("x") as opened:
             opened.write(text)

@@ -22,6 +22,7 @@ from tuneloop.shared.held_files import expect_mark
 from tuneloop.shared.job_marks import KEY, folder_mark, load_key, mark_folder, require_restored
 from tuneloop.shared.logging import LOG, clean_error, configure_logging
 from tuneloop.shared.privacy.crash_reports import redact_crash_reports
+from tuneloop.shared.settings.base_model import require_no_download
 from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine, log_placement
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
@@ -31,11 +32,12 @@ log = structlog.get_logger()
 
 
 def check_model(settings: Settings) -> None:
-    """Raise EnvironmentRefused unless the base model is a model folder."""
+    """Raise EnvironmentRefused unless the base model is a model folder, SettingsError where it is to be downloaded."""
     path = settings.model.model_path
     try:
         json.loads((path / "config.json").read_bytes())
     except (OSError, ValueError):
+        require_no_download("model.model_path", path)
         raise EnvironmentRefused(
             f"model.model_path: {path} is not a model folder (it has no readable config.json); "
             "give the folder of a Hugging Face model"

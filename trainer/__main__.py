@@ -11,11 +11,12 @@ from pathlib import Path
 from tuneloop.shared.errors import EnvironmentRefused, RankFailed, StaleEpoch, StartupError, TuneloopError
 from tuneloop.shared.logging import LOG, clean_error, configure_logging
 from tuneloop.shared.privacy.crash_reports import redact_crash_reports
+from tuneloop.shared.settings.base_model import require_folders
 from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine, log_placement
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import umask_of
-from tuneloop.trainer.models.folders import disk_errors_as_refusals, require_folders
+from tuneloop.trainer.models.folders import disk_errors_as_refusals
 from tuneloop.trainer.rendezvous import RENDEZVOUS_VARIABLE
 from tuneloop.trainer.stop import SignalStop, Stop
 from tuneloop.trainer.workers.launching import launch

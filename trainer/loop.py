@@ -37,7 +37,7 @@ from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.operations.job_folder import claim_folder
 from tuneloop.shared.operations.older_ledger import find_lost_versions
-from tuneloop.shared.settings.base_model import routing_note
+from tuneloop.shared.settings.base_model import require_folders, routing_note
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.opening import open_tracing
 from tuneloop.shared.telemetry.trackers import check_tracker, open_curves
@@ -52,7 +52,6 @@ from tuneloop.trainer.gpu_turns import GpuTurns
 from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat
 from tuneloop.trainer.leased_rows import LeasedRows, UnpublishedSteps
 from tuneloop.trainer.micro_batch import MicroBatch, fit_to_memory
-from tuneloop.trainer.models.folders import require_folders
 from tuneloop.trainer.models.model import device_of
 from tuneloop.trainer.models.room import room_for_weights
 from tuneloop.trainer.monitoring.monitors import FiniteSteps, Monitors, Rejections, StepSpans

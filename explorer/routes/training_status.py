@@ -16,6 +16,7 @@ from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules, Standstill, 
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.operations.diagnosis import diagnose
 from tuneloop.shared.outbox_status import OutboxStatus
+from tuneloop.shared.settings.hub_cache import name_of_model
 from tuneloop.shared.settings.settings import Settings
 
 #: A trainer looks for a batch so many times while a commit counts as new.
@@ -97,7 +98,7 @@ def _status(
             "train_batch_size": rules.batch_size,
             "batch_timeout": rules.batch_timeout,
             "save_interval": rules.save_interval,
-            "model": model.model_path.name,
+            "model": name_of_model(model.model_path),
             "max_model_len": model.max_model_len,
             "lora_rank": model.lora.rank or None,
         },

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.settings.hub_cache import download_sentence
 
 
 class ModelShape(NamedTuple):
@@ -53,7 +54,8 @@ class ModelShape(NamedTuple):
 def read_shape(folder: Path, *, setting: str = "model.model_path") -> ModelShape:
     """The shape of the model in a Hugging Face folder. Raises EnvironmentRefused if there is none."""
     if not folder.is_dir():
-        raise EnvironmentRefused(f"{setting}: {folder} is not there; give the folder of a Hugging Face model")
+        sentence = f"{folder} is not there; give the folder of a Hugging Face model"
+        raise EnvironmentRefused(f"{setting}: {download_sentence(folder) or sentence}")
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError):

@@ -7,7 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tuneloop.shared.errors import SettingsError
+from tuneloop.shared.errors import EnvironmentRefused, SettingsError
+from tuneloop.shared.settings.hub_cache import download_sentence
 from tuneloop.shared.settings.settings import Settings
 
 #: How many experts there are, as configurations call it.
@@ -24,6 +25,38 @@ TEXT_ALONE = frozenset({"emu3", "llama4", "mllama", "qwen3_5", "qwen3_5_moe", "q
 _LAYER = re.compile(r"(?:model\.|language_model\.)+layers\.(\d+)\.")
 _LARGEST_HEADER = 100 << 20
 _DRAFTS = re.compile(r"(?:model\.)?mtp\.")
+
+
+def require_folders(settings: Settings) -> None:
+    """Raise EnvironmentRefused unless the models to start from are there, SettingsError if the base is not trained."""
+    for setting, folder in named_folders(settings).items():
+        if not ((folder / "config.json").is_file() and any(folder.glob("*.safetensors"))):
+            what = "is not a model folder" if folder.is_dir() else "is not there"
+            require_no_download(setting, folder)
+            raise EnvironmentRefused(
+                f"{setting}: {folder} {what}; name a local folder that holds config.json and *.safetensors"
+            )
+    require_trainable(settings)
+
+
+def require_no_download(setting: str, folder: Path) -> None:
+    """Raise SettingsError, after which no service is started again, for a name of the Hub that is in no cache."""
+    if sentence := download_sentence(folder):
+        raise SettingsError(f"{setting}: {sentence}")
+
+
+def named_folders(settings: Settings) -> dict[str, Path]:
+    """The models that the settings name, by the setting."""
+    named, distill = {"model.model_path": settings.model.model_path}, settings.algorithm.distill
+    if settings.algorithm.algorithm_type == "distill" and distill.teacher_path is not None:
+        named["algorithm.distill.teacher_path"] = distill.teacher_path
+    return named
+
+
+def download_notes(settings: Settings) -> list[str]:
+    """What is to be downloaded before these settings start, and by which command."""
+    sentences = {setting: download_sentence(folder) for setting, folder in named_folders(settings).items()}
+    return [f"{setting}: {sentence}" for setting, sentence in sentences.items() if sentence]
 
 
 def require_trainable(settings: Settings) -> None:

@@ -20,6 +20,7 @@ from yaml.composer import ComposerError
 
 import tuneloop.runner.trinity as trinity
 from tuneloop.shared.errors import SettingsError
+from tuneloop.shared.settings.hub_cache import cached_folder
 from tuneloop.shared.settings.problems import ENV_PREFIX, Keys, dotted_name, sentences_of, sort_unknown
 from tuneloop.shared.settings.settings import Settings, may_be_secret
 
@@ -108,8 +109,7 @@ def read_settings(
         for keys_of_it, what in found:
             read.report(keys_of_it, what)
     if settings is not None:
-        root = Path.cwd() / settings.checkpoint_root_dir
-        settings = settings.model_copy(update={"checkpoint_root_dir": root})
+        settings = _on_this_machine(settings)
     return SettingsReport(
         settings=None if read.problems else settings,
         problems=tuple(read.lines()),
@@ -223,6 +223,19 @@ class _Reading:
             section[keys[-1]] = yaml.safe_load(text) if is_yaml else text
         except yaml.YAMLError:
             self.report(wanted, f"not a value: {'the value given' if may_be_secret('.'.join(keys)) else text}")
+
+
+def _on_this_machine(settings: Settings) -> Settings:
+    """The settings with the folders that are meant here; a model that the Hub names keeps its name for clients."""
+    model, distill = settings.model, settings.algorithm.distill
+    found: dict[str, Any] = {"checkpoint_root_dir": Path.cwd() / settings.checkpoint_root_dir}
+    if (folder := cached_folder(model.model_path)) != model.model_path:
+        moved = {"model_path": folder, "served_model_name": settings.served_model_name}
+        found["model"] = model.model_copy(update=moved)
+    if distill.teacher_path and (folder := cached_folder(distill.teacher_path)) != distill.teacher_path:
+        moved = {"distill": distill.model_copy(update={"teacher_path": folder})}
+        found["algorithm"] = settings.algorithm.model_copy(update=moved)
+    return settings.model_copy(update=found)
 
 
 def _validate(values: Mapping[str, Any]) -> tuple[Settings | None, list[ErrorDetails]]:

@@ -70,8 +70,8 @@ class ModelSettings(Section):
     """The model that is served and trained."""
 
     model_path: Path
-    """Folder of the base model in Hugging Face's format. It is version 0. Unless `served_model_name` says otherwise,
-    clients send this as `model`."""
+    """Folder of the base model in Hugging Face's format, or its name on the Hub, if `hf download` has put it into the
+    local cache. It is version 0. Unless `served_model_name` says otherwise, clients send this as `model`."""
     served_model_name: str | None = None
     """The name that clients send as `model`; null: `model_path` as written. _Serve._"""
     max_model_len: Positive | None = None

@@ -28,10 +28,10 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tuneloop.shared.errors import EnvironmentRefused, SettingsError
+from tuneloop.shared.settings.base_model import named_folders
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.batch import Batch, Positions, packed_rows, padded_rows, scatter_tokens
 from tuneloop.trainer.models.attention import bounds_of, enable_packing, is_packable, no_mask
-from tuneloop.trainer.models.folders import named_folders
 from tuneloop.trainer.models.head import CHUNK, IMPOSSIBLE, AllowedSets, Head, ScoredTokens
 from tuneloop.trainer.models.quantization import quantize_layers
 from tuneloop.trainer.models.ulysses import gather_tokens

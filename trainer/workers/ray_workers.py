@@ -23,10 +23,11 @@ from tuneloop.shared.errors import EnvironmentRefused, StaleEpoch, StartupError
 from tuneloop.shared.logging import clean_error, configure_logging
 from tuneloop.shared.privacy.crash_reports import redact_crash_reports
 from tuneloop.shared.ray_cluster import LOCAL, keep_to_this_machine, require_token
+from tuneloop.shared.settings.base_model import require_folders
 from tuneloop.shared.settings.hardware import trainer_on_gpu
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import umask_of
-from tuneloop.trainer.models.folders import disk_errors_as_refusals, require_folders
+from tuneloop.trainer.models.folders import disk_errors_as_refusals
 from tuneloop.trainer.rendezvous import RENDEZVOUS_VARIABLE
 from tuneloop.trainer.stop import Stop
 

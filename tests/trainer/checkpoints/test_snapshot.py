@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.trainer.factories import sample
 from tuneloop.shared.checkpoints import PROBE_LENGTH, PROBE_ROOM
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.settings.base_model import require_folders
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.models.folders import require_folders
 
 pytestmark = pytest.mark.contract
 

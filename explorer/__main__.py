@@ -21,6 +21,7 @@ from tuneloop.shared.errors import EnvironmentRefused, StartupError, TuneloopErr
 from tuneloop.shared.held_files import expect_mark
 from tuneloop.shared.job_marks import KEY, folder_mark, load_key, mark_folder, require_restored
 from tuneloop.shared.logging import LOG, clean_error, configure_logging
+from tuneloop.shared.operations.job_folder import require_file_systems
 from tuneloop.shared.privacy.crash_reports import redact_crash_reports
 from tuneloop.shared.settings.base_model import require_no_download
 from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine, log_placement
@@ -83,6 +84,7 @@ def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises StartupError if it cannot."""
     check_model(settings)
     check_engine(settings)
+    require_file_systems(settings)
     if folder_mark(settings.job_dir) is None and str(settings.job_dir) not in settings.database_url:
         open_ledger(settings).close()  # It makes the folder, unless the database knows of one, which is away.
     make_job_dir(settings)

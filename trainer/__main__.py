@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tuneloop.shared.errors import EnvironmentRefused, RankFailed, StaleEpoch, StartupError, TuneloopError
 from tuneloop.shared.logging import LOG, clean_error, configure_logging
+from tuneloop.shared.operations.job_folder import require_file_systems
 from tuneloop.shared.privacy.crash_reports import redact_crash_reports
 from tuneloop.shared.settings.base_model import require_folders
 from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine, log_placement
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = fit_to_machine(settings, gpus_here=count_gpus())
         with disk_errors_as_refusals(settings):
             require_folders(settings)
+        if RENDEZVOUS_VARIABLE not in os.environ:
+            require_file_systems(settings)
         on_ray = settings.cluster.node_num > 1 or settings.cluster.ray_address != "auto"
         if settings.trainer_workers > 1 and RENDEZVOUS_VARIABLE not in os.environ:
             # Run the workers, which are this command again, until they have ended for good; their exit code.

@@ -35,7 +35,7 @@ from tuneloop.shared.job_marks import committed_stamp, note_registered, note_ste
 from tuneloop.shared.ledger.facts import find_ignored_feedback
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.storage import database
-from tuneloop.shared.operations.job_folder import claim_folder
+from tuneloop.shared.operations.job_folder import claim_folder, require_one_host
 from tuneloop.shared.operations.older_ledger import find_lost_versions
 from tuneloop.shared.settings.base_model import require_folders, routing_note
 from tuneloop.shared.settings.settings import Settings
@@ -112,6 +112,7 @@ def _opened(settings: Settings, ledger: Ledger, stop: Stop) -> bool:
             database.upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
             ledger.own(settings.project, settings.name)
             claim_folder(settings.job_dir, ledger)
+            require_one_host(settings, ledger)
             ledger.versions.ensure_base(settings.model.model_path.absolute())
             if (older := find_lost_versions(settings.job_dir, ledger)) is not None:
                 raise EnvironmentRefused(older)

@@ -22,7 +22,7 @@ from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.storage.clock import LedgerClock
 from tuneloop.shared.ledger.storage.database import Transactions, connect, upgrade
 from tuneloop.shared.ledger.versions.versions import Versions
-from tuneloop.shared.operations.job_folder import claim_folder
+from tuneloop.shared.operations.job_folder import claim_folder, require_one_host
 from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
@@ -197,6 +197,7 @@ def _prepare(settings: Settings, engine: Engine) -> None:
     ledger = Ledger(engine, clock=LedgerClock(engine))
     ledger.own(settings.project, settings.name)
     claim_folder(settings.job_dir, ledger)
+    require_one_host(settings, ledger)
     ledger.versions.ensure_base(_base_of(settings))
 
 

@@ -7,7 +7,7 @@ from sqlalchemy import Connection, delete, func, select, update
 
 from tuneloop.shared.errors import VersionRefused
 from tuneloop.shared.ledger.storage.database import LedgerPart, alone, ignoring
-from tuneloop.shared.ledger.storage.schema import experiment, explorers, shared_counts
+from tuneloop.shared.ledger.storage.schema import epochs, experiment, explorers, shared_counts
 
 #: An explorer that was not seen for so many seconds is taken for one that does not run.
 SEEN_S = 30.0
@@ -70,6 +70,13 @@ class Explorers(LedgerPart):
         """Those that run."""
         now = self._clock()
         return [each for each in self.all() if each.up(now)]
+
+    def hosts(self) -> set[str]:
+        """The machines of explorers and of a trainer that run."""
+        since = self._clock() - SEEN_S
+        trainers = select(epochs.c.trainer).where(epochs.c.ended_at.is_(None), epochs.c.seen_at > since)
+        names = trainers.union(select(explorers.c.name).where(explorers.c.seen_at > since))
+        return {name.rpartition(":")[0] for (name,) in self._read(names)}
 
     def lead(self, name: str) -> Lead | None:
         """The right to decide, from now on for LEAD_S; None while another explorer has it."""

@@ -32,7 +32,9 @@ from tuneloop.explorer.dialects.responses_native import NativeResponsesDialect
 from tuneloop.explorer.edge import Edge, SamplingRoute
 from tuneloop.explorer.engines.fleet import Fleet, PinParser
 from tuneloop.explorer.feedback import routes as feedback
+from tuneloop.explorer.feedback import score_routes
 from tuneloop.explorer.feedback.routes import CommitRoute, FeedbackRoutes, TokenRoute
+from tuneloop.explorer.feedback.score_routes import ScoreRoutes
 from tuneloop.explorer.http import errors
 from tuneloop.explorer.limits import BodyLimits, ConnectionLimits, most_connections
 from tuneloop.explorer.metrics import Metrics
@@ -75,6 +77,7 @@ class Services:
     dialects: Mapping[str, Dialect]
     responses: StoredResponses
     feedback: FeedbackRoutes
+    scores: ScoreRoutes
     commit: CommitRoute
     feedback_tokens: TokenRoute
     fleet: Fleet
@@ -130,6 +133,7 @@ def create_app(
     app.state.stopping = asyncio.Event()
     errors.install_error_handlers(app)
     feedback.add_routes(app)
+    score_routes.add_routes(app)
     _add_routes(app)
     passthrough.add_routes(app, PinParser(settings), max_body_bytes=settings.explorer.max_body_bytes)
     stored_completions.add_routes(app, settings, ledger)
@@ -262,18 +266,20 @@ def open_services(
         rebuild=responses.rebuild,
         default_model=settings.served_model_name,
     )
+    feedback_routes = FeedbackRoutes(
+        signer=signer,
+        recorder=recorder,
+        control_client=control_client,
+        metrics=metrics,
+        settings=settings,
+        traces=traces,
+    )
     services = Services(
         proxy=proxy,
         dialects={each.path: each for each in (ChatDialect(), TextDialect(), responses, MessagesDialect())},
         responses=stored_responses,
-        feedback=FeedbackRoutes(
-            signer=signer,
-            recorder=recorder,
-            control_client=control_client,
-            metrics=metrics,
-            settings=settings,
-            traces=traces,
-        ),
+        feedback=feedback_routes,
+        scores=ScoreRoutes(feedback_routes, ledger, settings),
         commit=CommitRoute(
             recorder=recorder, control_client=control_client, recording=ledger.recording, job_dir=settings.job_dir
         ),

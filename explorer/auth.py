@@ -17,6 +17,7 @@ import binascii
 import ipaddress
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -141,6 +142,9 @@ _ROUTES: dict[tuple[str, str], Scopes] = {
     ("GET", "/v1/models"): _INFERENCE | _READ,
     ("GET", "/v1/chat/completions"): _READ,
     ("POST", "/feedback"): _FEEDBACK,
+    ("POST", "/api/public/scores"): _FEEDBACK,
+    ("POST", "/api/public/ingestion"): _FEEDBACK,
+    ("GET", "/api/public/projects"): _FEEDBACK,
     ("POST", "/v1/feedback_tokens"): _FEEDBACK,
     ("POST", "/commit"): _COMMIT,
     ("GET", "/training"): _READ | _COMMIT,
@@ -166,6 +170,7 @@ _BELOW: tuple[tuple[str, str, Scopes], ...] = (
     ("GET", "/v1/chat/completions/", _READ),
     ("POST", "/v1/chat/completions/", _COMMIT),
     ("DELETE", "/v1/chat/completions/", _COMMIT),
+    ("DELETE", "/api/public/scores/", _FEEDBACK),
     ("GET", "/v1/responses/", _INFERENCE | _READ),
     ("GET", "/v1/models/", _INFERENCE | _READ),
 )
@@ -205,7 +210,7 @@ def required_scopes(method: str, path: str) -> Scopes:
 
 
 _HEADERS = frozenset({b"authorization", b"x-api-key", b"host", b"origin"})
-_BEARER = b"bearer "
+_BEARER, _BASIC = b"bearer ", b"basic "
 
 #: Where the routes of administrators are. Without keys they ask for `explorer.admin_key`, or are not there.
 _ADMIN_PATH = "/admin"
@@ -388,6 +393,9 @@ def _candidates(scope: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> Ite
         yield bearer[len(_BEARER) :].strip().decode("latin-1")
     if (value := headers.get(b"x-api-key")) is not None:
         yield value.decode("latin-1")
+    if bearer[: len(_BASIC)].lower() == _BASIC:  # Langfuse's clients: a public and a secret key.
+        with suppress(ValueError):
+            yield from reversed(base64.b64decode(bearer[len(_BASIC) :]).decode("latin-1").split(":", 1))
 
 
 def _check(holder: _Holder, required: frozenset[Scope], path: str, meant: str = "") -> Caller:
@@ -403,7 +411,7 @@ def _check(holder: _Holder, required: frozenset[Scope], path: str, meant: str = 
             raise RequestRefused(f"no route {path}; {meant}", status=404, code="not_found")
         wanted = " or ".join(sorted(required))
         raise RequestRefused(f"this needs a key with the scope {wanted}", status=403, code="scope_missing")
-    holder.meter.admit(brings_feedback=path.endswith(ROUTE))
+    holder.meter.admit(brings_feedback=path.endswith(_BRINGS_FEEDBACK))
     return caller
 
 
@@ -422,6 +430,7 @@ def _no_entry(message: str, code: str) -> RequestRefused:
 
 #: The route for which a page of another origin needs no key of its own: it may bring a token for one reply.
 ROUTE = "/feedback"
+_BRINGS_FEEDBACK = (ROUTE, "/api/public/scores", "/api/public/ingestion")
 
 _INFERENCE_PATHS = frozenset(path for (_, path), scopes in _ROUTES.items() if scopes >= _INFERENCE)
 

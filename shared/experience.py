@@ -83,6 +83,15 @@ def voter_of(source: str) -> str:
     return f"{voice_of(source)}/" if source.startswith(KEY_SOURCE) else source
 
 
+def trace_keys(*names: str | None) -> tuple[str, ...]:
+    """What names of a trace are kept as: Langfuse's own id of a trace for a name. One of OpenTelemetry is its own key.
+
+    >>> trace_keys("msg-1", None)
+    ('f0ee12e7bb2a2ea5eedb92ce1fdd5b22',)
+    """
+    return tuple(dict.fromkeys(hashlib.sha256(each.encode()).hexdigest()[:32] for each in names if each))
+
+
 def rater_of(event: Any) -> Rater:
     """Who gave a feedback event."""
     return event.tenant, event.source or ""
@@ -324,6 +333,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
     `priority` is trained on first where `buffer.order` says so. `engine` is the number of the engine that answered,
     among those of the `explorer`. Where it has a `stamp`, that says when it was received, and `received_at` only until
     the ledger's time is known. `key` is the name of the key that brought it, for its turn on the way into the ledger.
+    `traces` are the keys of what it may be called on another's wire: see `trace_keys`.
     """
 
     msg_id: str
@@ -341,6 +351,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
     stamp: Stamp | None = None
     key: str = ""
     explorer: str | None = None
+    traces: tuple[str, ...] = ()
 
 
 class Feedback(msgspec.Struct, frozen=True, kw_only=True, tag="feedback"):

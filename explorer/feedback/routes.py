@@ -111,9 +111,9 @@ class FeedbackRoutes:
         settings: Settings,
         traces: Traces | None = None,
     ) -> None:
-        self._signer, self._traces = signer, traces
-        self._recorder = recorder
-        self._control_client = control_client
+        self.signer, self._traces = signer, traces
+        self.recorder = recorder
+        self.control_client = control_client
         self._metrics = metrics
         self._rule = settings.reward
         self._judge_source = settings.judge.own_source
@@ -138,18 +138,18 @@ class FeedbackRoutes:
             named += len(ids) if isinstance(ids, list) else 1
 
         def parse() -> tuple[list[FeedbackEvent], list[Feedback]]:
-            as_stored = self._recorder.name_as_stored
-            factory = EventFactory(self._signer, caller, as_stored=as_stored, judge=self._judge_source)
+            as_stored = self.recorder.name_as_stored
+            factory = EventFactory(self.signer, caller, as_stored=as_stored, judge=self._judge_source)
             entries = parse_entries(body, key)
             parsed = factory.events_of(bind(entries, caller.binding) if caller.binding else entries)
             return parsed, list(_first_of_each(parsed).values())
 
         parsed, events = await self._aside(named, parse)
-        if (bound := caller.binding) is not None and not await self._control_client.take_of_token(bound, len(events)):
+        if (bound := caller.binding) is not None and not await self.control_client.take_of_token(bound, len(events)):
             message = f"this token allows {bound.max_events} events, or too many tokens of its key are in use"
             raise RequestRefused(message, status=403, code="token_used_up")
         caller.meter.take_feedback(len(events))
-        found = await self._recorder.take(events) if events else FeedbackResults()
+        found = await self.recorder.take(events) if events else FeedbackResults()
         if self._traces is not None and events:
             self._traces.send_feedback(traceparent, started, events, found.outcomes)
         answer = await self._aside(len(parsed), partial(self._answer, parsed, found))
@@ -165,7 +165,7 @@ class FeedbackRoutes:
 
     async def _aside(self, named: int, work: Callable[[], _Result]) -> _Result:
         """The result of some work about so many ids: a hundred thousand take seconds, others are answered meanwhile."""
-        if named <= _FEW and not self._recorder.slow:
+        if named <= _FEW and not self.recorder.slow:
             return work()
         return await asyncio.to_thread(work)
 

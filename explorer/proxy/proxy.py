@@ -99,6 +99,7 @@ class ReplyInFlight:
             priority=request.labels.priority,
             engine=self.engine.number,
             explorer=self.explorer,
+            traces=request.traces,
         )
 
 

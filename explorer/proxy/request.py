@@ -49,6 +49,7 @@ from tuneloop.explorer.http.bodies import (
 from tuneloop.explorer.limits import RequestMeter
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.media import MediaFetcher, with_own_uuids
+from tuneloop.explorer.proxy.trace_names import traces_of
 from tuneloop.explorer.transcript import ReplyIdSigner, Sampling
 from tuneloop.shared import engine_flags
 from tuneloop.shared.errors import RequestRefused
@@ -79,10 +80,8 @@ _MOST_OF_A_PROMPT = 128
 
 _CONSENT = ("train", f"{PREFIX}train")
 
-
 #: How often the alarm is looked for.
 _LOOK_S = 5.0
-
 
 #: Fields for the explorer, which an engine does not get.
 _ANY_TENANT = TenantSettings()
@@ -192,6 +191,7 @@ class Request(NamedTuple):
     pin: VersionPin | None = None
     model: str = ""
     trace: RequestTrace | None = None
+    traces: tuple[str, ...] = ()
     merged_turns: int = 0
 
     @property
@@ -355,6 +355,9 @@ class RequestParser:
             prefix_hashes=fleet.hash_prefixes(upstream) if self._prefix_affinity else (),
             pin=pin,
             model=str(body.get("model") or ""),
+            traces=traces_of(
+                *(raw.header(b"x-request-id"), raw.header(b"traceparent")), body, (labels.task_id, labels.run_id)
+            ),
             merged_turns=merged_turns,
         )
 

@@ -64,6 +64,14 @@ _TOOLS = list_of({"type": "object"})
 _REPLIES, _FEEDBACK, _STORED = "Replies", "Feedback", "Stored replies"
 _TRAINING, _VERSIONS, _KEYS, _SERVICE = "Training", "Versions", "Keys and raters", "Service"
 
+_SCORE: Mapping[str, Schema] = {
+    "id": with_description(NAME, "The same id says something else instead."),
+    "traceId": with_description(NAME, "The id of a reply, or a name that its request carried."),
+    "name": NAME,
+    "value": {"type": ["number", "boolean", "string"]},
+    "dataType": {"enum": ["NUMERIC", "BOOLEAN", "CATEGORICAL", "TEXT", "CORRECTION"]},
+    "comment": TEXT,
+}
 _ENTRY: Mapping[str, Schema] = {
     "msg_ids": with_description(list_of(TEXT), "Ids of replies; `<id>:<n>` is one choice of several."),
     "task_id": with_description(NAME, "With `run_id` and without `msg_ids`: a whole run."),
@@ -143,6 +151,17 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
             feedback=with_description(list_of(body(more=False, **_ENTRY)), "Several entries at once."),
         ),
     ),
+    ("POST", "/api/public/scores"): Operation(
+        _FEEDBACK, "A Langfuse score, or a list of them, as feedback", "feedback.md", body=body(more=True, **_SCORE)
+    ),
+    ("DELETE", "/api/public/scores/{score_id}"): Operation(_FEEDBACK, "Take back a Langfuse score", "feedback.md"),
+    ("POST", "/api/public/ingestion"): Operation(
+        _FEEDBACK,
+        "A batch of Langfuse's events, of which scores are kept",
+        "feedback.md",
+        body=body("batch", batch=list_of({"type": "object"})),
+    ),
+    ("GET", "/api/public/projects"): Operation(_FEEDBACK, "The tenant, for Langfuse's `auth_check`", "feedback.md"),
     ("POST", "/v1/feedback_tokens"): Operation(
         _FEEDBACK,
         "A token with which a browser gives feedback on one reply",

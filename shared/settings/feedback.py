@@ -165,6 +165,10 @@ class FeedbackSettings(Section):
     [judge](judges.md): it settles a metric, and no share holds it back. `tenant/source`; without a tenant, of
     `default`."""
 
+    score_metrics: dict[str, str] = Field(default={"user-feedback": "reward", "user_feedback": "reward"})
+    """The metrics of [Langfuse scores](feedback.md#scores), by the scores' names; others are metrics of their own name.
+    _Serve._"""
+
     #: The part of a batch that one rater's word may make up, as soon as so many raters are there that each can have it.
     max_rater_share: ClassVar[float] = 0.1
 

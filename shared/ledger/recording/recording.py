@@ -288,6 +288,13 @@ class Recording(LedgerPart):
             row = {"file": file, "end_offset": end_offset, "number": number, "reason": reason, "payload": payload}
             connection.execute(ignoring(connection, refused_records), row | {"refused_at": now})
 
+    def last_events_of(self, tenant: str, source: str) -> list[Any]:
+        """The last word of a source about each reply or run under each metric, retractions too."""
+        subject = [feedback.c[name] for name in ("msg_id", "choice", "task_id", "run_id", "metric")]
+        ours = and_(feedback.c.tenant == tenant, feedback.c.source == source)
+        rows = self._read(select(*subject, feedback.c.kind).where(ours).order_by(feedback.c.received_at, feedback.c.id))
+        return list({tuple(row)[:-1]: row for row in rows}.values())
+
     def refused_records(self) -> list[RefusedRecord]:
         """What was refused, the oldest first."""
         columns = (refused_records.c[name] for name in ("file", "end_offset", "number", "reason"))

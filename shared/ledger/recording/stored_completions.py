@@ -47,6 +47,8 @@ from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, e
 MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512
 
 _NULL = Raw(b"null")
+_TRACE = b"t"
+_DIGEST_BYTES = 16
 
 
 class StoredRequest(msgspec.Struct, frozen=True):
@@ -203,8 +205,13 @@ def tag_of_pair(tenant: str, key: str, value: str) -> bytes:
     return _digest(tenant, "metadata", key, value)
 
 
+def _tag_of_trace(tenant: str, key: str) -> bytes:
+    """By which replies are found that are of a trace. Longer than other tags, which it outlives."""
+    return _TRACE + _digest(tenant, "trace", key)
+
+
 def _digest(*words: str) -> bytes:
-    return hashlib.blake2b(json.dumps(words).encode(), digest_size=16).digest()
+    return hashlib.blake2b(json.dumps(words).encode(), digest_size=_DIGEST_BYTES).digest()
 
 
 def _or(value: Raw, neutral: bytes) -> Raw:
@@ -231,8 +238,8 @@ def tag(connection: Connection, exchanges: Sequence[Exchange]) -> None:
     rows = [
         _tag_row(tag, each.received_at, each.msg_id)
         for each in exchanges
-        if each.endpoint == ENDPOINT
-        for tag in tags_of(each.tenant, each.request)
+        for tag in (tags_of(each.tenant, each.request) if each.endpoint == ENDPOINT else set())
+        | {_tag_of_trace(each.tenant, key) for key in each.traces}
     ]
     put(connection, tags, rows)
 
@@ -311,6 +318,12 @@ class StoredCompletions(LedgerPart):
         """One completion; of another endpoint, one exchange."""
         return self._read_stored(tenant, [msg_id], endpoint).get(msg_id)
 
+    def replies_of_trace(self, tenant: str, keys: Collection[str], *, most: int) -> list[str]:
+        """The names of the newest replies, of any endpoint, whose requests carried a name of the trace."""
+        wanted = [_tag_of_trace(tenant, key) for key in keys]
+        newest = select(tags.c.msg_id).where(tags.c.tag.in_(wanted)).order_by(tags.c.received_at.desc()).limit(most)
+        return list(dict.fromkeys(msg_id for (msg_id,) in self._read(newest)))
+
     def change_metadata(self, tenant: str, msg_id: str, *, pairs: Mapping[str, str]) -> bool:
         """Put `pairs` in the place of a completion's metadata; False if there is no such completion.
 
@@ -320,8 +333,9 @@ class StoredCompletions(LedgerPart):
             alone(connection, "record")
             row = connection.execute(_exchange(tenant, msg_id)).one_or_none()
             if row is not None:
-                for table in (changed_metadata, tags):
-                    connection.execute(delete(table).where(table.c.msg_id == msg_id))
+                connection.execute(delete(changed_metadata).where(changed_metadata.c.msg_id == msg_id))
+                of_metadata = tags.c.msg_id == msg_id, func.length(tags.c.tag) == _DIGEST_BYTES
+                connection.execute(delete(tags).where(*of_metadata))
                 connection.execute(insert(changed_metadata).values(msg_id=msg_id, metadata=as_json(pairs)))
                 found_by = tags_of(tenant, codec.unpack_text(row.request), pairs)
                 put(connection, tags, [_tag_row(each, row.received_at, msg_id) for each in found_by])

@@ -1,0 +1,210 @@
+"""Takes scores on Langfuse's wire, as feedback: chat pages send their thumbs so, and Langfuse's clients.
+
+A trace is a reply, by its id; replies, by a name that their requests carried; or a run, as `task_id/run_id`.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from tuneloop.explorer.auth import Caller, caller_of
+from tuneloop.explorer.feedback.routes import MAX_BODY_BYTES, FeedbackRoutes
+from tuneloop.explorer.http.bodies import as_utf8, optional_name, optional_text, parse_body, read_bytes, wrong_type
+from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
+from tuneloop.shared.experience import Kind, Outcome, trace_keys
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.settings.settings import Settings
+
+SCORES = "/api/public/scores"
+
+#: Scores in one call, and replies of one trace.
+MAX_SCORES, MAX_REPLIES = 1000, 1000
+
+#: How long a score waits for what was acknowledged before it.
+_PATIENCE_S = 8.0
+_KEPT = {Outcome.ACCEPTED, Outcome.DUPLICATE, Outcome.LATE, Outcome.PENDING}
+
+
+def add_routes(app: FastAPI) -> None:
+    """Add the routes to the app."""
+
+    @app.post(SCORES)
+    async def create(request: Request) -> Response:
+        return await _routes(request).create(request)
+
+    @app.post("/api/public/ingestion")
+    async def ingest(request: Request) -> Response:
+        return await _routes(request).ingest(request)
+
+    @app.delete(f"{SCORES}/{{score_id:path}}")
+    async def delete(request: Request, score_id: str) -> Response:
+        await _routes(request).delete(caller_of(request.scope), score_id)
+        return Response(status_code=204)
+
+    @app.get("/api/public/projects")
+    async def projects(request: Request) -> Response:
+        tenant = caller_of(request.scope).tenant
+        project = {"id": tenant, "name": tenant, "organization": {"id": tenant, "name": tenant}, "metadata": {}}
+        return JSONResponse({"data": [project]})
+
+
+def _routes(request: Request) -> "ScoreRoutes":
+    found: ScoreRoutes = request.app.state.services.scores
+    return found
+
+
+class ScoreRoutes:
+    """The routes of scores."""
+
+    def __init__(self, feedback: FeedbackRoutes, ledger: Ledger, settings: Settings) -> None:
+        self._feedback, self._ledger = feedback, ledger
+        self._metrics = settings.feedback.score_metrics
+
+    async def create(self, request: Request) -> Response:
+        """Store a score, or each of a list; of a list it is told how many were."""
+        caller, data = caller_of(request.scope), as_utf8(await read_bytes(request, max_bytes=MAX_BODY_BYTES))
+        if not data.lstrip().startswith(b"["):
+            return JSONResponse(await self._store(caller, await parse_body(data)))
+        scores = (await parse_body(b'{"scores":%b}' % data))["scores"]
+        results = await self._store_all(caller, scores)
+        errors = [{"message": str(each)} for each in results if isinstance(each, RequestRefused)]
+        if not errors:
+            return JSONResponse({"message": "Accepted"}, 202)
+        told = {"accepted": len(results) - len(errors), "rejected": len(errors), "errors": errors}
+        return JSONResponse(told, 207)
+
+    async def ingest(self, request: Request) -> Response:
+        """Store the scores of a batch of events; of the others, and of what was refused, it is told why."""
+        caller, data = caller_of(request.scope), as_utf8(await read_bytes(request, max_bytes=MAX_BODY_BYTES))
+        events = (await parse_body(data)).get("batch")
+        if not isinstance(events, list) or not all(isinstance(each, dict) for each in events):
+            raise wrong_type("batch", "a list of objects")
+        results = await self._store_all(caller, [_score_of(each) for each in events])
+        told: dict[str, list[dict[str, object]]] = {"successes": [], "errors": []}
+        for event, result in zip(events, results, strict=True):
+            name = str(event.get("id") or "")
+            if isinstance(result, RequestRefused):
+                told["errors"].append({"id": name, "status": result.status, "message": str(result)})
+            else:
+                told["successes"].append({"id": name, "status": 201})
+        return JSONResponse(told, 207)
+
+    async def delete(self, caller: Caller, score_id: str) -> None:
+        """Take back what a score said. Raises RequestRefused if there is none."""
+        source = _source_of({"id": score_id})
+        if not await self._feedback.control_client.wait_until_taken(_PATIENCE_S):
+            raise LedgerUnavailable("the database is away, or still behind: delete the score again later")
+        as_stored = self._feedback.recorder.name_as_stored(caller.rater(source) or "")
+        events = await asyncio.to_thread(lambda: self._ledger.recording.last_events_of(caller.tenant, as_stored))
+        entries = []
+        for each in events:
+            if each.kind != Kind.RETRACTION:
+                choice = "" if each.choice is None else f":{each.choice}"
+                about = {"msg_ids": [f"{each.msg_id}{choice}"]} if each.msg_id else {}
+                of_run = {} if each.msg_id else {"task_id": each.task_id, "run_id": each.run_id}
+                entries.append({**about, **of_run, "metric": each.metric, "source": source, "retract": True})
+        if not entries:
+            raise RequestRefused(f"there is no score {score_id}", status=404, code="not_found")
+        await self._feedback.take(caller, {"feedback": entries})
+
+    async def _store_all(self, caller: Caller, scores: Sequence[Any]) -> list[object]:
+        """What became of each; a refusal for what was refused."""
+        if len(scores) > MAX_SCORES:
+            message = f"a call may bring {MAX_SCORES} scores, and this one brings {len(scores)}"
+            raise RequestRefused(message, status=413, code="too_many_scores")
+
+        async def store(score: Any) -> object:
+            try:
+                return await self._store(caller, score)
+            except RequestRefused as error:
+                return error
+
+        return await asyncio.gather(*map(store, scores))
+
+    async def _store(self, caller: Caller, score: Any) -> dict[str, object]:
+        """Store a score. Raises RequestRefused if it is none, or about nothing that is known."""
+        if isinstance(score, RequestRefused):
+            raise score
+        if not isinstance(score, dict):
+            raise wrong_type("score", "an object")
+        score = {"id": uuid.uuid4().hex} | {name: value for name, value in score.items() if value is not None}
+        words = _words_of(score, self._metrics)
+        about = await self._about(caller, score)
+        answer = await self._feedback.take(caller, {**about, **words, "source": _source_of(score)})
+        outcomes: Any = answer["outcomes"]
+        if _KEPT.isdisjoint(outcomes.values()):
+            raise RequestRefused(f"nothing was stored: {', '.join(sorted({*outcomes.values()}))}", code="not_stored")
+        return {"id": score["id"], **answer}
+
+    async def _about(self, caller: Caller, score: dict[str, Any]) -> dict[str, object]:
+        """What of ours a score is about, as feedback names it."""
+        for name in ("observationId", "traceId"):
+            named = optional_name(score, name)
+            if named and self._feedback.signer.parse(named, caller.tenant) is not None:
+                return {"msg_ids": [named]}
+        if not (trace := optional_name(score, "traceId")):
+            message = "a score needs traceId: the id of a reply, or a name that its request carried"
+            raise RequestRefused(message, code="missing", param="traceId")
+        keys = [*trace_keys(trace), trace.lower()]
+
+        def find() -> list[str]:
+            return self._ledger.stored.replies_of_trace(caller.tenant, keys, most=MAX_REPLIES)
+
+        found = await asyncio.to_thread(find)
+        if not found and await self._feedback.control_client.wait_until_taken(_PATIENCE_S):
+            found = await asyncio.to_thread(find)
+        task_id, slash, run_id = trace.partition("/")
+        if found:
+            return {"msg_ids": found}
+        if slash and task_id and run_id:
+            return {"task_id": task_id, "run_id": run_id}
+        raise RequestRefused(
+            f"{trace} is neither the id of a reply of ours nor what a request had as x-request-id, traceparent,"
+            " metadata.trace_id, task_id or run_id; nothing was stored",
+            status=404,
+            code="unknown_trace",
+            param="traceId",
+        )
+
+
+def _score_of(event: Mapping[str, Any]) -> Any:
+    """The score of an event, or why it is none."""
+    if (kind := event.get("type")) == "score-create":
+        return event.get("body")
+    message = f"{str(kind)[:100]} was not kept: only scores are kept here"
+    return RequestRefused(message, code="unsupported_event", param="type")
+
+
+def _source_of(score: dict[str, Any]) -> str:
+    """The source that a score is feedback of: the same id says something else instead."""
+    return f"score:{optional_name(score, 'id')}"
+
+
+def _words_of(score: dict[str, Any], metrics: Mapping[str, str]) -> dict[str, object]:
+    """What a score says, in the words of feedback. Raises RequestRefused where value and type do not fit."""
+    if not (name := optional_name(score, "name")):
+        raise RequestRefused("a score needs a name", code="missing", param="name")
+    value, kind = score.get("value"), score.get("dataType")
+    if kind is None:
+        kind = {bool: "BOOLEAN", int: "NUMERIC", float: "NUMERIC"}.get(type(value), "CATEGORICAL")
+    comment, metric = optional_text(score, "comment"), metrics.get(name, name)
+    more = {"comment": comment} if comment else {}
+    more |= {"time": score["timestamp"]} if "timestamp" in score else {}
+    match kind:
+        case "NUMERIC" if isinstance(value, int | float):
+            return {"metric": metric, "value": float(value), **more}
+        case "BOOLEAN" if isinstance(value, int | float) and value in (0, 1):
+            return {"metric": metric, "value": bool(value), **more}
+        case "CATEGORICAL" if isinstance(value, str) and value:
+            return {"metric": metric, "value": value, **more}
+        case "CORRECTION" if isinstance(value, str) and value:
+            return {"demonstration": value, **more}
+        case "TEXT" if isinstance(value, str) and value:
+            return {**more, "comment": "\n".join(filter(None, (value, comment)))}
+    shown = orjson.dumps(value).decode()[:100]
+    raise RequestRefused(f"value {shown} does not fit dataType {str(kind)[:100]}", code="invalid_value", param="value")

@@ -36,6 +36,13 @@ contract: ## the tests of what README and the wire promise, slow ones included
 	@scripts/install-clients
 	@PYTHONDONTWRITEBYTECODE= $(PYTHON_IN_VENV) -m pytest -m 'contract and not soak and not gpu' -n $(or $(WORKERS),3) --dist loadgroup
 
+.PHONY: clients
+clients: ## the monthly run of real client packages, with the versions that it used
+	@scripts/install dev
+	@scripts/install-clients
+	@$(PYTHON_IN_VENV) scripts/client_versions.py
+	@PYTHONDONTWRITEBYTECODE= $(PYTHON_IN_VENV) -m pytest -m 'not soak and not gpu' -n $(or $(WORKERS),2) --dist loadgroup tests/clients
+
 .PHONY: soak
 soak: ## the long versions of what the tests promise: many kills, long runs, every learning curve
 	@scripts/install dev

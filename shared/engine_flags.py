@@ -50,6 +50,13 @@ FLAGS: Mapping[str, FlagRule] = {
     ),
     "--logits-processors": FlagRule(FlagEffect.REFUSED, None, _OF_A_REPLY),
     "--watermark-config": FlagRule(FlagEffect.REFUSED, None, _OF_A_REPLY),
+    "--lora-target-modules": FlagRule(
+        FlagEffect.REFUSED, None, "adapters would be added to other layers than were trained; write model.lora.targets"
+    ),
+    **dict.fromkeys(
+        ("--quantization", "--quantization-config"),
+        FlagRule(FlagEffect.REFUSED, None, "engines would have other weights than the trainer; leave it out"),
+    ),
     "--diffusion-config": FlagRule(FlagEffect.REFUSED, None, "replies must be sampled token by token"),
     "--enable-trace-replay": FlagRule(FlagEffect.REFUSED, None, "a reply's tokens could be given instead of sampled"),
     "--config": FlagRule(FlagEffect.REFUSED, None, "write its arguments here, where they are checked"),
@@ -92,7 +99,7 @@ FLAGS: Mapping[str, FlagRule] = {
     "--uds": FlagRule(FlagEffect.REFUSED, None, "where an engine listens is chosen for it; leave it out"),
 }
 
-_SHORT: Mapping[str, str] = {"-sc": "--speculative-config", "-dc": "--diffusion-config"}
+_SHORT: Mapping[str, str] = {"-sc": "--speculative-config", "-dc": "--diffusion-config", "-q": "--quantization"}
 
 #: Of vLLM 0.32: vllm-project/vllm#55005.
 _DRAFTS_ON_CPU = (

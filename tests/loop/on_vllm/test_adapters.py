@@ -20,6 +20,8 @@ from tests.trainer.factories import sample
 from tuneloop.explorer.engines.fleet import TrafficSplit
 from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.versions.versions import VersionState
+from tuneloop.shared.settings.serving import LoraSettings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publication
@@ -27,6 +29,9 @@ from tuneloop.trainer.checkpoints.publication import Publication
 pytestmark = [pytest.mark.vllm, pytest.mark.contract]
 
 #: On GPUs vLLM serves adapters in half precision only.
+#: The layers that the engine is told of no adapter for.
+LEFT_OUT = "down_proj"
+
 DTYPE, NEAR, FAR = ("bfloat16", 0.15, 0.2) if GPUS else ("float32", 1e-4, 1e-2)
 
 
@@ -35,7 +40,7 @@ def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     algorithm = {"algorithm_type": "reinforce", "optimizer": {"lr": 0.05}}
     config = write_settings(tmp_path_factory.mktemp("adapters"), model, algorithm=algorithm)
     values = yaml.safe_load(config.read_text())
-    values["model"]["lora"] = {"rank": 4}
+    values["model"]["lora"] = {"rank": 4, "targets": [each for each in LoraSettings().targets if each != LEFT_OUT]}
     values["explorer"]["rollout_model"]["dtype"] = values["trainer"]["dtype"] = DTYPE
     values["rollout"] = {"mode": "canary", "share": 0.5}
     config.write_text(yaml.safe_dump(values))
@@ -47,6 +52,13 @@ def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 def publish(settings: Settings, ledger: Ledger, steps: int) -> Path:
     """Train an adapter on made-up replies, and have it tried."""
+    version = register(settings, ledger, steps)
+    wait_for(lambda: ledger.versions.canary() is not None, timeout_s=120, why=f"version {version} is not tried")
+    return CheckpointStore(settings.job_dir).path(version) / "actor"
+
+
+def register(settings: Settings, ledger: Ledger, steps: int) -> int:
+    """Train an adapter on made-up replies, and make a version of it."""
     learner = snapshot.load(settings, None)
     for step in range(steps):
         learner.step([sample(10 * step + each) for each in range(8)])
@@ -54,14 +66,12 @@ def publish(settings: Settings, ledger: Ledger, steps: int) -> Path:
     weights, probe = snapshot.weights_of(learner), snapshot.probe(learner, settings)
     store, parent = CheckpointStore(settings.job_dir), ledger.versions.newest().version
     publication = Publication(settings, store, weights, probe, epoch=epoch, parent=parent)
-    version = publication.register(ledger.training, []).version
-    wait_for(lambda: ledger.versions.canary() is not None, timeout_s=120, why=f"version {version} is not tried")
-    return store.path(version) / "actor"
+    return publication.register(ledger.training, []).version
 
 
-def in_4_bits(settings: Settings) -> Settings:
-    """Settings of a trainer whose base is coarser than the engine's, which its probe must not show."""
-    model = settings.model.model_dump() | {"lora": {"rank": 4, "base_bits": 4}}
+def with_lora(settings: Settings, **lora: object) -> Settings:
+    """Settings of a trainer whose adapters are made otherwise."""
+    model = settings.model.model_dump() | {"lora": settings.model.lora.model_dump() | lora}
     return settings.model_copy(update={"model": type(settings.model).model_validate(model)})
 
 
@@ -134,7 +144,8 @@ def test_what_is_trained_is_served_and_a_reply_in_flight_ends_as_it_began(servic
     reading = threading.Thread(target=read)
     reading.start()
     assert begun.wait(180)
-    second = publish(in_4_bits(settings), ledger, steps=3)
+    # Of a base that is coarser than the engine's, which its probe must not show.
+    second = publish(with_lora(settings, base_bits=4), ledger, steps=3)
     wait_for(lambda: ask(service, someone(2, tried=True)).headers["x-tuneloop-version"] == "2")
     assert distance(service, first, someone(2, tried=False)) < NEAR
     assert distance(service, second, someone(2, tried=True)) < NEAR
@@ -153,6 +164,17 @@ def test_what_is_trained_is_served_and_a_reply_in_flight_ends_as_it_began(servic
     assert answered == "2"
     assert distance(service, second) < NEAR
     assert ledger.reports.imbalance() == []
+    ledger.close()
+
+
+def test_an_adapter_that_the_engine_adds_to_no_layer_is_not_served_as_the_base(service: Service) -> None:
+    """vLLM loads it without an error, and answers as without it."""
+    ledger = ledger_of(service.settings)
+    served = ledger.versions.champion().version
+    version = register(with_lora(service.settings, targets=(LEFT_OUT,)), ledger, steps=3)
+    wait_for(lambda: ledger.versions.all()[version].state is VersionState.REJECTED, timeout_s=240)
+    assert "engine" in str(ledger.versions.all()[version].reason), ledger.versions.all()[version].reason
+    assert ask(service).headers["x-tuneloop-version"] == str(served)
     ledger.close()
 
 

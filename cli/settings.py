@@ -17,7 +17,7 @@ from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.logging import JSON_VARIABLE, LEVEL_VARIABLE, LogLevel
 from tuneloop.shared.operations.engines import plugin_sentence
-from tuneloop.shared.settings.base_model import download_notes, require_trainable, routing_note
+from tuneloop.shared.settings.base_model import missing_downloads, require_trainable, routing_note
 from tuneloop.shared.settings.database_url import without_password
 from tuneloop.shared.settings.hardware import idle_sentence, placement_sentence
 from tuneloop.shared.settings.loader import read_settings
@@ -81,15 +81,8 @@ def notes_on(settings: Settings) -> list[str]:
     unbounded = settings.algorithm.unbounded if settings.mode != "serve" else None
     attached = settings.mode != "train" and settings.explorer.rollout_model.engine_urls
     plugin = attached and f"{plugin_sentence(of_others=True)}. `tuneloop doctor` says which engines have the plugin"
-    notes = [
-        *download_notes(settings),
-        find_ignored_feedback(settings),
-        unbounded,
-        routing_note(settings),
-        idle_sentence(settings),
-        plugin,
-    ]
-    return [note for note in notes if note]
+    notes = [find_ignored_feedback(settings), unbounded, routing_note(settings), idle_sentence(settings), plugin]
+    return [*missing_downloads(settings), *(note for note in notes if note)]
 
 
 def summary_of(settings: Settings) -> list[tuple[str, str]]:

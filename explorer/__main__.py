@@ -23,7 +23,7 @@ from tuneloop.shared.job_marks import KEY, folder_mark, load_key, mark_folder, r
 from tuneloop.shared.logging import LOG, clean_error, configure_logging
 from tuneloop.shared.operations.job_folder import require_file_systems
 from tuneloop.shared.privacy.crash_reports import redact_crash_reports
-from tuneloop.shared.settings.base_model import require_no_download
+from tuneloop.shared.settings.base_model import require_downloads
 from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine, log_placement
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
@@ -38,7 +38,7 @@ def check_model(settings: Settings) -> None:
     try:
         json.loads((path / "config.json").read_bytes())
     except (OSError, ValueError):
-        require_no_download("model.model_path", path)
+        require_downloads(settings)
         raise EnvironmentRefused(
             f"model.model_path: {path} is not a model folder (it has no readable config.json); "
             "give the folder of a Hugging Face model"

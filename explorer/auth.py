@@ -144,7 +144,6 @@ _ROUTES: dict[tuple[str, str], Scopes] = {
     ("POST", "/feedback"): _FEEDBACK,
     ("POST", "/api/public/scores"): _FEEDBACK,
     ("POST", "/api/public/ingestion"): _FEEDBACK,
-    ("GET", "/api/public/projects"): _FEEDBACK,
     ("POST", "/v1/feedback_tokens"): _FEEDBACK,
     ("POST", "/commit"): _COMMIT,
     ("GET", "/training"): _READ | _COMMIT,

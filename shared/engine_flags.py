@@ -50,11 +50,8 @@ FLAGS: Mapping[str, FlagRule] = {
     ),
     "--logits-processors": FlagRule(FlagEffect.REFUSED, None, _OF_A_REPLY),
     "--watermark-config": FlagRule(FlagEffect.REFUSED, None, _OF_A_REPLY),
-    "--lora-target-modules": FlagRule(
-        FlagEffect.REFUSED, None, "adapters would be added to other layers than were trained; write model.lora.targets"
-    ),
     **dict.fromkeys(
-        ("--quantization", "--quantization-config"),
+        ("--quantization", "--quantization-config", "--lora-target-modules"),
         FlagRule(FlagEffect.REFUSED, None, "engines would have other weights than the trainer; leave it out"),
     ),
     "--diffusion-config": FlagRule(FlagEffect.REFUSED, None, "replies must be sampled token by token"),

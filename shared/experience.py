@@ -83,13 +83,14 @@ def voter_of(source: str) -> str:
     return f"{voice_of(source)}/" if source.startswith(KEY_SOURCE) else source
 
 
-def trace_keys(*names: str | None) -> tuple[str, ...]:
-    """What names of a trace are kept as: Langfuse's own id of a trace for a name. One of OpenTelemetry is its own key.
+def trace_keys(*names: object, traceparent: str | None = None) -> tuple[str, ...]:
+    """What names of a trace are kept as: Langfuse's own id of a trace for a name. That of OpenTelemetry is its own key.
 
-    >>> trace_keys("msg-1", None)
-    ('f0ee12e7bb2a2ea5eedb92ce1fdd5b22',)
+    >>> trace_keys("msg-1", None, traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
+    ('3a0de37932e8b19746f20b22414f862f', '0af7651916cd43dd8448eb211c80319c')
     """
-    return tuple(dict.fromkeys(hashlib.sha256(each.encode()).hexdigest()[:32] for each in names if each))
+    keys = [hashlib.sha256(each.encode()).hexdigest()[:32] for each in names if each and isinstance(each, str)]
+    return tuple(dict.fromkeys([*keys, *(traceparent or "").lower().split("-")[1:2]]))
 
 
 def rater_of(event: Any) -> Rater:

@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
@@ -33,29 +32,22 @@ _KEPT = {Outcome.ACCEPTED, Outcome.DUPLICATE, Outcome.LATE, Outcome.PENDING}
 def add_routes(app: FastAPI) -> None:
     """Add the routes to the app."""
 
+    def routes(request: Request) -> "ScoreRoutes":
+        found: ScoreRoutes = request.app.state.services.scores
+        return found
+
     @app.post(SCORES)
     async def create(request: Request) -> Response:
-        return await _routes(request).create(request)
+        return await routes(request).create(request)
 
     @app.post("/api/public/ingestion")
     async def ingest(request: Request) -> Response:
-        return await _routes(request).ingest(request)
+        return await routes(request).ingest(request)
 
     @app.delete(f"{SCORES}/{{score_id:path}}")
     async def delete(request: Request, score_id: str) -> Response:
-        await _routes(request).delete(caller_of(request.scope), score_id)
+        await routes(request).delete(caller_of(request.scope), score_id)
         return Response(status_code=204)
-
-    @app.get("/api/public/projects")
-    async def projects(request: Request) -> Response:
-        tenant = caller_of(request.scope).tenant
-        project = {"id": tenant, "name": tenant, "organization": {"id": tenant, "name": tenant}, "metadata": {}}
-        return JSONResponse({"data": [project]})
-
-
-def _routes(request: Request) -> "ScoreRoutes":
-    found: ScoreRoutes = request.app.state.services.scores
-    return found
 
 
 class ScoreRoutes:
@@ -70,61 +62,60 @@ class ScoreRoutes:
         caller, data = caller_of(request.scope), as_utf8(await read_bytes(request, max_bytes=MAX_BODY_BYTES))
         if not data.lstrip().startswith(b"["):
             return JSONResponse(await self._store(caller, await parse_body(data)))
-        scores = (await parse_body(b'{"scores":%b}' % data))["scores"]
-        results = await self._store_all(caller, scores)
-        errors = [{"message": str(each)} for each in results if isinstance(each, RequestRefused)]
-        if not errors:
-            return JSONResponse({"message": "Accepted"}, 202)
-        told = {"accepted": len(results) - len(errors), "rejected": len(errors), "errors": errors}
-        return JSONResponse(told, 207)
+        results = await self._store_all(caller, (await parse_body(b'{"scores":%b}' % data))["scores"])
+        if errors := [{"message": str(each)} for each in results if isinstance(each, RequestRefused)]:
+            told = {"accepted": len(results) - len(errors), "rejected": len(errors), "errors": errors}
+            return JSONResponse(told, 207)
+        return JSONResponse({"message": "Accepted"}, 202)
 
     async def ingest(self, request: Request) -> Response:
         """Store the scores of a batch of events; of the others, and of what was refused, it is told why."""
-        caller, data = caller_of(request.scope), as_utf8(await read_bytes(request, max_bytes=MAX_BODY_BYTES))
+        data = as_utf8(await read_bytes(request, max_bytes=MAX_BODY_BYTES))
         events = (await parse_body(data)).get("batch")
         if not isinstance(events, list) or not all(isinstance(each, dict) for each in events):
             raise wrong_type("batch", "a list of objects")
-        results = await self._store_all(caller, [_score_of(each) for each in events])
+        results = await self._store_all(caller_of(request.scope), [_score_of(each) for each in events])
         told: dict[str, list[dict[str, object]]] = {"successes": [], "errors": []}
         for event, result in zip(events, results, strict=True):
-            name = str(event.get("id") or "")
+            name = {"id": str(event.get("id") or "")}
             if isinstance(result, RequestRefused):
-                told["errors"].append({"id": name, "status": result.status, "message": str(result)})
+                told["errors"].append({**name, "status": result.status, "message": str(result)})
             else:
-                told["successes"].append({"id": name, "status": 201})
+                told["successes"].append({**name, "status": 201})
         return JSONResponse(told, 207)
 
     async def delete(self, caller: Caller, score_id: str) -> None:
         """Take back what a score said. Raises RequestRefused if there is none."""
         source = _source_of({"id": score_id})
-        if not await self._feedback.control_client.wait_until_taken(_PATIENCE_S):
-            raise LedgerUnavailable("the database is away, or still behind: delete the score again later")
+        await self._wait_until_taken()
         as_stored = self._feedback.recorder.name_as_stored(caller.rater(source) or "")
         events = await asyncio.to_thread(lambda: self._ledger.recording.last_events_of(caller.tenant, as_stored))
         entries = []
         for each in events:
+            choice = "" if each.choice is None else f":{each.choice}"
+            of_run = {"task_id": each.task_id, "run_id": each.run_id}
+            about = {"msg_ids": [f"{each.msg_id}{choice}"]} if each.msg_id else of_run
             if each.kind != Kind.RETRACTION:
-                choice = "" if each.choice is None else f":{each.choice}"
-                about = {"msg_ids": [f"{each.msg_id}{choice}"]} if each.msg_id else {}
-                of_run = {} if each.msg_id else {"task_id": each.task_id, "run_id": each.run_id}
-                entries.append({**about, **of_run, "metric": each.metric, "source": source, "retract": True})
+                entries.append({**about, "metric": each.metric, "source": source, "retract": True})
         if not entries:
             raise RequestRefused(f"there is no score {score_id}", status=404, code="not_found")
         await self._feedback.take(caller, {"feedback": entries})
+
+    async def _wait_until_taken(self) -> None:
+        """Wait until the database has what was acknowledged before. Raises LedgerUnavailable."""
+        if not await self._feedback.control_client.wait_until_taken(_PATIENCE_S):
+            raise LedgerUnavailable("the database is away, or still behind: send the same again later")
 
     async def _store_all(self, caller: Caller, scores: Sequence[Any]) -> list[object]:
         """What became of each; a refusal for what was refused."""
         if len(scores) > MAX_SCORES:
             message = f"a call may bring {MAX_SCORES} scores, and this one brings {len(scores)}"
             raise RequestRefused(message, status=413, code="too_many_scores")
-
-        async def store(score: Any) -> object:
-            try:
-                return await self._store(caller, score)
-            except RequestRefused as error:
-                return error
-
-        return await asyncio.gather(*map(store, scores))
+        results = await asyncio.gather(*(self._store(caller, each) for each in scores), return_exceptions=True)
+        for each in results:
+            if isinstance(each, BaseException) and not isinstance(each, RequestRefused):
+                raise each
+        return list(results)
 
     async def _store(self, caller: Caller, score: Any) -> dict[str, object]:
         """Store a score. Raises RequestRefused if it is none, or about nothing that is known."""
@@ -133,8 +124,7 @@ class ScoreRoutes:
         if not isinstance(score, dict):
             raise wrong_type("score", "an object")
         score = {"id": uuid.uuid4().hex} | {name: value for name, value in score.items() if value is not None}
-        words = _words_of(score, self._metrics)
-        about = await self._about(caller, score)
+        words, about = _words_of(score, self._metrics), await self._about(caller, score)
         answer = await self._feedback.take(caller, {**about, **words, "source": _source_of(score)})
         outcomes: Any = answer["outcomes"]
         if _KEPT.isdisjoint(outcomes.values()):
@@ -143,33 +133,25 @@ class ScoreRoutes:
 
     async def _about(self, caller: Caller, score: dict[str, Any]) -> dict[str, object]:
         """What of ours a score is about, as feedback names it."""
-        for name in ("observationId", "traceId"):
-            named = optional_name(score, name)
-            if named and self._feedback.signer.parse(named, caller.tenant) is not None:
-                return {"msg_ids": [named]}
+        named = [each for name in ("observationId", "traceId") if (each := optional_name(score, name))]
+        for each in named:
+            if self._feedback.signer.parse(each, caller.tenant) is not None:
+                return {"msg_ids": [each]}
         if not (trace := optional_name(score, "traceId")):
             message = "a score needs traceId: the id of a reply, or a name that its request carried"
             raise RequestRefused(message, code="missing", param="traceId")
-        keys = [*trace_keys(trace), trace.lower()]
-
-        def find() -> list[str]:
-            return self._ledger.stored.replies_of_trace(caller.tenant, keys, most=MAX_REPLIES)
-
-        found = await asyncio.to_thread(find)
-        if not found and await self._feedback.control_client.wait_until_taken(_PATIENCE_S):
-            found = await asyncio.to_thread(find)
-        task_id, slash, run_id = trace.partition("/")
-        if found:
+        await self._wait_until_taken()
+        keys, stored = [*trace_keys(trace), trace.lower()], self._ledger.stored
+        if found := await asyncio.to_thread(lambda: stored.replies_of_trace(caller.tenant, keys, most=MAX_REPLIES)):
             return {"msg_ids": found}
-        if slash and task_id and run_id:
+        task_id, _, run_id = trace.partition("/")
+        if task_id and run_id:
             return {"task_id": task_id, "run_id": run_id}
-        raise RequestRefused(
+        message = (
             f"{trace} is neither the id of a reply of ours nor what a request had as x-request-id, traceparent,"
-            " metadata.trace_id, task_id or run_id; nothing was stored",
-            status=404,
-            code="unknown_trace",
-            param="traceId",
+            " metadata.trace_id, task_id or run_id; nothing was stored"
         )
+        raise RequestRefused(message, status=404, code="unknown_trace", param="traceId")
 
 
 def _score_of(event: Mapping[str, Any]) -> Any:
@@ -189,22 +171,20 @@ def _words_of(score: dict[str, Any], metrics: Mapping[str, str]) -> dict[str, ob
     """What a score says, in the words of feedback. Raises RequestRefused where value and type do not fit."""
     if not (name := optional_name(score, "name")):
         raise RequestRefused("a score needs a name", code="missing", param="name")
-    value, kind = score.get("value"), score.get("dataType")
-    if kind is None:
-        kind = {bool: "BOOLEAN", int: "NUMERIC", float: "NUMERIC"}.get(type(value), "CATEGORICAL")
-    comment, metric = optional_text(score, "comment"), metrics.get(name, name)
-    more = {"comment": comment} if comment else {}
-    more |= {"time": score["timestamp"]} if "timestamp" in score else {}
-    match kind:
-        case "NUMERIC" if isinstance(value, int | float):
-            return {"metric": metric, "value": float(value), **more}
-        case "BOOLEAN" if isinstance(value, int | float) and value in (0, 1):
-            return {"metric": metric, "value": bool(value), **more}
-        case "CATEGORICAL" if isinstance(value, str) and value:
-            return {"metric": metric, "value": value, **more}
-        case "CORRECTION" if isinstance(value, str) and value:
-            return {"demonstration": value, **more}
-        case "TEXT" if isinstance(value, str) and value:
+    value, comment = score.get("value"), optional_text(score, "comment")
+    kind = score.get("dataType", {bool: "BOOLEAN", int: "NUMERIC", float: "NUMERIC"}.get(type(value), "CATEGORICAL"))
+    more = {"comment": comment, "time": score.get("timestamp")}
+    named = {"metric": metrics.get(name, name), **more}
+    match kind, value:
+        case "NUMERIC", int() | float():
+            return {**named, "value": float(value)}
+        case "BOOLEAN", 0 | 1:
+            return {**named, "value": bool(value)}
+        case "CATEGORICAL", str() if value:
+            return {**named, "value": value}
+        case "CORRECTION", str() if value:
+            return {**more, "demonstration": value}
+        case "TEXT", str() if value:
             return {**more, "comment": "\n".join(filter(None, (value, comment)))}
-    shown = orjson.dumps(value).decode()[:100]
-    raise RequestRefused(f"value {shown} does not fit dataType {str(kind)[:100]}", code="invalid_value", param="value")
+    message = f"value {str(value)[:100]} does not fit dataType {str(kind)[:100]}"
+    raise RequestRefused(message, code="invalid_value", param="value")

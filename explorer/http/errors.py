@@ -115,10 +115,7 @@ def error_response(error: RequestRefused, path: str, request_id: str | None) -> 
 _SERVED = re.compile(r"/(chat/completions|completions|responses|messages|models)(/.*)?")
 _OF_OTHERS: Sequence[tuple[re.Pattern[str], str]] = (
     (re.compile(r"/openai/"), "Azure's paths are not served: use OpenAI's own client, with base_url {base}"),
-    (
-        re.compile(r"/api/public/"),
-        "of Langfuse's paths only its scores are served: traces and all else are not kept here",
-    ),
+    (re.compile(r"/api/public/"), "of Langfuse's paths only its scores are served: nothing else is kept here"),
     (re.compile(r"/api/"), "Ollama's paths are not served: use OpenAI's client, with base_url {base}"),
     (re.compile(r".*:(generateContent|streamGenerateContent)"), "Gemini's paths are not served: use base_url {base}"),
     (re.compile(r"/v1(/v1)+/"), "the path has /v1 twice: the base URL is {base}"),

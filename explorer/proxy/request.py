@@ -49,11 +49,10 @@ from tuneloop.explorer.http.bodies import (
 from tuneloop.explorer.limits import RequestMeter
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.media import MediaFetcher, with_own_uuids
-from tuneloop.explorer.proxy.trace_names import traces_of
 from tuneloop.explorer.transcript import ReplyIdSigner, Sampling
 from tuneloop.shared import engine_flags
 from tuneloop.shared.errors import RequestRefused
-from tuneloop.shared.experience import Stamp, person_name, stamp, steady_clock
+from tuneloop.shared.experience import Stamp, person_name, stamp, steady_clock, trace_keys
 from tuneloop.shared.ledger.versions.alarms import Alarms
 from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH
 from tuneloop.shared.settings.feedback import TenantSettings
@@ -160,6 +159,7 @@ class Labels(NamedTuple):
     priority: float
     train: bool
     ignored: tuple[str, ...] = ()
+    trace_id: str | None = None
 
 
 class Request(NamedTuple):
@@ -317,6 +317,7 @@ class RequestParser:
             reason = f"a prompt may have {_MOST_OF_A_PROMPT} choices; ask several times for more"
             raise RequestRefused(reason, code="too_many_choices", param="n")
         labels = labels_of(upstream, raw.run, train=tenant.train)
+        names = labels.task_id, labels.run_id, labels.trace_id
         if store is None:
             # All calls of a run are recorded, or none.
             run = f"{caller.tenant}\0{labels.task_id}\0{labels.run_id}" if labels.run_id else str(random.random())
@@ -355,9 +356,7 @@ class RequestParser:
             prefix_hashes=fleet.hash_prefixes(upstream) if self._prefix_affinity else (),
             pin=pin,
             model=str(body.get("model") or ""),
-            traces=traces_of(
-                *(raw.header(b"x-request-id"), raw.header(b"traceparent")), body, (labels.task_id, labels.run_id)
-            ),
+            traces=trace_keys(*names, raw.header(b"x-request-id"), traceparent=raw.header(b"traceparent")),
             merged_turns=merged_turns,
         )
 
@@ -477,6 +476,7 @@ def _labels_in(body: dict[str, Any]) -> tuple[Labels, bool | None]:
         user=user,
         priority=0.0 if priority is None else priority,
         train=train is not False,
+        trace_id=reader.read("trace_id", id_of),
         ignored=tuple(reader.ignored),
     )
     return labels, train

@@ -65,12 +65,9 @@ _REPLIES, _FEEDBACK, _STORED = "Replies", "Feedback", "Stored replies"
 _TRAINING, _VERSIONS, _KEYS, _SERVICE = "Training", "Versions", "Keys and raters", "Service"
 
 _SCORE: Mapping[str, Schema] = {
-    "id": with_description(NAME, "The same id says something else instead."),
+    **dict.fromkeys(("id", "name", "dataType", "comment"), TEXT),
     "traceId": with_description(NAME, "The id of a reply, or a name that its request carried."),
-    "name": NAME,
     "value": {"type": ["number", "boolean", "string"]},
-    "dataType": {"enum": ["NUMERIC", "BOOLEAN", "CATEGORICAL", "TEXT", "CORRECTION"]},
-    "comment": TEXT,
 }
 _ENTRY: Mapping[str, Schema] = {
     "msg_ids": with_description(list_of(TEXT), "Ids of replies; `<id>:<n>` is one choice of several."),
@@ -156,12 +153,8 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("DELETE", "/api/public/scores/{score_id}"): Operation(_FEEDBACK, "Take back a Langfuse score", "feedback.md"),
     ("POST", "/api/public/ingestion"): Operation(
-        _FEEDBACK,
-        "A batch of Langfuse's events, of which scores are kept",
-        "feedback.md",
-        body=body("batch", batch=list_of({"type": "object"})),
+        _FEEDBACK, "Langfuse's events, of which scores are kept", "feedback.md", body=body("batch", batch=list_of({}))
     ),
-    ("GET", "/api/public/projects"): Operation(_FEEDBACK, "The tenant, for Langfuse's `auth_check`", "feedback.md"),
     ("POST", "/v1/feedback_tokens"): Operation(
         _FEEDBACK,
         "A token with which a browser gives feedback on one reply",

@@ -16,7 +16,6 @@ from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules, Standstill, 
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.operations.diagnosis import diagnose
 from tuneloop.shared.outbox_status import OutboxStatus
-from tuneloop.shared.settings.hub_cache import name_of_model
 from tuneloop.shared.settings.settings import Settings
 
 #: A trainer looks for a batch so many times while a commit counts as new.
@@ -83,6 +82,7 @@ def _status(
     committed_at = ledger.reports.newest_commit(tenant)
     looked_at = committed_at is None or now - committed_at > new
     weights, buffer, model = facts.weights, settings.buffer, settings.model
+    of_hub = (path := model.model_path).parent.name == "snapshots"
     return {
         "served": min(served, default=weights.champion or 0 if weights else 0),
         "newest": weights.newest if weights else 0,
@@ -98,7 +98,7 @@ def _status(
             "train_batch_size": rules.batch_size,
             "batch_timeout": rules.batch_timeout,
             "save_interval": rules.save_interval,
-            "model": name_of_model(model.model_path),
+            "model": path.parents[1].name.rpartition("--")[2] if of_hub else path.name,
             "max_model_len": model.max_model_len,
             "lora_rank": model.lora.rank or None,
         },

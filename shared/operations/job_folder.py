@@ -4,13 +4,12 @@ A folder that is not mounted looks like one that was never made.
 """
 
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import structlog
 
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.file_systems import OF_OUTBOXES, find_lacking, network_of
+from tuneloop.shared.file_systems import find_lacking, network_of
 from tuneloop.shared.held_files import EXPERIMENT, expect_mark
 from tuneloop.shared.job_marks import folder_mark, mark_folder
 from tuneloop.shared.ledger.ledger import Ledger
@@ -38,34 +37,25 @@ def claim_folder(job_dir: Path, ledger: Ledger) -> None:
 
 
 def require_file_systems(settings: Settings) -> None:
-    """Raise EnvironmentRefused, a sentence for each, for what the folders' file systems cannot do. Before any work."""
-    if problems := [*_problems_of_folders(settings)]:
-        raise EnvironmentRefused("\n".join(problems))
-
-
-def _problems_of_folders(settings: Settings) -> Iterator[str]:
-    for lacking in find_lacking(settings.job_dir):
-        yield (
-            f"checkpoint_root_dir: the file system of {settings.job_dir} {lacking}; use a local disk or NFS, and copy"
-            " versions to an object store from there"
-        )
-    outbox = settings.explorer.outbox_dir
-    for lacking in find_lacking(outbox, OF_OUTBOXES) if outbox and settings.mode != "train" else ():
-        yield f"explorer.outbox_dir: the file system of {outbox} {lacking}; use a local disk"
-    if (file := _database_file(settings)) is None:
-        return
-    kind, perhaps = network_of(file)
+    """Raise EnvironmentRefused, a sentence for each, for what the file systems cannot do. Before any work."""
+    problems = [
+        f"checkpoint_root_dir: the file system of {settings.job_dir} {lacking}; use a local disk or NFS, and copy"
+        " versions to an object store from there"
+        for lacking in find_lacking(settings.job_dir)
+    ]
+    file = _database_file(settings)
+    kind, perhaps = network_of(file) if file else (None, None)
     if kind:
-        yield (
+        problems.append(
             f"{SETTING}: {file} is on a network file system ({kind}), where SQLite can lose or damage what several"
             f" processes write; {_INSTEAD}, or where all services run on this machine a file on its own disk,"
             " sqlite:////folder/file.db"
         )
-    elif perhaps:
-        log.warning(
-            "sqlite_perhaps_on_network",
-            sentence=f"{SETTING}: {file} is on {perhaps}. If that is a network's, SQLite can lose data: {_INSTEAD}",
-        )
+    if perhaps:
+        sentence = f"{SETTING}: {file} is on {perhaps}. If that is a network's, SQLite can lose data: {_INSTEAD}"
+        log.warning("sqlite_perhaps_on_network", sentence=sentence)
+    if problems:
+        raise EnvironmentRefused("\n".join(problems))
 
 
 def require_one_host(settings: Settings, ledger: Ledger) -> None:

@@ -29,20 +29,14 @@ _DRAFTS = re.compile(r"(?:model\.)?mtp\.")
 
 def require_folders(settings: Settings) -> None:
     """Raise EnvironmentRefused unless the models to start from are there, SettingsError if the base is not trained."""
+    require_downloads(settings)
     for setting, folder in named_folders(settings).items():
         if not ((folder / "config.json").is_file() and any(folder.glob("*.safetensors"))):
             what = "is not a model folder" if folder.is_dir() else "is not there"
-            require_no_download(setting, folder)
             raise EnvironmentRefused(
                 f"{setting}: {folder} {what}; name a local folder that holds config.json and *.safetensors"
             )
     require_trainable(settings)
-
-
-def require_no_download(setting: str, folder: Path) -> None:
-    """Raise SettingsError, after which no service is started again, for a name of the Hub that is in no cache."""
-    if sentence := download_sentence(folder):
-        raise SettingsError(f"{setting}: {sentence}")
 
 
 def named_folders(settings: Settings) -> dict[str, Path]:
@@ -53,10 +47,16 @@ def named_folders(settings: Settings) -> dict[str, Path]:
     return named
 
 
-def download_notes(settings: Settings) -> list[str]:
+def missing_downloads(settings: Settings) -> list[str]:
     """What is to be downloaded before these settings start, and by which command."""
-    sentences = {setting: download_sentence(folder) for setting, folder in named_folders(settings).items()}
-    return [f"{setting}: {sentence}" for setting, sentence in sentences.items() if sentence]
+    named = named_folders(settings).items()
+    return [f"{setting}: {sentence}" for setting, folder in named if (sentence := download_sentence(folder))]
+
+
+def require_downloads(settings: Settings) -> None:
+    """Raise SettingsError, after which no service is started again, for names of the Hub that are in no cache."""
+    if missing := missing_downloads(settings):
+        raise SettingsError("\n".join(missing))
 
 
 def require_trainable(settings: Settings) -> None:

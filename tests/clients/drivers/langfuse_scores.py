@@ -30,9 +30,6 @@ class Client:
         scores.delete(score_id)
         return True
 
-    def auth_check(self) -> bool:
-        return self._langfuse.auth_check()
-
 
 class _Listener(logging.Handler):
     def __init__(self, said: list[str]) -> None:

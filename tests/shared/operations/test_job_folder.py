@@ -71,19 +71,6 @@ def test_what_a_job_folder_cannot_do_is_a_sentence_before_the_first_step(
     assert list(tmp_path.iterdir()) == [], "nothing is left of the trial"
 
 
-def test_the_outboxes_own_folder_is_tried_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = settings_of(tmp_path / "none", explorer={"outbox_dir": tmp_path / "outbox"})
-    monkeypatch.setattr(os, "link", refuse())
-    (problem,) = _problems(settings)
-    assert problem.startswith("checkpoint_root_dir"), "an outbox makes no links"
-    monkeypatch.setattr(os, "fsync", refuse())
-    assert [each.partition(":")[0] for each in _problems(settings)] == [
-        *["checkpoint_root_dir"] * 2,
-        "explorer.outbox_dir",
-    ]
-    assert len(_problems(settings.model_copy(update={"mode": "train"}))) == 2
-
-
 def _problems(settings: Settings) -> list[str]:
     with pytest.raises(EnvironmentRefused) as caught:
         require_file_systems(settings)

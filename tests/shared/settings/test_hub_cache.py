@@ -8,6 +8,8 @@ import yaml
 
 from tests.cli.setup.test_setup import model_folder
 from tests.cli.test_main import tuneloop
+from tests.doubles.engine import engine_place
+from tests.explorer.running import explorer_running, settings_for
 from tests.explorer.test_main import ended
 from tuneloop.explorer.__main__ import check_model
 from tuneloop.shared.errors import SettingsError
@@ -78,27 +80,33 @@ def test_the_cache_is_where_huggingface_hub_has_it(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("ROOT", str(tmp_path))
     snapshot = put_into_cache(tmp_path / hub)
-    environment = {name: value.format(tmp_path) for name, value in variables.items()}
-    assert cached_folder(Path(NAME), environment) == snapshot
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(tmp_path))
+    assert cached_folder(Path(NAME)) == snapshot
 
 
 def test_a_folder_of_that_name_goes_before_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    environment = {"HF_HOME": str(tmp_path)}
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
     put_into_cache(tmp_path / "hub")
-    assert cached_folder(Path(NAME), environment) != Path(NAME)
+    assert cached_folder(Path(NAME)) != Path(NAME)
     Path(NAME).mkdir(parents=True)
-    assert cached_folder(Path(NAME), environment) == Path(NAME)
+    assert cached_folder(Path(NAME)) == Path(NAME)
     for name in ("/models/Qwen3", "../Qwen3", "a/b/c", ".hidden/model", "~/model"):
-        assert cached_folder(Path(name), environment) == Path(name)
+        assert cached_folder(Path(name)) == Path(name)
 
 
 @pytest.mark.parametrize("missing", ["config.json", "b.safetensors", "refs"])
-def test_a_download_that_was_interrupted_is_no_model(tmp_path: Path, missing: str) -> None:
+def test_a_download_that_was_interrupted_is_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
     snapshot = put_into_cache(tmp_path / "hub", shards=("a.safetensors", "b.safetensors"), missing=missing)
     if missing == "refs":
         (snapshot.parent.parent / "refs" / "main").unlink()
-    assert cached_folder(Path(NAME), {"HF_HOME": str(tmp_path)}) == Path(NAME)
+    assert cached_folder(Path(NAME)) == Path(NAME)
 
 
 def test_without_a_download_each_command_says_how_to_get_it(tmp_path: Path) -> None:
@@ -136,3 +144,17 @@ def test_init_writes_the_name_and_plans_with_the_snapshot(tmp_path: Path) -> Non
     assert yaml.safe_load(file.read_text())["model"]["model_path"] == NAME
     planned = json.loads(tuneloop("plan", file, "--gpu-memory", "80", "--json", **cache).output)
     assert planned["model"]["weights"] == 596_049_920
+
+
+def test_a_service_tells_the_name_of_the_model_not_of_its_snapshot(tmp_path: Path) -> None:
+    """`tune()` compares it with the model that it was told of."""
+    settings = settings_for(tmp_path)
+    snapshot = tmp_path / "hub" / "models--Qwen--Qwen3-0.6B" / "snapshots" / "c1899d"
+    snapshot.parent.mkdir(parents=True)
+    settings.model.model_path.rename(snapshot)
+    model = settings.model.model_copy(update={"model_path": snapshot})
+    with engine_place() as place:
+        rollout = settings.explorer.rollout_model.model_copy(update={"engine_urls": (place.fresh().url,)})
+        explorer = settings.explorer.model_copy(update={"rollout_model": rollout})
+        with explorer_running(settings.model_copy(update={"model": model, "explorer": explorer})) as running:
+            assert running.http.get("/training").json()["configured"]["model"] == "Qwen3-0.6B"

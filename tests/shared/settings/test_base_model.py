@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
 
 from tests.cli.test_main import tuneloop
 from tuneloop.shared.errors import SettingsError
+from tuneloop.shared.logging import LOG
 from tuneloop.shared.settings.base_model import TEXT_ALONE, require_trainable, routing_note
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.__main__ import main
@@ -125,7 +126,7 @@ def test_a_folder_that_is_not_there_is_not_judged(tmp_path: Path) -> None:
     require_trainable(Settings.model_validate({"model": {"model_path": tmp_path / "none"}}))
 
 
-def test_the_commands_and_the_trainer_refuse_it_and_say_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_and_the_trainer_refuse_it_and_say_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     settings_of(tmp_path, {"num_experts": 4, "quantization_config": {"quant_method": "fp8"}})
     config = tmp_path / "tuneloop.yaml"
     config.write_text(yaml.safe_dump({"model": {"model_path": str(tmp_path)}, "checkpoint_root_dir": str(tmp_path)}))
@@ -140,4 +141,5 @@ def test_the_commands_and_the_trainer_refuse_it_and_say_why(tmp_path: Path, caps
         "trainer.allow_routing_mismatch",
     ]
     assert main(["--config", str(config), "--set", "mode=train"]) == 2
-    assert "is quantised (fp8)" in capsys.readouterr().err
+    LOG.finish()
+    assert "is quantised (fp8)" in capfd.readouterr().err

@@ -15,7 +15,7 @@ def cached_folder(named: Path) -> Path:
 
     A snapshot that lacks its configuration or weights is none.
     """
-    if named.exists() or not _NAME.fullmatch(str(named)):
+    if os.path.exists(named) or not _NAME.fullmatch(str(named)):
         return named
     repository = _cache() / f"models--{str(named).replace('/', '--')}"
     with suppress(OSError):
@@ -27,7 +27,7 @@ def cached_folder(named: Path) -> Path:
 
 def download_sentence(named: Path) -> str | None:
     """What to do where there is no model of this name; None if it is no name of the Hub's."""
-    if named.exists() or "/" not in str(named) or not _NAME.fullmatch(str(named)):
+    if os.path.exists(named) or "/" not in str(named) or not _NAME.fullmatch(str(named)):
         return None
     return (
         f"{named} is no folder here, and {_cache()} has no whole model of that name in safetensors; if"

@@ -13,6 +13,7 @@ PAGES = ["README.md", "docs/quick_start.md", "docs/one_gpu.md", "docs/recipes.md
 #: What stands in the pages, and what is there in its place.
 HERE = {
     '"/models/Qwen3-0.6B"': f'"{MODEL}"',
+    '"Qwen/Qwen3-0.6B"': f'"{MODEL}"',
     '"tiny"': f'"{MODEL}"',
     "100\nclient": "1\nclient",
     "pool.map(ask, range(64 * number, 64 * number + 64))": "pool.map(ask, range(4))",

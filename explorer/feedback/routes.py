@@ -46,7 +46,7 @@ from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import Feedback, Kind, Outcome, steady_clock
 from tuneloop.shared.job_marks import touch_committed
-from tuneloop.shared.ledger.recording.feedback import RATINGS, FeedbackResults
+from tuneloop.shared.ledger.recording.feedback import RATINGS, FeedbackResults, Said
 from tuneloop.shared.ledger.recording.recording import CommitLimits, Recording
 from tuneloop.shared.ledger.recording.reward_rule import is_clipped
 from tuneloop.shared.settings.settings import Settings
@@ -192,6 +192,12 @@ class FeedbackRoutes:
             answer["clipped"] = True
         if choices := {about: found.apart[event.event_id] for about, event in named if event.event_id in found.apart}:
             answer["choices"] = choices
+        replaced: dict[str, dict[str, Said]] = {}
+        for about, event in named if found.replaced else ():
+            if event.event_id in found.replaced:
+                replaced.setdefault(about, {})[event.metric] = found.replaced[event.event_id]
+        if replaced:
+            answer["replaced"] = replaced
         reasons: dict[str, str] = {}
         for about, event in named if found.not_trained else ():
             why = found.not_trained.get(event.msg_id or "", {})

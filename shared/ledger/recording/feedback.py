@@ -9,7 +9,20 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from msgspec import Struct, structs
-from sqlalchemy import Connection, Select, and_, bindparam, func, literal_column, or_, select, text, tuple_, update
+from sqlalchemy import (
+    Connection,
+    Select,
+    and_,
+    bindparam,
+    case,
+    func,
+    literal_column,
+    or_,
+    select,
+    text,
+    tuple_,
+    update,
+)
 
 from tuneloop.shared.experience import Feedback, Kind, Outcome, State, minted_at, voice_of
 from tuneloop.shared.ledger.recording.reward_rule import counting_events
@@ -38,6 +51,9 @@ MAX_CHOICES_SAID = 25
 MAX_EARLY = 100_000
 _EARLY_S = 10.0
 
+#: What an event says, for people: its number, thumb or label, or else its kind.
+Said = float | bool | str
+
 #: What a query finds, in or outside a transaction.
 Read = Callable[[Select[Any]], Iterable[Any]]
 
@@ -46,7 +62,11 @@ Read = Callable[[Select[Any]], Iterable[Any]]
 _UNCOMPARED = {"text", "occurred_at", "key"}
 _COMPARED = [column for column in feedback.c if column.name not in _UNCOMPARED]
 
-_EARLIER = select(*_COMPARED, feedback.c.text.is_not(None).label("has_text"))
+_EARLIER = select(
+    *_COMPARED,
+    feedback.c.text.is_not(None).label("has_text"),
+    case((feedback.c.kind == Kind.LABEL, feedback.c.text)).label("text"),
+)
 _ABOUT_REPLIES = _EARLIER.where(
     or_(
         is_among(feedback.c.msg_id, "replies"),
@@ -69,13 +89,15 @@ _SAID_AGAIN = (
 class TakenFeedback(NamedTuple):
     """Events that were stored; stored ones that count later now, as they were said again; those for which no room was.
 
-    `known`: the events that were there before, of all that have one of the `names`, by these.
+    `known`: the events that were there before, of all that have one of the `names`, by these. `replaced`: what the
+    source of a stored event had said last of the same, by the event's id.
     """
 
     new: dict[str, Feedback]
     moved: list[Any]
     full: set[str]
     known: Mapping[str, Any]
+    replaced: Mapping[str, "Said"]
 
 
 def equal_texts(read: Read, texts: Collection[tuple[int, str | None]]) -> set[tuple[int, str | None]]:
@@ -228,6 +250,7 @@ def store_feedback(connection: Connection, events: Sequence[Feedback], *, names:
     new: dict[str, Feedback] = {}
     again: dict[str, tuple[Any, float]] = {}
     full = set[str]()
+    replaced: dict[str, Said] = {}
     for event in events:
         subject, place = subject_of(event), place_of(event)
         before = said[subject][place - 1] if place else None
@@ -243,6 +266,8 @@ def store_feedback(connection: Connection, events: Sequence[Feedback], *, names:
             event
         ):
             quota.take(event)
+            if before is not None and before.kind != Kind.RETRACTION and place == len(times[subject]):
+                replaced[event.event_id] = _said(before)
             before = new[event.event_id] = event
         else:
             full.add(event.event_id)
@@ -257,7 +282,18 @@ def store_feedback(connection: Connection, events: Sequence[Feedback], *, names:
         moves = [{"its_event_id": id_, "its_repeated_at": again[id_][1]} for id_ in old]
         connection.execute(_SAID_AGAIN, moves)
     moved = [row for row in old.values() if any(latest[thing] > event_order(row) for thing in _things(row))]
-    return TakenFeedback(new, moved, full, known)
+    return TakenFeedback(new, moved, full, known, replaced)
+
+
+def _said(event: Any) -> Said:
+    match event.kind:
+        case Kind.NUMBER:
+            return float(event.value)
+        case Kind.BOOLEAN:
+            return bool(event.value)
+        case Kind.LABEL:
+            return str(event.text)
+    return str(event.kind)
 
 
 def _row(event: Feedback) -> Mapping[str, object]:
@@ -327,13 +363,14 @@ class FeedbackResults(Struct, frozen=True):
     """What became of events, by their ids; `apart`: of the choices of a late one, where it is not the same for all.
 
     `not_trained` is why replies will not be trained on, by msg_id and choice. `of_runs`: the replies whose reward an
-    event about their run makes. `of_calls`: the outcomes, by call_id, of events with the id of another call's.
+    event about their run makes. `replaced`: what their source had said before of the same. `of_calls`: the outcomes, by call_id, of events with the id of another call's.
     """
 
     outcomes: dict[str, Outcome] = {}
     apart: dict[str, dict[str, Outcome]] = {}
     not_trained: dict[str, dict[int, str]] = {}
     of_runs: dict[str, list[str]] = {}
+    replaced: dict[str, Said] = {}
     of_calls: dict[str, dict[str, Outcome]] = {}
 
     def of(self, events: Sequence[Feedback]) -> "FeedbackResults":
@@ -342,8 +379,10 @@ class FeedbackResults(Struct, frozen=True):
         for event in events:
             if (id_ := event.event_id) in self.outcomes:
                 found.outcomes[id_] = self.of_calls.get(event.call_id, {}).get(id_, self.outcomes[id_])
-        found.apart.update((id_, each) for id_, each in self.apart.items() if id_ in found.outcomes)
-        found.of_runs.update((id_, each) for id_, each in self.of_runs.items() if id_ in found.outcomes)
+        for name in ("apart", "of_runs", "replaced"):
+            getattr(found, name).update(
+                (id_, each) for id_, each in getattr(self, name).items() if id_ in found.outcomes
+            )
         found.not_trained.update((name, each) for name, each in self.not_trained.items() if name in replies)
         return found
 
@@ -379,6 +418,9 @@ def results_of(
     for event, outcome in zip(events, _outcomes(events, taken, decided, dropped, restored_at or 0.0), strict=True):
         if results.outcomes.setdefault(event.event_id, outcome) is not outcome:
             results.of_calls.setdefault(event.call_id, {})[event.event_id] = outcome
+    results.replaced.update(
+        (id_, said) for id_, said in taken.replaced.items() if results.outcomes[id_] != Outcome.LATE
+    )
     rows: _Rows = defaultdict(list)
     for found, heard in decided.read:
         for row in found:

@@ -50,3 +50,23 @@ def test_the_answer_about_a_run_names_the_first_hundred_replies_and_counts_all(e
     assert answer["replies"] == {"t/r": {"count": 101, "msg_ids": ids[:100]}}
     assert "replies" not in say(explorer, msg_ids=ids[:1], reward=0.5)
     assert "replies" not in say(explorer, task_id="t", run_id="not yet", reward=0.5)
+
+
+@pytest.mark.contract
+def test_the_answer_says_what_a_later_word_of_the_same_source_replaced(explorer: RunningExplorer) -> None:
+    first, second = reply_id(explorer, metadata=RUN), reply_id(explorer, metadata=RUN)
+    assert "replaced" not in say(explorer, msg_ids=[first], reward=0.1)
+    assert "replaced" not in say(explorer, msg_ids=[second], value="rude", metric="tone", source="ann")
+    # Of the run and of its replies, by one source and another: none replaces the other.
+    assert "replaced" not in say(explorer, **RUN, reward=1.0)
+    assert "replaced" not in say(explorer, msg_ids=[first], reward=0.2, source="bob")
+    assert say(explorer, msg_ids=[first, second], reward=0.3)["replaced"] == {first: {"reward": 0.1}}
+    assert say(explorer, msg_ids=[second], value="kind", metric="tone", source="ann")["replaced"] == {
+        second: {"tone": "rude"}
+    }
+    assert say(explorer, **RUN, value=True)["replaced"] == {"t/r": {"reward": 1.0}}
+    assert say(explorer, **RUN, retract=True)["replaced"] == {"t/r": {"reward": True}}
+    assert "replaced" not in say(explorer, **RUN, reward=0.5)
+    assert "replaced" not in say(explorer, **RUN, reward=0.5)
+    assert "replaced" not in say(explorer, task_id="t", run_id="not yet", reward=0.5)
+    assert say(explorer, task_id="t", run_id="not yet", reward=0.4)["replaced"] == {"t/not yet": {"reward": 0.5}}

@@ -10,9 +10,8 @@ Replies of other endpoints have their own prefix, as OpenAI's and Anthropic's ha
 keyed BLAKE2b over these, the tenant, and a prefix that is not `chatcmpl-`. 255 choices or more are counted in the
 place of the last 3 random bytes, and their own byte is 255; it is 0 for a reply that is not recorded.
 
-A transcript takes down what vLLM answers, whole or in pieces, and gives the client its view, without what only we ask
-for. It is sans-I/O: a whole reply is a stream of one piece. Only what is kept is decoded, and what the client did not
-ask for is cut out of the bytes; a reply is never written anew where bytes can pass.
+A transcript takes down what vLLM answers, whole or in pieces (it is sans-I/O: a whole reply is one piece). Only what is
+kept is decoded, and what the client did not ask for is cut out of the bytes, which pass as they are where they can.
 """
 
 import hashlib
@@ -33,6 +32,7 @@ import msgspec
 import numpy as np
 import orjson
 
+from tuneloop.explorer.reply_limit import ReplyLimit
 from tuneloop.shared.errors import EngineError
 from tuneloop.shared.experience import SIGNED, SIGNED_BYTES, Experience, Grammar, pack_ids, pack_logprobs
 
@@ -105,8 +105,7 @@ class ReplyIdSigner:
         return hashlib.blake2b(name + whose.encode(), key=self._key, digest_size=_MAC_BYTES).digest()
 
 
-#: Of a float32.
-_LARGEST = 3.4e38
+_LARGEST = 3.4e38  # of a float32
 
 _NULL = b"null"
 _ID_BYTES = 4
@@ -128,6 +127,7 @@ class _ChatChoice(msgspec.Struct, gc=False):
     logprobs: msgspec.Raw = _ABSENT
     token_ids: msgspec.Raw = _ABSENT
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
 
 class _ChatDelta(msgspec.Struct):
@@ -202,6 +202,7 @@ class CapturedChoice:
     text: list[str] = field(default_factory=list)
     tool_calls: dict[int, dict[str, Any]] = field(default_factory=dict)
     finish_reason: str | None = None
+    stopped: bool = False
     unreadable: bool = False
 
     def take_down(self, ids: Sequence[int] | None, logprobs: Sequence[float], *, captured: bool) -> None:
@@ -255,6 +256,7 @@ class Transcript(ABC):
     """One reply being heard, named `msg_id`. `captured`: the engine was asked for its log-probabilities."""
 
     captured = True
+    limit: ReplyLimit | None = None
 
     def __init__(self, msg_id: str, wants: RequestedFields) -> None:
         self.choices: dict[int, CapturedChoice] = {}
@@ -317,7 +319,7 @@ class Transcript(ABC):
                     version_min=min(versions),
                     version_max=max(versions),
                     temperature=sampling.temperature,
-                    finish_reason=choice.finish_reason,
+                    finish_reason=self.ending_of(index),
                     text="".join(choice.text),
                     tool_calls=orjson.dumps(calls) if calls else None,
                     drop_reason=reason or sampling.drop_reason,
@@ -326,6 +328,13 @@ class Transcript(ABC):
                 )
             )
         return tuple(found)
+
+    def ending_of(self, index: int) -> str | None:
+        """Why a choice ended: `length` also where the engine calls it otherwise, and its tokens fill the limit."""
+        choice = self.choices[index]
+        prompt, ids = len(choice.prompt_ids or b"") // _ID_BYTES, choice.completion_ids
+        is_cut = self.limit and not choice.stopped and self.limit.cuts(choice.finish_reason, prompt, ids)
+        return "length" if is_cut else choice.finish_reason
 
     def _why_not_trainable(self, choice: CapturedChoice, ids: bytes | None) -> str | None:
         if self.broken or choice.finish_reason in {None, "abort", "error"}:
@@ -393,6 +402,7 @@ class ChatTranscript(Transcript):
             if delta.tool_calls:
                 _add_tool_calls(choice.tool_calls, delta.tool_calls)
         choice.finish_reason = update.finish_reason or choice.finish_reason
+        choice.stopped = choice.stopped or update.stop_reason is not None
         try:
             ids, found = _ids.decode(update.token_ids), _chat_logprobs.decode(update.logprobs)
             choice.take_down(ids, found.of_tokens if found else (), captured=self.captured)

@@ -199,11 +199,19 @@ class _TranslatedWriter(ReplyWriter):
         self._translate, self._stream = translate, stream
 
     def convert_whole(self, reply: bytes) -> bytes:
-        return orjson.dumps(self._translate(orjson.loads(super().convert_whole(reply))))
+        return orjson.dumps(self._translate(self._with_endings(super().convert_whole(reply))))
 
     def _convert_data(self, data: bytes) -> bytes:
         chunk = self.transcript.feed(data)
-        return b"" if chunk is None else self._stream.add_chunk(orjson.loads(chunk))
+        return b"" if chunk is None else self._stream.add_chunk(self._with_endings(chunk))
+
+    def _with_endings(self, chat: bytes) -> Json:
+        """The completion, or a chunk of one; where the limit cut it off within a call it says so."""
+        parsed: Json = orjson.loads(chat)
+        for choice in parsed.get("choices") or ():
+            if choice.get("finish_reason"):
+                choice["finish_reason"] = self.transcript.ending_of(choice["index"])
+        return parsed
 
     def finish(self) -> bytes:
         return self._stream.end()

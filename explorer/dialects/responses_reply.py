@@ -62,11 +62,7 @@ def to_response(
         function = each["function"]
         name = item_id("fc", response_id, items)
         items.append(function_call_item(name, each["id"], function["name"], function["arguments"], status="completed"))
-    finish_reason = choice["finish_reason"]
-    # A chat completion with a function call has that finish_reason even when it was cut off after the call.
-    if finish_reason == "tool_calls" and usage and usage["completion_tokens"] == in_progress["max_output_tokens"]:
-        finish_reason = "length"
-    return finish_response(in_progress, items, finish_reason=finish_reason, reply=reply)
+    return finish_response(in_progress, items, finish_reason=choice["finish_reason"], reply=reply)
 
 
 def in_progress_response(body: Json, *, response_id: str, created_at: int, model: str, remaining: int | None) -> Json:

@@ -49,6 +49,7 @@ from tuneloop.explorer.http.bodies import (
 from tuneloop.explorer.limits import RequestMeter
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.media import MediaFetcher, with_own_uuids
+from tuneloop.explorer.reply_limit import LENGTHS, limit_of
 from tuneloop.explorer.transcript import ReplyIdSigner, Sampling
 from tuneloop.shared import engine_flags
 from tuneloop.shared.errors import RequestRefused
@@ -92,9 +93,6 @@ _OPERATORS_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id", "
 
 #: What vLLM leaves out without a word: the reply is to all that was sent.
 _LEFT_OUT = ("context_management", "mcp_servers", "web_search_options", "prediction")
-
-#: How many tokens the client wants of a choice.
-_LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 #: Replies may come from a cache only to those of one salt, so that no tenant learns by its clock what another has sent.
 _SALT = "cache_salt"
@@ -283,7 +281,7 @@ class RequestParser:
         self._signer, self._tenants = signer, settings.tenants
         self._pins = PinParser(settings)
         self._default_temperature = settings.model.temperature
-        self._default_tokens = settings.model.max_response_tokens
+        self._default_tokens, self._limit = settings.model.max_response_tokens, limit_of(settings)
         self._max_body_bytes, self._max_choices = explorer.max_body_bytes, explorer.max_choices
         rollout = explorer.rollout_model
         self._prefix_affinity = explorer.prefix_affinity and max(len(rollout.engine_urls), rollout.engine_num) > 1
@@ -330,7 +328,8 @@ class RequestParser:
         for_engine = self._for_engine(dialect, caller, msg_id, sent, body, upstream, truncated=sampling.truncated)
         writer = dialect.writer(body, msg_id, dialect.upstream_prefix + msg_id.removeprefix(dialect.prefix))
         writer.transcript.captured = for_engine.captured
-        most = next((value for name in _LENGTHS if (value := upstream.get(name)) is not None), None)
+        most = next((value for name in LENGTHS if (value := upstream.get(name)) is not None), None)
+        writer.transcript.limit = self._limit.of(upstream, self._default_tokens if dialect.length_field else None)
         raw.meter.expect(body_bytes=len(raw_body), choices=choices, most=most)
         return Request(
             dialect=dialect,

@@ -363,7 +363,8 @@ class FeedbackResults(Struct, frozen=True):
     """What became of events, by their ids; `apart`: of the choices of a late one, where it is not the same for all.
 
     `not_trained` is why replies will not be trained on, by msg_id and choice. `of_runs`: the replies whose reward an
-    event about their run makes. `replaced`: what their source had said before of the same. `of_calls`: the outcomes, by call_id, of events with the id of another call's.
+    event about their run makes. `replaced`: what their source had said before of the same. `of_calls`: the outcomes,
+    by call_id, of events with the id of another call's.
     """
 
     outcomes: dict[str, Outcome] = {}

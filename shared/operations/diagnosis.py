@@ -36,6 +36,22 @@ TRAINER_SILENT = "trainer_silent"
 #: More untrainable replies than this for each trainable one are no client's choice.
 _NEARLY_ALL = 20
 
+#: What makes replies trainable that truncation marked, behind their reason.
+MARK_CURES = dict.fromkeys(
+    ("sampling:top_p", "sampling:top_k", "sampling:min_p"),
+    " (the engine did not tell what was left: load tuneloop's plug-in into it, TUNELOOP_ENGINE_PACKS=1, and send no"
+    " other parameter that changes samples, nor `logprobs`)",
+) | {"sampling:mask_too_large": " (too many tokens were left to be told: send `top_k`, or a lower `top_p`)"}
+
+#: What to do about rows that were dropped for a reason with these words.
+_DROP_CURES = dict.fromkeys(
+    ("the same reward",),
+    "reward the runs of a task differently, give harder or easier tasks, or raise buffer.group_size",
+) | {
+    "alone in its group": "see why its task's other runs have no reward, or raise buffer.group_timeout",
+    "is below": "lower algorithm.sft.least_reward, or reward what is good above it",
+}
+
 #: So many raters are named in a sentence.
 _NAMED = 5
 
@@ -82,6 +98,7 @@ class Code(StrEnum):
     REJECTED_VERSIONS = "rejected_versions"
     VERSION_NOT_SERVED = "version_not_served"
     PROMOTION_HELD = "promotion_held"
+    NOT_LEARNING = "not_learning"
     NONE = "none"
 
 
@@ -90,7 +107,7 @@ STOPS = (
     *(Code.DATABASE_REFUSES, Code.DATABASE_SILENT, Code.OUTBOX_STUCK, Code.ENGINE_STUCK),
     *(Code.OPEN_FILES, Code.JUDGE_SILENT),
 )
-OF_TRAINERS = (Code.TRAINER_STUCK, Code.VERSIONS_REJECTED)
+OF_TRAINERS = (Code.TRAINER_STUCK, Code.VERSIONS_REJECTED, Code.NOT_LEARNING)
 
 
 class Reason(NamedTuple):
@@ -309,12 +326,16 @@ def _before_feedback(ledger: LedgerFacts, ignored_feedback: str | None) -> Itera
             Code.NOTHING_RECORDED, f"no experience was recorded {since}: send requests to /v1/chat/completions"
         )
     if dropped > _NEARLY_ALL * alive:
-        most = next((f", most often: {each.reason}" for each in ledger.drops if each.state is State.DROPPED), "")
+        reasons = [*ledger.unfit, *(each for each in ledger.drops if each.state is State.DROPPED)]
+        most = max(reasons, key=lambda each: each.rows, default=None)
         unsampled = f" ({ledger.unsampled} are not samples of the policy)" if ledger.unsampled else ""
+        told = "see what the clients ask for, and `reason` and `unsampled` in the table experiences"
+        if most is not None:
+            unsampled += f", most often: {most.reason}{MARK_CURES.get(most.reason, '')}"
+            told = next((cure for words, cure in _DROP_CURES.items() if words in most.reason), told)
         yield Reason(
             Code.NOT_TRAINABLE,
-            f"{dropped} of the last {number(dropped + alive, 'experience')} cannot be trained on{unsampled}{most}: see"
-            " what the clients ask for, and `reason` and `unsampled` in the table experiences",
+            f"{dropped} of the last {number(dropped + alive, 'experience')} cannot be trained on{unsampled}: {told}",
         )
     if recorded == in_progress and recorded:
         pending = f"; {_waits(ledger.pending, 'event')} for a reply that is not recorded" if ledger.pending else ""

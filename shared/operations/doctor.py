@@ -23,7 +23,7 @@ from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.clock import ClockSkew
 from tuneloop.shared.ledger.versions.versions import SERVABLE
-from tuneloop.shared.operations.diagnosis import Reason, ago, diagnose, equation, moment, number
+from tuneloop.shared.operations.diagnosis import MARK_CURES, Reason, ago, diagnose, equation, moment, number
 from tuneloop.shared.operations.engines import EngineSummary, plugin_sentence, read_explorer
 from tuneloop.shared.operations.older_ledger import find_lost_versions
 from tuneloop.shared.operations.open_versions import OpenVersion, find_open_versions
@@ -45,13 +45,6 @@ WAITS_FOR = {
     State.COMMITTED: "a batch",
     State.LEASED: "its version",
 }
-
-#: What makes replies trainable that truncation marked, behind their reason.
-_CURES = dict.fromkeys(
-    ("sampling:top_p", "sampling:top_k", "sampling:min_p"),
-    " (the engine did not tell what was left: load tuneloop's plug-in into it, TUNELOOP_ENGINE_PACKS=1, and send no"
-    " other parameter that changes samples, nor `logprobs`)",
-) | {"sampling:mask_too_large": " (too many tokens were left to be told: send `top_k`, or a lower `top_p`)"}
 
 _SERVED = (VersionState.CANDIDATE, VersionState.CANARY, VersionState.CHAMPION)
 
@@ -244,7 +237,7 @@ def _waiting(ledger: LedgerFacts, facts: Facts) -> Iterator[str]:
     yield f"{'feedback':<10} {ledger.pending:>8} for the reply it is about{_oldest(facts.now, ledger.pending_since)}"
     for told, why in ((ledger.unfit, "no samples of the policy, not to be trained on: "), (ledger.drops, "")):
         for each in told:
-            yield f"{each.state.value:<10} {each.rows:>8} {why}{each.reason}{_CURES.get(each.reason, '')}"
+            yield f"{each.state.value:<10} {each.rows:>8} {why}{each.reason}{MARK_CURES.get(each.reason, '')}"
 
 
 def _oldest(now: float, then: float | None) -> str:

@@ -13,20 +13,33 @@ For each evaluation the history also keeps the reward of its time. The alarm `re
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from statistics import fmean
+from statistics import correlation, fmean, linear_regression
 from typing import NamedTuple
 
 import msgspec
 
+from tuneloop.shared.operations.diagnosis import Code
 from tuneloop.shared.settings.versions import DriftSettings
 
 REWARD, LENGTH = "critic/rewards/mean", "response_length/mean"
 ENTROPY = "actor/entropy"
 KL, KL_BASE = "actor/kl_loss", "actor/kl_base"
+#: How far the rewards of a step are apart, of a method that compares them; the share of its tokens that taught nothing.
+SPREAD, IDLE = "reward/spread", "critic/advantages/zero"
 LEVEL, EXTREME, OUTLIERS = "reward/level", "feedback/extreme", "feedback/quarantined"
 REFUSALS, TOOL_ERRORS, RATER = "replies/refusals", "replies/tool_errors", "feedback/largest_rater"
 
-SIGNALS = (REWARD, LENGTH, ENTROPY, KL, KL_BASE, REFUSALS, TOOL_ERRORS, RATER, LEVEL, EXTREME, OUTLIERS)
+SIGNALS = (REWARD, LENGTH, ENTROPY, KL, KL_BASE, REFUSALS, TOOL_ERRORS, RATER, LEVEL, EXTREME, OUTLIERS, SPREAD, IDLE)
+
+#: Steps after which it is said that nothing is learnt, and how sure it must be that a reward falls: Student's t of the
+#: line through their mean rewards, which chance exceeds once in a thousand.
+_LEARNING_STEPS, _SURE = 10, 4.5
+
+#: A fall below this part of the reward is none.
+_LEAST_FALL = 0.05
+
+#: The alarm, and its reason in the diagnosis.
+NOT_LEARNING = Code.NOT_LEARNING.value
 
 #: The alarms that compare evaluations.
 OF_EVALUATIONS = frozenset({"reward_hack", "degraded"})
@@ -210,6 +223,42 @@ def _jump(drift: DriftSettings, history: History) -> DriftFinding | None:
     return DriftFinding(abs(now - before), drift.reward_jump, abs(now - before) > drift.reward_jump, reason)
 
 
+def _not_learning(drift: DriftSettings, history: History) -> DriftFinding | None:
+    """Whether the last steps had equal rewards or no advantage, or their reward falls: 1 if so."""
+
+    def last(signal: str) -> list[float]:
+        return [value for _, value in history.series.get(signal, [])][-_LEARNING_STEPS:]
+
+    rewards, steps = last(REWARD), f"the last {_LEARNING_STEPS} steps"
+    if len(rewards) < _LEARNING_STEPS:
+        return None
+    reason = f"rewards differ and do not fall in {steps}"
+    line = linear_regression(range(_LEARNING_STEPS), rewards)
+    fall = -line.slope * (_LEARNING_STEPS - 1)
+    explained = correlation(range(_LEARNING_STEPS), rewards) ** 2 if len(set(rewards)) > 1 else 0.0
+    least = _SURE / 2 if NOT_LEARNING in history.raised else _SURE  # so that it does not come and go
+    is_sure = explained * (_LEARNING_STEPS - 2) > least**2 * (1 - explained)
+    over = True
+    if math.isclose(min(rewards), max(rewards)) and last(SPREAD) == [0.0] * _LEARNING_STEPS:
+        reason = (
+            f"all rewards of {steps} are {rewards[0]:.4g}, so that no reply is better than another: give feedback that"
+            " tells good replies from bad ones, or harder tasks"
+        )
+    elif last(IDLE) == [1.0] * _LEARNING_STEPS:
+        reason = (
+            f"100% of the tokens of {steps} have advantage 0, or are masked: reward the replies of a task differently,"
+            " and see off_policy/outside"
+        )
+    elif is_sure and fall > _LEAST_FALL * max(map(abs, rewards)):
+        reason = (
+            f"the mean reward fell from {line.intercept:.4g} to {line.intercept - fall:.4g} in {steps}: lower"
+            " algorithm.optimizer.lr, raise algorithm.kl_coef, and see whether tasks or feedback have changed"
+        )
+    else:
+        over = False
+    return DriftFinding(float(over), 0.0, over, reason)
+
+
 def _fall_below_best(drift: DriftSettings, history: History) -> DriftFinding | None:
     """How far the score is below the best of the evaluations that are remembered, whatever the reward did."""
     if len(history.scores) < 2:
@@ -230,5 +279,6 @@ RULES: Mapping[str, Callable[[DriftSettings, History], DriftFinding | None]] = {
     "extreme_rewards": _level(EXTREME, "extreme_rewards", "the share of numbers beyond reward.clip"),
     "rater_outliers": _level(OUTLIERS, "rater_outliers", "the share of feedback by raters in quarantine"),
     "degraded": _fall_below_best,
+    NOT_LEARNING: _not_learning,
     "single_rater": _level(RATER, "single_rater", "the share of feedback that one source gives"),
 }

@@ -270,12 +270,17 @@ class Distance:
         return {}
 
 
+#: Methods for which no reply need be better than another.
+_OF_NO_REWARD = frozenset({"sft", "distill"})
+
+
 class Monitors:
     """The monitors of one trainer. Raises EnvironmentRefused if the evaluation's tasks cannot be asked."""
 
     def __init__(self, settings: Settings, ledger: Ledger) -> None:
         self._drift, self._every = settings.monitor.drift, settings.monitor.evaluation.every
         self._ledger, self._rule = ledger, settings.reward
+        self._compares_rewards = settings.algorithm.algorithm_type not in _OF_NO_REWARD
         tasks = tasks_of(settings.monitor.evaluation)
         self._distance = Distance(settings)
         self._held_out = HeldOut(settings, tasks) if tasks else None
@@ -310,6 +315,8 @@ class Monitors:
         if self._rule.clip is not None and drift.REWARD in learnt:  # As a share of what rewards can be.
             low, high = self._rule.clip
             seen[drift.LEVEL] = (learnt[drift.REWARD] - low) / (high - low)
+        if self._compares_rewards and "critic/rewards/max" in learnt:
+            seen[drift.SPREAD] = learnt["critic/rewards/max"] - learnt["critic/rewards/min"]
         if drift.KL not in learnt:
             seen |= self._distance.measure(learner, replies)
         self._history = drift.with_step(self._drift, self._history, learner.steps, {**learnt, **seen})

@@ -297,16 +297,11 @@ def test_a_response_says_how_long_it_could_get(fields: int | None, context: int 
 
 
 @pytest.mark.parametrize(
-    ("finish_reason", "limit", "status"),
-    [
-        ("stop", 4, "completed"),
-        ("length", 4, "incomplete"),
-        ("tool_calls", 5, "completed"),
-        ("tool_calls", 4, "incomplete"),
-    ],
+    ("finish_reason", "status"),
+    [("stop", "completed"), ("length", "incomplete"), ("tool_calls", "completed")],
 )
-def test_a_reply_that_was_cut_off_is_incomplete(finish_reason: str, limit: int, status: str):
-    body = {"input": "Hi.", "max_output_tokens": limit}
+def test_a_reply_that_was_cut_off_is_incomplete(finish_reason: str, status: str):
+    body = {"input": "Hi.", "max_output_tokens": 4}
     response = answered(body, reply(finish_reason, tool_calls=[tool_call(0, "{}")]))
     assert response["status"] == status
     assert response["incomplete_details"] == ({"reason": "max_output_tokens"} if status == "incomplete" else None)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
 
 from tests.doubles.engine import EngineDouble
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, open_ledger, settings_for
-from tests.factories import committed, exchange, feedback, rewarded
+from tests.factories import committed, exchange, experience, feedback, rewarded
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
 from tuneloop.shared.capacity.pace import VersionPace, note_version
@@ -121,6 +122,22 @@ def test_what_is_committed_waits_since_its_commit(tmp_path: Path) -> None:
     assert (waits("committed") or 0) < 1000
     ledger.training.lease(ledger.training.take_epoch("host:1"), 3, BatchPolicy())
     assert (waits("leased") or 0) < 1000
+    gauges.close()
+    ledger.close()
+
+
+def test_that_nearly_nothing_is_trainable_is_logged_once_with_the_reason(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path)
+    ledger = open_ledger(settings)
+    gauges = LedgerGauges(ledger, Metrics(), settings, outbox=OutboxStatus, interval_s=60)
+    marked = experience(unsampled="sampling:presence_penalty")
+    ledger.recording.record([exchange(experiences=(marked,)) for _ in range(3)])
+    with capture_logs() as said:
+        gauges.update()
+        gauges.update()
+    [told] = [each["sentence"] for each in said if each["event"] == "not_trainable"]
+    assert told.startswith("3 of the last 3 experiences cannot be trained on (3 are not samples of the policy), most")
+    assert "often: sampling:presence_penalty: see what the clients ask for" in told
     gauges.close()
     ledger.close()
 

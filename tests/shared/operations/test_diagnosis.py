@@ -160,9 +160,30 @@ def test_nothing_is_a_sample_of_the_policy(ledger: Ledger) -> None:
     found = reasons(ledger)
     assert list(found) == [Code.NOT_TRAINABLE, Code.NO_FEEDBACK]
     assert found[Code.NOT_TRAINABLE].startswith(
-        "3 of the last 3 experiences cannot be trained on (3 are not samples of the policy): see"
+        "3 of the last 3 experiences cannot be trained on (3 are not samples of the policy), most often: sampling:top_p"
+        " (the engine did not tell what was left: load tuneloop's plug-in"
     )
     assert list(reasons(ledger, policy=BatchPolicy(any_reply=True))) == [Code.NO_FEEDBACK]
+
+
+@pytest.mark.parametrize(
+    ("reason", "cure"),
+    [
+        ("all runs of its group have the same reward: it says nothing", "reward the runs of a task differently"),
+        ("no pair: another reply to its prompt has the same reward", "reward the runs of a task differently"),
+        ("not imitated: its reward is below 0.5", "lower algorithm.sft.least_reward"),
+    ],
+)
+def test_groups_without_contrast_are_told_with_what_to_do(ledger: Ledger, reason: str, cure: str) -> None:
+    served(ledger).recording.record([exchange(experiences=(experience(drop_reason=reason),)) for _ in range(3)])
+    assert f"{reason}: {cure}" in reasons(ledger)[Code.NOT_TRAINABLE]
+
+
+def test_that_nothing_is_learnt_is_a_reason_whatever_else_holds(ledger: Ledger) -> None:
+    leased(served(ledger), 2)
+    assert Code.NOT_LEARNING not in reasons(ledger)
+    ledger.alarms.raise_alarm(Alarm(Code.NOT_LEARNING, "all rewards of the last 10 steps are 1: …"))
+    assert reasons(ledger)[Code.NOT_LEARNING].startswith("all rewards of the last 10 steps are 1")
 
 
 def test_no_trainer_has_ever_started(ledger: Ledger) -> None:

@@ -9,12 +9,17 @@ from structlog.testing import capture_logs
 from tests.constants import section_of
 from tests.factories import exchange, feedback
 from tuneloop.shared.errors import LedgerUnavailable
+from tuneloop.shared.ledger.facts import Facts, Rules
+from tuneloop.shared.ledger.ledger import BatchPolicy
 from tuneloop.shared.ledger.versions.drift import ReplyExcerpt
+from tuneloop.shared.operations.diagnosis import Code, diagnose
+from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.versions import DriftSettings
 from tuneloop.trainer.monitoring import drift
 from tuneloop.trainer.monitoring.drift import (
     ENTROPY,
     EXTREME,
+    IDLE,
     KL,
     KL_BASE,
     LENGTH,
@@ -23,6 +28,7 @@ from tuneloop.trainer.monitoring.drift import (
     RATER,
     REFUSALS,
     REWARD,
+    SPREAD,
     TOOL_ERRORS,
     History,
 )
@@ -96,7 +102,7 @@ def test_an_evaluation_far_below_its_best_is_an_alarm_whatever_the_reward_does()
     history = trained(options, (0.5, 0.5), (0.5, 0.8), (0.4, 0.61))
     assert alarms(options, history) == set()
     history = trained(options, (0.3, 0.59), history=history)
-    assert alarms(options, history) == {"degraded"}
+    assert alarms(options, history) == {"degraded", "not_learning"}  # the reward fell too
 
 
 # The reward against the evaluation.
@@ -158,6 +164,52 @@ def test_an_alarm_is_raised_once_and_cleared_once():
 
 def test_an_alarm_stays_where_nothing_is_known_and_goes_where_its_monitor_is_gone():
     assert list(drift.changes(History(raised={"kl": 3, "gone": 3}), {})) == [("gone", False)]
+
+
+# Whether anything is learnt.
+
+EQUAL, IDLE_ALL = {SPREAD: 0.0, REWARD: 1.0}, {REWARD: 0.5, SPREAD: 1.0, IDLE: 1.0}
+NOISE = [0.02, -0.03, 0.01, 0.0, -0.02, 0.03, -0.01, 0.02, -0.01, 0.01]
+
+
+def falling(by, first=0.8):
+    return [{REWARD: first - by * step + NOISE[step % 10], SPREAD: 1.0, IDLE: 0.0} for step in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ([EQUAL] * 10, "all rewards of the last 10 steps are 1, so that no reply"),
+        ([{REWARD: 0.0, SPREAD: 0.0}] * 10, "all rewards of the last 10 steps are 0, so that no reply"),
+        ([IDLE_ALL] * 10, "100% of the tokens of the last 10 steps have advantage 0"),
+        (falling(0.04), "the mean reward fell from 0.7987 to 0.4453 in the last 10 steps: lower"),
+        (falling(0.04, first=0.0), "the mean reward fell from -0.001273 to -0.3547 in the last 10 steps"),
+        ([EQUAL | {REWARD: 0.1 * 3 / 3}, EQUAL | {REWARD: 0.1}] * 5, "all rewards of the last 10 steps are 0.1"),
+        ([EQUAL] * 9, None),
+        ([*[EQUAL] * 9, EQUAL | {REWARD: 0.9}], None),  # each step is of one reward, but they differ
+        ([{REWARD: 1.0, SPREAD: 0.5}] * 10, None),
+        ([{REWARD: 1.0}] * 10, None),  # sft and distill compare none
+        ([*[IDLE_ALL] * 9, IDLE_ALL | {IDLE: 0.9}], None),
+        (falling(0.0), None),
+        (falling(-0.04), None),
+        (falling(0.002), None),
+    ],
+)
+def test_ten_steps_that_teach_nothing_are_told_with_their_number(steps, told):
+    history = after(SMALL, *steps)
+    found = drift.verdicts(SMALL, history).get("not_learning")
+    assert (found is not None and found.over) is (told is not None)
+    if told:
+        assert found.reason.startswith(told)
+
+
+def test_a_reward_that_fell_is_told_until_it_hardly_falls():
+    fell = after(SMALL, *falling(0.04))
+    history = History(series=fell.series, raised={"not_learning": 10})
+    slower = after(SMALL, *falling(0.008, first=0.42), history=history)
+    assert alarms(SMALL, slower) >= {"not_learning"}
+    assert "not_learning" not in alarms(SMALL, History(series=slower.series))
+    assert "not_learning" not in alarms(SMALL, after(SMALL, *falling(-0.01, first=0.4), history=slower))
 
 
 # Replies.
@@ -258,6 +310,28 @@ def test_an_alarm_is_kept_in_the_ledger_until_it_is_over(watching, ledger):
     learn(watch, [10, 10], first=5)
     assert ledger.alarms.all() == []
     assert not ledger.alarms.promotion_held()
+
+
+@pytest.mark.parametrize("method", ["ppo", "reinforce++", "reinforce", "kto", "sft"])
+def test_ten_steps_of_equal_rewards_are_told_in_the_log_the_ledger_and_the_diagnosis(
+    watching, settings, ledger, method
+):
+    watch = Monitors(settings(algorithm={"algorithm_type": method}), ledger)
+    watch.begin(Trained())
+    step = {REWARD: 1.0, "critic/rewards/max": 1.0, "critic/rewards/min": 1.0}
+    with capture_logs() as said:
+        for number in range(1, 11):
+            seen = watch.after_step(Trained(number), step, version=number)
+    if method == "sft":  # which imitates them
+        assert (said, ledger.alarms.all()) == ([], [])
+        return
+    sentence = "all rewards of the last 10 steps are 1, so that no reply is better than another: give feedback"
+    assert seen["drift/not_learning"] == 1.0
+    assert [each["reason"].startswith(sentence) for each in said if each["event"] == "alarm_raised"] == [True]
+    facts = Facts(now=0.0, rules=Rules(2), outbox=OutboxStatus(), ledger=ledger.reports.facts(BatchPolicy()))
+    assert dict(diagnose(facts))[Code.NOT_LEARNING].startswith(sentence)
+    watch.after_step(Trained(11), step | {"critic/rewards/min": 0.5, REWARD: 0.7}, version=11)
+    assert ledger.alarms.all() == []
 
 
 def test_extreme_rewards_hold_new_versions_unless_they_are_a_quarantined_raters(watching, ledger, monkeypatch):

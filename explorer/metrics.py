@@ -49,6 +49,8 @@ class Metrics:
         self.feedback = Counter(
             "tuneloop_feedback", "Feedback events, by outcome", ["kind", "outcome"], registry=registry
         )
+        told = "Runs whose feedback counted nothing, as their last call was cut off"
+        self.unfinished_runs = Counter("tuneloop_unfinished_runs", told, registry=registry)
         self.redaction = RedactionMetrics(registry)
         self._add_ledger_metrics(registry)
         self.outbox_bytes = Gauge(

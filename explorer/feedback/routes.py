@@ -192,11 +192,7 @@ class FeedbackRoutes:
             answer["clipped"] = True
         if choices := {about: found.apart[event.event_id] for about, event in named if event.event_id in found.apart}:
             answer["choices"] = choices
-        replaced: dict[str, dict[str, Said]] = {}
-        for about, event in named if found.replaced else ():
-            if event.event_id in found.replaced:
-                replaced.setdefault(about, {})[event.metric] = found.replaced[event.event_id]
-        if replaced:
+        if replaced := _by_metric(named, found.replaced):
             answer["replaced"] = replaced
         reasons: dict[str, str] = {}
         for about, event in named if found.not_trained else ():
@@ -209,7 +205,19 @@ class FeedbackRoutes:
             answer["not_trained"] = reasons
         if replies := dict(_replies_of_runs(parsed, found.of_runs)):
             answer["replies"] = replies
+        if unfinished := {about for about, event in named if event.event_id in found.unfinished}:
+            answer["unfinished_runs"] = sorted(unfinished)
+            self._metrics.unfinished_runs.inc(len(unfinished))
         return answer
+
+
+def _by_metric(named: Sequence[tuple[str, Feedback]], replaced: Mapping[str, Said]) -> Mapping[str, Mapping[str, Said]]:
+    """What was replaced of each reply or run, by metric."""
+    found: dict[str, dict[str, Said]] = {}
+    for about, event in named if replaced else ():
+        if event.event_id in replaced:
+            found.setdefault(about, {})[event.metric] = replaced[event.event_id]
+    return found
 
 
 def _replies_of_runs(

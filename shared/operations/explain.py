@@ -38,6 +38,7 @@ _FATES = {
     Fate.OUT_OF_WINDOW: "does not count: it came after reward.attribution_window",
     Fate.SETTLED: "does not count: a trusted rater's word settles the metric",
     Fate.RUN_FEEDBACK_UNUSED: "does not count: the reply has feedback of its own under this metric",
+    Fate.UNFINISHED_RUN: "does not count: the run's last call was cut off (reward.unfinished_runs)",
     Fate.QUARANTINED: "does not count: its rater is in quarantine",
     Fate.LATE: "came after the reply was taken for training",
 }

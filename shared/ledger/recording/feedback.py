@@ -363,8 +363,9 @@ class FeedbackResults(Struct, frozen=True):
     """What became of events, by their ids; `apart`: of the choices of a late one, where it is not the same for all.
 
     `not_trained` is why replies will not be trained on, by msg_id and choice. `of_runs`: the replies whose reward an
-    event about their run makes. `replaced`: what their source had said before of the same. `of_calls`: the outcomes,
-    by call_id, of events with the id of another call's.
+    event about their run makes. `replaced`: what their source had said before of the same. `unfinished`: those about
+    runs that earn nothing, as their last call was cut off. `of_calls`: the outcomes, by call_id, of events with the id
+    of another call's.
     """
 
     outcomes: dict[str, Outcome] = {}
@@ -372,6 +373,7 @@ class FeedbackResults(Struct, frozen=True):
     not_trained: dict[str, dict[int, str]] = {}
     of_runs: dict[str, list[str]] = {}
     replaced: dict[str, Said] = {}
+    unfinished: dict[str, bool] = {}
     of_calls: dict[str, dict[str, Outcome]] = {}
 
     def of(self, events: Sequence[Feedback]) -> "FeedbackResults":
@@ -380,7 +382,7 @@ class FeedbackResults(Struct, frozen=True):
         for event in events:
             if (id_ := event.event_id) in self.outcomes:
                 found.outcomes[id_] = self.of_calls.get(event.call_id, {}).get(id_, self.outcomes[id_])
-        for name in ("apart", "of_runs", "replaced"):
+        for name in ("apart", "of_runs", "replaced", "unfinished"):
             getattr(found, name).update(
                 (id_, each) for id_, each in getattr(self, name).items() if id_ in found.outcomes
             )
@@ -438,6 +440,10 @@ def results_of(
             results.apart[event.event_id] = choices
     told_runs = [each for each in rated_runs(events) if results.outcomes[each.event_id] is not Outcome.PENDING]
     results.of_runs.update(_replies_decided_by(told_runs, rows, rule))
+    for event in told_runs if rule.unfinished_runs == "ignore" else ():
+        run = event.tenant, event.task_id, event.run_id
+        if any(run in heard.unfinished for _, heard in rows[run]):
+            results.unfinished[event.event_id] = True
     there = {each.msg_id for each in events if results.outcomes[each.event_id] is not Outcome.PENDING} - {None}
     for portion in portions(there if len(there) <= _MAX_EXPLAINED else ()):
         for why in connection.execute(_DROPPED if any_reply else _DROPPED_OR_UNFIT, {"replies": portion}):

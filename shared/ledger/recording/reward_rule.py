@@ -2,9 +2,10 @@
 
 A metric's value is that of its latest event; where several raters reported it, the median of each one's latest, and the
 mean of two. What was said of the reply's run counts under a metric where nothing was said of the reply itself; with
-`run_feedback: add` both are added. The reward is the sum of the metrics' values, each times its weight, then clipped;
-no rater's part of it is beyond the clip either. Where the application itself spoke, or a rater that it trusts, others'
-words under that metric do not count, unless the rule wants the mean of all.
+`run_feedback: add` both are added. What was said of a run whose last call was cut off does not count. The reward is the
+sum of the metrics' values, each times its weight, then clipped; no rater's part of it is beyond the clip either. Where
+the application itself spoke, or a rater that it trusts, others' words under that metric do not count, unless the rule
+wants the mean of all.
 
 Metrics without a weight, labels without a value and comments are kept but do not count. Nor do edited answers: they say
 what should have been said, not what the reply was worth.
@@ -35,8 +36,9 @@ _REWARDING = frozenset({*Kind} - {Kind.COMMENT})
 class Event(NamedTuple):
     """A feedback event as it bears on one reply; `preferred`: whether that is the better one of a preference's two.
 
-    `trusted`: its rater is no voter, but whose word settles it. `of_run`: it is about the reply's whole run. `weight`,
-    above 0 and at most 1: how much its rater's word weighs beside others'. `repeated_at`: when it was last said again.
+    `trusted`: its rater is no voter, but whose word settles it. `of_run`: it is about the reply's whole run, whose last
+    call was cut off if that is `unfinished`. `weight`, above 0 and at most 1: how much its rater's word weighs beside
+    others'. `repeated_at`: when it was last said again.
     """
 
     id: int
@@ -52,6 +54,7 @@ class Event(NamedTuple):
     of_run: bool = False
     weight: float = 1.0
     repeated_at: float | None = None
+    unfinished: bool = False
 
 
 class Reward(NamedTuple):
@@ -79,6 +82,7 @@ class Fate(StrEnum):
     OUT_OF_WINDOW = "out_of_window"
     SETTLED = "settled"  # by a trusted rater
     RUN_FEEDBACK_UNUSED = "run_feedback_unused"  # the reply has feedback of its own under the metric
+    UNFINISHED_RUN = "unfinished_run"  # the last call of the run was cut off
     QUARANTINED = "quarantined"
     LATE = "late"  # it came after the reply was leased or trained on
 
@@ -99,6 +103,8 @@ def definition(rule: RewardRule) -> str:
         del values["aggregate"]
     if values["run_feedback"] == "fallback":  # nor a choice of what feedback on a run does
         del values["run_feedback"]
+    if values["unfinished_runs"] == "count":  # nor of what unfinished runs earn
+        del values["unfinished_runs"]
     return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
 
@@ -107,7 +113,7 @@ def rule_of(text: str) -> RewardRule:
 
     Older rules could also give edited answers a value.
     """
-    values = {"aggregate": "mean"} | json.loads(text)
+    values = {"aggregate": "mean", "unfinished_runs": "count"} | json.loads(text)
     values.pop("demonstration_value", None)
     return RewardRule.model_validate(values)
 
@@ -159,7 +165,9 @@ def counting_events(rule: RewardRule, events: Iterable[Event], *, sampled_at: fl
     counting = [
         (event, value)
         for event in latest.values()
-        if event.metric in rule.weights and (value := _value(rule, event)) is not None
+        if event.metric in rule.weights
+        and (value := _value(rule, event)) is not None
+        and not _is_of_no_end(rule, event)
     ]
     if rule.run_feedback == "fallback":
         own = {event.metric for event, _ in counting if not event.of_run}
@@ -206,9 +214,14 @@ def fates(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -> di
         else:
             unused = rule.run_feedback == "fallback" and event.of_run and event.metric in own
             fate = Fate.RUN_FEEDBACK_UNUSED if unused else Fate.SETTLED
+            fate = Fate.UNFINISHED_RUN if _is_of_no_end(rule, event) else fate
             fate = Fate.NO_VALUE if _value(rule, event) is None else fate
             found[event.id] = EventFate(fate if event.metric in rule.weights else Fate.NO_WEIGHT)
     return found
+
+
+def _is_of_no_end(rule: RewardRule, event: Event) -> bool:
+    return event.unfinished and rule.unfinished_runs == "ignore"
 
 
 def _in_time(rule: RewardRule, events: Iterable[Event], sampled_at: float) -> list[Event]:

@@ -30,6 +30,7 @@ from tuneloop.shared.ledger.recording.reward_rule import (
     similarities,
     without_quarantined,
 )
+from tuneloop.shared.ledger.recording.unfinished_runs import unfinished_among
 from tuneloop.shared.ledger.storage.database import ignoring, is_among, portions
 from tuneloop.shared.ledger.storage.schema import experiences, feedback, reward_rules
 from tuneloop.shared.settings.feedback import RewardRule
@@ -193,7 +194,8 @@ def read_history(
         came = sorted((event.id for event in mine), reverse=True)
         for end in (math.inf, *came[:_MAX_LATE], math.inf):
             heard = [event for event in events.all if event.id < end]
-            about = RowEvents(heard, [event for event in heard if event.id in events.bearing], trusted, {}).about(row)
+            bearing = [event for event in heard if event.id in events.bearing]
+            about = RowEvents(heard, bearing, trusted, {}, events.unfinished).about(row)
             reward = reward_of(rule, about, sampled_at=row.sampled_at)
             made = reward or default_of(rule, sampled_at=row.sampled_at)
             if row.state in OPEN or (made and made[:2] == (row.reward, row.rewarded_at)):
@@ -291,7 +293,9 @@ def _read(
     runs = {(row.tenant, row.task_id, row.run_id) for row in rows if None not in (row.task_id, row.run_id)}
     about_runs = [event for few in portions(runs, of=3) for event in connection.execute(_ABOUT_RUNS, {"runs": few})]
     bearing += without_quarantined(connection, about_runs)
-    return found, rows, RowEvents(feedback_rows + about_runs, bearing, trusted, weights)
+    judged = {(each.tenant, each.task_id, each.run_id) for each in about_runs}
+    unfinished = unfinished_among(connection, judged)
+    return found, rows, RowEvents(feedback_rows + about_runs, bearing, trusted, weights, unfinished)
 
 
 class RowEvents:
@@ -306,8 +310,9 @@ class RowEvents:
         bearing: Collection[Any],
         trusted: TrustedRaters,
         weights: Mapping[Rater, float],
+        unfinished: Collection[object] = (),
     ) -> None:
-        self._trusted, self._weights = trusted, weights
+        self._trusted, self._weights, self.unfinished = trusted, weights, unfinished
         self.all = sorted({event.id: event for event in events}.values(), key=event_order)
         self._rewards: dict[object, Reward | None] = {}
         self._by_key: dict[object, list[Event]] = {}
@@ -344,7 +349,9 @@ class RowEvents:
                     weight = self._weights.get((event.tenant, voice_of(event.source or "")), 1.0)
                     bearing = (made[1], event.received_at, *whose, event.msg_id is None)
                     again = event.repeated_at
-                    self._made[made] = Event(event.id, *content, *bearing, weight=weight, repeated_at=again)
+                    run = (event.tenant, event.task_id, event.run_id) if event.msg_id is None else None
+                    about: dict[str, Any] = {"repeated_at": again, "unfinished": run in self.unfinished}
+                    self._made[made] = Event(event.id, *content, *bearing, weight=weight, **about)
                 self._by_key[key].append(self._made[made])
         return self._by_key[key]
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.doubles.engine import EngineDouble
 from tests.explorer.feedback.test_routes import ok, reply_id, rewards
 from tests.explorer.running import RunningExplorer
 
@@ -70,3 +71,21 @@ def test_the_answer_says_what_a_later_word_of_the_same_source_replaced(explorer:
     assert "replaced" not in say(explorer, **RUN, reward=0.5)
     assert "replaced" not in say(explorer, task_id="t", run_id="not yet", reward=0.5)
     assert say(explorer, task_id="t", run_id="not yet", reward=0.4)["replaced"] == {"t/not yet": {"reward": 0.5}}
+
+
+@pytest.mark.contract
+def test_a_run_whose_last_call_was_cut_off_earns_nothing_and_is_counted(
+    explorer: RunningExplorer, double: EngineDouble
+) -> None:
+    reply_id(explorer, metadata=RUN)
+    double.cut_after = 3
+    explorer.chat(metadata=RUN, stream=True)
+    answer = say(explorer, **RUN, reward=1.0)
+    assert (answer["replies"], answer["unfinished_runs"]) == ({"t/r": {"count": 0, "msg_ids": []}}, ["t/r"])
+    assert rewards(explorer) == [None, None]
+    assert explorer.metrics()["tuneloop_unfinished_runs_total"] == 1
+    double.cut_after = None
+    third = reply_id(explorer, metadata=RUN)
+    answer = say(explorer, **RUN, reward=0.5)
+    assert "unfinished_runs" not in answer
+    assert answer["replies"]["t/r"]["msg_ids"][-1] == third

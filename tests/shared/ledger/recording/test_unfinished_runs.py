@@ -1,0 +1,86 @@
+"""What feedback on a run counts whose last call was cut off."""
+
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, select
+
+from tests.factories import exchange, experience, feedback
+from tuneloop.shared.experience import Exchange
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.recording.reward_rule import definition, rule_of
+from tuneloop.shared.ledger.recording.rewards import read_history
+from tuneloop.shared.ledger.storage.schema import experiences
+from tuneloop.shared.settings.feedback import RewardRule
+
+RUN = {"task_id": "t", "run_id": "r"}
+
+
+def called(*, cut: bool = False, **but: Any) -> Exchange:
+    reply = experience(drop_reason="cut_off", finish_reason=None) if cut else experience()
+    return exchange(**{"experiences": (reply,), **RUN, **but})
+
+
+def rewards(ledger: Ledger) -> list[float | None]:
+    with ledger.transactions.write() as connection:
+        return list(connection.execute(select(experiences.c.reward).order_by(experiences.c.id)).scalars())
+
+
+@pytest.mark.contract
+def test_feedback_on_a_run_without_an_end_counts_nothing_and_says_so(ledger: Ledger) -> None:
+    first, last = called(), called(cut=True)
+    of_run = feedback(msg_id=None, value=1.0, **RUN)
+    found = ledger.recording.record([first, last, of_run, feedback(msg_id=first.msg_id, value=0.2, metric="other")])
+    assert rewards(ledger) == [None, None]
+    assert (found.of_runs, found.unfinished) == ({of_run.event_id: []}, {of_run.event_id: True})
+    assert ledger.recording.commit("acme") == 0
+    # What is said of a call itself counts.
+    ledger.recording.record([feedback(msg_id=first.msg_id, value=0.5)])
+    assert rewards(ledger) == [0.5, None]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("judged_first", [False, True])
+def test_a_call_after_the_one_that_was_cut_off_ends_the_run(ledger: Ledger, judged_first: bool) -> None:
+    first, cut, again = called(), called(cut=True), called()
+    of_run = feedback(msg_id=None, value=1.0, **RUN)
+    ledger.recording.record([first, cut, *([of_run] if judged_first else [again])])
+    ledger.recording.record([again if judged_first else of_run])
+    assert rewards(ledger) == [1.0, 1.0, 1.0]  # that of the dropped row trains nothing
+    assert ledger.recording.commit("acme") == 2
+
+
+def test_the_end_that_comes_after_the_feedback_takes_the_reward_back(ledger: Ledger) -> None:
+    first, other = called(), called(run_id="other")
+    ledger.recording.record(
+        [first, other, *(feedback(msg_id=None, value=1.0, **RUN | {"run_id": each.run_id}) for each in (first, other))]
+    )
+    assert ledger.recording.commit("acme") == 2
+    ledger.recording.record([called(cut=True)])
+    assert rewards(ledger) == [None, 1.0, None]
+
+
+def test_one_choice_that_came_to_its_end_is_enough(ledger: Ledger) -> None:
+    choices = (experience(), experience(choice=1, drop_reason="cut_off", finish_reason=None))
+    ledger.recording.record([called(experiences=choices), feedback(msg_id=None, value=1.0, **RUN)])
+    assert rewards(ledger) == [1.0, 1.0]
+
+
+def test_the_settings_may_let_it_count(engine: Engine) -> None:
+    rule = RewardRule(unfinished_runs="count")
+    ledger = Ledger(engine, rule=rule)
+    found = ledger.recording.record([called(), called(cut=True), feedback(msg_id=None, value=1.0, **RUN)])
+    assert (rewards(ledger), found.unfinished) == ([1.0, 1.0], {})
+    # Rules that were written down before there was a choice let it count.
+    assert "unfinished_runs" not in definition(rule)
+    assert rule_of(definition(rule)) == rule
+    assert rule_of(definition(RewardRule())).unfinished_runs == "ignore"
+
+
+def test_the_history_of_a_reply_says_why_the_word_does_not_count(ledger: Ledger) -> None:
+    first = called()
+    ledger.recording.record([first, called(cut=True), feedback(msg_id=None, value=1.0, **RUN)])
+    rewarding = ledger.recording._rewards
+    with ledger.transactions.write() as connection:
+        [told] = read_history(connection, first.msg_id, lambda row: RewardRule(), rewarding.trusted_raters).values()
+    assert [fate.fate for _, fate in told.events] == ["unfinished_run"]

@@ -335,6 +335,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
     among those of the `explorer`. Where it has a `stamp`, that says when it was received, and `received_at` only until
     the ledger's time is known. `key` is the name of the key that brought it, for its turn on the way into the ledger.
     `traces` are the keys of what it may be called on another's wire: see `trace_keys`.
+    `is_retry`: the client's library had asked before, without an answer that reached it.
     """
 
     msg_id: str
@@ -353,6 +354,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
     key: str = ""
     explorer: str | None = None
     traces: tuple[str, ...] = ()
+    is_retry: bool = False
 
 
 class Feedback(msgspec.Struct, frozen=True, kw_only=True, tag="feedback"):

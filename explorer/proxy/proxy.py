@@ -100,6 +100,7 @@ class ReplyInFlight:
             engine=self.engine.number,
             explorer=self.explorer,
             traces=request.traces,
+            is_retry=request.is_retry,
         )
 
 

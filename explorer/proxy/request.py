@@ -74,11 +74,11 @@ MAX_METADATA_BYTES = 64 << 10
 #: Of the keys of `metadata` that can mean nothing else.
 PREFIX = "tuneloop_"
 
-#: The names under which a request may keep its reply out of training.
 #: vLLM bounds no `n`: with 1024 choices of one prompt, all other requests waited for eleven seconds.
 _MOST_OF_A_PROMPT = 128
 
-_CONSENT = ("train", f"{PREFIX}train")
+#: How often openai's and Anthropic's libraries have asked before.
+_RETRIES = b"x-stainless-retry-count"
 
 #: How often the alarm is looked for.
 _LOOK_S = 5.0
@@ -188,6 +188,7 @@ class Request(NamedTuple):
     prefix_hashes: tuple[int, ...] = ()
     pin: VersionPin | None = None
     model: str = ""
+    is_retry: bool = False
     trace: RequestTrace | None = None
     traces: tuple[str, ...] = ()
     merged_turns: int = 0
@@ -357,6 +358,7 @@ class RequestParser:
             model=str(body.get("model") or ""),
             traces=trace_keys(*names, raw.header(b"x-request-id"), traceparent=raw.header(b"traceparent")),
             merged_turns=merged_turns,
+            is_retry=raw.header(_RETRIES) not in (None, "0"),
         )
 
     def _for_engine(

@@ -38,6 +38,7 @@ from tuneloop.shared.ledger.recording.feedback import (
     results_of,
     store_feedback,
 )
+from tuneloop.shared.ledger.recording.lost_calls import drop_retried, runs_with_lost_calls
 from tuneloop.shared.ledger.recording.retention import deleted_among, names_in, not_erased
 from tuneloop.shared.ledger.recording.rewards import (
     TRAJECTORY,
@@ -48,7 +49,6 @@ from tuneloop.shared.ledger.recording.rewards import (
     write,
 )
 from tuneloop.shared.ledger.recording.stored_completions import tag
-from tuneloop.shared.ledger.recording.unfinished_runs import runs_with_cut_calls
 from tuneloop.shared.ledger.storage.codec import exchange_row, experience_row
 from tuneloop.shared.ledger.storage.database import (
     LedgerPart,
@@ -234,6 +234,7 @@ class Recording(LedgerPart):
             if untagged := [each for each in new_exchanges if each.msg_id not in there]:
                 tag(connection, untagged)
             put(connection, experiences, choices)
+            drop_retried(connection, new_exchanges)
             offered, new_feedback = new_feedback, self._early.within_bound(connection, new_feedback)
             full = {each.event_id for each in offered} - {each.event_id for each in new_feedback}
             found = store_feedback(connection, new_feedback, names={each.event_id for each in heard})
@@ -247,7 +248,7 @@ class Recording(LedgerPart):
                     touched.update(connection.execute(earlier, {"replies": portion}).scalars())
             if present.of_runs:
                 touched.update(each.msg_id for each in new_exchanges if None not in (each.task_id, each.run_id))
-                touched.update(replies_of(connection, runs_with_cut_calls(connection, new_exchanges)))
+                touched.update(replies_of(connection, runs_with_lost_calls(connection, new_exchanges)))
             decided = self._rewards.compute(connection, touched)
             dropped |= dict.fromkeys(full, Outcome.FULL)
             results = results_of(
@@ -446,7 +447,7 @@ def _subjects(connection: Connection, records: Sequence[Record]) -> _Subjects:
     brought = {each.msg_id for each in records if isinstance(each, Exchange)}
     heard = [each for each in records if isinstance(each, Feedback)]
     whole_runs = {(each.tenant, each.task_id or "", each.run_id or "") for each in heard if each.msg_id is None}
-    whole_runs |= runs_with_cut_calls(connection, (each for each in records if isinstance(each, Exchange)))
+    whole_runs |= runs_with_lost_calls(connection, (each for each in records if isinstance(each, Exchange)))
     retracted = {each.msg_id for each in heard if each.kind is Kind.RETRACTION and each.msg_id is not None}
     named = {name for each in heard for name in names_in(each)} | {*replies_preferred_to(connection, retracted)}
     rows = {name for some in portions(named) for name in connection.execute(_THERE, {"replies": some}).scalars()}

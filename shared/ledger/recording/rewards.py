@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, and_, bindparam, case, func, insert, or_, select, tuple_, update
 
 from tuneloop.shared.experience import Kind, Outcome, Rater, State, TrustedRaters, rater_of, steady_clock, voice_of
+from tuneloop.shared.ledger.recording.lost_calls import RETRIED, unfinished_among
 from tuneloop.shared.ledger.recording.reward_rule import (
     Event,
     EventFate,
@@ -30,7 +31,6 @@ from tuneloop.shared.ledger.recording.reward_rule import (
     similarities,
     without_quarantined,
 )
-from tuneloop.shared.ledger.recording.unfinished_runs import unfinished_among
 from tuneloop.shared.ledger.storage.database import ignoring, is_among, portions
 from tuneloop.shared.ledger.storage.schema import experiences, feedback, reward_rules
 from tuneloop.shared.settings.feedback import RewardRule
@@ -86,6 +86,7 @@ class RewardRow(NamedTuple):
     committed_at: float | None
     group_id: int | None
     edit_similarity: float | None
+    reason: str | None
 
 
 _OF_REPLIES = select(*(experiences.c[name] for name in RewardRow._fields)).where(
@@ -391,13 +392,14 @@ def _targets(event: Any) -> Iterator[object]:
 
 def _targets_of(row: RewardRow) -> tuple[object, ...]:
     """All that an event may be about, or against, which bears on a row."""
-    return (row.msg_id, None), (row.msg_id, row.choice), (row.tenant, row.task_id, row.run_id)
+    run_id = None if row.reason == RETRIED else row.run_id
+    return (row.msg_id, None), (row.msg_id, row.choice), (row.tenant, row.task_id, run_id)
 
 
 def _is_about(event: Any, row: RewardRow) -> bool:
     """Whether the event is about the row itself."""
     if event.msg_id is None:
-        return (event.tenant, event.task_id, event.run_id) == (row.tenant, row.task_id, row.run_id)
+        return (event.tenant, event.task_id, event.run_id) == _targets_of(row)[2]
     return event.msg_id == row.msg_id and event.choice in (None, row.choice)
 
 

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import httpx
 import pytest
+from openai import OpenAI
 
 from tests.doubles.engine import EngineDouble
 from tests.explorer.feedback.test_routes import ok, reply_id, rewards
-from tests.explorer.running import RunningExplorer
+from tests.explorer.running import HELLO, RunningExplorer
 
 RUN = {"task_id": "t", "run_id": "r"}
 
@@ -89,3 +91,22 @@ def test_a_run_whose_last_call_was_cut_off_earns_nothing_and_is_counted(
     answer = say(explorer, **RUN, reward=0.5)
     assert "unfinished_runs" not in answer
     assert answer["replies"]["t/r"]["msg_ids"][-1] == third
+
+
+@pytest.mark.contract
+def test_what_a_library_asks_again_is_trained_on_once(explorer: RunningExplorer, double: EngineDouble) -> None:
+    """The first answer is recorded, and lost on its way; openai asks again by itself."""
+    lose = [True]
+
+    def lost_once(response: httpx.Response) -> None:
+        if lose:
+            lose.clear()
+            raise httpx.ReadError("the connection broke")
+
+    hooks = httpx.Client(event_hooks={"response": [lost_once]})
+    with OpenAI(base_url=f"{explorer.url}/v1", api_key="dummy", max_retries=2, http_client=hooks) as client:
+        answered = client.chat.completions.create(**HELLO, metadata={"task_id": "t", "run_id": "r"})
+    answer = say(explorer, **RUN, reward=1.0)
+    assert answer["replies"]["t/r"] == {"count": 1, "msg_ids": [answered.id]}
+    assert rewards(explorer) == [None, 1.0]
+    assert explorer.rows("SELECT reason FROM experiences ORDER BY id") == [("retried",), (None,)]

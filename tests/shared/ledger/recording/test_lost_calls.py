@@ -1,4 +1,4 @@
-"""What feedback on a run counts whose last call was cut off."""
+"""Calls that were cut off, or asked again as no answer reached the client: what feedback on their run counts."""
 
 from typing import Any
 
@@ -24,6 +24,12 @@ def called(*, cut: bool = False, **but: Any) -> Exchange:
 def rewards(ledger: Ledger) -> list[float | None]:
     with ledger.transactions.write() as connection:
         return list(connection.execute(select(experiences.c.reward).order_by(experiences.c.id)).scalars())
+
+
+def states(ledger: Ledger) -> list[tuple[str, str | None]]:
+    with ledger.transactions.write() as connection:
+        rows = connection.execute(select(experiences.c.state, experiences.c.reason).order_by(experiences.c.id))
+        return [(row.state, row.reason) for row in rows]
 
 
 @pytest.mark.contract
@@ -84,3 +90,46 @@ def test_the_history_of_a_reply_says_why_the_word_does_not_count(ledger: Ledger)
     with ledger.transactions.write() as connection:
         [told] = read_history(connection, first.msg_id, lambda row: RewardRule(), rewarding.trusted_raters).values()
     assert [fate.fate for _, fate in told.events] == ["unfinished_run"]
+
+
+ASKED = b'{"messages": [{"role": "user", "content": "When?"}]}'
+
+
+@pytest.mark.contract
+def test_the_attempt_before_a_retry_is_dropped_and_shares_no_reward(ledger: Ledger) -> None:
+    before, lost, again = called(), called(request=ASKED), called(request=ASKED, is_retry=True)
+    ledger.recording.record([before, lost])
+    ledger.recording.record([again, feedback(msg_id=None, value=1.0, **RUN)])
+    assert rewards(ledger) == [1.0, None, 1.0]
+    assert states(ledger) == [("rewarded", None), ("dropped", "retried"), ("rewarded", None)]
+    assert ledger.recording.commit("acme") == 2
+
+
+@pytest.mark.contract
+def test_a_reward_that_came_before_the_retry_is_taken_back(ledger: Ledger) -> None:
+    ledger.recording.record([called(request=ASKED), feedback(msg_id=None, value=1.0, **RUN)])
+    ledger.recording.record([called(request=ASKED, is_retry=True)])
+    assert rewards(ledger) == [None, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"request": ASKED}, {"request": ASKED}),  # the same was asked twice
+        ({"request": ASKED}, {"request": b"{}", "is_retry": True}),  # another attempt was not recorded
+        ({"request": ASKED, "run_id": "other"}, {"request": ASKED, "is_retry": True}),
+        ({"request": ASKED, "tenant": "other"}, {"request": ASKED, "is_retry": True}),
+    ],
+)
+def test_no_other_call_is_taken_for_an_attempt_before(
+    ledger: Ledger, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    ledger.recording.record([called(**first), called(**second)])
+    assert states(ledger) == [("recorded", None), ("recorded", None)]
+
+
+def test_a_reply_of_which_something_was_said_has_reached_its_client(ledger: Ledger) -> None:
+    first = called(request=ASKED)
+    ledger.recording.record([first, feedback(msg_id=first.msg_id, value=0.5)])
+    ledger.recording.record([called(request=ASKED, is_retry=True)])
+    assert states(ledger)[0] == ("rewarded", None)

@@ -49,8 +49,6 @@ class Metrics:
         self.feedback = Counter(
             "tuneloop_feedback", "Feedback events, by outcome", ["kind", "outcome"], registry=registry
         )
-        told = "Runs whose feedback counted nothing, as their last call was cut off"
-        self.unfinished_runs = Counter("tuneloop_unfinished_runs", told, registry=registry)
         self.redaction = RedactionMetrics(registry)
         self._add_ledger_metrics(registry)
         self.outbox_bytes = Gauge(
@@ -174,6 +172,8 @@ class Metrics:
         )
 
     def _add_ledger_metrics(self, registry: CollectorRegistry) -> None:
+        text = "Runs whose feedback counted nothing, as their last call was cut off"
+        self.unfinished_runs = Counter("tuneloop_unfinished_runs", text, registry=registry)
         self.experiences = Gauge("tuneloop_experiences", "Experiences in the ledger", ["state"], registry=registry)
         self.waiting_seconds = Gauge(
             "tuneloop_waiting_seconds", "How long the oldest one waits, of each state", ["state"], registry=registry

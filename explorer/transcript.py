@@ -32,9 +32,8 @@ import msgspec
 import numpy as np
 import orjson
 
-from tuneloop.explorer.reply_limit import ReplyLimit
 from tuneloop.shared.errors import EngineError
-from tuneloop.shared.experience import SIGNED, SIGNED_BYTES, Experience, Grammar, pack_ids, pack_logprobs
+from tuneloop.shared.experience import SIGNED, SIGNED_BYTES, Experience, Grammar, ReplyLimit, pack_ids, pack_logprobs
 
 PREFIX = "chatcmpl-"
 PREFIXES = (PREFIX, "cmpl-", "resp_", "msg_")

@@ -13,7 +13,8 @@ import re
 import sys
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -325,6 +326,38 @@ class Experience(msgspec.Struct, frozen=True, kw_only=True):
     drop_reason: str | None = None
     unsampled: str | None = None
     grammar: Grammar | None = None
+
+
+#: How many tokens the client wants of a choice, by the names that engines take.
+LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
+#: What engines call the end of a reply that may have been cut off all the same.
+_WHOLE = frozenset({"stop", "tool_calls", "function_call"})
+
+
+class ReplyLimit(NamedTuple):
+    """The most tokens of a reply, and of its prompt with it; None: unknown. `ends` are the tokens that end a reply."""
+
+    ends: frozenset[int]
+    context: int | None = None
+    most: int | None = None
+
+    def cuts(self, finish_reason: str | None, prompt: int, completion_ids: Sequence[int]) -> bool:
+        """Whether these ids, behind a prompt of so many, fill the limit and do not end by themselves.
+
+        `finish_reason` is the engine's.
+        """
+        limits = [self.most] if self.most is not None else []
+        limits += [self.context - prompt] if self.context is not None else []
+        is_known = finish_reason in _WHOLE and self.ends and limits and completion_ids
+        return bool(is_known) and completion_ids[-1] not in self.ends and len(completion_ids) >= min(limits)
+
+    def of(self, upstream: Mapping[str, Any], default: int | None) -> "ReplyLimit":
+        """That of one request, which asks for the `default` if it says nothing."""
+        asked = next((value for name in LENGTHS if (value := upstream.get(name)) is not None), default)
+        with suppress(TypeError, ValueError):  # the engine refuses it
+            return self._replace(most=None if asked is None else int(asked))
+        return self
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):

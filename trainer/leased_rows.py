@@ -134,7 +134,8 @@ class LeasedRows:
 
     def take_back(self, samples: list[Sample], *, step: int) -> None:
         """Hold what is left of a batch of which some were dropped, but for groups in which nothing is compared now."""
-        self.held, refused = comparable(samples, self._settings.algorithm, group_by=self._settings.buffer.group_by)
+        policy, algorithm = BatchPolicy.of(self._settings), self._settings.algorithm
+        self.held, refused = comparable(samples, algorithm, group_by=policy.group_by, least_runs=policy.least_runs)
         for reason, others in refused.items():
             self.drop(others, reason, step=step)
 

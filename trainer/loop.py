@@ -298,7 +298,9 @@ class TrainingLoop:
         self._steps.add(batch, learnt)
         self._teacher.succeeded()
         self._finite.note_success(self._learner.steps)
-        learnt |= of_samples(batch, version=self._steps.parent) | {"time/batch_wait": waited}
+        buffer = self._settings.buffer
+        size = buffer.group_size if buffer.group_by == "task" else 0
+        learnt |= of_samples(batch, version=self._steps.parent, group_size=size) | {"time/batch_wait": waited}
         learnt |= self._recomputation.take_figures()
         learnt |= self._monitors.after_step(self._learner, learnt, version=self._steps.parent, replies=batch)
         self._waiting_since = time.perf_counter()

@@ -46,7 +46,7 @@ from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import Feedback, Kind, Outcome, steady_clock
 from tuneloop.shared.job_marks import touch_committed
-from tuneloop.shared.ledger.recording.feedback import RATINGS, FeedbackResults, Said
+from tuneloop.shared.ledger.recording.feedback import RATINGS, FeedbackResults, Statement
 from tuneloop.shared.ledger.recording.recording import CommitLimits, Recording
 from tuneloop.shared.ledger.recording.reward_rule import is_clipped
 from tuneloop.shared.settings.settings import Settings
@@ -211,9 +211,11 @@ class FeedbackRoutes:
         return answer
 
 
-def _by_metric(named: Sequence[tuple[str, Feedback]], replaced: Mapping[str, Said]) -> Mapping[str, Mapping[str, Said]]:
+def _by_metric(
+    named: Sequence[tuple[str, Feedback]], replaced: Mapping[str, Statement]
+) -> dict[str, dict[str, Statement]]:
     """What was replaced of each reply or run, by metric."""
-    found: dict[str, dict[str, Said]] = {}
+    found: dict[str, dict[str, Statement]] = {}
     for about, event in named if replaced else ():
         if event.event_id in replaced:
             found.setdefault(about, {})[event.metric] = replaced[event.event_id]

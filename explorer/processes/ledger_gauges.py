@@ -63,7 +63,7 @@ class LedgerGauges:
         self._alarmed: set[str] = set()
         self._shown_rewards: set[str] = set()
         self._outbox, self.stops = outbox, stops
-        self._key_checked = self._told_untrainable = False
+        self._key_checked = self._is_untrainable = False
 
     async def run(self) -> None:
         """Update the gauges every `interval_s` seconds."""
@@ -126,11 +126,11 @@ class LedgerGauges:
             now=now, rules=Rules.of(self._settings), outbox=outbox, ledger=ledger, away=away, stops=self.stops()
         )
         holds = dict(diagnose(facts))
-        if ledger is not None and Code.NOT_TRAINABLE in holds and not self._told_untrainable:
+        if ledger is not None and Code.NOT_TRAINABLE in holds and not self._is_untrainable:
             named = self._ledger.reports.facts(BatchPolicy.of(self._settings), drops=1)  # reads each of these rows
             found = dict(diagnose(replace(facts, ledger=named))).get(Code.NOT_TRAINABLE)
             log.warning("not_trainable", sentence=found or holds[Code.NOT_TRAINABLE])
-        self._told_untrainable = Code.NOT_TRAINABLE in holds
+        self._is_untrainable = Code.NOT_TRAINABLE in holds
         for code in Code:
             metrics.no_step.labels(code.value).set(code in holds)
         if ledger is None:

@@ -46,14 +46,13 @@ from tuneloop.explorer.http.bodies import (
     parse_body,
     wrong_type,
 )
-from tuneloop.explorer.limits import RequestMeter
+from tuneloop.explorer.limits import RequestMeter, limit_of
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.media import MediaFetcher, with_own_uuids
-from tuneloop.explorer.reply_limit import LENGTHS, limit_of
 from tuneloop.explorer.transcript import ReplyIdSigner, Sampling
 from tuneloop.shared import engine_flags
 from tuneloop.shared.errors import RequestRefused
-from tuneloop.shared.experience import Stamp, person_name, stamp, steady_clock, trace_keys
+from tuneloop.shared.experience import LENGTHS, Stamp, person_name, stamp, steady_clock, trace_keys
 from tuneloop.shared.ledger.versions.alarms import Alarms
 from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH
 from tuneloop.shared.settings.feedback import TenantSettings
@@ -73,6 +72,9 @@ MAX_METADATA_BYTES = 64 << 10
 
 #: Of the keys of `metadata` that can mean nothing else.
 PREFIX = "tuneloop_"
+
+#: The names under which a request may keep its reply out of training.
+_CONSENT = ("train", f"{PREFIX}train")
 
 #: vLLM bounds no `n`: with 1024 choices of one prompt, all other requests waited for eleven seconds.
 _MOST_OF_A_PROMPT = 128

@@ -6,11 +6,13 @@ import inspect
 import logging
 import math
 import re
+import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from itertools import islice
 from numbers import Real
 from typing import Any
@@ -66,6 +68,7 @@ class FailureLog:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self.counts: Counter[str] = Counter()
+        self._held: set[tuple[str, str]] = set()
 
     def add(self, error: RunFailed, *, where: str) -> None:
         """Count a failure; the first of its kind is said, with the traceback of what caused it."""
@@ -76,17 +79,44 @@ class FailureLog:
         trace = "".join(traceback.format_exception(cause)) if cause is not None else ""
         self._say(f"{error.kind.value}, {where}: {error} (said once; further ones are counted)\n{trace}".rstrip())
 
+    def note_held(self, what: str, function: Callable[..., Any], seconds: float) -> None:
+        """Say, once of each function, that it held the event loop; `what` it is."""
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        if (what, name) not in self._held:
+            self._held.add((what, name))
+            self._say(
+                f"{what} {name} held the event loop {seconds:.1f} s, and all other runs with it: await what takes long"
+                " (asyncio.sleep, an async client), or write it with `def`, which runs in a thread (said once)"
+            )
+
 
 #: Seconds that a cancelled function gets for its `finally`.
 _GRACE_S = 5.0
 
+#: Who keeps the event loop for so many seconds without an `await` is named.
+_HELD_S = 1.0
 
-async def call_within(timeout_s: float, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """What the function returns. Raises TimeoutError: it is cancelled then, or, in a thread, left to itself."""
-    working = asyncio.ensure_future(_call(function, arguments))
+#: Of the time until a timeout, what a wait of so many seconds takes longer does not count: somebody held the loop.
+_SLICE_S = 0.25
+
+
+async def call_within(
+    timeout_s: float,
+    function: Callable[..., Any],
+    arguments: dict[str, Any],
+    note_held: Callable[[float], object] = lambda seconds: None,
+) -> Any:
+    """What the function returns. Raises TimeoutError: it is cancelled then, or, in a thread, left to itself.
+
+    `note_held` is told for how many seconds it kept the event loop, which stands still for all meanwhile.
+    """
+    working = asyncio.ensure_future(_call(function, arguments, note_held))
+    left = timeout_s
     try:
-        done, _ = await asyncio.wait({working}, timeout=timeout_s)
-        if not done:
+        while left > 0 and not working.done():
+            await asyncio.wait({working}, timeout=min(left, _SLICE_S))
+            left -= _SLICE_S
+        if not working.done():
             raise TimeoutError(f"not done after {timeout_s:g} s")
         if working.cancelled():  # not by us: as it is, it would look like the end of the whole call
             raise RuntimeError("it was cancelled from within: it raised CancelledError")
@@ -100,12 +130,39 @@ async def call_within(timeout_s: float, function: Callable[..., Any], arguments:
                 asyncio._unregister_task(working)
 
 
-async def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+class _Watched:
+    """A coroutine, of which it is told how long it keeps the event loop between two awaits."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], note_held: Callable[[float], object]) -> None:
+        self._coroutine, self._note_held = coroutine, note_held
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        value: Any = None
+        error: BaseException | None = None
+        while True:
+            began = time.monotonic()
+            try:
+                yielded = self._coroutine.send(value) if error is None else self._coroutine.throw(error)
+            except StopIteration as end:
+                return end.value
+            finally:
+                if (seconds := time.monotonic() - began) >= _HELD_S:
+                    self._note_held(seconds)
+            try:
+                value, error = (yield yielded), None
+            except BaseException as thrown:  # noqa: BLE001 - the coroutine's own, such as what cancels it
+                value, error = None, thrown
+
+
+async def _call(function: Callable[..., Any], arguments: dict[str, Any], note_held: Callable[[float], object]) -> Any:
     try:
         called = getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__ is async
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called):
-            return await function(**arguments)
-        returned = await in_daemon_thread(lambda: function(**arguments))
+            returned = function(**arguments)
+        else:
+            returned = await in_daemon_thread(lambda: function(**arguments))
+        if inspect.iscoroutine(returned):
+            return await _Watched(returned, note_held)
         return await returned if inspect.isawaitable(returned) else returned
     except (Exception, asyncio.CancelledError, KeyboardInterrupt):
         raise
@@ -242,7 +299,8 @@ class Attempts:
 
     async def _call_workflow(self, offered: Mapping[str, Any]) -> WorkflowOutput:
         try:
-            output = await call_within(self._timeout_s, self._workflow, _matching(self._workflow, offered))
+            held = partial(self._failures.note_held, "workflow", self._workflow)
+            output = await call_within(self._timeout_s, self._workflow, _matching(self._workflow, offered), held)
         except TimeoutError as error:
             raise RunFailed(FailureKind.WORKFLOW_HUNG, str(error), again=True) from error
         except Exception as error:
@@ -266,10 +324,10 @@ class Attempts:
 
     async def _call_judge(self, offered: Mapping[str, Any]) -> JudgeOutput:
         assert self._judge is not None
-        spent = 0
+        spent, held = 0, partial(self._failures.note_held, "judge", self._judge)
         while True:
             try:
-                verdict = await call_within(self._timeout_s, self._judge, _matching(self._judge, offered))
+                verdict = await call_within(self._timeout_s, self._judge, _matching(self._judge, offered), held)
                 break
             except Exception as error:
                 if await self._was_away():

@@ -107,7 +107,7 @@ STOPS = (
     *(Code.DATABASE_REFUSES, Code.DATABASE_SILENT, Code.OUTBOX_STUCK, Code.ENGINE_STUCK),
     *(Code.OPEN_FILES, Code.JUDGE_SILENT),
 )
-OF_TRAINERS = (Code.TRAINER_STUCK, Code.VERSIONS_REJECTED, Code.NOT_LEARNING)
+OF_TRAINERS = (Code.TRAINER_STUCK, Code.VERSIONS_REJECTED)
 
 
 class Reason(NamedTuple):
@@ -243,7 +243,8 @@ def _of_the_trainer(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
         )
     elif (silent := find_silent_trainer(ledger, facts.now)) is not None:
         yield Reason(Code.NO_TRAINER, silent)
-    yield from (Reason(Code(alarm.name), alarm.reason) for alarm in ledger.alarms if alarm.name in OF_TRAINERS)
+    named = {*OF_TRAINERS, Code.NOT_LEARNING}
+    yield from (Reason(Code(alarm.name), alarm.reason) for alarm in ledger.alarms if alarm.name in named)
     if _busy(facts, ledger):
         since = "" if ledger.leased_since is None else f", for {ago(facts.now, ledger.leased_since)} at most"
         leased, size = ledger.count(State.LEASED).rows, facts.rules.batch_size

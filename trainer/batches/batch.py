@@ -504,8 +504,15 @@ def _ends(batch: Batch, *, whole: bool) -> Tensor:
 Metrics = dict[str, float]
 
 
-def of_samples(samples: Sequence[Sample], *, version: int) -> Metrics:
-    """Rewards, lengths and age of the samples, as the trainer of `version`'s successor meets them."""
+def of_samples(samples: Sequence[Sample], *, version: int, group_size: int = 0) -> Metrics:
+    """Rewards, lengths and age of the samples, as the trainer of `version`'s successor meets them.
+
+    And, of groups of so many runs, the share that is not whole.
+    """
+    groups: dict[int | None, set[tuple[str, ...]]] = {}
+    for sample in samples if group_size else ():
+        groups.setdefault(sample.group_id, set()).add(run_of(sample))
+    partial = [len(each) < group_size for each in groups.values()]
     rewards = np.array([sample.reward for sample in samples])
     replies = np.array([len(sample.completion_ids) for sample in samples])
     prompts = np.array([len(sample.prompt_ids) for sample in samples])
@@ -520,4 +527,4 @@ def of_samples(samples: Sequence[Sample], *, version: int) -> Metrics:
         "prompt_length/mean": float(prompts.mean()),
         "off_policy/staleness_mean": float(ages.mean()),
         "off_policy/staleness_max": float(ages.max()),
-    }
+    } | ({"groups/partial": sum(partial) / len(partial)} if partial else {})

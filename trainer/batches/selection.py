@@ -22,6 +22,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tuneloop.shared.experience import MAX_REWARD, REDACTED, AllowedTokens, Grammar, Sample, is_captured
+from tuneloop.shared.ledger.ledger import BatchPolicy
 from tuneloop.shared.settings.algorithm import OF_GROUPS, AlgorithmSettings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.batch import run_of, runs, superseded_calls, with_completion
@@ -304,8 +305,8 @@ def select(samples: Sequence[Sample], settings: Settings, *, vocabulary: int) ->
     """
     edited, unwritable = with_demonstrations(samples, settings)
     held, not_rebuilt = with_allowed_tokens(edited, settings, vocabulary=vocabulary)
-    group_by = settings.buffer.group_by
-    kept, refused = sort_out(held, settings.algorithm, vocabulary=vocabulary, group_by=group_by, sampled=samples)
+    grouped: dict[str, Any] = {"group_by": settings.buffer.group_by, "least_runs": BatchPolicy.of(settings).least_runs}
+    kept, refused = sort_out(held, settings.algorithm, vocabulary=vocabulary, sampled=samples, **grouped)
     return kept, unwritable | not_rebuilt | refused
 
 
@@ -315,14 +316,15 @@ def sort_out(
     *,
     vocabulary: int,
     group_by: str,
+    least_runs: int = 2,
     sampled: Sequence[Sample] = (),
 ) -> tuple[list[Sample], Refused]:
     """The samples that can be trained on, and the others by the reason.
 
     By `run` or `task` the samples are whole trajectories: superseded calls are left out, as the run went on from what
-    was `sampled`, where a sample has another reply by now. By `task` they are whole groups: a run that is left alone
-    has nothing to be compared with, and goes too; so does, if the method compares runs, a group in which all are
-    rewarded alike.
+    was `sampled`, where a sample has another reply by now. By `task` they are whole groups: where fewer than
+    `least_runs` are left, as one alone, which has nothing to be compared with, they go too. So does, if the method
+    compares runs, a group in which all are rewarded alike.
     """
     refused: Refused = defaultdict(list)
     kept = []
@@ -337,7 +339,7 @@ def sort_out(
         found = runs(own.get(sample.id, sample) for sample in kept)
         again = [call for calls in found.values() for call in superseded_calls(calls)]
         kept = _without(kept, again, refused, "superseded by another reply to the same prompt")
-    kept, left = comparable(kept, algorithm, group_by=group_by)
+    kept, left = comparable(kept, algorithm, group_by=group_by, least_runs=least_runs)
     found_left = [left]
     if algorithm.algorithm_type == "dpo":
         kept, left = make_pairs(kept)
@@ -350,13 +352,16 @@ def sort_out(
     return kept, dict(refused)
 
 
-def comparable(samples: list[Sample], algorithm: AlgorithmSettings, *, group_by: str) -> tuple[list[Sample], Refused]:
+def comparable(
+    samples: list[Sample], algorithm: AlgorithmSettings, *, group_by: str, least_runs: int = 2
+) -> tuple[list[Sample], Refused]:
     """The samples without those of groups by `task` in which there is nothing to compare, and these by the reason."""
     refused: Refused = defaultdict(list)
     if group_by != "task":
         return samples, refused
-    reason = "alone in its group: the others cannot be trained on"
-    kept = _without_groups(samples, lambda group: len(set(map(run_of, group))) < 2, refused, reason)
+    told = "alone in its group" if least_runs == 2 else f"fewer than {least_runs} runs of its group are left"
+    reason = f"{told}: the others cannot be trained on"
+    kept = _without_groups(samples, lambda group: len(set(map(run_of, group))) < least_runs, refused, reason)
     if algorithm.algorithm_type in OF_GROUPS:
         reason = "all runs of its group have the same reward: it says nothing"
 

@@ -52,7 +52,7 @@ MAX_EARLY = 100_000
 _EARLY_S = 10.0
 
 #: What an event says, for people: its number, thumb or label, or else its kind.
-Said = float | bool | str
+Statement = float | bool | str
 
 #: What a query finds, in or outside a transaction.
 Read = Callable[[Select[Any]], Iterable[Any]]
@@ -97,7 +97,7 @@ class TakenFeedback(NamedTuple):
     moved: list[Any]
     full: set[str]
     known: Mapping[str, Any]
-    replaced: Mapping[str, "Said"]
+    replaced: Mapping[str, "Statement"]
 
 
 def equal_texts(read: Read, texts: Collection[tuple[int, str | None]]) -> set[tuple[int, str | None]]:
@@ -250,7 +250,7 @@ def store_feedback(connection: Connection, events: Sequence[Feedback], *, names:
     new: dict[str, Feedback] = {}
     again: dict[str, tuple[Any, float]] = {}
     full = set[str]()
-    replaced: dict[str, Said] = {}
+    replaced: dict[str, Statement] = {}
     for event in events:
         subject, place = subject_of(event), place_of(event)
         before = said[subject][place - 1] if place else None
@@ -267,7 +267,7 @@ def store_feedback(connection: Connection, events: Sequence[Feedback], *, names:
         ):
             quota.take(event)
             if before is not None and before.kind != Kind.RETRACTION and place == len(times[subject]):
-                replaced[event.event_id] = _said(before)
+                replaced[event.event_id] = _statement_of(before)
             before = new[event.event_id] = event
         else:
             full.add(event.event_id)
@@ -285,7 +285,7 @@ def store_feedback(connection: Connection, events: Sequence[Feedback], *, names:
     return TakenFeedback(new, moved, full, known, replaced)
 
 
-def _said(event: Any) -> Said:
+def _statement_of(event: Any) -> Statement:
     match event.kind:
         case Kind.NUMBER:
             return float(event.value)
@@ -372,7 +372,7 @@ class FeedbackResults(Struct, frozen=True):
     apart: dict[str, dict[str, Outcome]] = {}
     not_trained: dict[str, dict[int, str]] = {}
     of_runs: dict[str, list[str]] = {}
-    replaced: dict[str, Said] = {}
+    replaced: dict[str, Statement] = {}
     unfinished: dict[str, bool] = {}
     of_calls: dict[str, dict[str, Outcome]] = {}
 

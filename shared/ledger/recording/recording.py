@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import product
@@ -38,8 +38,8 @@ from tuneloop.shared.ledger.recording.feedback import (
     results_of,
     store_feedback,
 )
-from tuneloop.shared.ledger.recording.lost_calls import drop_retried, runs_with_lost_calls
 from tuneloop.shared.ledger.recording.retention import deleted_among, names_in, not_erased
+from tuneloop.shared.ledger.recording.reward_rule import CUT_OFF, OF_RUNS, RETRIED, RUN
 from tuneloop.shared.ledger.recording.rewards import (
     TRAJECTORY,
     Rewards,
@@ -49,7 +49,7 @@ from tuneloop.shared.ledger.recording.rewards import (
     write,
 )
 from tuneloop.shared.ledger.recording.stored_completions import tag
-from tuneloop.shared.ledger.storage.codec import exchange_row, experience_row
+from tuneloop.shared.ledger.storage.codec import exchange_row, experience_row, unpack_text
 from tuneloop.shared.ledger.storage.database import (
     LedgerPart,
     Transactions,
@@ -87,6 +87,10 @@ _VOTERS_KNOWN = 100_000
 _PAGE = 1000
 
 _STORED_REPLIES = select(exchanges.c.msg_id).where(is_among(exchanges.c.msg_id, "names"))
+_CALLS = select(exchanges.c.msg_id, exchanges.c.endpoint, exchanges.c.request).join(
+    experiences, experiences.c.msg_id == exchanges.c.msg_id
+)
+_UNCOMMITTED = (State.RECORDED, State.REWARDED)
 _NEWEST_EPOCH = select(epochs.c.epoch, epochs.c.seen_at).order_by(epochs.c.epoch.desc()).limit(1)
 
 
@@ -234,7 +238,7 @@ class Recording(LedgerPart):
             if untagged := [each for each in new_exchanges if each.msg_id not in there]:
                 tag(connection, untagged)
             put(connection, experiences, choices)
-            drop_retried(connection, new_exchanges)
+            _drop_retried(connection, new_exchanges)
             offered, new_feedback = new_feedback, self._early.within_bound(connection, new_feedback)
             full = {each.event_id for each in offered} - {each.event_id for each in new_feedback}
             found = store_feedback(connection, new_feedback, names={each.event_id for each in heard})
@@ -248,7 +252,7 @@ class Recording(LedgerPart):
                     touched.update(connection.execute(earlier, {"replies": portion}).scalars())
             if present.of_runs:
                 touched.update(each.msg_id for each in new_exchanges if None not in (each.task_id, each.run_id))
-                touched.update(replies_of(connection, runs_with_lost_calls(connection, new_exchanges)))
+                touched.update(replies_of(connection, _runs_with_lost_calls(connection, new_exchanges)))
             decided = self._rewards.compute(connection, touched)
             dropped |= dict.fromkeys(full, Outcome.FULL)
             results = results_of(
@@ -447,7 +451,7 @@ def _subjects(connection: Connection, records: Sequence[Record]) -> _Subjects:
     brought = {each.msg_id for each in records if isinstance(each, Exchange)}
     heard = [each for each in records if isinstance(each, Feedback)]
     whole_runs = {(each.tenant, each.task_id or "", each.run_id or "") for each in heard if each.msg_id is None}
-    whole_runs |= runs_with_lost_calls(connection, (each for each in records if isinstance(each, Exchange)))
+    whole_runs |= _runs_with_lost_calls(connection, (each for each in records if isinstance(each, Exchange)))
     retracted = {each.msg_id for each in heard if each.kind is Kind.RETRACTION and each.msg_id is not None}
     named = {name for each in heard for name in names_in(each)} | {*replies_preferred_to(connection, retracted)}
     rows = {name for some in portions(named) for name in connection.execute(_THERE, {"replies": some}).scalars()}
@@ -469,6 +473,36 @@ def _subjects(connection: Connection, records: Sequence[Record]) -> _Subjects:
     shared = {_stripe(name) for name in brought} | {_number("run", tenant or "", *run) for tenant, *run in joined}
     read = bool(retracted or whole_runs or open_)
     return _Subjects(rows | {*replies_of(connection, whole_runs)}, own, shared - own, read)
+
+
+def _runs_with_lost_calls(connection: Connection, recorded: Iterable[Exchange]) -> set[Trajectory]:
+    """Those of the runs of these exchanges with a call that was cut off or asked again, now or before."""
+    runs, lost = set[Trajectory](), set[Trajectory]()
+    for each in recorded:
+        if each.task_id is not None and each.run_id is not None:
+            is_lost = each.is_retry or any(choice.drop_reason == CUT_OFF for choice in each.experiences)
+            (lost if is_lost else runs).add((each.tenant, each.task_id, each.run_id))
+    cut = OF_RUNS.where(experiences.c.reason == CUT_OFF)
+    return lost | {
+        row for few in portions(runs - lost, of=3) for row in map(tuple, connection.execute(cut, {"runs": few}))
+    }
+
+
+def _drop_retried(connection: Connection, recorded: Sequence[Exchange]) -> None:
+    """Drop what these calls are asked again of: the call of their run before them, if its request is the same.
+
+    One about which something was said has reached its client. Without a run there is no reward to share.
+    """
+    for each in recorded:
+        if not each.is_retry or each.task_id is None or each.run_id is None:
+            continue
+        run = (column == name for column, name in zip(RUN, (each.tenant, each.task_id, each.run_id), strict=True))
+        before = _CALLS.where(*run, experiences.c.sampled_at < each.received_at)
+        for row in connection.execute(before.order_by(experiences.c.sampled_at.desc()).limit(1)):
+            if row.endpoint == each.endpoint and unpack_text(row.request) == each.request:
+                about = select(feedback.c.id).where(feedback.c.msg_id == row.msg_id).exists()
+                which = experiences.c.msg_id == row.msg_id, experiences.c.state.in_(_UNCOMMITTED), ~about
+                connection.execute(update(experiences).where(*which).values(state=State.DROPPED, reason=RETRIED))
 
 
 def _stripe(msg_id: str) -> int:

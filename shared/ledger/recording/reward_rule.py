@@ -22,7 +22,7 @@ from enum import StrEnum
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, func, select, tuple_
 
 from tuneloop.shared.experience import KEY_SOURCE, MAX_REWARD, Kind, message_of, rater_of, voice_of
 from tuneloop.shared.ledger.storage.database import is_among, portions
@@ -332,6 +332,22 @@ def without_quarantined(connection: Connection, events: Collection[Any]) -> list
     names = {name for _, name in map(rater_of, events)}
     quarantined = {tuple(row) for some in portions(names) for row in connection.execute(_QUARANTINED, {"names": some})}
     return [event for event in events if rater_of(event) not in quarantined]
+
+
+#: Why a row was dropped whose reply has no end, or never reached its client.
+CUT_OFF, RETRIED = "cut_off", "retried"
+
+#: The columns that name a run; each of the `runs`, once.
+RUN = tuple(experiences.c[name] for name in ("tenant", "task_id", "run_id"))
+OF_RUNS = select(*RUN).where(experiences.c.task_id.is_not(None), is_among(tuple_(*RUN), "runs")).group_by(*RUN)
+
+_WHOLE, _NEWEST = func.coalesce(experiences.c.reason, "") != CUT_OFF, func.max(experiences.c.sampled_at)
+_UNFINISHED = OF_RUNS.having(func.coalesce(_NEWEST.filter(_WHOLE), 0) < _NEWEST)
+
+
+def unfinished_among(connection: Connection, runs: Collection[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
+    """Those of the runs whose last call was cut off; if a call has several choices, all of them."""
+    return {tuple(run) for few in portions(runs, of=3) for run in connection.execute(_UNFINISHED, {"runs": few})}
 
 
 #: Characters up to which two texts are compared by characters. Longer ones are by words, as many of them at most.

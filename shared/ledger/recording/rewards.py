@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, and_, bindparam, case, func, insert, or_, select, tuple_, update
 
 from tuneloop.shared.experience import Kind, Outcome, Rater, State, TrustedRaters, rater_of, steady_clock, voice_of
-from tuneloop.shared.ledger.recording.lost_calls import RETRIED, unfinished_among
 from tuneloop.shared.ledger.recording.reward_rule import (
+    RETRIED,
     Event,
     EventFate,
     Fate,
@@ -29,6 +29,7 @@ from tuneloop.shared.ledger.recording.reward_rule import (
     rewarding,
     rule_of,
     similarities,
+    unfinished_among,
     without_quarantined,
 )
 from tuneloop.shared.ledger.storage.database import ignoring, is_among, portions
@@ -294,8 +295,7 @@ def _read(
     runs = {(row.tenant, row.task_id, row.run_id) for row in rows if None not in (row.task_id, row.run_id)}
     about_runs = [event for few in portions(runs, of=3) for event in connection.execute(_ABOUT_RUNS, {"runs": few})]
     bearing += without_quarantined(connection, about_runs)
-    judged = {(each.tenant, each.task_id, each.run_id) for each in about_runs}
-    unfinished = unfinished_among(connection, judged)
+    unfinished = unfinished_among(connection, {(each.tenant, each.task_id, each.run_id) for each in about_runs})
     return found, rows, RowEvents(feedback_rows + about_runs, bearing, trusted, weights, unfinished)
 
 

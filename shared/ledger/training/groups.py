@@ -30,6 +30,7 @@ from tuneloop.shared.settings.settings import Settings
 class BatchPolicy(NamedTuple):
     """How batches are taken. `max_staleness` is in versions, both timeouts are in seconds.
 
+    A group of `group_by: task` is of `group_size` runs, after its timeout of `least_runs` at least.
     `any_reply`: also of replies that are not samples of the policy. `edited`: also of those that were edited and not
     rated. `by_result`: a run's last call says how it went, so
     those before it need no feedback. `max_rater_share`: the part of a batch that one rater's word may make up.
@@ -39,6 +40,7 @@ class BatchPolicy(NamedTuple):
     order: str = "oldest"
     group_by: str = "none"
     group_size: int = 8
+    least_runs: int = 2
     group_timeout: float = 3600.0
     batch_timeout: float | None = None
     max_staleness: int | None = None
@@ -57,6 +59,7 @@ class BatchPolicy(NamedTuple):
             order=buffer.order,
             group_by=buffer.group_by,
             group_size=buffer.group_size,
+            least_runs=buffer.group_size if buffer.whole_groups_only else 2,
             group_timeout=buffer.group_timeout,
             batch_timeout=buffer.batch_timeout,
             max_staleness=trainer.max_staleness,
@@ -256,7 +259,7 @@ def _gather_the_named(
         query = query.where(experiences.c.task_id.is_not(None), experiences.c.state.in_(_EARLY), takes)
         early = {tuple(run) for few in portions(tasks, of=2) for run in connection.execute(query.where(named.in_(few)))}
     waiting = {part for run in early for part in (run[:2], run)}
-    enough, least = (policy.group_size, 2) if policy.group_by == "task" else (1, 1)
+    enough, least = (policy.group_size, policy.least_runs) if policy.group_by == "task" else (1, 1)
     complete: list[list[Any]] = []
     for key, rows in found.items():
         runs = len({(row.run_id if row.run_id is not None else f"{row.msg_id}:{row.choice}") for row in rows})
@@ -264,7 +267,8 @@ def _gather_the_named(
         if (runs >= enough and key not in waiting) or (timed_out and runs >= least):
             complete.append(rows)
         elif timed_out:
-            reason = f"alone in its group {policy.group_timeout:g} s after it was committed"
+            told = "alone in its group" if least == 2 else f"{runs} of the {least} runs of its group"
+            reason = f"{told} {policy.group_timeout:g} s after it was committed"
             _set(connection, rows, state=State.EXPIRED, reason=reason)
     if policy.by_result:
         gather_whole(connection, complete, will_do, now=now)

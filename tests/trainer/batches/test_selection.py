@@ -1,11 +1,13 @@
 """Which samples can be trained on, and why the others cannot."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
+from tuneloop.trainer.batches.batch import of_samples
 from tuneloop.trainer.batches.selection import select, sort_out, untrainable
 
 PPO = AlgorithmSettings()
@@ -53,6 +55,22 @@ def test_a_run_that_is_left_alone_in_its_group_goes_too():
     kept, refused = sort_out([*pair, *calls, cold], PPO, vocabulary=250, group_by="task")
     assert kept == pair
     assert sorted(each.id for group in refused.values() for each in group) == [3, 4, 5]
+
+
+def test_of_a_group_that_is_not_whole_nothing_is_kept_where_the_settings_say_so():
+    whole, partial = _group([0.0, 1.0, 0.5]), _group([0.0, 1.0, 0.5], first=10)
+    partial[2] = msgspec.structs.replace(partial[2], temperature=0.0)
+    given = {"vocabulary": 250, "group_by": "task"}
+    kept, refused = sort_out([*whole, *partial], PPO, least_runs=3, **given)
+    assert kept == whole
+    assert refused["fewer than 3 runs of its group are left: the others cannot be trained on"] == partial[:2]
+    assert sort_out([*whole, *partial], PPO, **given)[0] == [*whole, *partial[:2]]
+
+
+def test_the_share_of_groups_that_are_not_whole_is_a_curve():
+    samples = [*_group([0.0, 1.0, 0.5]), *_group([0.0, 1.0], first=10)]
+    assert of_samples(samples, version=1, group_size=3)["groups/partial"] == 0.5
+    assert "groups/partial" not in of_samples(samples, version=1)
 
 
 def test_imitation_needs_no_sampling():

@@ -186,6 +186,19 @@ def test_a_lone_run_never_trains_as_a_group_but_expires(
     assert reasons(engine) == {"alone in its group 3600 s after it was committed"}
 
 
+def test_a_group_that_is_not_whole_expires_where_the_settings_say_so(
+    ledger: Ledger, engine: Engine, take: Take, clock: Clock
+) -> None:
+    policy = {"group_by": "task", "group_size": 4, "least_runs": 4}
+    part = [give(ledger, task_id="part", run_id=run) for run in "12"]
+    assert take(1, **policy) == []
+    clock.now += 3601.0
+    whole = [give(ledger, task_id="whole", run_id=run) for run in "1234"]
+    assert len(take(1, **policy)) == len(whole)
+    assert [states(engine)[each] for each in part] == [State.EXPIRED] * 2
+    assert reasons(engine) == {"2 of the 4 runs of its group 3600 s after it was committed"}
+
+
 def test_the_choices_of_a_reply_that_names_no_task_are_a_group(ledger: Ledger, take: Take) -> None:
     give(ledger, experiences=tuple(experience(choice=choice) for choice in range(4)))
     assert len(take(1, group_by="task", group_size=4)) == 4
@@ -345,12 +358,12 @@ def test_the_settings_make_the_policy(tmp_path: Path) -> None:
     raters = {"max_rater_share": 0.1, "trusted_raters": TrustedRaters(frozenset({("default", "ann")}), "judge:m")}
     settings = Settings(
         model={"model_path": tmp_path},
-        buffer=chosen | backlog,
+        buffer=chosen | backlog | {"whole_groups_only": True},
         trainer=bounds,
         feedback={"trusted_raters": ["ann"]},
         judge={"url": "http://judge", "model": "m"},
     )
-    others = {"any_reply": False, "edited": False, "by_result": False, "max_backlog": 48}
+    others = {"least_runs": 3, "any_reply": False, "edited": False, "by_result": False, "max_backlog": 48}
     assert BatchPolicy.of(settings)._asdict() == chosen | bounds | raters | others
     unset = BatchPolicy.of(Settings(model={"model_path": tmp_path}))
     assert unset == BatchPolicy(max_rater_share=0.1, max_backlog=8 * 32)

@@ -50,10 +50,10 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
             raise LedgerUnavailable("the database is away, or still behind: ask again later")
         recorder: Recorder = request.app.state.services.recorder
 
-        def count() -> dict[str, int]:
+        def count() -> dict[str, object]:
             run = caller.tenant, *(recorder.name_as_stored(query[name]) for name in ("task_id", "run_id"))
             if query.get("tokens") == "true":
-                return ledger.runs.count_tokens(*run)._asdict()
+                return ledger.runs.count_tokens(*run)._asdict() | {"breaks": ledger.runs.find_breaks(*run)}
             return {"calls": ledger.runs.count_calls(*run)}
 
         return Response(orjson.dumps(await asyncio.to_thread(count)), media_type="application/json")

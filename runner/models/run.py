@@ -95,7 +95,7 @@ class StoredCalls:
     """The replies that a run got, as its service stored them, whatever client asked for them.
 
     Calls that continue one another are one sequence in training: `tokens` are prompts and replies call by call,
-    `merged_tokens` those of the sequences.
+    `merged_tokens` those of the sequences, and `breaks` say why there are several.
     """
 
     calls: int
@@ -103,11 +103,13 @@ class StoredCalls:
     completion_tokens: int
     sequences: int
     merged_tokens: int
+    breaks: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, counts: Mapping[str, Any]) -> Self:
         """As the service says it. Raises LookupError or ValueError if it says something else."""
-        return cls(**{each.name: int(counts[each.name]) for each in fields(cls)})
+        numbers = {each.name: int(counts[each.name]) for each in fields(cls) if each.name != "breaks"}
+        return cls(**numbers, breaks=tuple(map(str, counts.get("breaks") or ())))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,6 +98,7 @@ class DebugReport:
             sequences = "1 sequence" if self.stored.sequences == 1 else f"{self.stored.sequences} sequences"
             merged, tokens = self.stored.merged_tokens, self.stored.tokens
             found.append(f"in training: {merged} tokens in {sequences}, of {tokens} call by call")
+            found += [f"  {sentence}" for sentence in self.stored.breaks]
         elif self.own_clients and not self.calls:
             found.append("calls by clients of the workflow's own are not known here: only a service of ours knows them")
         read_text = getattr(self.response, "get_text_content", None)  # of AgentScope's messages

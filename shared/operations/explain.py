@@ -128,7 +128,8 @@ def explain(
     recorded = f"{msg_id} came to {history.endpoint} at {_when(history.received_at)}, and was answered{engine}"
     rows = [row for row in history.rows if not choice or str(row.choice) == choice]
     explainer = _Explainer(ledger, settings, history, outbox, sees_all=sees_all)
-    return Explanation(reply_id, [recorded], [explainer.explain_row(row) for row in rows])
+    breaks = (f"its run is several sequences in training: {each}" for each in ledger.runs.find_breaks_beside(msg_id))
+    return Explanation(reply_id, [recorded, *breaks], [explainer.explain_row(row) for row in rows])
 
 
 def _explain_missing(

@@ -6,12 +6,14 @@ its rows was committed. What is alone by then is no group: it expires.
 
 How batches are taken, as the settings say it.
 
-The calls of a run: how many there are, which become one sequence in training, and the tokens that this saves.
+The calls of a run: how many there are, which become one sequence in training, the tokens that this saves, and why the
+others do not.
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
@@ -20,9 +22,9 @@ from sqlalchemy import ColumnElement, Connection, and_, func, select, text, true
 from tuneloop.shared.experience import Int32s, State, TrustedRaters
 from tuneloop.shared.ledger.recording.reward_rule import without_quarantined
 from tuneloop.shared.ledger.recording.rewards import event_order, retracted_preferences, retractions
-from tuneloop.shared.ledger.storage.codec import from_blob
+from tuneloop.shared.ledger.storage.codec import from_blob, unpack_text
 from tuneloop.shared.ledger.storage.database import LedgerPart, portions
-from tuneloop.shared.ledger.storage.schema import COMMITTED, EDITED, experiences, feedback
+from tuneloop.shared.ledger.storage.schema import COMMITTED, EDITED, exchanges, experiences, feedback
 from tuneloop.shared.ledger.training.run_results import gather_whole, lock_rows, waiting_runs, without_results
 from tuneloop.shared.settings.settings import Settings
 
@@ -142,6 +144,64 @@ def _length(call: _Call) -> int:
     return len(call.prompt_ids) + len(call.completion_ids)
 
 
+#: So many tokens into a reply its reasoning begins, behind what opens it.
+_REASONING_BEGINS = 2
+
+#: So many calls before one are compared with it, and so many sentences are given of a run.
+_COMPARED, _MOST_BREAKS = 32, 20
+
+
+class _Asked(NamedTuple):
+    """A call with the turns that it was asked with, none where they cannot be read."""
+
+    prompt_ids: Int32s
+    completion_ids: Int32s
+    turns: Sequence[Any]
+
+    @property
+    def whole(self) -> Int32s:
+        return np.concatenate([self.prompt_ids, self.completion_ids])
+
+
+def find_breaks(calls: Sequence[_Asked]) -> Iterator[str]:
+    """Why calls of a run, in the order in which they were sampled, do not continue those before them.
+
+    A call is compared with the one before with which it has the most tokens in common.
+    """
+    for at, call in enumerate(calls[1:], start=1):
+        shared = {n: _in_common(call.prompt_ids, calls[n].whole) for n in range(max(0, at - _COMPARED), at)}
+        nearest = max(shared, key=lambda n: (shared[n], n))
+        before, count = calls[nearest], shared[nearest]
+        prompt, name = len(before.prompt_ids), f"turn {nearest + 1}"
+        turn = call.turns[len(before.turns)] if len(call.turns) > len(before.turns) > 0 else None
+        role = turn.get("role") if isinstance(turn, dict) else None
+        if count == len(before.whole):
+            continue
+        if count == prompt == len(call.prompt_ids):
+            yield f"turn {at + 1} asks the same as {name}"
+        elif count < prompt:
+            told = f"turn {at + 1} leaves the prompt of {name} at its token {count + 1} of {prompt}"
+            yield f"{told}: other instructions or tools, an edited history, or a template that drops earlier reasoning"
+        elif count - prompt <= _REASONING_BEGINS and role == "assistant" and not _has_reasoning(turn):
+            yield f"turn {at + 1} lacks the reasoning of {name}: send its assistant turn back with `reasoning`"
+        else:
+            told = f"turn {at + 1} has the reply of {name} otherwise, from token {count - prompt + 1} on"
+            yield f"{told}: it was edited, or the template writes it otherwise"
+
+
+def _in_common(one: Int32s, other: Int32s) -> int:
+    """How many tokens both begin with."""
+    size = min(len(one), len(other))
+    differs = one[:size] != other[:size]
+    return int(differs.argmax()) if differs.any() else size
+
+
+def _has_reasoning(turn: Any) -> bool:
+    parts = turn.get("content") if isinstance(turn.get("content"), list) else ()
+    thinks = any(isinstance(part, dict) and part.get("type") in ("thinking", "redacted_thinking") for part in parts)
+    return thinks or bool(turn.get("reasoning") or turn.get("reasoning_content"))
+
+
 _SAMPLED_ORDER = experiences.c.sampled_at, experiences.c.id
 
 
@@ -158,6 +218,25 @@ class Runs(LedgerPart):
         rows = select(experiences.c.blob).where(*_of_run(tenant, task_id, run_id), experiences.c.correction == 0)
         found = self._read(rows.order_by(*_SAMPLED_ORDER))
         return count_tokens(CallTokens(*from_blob(row.blob)[:2]) for row in found)
+
+    def find_breaks(self, tenant: str, task_id: str, run_id: str) -> list[str]:
+        """Why its calls are not all one sequence, the first reasons."""
+        rows = select(experiences.c.blob, exchanges.c.request).join(
+            exchanges, exchanges.c.msg_id == experiences.c.msg_id
+        )
+        rows = rows.where(*_of_run(tenant, task_id, run_id), experiences.c.correction == 0, experiences.c.choice == 0)
+        calls = []
+        for row in self._read(rows.order_by(*_SAMPLED_ORDER)):
+            asked = json.loads(unpack_text(row.request))
+            turns = asked.get("messages") if isinstance(asked, dict) else None
+            calls.append(_Asked(*from_blob(row.blob)[:2], turns if isinstance(turns, list) else ()))
+        return list(islice(find_breaks(calls), _MOST_BREAKS))
+
+    def find_breaks_beside(self, msg_id: str) -> list[str]:
+        """The same of the run that a reply is of."""
+        run = select(experiences.c.tenant, experiences.c.task_id, experiences.c.run_id)
+        found = self._read(run.where(experiences.c.msg_id == msg_id, experiences.c.run_id.is_not(None)).limit(1))
+        return [sentence for row in found if row.task_id is not None for sentence in self.find_breaks(*row)]
 
 
 def _of_run(tenant: str, task_id: str, run_id: str) -> tuple[ColumnElement[bool], ...]:

@@ -13,6 +13,7 @@ others do not.
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
@@ -227,8 +228,9 @@ class Runs(LedgerPart):
         rows = rows.where(*_of_run(tenant, task_id, run_id), experiences.c.correction == 0, experiences.c.choice == 0)
         calls = []
         for row in self._read(rows.order_by(*_SAMPLED_ORDER)):
-            asked = json.loads(unpack_text(row.request))
-            turns = asked.get("messages") if isinstance(asked, dict) else None
+            turns: object = None
+            with suppress(ValueError, AttributeError):  # it was redacted, or is no object
+                turns = json.loads(unpack_text(row.request)).get("messages")
             calls.append(_Asked(*from_blob(row.blob)[:2], turns if isinstance(turns, list) else ()))
         return list(islice(find_breaks(calls), _MOST_BREAKS))
 

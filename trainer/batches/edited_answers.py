@@ -32,8 +32,15 @@ _SWITCHES: tuple[dict[str, Any], ...] = (
 _QUESTION = {"role": "user", "content": "x"}
 _CALL_ID = "call00000"
 
-_OPEN, _CLOSE = "<think>", "</think>"
-_BLOCK = re.compile(rf"\s*(?:{_OPEN})?(.*?){_CLOSE}\s*", re.DOTALL)
+#: What opens and closes a think block, as vLLM's reasoning parsers know it, where it is no tag of XML.
+_MARKS = (
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    ("<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"),
+)
+_TAG = re.compile(r"<((?:\w+[:|])?think\w*)>")
 
 _NO_PLACE = "the edited answer is empty, or the chat template has no place for it"
 _UNKNOWN_PLACE = "where the chat template puts the edited answer, behind the think block, cannot be told"
@@ -45,6 +52,17 @@ class _Answer(NamedTuple):
     text: str
     reasoning: str
     calls: list[dict[str, Any]]
+
+
+class _Marks(NamedTuple):
+    """What opens and closes a think block."""
+
+    opens: str
+    closes: str
+
+    def is_open(self, text: str) -> bool:
+        """Whether a block has begun, and not ended."""
+        return text.rfind(self.opens) > text.rfind(self.closes)
 
 
 class _Turn(NamedTuple):
@@ -63,7 +81,7 @@ def edited_answer_ids(sample: Sample, answer: str, settings: Settings) -> list[i
     words = tokenizer_of(settings)
     ends = ends_of(settings.model.model_path, words)
     try:
-        parts = _parts_of(answer)
+        parts = _parts_of(answer, _marks_of(words))
         turn = _turn(sample, parts, words, ends)
     except _Unwritable as reason:
         return str(reason)
@@ -82,15 +100,24 @@ class _Unwritable(Exception):
     """The answer cannot be written as tokens."""
 
 
-def _parts_of(answer: str) -> _Answer:
+@cache
+def _marks_of(words: PreTrainedTokenizerBase) -> _Marks:
+    """Those of the model's chat template; if it has none, the usual ones, which the model may write itself."""
+    template = str(words.chat_template or "")
+    tag = _TAG.search(template)
+    name = tag[1] if tag else "think"
+    return _Marks(*next((each for each in _MARKS if each[0] in template), (f"<{name}>", f"</{name}>")))
+
+
+def _parts_of(answer: str, marks: _Marks) -> _Answer:
     message = message_of(answer) or {"content": answer}
     text, calls = message.get("content") or "", message.get("tool_calls") or []
     if not isinstance(text, str):
         raise _Unwritable("the edited answer is more than text")
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-    if _CLOSE in text:  # as the reply has it where the engine does not part the two
-        before, _, text = text.rpartition(_CLOSE)
-        reasoning, text = before.rpartition(_OPEN)[2], text.lstrip("\n")
+    if marks.closes in text:  # as the reply has it where the engine does not part the two
+        before, _, text = text.rpartition(marks.closes)
+        reasoning, text = before.rpartition(marks.opens)[2], text.lstrip("\n")
     if not text and not calls:
         raise _Unwritable(_NO_PLACE)
     return _Answer(text, str(reasoning).strip("\n"), _with_parsed_arguments(calls))
@@ -99,7 +126,8 @@ def _parts_of(answer: str) -> _Answer:
 def _turn(sample: Sample, answer: _Answer, words: PreTrainedTokenizerBase, ends: Sequence[int]) -> _Turn:
     """How the prompt of the sample goes on with the answer."""
     tail, reply = _text_of(sample.prompt_ids[-_TAIL:], words), _text_of(sample.completion_ids, words)
-    openings, thinks = _openings(words), _OPEN in (words.chat_template or "")
+    marks = _marks_of(words)
+    openings, thinks = _openings(words), marks.opens in str(words.chat_template or "")
     fitting = [each for each in openings if tail.endswith(each.ends_with)]
     opening = max(fitting, key=lambda each: len(each.ends_with), default=None)
     if opening is not None:
@@ -110,12 +138,12 @@ def _turn(sample: Sample, answer: _Answer, words: PreTrainedTokenizerBase, ends:
         turn = None if thinks and not openings else _Turn("", "", None)
     if turn is None or (answer.calls and turn.end is None):
         raise _Unwritable(_UNKNOWN_PLACE if thinks else _NO_PLACE)
-    if _CLOSE in turn.lead + turn.rest:
+    if marks.closes in turn.lead + turn.rest:
         return turn
-    if opening is None and _is_open(tail):
-        return turn._replace(lead=f"{answer.reasoning}\n{_CLOSE}\n\n{turn.lead}")
-    if reply.lstrip().startswith(_OPEN):  # the template leaves out what the model itself writes
-        return turn._replace(lead=f"{_OPEN}\n{answer.reasoning}\n{_CLOSE}\n\n{turn.lead}")
+    if opening is None and marks.is_open(tail):
+        return turn._replace(lead=f"{answer.reasoning}\n{marks.closes}\n\n{turn.lead}")
+    if reply.lstrip().startswith(marks.opens):  # the template leaves out what the model itself writes
+        return turn._replace(lead=f"{marks.opens}\n{answer.reasoning}\n{marks.closes}\n\n{turn.lead}")
     return turn
 
 
@@ -144,9 +172,10 @@ def _by_template(
     opening: _Opening, answer: _Answer, words: PreTrainedTokenizerBase, ends: Sequence[int]
 ) -> _Turn | None:
     """What the template writes around an answer; None if that cannot be told."""
-    before, _, opened = opening.ends_with.partition(_OPEN)
-    if not opened and _CLOSE in before:  # thinking is off: the block has no beginning
-        before = before.partition(_CLOSE)[0]
+    marks = _marks_of(words)
+    before, _, opened = opening.ends_with.partition(marks.opens)
+    if not opened and marks.closes in before:  # thinking is off: the block has no beginning
+        before = before.partition(marks.closes)[0]
     before = before.rstrip()
     message = _message(answer)
     whole = _render(words, [_QUESTION, message], opening.switch)
@@ -155,16 +184,17 @@ def _by_template(
     written = whole[len(opening.question) :]
     if not written.startswith(opening.ends_with):
         # The template leaves the block out, or writes it otherwise: the prompt's own is closed, if it is open.
-        block = _BLOCK.match(written, len(before))
-        written = written[block.end() if block else len(before) :].lstrip()
-        if _is_open(opening.ends_with):
-            written = f"{answer.reasoning}\n{_CLOSE}\n\n{written}"
+        block = re.compile(rf"\s*(?:{re.escape(marks.opens)})?(.*?){re.escape(marks.closes)}\s*", re.DOTALL)
+        found_block = block.match(written, len(before))
+        written = written[found_block.end() if found_block else len(before) :].lstrip()
+        if marks.is_open(opening.ends_with):
+            written = f"{answer.reasoning}\n{marks.closes}\n\n{written}"
     else:
         written = written[len(opening.ends_with) :]
-    if _is_open(opening.ends_with) and _CLOSE not in written:
+    if marks.is_open(opening.ends_with) and marks.closes not in written:
         return None
-    if answer.reasoning and _CLOSE in written and answer.reasoning not in written:
-        written = written.replace(_CLOSE, f"{answer.reasoning}\n{_CLOSE}", 1)
+    if answer.reasoning and marks.closes in written and answer.reasoning not in written:
+        written = written.replace(marks.closes, f"{answer.reasoning}\n{marks.closes}", 1)
     lead, found, behind = written.partition(_TEXT)
     if not found and answer.text:
         return None
@@ -177,10 +207,6 @@ def _by_template(
     return _Turn(lead, behind.rstrip(), _next_role(written, answer, opening, words, names))
 
 
-def _is_open(text: str) -> bool:
-    return text.rfind(_OPEN) > text.rfind(_CLOSE)
-
-
 def _next_role(
     written: str, answer: _Answer, opening: _Opening, words: PreTrainedTokenizerBase, ends: Sequence[str]
 ) -> str | None:
@@ -188,7 +214,7 @@ def _next_role(
     after = [{"role": "tool", "content": "x", "tool_call_id": _CALL_ID}] if answer.calls else [_QUESTION]
     whole = _render(words, [_QUESTION, _message(answer), *after], opening.switch) or ""
     # A block of an earlier turn is written otherwise, so only what comes behind it is looked for.
-    said = written[written.rfind(_CLOSE) + len(_CLOSE) if _CLOSE in written else 0 :].strip()
+    said = written.rpartition(_marks_of(words).closes)[2].strip()
     _, found, following = whole.rpartition(said)
     return next((end for end in ends if found and following.lstrip().startswith(end)), None)
 

@@ -413,3 +413,19 @@ async def test_many_streams_at_once_are_all_kept(explorer: RunningExplorer) -> N
         ids = await asyncio.gather(*(one(client) for _ in range(64)))
     assert {each.msg_id for each in explorer.exchanges()} == set(ids)
     assert len(set(ids)) == 64
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_reasoning_of_a_history_reaches_the_engine_under_the_name_it_has(
+    explorer: RunningExplorer, double: EngineDouble, name: str, stream: bool
+) -> None:
+    """vLLM from 0.26 on takes both for the same."""
+    history = [
+        *HELLO["messages"],
+        {"role": "assistant", "content": "7", name: "3+4 is 7"},
+        {"role": "user", "content": "?"},
+    ]
+    assert explorer.chat(messages=history, stream=stream).status_code == 200
+    assert double.chats[-1].body["messages"] == history

@@ -71,6 +71,7 @@ def test_the_tokens_of_a_run_are_counted(explorer: RunningExplorer) -> None:
     kept = [each.experiences[0] for each in explorer.exchanges()]
     said = sum(len(each.completion_ids) for each in kept) // 4
     tokens = sum(len(each.prompt_ids) for each in kept) // 4 + said
+    assert counts.pop("breaks") == ["turn 2 asks the same as turn 1"]
     assert counts == {"calls": 2, "tokens": tokens, "completion_tokens": said, "sequences": 2, "merged_tokens": tokens}
 
 

@@ -100,7 +100,8 @@ def test_a_run_is_shown_with_its_reward_and_its_calls(explorer: RunningExplorer,
     assert lines[2].startswith("metrics: steps=2 length=")
     assert lines[3].startswith("calls: 2, ")
     tokens = sum(len(each.experiences[0].prompt_ids + each.experiences[0].completion_ids) // 4 for each in kept)
-    assert lines[6:] == [f"in training: {tokens} tokens in 2 sequences, of {tokens} call by call"]
+    assert lines[6] == f"in training: {tokens} tokens in 2 sequences, of {tokens} call by call"
+    assert [line.startswith("  turn 2 ") for line in lines[7:]] == [True]
     for number, line in enumerate(lines[4:6]):
         assert f"{number + 1}. chat/completions: status 200" in line
         assert line.endswith(kept[number].msg_id)

@@ -101,6 +101,64 @@ def test_an_answer_stands_behind_a_closed_think_block(
     assert spelled(template, prompt, answer) == target
 
 
+def family(opens: str, closes: str, *, before: str = "", prompt: str = "") -> str:
+    """A template that writes an answer's reasoning between these marks, and ends its prompt so."""
+    thought = f"{{% if m.reasoning_content %}}{{{{ '{opens}' + m.reasoning_content + '{closes}' }}}}{{% endif %}}"
+    return (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+        f"{thought}{before}{{% endif %}}{{{{ m.content }}}}"
+        "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + '</call>' }}{% endfor %}"
+        "{{ '<|im_end|>\n' }}{% endfor %}"
+        f"{{% if add_generation_prompt %}}{{{{ '<|im_start|>assistant\n' }}}}{prompt}{{% endif %}}"
+    )
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    ("opens", "closes"),
+    [
+        ("[THINK]", "[/THINK]"),
+        ("<seed:think>", "</seed:think>"),
+        ("<mm:think>", "</mm:think>"),
+        ("<ifm|think_fast>", "</ifm|think_fast>"),
+        ("<|START_THINKING|>", "<|END_THINKING|>"),
+        ("<|channel>thought", "<channel|>"),
+        ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+        ("<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"),
+    ],
+)
+def test_each_familys_own_think_block_is_closed_before_the_answer(spelled: Spell, opens: str, closes: str) -> None:
+    template, call = family(opens, closes), message(content=None, tool_calls=[CALL])
+    thought = message(content="Monday.", reasoning="Hm.")
+    assert spelled(template, QWEN, "Monday.") == "Monday.<|im_end|>"
+    assert spelled(template, QWEN, thought) == f"{opens}Hm.{closes}Monday.<|im_end|>"
+    assert spelled(template, QWEN, f"{opens}Hm.{closes}Monday.") == f"{opens}Hm.{closes}Monday.<|im_end|>"
+    assert spelled(template, QWEN, call) == "<call>add</call><|im_end|>"
+    # The prompt opens the block, and the template leaves it out of a turn that is over.
+    template = family(opens, closes, prompt=opens)
+    assert spelled(template, QWEN + opens, "Monday.") == f"\n{closes}\n\nMonday.<|im_end|>"
+    assert spelled(template, QWEN + opens, thought) == f"Hm.{closes}Monday.<|im_end|>"
+    assert spelled(template, QWEN + opens, call) == f"\n{closes}\n\n<call>add</call><|im_end|>"
+
+
+@pytest.mark.contract
+def test_an_answer_stands_in_the_channel_where_the_template_puts_it(spelled: Spell) -> None:
+    """As gpt-oss has it: the prompt ends before the channel."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role }}{% if m.role == 'assistant' %}"
+        "{% for c in m.tool_calls or [] %}{{ ' to=functions.' + c.function.name + '<|channel|>commentary<|message|>'"
+        " + c.function.arguments | tojson + '<|im_end|>' }}{% endfor %}"
+        "{% if m.content %}{{ '<|channel|>final<|message|>' + m.content + '<|im_end|>' }}{% endif %}"
+        "{% else %}{{ '<|message|>' + m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+    )
+    prompt = "<|im_start|>user<|message|>When?<|im_end|><|im_start|>assistant"
+    assert spelled(template, prompt, "Monday.") == "<|channel|>final<|message|>Monday.<|im_end|>"
+    call = message(content=None, tool_calls=[CALL])
+    told = ' to=functions.add<|channel|>commentary<|message|>{"a": 1}<|im_end|>'
+    assert spelled(template, prompt, call) == told
+
+
 @pytest.mark.contract
 @pytest.mark.parametrize(
     ("template", "prompt", "target"),

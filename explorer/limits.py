@@ -407,23 +407,19 @@ def _tenant_of(caller: str) -> str:
 
 def limit_of(settings: Settings) -> ReplyLimit:
     """What the model's folder and the settings say of every reply."""
-    folder = settings.model.model_path
+    folder, ends = settings.model.model_path, set[int]()
     config, length = _read(folder / "config.json"), settings.model.max_model_len
-    context = length or (config.get("text_config") or config).get("max_position_embeddings")
-    return ReplyLimit(frozenset(_ends(folder)), context if isinstance(context, int) else None)
-
-
-def _ends(folder: Path) -> Iterator[int]:
-    for name in ("generation_config.json", "config.json"):
-        config = _read(folder / name)
-        for found in (config.get("eos_token_id"), (config.get("text_config") or {}).get("eos_token_id")):
-            yield from (each for each in (found if isinstance(found, list) else [found]) if isinstance(each, int))
+    for each in (config, config.get("text_config") or {}, _read(folder / "generation_config.json")):
+        named = each.get("eos_token_id")
+        ends |= {number for number in (named if isinstance(named, list) else [named]) if isinstance(number, int)}
     tokenizer = _read(folder / "tokenizer_config.json")
     token = tokenizer.get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     added = [(int(number), each) for number, each in (tokenizer.get("added_tokens_decoder") or {}).items()]
     added = added or [(each["id"], each) for each in _read(folder / "tokenizer.json").get("added_tokens") or ()]
-    yield from (number for number, each in added if each.get("content") == text)
+    ends |= {number for number, each in added if each.get("content") == text}
+    context = length or (config.get("text_config") or config).get("max_position_embeddings")
+    return ReplyLimit(frozenset(ends), context if isinstance(context, int) else None)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -122,8 +122,8 @@ class RewardRule(Section):
     """What feedback on a run does to its replies: `fallback`, it counts under a metric where nothing was said of the
     reply itself; `add`, it is added ([more](feedback.md#a-run-and-its-replies)). _Serve._"""
     unfinished_runs: Literal["ignore", "count"] = "ignore"
-    """What feedback on a run counts whose last call was [cut off](reasons.md#of-no-use-to-any-method): `ignore`,
-    nothing, since the end that it judges is missing; `count`, as of any run. _Serve._"""
+    """What feedback on a run counts whose last call was [cut off](reasons.md#of-no-use-to-any-method): nothing, or as
+    of any run. _Serve._"""
     attribution_window: Seconds | None = None
     """Seconds after the request in which feedback counts; later feedback is stored and answered `late`. null: for ever.
     _Serve._"""

@@ -124,8 +124,8 @@ class BufferSettings(Section):
     """Seconds after the first commit of a group when it is trained on with what there is; a lone run of a task expires
     then. _Train._"""
     whole_groups_only: bool = False
-    """Train on a group of `task` only with all its `group_size` runs: the runs that are missing may be those that took
-    too long or failed, and advantages without them favour the others. false: with two or more. _Train._"""
+    """Train on a group of `task` only with all `group_size` runs: those that failed or took long may be missing
+    otherwise, which favours the rest. _Train._"""
     batch_timeout: Seconds | None = None
     """Seconds after the oldest commit that waits for a batch when a step is made of what there is, be it less than
     `train_batch_size`; null: a step waits until there is enough. _Train._"""

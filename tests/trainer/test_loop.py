@@ -511,3 +511,21 @@ def test_a_missing_model_is_refused_before_anything_is_made(settings, tmp_path):
     with pytest.raises(EnvironmentRefused, match=r"model\.model_path"):
         run(chosen, Event())
     assert not chosen.job_dir.exists()
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("method", ["ppo", "reinforce"])
+def test_ten_steps_with_equal_rewards_are_told_as_such(settings, ledger, method):
+    commit(ledger, [sample(number, reward=1.0) for number in range(20)])
+    chosen = settings(
+        algorithm={"algorithm_type": method},
+        buffer={"train_batch_size": 2, "max_backlog": None},
+        trainer={"total_steps": 10, "save_interval": 10},
+    )
+    with capture_logs() as said:
+        run(chosen, Event())
+    [alarm] = ledger.alarms.all()
+    assert (alarm.name, alarm.step, alarm.holds) == ("not_learning", 10, False)
+    assert alarm.reason.startswith("all rewards of the last 10 steps are 1, so that no reply is better than another:")
+    assert [each["reason"] for each in said if each["event"] == "alarm_raised"] == [alarm.reason]
+    assert points(chosen.tensorboard_dir / "trainer", "drift/not_learning") == [(10, 1.0)]

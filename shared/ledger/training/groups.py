@@ -175,7 +175,10 @@ def find_breaks(calls: Sequence[_Asked]) -> Iterator[str]:
         before, count = calls[nearest], shared[nearest]
         prompt, name = len(before.prompt_ids), f"turn {nearest + 1}"
         turn = call.turns[len(before.turns)] if len(call.turns) > len(before.turns) > 0 else None
-        role = turn.get("role") if isinstance(turn, dict) else None
+        turn = turn if isinstance(turn, dict) and turn.get("role") == "assistant" else {}
+        parts = turn["content"] if isinstance(turn.get("content"), list) else ()
+        thinks = any(isinstance(part, dict) and "thinking" in str(part.get("type")) for part in parts)
+        lacks_reasoning = bool(turn) and not (thinks or turn.get("reasoning") or turn.get("reasoning_content"))
         if count == len(before.whole):
             continue
         if count == prompt == len(call.prompt_ids):
@@ -183,7 +186,7 @@ def find_breaks(calls: Sequence[_Asked]) -> Iterator[str]:
         elif count < prompt:
             told = f"turn {at + 1} leaves the prompt of {name} at its token {count + 1} of {prompt}"
             yield f"{told}: other instructions or tools, an edited history, or a template that drops earlier reasoning"
-        elif count - prompt <= _REASONING_BEGINS and role == "assistant" and not _has_reasoning(turn):
+        elif count - prompt <= _REASONING_BEGINS and lacks_reasoning:
             yield f"turn {at + 1} lacks the reasoning of {name}: send its assistant turn back with `reasoning`"
         else:
             told = f"turn {at + 1} has the reply of {name} otherwise, from token {count - prompt + 1} on"
@@ -195,12 +198,6 @@ def _in_common(one: Int32s, other: Int32s) -> int:
     size = min(len(one), len(other))
     differs = one[:size] != other[:size]
     return int(differs.argmax()) if differs.any() else size
-
-
-def _has_reasoning(turn: Any) -> bool:
-    parts = turn.get("content") if isinstance(turn.get("content"), list) else ()
-    thinks = any(isinstance(part, dict) and part.get("type") in ("thinking", "redacted_thinking") for part in parts)
-    return thinks or bool(turn.get("reasoning") or turn.get("reasoning_content"))
 
 
 _SAMPLED_ORDER = experiences.c.sampled_at, experiences.c.id

@@ -78,6 +78,21 @@ def test_tools_pass_through_and_the_exchange_is_recorded(
     assert b"weather" in bytes(i for i in sample.prompt_ids.tolist() if i < 256) or len(sample.prompt_ids) > 100
 
 
+def test_a_call_that_the_limit_cuts_off_is_kept_as_such(
+    client: openai.OpenAI, explorer: Service, ledger: Ledger
+) -> None:
+    """Whatever vLLM calls its end: of a named function `stop` or `tool_calls`."""
+    model, named = explorer.settings.served_model_name, {"type": "function", "function": {"name": "weather"}}
+    asked = ask("weather in Paris?", tools=[WEATHER], tool_choice=named, max_tokens=4)
+    whole = client.chat.completions.create(model=model, **asked)
+    streamed = [piece.id for piece in client.chat.completions.create(model=model, stream=True, **asked)][-1]
+    samples_of(ledger, explorer, [whole.id, streamed])
+    rows = select(experiences.c.finish_reason, experiences.c.completion_tokens)
+    with ledger.transactions.write() as connection:
+        kept = connection.execute(rows.where(experiences.c.msg_id.in_([whole.id, streamed]))).all()
+    assert [tuple(row) for row in kept] == [("length", 4)] * 2, whole.choices[0].finish_reason
+
+
 def test_what_the_client_did_not_ask_for_does_not_reach_it(client: openai.OpenAI, explorer: Service) -> None:
     model = explorer.settings.served_model_name
     plain = client.chat.completions.create(model=model, **ask("hi")).model_dump()

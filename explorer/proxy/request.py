@@ -85,9 +85,9 @@ _RETRIES = b"x-stainless-retry-count"
 #: How often the alarm is looked for.
 _LOOK_S = 5.0
 
-#: Fields for the explorer, which an engine does not get.
 _ANY_TENANT = TenantSettings()
 
+#: Fields for the explorer, which an engine does not get.
 _EXPLORER_FIELDS = frozenset({"store", "metadata"})
 
 #: Fields that say what an engine does beside this request: they are the operator's. `vllm_xargs` may hold any of them.

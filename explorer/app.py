@@ -55,7 +55,7 @@ from tuneloop.explorer.traces import Traces
 from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.explorer.ui import page
 from tuneloop.runner.outbox import Outbox
-from tuneloop.shared import VERSION
+from tuneloop.shared import VERSION, engine_flags
 from tuneloop.shared.errors import StorageFull
 from tuneloop.shared.job_marks import KEY, TRAFFIC_S, load_key, touch_traffic
 from tuneloop.shared.ledger.ledger import Ledger
@@ -246,8 +246,16 @@ def open_services(
     )
     tracing = open_tracing(settings, "explorer")
     traces = None if tracing is None else Traces(tracing, recorder.name_as_stored)
+    find_context_length = passthrough.remembered_context_length(fleet)
     proxy = Proxy(
-        settings, fleet, signer=signer, recorder=recorder, metrics=metrics, shadow=shadow.offer, traces=traces
+        settings,
+        fleet,
+        signer=signer,
+        recorder=recorder,
+        metrics=metrics,
+        find_context_length=find_context_length,
+        shadow=shadow.offer,
+        traces=traces,
     )
     metrics.in_flight.set_function(lambda: proxy.admission.in_flight)
     metrics.waiting.set_function(lambda: proxy.admission.waiting)
@@ -255,8 +263,9 @@ def open_services(
     responses = ResponsesDialect(
         conversations.read,
         defaults=defaults,
-        find_context_length=functools.partial(passthrough.context_length, fleet),
+        find_context_length=find_context_length,
         native=NativeResponsesDialect(conversations.read, defaults=defaults),
+        runs_tools=engine_flags.has_tool_server(explorer.rollout_model.engine_args),
     )
     stored_responses = StoredResponses(
         signer=signer,

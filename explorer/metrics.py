@@ -8,6 +8,8 @@ from typing import Literal
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 
+from tuneloop.shared.ledger.explorers import NOT_STORED
+
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _LONG_SECONDS = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
 
@@ -46,6 +48,8 @@ class Metrics:
             "Requests to be stored, by who makes the log-probabilities of their replies: the engine, or the trainer"
         )
         self.captured = Counter("tuneloop_replies_captured", help_text, ["by"], registry=registry)
+        help_text = "Requests whose replies were not kept: `store_false`, by their own word, or by the settings"
+        self.not_stored = Counter(NOT_STORED, help_text, ["reason"], registry=registry)
         self.feedback = Counter(
             "tuneloop_feedback", "Feedback events, by outcome", ["kind", "outcome"], registry=registry
         )

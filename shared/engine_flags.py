@@ -137,6 +137,11 @@ def drafts(arguments: Sequence[str]) -> bool:
     return any((rule := _rule_of(name)) is not None and rule.drafts for name, _ in _pairs(arguments))
 
 
+def has_tool_server(arguments: Sequence[str]) -> bool:
+    """Whether engines with these arguments run tools themselves."""
+    return any(name == "--tool-server" for name, _ in _pairs(arguments))
+
+
 def holds_tools(arguments: Sequence[str], parser: str | None) -> bool:
     """Whether engines with these arguments and this tool parser may hold calls to a grammar that nobody asks for."""
     pairs = list(_pairs(arguments))

@@ -19,12 +19,12 @@ from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.fleet import Engine, Fleet, least_busy
 from tuneloop.explorer.http.bodies import coerce_int, flag_of
 from tuneloop.explorer.http.errors import anthropic_engine_error, anthropic_error
+from tuneloop.explorer.token_pieces import TokenPieces
 from tuneloop.explorer.transcript import (
     MAX_CHOICES,
     ChatTranscript,
     RequestedFields,
     TextTranscript,
-    TokenPieces,
     Transcript,
 )
 from tuneloop.shared.errors import EngineError, RequestRefused
@@ -115,6 +115,10 @@ class Dialect(ABC):
     async def to_upstream(self, body: Json, caller: Caller) -> Json:
         """The engine's body for a client's body; what it names is the caller's tenant's. Raises RequestRefused."""
         return body
+
+    def left_out(self, body: Json) -> tuple[str, ...]:
+        """What of a valid body the translation leaves out."""
+        return ()
 
     def verbatim(self, upstream: Json, msg_id: str) -> Json | None:
         """The exact body for the engine, where nothing may be added or removed to capture its reply; else None."""
@@ -221,7 +225,8 @@ class _MessageWriter(_TranslatedWriter):
     keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def error_event(self, message: str, code: str) -> bytes:
-        return b"event: error\ndata: %b\n\n" % orjson.dumps(anthropic_error(message, status=500))
+        kind = code if code == "invalid_request_error" else None
+        return b"event: error\ndata: %b\n\n" % orjson.dumps(anthropic_error(message, status=500, kind=kind))
 
     def convert_error(self, error_body: Json, status: int) -> Json:
         return anthropic_engine_error(error_body, status=status)
@@ -235,6 +240,10 @@ class MessagesDialect(Dialect):
     async def to_upstream(self, body: Json, caller: Caller) -> Json:
         """See Dialect."""
         return messages.to_chat(body)
+
+    def left_out(self, body: Json) -> tuple[str, ...]:
+        """See Dialect."""
+        return tuple(f"tools.{each}" for each in messages.hosted_tools(body))
 
     def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
@@ -254,7 +263,7 @@ class ResponsesDialect(Dialect):
 
     `read_conversation` reads the chat messages up to a tenant's response. A response shows the service's `defaults`
     for fields that the client leaves out, and the engine's context length, which `find_context_length` reads. `native`
-    is the dialect of requests that a chat completion cannot express.
+    is the dialect of requests that a chat completion cannot express, `runs_tools` whether engines have a tool server.
     """
 
     path, prefix = RESPONSES, "resp_"
@@ -266,12 +275,13 @@ class ResponsesDialect(Dialect):
         defaults: Mapping[str, object],
         find_context_length: Callable[[], Awaitable[int | None]],
         native: Dialect,
+        runs_tools: bool = False,
     ) -> None:
         self._read_conversation = read_conversation
         self._defaults = defaults
         self._find_context_length = find_context_length
         self._context_length: int | None = None
-        self._native = native
+        self._native, self._runs_tools = native, runs_tools
 
     def normalize(self, body: Json) -> Json:
         """See Dialect."""
@@ -283,7 +293,8 @@ class ResponsesDialect(Dialect):
 
     def for_body(self, body: Json) -> Dialect:
         """See Dialect."""
-        return self if responses_request.untranslatable_reason(body) is None else self._native
+        reason = responses_request.untranslatable_reason(body, runs_tools=self._runs_tools)
+        return self if reason is None else self._native
 
     async def to_upstream(self, body: Json, caller: Caller) -> Json:
         """See Dialect."""
@@ -291,6 +302,10 @@ class ResponsesDialect(Dialect):
         previous_id = body.get("previous_response_id")
         previous = await self._read_conversation(previous_id, caller) if isinstance(previous_id, str) else ()
         return responses_request.to_chat(body, previous)
+
+    def left_out(self, body: Json) -> tuple[str, ...]:
+        """See Dialect."""
+        return responses_request.left_out(body)
 
     def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
@@ -321,8 +336,7 @@ class ResponsesDialect(Dialect):
         return {name: value for name, value in self._defaults.items() if body.get(name) is None}
 
     async def _ensure_context(self) -> None:
-        if self._context_length is None:
-            self._context_length = await self._find_context_length()
+        self._context_length = await self._find_context_length()
 
 
 def choice_count(body: Json) -> int:
@@ -403,6 +417,8 @@ class SystemTurns:
 
     async def merge_counted(self, body: Json) -> tuple[Json, int]:
         """The same of a request that counts the tokens of Anthropic's messages."""
+        if messages.hosted_tools(body):
+            body = body | {"tools": messages.own_tools(body)}
         turns = body.get("messages")
         if not isinstance(turns, list) or not any(
             isinstance(each, dict) and each.get("role") == _SYSTEM for each in turns

@@ -202,6 +202,27 @@ class MessagesRequest(BaseModel):
         return self
 
 
+def hosted_tools(body: Json) -> list[str]:
+    """The types of the tools that Anthropic describes itself, and runs or knows the schema of: no model here does."""
+    tools = body.get("tools")
+    found = [tool.get("type") for tool in tools if _is_hosted(tool)] if isinstance(tools, list) else []
+    return list(dict.fromkeys(map(str, found)))
+
+
+def own_tools(body: Json) -> list[Any]:
+    """The other tools. Raises RequestRefused where there are none: what is asked cannot be done without."""
+    if found := [tool for tool in body["tools"] if not _is_hosted(tool)]:
+        return found
+    names = " and ".join(hosted_tools(body))
+    raise RequestRefused(
+        f"{names}: such tools run at Anthropic, no model here can call them", code="unsupported", param="tools"
+    )
+
+
+def _is_hosted(tool: Any) -> bool:
+    return isinstance(tool, dict) and tool.get("type") not in (None, "custom") and "input_schema" not in tool
+
+
 def parse_messages_request(body: Json) -> MessagesRequest:
     """The request of a body. Raises RequestRefused with the first mistake for one that vLLM would not accept."""
     try:
@@ -219,7 +240,7 @@ def parse_messages_request(body: Json) -> MessagesRequest:
 
 def to_chat(body: Json) -> Json:
     """The equivalent chat completions request. Raises RequestRefused for a body that vLLM would not accept."""
-    request = parse_messages_request(body)
+    request = parse_messages_request(body | {"tools": own_tools(body)} if hosted_tools(body) else body)
     metadata, thinking, config = request.metadata, request.thinking, request.output_config
     if metadata is not None and metadata.get("user_id") is not None:  # it is our user
         metadata = {"user": metadata["user_id"], **{key: metadata[key] for key in metadata if key != "user_id"}}
@@ -354,6 +375,8 @@ def _messages(turn: Turn) -> Iterator[Json]:
         if parts := [part for block in turn.blocks for part in _parts(block, turn.role)]:
             alone = len(parts) == 1 and parts[0]["type"] == "text"
             message["content"] = parts[0]["text"] if alone else parts
+        elif turn.role == "assistant" or not any(block.type == "tool_result" for block in turn.content):
+            message |= {"content": ""} if not calls else {}  # of empty text alone: it stays a turn
         if "content" in message or turn.role == "assistant":
             yield message
 

@@ -43,7 +43,7 @@ class NativeResponseTranscript(Transcript):
     def update(self, response: Json) -> Json:
         """Store the state of a response; returns it as the client gets it."""
         # The client's own value of the fields that were changed for the engine.
-        changed = ("previous_response_id", "metadata", "instructions")
+        changed = ("model", "previous_response_id", "metadata", "instructions")
         self.latest = response | {name: self._body[name] for name in changed if self._body.get(name) is not None}
         if response["status"] not in _UNFINISHED:
             usage = response.get("usage")

@@ -11,12 +11,21 @@ from typing import Any, ClassVar
 
 import orjson
 
-from tuneloop.explorer.dialects.responses_request import tool_choice, wants_logprobs
+from tuneloop.explorer.dialects.responses_request import (
+    NamedTool,
+    custom_input,
+    named_tools,
+    tool_choice,
+    wants_logprobs,
+)
+from tuneloop.explorer.http.errors import TOO_LONG
 
 Json = dict[str, Any]
 
 #: The lowest temperature above 0 that vLLM samples with.
 _LOWEST_TEMPERATURE = 0.01
+
+_UNNAMED = NamedTool("function", "", None)
 
 #: Fields of a request that are echoed, with their defaults.
 _ECHOED: Mapping[str, Any] = {
@@ -58,10 +67,12 @@ def to_response(
         logprobs = (logprobs_of(choice) or None) if shown and wants_logprobs(body) else None
         name, part = item_id("msg", response_id, items), text_part(message["content"], logprobs)
         items.append(message_item(name, [part], status="completed"))
+    tools = named_tools(body)
     for each in message.get("tool_calls") or ():
         function = each["function"]
-        name = item_id("fc", response_id, items)
-        items.append(function_call_item(name, each["id"], function["name"], function["arguments"], status="completed"))
+        tool = tools.get(function["name"]) or NamedTool("function", function["name"], None)
+        name = item_id("ctc" if tool.kind == "custom" else "fc", response_id, items)
+        items.append(call_item(name, each["id"], tool, function["arguments"], status="completed"))
     return finish_response(in_progress, items, finish_reason=choice["finish_reason"], reply=reply)
 
 
@@ -159,10 +170,13 @@ def reasoning_item(name: str, content: list[Json] | None, *, status: str | None)
     return {**fields, "encrypted_content": None, "status": status}
 
 
-def function_call_item(item: str, call_id: str, name: str, arguments: str, *, status: str) -> Json:
-    """The item of one function call."""
-    fields = {"type": "function_call", "id": item, "call_id": call_id, "name": name, "arguments": arguments}
-    return {**fields, "status": status, "async": None, "caller": None, "namespace": None}
+def call_item(item: str, call_id: str, tool: NamedTool, arguments: str, *, status: str) -> Json:
+    """The item of one call: of a function, or of a custom tool, which has free text."""
+    called = {"id": item, "call_id": call_id, "name": tool.name, "namespace": tool.namespace}
+    called |= {"async": None, "caller": None}
+    if tool.kind == "custom":
+        return {"type": "custom_tool_call", **called, "input": custom_input(arguments)}
+    return {"type": "function_call", **called, "arguments": arguments, "status": status}
 
 
 def logprobs_of(choice: Json) -> list[Json]:
@@ -184,6 +198,7 @@ class _Piece:
     logprobs: list[Json] = field(default_factory=list)
     position: int | None = None
     call: Json = field(default_factory=dict)
+    tool: NamedTool = _UNNAMED
 
 
 class _Item(ABC):
@@ -293,8 +308,20 @@ class _Call(_Item):
         return self._call("completed")
 
     def _call(self, status: str) -> Json:
-        call = self.first.call
-        return function_call_item(self.id, call["id"], call["function"]["name"], self.text, status=status)
+        return call_item(self.id, self.first.call["id"], self.first.tool, self.text, status=status)
+
+
+class _CustomCall(_Call):
+    prefix = "ctc"
+
+    def delta(self, piece: _Piece) -> Iterator[Json]:
+        # Its text can be read of the arguments when they are whole.
+        yield from ()
+
+    def end_events(self) -> Iterator[Json]:
+        text = custom_input(self.text)
+        yield self.event("custom_tool_call_input.delta", delta=text)
+        yield self.event("custom_tool_call_input.done", input=text)
 
 
 class ResponseStream:
@@ -310,6 +337,7 @@ class ResponseStream:
         self._context_length = context_length
         self._in_progress: Json | None = None
         self._item: _Item | None = None
+        self._tools, self._tool = named_tools(body), _UNNAMED
         self._output: list[Json] = []
         self._finish_reason: str | None = None
         self._last: Json = {}
@@ -336,7 +364,8 @@ class ResponseStream:
             error = chunk["error"]
             self._finished = True
             reason, code = str(error.get("message") or "the engine failed"), str(error.get("code") or "server_error")
-            failure = {"code": "server_error", "message": reason}
+            # Codex begins to compact by this code.
+            failure = {"code": code if code == TOO_LONG else "server_error", "message": reason}
             response = {**self._in_progress, "status": "failed", "error": failure, "output": self._output}
             events.append({"type": "error", "code": code, "message": reason, "param": error.get("param")})
             events.append({"type": "response.failed", "response": response})
@@ -374,7 +403,11 @@ class ResponseStream:
             yield _Piece(_Message, delta["content"], logprobs)
         for call in delta.get("tool_calls") or ():
             if (function := call.get("function")) is not None:
-                yield _Piece(_Call, function.get("arguments") or "", position=call.get("index"), call=call)
+                if name := function.get("name"):
+                    self._tool = self._tools.get(name) or NamedTool("function", name, None)
+                kind = _CustomCall if self._tool.kind == "custom" else _Call
+                arguments = function.get("arguments") or ""
+                yield _Piece(kind, arguments, position=call.get("index"), call=call, tool=self._tool)
 
     def _close_item(self) -> Iterator[Json]:
         if self._item is not None:

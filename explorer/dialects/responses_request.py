@@ -2,11 +2,14 @@
 
 The prompt is the one that vLLM's own route makes of the request. What cannot be translated is named by
 `untranslatable_reason`; what is invalid is refused as vLLM refuses it.
+
+A chat completion has functions only. A `custom` tool becomes a function of one string, and the functions of a
+`namespace` get its name before theirs, as in vLLM. Other tools run at the provider: no model here can call them.
 """
 
 import json
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from tuneloop.explorer.http.bodies import coerce_bool, coerce_int, wrong_type
 from tuneloop.shared.errors import RequestRefused
@@ -56,6 +59,13 @@ _FIELD_VALUES = {"truncation": {"auto", "disabled"}, "service_tier": {"auto", "d
 _INPUT_PARTS = frozenset({"input_text", "input_image"})
 _OUTPUT_PARTS = frozenset({"output_text", "refusal"})
 
+#: The types of tools that a model can call, and of tool choices that name some of them.
+_CALLABLE = ("function", "custom", "namespace")
+_NAMING = ("function", "custom", "allowed_tools")
+
+#: The one parameter of a custom tool's function, as vLLM names it.
+_INPUT = "input"
+
 
 def normalize(body: Json) -> Json:
     """The body with the numbers and booleans that vLLM makes of what the client wrote. Raises RequestRefused."""
@@ -66,19 +76,60 @@ def normalize(body: Json) -> Json:
     return body | changed
 
 
-def untranslatable_reason(body: Json) -> str | None:
-    """Why the request cannot be translated into a chat completion; None if it can, or if it is invalid anyway."""
+def untranslatable_reason(body: Json, *, runs_tools: bool = False) -> str | None:
+    """Why the request cannot be translated into a chat completion; None if it can, or if it is invalid anyway.
+
+    `runs_tools`: the engine has a tool server, so tools that are neither functions nor custom mean something to it.
+    """
     for param in ("enable_response_messages", "previous_input_messages"):
         if body.get(param):
             return param
-    tools = body.get("tools")
-    for tool in tools if isinstance(tools, list) else ():
-        if isinstance(tool, dict) and tool.get("type") not in (None, "function"):
-            return f"tools: {tool['type']}"
+    if runs_tools and (hosted := hosted_tools(body)):
+        return hosted[0]
     choice = body.get("tool_choice")
-    if isinstance(choice, dict) and choice.get("type") != "function":
+    if isinstance(choice, dict) and choice.get("type") not in _NAMING:
         return f"tool_choice: {choice.get('type')}"
     return None
+
+
+class NamedTool(NamedTuple):
+    """A tool of a response's request, as the client names it."""
+
+    kind: str
+    name: str
+    namespace: str | None
+
+
+def named_tools(body: Json) -> dict[str, NamedTool]:
+    """The tools that a model can call, by the names of their functions in the chat completion."""
+    return {_flat(space, tool["name"]): NamedTool(tool["type"], tool["name"], space) for space, tool in _callable(body)}
+
+
+def hosted_tools(body: Json) -> list[str]:
+    """The types of the tools that run at the provider."""
+    tools = body.get("tools")
+    found = [tool.get("type") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    return [each for each in dict.fromkeys(found) if isinstance(each, str) and each not in _CALLABLE]
+
+
+def left_out(body: Json) -> tuple[str, ...]:
+    """What of the tools the engine does not get: those that no model here can call, and grammars of free text."""
+    formats = [
+        f"tools.{tool['name']}.format"
+        for _, tool in _callable(body)
+        if isinstance(form := tool.get("format"), dict) and form.get("type") != "text"
+    ]
+    return *(f"tools.{each}" for each in hosted_tools(body)), *formats
+
+
+def custom_input(arguments: str) -> str:
+    """The free text in the arguments of a custom tool's function; the arguments, if they have another form."""
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return arguments
+    text = found.get(_INPUT) if isinstance(found, dict) else None
+    return text if isinstance(text, str) else arguments
 
 
 def to_chat(body: Json, previous: Sequence[Json] = ()) -> Json:
@@ -211,11 +262,8 @@ def _message(item: Json, param: str) -> Json:
         case "function_call":
             return {"role": "assistant", "tool_calls": [_call(item, param)]}
         case "custom_tool_call":
-            arguments = json.dumps({"input": item.get("input") or ""}, ensure_ascii=False)
-            return {
-                "role": "assistant",
-                "tool_calls": [_call({**item, "arguments": arguments, "namespace": None}, param)],
-            }
+            arguments = json.dumps({_INPUT: item.get("input") or ""}, ensure_ascii=False)
+            return {"role": "assistant", "tool_calls": [_call({**item, "arguments": arguments}, param)]}
         case "function_call_output" | "custom_tool_call_output":
             content = _content(item.get("output"), f"{param}.output", _INPUT_PARTS)
             return {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
@@ -250,9 +298,8 @@ def _content(content: Any, param: str, parts: Collection[str]) -> str | list[Jso
 
 def _call(item: Json, param: str) -> Json:
     call_id, name, arguments = (_text(item, key, param) for key in ("call_id", "name", "arguments"))
-    if item.get("namespace"):
-        name = f"{item['namespace']}__{name}"
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    function = {"name": _flat(item.get("namespace"), name), "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def _reasoning(item: Json, param: str) -> str:
@@ -290,36 +337,86 @@ def _format(body: Json) -> Json:
     return {"response_format": {"type": output_format["type"]}}
 
 
+def _flat(namespace: str | None, name: str) -> str:
+    """A tool's name as a function, as vLLM writes it."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _callable(body: Json) -> Iterator[tuple[str | None, Json]]:
+    """The functions and custom tools of a request, and the namespace of each."""
+    tools = body.get("tools")
+    for tool in tools if isinstance(tools, list) else ():
+        if not isinstance(tool, dict):
+            continue
+        inner, space = ([tool], None) if tool.get("type") != "namespace" else (tool.get("tools"), tool.get("name"))
+        for each in inner if isinstance(inner, list) else ():
+            if isinstance(each, dict) and each.get("type") in ("function", "custom") and each.get("name"):
+                yield space, each
+
+
 def _tools(body: Json) -> Json:
     tools = body.get("tools") or []
-    requested = body.get("tool_choice", "auto")
+    for number, tool in enumerate(tools):
+        _check_tool(tool, f"tools[{number}]")
+    requested, functions = body.get("tool_choice", "auto"), [_function(*each) for each in _callable(body)]
+    by_name = {each["function"]["name"]: each for each in functions}
+    if isinstance(requested, dict) and requested.get("type") == "allowed_tools":
+        allowed = requested.get("tools")
+        names = [each.get("name") for each in allowed if isinstance(each, dict)] if isinstance(allowed, list) else []
+        functions = [by_name[name] for name in names if name in by_name]
+        requested = requested.get("mode", "auto")
     if isinstance(requested, dict):
-        names = [tool.get("name") for tool in tools if isinstance(tool, dict)]
-        if requested.get("type") != "function" or not requested.get("name") or requested["name"] not in names:
+        name = _flat(requested.get("namespace"), str(requested.get("name") or ""))
+        named = next((each for each in by_name if each == name or each.endswith(f"__{name}")), None) if name else None
+        if named is None:
             raise RequestRefused("tool_choice must name one of tools", code="invalid_value", param="tool_choice")
+        requested = {"type": "function", "function": {"name": named}}
     else:
         _one_of(requested, ("none", "auto", "required"), "tool_choice")
-    if not tools:
-        if requested == "required":
-            raise RequestRefused("tool_choice needs tools", code="invalid_value", param="tool_choice")
+    if not functions and (tools or requested == "required"):
+        hosted = " and ".join(hosted_tools(body))
+        why = f"{hosted}: such tools run at the provider, no model here can call them" if hosted else "no tool is left"
+        param = "tools" if tools else "tool_choice"
+        raise RequestRefused(why, code="unsupported" if hosted else "invalid_value", param=param)
+    if not functions:
         return {}
-    functions: list[Json] = []
-    for number, tool in enumerate(tools):
-        param = f"tools[{number}]"
-        if not isinstance(tool, dict):
-            raise wrong_type(param, "an object")
-        _one_of(tool.get("type"), ("function",), f"{param}.type")
-        _text(tool, "name", param)
-        if not isinstance(tool.get("parameters"), dict | None):
-            raise wrong_type(f"{param}.parameters", "an object")
-        fields = ("name", "description", "parameters", "strict", "defer_loading")
-        stated = {key: tool[key] for key in fields if tool.get(key) is not None}
-        functions.append({"type": "function", "function": stated})
-    choice = {"type": "function", "function": {"name": requested["name"]}} if isinstance(requested, dict) else requested
-    chat: Json = {"tools": functions, "tool_choice": choice}
+    chat: Json = {"tools": functions, "tool_choice": requested}
     if body.get("parallel_tool_calls") is not None:
         chat["parallel_tool_calls"] = body["parallel_tool_calls"]
     return chat
+
+
+def _check_tool(tool: Any, param: str) -> None:
+    if not isinstance(tool, dict):
+        raise wrong_type(param, "an object")
+    kind = _text(tool, "type", param)
+    if kind in _CALLABLE:
+        _text(tool, "name", param)
+    if kind == "namespace":
+        if not isinstance(tool.get("tools"), list):
+            raise wrong_type(f"{param}.tools", "a list")
+        for number, each in enumerate(tool["tools"]):
+            _check_tool(each, f"{param}.tools[{number}]")
+    if not isinstance(tool.get("parameters"), dict | None):
+        raise wrong_type(f"{param}.parameters", "an object")
+
+
+def _function(namespace: str | None, tool: Json) -> Json:
+    """A tool as a function of a chat completion."""
+    fields = ("description", "parameters", "strict", "defer_loading")
+    stated = {key: tool[key] for key in fields if tool.get(key) is not None}
+    if tool["type"] == "custom":
+        form = tool.get("format")
+        if isinstance(form, dict) and form.get("definition"):
+            # Nothing enforces it, so the model reads it.
+            rule = f"The input must match this {form.get('syntax')} grammar:\n{form['definition']}"
+            stated["description"] = "\n\n".join(filter(None, [tool.get("description"), rule]))
+        text = {"type": "string", "description": "The freeform text payload for this tool."}
+        stated["parameters"] = {
+            **{"type": "object", "properties": {_INPUT: text}},
+            **{"required": [_INPUT], "additionalProperties": False},
+        }
+    return {"type": "function", "function": {"name": _flat(namespace, tool["name"]), **stated}}
 
 
 def _text(holder: Json, key: str, param: str) -> str:

@@ -112,6 +112,13 @@ class PinParser:
         self.model_name = settings.served_model_name
         #: Whether clients may pin a version.
         self.allowed = settings.explorer.version_pins
+        #: Its other names, and whether what is asked under them may be trained on.
+        self.aliases = {name: alias.train for name, alias in settings.model.aliases.items()}
+
+    def alias(self, body: Mapping[str, Any]) -> str | None:
+        """The other name under which a body asks for the model."""
+        model = body.get("model")
+        return model if isinstance(model, str) and model in self.aliases else None
 
     def parse(self, body: Mapping[str, Any]) -> VersionPin | None:
         """The version that a body is pinned to. Raises RequestRefused if it is not a number, or the model no name.
@@ -133,9 +140,11 @@ class PinParser:
         return VersionPin(int(number))
 
     def with_versions(self, models: Iterable[dict[str, Any]], served: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """The models of an engine's list, and behind each the versions that may be requested."""
+        """The models of an engine's list, and behind each its other names and the versions that may be requested."""
         for model in models:
             yield model
+            if model.get("id") == self.model_name:
+                yield from (model | {"id": alias, "parent": self.model_name} for alias in self.aliases)
             if self.allowed and model.get("id") == self.model_name:
                 yield from (model | {"id": f"{self.model_name}@{version}"} for version in served)
 

@@ -173,6 +173,38 @@ def install_error_handlers(app: FastAPI) -> None:
         return respond(request, error)
 
 
+#: OpenAI's code of a request that the context has no room for. Clients shorten the conversation when they read it.
+TOO_LONG = "context_length_exceeded"
+
+#: How vLLM says it: the context's length and, unless it did not count that far, the prompt's tokens; ...
+_PROMPT = re.compile(
+    r"maximum context length is (?P<most>\d+) tokens\. However, your prompt contains (at least )?(?P<found>\d+)"
+    r" (?P<of>\w+)"
+    r"|prompt \(length (?P<length>\d+)\).* is longer than the maximum model length of (?P<model>\d+)"
+)
+#: ... or that no reply can be as long.
+_REPLY = re.compile(r"max\w*_tokens=(\d+) cannot be greater than [\w=]*?=(\d+)")
+
+
+def tell_too_long(error: Json) -> Json:
+    """An engine's error, with the code of a request that is too long, if it is about one."""
+    message = str(error.get("message"))
+    return error | {"code": TOO_LONG} if _PROMPT.search(message) or _REPLY.search(message) else error
+
+
+def _as_anthropic_says(message: str) -> str:
+    """An engine's message in Anthropic's words, if it is about length: Claude Code begins to compact by them."""
+    if reply := _REPLY.search(message):
+        wanted, most = reply.groups()
+        return f"max_tokens: {wanted} > {most}, which is the maximum allowed number of output tokens for this model"
+    if (prompt := _PROMPT.search(message)) is None:
+        return message
+    most = int(prompt["most"] or prompt["model"])
+    # Characters were not read as tokens, and a prompt of just the context's length leaves none for a reply.
+    found = most + 1 if prompt["of"] == "characters" else int(prompt["found"] or prompt["length"])
+    return f"prompt is too long: {max(found, most + 1)} tokens > {most} maximum"
+
+
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -197,4 +229,5 @@ def anthropic_engine_error(body: Json, *, status: int) -> Json:
         return anthropic_error(f"the engine answered {status}", status=status)
     # What its chat completions refuse on parsing a request, its messages refuse after translating one.
     kind = "BadRequestError" if error.get("type") == "Bad Request" else error.get("type")
-    return anthropic_error(error["message"], status=status, kind=kind)
+    said = _as_anthropic_says(error["message"])
+    return anthropic_error(said, status=status, kind="invalid_request_error" if said != error["message"] else kind)

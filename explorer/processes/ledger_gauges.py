@@ -5,17 +5,17 @@ import socket
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from functools import partial
 
 import structlog
 
 from tuneloop.explorer.background_tasks import every
-from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.shared.capacity.pace import find_pace
 from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import State, steady_clock
 from tuneloop.shared.job_marks import KEY, load_key
+from tuneloop.shared.ledger.explorers import NOT_STORED, NOT_STORED_S
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules, Standstill
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage.clock import CLOCK_SKEW, ClockSkew
@@ -52,6 +52,7 @@ class LedgerGauges:
         outbox: Callable[[], OutboxStatus],
         interval_s: float,
         stops: Callable[[], tuple[Standstill, ...]] = tuple,
+        totals: ProcessTotals | None = None,
     ) -> None:
         self._ledger = ledger
         self._metrics = metrics
@@ -64,11 +65,20 @@ class LedgerGauges:
         self._shown_rewards: set[str] = set()
         self._outbox, self.stops = outbox, stops
         self._key_checked = self._is_untrainable = False
+        self._totals = totals
+        self._not_stored: dict[str, float] = {}
+        self._told_not_stored: dict[str, float] = {}
 
     async def run(self) -> None:
         """Update the gauges every `interval_s` seconds."""
-        update = partial(asyncio.to_thread, self.update)
-        await every(self._interval_s, update, task="ledger_gauges", metrics=self._metrics)
+
+        async def look() -> None:
+            families = self._totals.collect() if self._totals else ()
+            samples = (sample for family in families if family.name == NOT_STORED for sample in family.samples)
+            self._not_stored |= {each.labels["reason"]: each.value for each in samples if each.name.endswith("_total")}
+            await asyncio.to_thread(self.update)
+
+        await every(self._interval_s, look, task="ledger_gauges", metrics=self._metrics)
 
     def update(self) -> None:
         """Bring gauges and curves up to date. Raises LedgerError, with the gauges that say so set."""
@@ -76,6 +86,11 @@ class LedgerGauges:
             self._ledger.recording.end_silent_leases()
             self._ledger.raters.settle()
             self._ledger.reports.fold_counts()
+            counted = dict(self._not_stored)
+            new = {reason: count - self._told_not_stored.get(reason, 0.0) for reason, count in counted.items()}
+            if any(new.values()):
+                self._ledger.explorers.add(NOT_STORED, new, until=self._ledger.transactions.time() + NOT_STORED_S)
+                self._told_not_stored = counted
             if not self._key_checked:  # once: later the newest replies have names of the key that there is now
                 path, names = self._settings.job_dir / KEY, self._ledger.reports.newest_names(among=_NAMES_LOOKED_AT)
                 signer = ReplyIdSigner(load_key(path))

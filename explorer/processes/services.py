@@ -186,14 +186,16 @@ async def open_control_services(
     forgetting = Forgetting(settings, ledger.retention, forget_files, metrics=metrics, interval_s=interval_s)
     fleet, addresses, sockets = await _open_fleet(settings, stack, audience=audience)
     stops = StopWatch(fleet, drain, metrics, audience)
-    watch = LedgerGauges(ledger, metrics, settings, interval_s=interval_s, outbox=stops.outbox, stops=stops.current)
+    totals = ProcessTotals(metrics.registry)
+    watch = LedgerGauges(
+        ledger, metrics, settings, interval_s=interval_s, outbox=stops.outbox, stops=stops.current, totals=totals
+    )
     stack.callback(watch.close)
     reloader = Reloader(settings, fleet, ledger=ledger, metrics=metrics)
     attestation = Attestation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
     sleep = _open_sleep(
         settings, fleet, metrics, stack, is_busy=lambda: reloader.swapping.locked() or attestation.probing > 0
     )
-    totals = ProcessTotals(metrics.registry)
     key_watch = KeyWatch(settings, ledger.keys)
     await asyncio.to_thread(key_watch.open)
     require_keys(settings, key_watch.table)

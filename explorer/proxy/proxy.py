@@ -7,7 +7,7 @@ This is the hot path. Requests are parsed by `explorer/proxy/request.py`, and tr
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import orjson
 import structlog
@@ -155,6 +155,7 @@ class Proxy:
         signer: ReplyIdSigner,
         recorder: Recorder,
         metrics: Metrics,
+        find_context_length: Callable[[], Awaitable[int | None]],
         shadow: Callable[[Request], None] = lambda request: None,
         traces: Traces | None = None,
     ) -> None:
@@ -163,7 +164,7 @@ class Proxy:
         explorer = settings.explorer
         self._fleet, self._recorder, self._timeout_s = fleet, recorder, explorer.request_timeout
         self.system_turns = SystemTurns(fleet)
-        self.parser = RequestParser(settings, signer, self.system_turns)
+        self.parser = RequestParser(settings, signer, self.system_turns, find_context_length)
         self._metrics, self._failures = metrics, RequestFailures(metrics)
         self._grammars, self._shadow = Grammars(settings), shadow
         self.admission = Admission(
@@ -182,6 +183,8 @@ class Proxy:
             if request.store:
                 self._recorder.admit()
                 self._metrics.captured.labels(request.captured_by).inc()
+            else:
+                self._metrics.not_stored.labels(request.not_stored).inc()
             await self.admission.acquire(request.caller.identity)
             try:
                 whole = await self._answer_in_time(request, raw, outcome)
@@ -189,7 +192,7 @@ class Proxy:
                 self.admission.release(request.caller.identity)
             if whole is not None and raw.started:  # to keep the connection alive: the engine's error has no status
                 error = orjson.loads(whole[1])["error"]
-                code = str(error.get("code") or "engine_error")
+                code = str(error.get("code") or error.get("type") or "engine_error")
                 await raw.end_stream(request.writer.error_event(error["message"], code))
             elif whole is not None:  # its client may read it slowly: it has no engine's place meanwhile
                 await raw.respond(outcome.status, *whole)
@@ -407,6 +410,7 @@ async def _error_body(in_flight: ReplyInFlight, reply: EngineReply) -> bytes:
         parsed = {"error": error}
     elif isinstance(parsed["error"].get("message"), str):
         # Who can change it writes settings, not the command line of an engine.
+        parsed["error"] = errors.tell_too_long(parsed["error"])
         parsed["error"]["message"] = engine_flags.name_settings(parsed["error"]["message"])
     return orjson.dumps(request.writer.convert_error(parsed, reply.status))
 

@@ -1,19 +1,15 @@
 """Parses requests for replies: what goes upstream, who writes the reply, and what is recorded of the two.
 
-The trainer recomputes log softmax(logits / temperature) of token ids. A reply that was sampled from anything else, such
-as a nucleus or a grammar, is marked with the reason: methods that learn from any reply take it, policy gradients do
-not. A reply that answers more than token ids is for none. docs/sampling.md tells it to users.
-
 The labels of a request stand beside its messages: task, run, user, priority, and whether to train on its reply. Ours
 begin with `tuneloop_`, and a wrong value is refused. Without the prefix they are words that an application may have
 used for itself: a value that cannot be a label of ours is the application's own.
 """
 
 import asyncio
-import math
 import random
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,8 +33,6 @@ from tuneloop.explorer.engines.packing import wire
 from tuneloop.explorer.http.bodies import (
     as_utf8,
     coerce_bool,
-    coerce_float,
-    equals,
     finite_number,
     flag_of,
     id_of,
@@ -49,6 +43,8 @@ from tuneloop.explorer.http.bodies import (
 from tuneloop.explorer.limits import RequestMeter, limit_of
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.media import MediaFetcher, with_own_uuids
+from tuneloop.explorer.proxy.sampling import sampling_of
+from tuneloop.explorer.proxy.side_requests import is_side_request
 from tuneloop.explorer.transcript import ReplyIdSigner, Sampling
 from tuneloop.shared import engine_flags
 from tuneloop.shared.errors import RequestRefused
@@ -73,7 +69,8 @@ MAX_METADATA_BYTES = 64 << 10
 #: Of the keys of `metadata` that can mean nothing else.
 PREFIX = "tuneloop_"
 
-#: The names under which a request may keep its reply out of training.
+#: The names under which a request may keep its reply out of training, and the header.
+_TRAIN_HEADER = b"x-tuneloop-train"
 _CONSENT = ("train", f"{PREFIX}train")
 
 #: vLLM bounds no `n`: with 1024 choices of one prompt, all other requests waited for eleven seconds.
@@ -81,6 +78,9 @@ _MOST_OF_A_PROMPT = 128
 
 #: How often openai's and Anthropic's libraries have asked before.
 _RETRIES = b"x-stainless-retry-count"
+
+#: What older releases of Claude Code call a user.
+_CLAUDE_USER = re.compile(r"(user_[0-9a-f]+)_account_.*_session_.+")
 
 #: How often the alarm is looked for.
 _LOOK_S = 5.0
@@ -104,49 +104,6 @@ _SALT = "cache_salt"
 _MEDIA_WORDS = (b"_url", b'"image', b'"video', b'"audio', b'"source"', b'"uuid"', b"previous_response_id", b"\\u")
 
 
-#: Parameters that change the distribution, or where it is stopped, with the values that leave it alone.
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "min_tokens": (0,),
-    "use_beam_search": (False,),
-    "ignore_eos": (False,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "thinking_token_budget": (-1,),
-    "repetition_detection": (),
-    "logits_processors": ([],),
-    "continue_final_message": (False,),
-    "vllm_xargs": ({},),
-    "watermarking": (False,),
-}
-
-#: Of them, those that only cut tokens off: an engine with our plug-in tells which are left.
-TRUNCATING = frozenset({"top_p", "top_k", "min_p"})
-
-#: Parameters with which the reply answers not, or not only, the prompt's token ids, with the values that do nothing.
-BEYOND_IDS: Mapping[str, tuple[object, ...]] = {
-    "prompt_embeds": ([],),
-    "kv_transfer_params": ({},),
-    "ec_transfer_params": ({},),
-}
-
-#: Parts of a message that become token ids; vLLM takes others, such as images.
-_WORDS = ("text", "input_text", "output_text", "refusal", "thinking")
-
-#: vLLM decodes greedily at 0, and raises what is above it to this.
-_LOWEST = 0.01
-
-
 class Labels(NamedTuple):
     """The labels of a request; `train` False keeps its reply out of training.
 
@@ -166,6 +123,7 @@ class Request(NamedTuple):
     """A parsed request. `started` is monotonic, `received_at` seconds since 1970.
 
     `added_fields` names what the engine gets beside the client's fields; `plain_body` encodes the request without them.
+    `not_stored` is why its reply is not kept, `clamped_field` the limit of tokens that was lowered; empty if none is.
     """
 
     dialect: Dialect
@@ -194,6 +152,8 @@ class Request(NamedTuple):
     trace: RequestTrace | None = None
     traces: tuple[str, ...] = ()
     merged_turns: int = 0
+    not_stored: str = ""
+    clamped_field: str = ""
 
     @property
     def key(self) -> str:
@@ -232,7 +192,9 @@ class Request(NamedTuple):
         if self.dialect.path == MESSAGES:
             headers.append((b"request-id", request_id))
         if ignored := (*self.ignored_fields, *self.labels.ignored):
-            headers.append((b"x-tuneloop-ignored", ", ".join(ignored).encode()))
+            headers.append((b"x-tuneloop-ignored", ", ".join(ignored).encode("latin-1", "replace")))
+        if self.clamped_field:
+            headers.append((b"x-tuneloop-clamped", self.clamped_field.encode()))
         return [*headers, *merged_header(self.merged_turns)]
 
 
@@ -275,8 +237,15 @@ class CaptureChoice:
 class RequestParser:
     """Parses requests under the settings."""
 
-    def __init__(self, settings: Settings, signer: ReplyIdSigner, system_turns: SystemTurns) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        signer: ReplyIdSigner,
+        system_turns: SystemTurns,
+        find_context_length: Callable[[], Awaitable[int | None]],
+    ) -> None:
         explorer = settings.explorer
+        self._find_context_length = find_context_length if explorer.clamp_max_tokens else None
         self._system_turns = system_turns
         self._own_engines = not explorer.rollout_model.engine_urls
         self._any_reply, self._record_share = settings.algorithm.of_any_reply, settings.buffer.record_share
@@ -301,7 +270,8 @@ class RequestParser:
         caller, tenant = raw.caller, self._tenants.get(raw.caller.tenant, _ANY_TENANT)
         raw_body = as_utf8(await raw.body(self._max_body_bytes))
         body = dialect.normalize(await parse_body(raw_body))
-        if pin := self._pins.parse(body):
+        pin, alias = self._pins.parse(body), self._pins.alias(body)
+        if pin or alias:
             body["model"] = self._pins.model_name
         stream, store = flag_of(body, "stream"), optional_bool(body, "store")
         flag_of(body, "return_token_ids")
@@ -309,6 +279,7 @@ class RequestParser:
         refuse_misplaced(body)
         dialect = dialect.for_body(body)
         upstream, merged_turns = await self._system_turns.merge(await dialect.to_upstream(body, caller))
+        upstream, clamped = await self._clamp(body, upstream)
         if any(word in raw_body for word in _MEDIA_WORDS):
             upstream = with_own_uuids(await self._media.inline(upstream, raw.meter.hold), caller.tenant)
         if (choices := dialect.count_choices(upstream)) > self._max_choices:
@@ -319,17 +290,27 @@ class RequestParser:
             raise RequestRefused(reason, code="too_many_choices", param="n")
         labels = labels_of(upstream, raw.run, train=tenant.train)
         names = labels.task_id, labels.run_id, labels.trace_id
-        if store is None:
+        drop_reason = None if labels.train else "opt_out"
+        if (alias and not self._pins.aliases[alias]) or not _consent_of(raw):
+            drop_reason = "opt_out"  # whatever the run's URL says: this request is none of the run's
+        elif labels.run_id and is_side_request(body, upstream, raw.header(b"user-agent") or ""):
+            drop_reason = "side_request"
+        asked, not_stored = store, "store_false" if store is False and tenant.store != "always" else ""
+        if store is None or tenant.store == "always":
             # All calls of a run are recorded, or none.
             run = f"{caller.tenant}\0{labels.task_id}\0{labels.run_id}" if labels.run_id else str(random.random())
-            store = tenant.store and fleet.in_share(b"recorded", run, self._record_share)
+            store = bool(tenant.store) and fleet.in_share(b"recorded", run, self._record_share)
+            not_stored = "" if store else "settings"
         sampling = sampling_of(upstream, default_temperature=self._default_temperature, holds_tools=self._holds_tools)
         if self._any_reply or not store:  # nobody needs to know what is left
             sampling = sampling._replace(truncated=False)
         msg_id = self._signer.mint(caller.tenant, choices if store else 0, dialect.prefix)
-        sent = raw_body if pin is None else orjson.dumps(body)
+        sent = orjson.dumps(body) if pin or alias else raw_body
         for_engine = self._for_engine(dialect, caller, msg_id, sent, body, upstream, truncated=sampling.truncated)
-        writer = dialect.writer(body, msg_id, dialect.upstream_prefix + msg_id.removeprefix(dialect.prefix))
+        shown = body | {"model": alias} if alias else body
+        writer = dialect.writer(shown, msg_id, dialect.upstream_prefix + msg_id.removeprefix(dialect.prefix))
+        if alias:
+            writer.transcript.rename(self._pins.model_name, to=alias)
         writer.transcript.captured = for_engine.captured
         most = next((value for name in LENGTHS if (value := upstream.get(name)) is not None), None)
         writer.transcript.limit = self._limit.of(upstream, self._default_tokens if dialect.length_field else None)
@@ -344,9 +325,14 @@ class RequestParser:
             choices=choices,
             stream=stream,
             store=store,
-            sampling=sampling if labels.train else sampling._replace(drop_reason="opt_out"),
+            sampling=sampling._replace(drop_reason=drop_reason) if drop_reason else sampling,
             labels=labels,
-            ignored_fields=(*for_engine.ignored_fields, *(name for name in _LEFT_OUT if body.get(name))),
+            ignored_fields=(
+                *for_engine.ignored_fields,
+                *(name for name in _LEFT_OUT if body.get(name)),
+                *dialect.left_out(body),
+                *(("store",) if asked is False and store else ()),
+            ),
             caller=caller,
             request_id=raw.header(b"x-request-id") or msg_id,
             # The time before its body was read, which may have taken the client long.
@@ -361,7 +347,16 @@ class RequestParser:
             traces=trace_keys(*names, raw.header(b"x-request-id"), traceparent=raw.header(b"traceparent")),
             merged_turns=merged_turns,
             is_retry=raw.header(_RETRIES) not in (None, "0"),
+            not_stored=not_stored,
+            clamped_field=clamped,
         )
+
+    async def _clamp(self, body: Mapping[str, Any], upstream: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """The engine's body with no more tokens asked for than the context has; the client's field, if it had more."""
+        if self._find_context_length is None or (most := await self._find_context_length()) is None:
+            return upstream, ""
+        lowered = {name: most for name in LENGTHS if isinstance(value := upstream.get(name), int) and value > most}
+        return (upstream | lowered, next(name for name in LENGTHS if name in body)) if lowered else (upstream, "")
 
     def _for_engine(
         self,
@@ -445,6 +440,12 @@ def labels_of(body: dict[str, Any], run: RunBinding | None = None, *, train: boo
     return labels._replace(task_id=run.task_id, run_id=run.run_id, train=train)
 
 
+def _consent_of(raw: ClientRequest) -> bool:
+    """Whether a request's header lets its reply be trained on. Raises RequestRefused if it says neither."""
+    said = raw.header(_TRAIN_HEADER)
+    return said is None or coerce_bool(said, _TRAIN_HEADER.decode())
+
+
 def refuse_misplaced(body: dict[str, Any]) -> None:
     """Raise RequestRefused for consent beside `metadata`: nobody would read it, and the reply would be trained on."""
     for name in _CONSENT:
@@ -468,11 +469,11 @@ def _labels_in(body: dict[str, Any]) -> tuple[Labels, bool | None]:
     # Ours first: a client that sets it means it for us. OpenAI's newer name comes before its older one.
     identifier, user = body.get("safety_identifier"), reader.read("user", _person)
     if not user and identifier and isinstance(identifier, str):
-        user = person_name(identifier)
+        user = person_name(_device_of(identifier))
     if not user:
         if not isinstance(older := body.get("user"), str | None):
             raise wrong_type("user", "a string")  # vLLM refuses it too
-        user = person_name(older) if older else None
+        user = person_name(_device_of(older)) if older else None
     labels = Labels(
         task_id=reader.read("task_id", id_of),
         run_id=reader.read("run_id", id_of),
@@ -527,7 +528,21 @@ def _priority(value: object, param: str) -> float:
 def _person(value: object, param: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise wrong_type(param, "a string or an integer")
-    return person_name(str(value))
+    return person_name(_device_of(str(value)))
+
+
+def _device_of(user: str) -> str:
+    """Who a user is from session to session: Claude Code's device, of what it names each session by."""
+    if older := _CLAUDE_USER.fullmatch(user):
+        return older[1]
+    if not user.startswith("{"):
+        return user
+    try:
+        told = orjson.loads(user)
+    except orjson.JSONDecodeError:
+        return user
+    device = told.get("device_id") if "session_id" in told else None
+    return device if device and isinstance(device, str) else user
 
 
 def check_template(body: Mapping[str, Any]) -> None:
@@ -541,63 +556,3 @@ def check_template(body: Mapping[str, Any]) -> None:
             raise RequestRefused(
                 "a chat template is a program: the model's own is used", code="chat_template_not_allowed", param=param
             )
-
-
-def sampling_of(request: Mapping[str, Any], *, default_temperature: float, holds_tools: bool = False) -> Sampling:
-    """Read the sampling parameters of a request body. Raises RequestRefused for a temperature that is none.
-
-    `holds_tools`: the engines may hold tool calls to a grammar of their own accord.
-    """
-    asked = request.get("temperature")  # a number may come as a string
-    temperature = default_temperature if asked is None else coerce_float(asked, "temperature")
-    if not 0 <= temperature < math.inf:
-        raise RequestRefused("temperature must be a number from 0", code="invalid_value", param="temperature")
-    temperature = max(temperature, _LOWEST) if temperature else 0.0
-    others = _not_neutral(request, NEUTRAL) if temperature else ["temperature=0"]
-    changed = f"sampling:{others[0]}" if others else None
-    held = None if changed else _why_held(request, holds_tools)
-    beyond_ids = next((f"sampling:{name}" for name in _not_neutral(request, BEYOND_IDS)), None)
-    messages = request.get("messages")
-    if beyond_ids is None and isinstance(messages, list):
-        contents = [each.get("content") for each in messages if isinstance(each, dict)]
-        for part in (part for content in contents if isinstance(content, list) for part in content):
-            if not (isinstance(part, str) or (isinstance(part, dict) and part.get("type") in _WORDS)):
-                beyond_ids = "sampling:media"
-    # Of a grammar, too, only what it allows is left.
-    truncated = bool(others) and TRUNCATING.issuperset(others)
-    return Sampling(temperature, changed or held, beyond_ids, by_grammar=held is not None, truncated=truncated)
-
-
-def _why_held(request: Mapping[str, Any], holds_tools: bool) -> str | None:
-    """Why the engine holds the reply to a grammar."""
-    if request.get("structured_outputs") is not None:
-        return "sampling:structured_outputs"
-    if request.get("response_format") not in (None, {"type": "text"}):
-        return "sampling:response_format"
-    # vLLM holds tool calls to a grammar not only where one is required.
-    choice, tools = request.get("tool_choice"), request.get("tools")
-    if choice not in (None, "none", "auto"):
-        return "sampling:tool_choice"
-    if choice == "none" or not tools:
-        return None
-    parallel = request.get("parallel_tool_calls")
-    if parallel is not None and not equals(parallel, True):
-        return "sampling:parallel_tool_calls"
-    if holds_tools:
-        return "sampling:tools"
-    for tool in tools if isinstance(tools, list) else ():
-        function = tool.get("function") if isinstance(tool, dict) else None
-        strict = function.get("strict") if isinstance(function, dict) else None
-        if strict is not None and not equals(strict, False):
-            return "sampling:tools"
-    return None
-
-
-def _not_neutral(request: Mapping[str, Any], parameters: Mapping[str, tuple[object, ...]]) -> list[str]:
-    if parameters.keys().isdisjoint(request):
-        return []
-    return [
-        name
-        for name, neutral in parameters.items()
-        if (value := request.get(name)) is not None and not any(equals(value, each) for each in neutral)
-    ]

@@ -1,6 +1,7 @@
 """Routes that only pass on an engine's answer: nothing is sampled there, so nothing is recorded."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 import orjson
@@ -48,7 +49,7 @@ def add_routes(app: FastAPI, pins: PinParser, *, max_body_bytes: int) -> None:
     @app.get("/v1/models")
     @app.get(f"{TRINITY}/v1/models")
     async def models(fleet: FleetOf) -> Response:
-        if pins.allowed:
+        if pins.allowed or pins.aliases:
             return _json({"object": "list", "data": await list_models(fleet)})
         response = await ask_engine(fleet, "GET", "/v1/models")
         return Response(without_adapters(bytes(response.body)), response.status_code, media_type="application/json")
@@ -79,7 +80,7 @@ def _add_forwarded(app: FastAPI, pins: PinParser, max_body_bytes: int) -> None:
         merge = turns.merge_counted if request.url.path == _COUNT else turns.merge
         merged, count = await merge(parsed)
         pin, upstream = pins.parse(merged), with_own_uuids(merged, caller.tenant)
-        if pin is not None:
+        if pin is not None or pins.alias(merged):
             upstream = upstream | {"model": pins.model_name}
         body = data if upstream is parsed else orjson.dumps(upstream)
         caller.meter.count_tokens(tokens_of(len(data)))
@@ -99,6 +100,19 @@ def _add_forwarded(app: FastAPI, pins: PinParser, max_body_bytes: int) -> None:
 
     for path in _PASSTHROUGH_QUERIES:
         app.get(path)(pass_query_through)
+
+
+def remembered_context_length(fleet: Fleet) -> Callable[[], Awaitable[int | None]]:
+    """A function that tells `context_length`, and asks for it until an engine has answered."""
+    found: int | None = None
+
+    async def find() -> int | None:
+        nonlocal found
+        if found is None:
+            found = await context_length(fleet)
+        return found
+
+    return find
 
 
 async def context_length(fleet: Fleet) -> int | None:

@@ -13,7 +13,7 @@ from tuneloop.explorer.arrivals import Arrivals
 from tuneloop.explorer.auth import Caller, caller_of
 from tuneloop.explorer.control_client import ControlClient
 from tuneloop.explorer.dialects.dialect import RESPONSES
-from tuneloop.explorer.dialects.responses_request import normalize, untranslatable_reason
+from tuneloop.explorer.dialects.responses_request import normalize
 from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.ledger.recording.stored_completions import StoredCompletions
@@ -61,7 +61,7 @@ class StoredResponses:
         if not found or not isinstance(body, dict) or all(each.finish_reason is None for each in found.choices):
             raise _not_found(response_id)
         body, choice, usage = normalize(body), found.choices[0], None
-        if untranslatable_reason(body) is None:
+        if choice.prompt_tokens:  # the engine's own answers have none
             prompt, completion = choice.prompt_tokens, choice.completion_tokens
             total = prompt + completion
             usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}

@@ -35,7 +35,7 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger, gate: EntryGate
     description = orjson.dumps(describe_api())
     model = site.settings.served_model_name
 
-    @router.get("/")
+    @router.api_route("/", methods=["GET", "HEAD"])  # Claude Code asks whether somebody is there
     async def start(request: Request) -> Response:
         if "text/html" not in request.headers.get("accept", ""):
             answer = {"name": "tuneloop", "version": VERSION, "base_url": f"{_origin(request)}/v1", "links": _LINKS}

@@ -95,7 +95,7 @@ def _part(row: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any] | No
 
 
 #: Why nothing is trained on a row: its client forbade it, or it is kept for comparing versions.
-_KEPT_OUT = frozenset({"opt_out", "held_out"})
+_KEPT_OUT = frozenset({"opt_out", "held_out", "side_request"})
 #: Why a row's text is no answer.
 _NO_REPLY = frozenset({"cut_off", "empty"})
 

@@ -15,6 +15,9 @@ SEEN_S = 30.0
 #: Seconds until another explorer may decide, where the one that did is silent.
 LEAD_S = 30.0
 
+#: What explorers count together of replies that were not kept, for so many seconds after the last.
+NOT_STORED, NOT_STORED_S = "tuneloop_replies_not_stored", 7 * 86400.0
+
 _NEVER = 1e300
 _FORGOTTEN_S = 7 * 86400.0
 

@@ -19,7 +19,7 @@ from tuneloop.shared.ledger.storage.schema import erasures, exchanges, experienc
 PAGE = 500
 
 #: The reasons of replies that are no answer to learn from, whatever their reward. `opt_out`: the client forbade it.
-NO_ANSWER = ("cut_off", "empty", "opt_out")
+NO_ANSWER = ("cut_off", "empty", "opt_out", "side_request")
 
 
 class Selection(NamedTuple):

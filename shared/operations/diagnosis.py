@@ -36,12 +36,19 @@ TRAINER_SILENT = "trainer_silent"
 #: More untrainable replies than this for each trainable one are no client's choice.
 _NEARLY_ALL = 20
 
-#: What makes replies trainable that truncation marked, behind their reason.
+#: What makes replies trainable, or recorded, that were not, behind their reason.
 MARK_CURES = dict.fromkeys(
     ("sampling:top_p", "sampling:top_k", "sampling:min_p"),
     " (the engine did not tell what was left: load tuneloop's plug-in into it, TUNELOOP_ENGINE_PACKS=1, and send no"
     " other parameter that changes samples, nor `logprobs`)",
-) | {"sampling:mask_too_large": " (too many tokens were left to be told: send `top_k`, or a lower `top_p`)"}
+) | {
+    "no_token_ids": " (the engine answered itself, or told no token ids)",
+    "side_request": " (titles, summaries and the like in a run, which its reward does not reach)",
+    "sampling:thinking_token_budget": " (the engine ended the reasoning: let the client set a larger budget, or none)",
+    "store_false": " (by the request's own word; `tenants.NAME.store: always` keeps them)",
+    "settings": " (by tenants.NAME.store or buffer.record_share)",
+    "sampling:mask_too_large": " (too many tokens were left to be told: send `top_k`, or a lower `top_p`)",
+}
 
 #: What to do about rows that were dropped for a reason with these words.
 _DROP_CURES = dict.fromkeys(

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tuneloop.shared.capacity.pace import TrainerPace, find_pace
@@ -17,7 +18,7 @@ from tuneloop.shared.checkpoints import (
 from tuneloop.shared.errors import CheckpointRejected, EnvironmentRefused, LedgerError
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.job_marks import require_restored
-from tuneloop.shared.ledger.explorers import ExplorerStatus
+from tuneloop.shared.ledger.explorers import NOT_STORED, ExplorerStatus
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
 from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
 from tuneloop.shared.ledger.storage import revisions
@@ -58,7 +59,7 @@ class DoctorReport(NamedTuple):
     that no engine could load now. `older` says what knows more than the ledger, `unseen` names files of outboxes that
     nobody has seen for two hours, `restoring` says that a restore has not come to its end. `engines` are those of the
     explorer that answers where the settings say, None without one; `pace` is that of the last minutes, None without two
-    versions in them. `explorers` are all that it knows.
+    versions in them. `explorers` are all that it knows. `not_stored` counts the replies of a week that were not kept.
     """
 
     facts: Facts
@@ -73,6 +74,7 @@ class DoctorReport(NamedTuple):
     clock: ClockSkew | None = None
     pace: TrainerPace | None = None
     explorers: tuple[ExplorerStatus, ...] = ()
+    not_stored: Mapping[str, float] = MappingProxyType({})
 
 
 def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None = None) -> DoctorReport:
@@ -103,6 +105,7 @@ def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None 
                 "older": find_lost_versions(settings.job_dir, ledger) or "",
                 "unseen": tuple(ledger.recording.unseen_files(files_of(settings.outbox_dir), _SILENT_S)),
                 "explorers": tuple(ledger.explorers.all()),
+                "not_stored": ledger.explorers.counts(NOT_STORED),
                 "clock": ClockSkew(time.time() - now, ledger.transactions.clock_skew()),
             }
             outbox = read_outbox(settings, ledger)
@@ -184,6 +187,10 @@ def as_sections(report: DoctorReport, settings: Settings) -> dict[str, list[str]
         wrong = [f"does NOT hold: {sentence}" for sentence in report.imbalance]
         sections["Ledger"] = [*equation(facts.ledger), *(wrong or ["holds"]), *filter(None, [report.older])]
         sections["Waiting"] = list(_waiting(facts.ledger, facts))
+        sections["Waiting"] += [
+            f"{'not kept':<10} {count:>8.0f} {reason}{MARK_CURES.get(reason, '')}"
+            for reason, count in sorted(report.not_stored.items())
+        ]
         pace = [report.pace.sentence] if report.pace else []
         sections["Trainer"] = [_trainer(facts.ledger, facts.now), *pace]
         open_versions = (
@@ -280,6 +287,7 @@ def as_json(report: DoctorReport) -> Mapping[str, object]:
         "reasons": [reason._asdict() for reason in report.reasons],
         "explorers": [each._asdict() | {"up": each.up(facts.now)} for each in report.explorers],
         "engines": report.engines and [each._asdict() for each in report.engines],
+        "not_stored": dict(report.not_stored),
         "pace": report.pace and report.pace._asdict() | {"lag": report.pace.lag},
     }
     if ledger is not None:

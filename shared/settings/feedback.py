@@ -200,8 +200,9 @@ class RetentionSettings(Section):
 class TenantSettings(Section):
     """What holds for a tenant whose requests say nothing else; of retention, what is not written is as for all."""
 
-    store: bool = True
-    """Whether an exchange is kept. False: the tenant's replies are answered and forgotten."""
+    store: bool | Literal["always"] = True
+    """Whether an exchange is kept. False: the tenant's replies are answered and forgotten. `always`: they are kept
+    whatever a request's own `store` says."""
     train: bool = True
     """Whether an exchange may be trained on."""
     retention: RetentionSettings = RetentionSettings()

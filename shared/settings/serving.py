@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from pydantic import Field
+
 from tuneloop.shared import engine_flags
 from tuneloop.shared.settings.types import (
     Address,
@@ -66,6 +68,13 @@ class LoraSettings(Section):
         return self.alpha or 2 * self.rank
 
 
+class AliasSettings(Section):
+    """Another name of the model."""
+
+    train: bool = True
+    """Whether replies to requests under this name may be trained on."""
+
+
 class ModelSettings(Section):
     """The model that is served and trained."""
 
@@ -74,6 +83,9 @@ class ModelSettings(Section):
     local cache. It is version 0. Unless `served_model_name` says otherwise, clients send this as `model`."""
     served_model_name: str | None = None
     """The name that clients send as `model`; null: `model_path` as written. _Serve._"""
+    aliases: dict[str, AliasSettings] = Field(default_factory=dict)
+    """[Other names](clients.md#other-names) that clients may send as `model`, as agents do for small tasks:
+    `{claude-haiku-4-5: {train: false}, gpt-4o-mini: {}}`. `train: false` keeps the replies out of training. _Serve._"""
     max_model_len: Positive | None = None
     """Tokens of prompt and reply together; null: what the model's own configuration says."""
     max_response_tokens: Positive | None = None
@@ -258,6 +270,9 @@ class ExplorerSettings(Section):
     """How much may wait in the outbox while the database is away, of all explorers that share `outbox_dir`. Beyond it,
     or once less than 5 % of the outbox's disk (at most 1 GiB) is free, new requests and feedback are refused with 503;
     replies in flight are still kept, and so are requests with `store: false` answered. _Serve._"""
+    clamp_max_tokens: bool = False
+    """Lower a request's `max_tokens` to the model's context length, and say so in `x-tuneloop-clamped`, instead of
+    refusing the request as vLLM does. _Serve._"""
     max_body_bytes: Positive = 16 << 20
     """Bytes of the largest request that is accepted. _Serve._"""
     max_held_bytes: Positive = 512 << 20

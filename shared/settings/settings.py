@@ -55,7 +55,7 @@ class Settings(Section):
     tenants: dict[str, TenantSettings] = Field(default_factory=dict)
     """What holds for a [tenant](keys.md#tenants) where a request says nothing else, by its name: `{acme: {store: false,
     train: false, retention: {trained: 86400}}}`. Each has `store`, `train` and `retention`; what is not written is as
-    for all, and both are true."""
+    for all, and both are true. `store: always` keeps replies to requests with [`store: false`](clients.md#codex)."""
     privacy: PrivacySettings = PrivacySettings()
     monitor: MonitorSettings = MonitorSettings()
     gate: GateSettings = GateSettings()

@@ -14,6 +14,7 @@ from tuneloop.explorer.dialects.responses_reply import ResponseStream, to_respon
 from tuneloop.explorer.dialects.responses_request import (
     LOGPROBS,
     continued_messages,
+    left_out,
     normalize,
     to_chat,
     untranslatable_reason,
@@ -97,16 +98,22 @@ def streamed(*chunks: Json, body: Json | None = None, context: int | None = None
         (RICH, None),
         ({"background": False}, None),
         ({"enable_response_messages": True}, "enable_response_messages"),
-        ({"tools": [ADD, {"type": "web_search"}]}, "tools: web_search"),
-        ({"tools": [{"type": "mcp", "server_label": "s"}]}, "tools: mcp"),
-        ({"tools": [{"type": "custom", "name": "c"}]}, "tools: custom"),
+        ({"tools": [ADD, {"type": "web_search"}]}, None),
+        ({"tools": [{"type": "custom", "name": "c"}]}, None),
         ({"tools": "wrong anyway"}, None),
-        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice: allowed_tools"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, None),
+        ({"tool_choice": {"type": "mcp"}}, "tool_choice: mcp"),
         ({"input": [None, {"type": []}]}, None),
     ],
 )
 def test_what_is_no_chat_completion_is_named(fields: Json, why: str | None):
     assert untranslatable_reason(fields) == why
+
+
+def test_tools_of_the_provider_are_the_engines_where_it_has_a_server_of_tools():
+    body = {"tools": [ADD, {"type": "code_interpreter"}]}
+    assert untranslatable_reason(body, runs_tools=True) == "code_interpreter"
+    assert untranslatable_reason({"tools": [ADD]}, runs_tools=True) is None
 
 
 def test_a_request_becomes_a_chat_completion():
@@ -149,9 +156,108 @@ def test_nothing_is_sent_that_was_not_asked_for():
     }
 
 
+PATCH = {
+    **{"type": "custom", "name": "apply_patch", "description": "Edits files."},
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch"'},
+}
+SPACE = {"type": "namespace", "name": "agents", "description": "d", "tools": [ADD, {"type": "custom", "name": "say"}]}
+AGENTS = {"input": "Hi.", "tools": [ADD, PATCH, SPACE, {"type": "web_search", "external_web_access": True}]}
+
+
+def called(name: str, *arguments: str) -> list[Json]:
+    """The tool calls of a chat completion's chunks: the first has the name, each a part of the arguments."""
+    first = {"index": 0, "id": "c", "type": "function", "function": {"name": name, "arguments": arguments[0]}}
+    return [first, *({"index": 0, "function": {"arguments": each}} for each in arguments[1:])]
+
+
+def test_tools_of_any_kind_that_a_model_can_call_are_functions():
+    chat = to_chat(AGENTS)
+    functions = {each["function"]["name"]: each["function"] for each in chat["tools"]}
+    assert list(functions) == ["add", "apply_patch", "agents__add", "agents__say"]
+    assert functions["agents__add"] == {"name": "agents__add", "parameters": {"type": "object"}, "strict": True}
+    patch = functions["apply_patch"]
+    assert (patch["parameters"]["required"], patch["parameters"]["properties"]["input"]["type"]) == (
+        ["input"],
+        "string",
+    )
+    assert patch["description"].startswith("Edits files.")
+    assert "*** Begin Patch" in patch["description"]  # nothing enforces the grammar: the model has to know it
+    assert left_out(AGENTS) == ("tools.web_search", "tools.apply_patch.format")
+
+
+@pytest.mark.parametrize(
+    ("choice", "chosen"),
+    [
+        ({"type": "custom", "name": "apply_patch"}, "apply_patch"),
+        ({"type": "function", "name": "say"}, "agents__say"),
+        ({"type": "function", "name": "agents__add"}, "agents__add"),
+    ],
+)
+def test_a_tool_of_any_kind_can_be_chosen(choice: Json, chosen: str):
+    chat = to_chat(AGENTS | {"tool_choice": choice})
+    assert chat["tool_choice"] == {"type": "function", "function": {"name": chosen}}
+
+
+def test_allowed_tools_are_those_that_the_model_gets():
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "apply_patch"}]}
+    chat = to_chat(AGENTS | {"tool_choice": choice})
+    assert ([each["function"]["name"] for each in chat["tools"]], chat["tool_choice"]) == (["apply_patch"], "required")
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "web_search: such tools run at the provider"),
+        ({"tools": [{"type": "mcp"}, {"type": "image_generation"}]}, "mcp and image_generation: such tools"),
+        ({"tools": [ADD, {"type": "custom"}]}, r"tools\[1\].name must be a string"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, r"tools\[0\].tools must be a list"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]}, "tools.*tools.*name"),
+        ({"tools": [ADD], "tool_choice": {"type": "custom", "name": "none"}}, "tool_choice must name one of tools"),
+    ],
+)
+def test_tools_that_nobody_can_call_are_refused_with_a_sentence(fields: Json, why: str):
+    with pytest.raises(RequestRefused, match=why):
+        to_chat({"input": "Hi.", **fields})
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "item"),
+    [
+        ("apply_patch", ['{"inp', 'ut": "*** \\u00fc', '\\n"}'], {"type": "custom_tool_call", "input": "*** ü\n"}),
+        ("apply_patch", ["*** no JSON"], {"type": "custom_tool_call", "input": "*** no JSON"}),
+        ("agents__say", ['{"input": "x"}'], {"type": "custom_tool_call", "input": "x", "namespace": "agents"}),
+        ("agents__add", ["{}"], {"type": "function_call", "arguments": "{}", "namespace": "agents"}),
+        ("add", ["{}"], {"type": "function_call", "arguments": "{}", "namespace": None}),
+        ("unknown", ["{}"], {"type": "function_call", "arguments": "{}", "name": "unknown"}),
+    ],
+)
+def test_a_call_comes_back_as_the_client_knows_its_tool(name: str, arguments: list[str], item: Json):
+    pieces = called(name, *arguments)
+    whole = copy.deepcopy(pieces[0])
+    whole["function"]["arguments"] = "".join(arguments)
+    answer = reply("tool_calls", tool_calls=[whole])
+    [said] = to_response(AGENTS, answer, response_id="resp_1", created_at=1)["output"]
+    assert item.items() <= said.items()
+    assert said["name"] == name.removeprefix("agents__")
+    events = streamed(*(chunk(tool_calls=[each]) for each in pieces), chunk("tool_calls"), LAST, body=AGENTS)
+    assert events[-1]["response"]["output"] == [said]
+    if said["type"] == "custom_tool_call":
+        kinds = ["response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"]
+        assert [(each["type"], each.get("delta", each.get("input"))) for each in events if each["type"] in kinds] == [
+            (kind, item["input"]) for kind in kinds
+        ]
+    # And it is heard as it was said.
+    output = {"type": f"{said['type']}_output", "call_id": "c", "output": "ok"}
+    [before, _] = to_chat({"input": [said, output]})["messages"]
+    function = before["tool_calls"][0]["function"]
+    assert function["name"] == name
+    if item.get("input") != "*** no JSON":
+        assert json.loads(function["arguments"]) == json.loads("".join(arguments))
+
+
 def test_calls_of_custom_tools_are_put_as_vllm_puts_them():
     received = [
-        {"type": "custom_tool_call", "call_id": "c", "name": "shell", "input": 'echo "ü"', "namespace": "n"},
+        {"type": "custom_tool_call", "call_id": "c", "name": "shell", "input": 'echo "ü"'},
         {"type": "custom_tool_call_output", "call_id": "c", "output": "ü"},
     ]
     call = {"id": "c", "type": "function", "function": {"name": "shell", "arguments": '{"input": "echo \\"ü\\""}'}}

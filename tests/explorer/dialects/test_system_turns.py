@@ -193,8 +193,9 @@ def test_instructions_of_a_response_are_in_the_prompt(
     explorer: RunningExplorer, double: EngineDouble, template: str, stream: bool
 ) -> None:
     double.template = template
-    answer = explorer.http.post("/v1/responses", json=RESPONSE | {"stream": stream})
+    answer = explorer.http.post("/v1/responses", json=RESPONSE | {"stream": stream, "tools": HOSTED})
     assert (answer.status_code, answer.headers[MERGED]) == (200, "1")
+    assert answer.headers["x-tuneloop-ignored"] == "tools.web_search"
     assert double.chats[-1].body["messages"] == [
         turn("system", "be kind\n\nbe brief"),
         turn("user", [{"type": "text", "text": "hi"}]),
@@ -211,7 +212,7 @@ def test_instructions_of_a_response_that_the_engine_answers_itself_are_in_the_pr
     engine = RespondingDouble(url=places[0].url, began_at=places[0].fresh().began_at, template=template)
     places[0].double = engine
     explorer = running_explorer(engine)
-    body = RESPONSE | {"tools": HOSTED, "stream": False, "instructions": instructions}
+    body = RESPONSE | {"enable_response_messages": True, "stream": False, "instructions": instructions}
     answer = explorer.http.post("/v1/responses", json=body)
     assert (answer.status_code, answer.headers[MERGED]) == (200, "1")
     assert answer.json()["instructions"] == instructions

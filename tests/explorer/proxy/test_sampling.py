@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuneloop.explorer.proxy.request import BEYOND_IDS, NEUTRAL, sampling_of
+from tuneloop.explorer.proxy.sampling import BEYOND_IDS, NEUTRAL, sampling_of
 from tuneloop.explorer.transcript import Sampling
 from tuneloop.shared.errors import RequestRefused
 
@@ -44,7 +44,7 @@ def drop_reason(**asked: Any) -> str | None:
         ("guided_regex", "a*"),
         ("guided_choice", ["a"]),
         ("guided_grammar", "x"),
-        ("thinking_token_budget", 10),
+        ("thinking_token_budget", "10"),
         ("logits_processors", ["x"]),
         ("continue_final_message", True),
         ("vllm_xargs", {"a": 1}),

@@ -88,6 +88,7 @@ def test_every_metric_moves(running_explorer: Run, double: EngineDouble) -> None
     explorer.chat(metadata={"task_id": "poison"})
     explorer.chat(messages=[{"role": "user", "content": "my key is sk-proj-abcdefgh12345678"}])
     assert explorer.http.get("/v1/models", headers={"Host": "elsewhere.example"}).status_code == 403
+    explorer.chat(store=False)
     explorer.commit()
     double.refuses_load_of.add("global_step_1")
     register(explorer.ledger, explorer.settings.job_dir)
@@ -102,7 +103,7 @@ def test_every_metric_moves(running_explorer: Run, double: EngineDouble) -> None
     assert found["tuneloop_version_served"] == 2
     assert found["tuneloop_requests_total"] >= 3
     assert found["tuneloop_request_seconds_count"] == found["tuneloop_requests_total"]
-    assert found["tuneloop_experiences_recorded_total"] == found["tuneloop_requests_total"]
+    assert found["tuneloop_experiences_recorded_total"] == found["tuneloop_requests_total"] - 1  # one is not kept
     assert found["tuneloop_feedback_total"] == 1
     assert found["tuneloop_outbox_refused_total"] == 1
     assert found["tuneloop_reload_seconds_count"] == 1

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.contract
 Json = dict[str, Any]
 
 PLAIN: Json = {"model": MODEL, "input": "3+4=", "max_output_tokens": 12}
-CUSTOM: Json = PLAIN | {"tools": [{"type": "custom", "name": "shell"}]}
+NATIVE: Json = PLAIN | {"enable_response_messages": True}
 CALL = {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "add", "arguments": "{}", "status": "completed"}
 
 
@@ -66,11 +66,8 @@ def native_requests(engines: list[RespondingDouble]) -> Json:
 
 
 ONLY_THERE = {
-    "a custom tool": CUSTOM,
-    "a built-in tool": PLAIN | {"tools": [{"type": "web_search_preview"}]},
-    "a server of tools": PLAIN | {"tools": [{"type": "mcp", "server_label": "s", "server_url": "http://s"}]},
-    "allowed tools": PLAIN | {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
-    "messages as tokens": PLAIN | {"enable_response_messages": True},
+    "a choice of a hosted tool": PLAIN | {"tools": [{"type": "mcp"}], "tool_choice": {"type": "mcp"}},
+    "messages as tokens": NATIVE,
 }
 
 
@@ -104,7 +101,7 @@ def test_what_has_no_ids_takes_feedback_but_is_never_trained_on(
     explorer: RunningExplorer, engines: list[RespondingDouble]
 ) -> None:
     before = explorer.counts()
-    name = post(explorer, CUSTOM).json()["id"]
+    name = post(explorer, NATIVE).json()["id"]
     assert explorer.feedback(name).status_code == 200
     assert explorer.commit().status_code == 200
     after = explorer.counts()
@@ -114,8 +111,8 @@ def test_what_has_no_ids_takes_feedback_but_is_never_trained_on(
 
 
 def test_a_client_cannot_choose_the_id(explorer: RunningExplorer, engines: list[RespondingDouble]) -> None:
-    first = post(explorer, CUSTOM).json()["id"]
-    second = post(explorer, CUSTOM | {"request_id": first}).json()["id"]
+    first = post(explorer, NATIVE).json()["id"]
+    second = post(explorer, NATIVE | {"request_id": first}).json()["id"]
     assert first != second
     assert explorer.feedback(second).status_code == 200
 
@@ -123,7 +120,7 @@ def test_a_client_cannot_choose_the_id(explorer: RunningExplorer, engines: list[
 def test_what_the_engine_refuses_is_refused_in_its_words(
     explorer: RunningExplorer, engines: list[RespondingDouble]
 ) -> None:
-    assert post(explorer, CUSTOM | {"metadata": []}).status_code == 400
+    assert post(explorer, NATIVE | {"metadata": []}).status_code == 400
     both = {"previous_response_id": "resp_x", "previous_input_messages": [{}]}
     assert post(explorer, PLAIN | both).json()["error"]["param"] == "previous_response_id"
 
@@ -133,7 +130,7 @@ def test_a_stream_that_breaks_off_says_so_and_is_kept_as_cut_off(
 ) -> None:
     for engine in engines:
         engine.breaks_after = 2
-    answer = events(post(explorer, CUSTOM | {"stream": True}).text)
+    answer = events(post(explorer, NATIVE | {"stream": True}).text)
     assert [each["type"] for each in answer[-2:]] == ["error", "response.failed"]
     assert [each["sequence_number"] for each in answer] == list(range(len(answer)))
     kept = kept_as(explorer, answer[0]["response"]["id"])
@@ -153,7 +150,7 @@ def test_a_response_that_failed_counts_as_a_failure(
     for each in engines:
         each.output, each.status_of_output = [], "failed"
     before = replies(explorer, "failed")
-    answer = post(explorer, CUSTOM | {"stream": stream})
+    answer = post(explorer, NATIVE | {"stream": stream})
     failed = events(answer.text)[-1]["response"] if stream else answer.json()
     assert failed["status"] == "failed"
     assert replies(explorer, "failed") == before + 1
@@ -163,7 +160,7 @@ def test_a_response_that_failed_counts_as_a_failure(
 
 
 def test_what_must_not_be_stored_is_not(explorer: RunningExplorer, engines: list[RespondingDouble]) -> None:
-    name = post(explorer, CUSTOM | {"store": False}).json()["id"]
+    name = post(explorer, NATIVE | {"store": False}).json()["id"]
     assert kept_as(explorer, name) is None
     assert again(explorer, name).status_code == 404
 
@@ -205,13 +202,13 @@ def test_a_response_of_ours_is_told_again_as_it_was(
 def test_of_what_the_engine_answered_itself_the_words_are_told_again(
     explorer: RunningExplorer, engines: list[RespondingDouble]
 ) -> None:
-    answer = post(explorer, CUSTOM).json()
+    answer = post(explorer, NATIVE).json()
     found = again(explorer, answer["id"]).json()
     assert [item["content"][0]["text"] for item in found["output"]] == ["Done."]
     assert (found["id"], found["tools"], found["usage"]) == (answer["id"], answer["tools"], None)
 
 
-@pytest.mark.parametrize("body", [PLAIN, CUSTOM], ids=["translated", "native"])
+@pytest.mark.parametrize("body", [PLAIN, NATIVE], ids=["translated", "native"])
 @pytest.mark.parametrize(
     "field", [{"conversation": "conv_1"}, {"context_management": [{"type": "compaction", "compact_threshold": 1000}]}]
 )
@@ -247,7 +244,7 @@ def continuing(explorer: RunningExplorer, engines: list[RespondingDouble], body:
 
 
 def test_a_response_goes_on_from_one_of_the_engine(explorer: RunningExplorer, engines: list[RespondingDouble]) -> None:
-    answer = continuing(explorer, engines, CUSTOM)(PLAIN | {"input": "and?"})
+    answer = continuing(explorer, engines, NATIVE)(PLAIN | {"input": "and?"})
     assert answer["previous_response_id"]
     (chat,) = [each for engine in engines for each in engine.chats]
     message_item = [(each["role"], each["content"]) for each in chat.body["messages"]]
@@ -264,7 +261,7 @@ def test_a_response_of_the_engine_goes_on_from_one_of_ours(
         {"type": "custom_tool_call_output", "call_id": "c", "output": "7"},
     ]
     go_on = continuing(explorer, engines, PLAIN | {"input": received, "instructions": "Be short."})
-    answer = go_on(CUSTOM | {"input": "and?", "instructions": "Be long."})
+    answer = go_on(NATIVE | {"input": "and?", "instructions": "Be long."})
     request = native_requests(engines)
     assert "previous_response_id" not in request
     call = {"type": "function_call", "call_id": "c", "name": "shell", "arguments": '{"input": "ls"}'}

@@ -267,6 +267,9 @@ def open_services(
         native=NativeResponsesDialect(conversations.read, defaults=defaults),
         runs_tools=engine_flags.has_tool_server(explorer.rollout_model.engine_args),
     )
+    rollout = explorer.rollout_model
+    thinks = engine_flags.thinks(rollout.engine_args, rollout.reasoning_parser)
+    anthropic = MessagesDialect(thinks=thinks or bool(rollout.engine_urls))
     stored_responses = StoredResponses(
         signer=signer,
         stored=ledger.stored,
@@ -285,7 +288,7 @@ def open_services(
     )
     services = Services(
         proxy=proxy,
-        dialects={each.path: each for each in (ChatDialect(), TextDialect(), responses, MessagesDialect())},
+        dialects={each.path: each for each in (ChatDialect(), TextDialect(), responses, anthropic)},
         responses=stored_responses,
         feedback=feedback_routes,
         scores=ScoreRoutes(feedback_routes, ledger, settings),

@@ -142,6 +142,12 @@ def has_tool_server(arguments: Sequence[str]) -> bool:
     return any(name == "--tool-server" for name, _ in _pairs(arguments))
 
 
+def thinks(arguments: Sequence[str], parser: str | None) -> bool:
+    """Whether engines with these arguments and this reasoning parser tell reasoning from the answer."""
+    names = {name for name, _ in _pairs(arguments)}
+    return parser is not None or not names.isdisjoint(("--reasoning-parser", "--reasoning-config"))
+
+
 def holds_tools(arguments: Sequence[str], parser: str | None) -> bool:
     """Whether engines with these arguments and this tool parser may hold calls to a grammar that nobody asks for."""
     pairs = list(_pairs(arguments))

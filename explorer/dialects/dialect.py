@@ -233,17 +233,25 @@ class _MessageWriter(_TranslatedWriter):
 
 
 class MessagesDialect(Dialect):
-    """Anthropic's messages."""
+    """Anthropic's messages. `thinks`: engines can tell reasoning from the answer, and so end it at a budget."""
 
     path, prefix = MESSAGES, "msg_"
 
+    def __init__(self, *, thinks: bool = True) -> None:
+        self._thinks = thinks
+
     async def to_upstream(self, body: Json, caller: Caller) -> Json:
         """See Dialect."""
-        return messages.to_chat(body)
+        chat = messages.to_chat(body)
+        if not self._thinks:  # a budget of nothing: the engine would refuse what Claude Code always asks for
+            chat.pop(messages.BUDGET, None)
+        return chat
 
     def left_out(self, body: Json) -> tuple[str, ...]:
         """See Dialect."""
-        return tuple(f"tools.{each}" for each in messages.hosted_tools(body))
+        thinking = body.get("thinking") or {}
+        budget = () if self._thinks or thinking.get("type") != "enabled" else ("thinking.budget_tokens",)
+        return *(f"tools.{each}" for each in messages.hosted_tools(body)), *budget
 
     def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""

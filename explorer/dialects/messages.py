@@ -31,6 +31,9 @@ _SHARED_FIELDS = (
     "watermarking",
 )
 
+#: The most tokens of reasoning, as vLLM names it.
+BUDGET = "thinking_token_budget"
+
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 #: Claude Code's billing header carries a hash of the request; in a prompt it would make every prefix a new one.
@@ -258,7 +261,7 @@ def to_chat(body: Json) -> Json:
         shape = {"type": "json_schema", "json_schema": {"name": "json_schema", "schema": schema}} if schema else None
         chat |= {"reasoning_effort": config.effort, "response_format": shape}
     if isinstance(thinking, ThinkingEnabled):
-        chat["thinking_token_budget"] = thinking.budget_tokens
+        chat[BUDGET] = thinking.budget_tokens
     elif thinking and thinking.type == "disabled":
         chat["reasoning_effort"] = "none"
     if request.stream:

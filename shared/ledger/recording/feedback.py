@@ -458,7 +458,8 @@ def _replies_decided_by(events: Sequence[Feedback], rows: _Rows, rule: RewardRul
         made: dict[str, None] = {}
         for row, heard in rows[event.tenant, event.task_id, event.run_id][:MAX_TOLD]:
             if row.id not in counting:
-                said = counting_events(rule, heard.about(row), sampled_at=row.sampled_at) if row.state in OPEN else ()
+                reached = row.state in OPEN and row.state != State.DROPPED  # of those nothing is learnt
+                said = counting_events(rule, heard.about(row), sampled_at=row.sampled_at) if reached else ()
                 counting[row.id] = {(each.metric, each.source) for each, _ in said if each.of_run}
             if (event.metric, event.source) in counting[row.id]:
                 made[row.msg_id] = None

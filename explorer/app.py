@@ -219,6 +219,12 @@ def open_outbox(settings: Settings, stack: AsyncExitStack) -> Outbox:
     return outbox
 
 
+def _anthropic(settings: Settings) -> MessagesDialect:
+    rollout = settings.explorer.rollout_model
+    thinks = engine_flags.thinks(rollout.engine_args, rollout.reasoning_parser)
+    return MessagesDialect(thinks=thinks or bool(rollout.engine_urls))
+
+
 def open_services(
     settings: Settings, ledger: Ledger, *, outbox: Outbox, fleet: Fleet, metrics: Metrics, control_client: ControlClient
 ) -> tuple[Services, list[Task]]:
@@ -267,9 +273,6 @@ def open_services(
         native=NativeResponsesDialect(conversations.read, defaults=defaults),
         runs_tools=engine_flags.has_tool_server(explorer.rollout_model.engine_args),
     )
-    rollout = explorer.rollout_model
-    thinks = engine_flags.thinks(rollout.engine_args, rollout.reasoning_parser)
-    anthropic = MessagesDialect(thinks=thinks or bool(rollout.engine_urls))
     stored_responses = StoredResponses(
         signer=signer,
         stored=ledger.stored,
@@ -288,7 +291,7 @@ def open_services(
     )
     services = Services(
         proxy=proxy,
-        dialects={each.path: each for each in (ChatDialect(), TextDialect(), responses, anthropic)},
+        dialects={each.path: each for each in (ChatDialect(), TextDialect(), responses, _anthropic(settings))},
         responses=stored_responses,
         feedback=feedback_routes,
         scores=ScoreRoutes(feedback_routes, ledger, settings),

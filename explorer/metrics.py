@@ -48,8 +48,6 @@ class Metrics:
             "Requests to be stored, by who makes the log-probabilities of their replies: the engine, or the trainer"
         )
         self.captured = Counter("tuneloop_replies_captured", help_text, ["by"], registry=registry)
-        help_text = "Requests whose replies were not kept: `store_false`, by their own word, or by the settings"
-        self.not_stored = Counter(NOT_STORED, help_text, ["reason"], registry=registry)
         self.feedback = Counter(
             "tuneloop_feedback", "Feedback events, by outcome", ["kind", "outcome"], registry=registry
         )
@@ -210,6 +208,8 @@ class Metrics:
         waits = "How long the oldest version waits that is newer than the champion and may be served; 0: none"
         self.version_waiting = Gauge("tuneloop_version_waiting_seconds", waits, registry=registry)
         registered = "When the newest version was registered, with the steps in it"
+        not_kept = "Requests whose replies were not kept: `store_false`, by their own word, or by the settings"
+        self.not_stored = Counter(NOT_STORED, not_kept, ["reason"], registry=registry)
         self.last_version = Gauge("tuneloop_last_version_timestamp_seconds", registered, registry=registry)
 
     def _add_judge_metrics(self, registry: CollectorRegistry) -> None:

@@ -10,17 +10,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import structlog
 
 from tuneloop.explorer.background_tasks import every
+from tuneloop.explorer.engines.fleet import in_share
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.runner.outbox import Outbox
 from tuneloop.shared.errors import LedgerForbidden, StorageFull
 from tuneloop.shared.experience import Exchange, Feedback, Outcome, Record, encode, steady_clock
 from tuneloop.shared.ledger.recording.feedback import FeedbackResults
+from tuneloop.shared.ledger.versions.alarms import Alarms
+from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH
 from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.privacy.redactor import Redactor
+from tuneloop.shared.settings.serving import CaptureSettings
 
 log = structlog.get_logger()
 
@@ -31,6 +36,9 @@ FILE_BYTES, FILE_S = 256 << 20, 3600.0
 RESERVE_SHARE, RESERVE_BYTES = 0.05, 1 << 30
 
 _LOOK_S = 0.5
+
+#: How often the alarm about captured log-probabilities is looked for.
+_ALARM_S = 5.0
 
 #: How much must go onto a disk that has refused a write before it counts as mended.
 _PROOF = bytes(64 << 10)
@@ -123,6 +131,42 @@ class OutboxLimits:
         if self.status.since is not None and steady_clock() - self.status.since > self._max_age_s:
             message = f"the database has not taken what the outbox has held for {self._max_age_s:g} seconds"
             raise StorageFull(message)
+
+
+class CaptureChoice:
+    """Which replies engines are asked to tell log-probabilities of; the trainer recomputes those of the others.
+
+    The settings' share of them, by a hash of the reply's name, so that nobody chooses; or all while `mistrusted`: while
+    the alarm is open that the two are not the same.
+    """
+
+    def __init__(self, settings: CaptureSettings) -> None:
+        self._all = settings.logprobs == "all"
+        self._share = settings.captured_share
+        self.mistrusted = False
+
+    def asks(self, msg_id: str, upstream: Mapping[str, Any], *, truncated: bool = False) -> bool:
+        """Whether the engine is asked for the log-probabilities of the reply to a request.
+
+        Where it was `truncated` the trainer cannot recompute them: only the engine knows what is left.
+        """
+        wanted = upstream.get("logprobs")  # of a text, 0 is a number of them
+        if self._all or self.mistrusted or truncated or not (wanted is None or wanted is False):
+            return True
+        return in_share(b"captured", msg_id, self._share)
+
+    async def watch(self, alarms: Alarms, metrics: Metrics) -> None:
+        """Look for the alarm for ever."""
+
+        async def look() -> None:
+            raised = await asyncio.to_thread(alarms.all)
+            mistrusted = any(alarm.name == CAPTURE_MISMATCH for alarm in raised)
+            if mistrusted != self.mistrusted:
+                log.warning("capture_switched", logprobs="all" if mistrusted else f"a share of {self._share:g}")
+            self.mistrusted = mistrusted
+
+        if not self._all:
+            await every(_ALARM_S, look, task="capture", metrics=metrics)
 
 
 class _Call:

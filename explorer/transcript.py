@@ -22,6 +22,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from array import array
+from binascii import a2b_base64
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -104,12 +105,6 @@ class ReplyIdSigner:
 
 
 _LARGEST = 3.4e38  # of a float32
-
-#: Why a reply is no sample whose reasoning was ended by the engine.
-BUDGET_REACHED = "sampling:thinking_token_budget"
-
-#: More than a template opens reasoning with.
-_OPENING_TOKENS = 16
 
 _NULL = b"null"
 _ID_BYTES = 4
@@ -272,18 +267,11 @@ class Transcript(ABC):
     def __init__(self, msg_id: str, wants: RequestedFields) -> None:
         self.choices: dict[int, CapturedChoice] = {}
         self.broken = False
-        #: The tokens of the prompts and of all choices, as the engine counts them; 0 before it does.
+        #: The tokens of prompts and choices, and of their reasoning, as the engine counts them; nothing before it does.
         self.reported_tokens = 0
-        #: Those of reasoning of all choices, if the engine counts them.
         self.reasoning_tokens: int | None = None
         self.msg_id = msg_id
-        #: The model's name in a piece, and the one that the client gets in its place.
-        self.renaming: tuple[bytes, bytes] | None = None
         self._wants = wants
-
-    def rename(self, name: str, *, to: str) -> None:
-        """Have the client read another name of the model."""
-        self.renaming = b'"model":%b' % orjson.dumps(name), b'"model":%b' % orjson.dumps(to)
 
     def feed(self, piece: bytes) -> bytes | None:
         """Take down one piece of JSON; what the client gets of it, None for what it would never have got.
@@ -291,8 +279,7 @@ class Transcript(ABC):
         Raises EngineError if the piece cannot be read.
         """
         try:
-            view = self._feed(piece)
-            return view.replace(*self.renaming, 1) if view and self.renaming else view
+            return self._feed(piece)
         except (msgspec.DecodeError, orjson.JSONDecodeError, OverflowError) as error:
             raise EngineError(f"the engine's reply cannot be read: {error!r}") from error
 
@@ -332,8 +319,6 @@ class Transcript(ABC):
             calls = [call for _, call in sorted(choice.tool_calls.items())]
             reason = self._why_not_trainable(choice, ids)
             how = choice.under_mask(sampling) if sampling.truncated and not mixed else sampling
-            if sampling.budget is not None and self._reasoned(choice) >= sampling.budget:
-                how = how._replace(unsampled=BUDGET_REACHED, grammar=None)
             found.append(
                 Experience(
                     choice=index,
@@ -359,12 +344,6 @@ class Transcript(ABC):
         prompt, ids = len(choice.prompt_ids or b"") // _ID_BYTES, choice.completion_ids
         is_cut = self.limit and not choice.stopped and self.limit.cuts(choice.finish_reason, prompt, ids)
         return "length" if is_cut else choice.finish_reason
-
-    def _reasoned(self, choice: CapturedChoice) -> int:
-        """The most tokens of reasoning that a choice can have, with those by which the prompt opens it."""
-        # Parsers that cannot count say 0, too.
-        counted = self.reasoning_tokens or len(choice.completion_ids)
-        return _OPENING_TOKENS + min(counted, len(choice.completion_ids))
 
     def _why_not_trainable(self, choice: CapturedChoice, ids: bytes | None) -> str | None:
         if self.broken or choice.finish_reason in {None, "abort", "error"}:
@@ -555,3 +534,76 @@ def _add_tool_calls(calls: dict[int, dict[str, Any]], deltas: Iterable[dict[str,
                 function[key] = function.get(key, "") + (value or "")
             elif value is not None:
                 function[key] = value
+
+
+_BEFORE_CHOICES = b'"choices":[{"index":'
+_ID = rb"(?:0|[1-9]\d{0,9})"
+
+#: What follows `_BEFORE_CHOICES`: index, field, text, log-probabilities, the same packed, ids.
+_TOKEN_PIECE = re.compile(
+    rb'(0|[1-9]\d{0,6}),"delta":\{(?:"(content|reasoning|reasoning_content)":"([^"\\\x00-\x1f]*)")?\},'
+    rb'"logprobs":(null|\{"content":null,"packed":"([^"\\\x00-\x1f]*)"\}),'
+    rb'"finish_reason":null,"token_ids":\[(%b(?:,%b)*)\]\}\]\}' % (_ID, _ID)
+)
+
+
+class _PieceHead(msgspec.Struct, forbid_unknown_fields=True):
+    """A piece without its choices."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[None]
+    system_fingerprint: str | None = None
+
+
+_piece_heads = msgspec.json.Decoder(_PieceHead)
+
+
+class TokenPieces:
+    """Reads the pieces of one stream that hold tokens and nothing else, which is nearly all, without parsing JSON.
+
+    What such a piece begins with is the same in all of a stream, and is learnt from the first one that the transcript
+    has read. What an engine writes in any other way, the transcript reads. The client gets neither ids nor
+    log-probabilities.
+    """
+
+    def __init__(self, transcript: ChatTranscript) -> None:
+        self._transcript = transcript
+        self._start = b""
+
+    def learn(self, piece: bytes) -> None:
+        """See what the others begin with, from a piece that has been read."""
+        if self._start:
+            return
+        head, found, _ = piece.partition(_BEFORE_CHOICES)
+        try:
+            named = _piece_heads.decode(head + b'"choices":[]}').id
+        except msgspec.DecodeError:
+            return
+        if found and named == self._transcript.msg_id:
+            self._start = head + found
+
+    def read(self, piece: bytes) -> bytes | None:
+        """Take down a piece that holds tokens only; what the client gets of it, empty if it gets nothing.
+
+        None if it holds anything else.
+        """
+        start = self._start
+        if not start or not piece.startswith(start) or (found := _TOKEN_PIECE.fullmatch(piece, len(start))) is None:
+            return None
+        index, field, text, _, packed, ids = found.groups()
+        if (choice := self._transcript.choices.get(int(index))) is None:
+            return None
+        try:
+            said, logprobs = (text or b"").decode(), array("f", a2b_base64(packed or b"", strict_mode=True))
+        except ValueError:  # the transcript says what is wrong with it
+            return None
+        if said and field == b"content":
+            choice.text.append(said)
+        numbers = [int(ids)] if ids.isdigit() else list(map(int, ids.split(b",")))
+        choice.take_down(numbers, logprobs, captured=self._transcript.captured)
+        if field is None:
+            return b""
+        return piece[: found.start(4)] + b'null,"finish_reason":null,"token_ids":null}]}'

@@ -19,12 +19,12 @@ from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.fleet import Engine, Fleet, least_busy
 from tuneloop.explorer.http.bodies import coerce_int, flag_of
 from tuneloop.explorer.http.errors import anthropic_engine_error, anthropic_error
-from tuneloop.explorer.token_pieces import TokenPieces
 from tuneloop.explorer.transcript import (
     MAX_CHOICES,
     ChatTranscript,
     RequestedFields,
     TextTranscript,
+    TokenPieces,
     Transcript,
 )
 from tuneloop.shared.errors import EngineError, RequestRefused
@@ -49,12 +49,14 @@ class ReplyWriter:
         self.transcript = transcript
         #: Whether the engine has sent the end of the stream.
         self.done = False
+        #: The model's name in a reply, and the one that the client gets in its place.
+        self.renaming: tuple[bytes, bytes] | None = None
         self._tokens = tokens
         self._rest = bytearray()
 
     def convert_whole(self, reply: bytes) -> bytes:
         """The body that the client gets. Raises EngineError if the reply cannot be read."""
-        return self.transcript.feed(reply) or b""
+        return self._renamed(self.transcript.feed(reply)) or b""
 
     def convert_block(self, block: bytes) -> bytes:
         """The bytes for what a block of a stream completes. Raises EngineError if that cannot be read."""
@@ -73,11 +75,18 @@ class ReplyWriter:
     def _convert_data(self, data: bytes) -> bytes:
         tokens = self._tokens
         if tokens is not None and (chunk := tokens.read(data)) is not None:
-            return b"data: %b\n\n" % chunk if chunk else b""
-        chunk = self.transcript.feed(data)
+            return b"data: %b\n\n" % (self._renamed(chunk) or b"") if chunk else b""
+        chunk = self._renamed(self.transcript.feed(data))
         if tokens is not None:
             tokens.learn(data)
         return b"" if chunk is None else b"data: %b\n\n" % chunk
+
+    def rename(self, name: str, *, to: str) -> None:
+        """Have the client read another name of the model."""
+        self.renaming = b'"model":%b' % orjson.dumps(name), b'"model":%b' % orjson.dumps(to)
+
+    def _renamed(self, view: bytes | None) -> bytes | None:
+        return view.replace(*self.renaming, 1) if view and self.renaming else view
 
     def finish(self) -> bytes:
         """The last bytes of a stream, after the exchange has been recorded."""
@@ -206,7 +215,7 @@ class _TranslatedWriter(ReplyWriter):
         return orjson.dumps(self._translate(self._with_endings(super().convert_whole(reply))))
 
     def _convert_data(self, data: bytes) -> bytes:
-        chunk = self.transcript.feed(data)
+        chunk = self._renamed(self.transcript.feed(data))
         return b"" if chunk is None else self._stream.add_chunk(self._with_endings(chunk))
 
     def _with_endings(self, chat: bytes) -> Json:

@@ -207,19 +207,16 @@ class MessagesRequest(BaseModel):
 
 def hosted_tools(body: Json) -> list[str]:
     """The types of the tools that Anthropic describes itself, and runs or knows the schema of: no model here does."""
-    tools = body.get("tools")
-    found = [tool.get("type") for tool in tools if _is_hosted(tool)] if isinstance(tools, list) else []
-    return list(dict.fromkeys(map(str, found)))
+    tools = body["tools"] if isinstance(body.get("tools"), list) else ()
+    return list(dict.fromkeys(str(tool["type"]) for tool in tools if _is_hosted(tool)))
 
 
 def own_tools(body: Json) -> list[Any]:
     """The other tools. Raises RequestRefused where there are none: what is asked cannot be done without."""
     if found := [tool for tool in body["tools"] if not _is_hosted(tool)]:
         return found
-    names = " and ".join(hosted_tools(body))
-    raise RequestRefused(
-        f"{names}: such tools run at Anthropic, no model here can call them", code="unsupported", param="tools"
-    )
+    why = f"{' and '.join(hosted_tools(body))}: such tools run at Anthropic, no model here can call them"
+    raise RequestRefused(why, code="unsupported", param="tools")
 
 
 def _is_hosted(tool: Any) -> bool:
@@ -378,8 +375,8 @@ def _messages(turn: Turn) -> Iterator[Json]:
         if parts := [part for block in turn.blocks for part in _parts(block, turn.role)]:
             alone = len(parts) == 1 and parts[0]["type"] == "text"
             message["content"] = parts[0]["text"] if alone else parts
-        elif turn.role == "assistant" or not any(block.type == "tool_result" for block in turn.content):
-            message |= {"content": ""} if not calls else {}  # of empty text alone: it stays a turn
+        elif not calls and not any(block.type == "tool_result" for block in turn.content):
+            message["content"] = ""  # empty text alone is a turn, too
         if "content" in message or turn.role == "assistant":
             yield message
 

@@ -252,3 +252,16 @@ def _coerce(adapter: TypeAdapter[T], value: object, param: str, wanted: str) -> 
         return adapter.validate_python(value)
     except ValidationError:
         raise wrong_type(param, wanted) from None
+
+
+def check_template(body: Mapping[str, Any]) -> None:
+    """Raise RequestRefused for a request that brings a chat template of its own.
+
+    vLLM refuses it too, unless it is told to trust requests, as engines that others started may be.
+    """
+    inner = body.get("chat_template_kwargs")
+    for holder, param in ((body, "chat_template"), (inner, "chat_template_kwargs.chat_template")):
+        if isinstance(holder, Mapping) and holder.get("chat_template") is not None:
+            raise RequestRefused(
+                "a chat template is a program: the model's own is used", code="chat_template_not_allowed", param=param
+            )

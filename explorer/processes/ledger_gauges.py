@@ -67,7 +67,7 @@ class LedgerGauges:
         self._key_checked = self._is_untrainable = False
         self._totals = totals
         self._not_stored: dict[str, float] = {}
-        self._told_not_stored: dict[str, float] = {}
+        self._added_not_stored: dict[str, float] = {}
 
     async def run(self) -> None:
         """Update the gauges every `interval_s` seconds."""
@@ -87,10 +87,10 @@ class LedgerGauges:
             self._ledger.raters.settle()
             self._ledger.reports.fold_counts()
             counted = dict(self._not_stored)
-            new = {reason: count - self._told_not_stored.get(reason, 0.0) for reason, count in counted.items()}
+            new = {reason: count - self._added_not_stored.get(reason, 0.0) for reason, count in counted.items()}
             if any(new.values()):
                 self._ledger.explorers.add(NOT_STORED, new, until=self._ledger.transactions.time() + NOT_STORED_S)
-                self._told_not_stored = counted
+                self._added_not_stored = counted
             if not self._key_checked:  # once: later the newest replies have names of the key that there is now
                 path, names = self._settings.job_dir / KEY, self._ledger.reports.newest_names(among=_NAMES_LOOKED_AT)
                 signer = ReplyIdSigner(load_key(path))

@@ -23,7 +23,7 @@ from tuneloop.explorer.proxy.grammars import Grammars
 from tuneloop.explorer.proxy.request import Request, RequestParser
 from tuneloop.explorer.recorder import Recorder
 from tuneloop.explorer.traces import Traces
-from tuneloop.explorer.transcript import ReplyIdSigner, Sampling
+from tuneloop.explorer.transcript import ReplyIdSigner, Sampling, Transcript
 from tuneloop.shared import engine_flags
 from tuneloop.shared.errors import EngineError, EngineUnreachable, RequestRefused, StorageFull
 from tuneloop.shared.experience import Exchange
@@ -39,6 +39,9 @@ _PLAIN_TIMEOUT_S = 2.0
 
 #: What translating a reply raises where an engine's JSON is not a reply.
 _UNREADABLE_REPLY = (AttributeError, LookupError, TypeError, ValueError)
+
+#: More than a template opens reasoning with.
+_OPENING_TOKENS = 16
 
 #: Keys and versions that are remembered for having failed.
 _MAX_ANNOUNCED = 10_000
@@ -356,6 +359,7 @@ class Proxy:
             return
         sampling, began_at = request.sampling, 0 if request.trace is None else time.time_ns()
         try:
+            sampling = _within_budget(sampling, request.writer.transcript)
             if sampling.by_grammar:
                 sampling = await self._grammars.resolve(in_flight.engine, request)
         finally:
@@ -363,6 +367,17 @@ class Proxy:
             await self._recorder.record(in_flight.exchange(sampling))
         if self._traces is not None and request.trace is not None:
             self._traces.send_record(request, request.trace, started=began_at, version=in_flight.version)
+
+
+def _within_budget(sampling: Sampling, transcript: Transcript) -> Sampling:
+    """How a reply was sampled: it is marked if its reasoning may have reached the budget, where the engine ends it."""
+    if sampling.budget is None:
+        return sampling
+    longest = max(len(each.completion_ids) for each in transcript.choices.values())
+    counted = min(longest, transcript.reasoning_tokens or longest)  # parsers that cannot count say 0
+    if counted + _OPENING_TOKENS < sampling.budget:
+        return sampling
+    return sampling._replace(unsampled="sampling:thinking_token_budget", by_grammar=False, truncated=False)
 
 
 async def _ask(engine: Engine, request: Request) -> EngineReply:

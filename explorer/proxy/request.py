@@ -1,23 +1,24 @@
 """Parses requests for replies: what goes upstream, who writes the reply, and what is recorded of the two.
 
+The trainer recomputes log softmax(logits / temperature) of token ids. A reply that was sampled from anything else, such
+as a nucleus or a grammar, is marked with the reason: methods that learn from any reply take it, policy gradients do
+not. A reply that answers more than token ids is for none. docs/sampling.md tells it to users.
+
 The labels of a request stand beside its messages: task, run, user, priority, and whether to train on its reply. Ours
 begin with `tuneloop_`, and a wrong value is refused. Without the prefix they are words that an application may have
 used for itself: a value that cannot be a label of ours is the application's own.
 """
 
-import asyncio
+import math
 import random
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import orjson
-import structlog
 
 from tuneloop.explorer.auth import Caller, RunBinding
-from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.dialects.dialect import (
     MESSAGES,
     Dialect,
@@ -28,11 +29,14 @@ from tuneloop.explorer.dialects.dialect import (
 )
 from tuneloop.explorer.edge import ClientRequest, Headers
 from tuneloop.explorer.engines import fleet, vllm
-from tuneloop.explorer.engines.fleet import PinParser, VersionPin, in_share
+from tuneloop.explorer.engines.fleet import PinParser, VersionPin
 from tuneloop.explorer.engines.packing import wire
 from tuneloop.explorer.http.bodies import (
     as_utf8,
+    check_template,
     coerce_bool,
+    coerce_float,
+    equals,
     finite_number,
     flag_of,
     id_of,
@@ -41,24 +45,18 @@ from tuneloop.explorer.http.bodies import (
     wrong_type,
 )
 from tuneloop.explorer.limits import RequestMeter, limit_of
-from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.media import MediaFetcher, with_own_uuids
-from tuneloop.explorer.proxy.sampling import sampling_of
-from tuneloop.explorer.proxy.side_requests import is_side_request
+from tuneloop.explorer.proxy.side_requests import device_of, is_side_request
+from tuneloop.explorer.recorder import CaptureChoice
 from tuneloop.explorer.transcript import ReplyIdSigner, Sampling
 from tuneloop.shared import engine_flags
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import LENGTHS, Stamp, person_name, stamp, steady_clock, trace_keys
-from tuneloop.shared.ledger.versions.alarms import Alarms
-from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH
 from tuneloop.shared.settings.feedback import TenantSettings
-from tuneloop.shared.settings.serving import CaptureSettings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.spans import RequestTrace
 
 T = TypeVar("T")
-
-log = structlog.get_logger()
 
 #: Larger than any sensible priority, and safe in every database.
 MAX_PRIORITY = 1e9
@@ -79,12 +77,6 @@ _MOST_OF_A_PROMPT = 128
 #: How often openai's and Anthropic's libraries have asked before.
 _RETRIES = b"x-stainless-retry-count"
 
-#: What older releases of Claude Code call a user.
-_CLAUDE_USER = re.compile(r"(user_[0-9a-f]+)_account_.*_session_.+")
-
-#: How often the alarm is looked for.
-_LOOK_S = 5.0
-
 _ANY_TENANT = TenantSettings()
 
 #: Fields for the explorer, which an engine does not get.
@@ -102,6 +94,51 @@ _SALT = "cache_salt"
 #: Without one of these no request names a file, nor goes on with a conversation that does. JSON may write any letter of
 #: them as an escape.
 _MEDIA_WORDS = (b"_url", b'"image', b'"video', b'"audio', b'"source"', b'"uuid"', b"previous_response_id", b"\\u")
+
+
+#: Parameters that change the distribution, or where it is stopped, with the values that leave it alone.
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "ignore_eos": (False,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "thinking_token_budget": (-1,),
+    "repetition_detection": (),
+    "logits_processors": ([],),
+    "continue_final_message": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+}
+
+_BUDGET = "thinking_token_budget"
+
+#: Of them, those that only cut tokens off: an engine with our plug-in tells which are left.
+TRUNCATING = frozenset({"top_p", "top_k", "min_p"})
+
+#: Parameters with which the reply answers not, or not only, the prompt's token ids, with the values that do nothing.
+BEYOND_IDS: Mapping[str, tuple[object, ...]] = {
+    "prompt_embeds": ([],),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+}
+
+#: Parts of a message that become token ids; vLLM takes others, such as images.
+_WORDS = ("text", "input_text", "output_text", "refusal", "thinking")
+
+#: vLLM decodes greedily at 0, and raises what is above it to this.
+_LOWEST = 0.01
 
 
 class Labels(NamedTuple):
@@ -198,42 +235,6 @@ class Request(NamedTuple):
         return [*headers, *merged_header(self.merged_turns)]
 
 
-class CaptureChoice:
-    """Which replies engines are asked to tell log-probabilities of; the trainer recomputes those of the others.
-
-    The settings' share of them, by a hash of the reply's name, so that nobody chooses; or all while `mistrusted`: while
-    the alarm is open that the two are not the same.
-    """
-
-    def __init__(self, settings: CaptureSettings) -> None:
-        self._all = settings.logprobs == "all"
-        self._share = settings.captured_share
-        self.mistrusted = False
-
-    def asks(self, msg_id: str, upstream: Mapping[str, Any], *, truncated: bool = False) -> bool:
-        """Whether the engine is asked for the log-probabilities of the reply to a request.
-
-        Where it was `truncated` the trainer cannot recompute them: only the engine knows what is left.
-        """
-        wanted = upstream.get("logprobs")  # of a text, 0 is a number of them
-        if self._all or self.mistrusted or truncated or not (wanted is None or wanted is False):
-            return True
-        return in_share(b"captured", msg_id, self._share)
-
-    async def watch(self, alarms: Alarms, metrics: Metrics) -> None:
-        """Look for the alarm for ever."""
-
-        async def look() -> None:
-            raised = await asyncio.to_thread(alarms.all)
-            mistrusted = any(alarm.name == CAPTURE_MISMATCH for alarm in raised)
-            if mistrusted != self.mistrusted:
-                log.warning("capture_switched", logprobs="all" if mistrusted else f"a share of {self._share:g}")
-            self.mistrusted = mistrusted
-
-        if not self._all:
-            await every(_LOOK_S, look, task="capture", metrics=metrics)
-
-
 class RequestParser:
     """Parses requests under the settings."""
 
@@ -310,7 +311,7 @@ class RequestParser:
         shown = body | {"model": alias} if alias else body
         writer = dialect.writer(shown, msg_id, dialect.upstream_prefix + msg_id.removeprefix(dialect.prefix))
         if alias:
-            writer.transcript.rename(self._pins.model_name, to=alias)
+            writer.rename(self._pins.model_name, to=alias)
         writer.transcript.captured = for_engine.captured
         most = next((value for name in LENGTHS if (value := upstream.get(name)) is not None), None)
         writer.transcript.limit = self._limit.of(upstream, self._default_tokens if dialect.length_field else None)
@@ -469,11 +470,11 @@ def _labels_in(body: dict[str, Any]) -> tuple[Labels, bool | None]:
     # Ours first: a client that sets it means it for us. OpenAI's newer name comes before its older one.
     identifier, user = body.get("safety_identifier"), reader.read("user", _person)
     if not user and identifier and isinstance(identifier, str):
-        user = person_name(_device_of(identifier))
+        user = person_name(device_of(identifier))
     if not user:
         if not isinstance(older := body.get("user"), str | None):
             raise wrong_type("user", "a string")  # vLLM refuses it too
-        user = person_name(_device_of(older)) if older else None
+        user = person_name(device_of(older)) if older else None
     labels = Labels(
         task_id=reader.read("task_id", id_of),
         run_id=reader.read("run_id", id_of),
@@ -528,31 +529,72 @@ def _priority(value: object, param: str) -> float:
 def _person(value: object, param: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise wrong_type(param, "a string or an integer")
-    return person_name(_device_of(str(value)))
+    return person_name(device_of(str(value)))
 
 
-def _device_of(user: str) -> str:
-    """Who a user is from session to session: Claude Code's device, of what it names each session by."""
-    if older := _CLAUDE_USER.fullmatch(user):
-        return older[1]
-    if not user.startswith("{"):
-        return user
-    try:
-        told = orjson.loads(user)
-    except orjson.JSONDecodeError:
-        return user
-    device = told.get("device_id") if "session_id" in told else None
-    return device if device and isinstance(device, str) else user
+def sampling_of(request: Mapping[str, Any], *, default_temperature: float, holds_tools: bool = False) -> Sampling:
+    """Read the sampling parameters of a request body. Raises RequestRefused for a temperature that is none.
 
-
-def check_template(body: Mapping[str, Any]) -> None:
-    """Raise RequestRefused for a request that brings a chat template of its own.
-
-    vLLM refuses it too, unless it is told to trust requests, as engines that others started may be.
+    `holds_tools`: the engines may hold tool calls to a grammar of their own accord.
     """
-    inner = body.get("chat_template_kwargs")
-    for holder, param in ((body, "chat_template"), (inner, "chat_template_kwargs.chat_template")):
-        if isinstance(holder, Mapping) and holder.get("chat_template") is not None:
-            raise RequestRefused(
-                "a chat template is a program: the model's own is used", code="chat_template_not_allowed", param=param
-            )
+    asked = request.get("temperature")  # a number may come as a string
+    temperature = default_temperature if asked is None else coerce_float(asked, "temperature")
+    if not 0 <= temperature < math.inf:
+        raise RequestRefused("temperature must be a number from 0", code="invalid_value", param="temperature")
+    temperature = max(temperature, _LOWEST) if temperature else 0.0
+    others = _not_neutral(request, NEUTRAL) if temperature else ["temperature=0"]
+    # Until it is reached it changes nothing, which the reply tells.
+    budget = request.get(_BUDGET) if _BUDGET in others else None
+    if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
+        others.remove(_BUDGET)
+    else:
+        budget = None
+    changed = f"sampling:{others[0]}" if others else None
+    held = None if changed else _why_held(request, holds_tools)
+    beyond_ids = next((f"sampling:{name}" for name in _not_neutral(request, BEYOND_IDS)), None)
+    messages = request.get("messages")
+    if beyond_ids is None and isinstance(messages, list):
+        contents = [each.get("content") for each in messages if isinstance(each, dict)]
+        for part in (part for content in contents if isinstance(content, list) for part in content):
+            if not (isinstance(part, str) or (isinstance(part, dict) and part.get("type") in _WORDS)):
+                beyond_ids = "sampling:media"
+    # Of a grammar, too, only what it allows is left.
+    truncated = bool(others) and TRUNCATING.issuperset(others)
+    return Sampling(
+        temperature, changed or held, beyond_ids, by_grammar=held is not None, truncated=truncated, budget=budget
+    )
+
+
+def _why_held(request: Mapping[str, Any], holds_tools: bool) -> str | None:
+    """Why the engine holds the reply to a grammar."""
+    if request.get("structured_outputs") is not None:
+        return "sampling:structured_outputs"
+    if request.get("response_format") not in (None, {"type": "text"}):
+        return "sampling:response_format"
+    # vLLM holds tool calls to a grammar not only where one is required.
+    choice, tools = request.get("tool_choice"), request.get("tools")
+    if choice not in (None, "none", "auto"):
+        return "sampling:tool_choice"
+    if choice == "none" or not tools:
+        return None
+    parallel = request.get("parallel_tool_calls")
+    if parallel is not None and not equals(parallel, True):
+        return "sampling:parallel_tool_calls"
+    if holds_tools:
+        return "sampling:tools"
+    for tool in tools if isinstance(tools, list) else ():
+        function = tool.get("function") if isinstance(tool, dict) else None
+        strict = function.get("strict") if isinstance(function, dict) else None
+        if strict is not None and not equals(strict, False):
+            return "sampling:tools"
+    return None
+
+
+def _not_neutral(request: Mapping[str, Any], parameters: Mapping[str, tuple[object, ...]]) -> list[str]:
+    if parameters.keys().isdisjoint(request):
+        return []
+    return [
+        name
+        for name, neutral in parameters.items()
+        if (value := request.get(name)) is not None and not any(equals(value, each) for each in neutral)
+    ]

@@ -1,7 +1,7 @@
-"""Recognises what agents and chat interfaces ask beside the conversation: titles, tags, suggestions, summaries.
+"""Recognises what agents and chat interfaces ask beside the conversation, and who they say asks.
 
-Such a request has the run's labels, and what is said of the run is not about it. Clients have no mark for it, so it is
-known by the words that they send, or by a field of theirs.
+A request for a title, tags, suggestions or a summary has the run's labels, and what is said of the run is not about it.
+Clients have no mark for it, so it is known by the words that they send, or by a field of theirs.
 """
 
 import re
@@ -30,6 +30,9 @@ _FIELDS = frozenset({"title", "name", "isNewTopic"})
 
 #: Where Codex tells what a request is for; of its conversation it is `turn`.
 _CODEX, _KIND, _TURN = "x-codex-turn-metadata", "request_kind", "turn"
+
+#: What older releases of Claude Code call a user.
+_CLAUDE_USER = re.compile(r"(user_[0-9a-f]+)_account_.*_session_.+")
 
 
 def is_side_request(body: Mapping[str, Any], chat: Mapping[str, Any], user_agent: str) -> bool:
@@ -61,3 +64,17 @@ def _texts(message: Mapping[str, Any]) -> list[str]:
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"text": content}]
     return [text for part in parts if isinstance(part, dict) and isinstance(text := part.get("text"), str)]
+
+
+def device_of(user: str) -> str:
+    """Who a user is from session to session: Claude Code's device, of what it names each session by."""
+    if older := _CLAUDE_USER.fullmatch(user):
+        return older[1]
+    if not user.startswith("{"):
+        return user
+    try:
+        told = orjson.loads(user)
+    except orjson.JSONDecodeError:
+        return user
+    device = told.get("device_id") if "session_id" in told else None
+    return device if device and isinstance(device, str) else user

@@ -12,10 +12,9 @@ from tuneloop.explorer.auth import TRINITY, caller_of
 from tuneloop.explorer.dialects.dialect import merged_header
 from tuneloop.explorer.engines.adapter_names import without_adapters
 from tuneloop.explorer.engines.fleet import Fleet, PinParser, VersionPin
-from tuneloop.explorer.http.bodies import as_utf8, parse_object, read_bytes
+from tuneloop.explorer.http.bodies import as_utf8, check_template, parse_object, read_bytes
 from tuneloop.explorer.limits import Admission, tokens_of
 from tuneloop.explorer.proxy.media import remote_files, with_own_uuids
-from tuneloop.explorer.proxy.request import check_template
 from tuneloop.shared.errors import EngineError, RequestRefused
 
 #: The engine routes that any client may use. All others, such as those that swap weights, are answered with 404.

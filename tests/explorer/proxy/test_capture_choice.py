@@ -8,7 +8,7 @@ from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually
 from tuneloop.explorer.engines.fleet import in_share
 from tuneloop.explorer.proxy import request as capture_choice
-from tuneloop.explorer.proxy.request import CaptureChoice
+from tuneloop.explorer.recorder import CaptureChoice
 from tuneloop.shared.experience import is_captured
 from tuneloop.shared.ledger.storage.codec import from_blob
 from tuneloop.shared.ledger.versions.alarms import Alarm

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuneloop.explorer.proxy.sampling import BEYOND_IDS, NEUTRAL, sampling_of
+from tuneloop.explorer.proxy.request import BEYOND_IDS, NEUTRAL, sampling_of
 from tuneloop.explorer.transcript import Sampling
 from tuneloop.shared.errors import RequestRefused
 

@@ -9,8 +9,7 @@ import pytest
 from tests.doubles.engine import pieces, recorded
 from tests.explorer.recording.test_packed import pack, packed
 from tuneloop.explorer.dialects.dialect import ReplyWriter
-from tuneloop.explorer.token_pieces import TokenPieces
-from tuneloop.explorer.transcript import ChatTranscript, RequestedFields, Sampling
+from tuneloop.explorer.transcript import ChatTranscript, RequestedFields, Sampling, TokenPieces
 
 ID = "chatcmpl-recorded"
 RECORDINGS = ["stream_captured.sse", "stream_n2_captured.sse", "stream_tools_captured.sse"]

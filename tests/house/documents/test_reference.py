@@ -11,7 +11,7 @@ from page_files import DOCS, ROOT
 from tuneloop import runner
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.explorer.processes.ledger_gauges import KEY_CHANGED, REFUSED
-from tuneloop.explorer.proxy.sampling import BEYOND_IDS, NEUTRAL
+from tuneloop.explorer.proxy.request import BEYOND_IDS, NEUTRAL
 from tuneloop.explorer.versions import attestation, loading
 from tuneloop.shared.experience import Outcome, State, VersionState
 from tuneloop.shared.ledger.storage.clock import CLOCK_SKEW

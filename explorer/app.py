@@ -306,8 +306,7 @@ def open_services(
         limits=limits,
         outbox=outbox,
     )
-    watching = proxy.parser.capture.watch(ledger.alarms, metrics)
-    tasks = [limits.run(metrics), shadow.run(), watching]
+    tasks = [limits.run(metrics), shadow.run(), proxy.parser.capture.watch(ledger.alarms, metrics)]
 
     async def tell_traffic() -> None:
         """Keep the trainer told of whether requests are being answered."""

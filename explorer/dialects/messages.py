@@ -31,7 +31,6 @@ _SHARED_FIELDS = (
     "watermarking",
 )
 
-#: The most tokens of reasoning, as vLLM names it.
 BUDGET = "thinking_token_budget"
 
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -242,11 +241,14 @@ def to_chat(body: Json) -> Json:
     """The equivalent chat completions request. Raises RequestRefused for a body that vLLM would not accept."""
     request = parse_messages_request(body | {"tools": own_tools(body)} if hosted_tools(body) else body)
     metadata, thinking, config = request.metadata, request.thinking, request.output_config
+    turns = [each for turn in request.messages for each in _messages(turn)]
+    if request.messages and all(each["role"] == "system" for each in turns):  # of empty text alone
+        turns.append({"role": "user", "content": ""})
     if metadata is not None and metadata.get("user_id") is not None:  # it is our user
         metadata = {"user": metadata["user_id"], **{key: metadata[key] for key in metadata if key != "user_id"}}
     chat: Json = {
         **{name: getattr(request, name) for name in _SHARED_FIELDS},
-        "messages": [*_system(request.system), *(each for turn in request.messages for each in _messages(turn))],
+        "messages": [*_system(request.system), *turns],
         "max_completion_tokens": request.max_tokens,
         "stop": request.stop_sequences,
         "metadata": metadata,
@@ -375,8 +377,6 @@ def _messages(turn: Turn) -> Iterator[Json]:
         if parts := [part for block in turn.blocks for part in _parts(block, turn.role)]:
             alone = len(parts) == 1 and parts[0]["type"] == "text"
             message["content"] = parts[0]["text"] if alone else parts
-        elif not calls and not any(block.type == "tool_result" for block in turn.content):
-            message["content"] = ""  # empty text alone is a turn, too
         if "content" in message or turn.role == "assistant":
             yield message
 

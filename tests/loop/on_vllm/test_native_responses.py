@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from tests.loop.harness.bare_engine import MODEL, attached_to
-from tests.loop.harness.services import Service, ledger_of, write_settings
+from tests.loop.harness.services import Service, ledger_of, wait_for, write_settings
 from tests.loop.on_vllm.likeness import NATS, Json, assert_alike, is_old, masked, nearly
 from tuneloop.shared.ledger.ledger import Ledger
 
@@ -67,34 +68,34 @@ def common(explorer: Service) -> Json:
     return {"model": explorer.settings.served_model_name, "input": "Hi.", "max_output_tokens": 6, "temperature": 0}
 
 
-PASSED: dict[str, Json] = {
+#: What Claude Code looks for.
+_MOST = r"max_tokens: 32000 > 4096, which is the maximum allowed number of output tokens for this model"
+
+NATIVE: Json = {"enable_response_messages": True}
+TRANSLATED: dict[str, Json] = {
     "a custom tool": {"tools": [CUSTOM]},
     "a custom tool among others": {"tools": [CUSTOM, FUNCTION], "parallel_tool_calls": False},
-    "a search": {"tools": [{"type": "web_search_preview"}]},
-    "code": {"tools": [{"type": "code_interpreter", "container": {"type": "auto"}}]},
-    "a server": {"tools": [{"type": "mcp", "server_label": "s", "server_url": "http://localhost:1"}]},
     "a namespace": {"tools": [{"type": "namespace", "name": "n", "description": "d", "tools": [FUNCTION]}]},
-    "allowed tools": {
-        "tools": [FUNCTION],
-        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "clock"}]},
-    },
-    "messages as tokens": {"enable_response_messages": True},
+    "a search that nobody runs": {"tools": [FUNCTION, {"type": "web_search_preview"}]},
+    "a chosen custom tool": {"tools": [CUSTOM, FUNCTION], "tool_choice": {"type": "custom", "name": "shell"}},
+}
+
+PASSED: dict[str, Json] = {
+    "messages as tokens": NATIVE,
     "previous messages": {"previous_input_messages": [{"role": "user", "content": "x"}]},
     "labels": {
-        "tools": [CUSTOM],
+        **NATIVE,
         "metadata": {"task_id": "t"},
         "user": "u",
         "store": False,
         "instructions": "Be kind.",
     },
-    "logprobs": {"tools": [CUSTOM], "include": ["message.output_text.logprobs"], "top_logprobs": 2},
-    "an unknown tool": {"tools": [{"type": "unknown"}]},
-    "a nameless custom tool": {"tools": [{"type": "custom"}]},
+    "logprobs": {**NATIVE, "include": ["message.output_text.logprobs"], "top_logprobs": 2},
     "an unknown choice": {"tools": [FUNCTION], "tool_choice": {"type": "unknown"}},
-    "nobody's previous": {"tools": [CUSTOM], "previous_response_id": "resp_x"},
+    "nobody's previous": {**NATIVE, "previous_response_id": "resp_x"},
     "two previous": {"previous_input_messages": [{}], "previous_response_id": "resp_x"},
-    "an unknown model": {"tools": [CUSTOM], "model": "unknown"},
-    "too long": {"tools": [CUSTOM], "input": "a" * 5000},
+    "an unknown model": {**NATIVE, "model": "unknown"},
+    "too long": {**NATIVE, "input": "a" * 5000},
 }
 
 
@@ -144,7 +145,7 @@ def test_a_response_is_told_again_as_by_vllm(
 
 def test_conversations_go_on_across_both_ways(engine: httpx.Client, ours: httpx.Client, common: Json) -> None:
     """The prompts have the same tokens as vLLM's, whichever of the two answered what went before."""
-    ways: list[Json] = [{"tools": [CUSTOM]}, {}]
+    ways: list[Json] = [NATIVE, {}]
     for first, second in itertools.product(ways, ways):
         told = []
         for client in (engine, ours):
@@ -153,6 +154,39 @@ def test_conversations_go_on_across_both_ways(engine: httpx.Client, ours: httpx.
             told.append(client.post(RESPONSES, json=body).json())
         assert told[1]["usage"]["input_tokens"] == told[0]["usage"]["input_tokens"], (first, second)
         assert _comparable(told[1]["output"]) == _comparable(told[0]["output"])
+
+
+@pytest.mark.parametrize("more", TRANSLATED.values(), ids=TRANSLATED)
+def test_tools_of_other_kinds_are_put_as_vllm_puts_them_and_their_replies_have_ids(
+    engine: httpx.Client, ours: httpx.Client, kept: Ledger, common: Json, more: Json
+) -> None:
+    if is_old(engine):
+        pytest.skip("an older vLLM has no such tools")
+    body = common | more | {"max_output_tokens": 40}
+    theirs, told = (each.post(RESPONSES, json=body) for each in (engine, ours))
+    assert (told.status_code, theirs.status_code) == (200, 200), told.text + theirs.text
+    assert told.json()["usage"]["input_tokens"] == theirs.json()["usage"]["input_tokens"]
+    assert [each["type"] for each in told.json()["output"]] == [each["type"] for each in theirs.json()["output"]]
+    name = told.json()["id"]
+    wait_for(lambda: bool(kept.exports.replies_named("default", [name])), why="it was not recorded")
+    [row] = kept.exports.replies_named("default", [name])
+    prompt, completion, _ = row.numbers
+    assert (len(prompt), len(completion)) == tuple(told.json()["usage"][f"{each}put_tokens"] for each in ("in", "out"))
+    assert row.reason is None
+
+
+def test_what_is_too_long_is_told_as_clients_read_it(ours: httpx.Client) -> None:
+    said = {"model": MODEL, "messages": [{"role": "user", "content": "a " * 3000}], "max_tokens": 5}
+    for path, body in (("/v1/chat/completions", said), (RESPONSES, {"model": MODEL, "input": "a " * 3000})):
+        answer = ours.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded"), answer.text
+    for more, why in (
+        ({}, r"prompt is too long: (\d+) tokens > 4096 maximum"),
+        ({"messages": [{"role": "user", "content": "a"}], "max_tokens": 32000}, _MOST),
+    ):
+        answer = ours.post("/v1/messages", json=said | more)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+        assert re.fullmatch(why, answer.json()["error"]["message"]), answer.text
 
 
 def test_custom_calls_are_heard_as_by_vllm(engine: httpx.Client, ours: httpx.Client, common: Json) -> None:

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from tests.loop.harness.bare_engine import MODEL, attached_to, engine_on
 from tests.loop.harness.services import Service, free_port, ledger_of, wait_for, write_settings
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.operations.doctor import examine_experiment
 
 pytestmark = [pytest.mark.vllm, pytest.mark.contract]
 
@@ -127,7 +128,7 @@ def test_a_first_system_message_and_what_follows_it_is_left_as_it_is(
     assert prompt_of(explorer, ledger, answer.json()["id"]).startswith("system\nbe kind\nuser\nhi\n")
 
 
-def test_a_request_of_codex_is_answered_with_its_instructions(http: httpx.Client) -> None:
+def test_a_request_of_codex_is_answered_with_its_instructions(explorer: Service, http: httpx.Client) -> None:
     hosted = [SHELL, {"type": "custom", "name": "patch"}, {"type": "web_search"}]
     body: Json = {
         "model": MODEL,
@@ -152,5 +153,7 @@ def test_a_request_of_codex_is_answered_with_its_instructions(http: httpx.Client
     last = json.loads([line for line in answer.text.splitlines() if line.startswith("data: ")][-1][6:])
     assert last["type"] in ("response.completed", "response.incomplete"), last
     assert last["response"]["instructions"] == "be kind"
+    assert answer.headers["x-tuneloop-ignored"] == "tools.web_search"
+    wait_for(lambda: examine_experiment(explorer.settings).not_stored.get("store_false"), why="nobody counted it")
     shown = http.post("/v1/responses", json=body | {"stream": False, "enable_response_messages": True})
     assert "be kind\n\nbe brief\nalways" in str(shown.json()["input_messages"][0]["message"])

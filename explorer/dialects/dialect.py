@@ -56,7 +56,7 @@ class ReplyWriter:
 
     def convert_whole(self, reply: bytes) -> bytes:
         """The body that the client gets. Raises EngineError if the reply cannot be read."""
-        return self._shown(self.transcript.feed(reply)) or b""
+        return self._view(self.transcript.feed(reply)) or b""
 
     def convert_block(self, block: bytes) -> bytes:
         """The bytes for what a block of a stream completes. Raises EngineError if that cannot be read."""
@@ -75,8 +75,8 @@ class ReplyWriter:
     def _convert_data(self, data: bytes) -> bytes:
         tokens = self._tokens
         if tokens is not None and (chunk := tokens.read(data)) is not None:
-            return b"data: %b\n\n" % (self._shown(chunk) or b"") if chunk else b""
-        chunk = self._shown(self.transcript.feed(data))
+            return b"data: %b\n\n" % (self._view(chunk) or b"") if chunk else b""
+        chunk = self._view(self.transcript.feed(data))
         if tokens is not None:
             tokens.learn(data)
         return b"" if chunk is None else b"data: %b\n\n" % chunk
@@ -85,7 +85,7 @@ class ReplyWriter:
         """Have the client read another name of the model."""
         self.renaming = b'"model":%b' % orjson.dumps(name), b'"model":%b' % orjson.dumps(to)
 
-    def _shown(self, view: bytes | None) -> bytes | None:
+    def _view(self, view: bytes | None) -> bytes | None:
         return view.replace(*self.renaming, 1) if view and self.renaming else view
 
     def finish(self) -> bytes:
@@ -215,7 +215,7 @@ class _TranslatedWriter(ReplyWriter):
         return orjson.dumps(self._translate(self._with_endings(super().convert_whole(reply))))
 
     def _convert_data(self, data: bytes) -> bytes:
-        chunk = self._shown(self.transcript.feed(data))
+        chunk = self._view(self.transcript.feed(data))
         return b"" if chunk is None else self._stream.add_chunk(self._with_endings(chunk))
 
     def _with_endings(self, chat: bytes) -> Json:

@@ -6,8 +6,8 @@ import pytest
 from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually
+from tuneloop.explorer import recorder as capture_choice
 from tuneloop.explorer.engines.fleet import in_share
-from tuneloop.explorer.proxy import request as capture_choice
 from tuneloop.explorer.recorder import CaptureChoice
 from tuneloop.shared.experience import is_captured
 from tuneloop.shared.ledger.storage.codec import from_blob
@@ -53,7 +53,7 @@ def test_what_engines_of_ours_cut_off_is_always_captured(double: EngineDouble, e
 def explorer(running_explorer: Run, double: EngineDouble, monkeypatch: pytest.MonkeyPatch) -> RunningExplorer:
     """An explorer of which no reply is one of the share."""
     monkeypatch.setattr(capture_choice, "in_share", lambda purpose, msg_id, share: False)
-    monkeypatch.setattr(capture_choice, "_LOOK_S", 0.05)
+    monkeypatch.setattr(capture_choice, "_ALARM_S", 0.05)
     return running_explorer(double, capture={"logprobs": "none"})
 
 

@@ -230,12 +230,8 @@ def open_services(
 ) -> tuple[Services, list[Task]]:
     """Open the services that the routes call, and the tasks that they need."""
     explorer, key, found = settings.explorer, load_key(settings.job_dir / KEY), metrics.redaction
-    limits = OutboxLimits(
-        outbox,
-        max_bytes=explorer.outbox_max_bytes,
-        max_age_s=explorer.outbox_max_age,
-        check_database=ledger.recording.check_place,
-    )
+    most, oldest, check = explorer.outbox_max_bytes, explorer.outbox_max_age, ledger.recording.check_place
+    limits = OutboxLimits(outbox, max_bytes=most, max_age_s=oldest, check_database=check)
     redactor = Redactor.open(settings, key, count=found.count_redacted, timed_out=found.count_timed_out)
     if redactor and not redactor.spells_ids:
         log.warning("token_ids_not_spelled", model=str(settings.model.model_path))

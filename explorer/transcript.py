@@ -39,12 +39,9 @@ PREFIX = "chatcmpl-"
 PREFIXES = (PREFIX, "cmpl-", "resp_", "msg_")
 MAX_CHOICES = (1 << 24) - 1
 
-_MAC_BYTES = 9
-_MANY = 255
-_MANY_BYTES = 3
+_MAC_BYTES, _MANY, _MANY_BYTES = 9, 255, 3
 _CHOICE_DIGITS = len(str(MAX_CHOICES))
-_DIGITS = "0123456789abcdefghijklmnopqrstuv"
-_SHIFTS = range(5 * (SIGNED - 2), -1, -10)
+_DIGITS, _SHIFTS = "0123456789abcdefghijklmnopqrstuv", range(5 * (SIGNED - 2), -1, -10)
 _TWO_DIGITS = [high + low for high in _DIGITS for low in _DIGITS]
 _WELL_FORMED = re.compile(f"[0-9a-v]{{{SIGNED}}}").fullmatch
 
@@ -105,9 +102,7 @@ class ReplyIdSigner:
 
 
 _LARGEST = 3.4e38  # of a float32
-
-_NULL = b"null"
-_ID_BYTES = 4
+_NULL, _ID_BYTES = b"null", 4
 _ABSENT = msgspec.Raw(_NULL)
 
 
@@ -176,13 +171,9 @@ class _TextLogprobs(msgspec.Struct):
         return _unpack(self.packed) if self.packed is not None else self.token_logprobs
 
 
-class _TokenDetails(msgspec.Struct):
-    reasoning_tokens: int | None = None
-
-
 class _Usage(msgspec.Struct):
     total_tokens: int = 0
-    completion_tokens_details: _TokenDetails | None = None
+    completion_tokens_details: dict[str, Any] | None = None
 
 
 _chat_pieces = msgspec.json.Decoder(_ChatPiece)
@@ -308,8 +299,8 @@ class Transcript(ABC):
         with suppress(msgspec.ValidationError):  # then the tokens that have come are counted
             if found := _usage.decode(usage):
                 self.reported_tokens = max(self.reported_tokens, found.total_tokens)
-                if (details := found.completion_tokens_details) is not None:
-                    self.reasoning_tokens = details.reasoning_tokens
+                if found.completion_tokens_details:
+                    self.reasoning_tokens = found.completion_tokens_details.get("reasoning_tokens")
 
     def experiences(self, sampling: Sampling, *, versions: tuple[int, int], mixed: bool) -> tuple[Experience, ...]:
         """The choices as experiences: `versions` answered them, `mixed` if weights changed while they were sampled."""

@@ -292,7 +292,9 @@ class RequestParser:
         labels = labels_of(upstream, raw.run, train=tenant.train)
         names = labels.task_id, labels.run_id, labels.trace_id
         drop_reason = None if labels.train else "opt_out"
-        if (alias and not self._pins.aliases[alias]) or not _consent_of(raw):
+        said = raw.header(_TRAIN_HEADER)
+        consents = said is None or coerce_bool(said, _TRAIN_HEADER.decode())
+        if (alias and not self._pins.aliases[alias]) or not consents:
             drop_reason = "opt_out"  # whatever the run's URL says: this request is none of the run's
         elif labels.run_id and is_side_request(body, upstream, raw.header(b"user-agent") or ""):
             drop_reason = "side_request"
@@ -439,12 +441,6 @@ def labels_of(body: dict[str, Any], run: RunBinding | None = None, *, train: boo
     either = [each for each in (consent, run.train) if each is not None]
     train = all(either) if either else train  # whoever opts out is heard
     return labels._replace(task_id=run.task_id, run_id=run.run_id, train=train)
-
-
-def _consent_of(raw: ClientRequest) -> bool:
-    """Whether a request's header lets its reply be trained on. Raises RequestRefused if it says neither."""
-    said = raw.header(_TRAIN_HEADER)
-    return said is None or coerce_bool(said, _TRAIN_HEADER.decode())
 
 
 def refuse_misplaced(body: dict[str, Any]) -> None:

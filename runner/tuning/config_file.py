@@ -132,7 +132,10 @@ class _FileReader:
             train = self._dataset_of(found, f"{inputs}taskset", total_epochs=epochs or 1, total_steps=steps)
             workflow = found.get("default_workflow_type") or workflow
             judge = found.get("default_reward_fn_type") or judge
-            self._sample_as(found.get("rollout_args") or {})
+            wanted = found.get("rollout_args") or {}  # wins over what `model` says
+            names = {"temperature": "temperature", "top_p": "top_p", "max_tokens": "max_response_tokens"}
+            sampled = {names[each]: value for each, value in wanted.items() if each in names and value is not None}
+            self._left.setdefault("model", {}).update(sampled)
         for name, called in (("workflow", workflow), ("reward_fn", judge)):
             if called and ":" not in called:  # Trinity's own
                 self._ignored.append(f"{inputs}default_{name}_type: {called}")
@@ -181,12 +184,6 @@ class _FileReader:
             self._ignored.append(f"{name} beyond the first")
         first = found[0] if isinstance(found, list) else found
         return self._dataset_of(first, name), (first.get("rollout_args") or {}).get("temperature")
-
-    def _sample_as(self, wanted: Mapping[str, Any]) -> None:
-        """Have the model sampled as a task set wants it, which wins over what `model` says."""
-        for ours, name in (("temperature",) * 2, ("top_p",) * 2, ("max_response_tokens", "max_tokens")):
-            if wanted.get(name) is not None:
-                self._left.setdefault("model", {})[ours] = wanted[name]
 
     def _auxiliary_models(self) -> dict[str, TunerModelConfig]:
         models = {}

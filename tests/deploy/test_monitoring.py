@@ -280,7 +280,7 @@ def test_causes_fire_the_alerts_of_weights_ages_and_what_reads_texts(
         fire("TuneloopEngineMismatched")
         first.probe_fails = True
         fire("TuneloopEngineNotProven")
-        explorer.feedback(explorer.services.feedback._signer.mint("default", 1), reward=1.0)
+        explorer.feedback(explorer.services.feedback.signer.mint("default", 1), reward=1.0)
         fire("TuneloopFeedbackPending")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(explorer.ledger.transactions, "time", lambda: time.time() - 5)

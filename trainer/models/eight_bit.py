@@ -58,8 +58,10 @@ class EightBitAdamW:
     @torch.no_grad()
     def step(self) -> None:
         """One update of every parameter that has a gradient."""
+        group = self.param_groups[0]
+        (one, two), lr = group["betas"], group["lr"]
         rates: dict[int, Sequence[Tensor]] = {}  # by updates made, which are those of all parameters in most runs
-        for parameter in self.param_groups[0]["params"]:
+        for parameter in group["params"]:
             if parameter.grad is not None:
                 if parameter not in self.state:
                     self.state[parameter] = self.new_state(parameter)
@@ -67,7 +69,9 @@ class EightBitAdamW:
                 state["step"] += 1
                 updates = int(state["step"])
                 if updates not in rates:
-                    rates[updates] = self._rates(updates, parameter.device)
+                    numbers = [1 - lr * group["weight_decay"], lr / (1 - one**updates), (1 - two**updates) ** -0.5]
+                    # Tensors, for a number would be compiled in, and they are others each time.
+                    rates[updates] = torch.tensor(numbers).to(parameter.device, non_blocking=True).unbind()
                 self._update(parameter, state, updates, rates[updates])
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -81,13 +85,6 @@ class EightBitAdamW:
             "exp_avg_sq": torch.zeros(count, dtype=torch.uint8, device=device),
             "exp_avg_sq_scale": torch.zeros(blocks, device=device),
         }
-
-    def _rates(self, updates: int, device: torch.device) -> Sequence[Tensor]:
-        """Tensors, for a number would be compiled in, and they are others each time."""
-        group = self.param_groups[0]
-        (one, two), lr = group["betas"], group["lr"]
-        numbers = [1 - lr * group["weight_decay"], lr / (1 - one**updates), (1 - two**updates) ** -0.5]
-        return torch.tensor(numbers).to(device, non_blocking=True).unbind()
 
     def _update(
         self, parameter: nn.Parameter, state: Mapping[str, Tensor], updates: int, rates: Sequence[Tensor]

@@ -169,8 +169,14 @@ def find_breaks(calls: Sequence[_Asked]) -> Iterator[str]:
 
     A call is compared with the one before with which it has the most tokens in common.
     """
+
+    def in_common(one: Int32s, other: Int32s) -> int:
+        size = min(len(one), len(other))
+        differs = one[:size] != other[:size]
+        return int(differs.argmax()) if differs.any() else size
+
     for at, call in enumerate(calls[1:], start=1):
-        shared = {n: _in_common(call.prompt_ids, calls[n].whole) for n in range(max(0, at - _COMPARED), at)}
+        shared = {n: in_common(call.prompt_ids, calls[n].whole) for n in range(max(0, at - _COMPARED), at)}
         nearest = max(shared, key=lambda n: (shared[n], n))
         before, count = calls[nearest], shared[nearest]
         prompt, name = len(before.prompt_ids), f"turn {nearest + 1}"
@@ -191,13 +197,6 @@ def find_breaks(calls: Sequence[_Asked]) -> Iterator[str]:
         else:
             told = f"turn {at + 1} has the reply of {name} otherwise, from token {count - prompt + 1} on"
             yield f"{told}: it was edited, or the template writes it otherwise"
-
-
-def _in_common(one: Int32s, other: Int32s) -> int:
-    """How many tokens both begin with."""
-    size = min(len(one), len(other))
-    differs = one[:size] != other[:size]
-    return int(differs.argmax()) if differs.any() else size
 
 
 _SAMPLED_ORDER = experiences.c.sampled_at, experiences.c.id

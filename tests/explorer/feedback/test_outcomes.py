@@ -143,7 +143,7 @@ def test_of_several_outcomes_about_one_id_the_weakest_is_told(explorer: RunningE
 
 
 def test_feedback_that_comes_before_the_row_of_its_reply_is_parked(explorer: RunningExplorer, engine: Engine) -> None:
-    early = explorer.services.feedback._signer.mint("default", 1)
+    early = explorer.services.feedback.signer.mint("default", 1)
     assert outcomes(explorer.feedback(early, reward=0.25)) == {early: "pending"}
     assert outcomes(explorer.feedback(early, reward=0.25)) == {early: "duplicate"}
     explorer.ledger.recording.record([exchange(msg_id=early, tenant="default")])
@@ -308,7 +308,7 @@ def test_feedback_between_a_lease_and_its_end_is_late_and_counts_if_the_batch_is
 
 @pytest.mark.parametrize("place", ["sqlite"], indirect=True)
 def test_a_hundred_thousand_ids_are_taken_in_one_call(explorer: RunningExplorer) -> None:
-    signer = explorer.services.feedback._signer
+    signer = explorer.services.feedback.signer
     said = reply_id(explorer)
     ids = [signer.mint("default", 1) for _ in range(99_999)]
     explorer.ledger.recording.away = True  # what is tried here is the wire; the database has a test of its own

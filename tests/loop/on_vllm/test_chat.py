@@ -417,6 +417,18 @@ def _with_least(path: str, served: str, asked: Json) -> Json:
     return {"model": served, **SHORT, **({"messages": [USER]} if path == CHAT else {"prompt": "Hello"}), **asked}
 
 
+#: What the context has no room for.
+LONG = {name: REFUSED.pop(name) for name in ("a conversation too long", "a reply too long", "a prompt too long")}
+
+
+@pytest.mark.parametrize(("path", "wrong"), LONG.values(), ids=LONG)
+def test_a_refusal_for_length_is_vllms_own_with_openais_code(
+    engine_http: httpx.Client, ours: httpx.Client, served: str, path: str, wrong: Json
+):
+    theirs, told = (http.post(path, json=_with_least(path, served, wrong)).json() for http in (engine_http, ours))
+    assert told["error"] == theirs["error"] | {"code": "context_length_exceeded"}
+
+
 @pytest.mark.parametrize(("path", "wrong"), REFUSED.values(), ids=REFUSED)
 def test_a_refusal_is_vllms_own(
     engine_http: httpx.Client, ours: httpx.Client, served: str, path: str, wrong: Json, old: bool

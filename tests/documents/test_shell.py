@@ -35,6 +35,7 @@ UNDERSTOOD = {
     "tuneloop init": "tests/cli/setup runs it, with files of real models",
     "tuneloop plan": "the same",
     "tuneloop debug": "tests/runner/tuning/debugging runs it, with workflows",
+    "tuneloop tune": "tests/runner/tuning runs it, with tasks",
     "tuneloop restore": "it wants the place empty: tests/cli/data/test_backup_commands.py",
     "tuneloop import": "no file is there: tests/cli/data/test_import.py",
     "tuneloop db adopt": "no ledger was put back: tests/shared/operations",

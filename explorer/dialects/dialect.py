@@ -5,6 +5,7 @@ completions, whose replies are translated back.
 """
 
 import asyncio
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -501,6 +502,34 @@ class SystemTurns:
             return found
         self._known[shape] = (time.monotonic() + _TRUSTED_S, found)
         return found
+
+
+def with_readable_calls(chat: Json) -> tuple[Json, list[str]]:
+    """The chat, in whose earlier calls an engine can read all arguments; and where it has others than were sent.
+
+    vLLM refuses what is no JSON: after one call that the token limit cut off it would refuse each later turn.
+    """
+    turns, found = chat.get("messages"), list[str]()
+    if not isinstance(turns, list) or not any(isinstance(turn, dict) and turn.get("tool_calls") for turn in turns):
+        return chat, found
+
+    def readable(value: Any, place: str) -> Any:
+        """A call, or what holds some."""
+        if isinstance(value, list):
+            return [readable(each, f"{place}[{number}]") for number, each in enumerate(value)]
+        if not isinstance(value, dict):
+            return value
+        inner = {name: readable(value[name], f"{place}.{name}") for name in ("tool_calls", "function") if name in value}
+        if isinstance(written := value.get("arguments"), str) and written:
+            try:
+                json.loads(written)
+            except ValueError:
+                found.append(f"{place}.arguments")
+                inner["arguments"] = orjson.dumps({"arguments": written}).decode()
+        return value | inner
+
+    mended = readable(turns, "messages")
+    return (chat | {"messages": mended} if found else chat), found
 
 
 def merged_header(count: int) -> list[tuple[bytes, bytes]]:

@@ -19,14 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 import orjson
 
 from tuneloop.explorer.auth import Caller, RunBinding
-from tuneloop.explorer.dialects.dialect import (
-    MESSAGES,
-    Dialect,
-    ReplyWriter,
-    SystemTurns,
-    choice_count,
-    merged_header,
-)
+from tuneloop.explorer.dialects import dialect as dialects
+from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter, SystemTurns, choice_count
 from tuneloop.explorer.edge import ClientRequest, Headers
 from tuneloop.explorer.engines import fleet, vllm
 from tuneloop.explorer.engines.fleet import PinParser, VersionPin
@@ -232,7 +226,7 @@ class Request(NamedTuple):
             headers.append((b"x-tuneloop-ignored", ", ".join(ignored).encode("latin-1", "replace")))
         if self.clamped_field:
             headers.append((b"x-tuneloop-clamped", self.clamped_field.encode()))
-        return [*headers, *merged_header(self.merged_turns)]
+        return [*headers, *dialects.merged_header(self.merged_turns)]
 
 
 class RequestParser:
@@ -280,6 +274,7 @@ class RequestParser:
         refuse_misplaced(body)
         dialect = dialect.for_body(body)
         upstream, merged_turns = await self._system_turns.merge(await dialect.to_upstream(body, caller))
+        upstream, unreadable = dialects.with_readable_calls(upstream)
         upstream, clamped = await self._clamp(body, upstream)
         if any(word in raw_body for word in _MEDIA_WORDS):
             upstream = with_own_uuids(await self._media.inline(upstream, raw.meter.hold), caller.tenant)
@@ -334,6 +329,7 @@ class RequestParser:
                 *for_engine.ignored_fields,
                 *(name for name in _LEFT_OUT if body.get(name)),
                 *dialect.left_out(body),
+                *unreadable,
                 *(("store",) if asked is False and store else ()),
             ),
             caller=caller,

@@ -429,6 +429,17 @@ def test_a_refusal_for_length_is_vllms_own_with_openais_code(
     assert told["error"] == theirs["error"] | {"code": "context_length_exceeded"}
 
 
+def test_a_conversation_goes_on_after_a_call_that_was_cut_off(explorer: Service, served: str):
+    """vLLM itself refuses each later turn."""
+    cut = CALL | {"function": CALL["function"] | {"arguments": '{"place": "Par'}}
+    turns = [USER, {"role": "assistant", "content": None, "tool_calls": [cut]}]
+    turns += [{"role": "tool", "tool_call_id": "call_1", "content": "sunny"}, user("Well?")]
+    with httpx.Client(base_url=explorer.url, timeout=60) as client:
+        reply = client.post(CHAT, json={"model": served, "messages": turns, **SHORT})
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-tuneloop-ignored"] == "messages[1].tool_calls[0].function.arguments"
+
+
 @pytest.mark.parametrize(("path", "wrong"), REFUSED.values(), ids=REFUSED)
 def test_a_refusal_is_vllms_own(
     engine_http: httpx.Client, ours: httpx.Client, served: str, path: str, wrong: Json, old: bool

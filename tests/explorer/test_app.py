@@ -28,6 +28,7 @@ from tuneloop.explorer.engines.vllm import EngineControl, open_session
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.proxy import Proxy
 from tuneloop.explorer.recorder import OutboxLimits, Recorder
+from tuneloop.explorer.routes.passthrough import remembered_context_length
 from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.runner.outbox import Outbox
 from tuneloop.shared.experience import State
@@ -47,7 +48,12 @@ async def chat_by_hand(tmp_path: Path, double: EngineDouble, *, patience_s: floa
         limits = OutboxLimits(outbox, max_bytes=1 << 20, max_age_s=60)
         recorder = Recorder(outbox, limits, metrics, wake_drain=lambda: None)
         proxy = Proxy(
-            settings_for(tmp_path), fleet, signer=ReplyIdSigner(b"k" * 32), recorder=recorder, metrics=metrics
+            settings_for(tmp_path),
+            fleet,
+            signer=ReplyIdSigner(b"k" * 32),
+            recorder=recorder,
+            metrics=metrics,
+            find_context_length=remembered_context_length(fleet),
         )
         app = Edge(FastAPI(), {CHAT: partial(proxy.answer, ChatDialect())})
         config = uvicorn.Config(app, log_level="critical", lifespan="off")

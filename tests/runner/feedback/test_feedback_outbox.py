@@ -218,7 +218,7 @@ def test_a_damaged_record_costs_itself_alone_and_stays_to_be_looked_at(
             feedback.reward("a", value)
         stop(feedback)
     [path] = (each for each in files(tmp_path) if each.suffix == ".records")
-    damaged = path.read_bytes().replace(b"1.0", b"9.0")
+    damaged = path.read_bytes().replace(b": 1.0}", b": 9.0}")
     path.write_bytes(damaged)
     service.answer, service.calls = taken, []
     with caplog.at_level(logging.ERROR), Feedback(service.url, outbox=tmp_path) as feedback:

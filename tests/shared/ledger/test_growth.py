@@ -36,9 +36,9 @@ def steps(engine: Engine, ask: Callable[[], object]) -> int:
     def listen(connection: Any, *_: object) -> None:
         connection.connection.driver_connection.set_progress_handler(count, 100)
 
-    event.listen(engine, "begin", listen)
+    event.listen(engine, "before_cursor_execute", listen)
     ask()
-    event.remove(engine, "begin", listen)
+    event.remove(engine, "before_cursor_execute", listen)
     return taken
 
 

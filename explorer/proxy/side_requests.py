@@ -55,7 +55,8 @@ def is_side_request(body: Mapping[str, Any], chat: Mapping[str, Any], user_agent
     if chat.get("tools") or not (user_agent.startswith(_CLAUDE_CODE) or str(first).startswith(_BILLING)):
         return False
     form = chat.get("response_format")
-    schema = form.get("json_schema", {}).get("schema") if isinstance(form, dict) else None
+    shape = form.get("json_schema") if isinstance(form, dict) else None
+    schema = shape.get("schema") if isinstance(shape, dict) else None
     fields = schema.get("properties") if isinstance(schema, dict) else None
     return isinstance(fields, dict) and bool(fields) and fields.keys() <= _FIELDS
 

@@ -8,8 +8,8 @@ from collections import Counter
 
 from sources import ROOT, SOURCES, functions
 
-SOURCE_LINES = 66_458
-TEST_LINES = 81_473
+SOURCE_LINES = 66_459
+TEST_LINES = 81_478
 OPTIONS = 168
 #: Per thousand of all functions.
 PRIVATE_USED_ONCE = 124

@@ -74,6 +74,11 @@ OWN: dict[str, tuple[Json, Json, str]] = {
     ),
     "no conversation": ({}, {"prompt": "You are a title generator"}, ""),
     "no messages": ({}, {"messages": [5]}, ""),
+    "no schema": (
+        {},
+        {"messages": [{"role": "user", "content": "x"}], "response_format": {"json_schema": None}},
+        "claude-cli/2",
+    ),
 }
 
 

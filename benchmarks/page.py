@@ -31,7 +31,7 @@ from tuneloop.explorer.auth import Gatekeeper
 from tuneloop.explorer.ui.page import add_routes
 from tuneloop.shared.experience import DEFAULT_TENANT
 from tuneloop.shared.job_marks import KEY, load_key
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.recording.reward_rule import definition
 from tuneloop.shared.ledger.storage.codec import pack_text, to_blob
 from tuneloop.shared.ledger.storage.database import connect, upgrade
@@ -167,7 +167,7 @@ def page_app(settings: Settings, ledger: Ledger) -> FastAPI:
 def _count(settings: Settings, ledger: Ledger) -> float:
     """The milliseconds that it takes."""
     began = time.perf_counter()
-    ledger.reports.facts(BatchPolicy.of(settings), drops=MAX_DROP_REASONS)
+    ledger.reports.facts(BatchRules.of(settings), drops=MAX_DROP_REASONS)
     return 1000 * (time.perf_counter() - began)
 
 

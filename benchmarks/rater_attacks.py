@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from tuneloop.shared.experience import Exchange, Experience, Feedback, Sample, pack_ids, pack_logprobs
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.database import connect, upgrade
 from tuneloop.shared.settings.feedback import FeedbackSettings, RewardRule
 
@@ -64,7 +64,7 @@ class Outcome(NamedTuple):
     trained: float
 
 
-def run(attack: Attack, seed: int, replies: int, url: str, rule: RewardRule, policy: BatchPolicy) -> Outcome:
+def run(attack: Attack, seed: int, replies: int, url: str, rule: RewardRule, policy: BatchRules) -> Outcome:
     """Make one attack on an empty ledger."""
     chance, numbers = random.Random(f"{attack.title} {seed}"), count()
     ledger = Ledger(connect(url, schema="attacks"), rule=rule)
@@ -121,7 +121,7 @@ def _wrong_share(right: float) -> float:
     return 0.5 if right == 0.5 else float(right < 0.5)
 
 
-def _train(ledger: Ledger, epoch: int, policy: BatchPolicy, truth: dict[str, bool]) -> list[float]:
+def _train(ledger: Ledger, epoch: int, policy: BatchRules, truth: dict[str, bool]) -> list[float]:
     """For each row of the batches that are there, whether its reward is on the wrong side."""
     found = []
     while batch := ledger.training.lease(epoch, BATCH, policy):
@@ -183,11 +183,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--without", action="store_true", help="the mean, no clip, no limit to a rater's share")
     options = parser.parse_args(arguments)
     share = FeedbackSettings().max_rater_share
-    rule, policy = RewardRule(clip=(0.0, 1.0)), BatchPolicy(max_rater_share=share)
+    rule, policy = RewardRule(clip=(0.0, 1.0)), BatchRules(max_rater_share=share)
     if options.clip:
         rule = RewardRule(clip=tuple(options.clip))
     if options.without:
-        rule, policy = RewardRule(clip=None, aggregate="mean"), BatchPolicy()
+        rule, policy = RewardRule(clip=None, aggregate="mean"), BatchRules()
     print("| attack | wrong side, % | honest alone, % | points more | trained, % |\n|---|---|---|---|---|", flush=True)
     for attack in ATTACKS:
         outcomes = []

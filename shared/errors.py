@@ -72,6 +72,10 @@ class KeyRefused(TuneloopError):
     """A key that cannot be made as it was asked for; the message begins with the field that is wrong."""
 
 
+class PolicyRefused(TuneloopError):
+    """What is asked of a policy cannot be done; the message says why."""
+
+
 class FileRefused(TuneloopError):
     """A file cannot be read or written; the message lists its mistakes, one a line."""
 

@@ -183,6 +183,14 @@ class VersionState(StrEnum):
     RETIRED = "retired"  # -> champion, when a newer one is rolled back, or as an administrator says; -> rejected
 
 
+class PolicyState(StrEnum):
+    """The state of a policy."""
+
+    ACTIVE = "active"  # -> paused, deleted
+    PAUSED = "paused"  # -> active, deleted; it answers, and is not trained
+    DELETED = "deleted"  # final: it answers nobody, its rows stay
+
+
 class VersionAction(StrEnum):
     """The action that an event of a version records."""
 
@@ -368,7 +376,8 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
     among those of the `explorer`. Where it has a `stamp`, that says when it was received, and `received_at` only until
     the ledger's time is known. `key` is the name of the key that brought it, for its turn on the way into the ledger.
     `traces` are the keys of what it may be called on another's wire: see `trace_keys`.
-    `is_retry`: the client's library had asked before, without an answer that reached it.
+    `is_retry`: the client's library had asked before, without an answer that reached it. `policy` is the id of the one
+    that answered.
     """
 
     msg_id: str
@@ -388,6 +397,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
     explorer: str | None = None
     traces: tuple[str, ...] = ()
     is_retry: bool = False
+    policy: int = 0
 
 
 class Feedback(msgspec.Struct, frozen=True, kw_only=True, tag="feedback"):

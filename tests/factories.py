@@ -10,7 +10,7 @@ from sqlalchemy import Engine, insert, text
 
 from tuneloop.runner.outbox import Outbox
 from tuneloop.shared.experience import Exchange, Experience, Feedback, Sample, encode, pack_ids, pack_logprobs
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.recording.reward_rule import definition
 from tuneloop.shared.ledger.storage.codec import to_blob
 from tuneloop.shared.ledger.storage.schema import reward_rules
@@ -105,7 +105,7 @@ def leased(ledger: Ledger, count: int = 1) -> tuple[int, list[Sample]]:
     """A new epoch, and that many experiences leased under it."""
     committed(ledger, count)
     epoch = ledger.training.take_epoch("trainer")
-    return epoch, ledger.training.lease(epoch, count, BatchPolicy())
+    return epoch, ledger.training.lease(epoch, count, BatchRules())
 
 
 def fill(engine: Engine, count: int) -> None:

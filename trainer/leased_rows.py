@@ -7,7 +7,7 @@ import structlog
 
 from tuneloop.shared.errors import LeaseLost, LedgerUnavailable, ParentEnded
 from tuneloop.shared.experience import Sample
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.trackers import CurveWriter
 from tuneloop.trainer.batches.batch import Metrics
@@ -117,7 +117,7 @@ class LeasedRows:
         size, timeout = self._settings.buffer.train_batch_size, self._settings.buffer.batch_timeout
         if len(self.held) < size:
             held = [sample.id for sample in self.held]
-            leased = self._training.lease(self._epoch, size, BatchPolicy.of(self._settings), held=held)
+            leased = self._training.lease(self._epoch, size, BatchRules.of(self._settings), held=held)
             kept, refused = self._recomputation.select(leased, learner, version=version)
             self.held += kept
             for reason, samples in refused.items():
@@ -134,7 +134,7 @@ class LeasedRows:
 
     def take_back(self, samples: list[Sample], *, step: int) -> None:
         """Hold what is left of a batch of which some were dropped, but for groups in which nothing is compared now."""
-        policy, algorithm = BatchPolicy.of(self._settings), self._settings.algorithm
+        policy, algorithm = BatchRules.of(self._settings), self._settings.algorithm
         self.held, refused = comparable(samples, algorithm, group_by=policy.group_by, least_runs=policy.least_runs)
         for reason, others in refused.items():
             self.drop(others, reason, step=step)

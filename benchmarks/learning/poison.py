@@ -43,7 +43,7 @@ from examples.tasks.dialogue import forever
 from examples.tasks.methods import BATCH
 from examples.tasks.start import TASKS, start
 from tuneloop.shared.experience import Exchange, Experience, Feedback, State, pack_ids, pack_logprobs
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.database import connect, upgrade
 from tuneloop.shared.settings.feedback import FeedbackSettings, RewardRule
 from tuneloop.trainer.batches.selection import select
@@ -179,7 +179,7 @@ def learn(trial: Trial, starts: Path) -> dict[str, Any]:
     }
 
 
-def _train(ledger: Ledger, epoch: int, learner: Any, settings: Any, policy: BatchPolicy) -> None:
+def _train(ledger: Ledger, epoch: int, learner: Any, settings: Any, policy: BatchRules) -> None:
     """One step on each batch that is there."""
     while batch := ledger.training.lease(epoch, BATCH, policy):
         kept, refused = select(batch, settings, vocabulary=learner.actor.vocabulary)
@@ -190,10 +190,10 @@ def _train(ledger: Ledger, epoch: int, learner: Any, settings: Any, policy: Batc
         ledger.training.register(epoch, [row.id for row in kept], step=learner.steps, publish=publish)
 
 
-def _defence(trial: Trial) -> tuple[RewardRule, BatchPolicy]:
+def _defence(trial: Trial) -> tuple[RewardRule, BatchRules]:
     if trial.defence == "on":
-        return RewardRule(), BatchPolicy(max_rater_share=FeedbackSettings().max_rater_share)
-    return RewardRule(clip=None, aggregate="mean"), BatchPolicy()
+        return RewardRule(), BatchRules(max_rater_share=FeedbackSettings().max_rater_share)
+    return RewardRule(clip=None, aggregate="mean"), BatchRules()
 
 
 def _exchange(run: Run, number: int, version: int) -> Exchange:

@@ -15,7 +15,7 @@ from benchmarks.ledger.load import replies
 from benchmarks.ledger.recording import DIFFERENT, exchange
 from tests.factories import fill
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.storage.codec import to_blob
 from tuneloop.shared.ledger.storage.schema import experiences
@@ -60,7 +60,7 @@ def _claim(url: str, waiting: int, claims: int) -> dict[str, list[float]]:
     for _ in range(claims):
         for order, seconds in taken.items():
             started = time.perf_counter()
-            samples = ledger.training.lease(epoch, BATCH, BatchPolicy(order=order))
+            samples = ledger.training.lease(epoch, BATCH, BatchRules(order=order))
             seconds.append(time.perf_counter() - started)
             if len(samples) != BATCH:
                 raise AssertionError(f"{len(samples)} of {BATCH} were claimed")

@@ -13,7 +13,7 @@ from sqlalchemy import Connection
 from benchmarks.databases import Databases, connect
 from tests.factories import committed, exchange, experience, published, rewarded
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.storage.counters import FOLD
 from tuneloop.shared.ledger.storage.schema import metadata
@@ -45,7 +45,7 @@ def _ask(url: str, copies: int, rounds: int) -> dict[str, list[float]]:
     _fill(ledger)
     with connect(url) as connection:
         _copy(connection, copies)
-    policy = BatchPolicy()
+    policy = BatchRules()
     questions: dict[str, Callable[[], object]] = {
         "counts": ledger.reports.counts,
         "counts of a tenant": lambda: ledger.reports.counts("acme"),
@@ -74,7 +74,7 @@ def _fill(ledger: Ledger) -> None:
     epoch = ledger.training.take_epoch("benchmark")
     for version in range(_VERSIONS):
         committed(ledger, _BATCH, experiences=(experience(version_min=version, version_max=version),))
-        samples = ledger.training.lease(epoch, _BATCH, BatchPolicy())
+        samples = ledger.training.lease(epoch, _BATCH, BatchRules())
         ledger.training.register(epoch, [each.id for each in samples], step=version + 1, publish=published)
     dropped = (experience(drop_reason="cut_off"),)
     for but in ({}, {}, {}, {"experiences": dropped}):  # type: dict[str, Any]

@@ -17,7 +17,7 @@ from tuneloop.shared.experience import State, steady_clock
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.explorers import NOT_STORED, NOT_STORED_S
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules, Standstill
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.clock import CLOCK_SKEW, ClockSkew
 from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.shared.operations.diagnosis import STOPS, TRAINER_SILENT, WAITING, Code, diagnose, find_silent_trainer
@@ -104,7 +104,7 @@ class LedgerGauges:
                         log.error("alarm_raised", name=KEY_CHANGED, reason=reason)
                 self._key_checked = True
             least = Rules.of(self._settings).least
-            self._set_gauges(self._ledger.reports.facts(BatchPolicy.of(self._settings), batch=least))
+            self._set_gauges(self._ledger.reports.facts(BatchRules.of(self._settings), batch=least))
             imbalance = self._ledger.reports.imbalance()
             for sentence in imbalance:
                 log.error("ledger_imbalance", sentence=sentence)
@@ -142,7 +142,7 @@ class LedgerGauges:
         )
         holds = dict(diagnose(facts))
         if ledger is not None and Code.NOT_TRAINABLE in holds and not self._is_untrainable:
-            named = self._ledger.reports.facts(BatchPolicy.of(self._settings), drops=1)  # reads each of these rows
+            named = self._ledger.reports.facts(BatchRules.of(self._settings), drops=1)  # reads each of these rows
             found = dict(diagnose(replace(facts, ledger=named))).get(Code.NOT_TRAINABLE)
             log.warning("not_trainable", sentence=found or holds[Code.NOT_TRAINABLE])
         self._is_untrainable = Code.NOT_TRAINABLE in holds

@@ -13,7 +13,7 @@ from tuneloop.explorer.recorder import Recorder
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.experience import State, steady_clock
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules, Standstill, StateCount
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.operations.diagnosis import diagnose
 from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.settings import Settings
@@ -69,14 +69,14 @@ def _status(
 ) -> dict[str, object]:
     """With a `tenant`, nothing that tells of others' rows: counts are its own, and sentences are left out."""
     rules, now = Rules.of(settings), steady_clock()
-    facts = ledger.reports.facts(BatchPolicy.of(settings), batch=rules.least)
+    facts = ledger.reports.facts(BatchRules.of(settings), batch=rules.least)
     reasons = diagnose(Facts(now=now, rules=rules, outbox=outbox, ledger=facts, stops=stops))
     if tenant is not None:
         counts, reasons = ledger.reports.counts(tenant), []
         facts = replace(
             facts,
             states={state: StateCount(count) for state, count in counts.items()},
-            claimable=ledger.reports.claimable(BatchPolicy.of(settings), tenant) if counts[State.COMMITTED] else 0,
+            claimable=ledger.reports.claimable(BatchRules.of(settings), tenant) if counts[State.COMMITTED] else 0,
         )
     new = _LOOKS * settings.trainer.poll_interval
     committed_at = ledger.reports.newest_commit(tenant)

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from tuneloop.shared.evaluation.samples import SampleStatistics
 from tuneloop.shared.experience import State, VersionState, steady_clock
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger, Version
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger, Version
 from tuneloop.shared.operations.diagnosis import diagnose, number
 from tuneloop.shared.operations.doctor import MAX_DROP_REASONS, WAITS_FOR
 from tuneloop.shared.operations.version_comparison import MIN_SOURCES, welch
@@ -54,8 +54,8 @@ class LedgerCounts:
         async with self._lock:
             if self._facts is None or time.monotonic() >= self._due:
                 began = time.monotonic()
-                now, rules, policy = steady_clock(), Rules.of(self._settings), BatchPolicy.of(self._settings)
-                count = partial(self._ledger.reports.facts, policy, drops=MAX_DROP_REASONS, batch=rules.least)
+                now, rules, batch_rules = steady_clock(), Rules.of(self._settings), BatchRules.of(self._settings)
+                count = partial(self._ledger.reports.facts, batch_rules, drops=MAX_DROP_REASONS, batch=rules.least)
                 found = await asyncio.to_thread(count)
                 self._facts = Facts(now=now, rules=rules, outbox=self._outbox(), ledger=found)
                 ended = time.monotonic()

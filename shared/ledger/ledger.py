@@ -20,6 +20,7 @@ from tuneloop.shared.ledger.browsing.same_prompts import SamePrompts
 from tuneloop.shared.ledger.explorers import Explorers
 from tuneloop.shared.ledger.export import Exports
 from tuneloop.shared.ledger.keys import Keys
+from tuneloop.shared.ledger.policies import Policies
 from tuneloop.shared.ledger.rater_decisions import Raters
 from tuneloop.shared.ledger.recording.attestation import Attestations
 from tuneloop.shared.ledger.recording.judging import Judging
@@ -31,7 +32,7 @@ from tuneloop.shared.ledger.reports import Reports, VersionReward
 from tuneloop.shared.ledger.storage.clock import LedgerClock
 from tuneloop.shared.ledger.storage.database import Transactions, connect, ignoring
 from tuneloop.shared.ledger.storage.schema import experiment
-from tuneloop.shared.ledger.training.groups import BatchPolicy, Runs
+from tuneloop.shared.ledger.training.groups import BatchRules, Runs
 from tuneloop.shared.ledger.training.restoration import Restoration
 from tuneloop.shared.ledger.training.training import Training
 from tuneloop.shared.ledger.versions.alarms import Alarm, Alarms
@@ -42,7 +43,7 @@ from tuneloop.shared.ledger.versions.versions import Version, Versions
 from tuneloop.shared.settings.feedback import RewardRule
 from tuneloop.shared.settings.settings import Settings
 
-__all__ = ["LEASE_S", "Alarm", "BatchPolicy", "Ledger", "Version", "VersionReward"]
+__all__ = ["LEASE_S", "Alarm", "BatchRules", "Ledger", "Version", "VersionReward"]
 
 
 class Ledger:
@@ -72,6 +73,7 @@ class Ledger:
         self.retention = Retention(self.transactions, self.rewards)
         self.stored = StoredCompletions(self.transactions, self.rewards)
         self.versions = Versions(self.transactions)
+        self.policies = Policies(self.transactions)
         self.alarms = Alarms(self.transactions)
         self.evaluations = Evaluations(self.transactions)
         self.attestations = Attestations(self.transactions, self.rewards)

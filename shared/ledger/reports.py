@@ -23,9 +23,8 @@ from tuneloop.shared.ledger.storage.schema import (
     worth,
 )
 from tuneloop.shared.ledger.training.batches import held_by_shares
-from tuneloop.shared.ledger.training.groups import BatchPolicy, takable, young
+from tuneloop.shared.ledger.training.groups import BatchRules, takable, young
 from tuneloop.shared.ledger.versions.alarms import Alarms
-from tuneloop.shared.ledger.versions.versions import SERVABLE
 
 # Not comparisons with a parameter: the partial indexes would not be used.
 _LEASED: ColumnElement[bool] = text(f"state = '{State.LEASED}'")  # type: ignore[assignment]
@@ -147,12 +146,12 @@ class Reports(LedgerPart):
         """When the newest of what is committed now was, a tenant's or all; None if nothing is."""
         return self._read(_NEWEST_COMMIT.where(_of(tenant)))[0][0]  # type: ignore[no-any-return]
 
-    def claimable(self, policy: BatchPolicy, tenant: str) -> int:
+    def claimable(self, rules: BatchRules, tenant: str) -> int:
         """How many of a tenant's committed rows may go into the next batch."""
-        _, fit, grouped, _ = self._count_committed(policy, tenant)
-        return fit if policy.group_by == "none" else grouped
+        _, fit, grouped, _ = self._count_committed(rules, tenant)
+        return fit if rules.group_by == "none" else grouped
 
-    def facts(self, policy: BatchPolicy, *, drops: int = 0, batch: int | None = None) -> LedgerFacts:
+    def facts(self, rules: BatchRules, *, drops: int = 0, batch: int | None = None) -> LedgerFacts:
         """The facts that explain why no step is happening, with so many of the most frequent reasons for `drops`.
 
         `batch`: of how many experiences a step is made; without it nothing is told of what shares hold back.
@@ -172,20 +171,20 @@ class Reports(LedgerPart):
             for state, since in zip(counts, oldest_sampled, strict=True)
         }
         none = State.COMMITTED not in states
-        committed, young, grouped, since = (0, 0, 0, None) if none else self._count_committed(policy)
+        committed, young, grouped, since = (0, 0, 0, None) if none else self._count_committed(rules)
         leased = self._read(_OLDEST_LEASED)[0][0] if State.LEASED in states else None
         [(pending, pending_since)] = self._read(select(func.count(), func.min(feedback.c.received_at)).where(_PENDING))
         [(count, consumed, purged)] = self._read(
             select(func.count().filter(versions.c.version > 0), _sum(versions.c.consumed), _sum(versions.c.purged))
         )
-        claimable = young if policy.group_by == "none" else grouped
+        claimable = young if rules.group_by == "none" else grouped
         held_back: tuple[HeldBack, ...] = ()
         if batch is not None and claimable >= batch:
             with self._snapshot() as connection:
-                held = held_by_shares(connection, policy, batch)
+                held = held_by_shares(connection, rules, batch)
             held_back = tuple(HeldBack(*rater, rows) for rater, rows in held.items())
         unsampled = 0
-        if not policy.any_reply:
+        if not rules.any_reply:
             unsampled = sum(lately[state].unsampled for state in _WAITING if state in lately)
         leased_since = None
         if State.LEASED in states:  # at the earliest: what is leased was committed before
@@ -199,10 +198,10 @@ class Reports(LedgerPart):
             claimable=claimable,
             held_back=held_back,
             too_old=committed - young,
-            ungrouped=0 if policy.group_by == "none" else young - grouped,
+            ungrouped=0 if rules.group_by == "none" else young - grouped,
             unsampled=unsampled,
-            edited=0 if policy.edited else self._read(_EDITED_COMMITTED)[0][0],
-            unfit=() if policy.any_reply else self._most_frequent(drops, experiences.c.unsampled, _WAITING),
+            edited=0 if rules.edited else self._read(_EDITED_COMMITTED)[0][0],
+            unfit=() if rules.any_reply else self._most_frequent(drops, experiences.c.unsampled, _WAITING),
             leased_since=leased_since,
             pending=pending,
             pending_since=pending_since,
@@ -215,13 +214,12 @@ class Reports(LedgerPart):
             alarms=tuple(self._alarms.all()),
         )
 
-    def _count_committed(self, policy: BatchPolicy, tenant: str | None = None) -> tuple[int, int, int, float | None]:
-        """The committed rows that the policy takes, those young enough now, those in groups; since when."""
-        newest = select(func.max(versions.c.version)).where(versions.c.state.in_(SERVABLE))
-        fit = young(policy, newest=func.coalesce(newest.scalar_subquery(), 0))
+    def _count_committed(self, rules: BatchRules, tenant: str | None = None) -> tuple[int, int, int, float | None]:
+        """The committed rows that a batch takes, those young enough now, those in groups; since when."""
+        fit = young(rules)
         grouped = func.count(experiences.c.group_id).filter(fit)
         columns = (func.count(), func.count().filter(fit), grouped, func.min(experiences.c.committed_at))
-        [counted] = self._read(select(*columns).where(_COMMITTED, takable(policy), _of(tenant)))
+        [counted] = self._read(select(*columns).where(_COMMITTED, takable(rules), _of(tenant)))
         return tuple(counted)
 
     def _weights(self) -> Weights | None:

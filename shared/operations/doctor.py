@@ -20,7 +20,7 @@ from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.job_marks import require_restored
 from tuneloop.shared.ledger.explorers import NOT_STORED, ExplorerStatus
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.clock import ClockSkew
 from tuneloop.shared.ledger.versions.versions import SERVABLE
@@ -95,8 +95,8 @@ def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None 
         else:
             ledger = Ledger.of(settings)
             ledger.require_owner(settings.project, settings.name)
-            policy, least = BatchPolicy.of(settings), Rules.of(settings).least
-            found = ledger.reports.facts(policy, drops=MAX_DROP_REASONS, batch=least)
+            batch_rules, least = BatchRules.of(settings), Rules.of(settings).least
+            found = ledger.reports.facts(batch_rules, drops=MAX_DROP_REASONS, batch=least)
             now = ledger.transactions.time()
             report = {
                 "imbalance": ledger.reports.audit(),

@@ -7,7 +7,7 @@ from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.browsing.reply_history import ReplyHistory, RowHistory
 from tuneloop.shared.ledger.export import NO_ANSWER
 from tuneloop.shared.ledger.facts import Facts, Rules
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.recording.reward_rule import EventFate, Fate
 from tuneloop.shared.ledger.recording.rewards import OF_ITS_RESULT
 from tuneloop.shared.operations.diagnosis import Code, Reason, diagnose, moment, number
@@ -160,7 +160,7 @@ class _Explainer:
         sees_all: bool,
     ) -> None:
         self._ledger, self._history, self._outbox = ledger, history, outbox
-        self._policy, self._rules, self._sees_all = BatchPolicy.of(settings), Rules.of(settings), sees_all
+        self._batch_rules, self._rules, self._sees_all = BatchRules.of(settings), Rules.of(settings), sees_all
 
     def explain_row(self, row: RowHistory) -> ReplyExplanation:
         reason, version = row.reason or "", f"version {row.version_min}"
@@ -247,14 +247,14 @@ class _Explainer:
 
     def _find_waits(self, row: RowHistory) -> Iterator[Reason]:
         waits = row.state in (State.RECORDED, State.REWARDED, State.COMMITTED)
-        if waits and row.unsampled and not self._policy.any_reply:
+        if waits and row.unsampled and not self._batch_rules.any_reply:
             yield Reason(Code.NOT_TRAINABLE, f"{self._rules.method} does not train on it: {row.unsampled}")
-        elif waits and row.rewarded_at is not None and row.reward is None and not self._policy.edited:
+        elif waits and row.rewarded_at is not None and row.reward is None and not self._batch_rules.edited:
             yield Reason(
                 Code.EDITS_NOT_LEARNT, f"{self._rules.method} does not learn edited answers: rate the reply too"
             )
         elif row.state is State.RECORDED:
-            result = ", or on its run's last call" if self._policy.by_result else ""
+            result = ", or on its run's last call" if self._batch_rules.by_result else ""
             yield Reason(Code.NO_FEEDBACK, f"no feedback on it counts: POST /feedback on it{result}")
         elif row.state is State.REWARDED:
             yield Reason(Code.NOT_COMMITTED, "it is not committed: POST /commit")
@@ -267,17 +267,17 @@ class _Explainer:
                 yield Reason(Code.PROMOTION_HELD, f"alarms hold its version back{named}")
 
     def _find_waits_of_committed(self, row: RowHistory) -> Iterator[Reason]:
-        policy, now = self._policy, self._ledger.transactions.time()
+        batch_rules, now = self._batch_rules, self._ledger.transactions.time()
         staleness = self._ledger.versions.newest().version - row.version_min
-        if policy.max_staleness is not None and staleness > policy.max_staleness:
+        if batch_rules.max_staleness is not None and staleness > batch_rules.max_staleness:
             yield Reason(Code.TOO_STALE, "it is too old for the next batch (trainer.max_staleness): it will expire")
             return
-        if policy.group_by != "none" and row.group_id is None:
+        if batch_rules.group_by != "none" and row.group_id is None:
             yield Reason(
                 Code.GROUPS_INCOMPLETE,
-                f"its {policy.group_by} is not complete: give feedback on its other replies and commit them",
+                f"its {batch_rules.group_by} is not complete: give feedback on its other replies and commit them",
             )
-        facts = self._ledger.reports.facts(policy, batch=self._rules.least)
+        facts = self._ledger.reports.facts(batch_rules, batch=self._rules.least)
         for reason in diagnose(Facts(now=now, rules=self._rules, outbox=self._outbox(), ledger=facts)):
             if reason.code in _WAITS:
                 yield reason if self._sees_all else Reason(reason.code, _WAITS[reason.code])

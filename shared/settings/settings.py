@@ -7,7 +7,7 @@ and validators pure: nothing is created, asked or connected here.
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import Field, SecretStr, model_validator
 from pydantic.fields import FieldInfo
@@ -26,6 +26,20 @@ from tuneloop.shared.settings.serving import ClusterSettings, ExplorerSettings, 
 from tuneloop.shared.settings.training import BufferSettings, TrainerSettings
 from tuneloop.shared.settings.types import FolderName, Section, reveal
 from tuneloop.shared.settings.versions import GateSettings, MonitorSettings, RolloutSettings
+
+
+class PolicySettings(Section):
+    """A [policy](policies.md) of its own, by its name."""
+
+    parent: int | str = 0
+    """What it begins with: the number of a version, or the name of a policy, whose champion is taken; 0 is the base
+    model."""
+    tenant: str = ""
+    """The tenant whose keys may use it; empty: all keys."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """What it has otherwise than the default policy, by dotted names: `{algorithm.algorithm_type: grpo}`. Of
+    `algorithm`, `rollout`, `gate`, the batches' options of `buffer`, `model.lora.rank` and `alpha`, and of `trainer`
+    `save_interval`, `max_staleness`, `total_steps` and `seed`."""
 
 
 class Settings(Section):
@@ -60,6 +74,8 @@ class Settings(Section):
     monitor: MonitorSettings = MonitorSettings()
     gate: GateSettings = GateSettings()
     rollout: RolloutSettings = RolloutSettings()
+    policies: dict[str, PolicySettings] = Field(default_factory=dict)
+    """[Policies](policies.md) that are made at the start, by their names, if they are not there."""
 
     @model_validator(mode="after")
     def _options_fit_each_other(self) -> "Settings":

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tests.conftest import Place
 from tests.factories import committed, feedback, ids, published, rewarded
 from tuneloop.cli.main import app
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.settings.settings import Settings
 
 
@@ -60,7 +60,7 @@ def test_rewards_are_reckoned_anew_and_first_only_told(file: Path, ledger: Ledge
     assert recompute(file, *tripled, "--dry-run")[1] == "3 replies examined, 0 rewards would change"
     ledger.recording.commit("acme")
     epoch = ledger.training.take_epoch("trainer")
-    assert [sample.reward for sample in ledger.training.lease(epoch, 3, BatchPolicy())] == [3.0] * 3
+    assert [sample.reward for sample in ledger.training.lease(epoch, 3, BatchRules())] == [3.0] * 3
 
 
 def test_a_ledger_of_the_settings_does_with_late_feedback_what_they_say(file: Path, ledger: Ledger) -> None:
@@ -70,7 +70,7 @@ def test_a_ledger_of_the_settings_does_with_late_feedback_what_they_say(file: Pa
         with closing(of_settings):
             [said] = committed(of_settings)
             epoch = of_settings.training.take_epoch("trainer")
-            samples = of_settings.training.lease(epoch, 1, BatchPolicy())
+            samples = of_settings.training.lease(epoch, 1, BatchRules())
             of_settings.training.register(epoch, ids(samples), step=1, publish=published)
             of_settings.recording.record([feedback(msg_id=said.msg_id, value=-0.5)])
             assert sum(of_settings.reports.counts().values()) == rows

@@ -7,7 +7,7 @@ from sqlalchemy import Engine, select
 
 from tests.factories import committed, exchange, experience, ids, published, rewarded
 from tuneloop.shared.experience import Exchange, State
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.schema import erasures, exchanges, experiences, exports, feedback, versions
 
 NOW = 1e9
@@ -30,7 +30,7 @@ def trained(ledger: Ledger, count: int = 1, **but: Any) -> list[Exchange]:
     """Exchanges that a new version was trained on, all of them."""
     said = committed(ledger, count, **but)
     epoch = ledger.training.take_epoch("trainer")
-    ledger.training.register(epoch, ids(ledger.training.lease(epoch, count, BatchPolicy())), step=1, publish=published)
+    ledger.training.register(epoch, ids(ledger.training.lease(epoch, count, BatchRules())), step=1, publish=published)
     return said
 
 
@@ -44,13 +44,13 @@ def dropped(ledger: Ledger, **but: Any) -> None:
 
 def expired(ledger: Ledger, **but: Any) -> None:
     committed(ledger, 1, **but)
-    ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy(max_staleness=-1))
+    ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchRules(max_staleness=-1))
 
 
 def in_work(ledger: Ledger, **but: Any) -> None:
     committed(ledger, 1, **but)
     epoch = ledger.training.take_epoch("trainer")
-    ledger.training.lease(epoch, 1, BatchPolicy())
+    ledger.training.lease(epoch, 1, BatchRules())
     committed(ledger, 1, **but)
 
 

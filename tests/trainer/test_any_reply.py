@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from tests.trainer.factories import commit, points, sample
 from tuneloop.shared.experience import REDACTED, Feedback, Kind, State
-from tuneloop.shared.ledger.ledger import BatchPolicy
+from tuneloop.shared.ledger.ledger import BatchRules
 from tuneloop.trainer.loop import run
 
 
@@ -25,7 +25,7 @@ def _algorithm(kind, **but):
 
 
 def _reasons(ledger):
-    return {drop.reason: drop.rows for drop in ledger.reports.facts(BatchPolicy(), drops=9).drops}
+    return {drop.reason: drop.rows for drop in ledger.reports.facts(BatchRules(), drops=9).drops}
 
 
 @pytest.mark.parametrize(("kind", "curve"), [("kto", "actor/kto_loss"), ("sft", "actor/sft_loss")])

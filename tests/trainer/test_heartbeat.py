@@ -11,7 +11,7 @@ from tests.factories import committed
 from tests.trainer.factories import commit, eventually, sample
 from tuneloop.shared.errors import LedgerUnavailable, StaleEpoch
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.schema import epochs, experiences
 from tuneloop.shared.ledger.training.training import Training
 from tuneloop.trainer import heartbeat
@@ -56,7 +56,7 @@ def test_a_beat_says_that_the_trainer_lives_and_keeps_its_leases(ledger):
     clocked = Ledger(ledger.transactions.engine, clock=lambda: now[0])
     committed(clocked, 1)
     epoch = clocked.training.take_epoch("trainer")
-    clocked.training.lease(epoch, 1, BatchPolicy())
+    clocked.training.lease(epoch, 1, BatchRules())
     now[0] = 1500.0
     Heartbeat(clocked, epoch, Event()).beat()
     with ledger.transactions.engine.connect() as connection:

@@ -9,7 +9,7 @@ from tests.trainer.factories import commit, eventually, read_until, sample
 from tuneloop.shared.errors import StaleEpoch
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger import facts
-from tuneloop.shared.ledger.ledger import BatchPolicy
+from tuneloop.shared.ledger.ledger import BatchRules
 from tuneloop.shared.operations.diagnosis import find_silent_trainer
 
 
@@ -67,7 +67,7 @@ def test_a_log_that_nobody_reads_stops_no_training(start, ledger):
 
 def test_one_that_is_stopped_is_silent_until_it_goes_on(start, ledger, monkeypatch):
     def silent():
-        return find_silent_trainer(ledger.reports.facts(BatchPolicy()), ledger.transactions.time())
+        return find_silent_trainer(ledger.reports.facts(BatchRules()), ledger.transactions.time())
 
     process = start()
     read_until(process, "trainer_ready")

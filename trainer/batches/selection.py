@@ -22,7 +22,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tuneloop.shared.experience import MAX_REWARD, REDACTED, AllowedTokens, Grammar, Sample, is_captured
-from tuneloop.shared.ledger.ledger import BatchPolicy
+from tuneloop.shared.ledger.ledger import BatchRules
 from tuneloop.shared.settings.algorithm import OF_GROUPS, AlgorithmSettings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.batch import run_of, runs, superseded_calls, with_completion
@@ -305,7 +305,7 @@ def select(samples: Sequence[Sample], settings: Settings, *, vocabulary: int) ->
     """
     edited, unwritable = with_demonstrations(samples, settings)
     held, not_rebuilt = with_allowed_tokens(edited, settings, vocabulary=vocabulary)
-    grouped: dict[str, Any] = {"group_by": settings.buffer.group_by, "least_runs": BatchPolicy.of(settings).least_runs}
+    grouped: dict[str, Any] = {"group_by": settings.buffer.group_by, "least_runs": BatchRules.of(settings).least_runs}
     kept, refused = sort_out(held, settings.algorithm, vocabulary=vocabulary, sampled=samples, **grouped)
     return kept, unwritable | not_rebuilt | refused
 

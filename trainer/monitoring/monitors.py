@@ -23,7 +23,7 @@ from tuneloop.shared.errors import EnvironmentRefused, LedgerError, NotEvaluated
 from tuneloop.shared.evaluation.tasks import tasks_of
 from tuneloop.shared.experience import Sample, VersionAction, steady_clock
 from tuneloop.shared.held_files import make_below
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.versions.alarms import Alarm, Alarms
 from tuneloop.shared.ledger.versions.drift import ReplyExcerpt
 from tuneloop.shared.operations.diagnosis import Code
@@ -46,7 +46,7 @@ class PaceLog:
 
     def __init__(self, settings: Settings, ledger: Ledger) -> None:
         self._settings, self._ledger = settings, ledger
-        self._policy = BatchPolicy.of(settings)
+        self._policy = BatchRules.of(settings)
         self._step_s = 0.0
         self._lags = False
 

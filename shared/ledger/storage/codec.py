@@ -162,6 +162,7 @@ def experience_row(exchange: Exchange, experience: Experience) -> Mapping[str, o
         "sampled_at": exchange.received_at,
         "unsampled": experience.unsampled or None,
         "grammar": pack_grammar(experience.grammar),
+        "policy": exchange.policy,
     }
 
 

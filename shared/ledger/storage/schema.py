@@ -37,6 +37,7 @@ from tuneloop.shared.experience import (
     KeyAction,
     Kind,
     Outcome,
+    PolicyState,
     State,
     VersionAction,
     VersionState,
@@ -136,7 +137,33 @@ epochs = Table(
 #: The trainer of the epoch in which a ledger was put back, and who says so of its versions.
 RESTORE = "tuneloop restore"
 
-#: Every set of weights that exists; 0 is the base model.
+#: What is trained apart from others, on the same base model; 0 is the default policy. `tenant` is empty where every key
+#: may use it. `parent` is the version that it began with, `settings` the options that it has otherwise, as JSON.
+policies = Table(
+    "policies",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("tenant", String(64), nullable=False),
+    Column("name", String(64), nullable=False),
+    Column("parent", Integer, nullable=False),
+    Column("settings", Text, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("created_by", Utf8Text, nullable=False),
+    CheckConstraint(one_of("state", PolicyState), name="state"),
+    CheckConstraint("length(name) BETWEEN 1 AND 64", name="name"),
+)
+Index(
+    "ix_policies_one_name",
+    policies.c.tenant,
+    policies.c.name,
+    unique=True,
+    sqlite_where=text("state <> 'deleted'"),
+    postgresql_where=text("state <> 'deleted'"),
+)
+
+#: Every set of weights that exists; 0 is the base model. One that no trainer made, or that consumed nothing, has the
+#: weights of another: a policy begins with those of its parent.
 versions = Table(
     "versions",
     metadata,
@@ -152,17 +179,19 @@ versions = Table(
     Column("served_at", Double, nullable=True),
     Column("reason", Utf8Text, nullable=True),
     Column("pinned", Boolean, nullable=False, server_default=false()),
+    Column("policy", Integer, nullable=False, server_default="0"),
     CheckConstraint(one_of("state", VersionState), name="state"),
     CheckConstraint("version >= 0 AND step >= 0 AND consumed >= 0", name="not_negative"),
     CheckConstraint("purged >= 0 AND purged <= consumed", name="purged_of_the_consumed"),
-    CheckConstraint("(version = 0) = (epoch IS NULL)", name="trained_under_an_epoch"),
-    CheckConstraint("(version = 0) = (manifest_sha256 IS NULL)", name="manifest"),
+    CheckConstraint("epoch IS NOT NULL OR (step = 0 AND consumed = 0)", name="trained_under_an_epoch"),
+    CheckConstraint("manifest_sha256 IS NOT NULL OR epoch IS NULL", name="manifest"),
     CheckConstraint("(state IN ('rejected', 'rolled_back')) = (reason IS NOT NULL)", name="rejected_with_reason"),
     CheckConstraint("state <> 'champion' OR served_at IS NOT NULL", name="champion_was_served"),
 )
 for _state in (VersionState.CHAMPION, VersionState.CANARY):
     Index(
         f"ix_versions_one_{_state}",
+        versions.c.policy,
         versions.c.state,
         unique=True,
         sqlite_where=text(f"state = '{_state}'"),
@@ -170,6 +199,7 @@ for _state in (VersionState.CHAMPION, VersionState.CANARY):
     )
 Index(
     "ix_versions_one_pinned",
+    versions.c.policy,
     versions.c.pinned,
     unique=True,
     sqlite_where=text("pinned"),
@@ -320,6 +350,7 @@ experiences = Table(
     Column("unsampled", Utf8Text, nullable=True),
     Column("grammar", LargeBinary, nullable=True),
     Column("edit_similarity", Double, nullable=True),
+    Column("policy", Integer, nullable=False, server_default="0"),
     UniqueConstraint("msg_id", "choice", "correction"),
     CheckConstraint(one_of("state", State), name="state"),
     CheckConstraint("(state IN ('expired', 'dropped')) = (reason IS NOT NULL)", name="aside_with_reason"),
@@ -357,24 +388,26 @@ partial(
 partial("ix_experiences_trained_version", experiences.c.trained_version, where="trained_version IS NOT NULL")
 partial("ix_experiences_leased", experiences.c.lease_epoch, where="state = 'leased'")
 # One for each order in which a batch is taken, so that a claim costs the same whatever waits.
-partial("ix_experiences_committed", experiences.c.tenant, experiences.c.id, where=COMMITTED)
+partial("ix_experiences_committed", experiences.c.policy, experiences.c.tenant, experiences.c.id, where=COMMITTED)
 partial(
     "ix_experiences_committed_by_priority",
+    experiences.c.policy,
     experiences.c.tenant,
     experiences.c.priority.desc(),
     experiences.c.id,
     where=COMMITTED,
 )
-partial("ix_experiences_committed_by_version", experiences.c.version_min, where=COMMITTED)
+partial("ix_experiences_committed_by_version", experiences.c.policy, experiences.c.version_min, where=COMMITTED)
 partial("ix_experiences_committed_by_age", experiences.c.sampled_at, where=COMMITTED)
 partial(
     "ix_experiences_grouped",
+    experiences.c.policy,
     experiences.c.tenant,
     experiences.c.group_id,
     experiences.c.id,
     where=f"{COMMITTED} AND group_id IS NOT NULL",
 )
-partial("ix_experiences_ungrouped", experiences.c.id, where=f"{COMMITTED} AND group_id IS NULL")
+partial("ix_experiences_ungrouped", experiences.c.policy, experiences.c.id, where=f"{COMMITTED} AND group_id IS NULL")
 partial(
     "ix_experiences_corrections",
     *(experiences.c[name] for name in ("version_min", "reward", "edit_similarity")),
@@ -506,6 +539,7 @@ alarms = Table(
     Column("value", Double, nullable=True),
     Column("threshold", Double, nullable=True),
     Column("reason", Utf8Text, nullable=False),
+    Column("policy", Integer, nullable=False, server_default="0"),
     CheckConstraint(one_of("state", AlarmState), name="state"),
     CheckConstraint("length(name) BETWEEN 1 AND 64", name="name"),
     CheckConstraint("(state = 'cleared') = (cleared_at IS NOT NULL)", name="cleared_at"),
@@ -514,6 +548,7 @@ alarms = Table(
 )
 Index(
     "ix_alarms_one_open",
+    alarms.c.policy,
     alarms.c.name,
     unique=True,
     sqlite_where=text("state = 'raised'"),
@@ -536,6 +571,7 @@ keys = Table(
     Column("created_at", Double, nullable=False),
     Column("expires_at", Double, nullable=True),
     Column("revoked_at", Double, nullable=True),
+    Column("policy", Integer, nullable=True),
     CheckConstraint("length(name) BETWEEN 1 AND 64 AND length(tenant) BETWEEN 1 AND 64", name="names"),
     CheckConstraint("length(scopes) > 0", name="scopes"),
     CheckConstraint(

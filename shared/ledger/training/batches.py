@@ -44,7 +44,7 @@ from tuneloop.shared.ledger.recording.reward_rule import without_quarantined
 from tuneloop.shared.ledger.recording.rewards import event_order, rules_of, weighted_rewards
 from tuneloop.shared.ledger.storage.database import portions
 from tuneloop.shared.ledger.storage.schema import COMMITTED, EDITED, RATED, RaterState, experiences, feedback, raters
-from tuneloop.shared.ledger.training.groups import BatchPolicy, gather, takable, young
+from tuneloop.shared.ledger.training.groups import BatchRules, gather, of_policy, takable, young
 
 #: So many times the rows of a batch are looked through for others' rows. If that is not enough, what one rater has too
 #: many of is dropped, so that others' rows beyond it are found.
@@ -74,23 +74,23 @@ class Unit(NamedTuple):
     rows: tuple[int, ...]
 
 
-def is_limited(connection: Connection, policy: BatchPolicy) -> bool:
+def is_limited(connection: Connection, rules: BatchRules) -> bool:
     """Whether there are so many raters that each can be held to its share."""
-    if policy.max_rater_share >= 1:
+    if rules.max_rater_share >= 1:
         return False
-    enough = _enough(policy)
+    enough = _enough(rules)
     # As many as may turn out to be no voters are read besides.
-    some = connection.execute(_VOTERS.limit(enough + len(policy.trusted_raters.named) + 1)).all()
-    return len([row for row in some if tuple(row) not in policy.trusted_raters]) >= enough
+    some = connection.execute(_VOTERS.limit(enough + len(rules.trusted_raters.named) + 1)).all()
+    return len([row for row in some if tuple(row) not in rules.trusted_raters]) >= enough
 
 
-def _enough(policy: BatchPolicy) -> int:
+def _enough(rules: BatchRules) -> int:
     """So many raters can each have a share."""
-    return math.ceil(1 / policy.max_rater_share)
+    return math.ceil(1 / rules.max_rater_share)
 
 
 def within_shares(
-    connection: Connection, units: Sequence[Unit], policy: BatchPolicy, size: int, *, held: Collection[int] = ()
+    connection: Connection, units: Sequence[Unit], rules: BatchRules, size: int, *, held: Collection[int] = ()
 ) -> list[Unit]:
     """The first units, of `size` rows at least if there are so many, in which no rater has more than its share.
 
@@ -98,7 +98,7 @@ def within_shares(
     whatever its size. If there are still not enough in a full window, the older half of the rest is dropped.
     """
     ids = [*held, *(row for unit in units for row in unit.rows)]
-    shares = _Shares(_words(connection, ids, policy), policy, size)
+    shares = _Shares(_words(connection, ids, rules), rules, size)
     shares.hold(held)
     rest = shares.take(units)
     if shares.total < size and sum(len(unit.rows) for unit in units) >= WINDOW * size:
@@ -109,16 +109,16 @@ def within_shares(
     return shares.taken
 
 
-def count_held_rows(connection: Connection, units: Sequence[Unit], policy: BatchPolicy, size: int) -> dict[Rater, int]:
+def count_held_rows(connection: Connection, units: Sequence[Unit], rules: BatchRules, size: int) -> dict[Rater, int]:
     """How many rows of the units each rater keeps out of a batch of `size`, if the batch is not full without them."""
-    shares = _Shares(_words(connection, [row for unit in units for row in unit.rows], policy), policy, size)
+    shares = _Shares(_words(connection, [row for unit in units for row in unit.rows], rules), rules, size)
     rest = shares.take(units)
     return {} if shares.total >= size else dict(shares.count_over(rest).most_common())
 
 
-def weigh_rewards(connection: Connection, units: Sequence[Unit], policy: BatchPolicy) -> None:
+def weigh_rewards(connection: Connection, units: Sequence[Unit], rules: BatchRules) -> None:
     """Give the rows of a batch the rewards that they have when who rates more than others weighs less."""
-    words = _words(connection, [row for unit in units for row in unit.rows], policy)
+    words = _words(connection, [row for unit in units for row in unit.rows], rules)
     apart = [row for row, by in words.items() if len(by) > 1 and min(by.values()) < 1]
     weights = {rater: weight for row in apart for rater, weight in words[row].items()}
     replies: set[str] = set()
@@ -126,7 +126,7 @@ def weigh_rewards(connection: Connection, units: Sequence[Unit], policy: BatchPo
         replies |= {*connection.execute(select(experiences.c.msg_id).where(experiences.c.id.in_(portion))).scalars()}
     found: dict[int, float | None] = {}
     for rule, msg_ids in rules_of(connection, replies).values():
-        found |= weighted_rewards(connection, msg_ids, rule, policy.trusted_raters, weights)
+        found |= weighted_rewards(connection, msg_ids, rule, rules.trusted_raters, weights)
     if rewards := [{"its_id": row, "its_reward": found[row]} for row in apart if found.get(row) is not None]:
         connection.execute(_REWARDING, rewards)
 
@@ -134,11 +134,11 @@ def weigh_rewards(connection: Connection, units: Sequence[Unit], policy: BatchPo
 class _Shares:
     """What each rater has of a batch so far, in rows."""
 
-    def __init__(self, words: Mapping[int, Mapping[Rater, float]], policy: BatchPolicy, size: int) -> None:
+    def __init__(self, words: Mapping[int, Mapping[Rater, float]], rules: BatchRules, size: int) -> None:
         self.taken: list[Unit] = []
         self.total = 0
         self._words, self._size = words, size
-        self._most = policy.max_rater_share * size
+        self._most = rules.max_rater_share * size
         self._had: dict[Rater, float] = defaultdict(float)
 
     def count_over(self, units: Sequence[Unit]) -> Counter[Rater]:
@@ -176,12 +176,12 @@ class _Shares:
         self.total += len(unit.rows)
 
 
-def main_raters(connection: Connection, units: Sequence[Unit], policy: BatchPolicy) -> dict[int, Rater | None]:
+def main_raters(connection: Connection, units: Sequence[Unit], rules: BatchRules) -> dict[int, Rater | None]:
     """By the number of each unit, the rater whose it is: of several the one who has the fewest; None if nobody limited.
 
     So who rates all that others rate, too, is not the one whose share they come out of.
     """
-    words = _words(connection, [row for unit in units for row in unit.rows], policy)
+    words = _words(connection, [row for unit in units for row in unit.rows], rules)
     parts = {unit.number: _parts(words, unit) for unit in units}
     has: dict[Rater, float] = defaultdict(float)
     for found in parts.values():
@@ -200,7 +200,7 @@ def _parts(words: Mapping[int, Mapping[Rater, float]], unit: Unit) -> dict[Rater
     return parts
 
 
-def _words(connection: Connection, ids: Collection[int], policy: BatchPolicy) -> dict[int, dict[Rater, float]]:
+def _words(connection: Connection, ids: Collection[int], rules: BatchRules) -> dict[int, dict[Rater, float]]:
     """Whose feedback counts for the reward of each of the rows, and how much each of them weighs.
 
     Of nobody's word but a trusted rater's, where one spoke.
@@ -218,17 +218,17 @@ def _words(connection: Connection, ids: Collection[int], policy: BatchPolicy) ->
     by_target: dict[object, set[Rater]] = defaultdict(set)
     for event in without_quarantined(connection, events):
         by_target[event.msg_id or (event.tenant, event.task_id, event.run_id)].add(rater_of(event))
-    weigh = _weights(connection, policy)
+    weigh = _weights(connection, rules)
     found = {}
     for row in rows:
         said_by = by_target[row.msg_id] | by_target[row.tenant, row.task_id, row.run_id]
-        is_settled = any(rater in policy.trusted_raters for rater in said_by)
+        is_settled = any(rater in rules.trusted_raters for rater in said_by)
         voters = set() if is_settled else {_voice(rater) for rater in said_by}
         found[row.id] = {voter: weigh(voter) for voter in voters}
     return found
 
 
-def _weights(connection: Connection, policy: BatchPolicy) -> Callable[[Rater], float]:
+def _weights(connection: Connection, rules: BatchRules) -> Callable[[Rater], float]:
     """How much each voice weighs, from 0 to 1: less, in proportion, the more or the less it says than most.
 
     Most: the median, in the newest feedback of its tenant, of the voices that spoke more than once, or where these are
@@ -237,12 +237,12 @@ def _weights(connection: Connection, policy: BatchPolicy) -> Callable[[Rater], f
     """
     counts: dict[str, Counter[Rater]] = defaultdict(Counter)
     for tenant, source in connection.execute(_NEWEST):
-        if (tenant, source or "") not in policy.trusted_raters:
+        if (tenant, source or "") not in rules.trusted_raters:
             counts[tenant][_voice((tenant, source or ""))] += 1
     middles = {}
     for tenant, counted in counts.items():
         staying = [count for count in counted.values() if count > 1]
-        middles[tenant] = median(staying if len(staying) >= _enough(policy) else counted.values())
+        middles[tenant] = median(staying if len(staying) >= _enough(rules) else counted.values())
 
     def weigh(voice: Rater) -> float:
         middle, count = middles.get(voice[0], 1), max(counts[voice[0]][voice], 1)
@@ -302,19 +302,26 @@ _COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
 #: The tenants that have rows waiting: one look into the index for each, where DISTINCT would read every row.
 TENANTS = f"""
     WITH RECURSIVE waiting(tenant) AS (
-        SELECT min(tenant) FROM experiences {{hint}} WHERE {COMMITTED}
+        SELECT min(tenant) FROM experiences {{hint}} WHERE {COMMITTED} AND policy = :policy
         UNION ALL
-        SELECT (SELECT min(tenant) FROM experiences {{hint}} WHERE {COMMITTED} AND tenant > waiting.tenant)
+        SELECT (
+            SELECT min(tenant) FROM experiences {{hint}}
+            WHERE {COMMITTED} AND policy = :policy AND tenant > waiting.tenant
+        )
         FROM waiting WHERE waiting.tenant IS NOT NULL
     )
     SELECT tenant FROM waiting WHERE tenant IS NOT NULL
 """
 
 #: The committed rows that are not samples of the policy.
-UNSAMPLED = f"SELECT id, group_id FROM experiences {{hint}} WHERE {COMMITTED} AND unsampled IS NOT NULL"
+UNSAMPLED = (
+    f"SELECT id, group_id FROM experiences {{hint}} WHERE {COMMITTED} AND policy = :policy AND unsampled IS NOT NULL"
+)
 
 #: The groups with committed rows that were edited and not rated.
-EDITED_GROUPS = f"SELECT DISTINCT group_id FROM experiences {{hint}} WHERE {COMMITTED} AND {EDITED}"
+EDITED_GROUPS = (
+    f"SELECT DISTINCT group_id FROM experiences {{hint}} WHERE {COMMITTED} AND policy = :policy AND {EDITED}"
+)
 
 _INDEXES = {
     TENANTS: "ix_experiences_committed",
@@ -323,83 +330,79 @@ _INDEXES = {
 }
 
 
-def expire(connection: Connection, policy: BatchPolicy, *, newest: int) -> None:
+def expire(connection: Connection, rules: BatchRules, *, newest: int) -> None:
     """Set aside what is too old to be trained on, and with it the whole group that it belongs to."""
-    if policy.max_staleness is None:
+    if rules.max_staleness is None:
         return
-    too_old = and_(_COMMITTED, not_(young(policy, newest=newest)))
+    too_old = and_(_COMMITTED, of_policy(rules), not_(young(rules)))
     groups = select(experiences.c.group_id).where(too_old, experiences.c.group_id.is_not(None))
-    sampled = f"sampled more than {policy.max_staleness} versions before {newest}"
+    sampled = f"sampled more than {rules.max_staleness} versions before {newest}"
     set_aside(connection, and_(_COMMITTED, experiences.c.group_id.in_(groups)), f"of a group {sampled}, in part")
     set_aside(connection, too_old, sampled)
 
 
-def claim(
-    connection: Connection, policy: BatchPolicy, size: int, held: Collection[int] = (), *, newest: int, now: float
-) -> list[int]:
+def claim(connection: Connection, rules: BatchRules, size: int, held: Collection[int] = (), *, now: float) -> list[int]:
     """The ids of the next batch, of `size` rows, or of whole groups of at least so many, that are not `held` already.
 
     If there are not enough, none; or, after `batch_timeout`, what there is.
     """
-    if not policy.any_reply:
+    if not rules.any_reply:
         # Drop what is no sample of the policy, with the reason; what is left of its group is gathered again.
-        rows = connection.execute(by_index(UNSAMPLED, connection.dialect.name)).all()
+        rows = connection.execute(by_index(UNSAMPLED, connection.dialect.name, rules)).all()
         dropped = {"state": State.DROPPED, "reason": experiences.c.unsampled}
         for portion in portions([row.id for row in rows]):
             connection.execute(update(experiences).where(_COMMITTED, experiences.c.id.in_(portion)).values(dropped))
         _ungroup(connection, {row.group_id for row in rows} - {None})
-    if not policy.edited:  # the trainer before this one may have had another method
-        edited = connection.execute(by_index(EDITED_GROUPS, connection.dialect.name)).scalars()
+    if not rules.edited:  # the trainer before this one may have had another method
+        edited = connection.execute(by_index(EDITED_GROUPS, connection.dialect.name, rules)).scalars()
         _ungroup(connection, {*edited} - {None})
     missing = size - len(held)
-    limited = is_limited(connection, policy)
+    limited = is_limited(connection, rules)
     most = WINDOW * size if limited else missing
-    if policy.group_by != "none":
-        gather(connection, policy, newest=newest, now=now)
-    units = _next_units(connection, policy, most, missing)
-    if limited and _is_enough(connection, units, missing, policy, now=now):
-        units = within_shares(connection, units, policy, size, held=held)
-    if not _is_enough(connection, units, missing, policy, now=now):
+    if rules.group_by != "none":
+        gather(connection, rules, now=now)
+    units = _next_units(connection, rules, most, missing)
+    if limited and _is_enough(connection, units, missing, rules, now=now):
+        units = within_shares(connection, units, rules, size, held=held)
+    if not _is_enough(connection, units, missing, rules, now=now):
         return []
     if limited:
-        weigh_rewards(connection, units, policy)
+        weigh_rewards(connection, units, rules)
     return [row for unit in units for row in unit.rows]
 
 
-def held_by_shares(connection: Connection, policy: BatchPolicy, size: int) -> dict[Rater, int]:
+def held_by_shares(connection: Connection, rules: BatchRules, size: int) -> dict[Rater, int]:
     """How many rows each rater's share keeps out, if it is for them that no batch of `size` is taken."""
-    if not is_limited(connection, policy):
+    if not is_limited(connection, rules):
         return {}
-    units = _next_units(connection, policy, WINDOW * size, size, lock=False)
-    return count_held_rows(connection, units, policy, size) if sum(len(unit.rows) for unit in units) >= size else {}
+    units = _next_units(connection, rules, WINDOW * size, size, lock=False)
+    return count_held_rows(connection, units, rules, size) if sum(len(unit.rows) for unit in units) >= size else {}
 
 
-def _is_enough(connection: Connection, units: Sequence[Unit], missing: int, policy: BatchPolicy, *, now: float) -> bool:
+def _is_enough(connection: Connection, units: Sequence[Unit], missing: int, rules: BatchRules, *, now: float) -> bool:
     """Whether a batch is made of these."""
     if sum(len(unit.rows) for unit in units) >= missing:
         return True
-    if policy.batch_timeout is None:
+    if rules.batch_timeout is None:
         return False
     # Or of what there is, where that has waited for others for too long.
-    waiting = select(func.min(experiences.c.committed_at)).where(_COMMITTED, takable(policy))
+    waiting = select(func.min(experiences.c.committed_at)).where(_COMMITTED, takable(rules))
     oldest = connection.execute(waiting).scalar()
-    return oldest is not None and now - oldest >= policy.batch_timeout
+    return oldest is not None and now - oldest >= rules.batch_timeout
 
 
-def _next_units(
-    connection: Connection, policy: BatchPolicy, most: int, missing: int, *, lock: bool = True
-) -> list[Unit]:
+def _next_units(connection: Connection, rules: BatchRules, most: int, missing: int, *, lock: bool = True) -> list[Unit]:
     """What the next batch is made of, `most` rows at least if there are so many."""
-    if policy.group_by != "none":
-        return _next_groups(connection, policy, most, missing, lock=lock)
-    queries = (next_of(each, policy, most) for each in _tenants(connection))
+    if rules.group_by != "none":
+        return _next_groups(connection, rules, most, missing, lock=lock)
+    queries = (next_of(each, rules, most) for each in _tenants(connection, rules))
     if lock:  # What someone is changing right now is left out.
         queries = (query.with_for_update(skip_locked=True) for query in queries)
     rows = _by_turns([connection.execute(query).all() for query in queries])[:most]
     return [Unit(row.id, (row.id,)) for row in rows]
 
 
-def next_of(tenant: str, policy: BatchPolicy, size: int) -> Select[Any]:
+def next_of(tenant: str, rules: BatchRules, size: int) -> Select[Any]:
     """A tenant's next rows."""
     by: dict[str, list[Any]] = {
         "oldest": [experiences.c.id],
@@ -408,20 +411,20 @@ def next_of(tenant: str, policy: BatchPolicy, size: int) -> Select[Any]:
     }
     return (
         select(experiences.c.id, experiences.c.priority)
-        .where(_COMMITTED, experiences.c.tenant == tenant, takable(policy))
-        .order_by(*by[policy.order])
+        .where(_COMMITTED, experiences.c.tenant == tenant, takable(rules))
+        .order_by(*by[rules.order])
         .limit(size)
     )
 
 
-def by_index(statement: str, dialect: str) -> TextClause:
+def by_index(statement: str, dialect: str, rules: BatchRules) -> TextClause:
     """TENANTS, UNSAMPLED or EDITED_GROUPS. SQLite must be told the index: by itself it takes one of all states."""
     hint = f"INDEXED BY {_INDEXES[statement]}" if dialect == "sqlite" else ""
-    return text(statement.format(hint=hint))
+    return text(statement.format(hint=hint)).bindparams(policy=rules.policy)
 
 
-def _tenants(connection: Connection) -> Sequence[str]:
-    return connection.execute(by_index(TENANTS, connection.dialect.name)).scalars().all()
+def _tenants(connection: Connection, rules: BatchRules) -> Sequence[str]:
+    return connection.execute(by_index(TENANTS, connection.dialect.name, rules)).scalars().all()
 
 
 def _ungroup(connection: Connection, groups: Collection[int]) -> None:
@@ -444,15 +447,15 @@ def set_aside(connection: Connection, which: ColumnElement[bool], reason: str) -
 # Groups.
 
 
-def _next_groups(connection: Connection, policy: BatchPolicy, most: int, missing: int, *, lock: bool) -> list[Unit]:
+def _next_groups(connection: Connection, rules: BatchRules, most: int, missing: int, *, lock: bool) -> list[Unit]:
     """The next groups, of `most` rows at least if there are so many; none if `missing` are needed and not there."""
-    queues = [connection.execute(next_groups(each, policy.order, most)).all() for each in _tenants(connection)]
+    queues = [connection.execute(next_groups(each, rules, most)).all() for each in _tenants(connection, rules)]
     chosen, total = list[int](), 0
     for group in _by_turns(queues):
         if total < most:
             chosen.append(group.group_id)
             total += group.rows
-    if total < missing and policy.batch_timeout is None:
+    if total < missing and rules.batch_timeout is None:
         return []
     members: dict[int, list[int]] = defaultdict(list)
     for portion in portions(chosen):
@@ -463,14 +466,14 @@ def _next_groups(connection: Connection, policy: BatchPolicy, most: int, missing
     return [Unit(group_id, tuple(members[group_id])) for group_id in chosen if group_id in members]
 
 
-def next_groups(tenant: str, order: str, size: int) -> Any:
+def next_groups(tenant: str, rules: BatchRules, size: int) -> Any:
     """A tenant's next groups, with how many rows each has."""
     group_id = experiences.c.group_id
     return (
         select(group_id, func.count().label("rows"))
-        .where(_COMMITTED, experiences.c.tenant == tenant, group_id.is_not(None))
+        .where(_COMMITTED, of_policy(rules), experiences.c.tenant == tenant, group_id.is_not(None))
         .group_by(group_id)
-        .order_by(group_id.desc() if order == "freshest" else group_id)
+        .order_by(group_id.desc() if rules.order == "freshest" else group_id)
         .limit(size)
     )
 
@@ -485,27 +488,29 @@ class Backlog(NamedTuple):
     set_aside: int
 
 
-def trim(connection: Connection, policy: BatchPolicy) -> Backlog:
-    """Let what waits beyond `policy.max_backlog` expire."""
-    waiting = connection.execute(select(func.count()).select_from(experiences).where(_COMMITTED)).scalar_one()
-    most = policy.max_backlog
-    if most is None or policy.any_reply or waiting <= most:
+def trim(connection: Connection, rules: BatchRules) -> Backlog:
+    """Let what waits beyond `rules.max_backlog` expire."""
+    waiting = connection.execute(
+        select(func.count()).select_from(experiences).where(_COMMITTED, of_policy(rules))
+    ).scalar_one()
+    most = rules.max_backlog
+    if most is None or rules.any_reply or waiting <= most:
         return Backlog(waiting, 0)
     room, beyond = most, list[int]()
     # What a batch may be made of: rows, or the groups that are complete.
     columns = (experiences.c[name] for name in ("id", "group_id", "tenant", "priority"))
-    query = select(*columns).where(_COMMITTED, takable(policy)).order_by(experiences.c.id)
-    grouped = policy.group_by != "none"
+    query = select(*columns).where(_COMMITTED, takable(rules)).order_by(experiences.c.id)
+    grouped = rules.group_by != "none"
     if grouped:
         query = query.where(experiences.c.group_id.is_not(None))
     members: dict[int, list[Any]] = defaultdict(list)
     for row in connection.execute(query):
         members[row.group_id if grouped else row.id].append(row)
-    by_priority = policy.order == "priority"
+    by_priority = rules.order == "priority"
     order = sorted(members, key=lambda each: (members[each][0].priority if by_priority else 0.0, each), reverse=True)
     units = [Unit(number, tuple(row.id for row in members[number])) for number in order]
-    if is_limited(connection, policy):
-        raters = main_raters(connection, units, policy)
+    if is_limited(connection, rules):
+        raters = main_raters(connection, units, rules)
         units = _in_turn(units, lambda each: raters[each.number])
     for each in _in_turn(units, lambda each: members[each.number][0].tenant):
         if room <= 0:

@@ -25,13 +25,14 @@ from tuneloop.shared.ledger.recording.reward_rule import without_quarantined
 from tuneloop.shared.ledger.recording.rewards import event_order, retracted_preferences, retractions
 from tuneloop.shared.ledger.storage.codec import from_blob, unpack_text
 from tuneloop.shared.ledger.storage.database import LedgerPart, portions
-from tuneloop.shared.ledger.storage.schema import COMMITTED, EDITED, exchanges, experiences, feedback
+from tuneloop.shared.ledger.storage.schema import COMMITTED, EDITED, exchanges, experiences, feedback, versions
 from tuneloop.shared.ledger.training.run_results import gather_whole, lock_rows, waiting_runs, without_results
+from tuneloop.shared.ledger.versions.versions import SERVABLE
 from tuneloop.shared.settings.settings import Settings
 
 
-class BatchPolicy(NamedTuple):
-    """How batches are taken. `max_staleness` is in versions, both timeouts are in seconds.
+class BatchRules(NamedTuple):
+    """How batches of one `policy`, by its id, are taken. `max_staleness` is in its versions, both timeouts in seconds.
 
     A group of `group_by: task` is of `group_size` runs, after its timeout of `least_runs` at least.
     `any_reply`: also of replies that are not samples of the policy. `edited`: also of those that were edited and not
@@ -40,6 +41,7 @@ class BatchPolicy(NamedTuple):
     `max_backlog`: so many committed experiences stay when a version is registered.
     """
 
+    policy: int = 0
     order: str = "oldest"
     group_by: str = "none"
     group_size: int = 8
@@ -250,6 +252,7 @@ _COLUMNS = tuple(
     experiences.c[name]
     for name in (
         "id",
+        "policy",
         "tenant",
         "task_id",
         "run_id",
@@ -271,27 +274,37 @@ _EARLY = (State.RECORDED, State.REWARDED)
 Key = tuple[str | None, ...]
 
 
-def takable(policy: BatchPolicy) -> ColumnElement[bool]:
-    """Whether the policy takes a row, for how it was sampled, and for what was said of it."""
-    sampled = true() if policy.any_reply else experiences.c.unsampled.is_(None)
-    return sampled if policy.edited else and_(sampled, _NOT_EDITED)
+def takable(rules: BatchRules) -> ColumnElement[bool]:
+    """Whether a batch takes a row, for its policy, how it was sampled, and what was said of it."""
+    sampled = true() if rules.any_reply else experiences.c.unsampled.is_(None)
+    return and_(of_policy(rules), sampled, true() if rules.edited else _NOT_EDITED)
 
 
-def young(policy: BatchPolicy, *, newest: Any) -> ColumnElement[bool]:
-    """Whether a row may be trained on after the version `newest`, a number or what is one in SQL."""
-    bounds = () if policy.max_staleness is None else (experiences.c.version_min >= newest - policy.max_staleness,)
-    return and_(true(), *bounds)
+def of_policy(rules: BatchRules) -> ColumnElement[bool]:
+    """Whether a row is of the policy that a batch is for."""
+    return experiences.c.policy == rules.policy
 
 
-def gather(connection: Connection, policy: BatchPolicy, *, newest: int, now: float) -> None:
+def young(rules: BatchRules) -> ColumnElement[bool]:
+    """Whether a row may be trained on after the policy's newest version."""
+    if rules.max_staleness is None:
+        return true()
+    line = versions.c.policy == rules.policy
+    newest = select(func.max(versions.c.version)).where(line, versions.c.state.in_(SERVABLE)).scalar_subquery()
+    older = select(versions.c.version).where(line, versions.c.version <= newest).order_by(versions.c.version.desc())
+    oldest = older.offset(rules.max_staleness).limit(1).scalar_subquery()
+    return experiences.c.version_min >= func.coalesce(oldest, 0)
+
+
+def gather(connection: Connection, rules: BatchRules, *, now: float) -> None:
     """Make groups of the committed rows that are in none yet, as far as they are complete."""
-    alone = select(*_COLUMNS).where(_COMMITTED, experiences.c.group_id.is_(None), takable(policy))
+    alone = select(*_COLUMNS).where(_COMMITTED, experiences.c.group_id.is_(None), takable(rules))
     rows = without_results(connection, connection.execute(alone.order_by(experiences.c.id)).all())
-    if policy.group_by == "preference":
-        _gather_the_preferred(connection, rows, policy, now)
+    if rules.group_by == "preference":
+        _gather_the_preferred(connection, rows, rules, now)
     else:
-        will_do = and_(takable(policy), young(policy, newest=newest))
-        _gather_the_named(connection, rows, policy, will_do, now)
+        will_do = and_(takable(rules), young(rules))
+        _gather_the_named(connection, rows, rules, will_do, now)
 
 
 def _set(connection: Connection, rows: Iterable[Any], **values: object) -> None:
@@ -312,7 +325,7 @@ def _join(connection: Connection, groups: Collection[Sequence[Any]]) -> None:
 
 
 def _gather_the_named(
-    connection: Connection, alone: Sequence[Any], policy: BatchPolicy, will_do: ColumnElement[bool], now: float
+    connection: Connection, alone: Sequence[Any], rules: BatchRules, will_do: ColumnElement[bool], now: float
 ) -> None:
     """A group has enough runs, and none of its replies waits for feedback or a commit any more.
 
@@ -322,13 +335,13 @@ def _gather_the_named(
     for row in alone:
         if row.task_id is None:  # choices of one reply that names no task are a group of their own
             key: Key = (row.tenant, row.msg_id)
-        elif policy.group_by == "task":
+        elif rules.group_by == "task":
             key = (row.tenant, row.task_id)
         else:
             key = (row.tenant, row.task_id, row.msg_id if row.run_id is None else row.run_id)
         found[key].append(row)
-    tasks, takes = {(key[0], key[1]) for key in found}, takable(policy)
-    if policy.by_result:
+    tasks, takes = {(key[0], key[1]) for key in found}, takable(rules)
+    if rules.by_result:
         early = waiting_runs(connection, tasks, takes)
     else:
         named = tuple_(experiences.c.tenant, experiences.c.task_id)
@@ -336,18 +349,18 @@ def _gather_the_named(
         query = query.where(experiences.c.task_id.is_not(None), experiences.c.state.in_(_EARLY), takes)
         early = {tuple(run) for few in portions(tasks, of=2) for run in connection.execute(query.where(named.in_(few)))}
     waiting = {part for run in early for part in (run[:2], run)}
-    enough, least = (policy.group_size, policy.least_runs) if policy.group_by == "task" else (1, 1)
+    enough, least = (rules.group_size, rules.least_runs) if rules.group_by == "task" else (1, 1)
     complete: list[list[Any]] = []
     for key, rows in found.items():
         runs = len({(row.run_id if row.run_id is not None else f"{row.msg_id}:{row.choice}") for row in rows})
-        timed_out = now - min(row.committed_at for row in rows) >= policy.group_timeout
+        timed_out = now - min(row.committed_at for row in rows) >= rules.group_timeout
         if (runs >= enough and key not in waiting) or (timed_out and runs >= least):
             complete.append(rows)
         elif timed_out:
             told = "alone in its group" if least == 2 else f"{runs} of the {least} runs of its group"
-            reason = f"{told} {policy.group_timeout:g} s after it was committed"
+            reason = f"{told} {rules.group_timeout:g} s after it was committed"
             _set(connection, rows, state=State.EXPIRED, reason=reason)
-    if policy.by_result:
+    if rules.by_result:
         gather_whole(connection, complete, will_do, now=now)
     else:
         _join(connection, complete)
@@ -359,7 +372,7 @@ def _gather_the_named(
 MAX_CONNECTED = 32
 
 
-def _gather_the_preferred(connection: Connection, alone: Sequence[Any], policy: BatchPolicy, now: float) -> None:
+def _gather_the_preferred(connection: Connection, alone: Sequence[Any], rules: BatchRules, now: float) -> None:
     """A group is what preferences connect, and none of it waits for its row, for feedback or for a commit any more.
 
     Preferences that share a reply make one group, up to MAX_CONNECTED rows. One that comes before the group of its
@@ -367,7 +380,7 @@ def _gather_the_preferred(connection: Connection, alone: Sequence[Any], policy: 
     """
     events = _preferences(connection, {row.msg_id for row in alone})
     ends = list(_ends(connection, events))
-    ready = {row.id: row for row in chain(alone, *chain.from_iterable(ends)) if _is(row, (State.COMMITTED,), policy)}
+    ready = {row.id: row for row in chain(alone, *chain.from_iterable(ends)) if _is(row, (State.COMMITTED,), rules)}
     groups: dict[int, list[int]] = defaultdict(list)
     for portion in portions({row.group_id for row in ready.values()} - {None}):  # those that are gathered already
         for row in connection.execute(select(*_COLUMNS).where(_COMMITTED, experiences.c.group_id.in_(portion))):
@@ -378,19 +391,19 @@ def _gather_the_preferred(connection: Connection, alone: Sequence[Any], policy: 
     for pair in ends:
         better, worse = ([row.id for row in end if row.id in ready] for end in pair)
         named |= {*better, *worse}
-        if any(not end or any(_is(row, _EARLY, policy) for row in end) for end in pair):
+        if any(not end or any(_is(row, _EARLY, rules) for row in end) for end in pair):
             waiting |= {*better, *worse}
         if better and worse:
             links.append([*better, *worse])
     complete: list[list[Any]] = []
     for ids in _connected_sets(ready, links):
         rows = [ready[id_] for id_ in ids]
-        timed_out = now - min(row.committed_at for row in rows) >= policy.group_timeout
+        timed_out = now - min(row.committed_at for row in rows) >= rules.group_timeout
         if len(rows) > 1 and (timed_out or waiting.isdisjoint(ids)):
             complete.append(rows)
         elif timed_out:
             why = "alone in its preference" if ids & named else "in no preference"
-            reason = f"{why} {policy.group_timeout:g} s after it was committed"
+            reason = f"{why} {rules.group_timeout:g} s after it was committed"
             _set(connection, rows, state=State.EXPIRED, reason=reason)
     _join(connection, complete)
 
@@ -409,10 +422,15 @@ def _preferences(connection: Connection, msg_ids: Collection[str]) -> list[Any]:
     return without_quarantined(connection, standing)
 
 
-def _is(row: Any, states: Collection[State], policy: BatchPolicy) -> bool:
-    """Whether a row that the policy takes is in one of the states."""
+def _is(row: Any, states: Collection[State], rules: BatchRules) -> bool:
+    """Whether a row that a batch takes is in one of the states."""
     rated = row.reward is not None or row.state == State.RECORDED
-    return row.state in states and (policy.any_reply or row.unsampled is None) and (policy.edited or rated)
+    return (
+        row.policy == rules.policy
+        and row.state in states
+        and (rules.any_reply or row.unsampled is None)
+        and (rules.edited or rated)
+    )
 
 
 def _ends(connection: Connection, events: Sequence[Any]) -> Iterator[tuple[list[Any], list[Any]]]:

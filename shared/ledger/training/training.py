@@ -4,10 +4,11 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Select, and_, exists, func, insert, select, update
+from sqlalchemy import Connection, and_, exists, func, insert, select, update
 
 from tuneloop.shared.errors import LeaseLost, ParentEnded, StaleEpoch
 from tuneloop.shared.experience import Sample, State, VersionAction, VersionState
+from tuneloop.shared.ledger.policies import require_there
 from tuneloop.shared.ledger.recording.recording import LEASE_S
 from tuneloop.shared.ledger.recording.rewards import Rewards
 from tuneloop.shared.ledger.storage.codec import sample
@@ -20,9 +21,9 @@ from tuneloop.shared.ledger.storage.database import (
 )
 from tuneloop.shared.ledger.storage.schema import epochs, experiences, versions
 from tuneloop.shared.ledger.training.batches import Backlog, claim, demonstrations, expire, trim
-from tuneloop.shared.ledger.training.groups import BatchPolicy
+from tuneloop.shared.ledger.training.groups import BatchRules
 from tuneloop.shared.ledger.training.run_results import give_all_back, lock_rows
-from tuneloop.shared.ledger.versions.versions import SERVABLE, Decision, note
+from tuneloop.shared.ledger.versions.versions import SERVABLE, Decision, next_number, note
 
 #: The states from which a row may come to be trained on.
 _WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
@@ -50,18 +51,17 @@ class Training(LedgerPart):
             return epoch
 
     @again_after_deadlock
-    def lease(self, epoch: int, size: int, policy: BatchPolicy, *, held: Collection[int] = ()) -> list[Sample]:
+    def lease(self, epoch: int, size: int, rules: BatchRules, *, held: Collection[int] = ()) -> list[Sample]:
         """The next `size` committed experiences, or groups of at least so many, claimed for `epoch`.
 
         The ids `held` are leased already and count as some of the `size`: what is missing is returned. None unless
-        there are enough. What is older than the policy allows expires first.
+        there are enough. What is older than the rules allow expires first.
         """
         now = self._clock()
         with self._write() as connection:
             _fence(connection, epoch)
-            newest = _newest_version(connection)
-            expire(connection, policy, newest=newest)
-            ids = claim(connection, policy, size, held, newest=newest, now=now)
+            expire(connection, rules, newest=_newest_version(connection, rules.policy))
+            ids = claim(connection, rules, size, held, now=now)
             leased = {"state": State.LEASED, "lease_epoch": epoch, "lease_until": now + LEASE_S}
             rows: list[Any] = []
             for portion in portions(ids):
@@ -73,15 +73,15 @@ class Training(LedgerPart):
             return [sample(row, demonstration=edited.get(row.id)) for row in rows]
 
     @again_after_deadlock
-    def trim(self, epoch: int, policy: BatchPolicy) -> Backlog:
-        """Let what waits beyond the policy's bound expire.
+    def trim(self, epoch: int, rules: BatchRules) -> Backlog:
+        """Let what waits beyond the bound of the rules expire.
 
         To be called when a version is registered: what the epoch has leased does not wait, but would again after a
         crash, which may then make other steps than those that were lost.
         """
         with self._write() as connection:
             _fence(connection, epoch)
-            return trim(connection, policy)
+            return trim(connection, rules)
 
     @again_after_deadlock
     def extend(self, epoch: int) -> None:
@@ -139,8 +139,9 @@ class Training(LedgerPart):
         step: int,
         publish: Callable[[int], tuple[Path, str]],
         parent: int | None = None,
+        policy: int = 0,
     ) -> int:
-        """Register the next version, made of `parent`, and mark what it was trained on; or do neither.
+        """Register the next version of a policy, made of `parent`, and mark what it was trained on; or do neither.
 
         `publish(version)` puts the checkpoint in its place and returns its path and the sha256 of its manifest. It runs
         between two transactions that look at the same: a disk may be slower than the database is patient. Raises
@@ -149,14 +150,15 @@ class Training(LedgerPart):
         nobody's, and deleted with old versions.
         """
         with self._write() as connection:
-            version = _number_of_next(connection, epoch, ids, parent)
+            version = _number_of_next(connection, epoch, ids, parent, policy)
         path, sha256 = publish(version)
         with self._write() as connection:
-            if (number := _number_of_next(connection, epoch, ids, parent)) != version:
+            if (number := _number_of_next(connection, epoch, ids, parent, policy)) != version:
                 raise LeaseLost(f"version {version} was registered by another meanwhile, the next is {number}")
             connection.execute(
                 insert(versions).values(
                     version=version,
+                    policy=policy,
                     state=VersionState.CANDIDATE,
                     step=step,
                     epoch=epoch,
@@ -175,13 +177,14 @@ class Training(LedgerPart):
             return version
 
 
-def _number_of_next(connection: Connection, epoch: int, ids: Collection[int], parent: int | None) -> int:
+def _number_of_next(connection: Connection, epoch: int, ids: Collection[int], parent: int | None, policy: int) -> int:
     """The number of the next version, made of these rows. Raises what `register` does."""
     _fence(connection, epoch)
     alone(connection, "promote")  # What it descends from is not rolled back meanwhile.
-    if parent is not None and (newest := _newest_version(connection)) != parent:
+    if parent is not None and (newest := _newest_version(connection, policy)) != parent:
         raise ParentEnded(f"version {parent} was trained on, training goes on from version {newest}")
-    version: int = 1 + (connection.execute(_newest_number()).scalar() or 0)
+    require_there(connection, policy)
+    version = next_number(connection)
     leased = set[int]()
     for portion in portions(sorted(ids)):
         held = select(experiences.c.id).where(_leased_rows(epoch, portion)).order_by(experiences.c.id)
@@ -213,10 +216,6 @@ def _fence(connection: Connection, epoch: int) -> None:
         raise StaleEpoch(f"this trainer holds epoch {epoch}, but epoch {current} has taken over")
 
 
-def _newest_number() -> Select[Any]:
-    return select(func.max(versions.c.version))
-
-
-def _newest_version(connection: Connection) -> int:
-    newest = select(func.max(versions.c.version)).where(versions.c.state.in_(SERVABLE))
+def _newest_version(connection: Connection, policy: int) -> int:
+    newest = select(func.max(versions.c.version)).where(versions.c.policy == policy, versions.c.state.in_(SERVABLE))
     return connection.execute(newest).scalar() or 0

@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from sqlalchemy import (
     ColumnElement,
@@ -22,10 +22,10 @@ from sqlalchemy import (
 )
 
 from tuneloop.shared.errors import EnvironmentRefused, LedgerError, VersionRefused
-from tuneloop.shared.experience import VersionAction, VersionState
+from tuneloop.shared.experience import PolicyState, VersionAction, VersionState
 from tuneloop.shared.ledger.explorers import Lead, require_lead
-from tuneloop.shared.ledger.storage.database import LedgerPart, alone, ignoring
-from tuneloop.shared.ledger.storage.schema import version_events, versions
+from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, alone, ignoring
+from tuneloop.shared.ledger.storage.schema import policies, version_events, versions
 
 #: The figures that decided something, as they are kept in JSON.
 Details = Mapping[str, Any]
@@ -75,10 +75,16 @@ class Version(NamedTuple):
     served_at: float | None
     reason: str | None
     pinned: bool = False
+    policy: int = 0
+
+    @property
+    def is_base(self) -> bool:
+        """Whether it is the base model, which has no manifest."""
+        return self.manifest_sha256 is None
 
 
 class VersionsNow(NamedTuple):
-    """All versions, oldest first, and which would be served if the champion were rolled back, as of one moment."""
+    """All versions of a policy, oldest first, and what would take a champion's place, as of one moment."""
 
     versions: list[Version]
     champion_before: int | None
@@ -97,10 +103,19 @@ class VersionsNow(NamedTuple):
 
 
 class Versions(LedgerPart):
-    """The versions, what happened to them, and the decisions about them.
+    """The versions of one policy, what happened to them, and the decisions about them.
 
-    Each decision names the champion that was seen, so that of two at once only one is taken.
+    Each decision names the champion that was seen, so that of two at once only one is taken. `all`, `get` and what is
+    told of events are of the versions of every policy.
     """
+
+    def __init__(self, transactions: Transactions, policy: int = 0) -> None:
+        super().__init__(transactions)
+        self._transactions, self._line = transactions, versions.c.policy == policy
+
+    def of(self, policy: int) -> Self:
+        """Those of another policy."""
+        return type(self)(self._transactions, policy)
 
     def ensure_base(self, path: Path) -> None:
         """Register the base model as version 0, served, if no version is registered.
@@ -109,7 +124,10 @@ class Versions(LedgerPart):
         """
         now = self._clock()
         base = {"version": 0, "state": VersionState.CHAMPION, "step": 0, "path": str(path)}
+        default = {"id": 0, "tenant": "", "name": "default", "parent": 0, "settings": "{}", "created_by": ""}
         with self._write() as connection:
+            active = default | {"state": PolicyState.ACTIVE, "created_at": now}
+            connection.execute(ignoring(connection, policies), active)
             connection.execute(
                 ignoring(connection, versions), base | {"consumed": 0, "created_at": now, "served_at": now}
             )
@@ -122,28 +140,28 @@ class Versions(LedgerPart):
 
     def champion(self) -> Version:
         """The version that is served. Raises LedgerError before `ensure_base`."""
-        return self._version(select(versions).where(versions.c.state == VersionState.CHAMPION))
+        return self._version(select(versions).where(self._line, versions.c.state == VersionState.CHAMPION))
 
     def newest(self) -> Version:
         """The newest version that was not rejected: where training goes on from."""
-        return self._version(
-            select(versions).where(versions.c.state.in_(SERVABLE)).order_by(versions.c.version.desc()).limit(1)
-        )
+        servable = select(versions).where(self._line, versions.c.state.in_(SERVABLE))
+        return self._version(servable.order_by(versions.c.version.desc()).limit(1))
 
     def candidate(self) -> Version | None:
         """The newest candidate that is newer than the champion and the canary, if any."""
-        answering = versions.c.state.in_((VersionState.CHAMPION, VersionState.CANARY))
+        answering = and_(self._line, versions.c.state.in_((VersionState.CHAMPION, VersionState.CANARY)))
         newest = select(func.max(versions.c.version)).where(answering).scalar_subquery()
-        found = select(versions).where(versions.c.state == VersionState.CANDIDATE, versions.c.version > newest)
+        waits = versions.c.state == VersionState.CANDIDATE
+        found = select(versions).where(self._line, waits, versions.c.version > newest)
         return self._one_or_none(found.order_by(versions.c.version.desc()).limit(1))
 
     def canary(self) -> Version | None:
         """The version that answers a part of the traffic, or copies of it, until it is decided about; if any."""
-        return self._one_or_none(select(versions).where(versions.c.state == VersionState.CANARY))
+        return self._one_or_none(select(versions).where(self._line, versions.c.state == VersionState.CANARY))
 
     def pinned_version(self) -> Version | None:
         """The version that is served whatever comes, if any."""
-        return self._one_or_none(select(versions).where(PINNED))
+        return self._one_or_none(select(versions).where(self._line, PINNED))
 
     def get(self, number: int) -> Version | None:
         """That version, if there is one."""
@@ -166,12 +184,12 @@ class Versions(LedgerPart):
         with self._write() as connection:
             alone(connection, "promote")
             require_lead(connection, lead, self._clock())
-            _require_unpinned(connection, version)
-            state = state_of(connection, version)
+            self._require_unpinned(connection, version)
+            state = self._state_of(connection, version)
             if state not in SERVABLE:
                 raise LedgerError(f"version {version} is {state or 'unknown'}: it cannot be served")
             if state not in {VersionState.RETIRED, VersionState.CHAMPION}:
-                appoint(connection, version, Decision(by, self._clock(), reason, details))
+                self._appoint(connection, version, Decision(by, self._clock(), reason, details))
 
     def begin_canary(self, version: int, *, by: str, reason: str, details: Details | None = None) -> None:
         """Let a candidate answer a part of the traffic, or copies of it; older candidates retire.
@@ -180,17 +198,17 @@ class Versions(LedgerPart):
         """
         with self._write() as connection:
             alone(connection, "promote")
-            _require_unpinned(connection, version)
+            self._require_unpinned(connection, version)
             decision = Decision(by, self._clock(), reason, details)
-            state = state_of(connection, version)
+            state = self._state_of(connection, version)
             if state != VersionState.CANDIDATE:
                 raise VersionRefused(f"version {version} is {state or 'unknown'}, not a candidate")
             other = connection.execute(
-                select(versions.c.version).where(versions.c.state == VersionState.CANARY)
+                select(versions.c.version).where(self._line, versions.c.state == VersionState.CANARY)
             ).scalar()
             if other is not None:
                 raise VersionRefused(f"version {other} is the canary; it must be decided about first")
-            retire(connection, _older_candidates(version), decision.because(_took_its_place(version)))
+            retire(connection, and_(self._line, _older_candidates(version)), decision.because(_took_its_place(version)))
             _serve(connection, version, VersionState.CANARY, decision)
             note(connection, version, VersionAction.CANARY, decision)
 
@@ -210,14 +228,14 @@ class Versions(LedgerPart):
         states = {VersionState.CANDIDATE, VersionState.RETIRED} if also_retired else {VersionState.CANDIDATE}
         with self._write() as connection:
             alone(connection, "promote")
-            if state_of(connection, version) not in states or version == 0:
+            if self._state_of(connection, version) not in states or version == 0:
                 return False
             end(connection, version, VersionState.REJECTED, Decision(by, self._clock(), reason, details))
             return True
 
     def all(self) -> list[Version]:
-        """All versions, oldest first."""
-        return [_version_of(row) for row in self._read(select(versions).order_by(versions.c.version))]
+        """All versions of every policy, oldest first."""
+        return [_version_of(row) for row in self._read(_ALL)]
 
     def _version(self, query: Executable) -> Version:
         found = self._one_or_none(query)
@@ -237,11 +255,11 @@ class Versions(LedgerPart):
         """
         with self._write() as connection:
             alone(connection, "promote")
-            _expect_champion(connection, instead_of)
-            _require_servable(connection, version)
-            _require_unpinned(connection, version)
+            self._expect_champion(connection, instead_of)
+            self._require_servable(connection, version)
+            self._require_unpinned(connection, version)
             if version != instead_of:
-                appoint(connection, version, Decision(by, self._clock(), reason, details))
+                self._appoint(connection, version, Decision(by, self._clock(), reason, details))
 
     def roll_back(
         self,
@@ -263,14 +281,16 @@ class Versions(LedgerPart):
             alone(connection, "promote")
             require_lead(connection, lead, self._clock())
             decision = Decision(by, self._clock(), reason, details)
-            state = state_of(connection, version)
+            state = self._state_of(connection, version)
             if state not in {VersionState.CANARY, VersionState.CHAMPION}:
                 raise VersionRefused(f"version {version} is {state or 'unknown'}: only what serves can be rolled back")
             if only_as not in {None, state}:
                 raise VersionRefused(f"version {version} is {state} by now, not {only_as}")
-            if _pinned_version(connection) == version:
+            if self._pinned_version(connection) == version:
                 raise VersionRefused(f"version {version} is pinned; unpin it first")
-            before = connection.execute(_champions_before()).scalar() if state == VersionState.CHAMPION else None
+            before: int | None = None
+            if state == VersionState.CHAMPION:
+                before = connection.execute(_champions_before(self._line)).scalar()
             if state == VersionState.CHAMPION and before is None:
                 raise VersionRefused(f"there is no version to go back to from version {version}")
             end(connection, version, VersionState.ROLLED_BACK, decision)
@@ -282,13 +302,13 @@ class Versions(LedgerPart):
             }
             unserved = or_(versions.c.state != VersionState.RETIRED, versions.c.served_at.is_(None))
             newer = select(versions.c.version, versions.c.state).where(
-                versions.c.version > version, versions.c.state.in_(tuple(waiting)), unserved
+                self._line, versions.c.version > version, versions.c.state.in_(tuple(waiting)), unserved
             )
             for number, state in connection.execute(newer.order_by(versions.c.version)).all():
                 end(connection, number, waiting[VersionState(state)], because)
             if before is not None:
-                appoint(connection, before, decision.because(f"version {version} was rolled back"))
-            return _champion(connection)
+                self._appoint(connection, before, decision.because(f"version {version} was rolled back"))
+            return self._champion(connection)
 
     def stand_in(self, version: int, *, instead_of: int, reason: str) -> None:
         """Make a former champion the champion because the files of the champion `instead_of` are damaged.
@@ -298,32 +318,33 @@ class Versions(LedgerPart):
         """
         with self._write() as connection:
             alone(connection, "promote")
-            _expect_champion(connection, instead_of)
-            _require_servable(connection, version)
+            self._expect_champion(connection, instead_of)
+            self._require_servable(connection, version)
             decision = Decision("explorer", self._clock(), reason)
-            if _pinned_version(connection) == instead_of:
+            if self._pinned_version(connection) == instead_of:
                 for number, is_pinned, action in (
                     (instead_of, False, VersionAction.UNPINNED),
                     (version, True, VersionAction.PINNED),
                 ):
                     connection.execute(update(versions).where(versions.c.version == number).values(pinned=is_pinned))
                     note(connection, number, action, decision)
-            appoint(connection, version, decision)
+            self._appoint(connection, version, decision)
 
     def champions_before(self) -> list[int]:
         """The versions that were the champion before and could be again, the last one first."""
-        return [row.version for row in self._read(_champions_before())]
+        return [row.version for row in self._read(_champions_before(self._line))]
 
     def now(self) -> VersionsNow:
         """How all of them are."""
-        return _versions_now(*self._read_together(_ALL, _champions_before()))
+        return _versions_now(*self._read_together(_ALL.where(self._line), _champions_before(self._line)))
 
     @contextmanager
     def hold(self) -> Iterator[VersionsNow]:
         """How all of them are; inside, nobody decides about any, or registers one."""
         with self._write() as connection:
             alone(connection, "promote")
-            yield _versions_now(*(connection.execute(query).all() for query in (_ALL, _champions_before())))
+            queries = (_ALL.where(self._line), _champions_before(self._line))
+            yield _versions_now(*(connection.execute(query).all() for query in queries))
 
     def pin(self, version: int, *, instead_of: int, by: str, reason: str) -> None:
         """Serve this version and no other until it is unpinned; a canary retires.
@@ -333,25 +354,25 @@ class Versions(LedgerPart):
         """
         with self._write() as connection:
             alone(connection, "promote")
-            _expect_champion(connection, instead_of)
-            _require_servable(connection, version)
-            if _pinned_version(connection) == version:
+            self._expect_champion(connection, instead_of)
+            self._require_servable(connection, version)
+            if self._pinned_version(connection) == version:
                 return
-            _require_unpinned(connection, version)
+            self._require_unpinned(connection, version)
             decision = Decision(by, self._clock(), reason)
             connection.execute(update(versions).where(versions.c.version == version).values(pinned=True))
             note(connection, version, VersionAction.PINNED, decision)
             pinned = decision.because(f"version {version} was pinned")
             if version == instead_of:
-                retire(connection, versions.c.state == VersionState.CANARY, pinned)
+                retire(connection, and_(self._line, versions.c.state == VersionState.CANARY), pinned)
             else:
-                appoint(connection, version, pinned)
+                self._appoint(connection, version, pinned)
 
     def unpin(self, *, by: str, reason: str = "") -> int:
         """Let newer versions be served again; returns the number of what was pinned. Raises VersionRefused if none."""
         with self._write() as connection:
             alone(connection, "promote")
-            pinned = _pinned_version(connection)
+            pinned = self._pinned_version(connection)
             if pinned is None:
                 raise VersionRefused("no version is pinned")
             connection.execute(update(versions).where(versions.c.version == pinned).values(pinned=False))
@@ -386,6 +407,49 @@ class Versions(LedgerPart):
             _event_of(row) for row in self._read(select(version_events).where(*newer).order_by(version_events.c.id))
         ]
 
+    def _state_of(self, connection: Connection, version: int) -> str | None:
+        found: str | None = connection.execute(
+            select(versions.c.state).where(self._line, versions.c.version == version)
+        ).scalar()
+        return found
+
+    def _pinned_version(self, connection: Connection) -> int | None:
+        found: int | None = connection.execute(select(versions.c.version).where(self._line, PINNED)).scalar()
+        return found
+
+    def _require_unpinned(self, connection: Connection, version: int) -> None:
+        pinned = self._pinned_version(connection)
+        if pinned not in {None, version}:
+            raise VersionRefused(f"version {pinned} is pinned; unpin it first")
+
+    def _appoint(self, connection: Connection, version: int, decision: Decision) -> None:
+        """Make it the champion; the champion, a canary and older candidates retire."""
+        answering = versions.c.state.in_((VersionState.CHAMPION, VersionState.CANARY))
+        others = and_(answering, versions.c.version != version)
+        replaced = and_(self._line, or_(others, _older_candidates(version)))
+        retire(connection, replaced, decision.because(_took_its_place(version)))
+        _serve(connection, version, VersionState.CHAMPION, decision)
+        note(connection, version, VersionAction.PROMOTED, decision)
+
+    def _champion(self, connection: Connection) -> int:
+        found: int = connection.execute(
+            select(versions.c.version).where(self._line, versions.c.state == VersionState.CHAMPION)
+        ).scalar_one()
+        return found
+
+    def _expect_champion(self, connection: Connection, expected: int) -> None:
+        champion = self._champion(connection)
+        if champion != expected:
+            raise VersionRefused(f"version {champion} is the champion, not version {expected}: look again, then decide")
+
+    def _require_servable(self, connection: Connection, version: int) -> None:
+        found = select(versions.c.state, versions.c.reason).where(self._line, versions.c.version == version)
+        row = connection.execute(found).first()
+        if row is None:
+            raise VersionRefused(f"there is no version {version}")
+        if row.state not in SERVABLE:
+            raise VersionRefused(f"version {version} is {row.state}: {row.reason}")
+
 
 def _event_of(row: Any) -> VersionEvent:
     event = VersionEvent(*(getattr(row, name) for name in VersionEvent._fields))
@@ -405,30 +469,9 @@ def note(connection: Connection, version: int, action: VersionAction, decision: 
     connection.execute(insert(version_events).values(row))
 
 
-def state_of(connection: Connection, version: int) -> str | None:
-    """The state of a version, None if there is none of that number."""
-    found: str | None = connection.execute(select(versions.c.state).where(versions.c.version == version)).scalar()
-    return found
-
-
-def _pinned_version(connection: Connection) -> int | None:
-    found: int | None = connection.execute(select(versions.c.version).where(PINNED)).scalar()
-    return found
-
-
-def _require_unpinned(connection: Connection, version: int) -> None:
-    pinned = _pinned_version(connection)
-    if pinned not in {None, version}:
-        raise VersionRefused(f"version {pinned} is pinned; unpin it first")
-
-
-def appoint(connection: Connection, version: int, decision: Decision) -> None:
-    """Make it the champion; the champion, a canary and older candidates retire."""
-    answering = versions.c.state.in_((VersionState.CHAMPION, VersionState.CANARY))
-    others = and_(answering, versions.c.version != version)
-    retire(connection, or_(others, _older_candidates(version)), decision.because(_took_its_place(version)))
-    _serve(connection, version, VersionState.CHAMPION, decision)
-    note(connection, version, VersionAction.PROMOTED, decision)
+def next_number(connection: Connection) -> int:
+    """The number of the next version, of whatever policy."""
+    return 1 + (connection.execute(select(func.max(versions.c.version))).scalar() or 0)
 
 
 def retire(connection: Connection, which: ColumnElement[bool], decision: Decision) -> None:
@@ -471,28 +514,7 @@ def _versions_now(registered: Collection[Any], before: Collection[Any]) -> Versi
     return VersionsNow([_version_of(row) for row in registered], next((row.version for row in before), None))
 
 
-def _champion(connection: Connection) -> int:
-    found: int = connection.execute(
-        select(versions.c.version).where(versions.c.state == VersionState.CHAMPION)
-    ).scalar_one()
-    return found
-
-
-def _expect_champion(connection: Connection, expected: int) -> None:
-    champion = _champion(connection)
-    if champion != expected:
-        raise VersionRefused(f"version {champion} is the champion, not version {expected}: look again, then decide")
-
-
-def _require_servable(connection: Connection, version: int) -> None:
-    row = connection.execute(select(versions.c.state, versions.c.reason).where(versions.c.version == version)).first()
-    if row is None:
-        raise VersionRefused(f"there is no version {version}")
-    if row.state not in SERVABLE:
-        raise VersionRefused(f"version {version} is {row.state}: {row.reason}")
-
-
-def _champions_before() -> Select[Any]:
+def _champions_before(line: ColumnElement[bool]) -> Select[Any]:
     """The retired versions that were the champion, the last one first. A canary that retired never was one."""
 
     def last(action: VersionAction) -> Any:
@@ -503,6 +525,6 @@ def _champions_before() -> Select[Any]:
     crowned = func.coalesce(last(VersionAction.PROMOTED), versions.c.served_at)
     never = last(VersionAction.CANARY).is_not(None) & last(VersionAction.PROMOTED).is_(None)
     retired = select(versions.c.version).where(
-        versions.c.state == VersionState.RETIRED, versions.c.served_at.is_not(None), ~never
+        line, versions.c.state == VersionState.RETIRED, versions.c.served_at.is_not(None), ~never
     )
     return retired.order_by(crowned.desc(), versions.c.version.desc())

@@ -14,7 +14,7 @@ from tuneloop.runner.outbox import Outbox
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import State, encode
 from tuneloop.shared.job_marks import KEY, load_key
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.schema import exports
 from tuneloop.shared.privacy.detection import Detector
 from tuneloop.shared.privacy.redactor import Redactor
@@ -107,7 +107,7 @@ def ann(ledger: Ledger, tmp_path: Path) -> None:
     [said] = committed(ledger, 1, tenant="default", user="ann")
     ledger.recording.commit("default")
     epoch = ledger.training.take_epoch("trainer")
-    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
+    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchRules())), step=1, publish=published)
     ledger.recording.record([exchange(tenant="default", user="ann"), exchange(tenant="acme", user="ann")])
     lines = [{"msg_id": said.msg_id, "user": None}, {"msg_id": "of-bob", "user": "bob"}]
     (tmp_path / "sft.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -18,7 +18,7 @@ from tests.explorer.whole import create_app
 from tests.factories import exchange, published
 from tests.factories import ids as ids_of
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.ledger import BatchPolicy
+from tuneloop.shared.ledger.ledger import BatchRules
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.settings.feedback import RewardRule
 
@@ -78,7 +78,7 @@ def train(explorer: RunningExplorer) -> None:
     """What a trainer would do with all that is committed."""
     ledger = explorer.ledger
     epoch = ledger.training.take_epoch("trainer")
-    samples = ledger.training.lease(epoch, ledger.reports.counts()[State.COMMITTED], BatchPolicy())
+    samples = ledger.training.lease(epoch, ledger.reports.counts()[State.COMMITTED], BatchRules())
     ledger.training.register(epoch, ids_of(samples), step=1, publish=published)
 
 
@@ -299,7 +299,7 @@ def test_feedback_between_a_lease_and_its_end_is_late_and_counts_if_the_batch_is
     said = reply_id(explorer)
     explorer.feedback(said, reward=1)
     explorer.commit()
-    explorer.ledger.training.lease(explorer.ledger.training.take_epoch("trainer"), 1, BatchPolicy())
+    explorer.ledger.training.lease(explorer.ledger.training.take_epoch("trainer"), 1, BatchRules())
     assert say(explorer, msg_ids=[said], reward=0) == "late"
     assert rewards(engine) == [1.0]
     explorer.ledger.training.take_epoch("the next trainer")

@@ -16,7 +16,7 @@ from tests.explorer.checkpoints import write_model
 from tests.explorer.running import HELLO, eventually
 from tests.explorer.test_main import attached_to, service, write_settings
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.settings.loader import load_settings
 
 HOUR, DAY = 3600.0, 86400.0
@@ -113,7 +113,7 @@ def test_explorers_a_day_ahead_and_a_day_behind_share_one_ledger(explorers: Expl
         eventually(lambda: clocks_are_told(ahead, ahead_s=DAY))
         eventually(lambda: [alarm.name for alarm in ledger.alarms.all()] == ["clock_skew"])
     epoch = ledger.training.take_epoch("a trainer whose clock is right")
-    batch = ledger.training.lease(epoch, 2, BatchPolicy())
+    batch = ledger.training.lease(epoch, 2, BatchRules())
     assert sorted(each.msg_id for each in batch) == sorted(replies)
     assert all(abs(each.sampled_at - time.time()) < HOUR / 2 for each in batch)
     with explorers.running("one", ahead_s=-HOUR) as ahead:

@@ -17,7 +17,7 @@ from tuneloop.shared.capacity.pace import VersionPace, note_version
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.job_marks import KEY
 from tuneloop.shared.ledger.facts import ExplorerFacts, LedgerFacts
-from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import Alarm, BatchRules, Ledger
 from tuneloop.shared.ledger.reports import Reports, VersionReward
 from tuneloop.shared.operations.diagnosis import WAITING, Code, find_stops
 from tuneloop.shared.outbox_status import OutboxStatus
@@ -26,7 +26,7 @@ from tuneloop.shared.outbox_status import OutboxStatus
 class AwayReports(Reports):
     """Its database cannot be reached."""
 
-    def facts(self, policy: BatchPolicy, *, drops: int = 0, batch: int | None = None) -> LedgerFacts:
+    def facts(self, policy: BatchRules, *, drops: int = 0, batch: int | None = None) -> LedgerFacts:
         raise LedgerUnavailable("connection refused")
 
 
@@ -120,7 +120,7 @@ def test_what_is_committed_waits_since_its_commit(tmp_path: Path) -> None:
     assert (waits("rewarded") or 0) > 89_000
     ledger.recording.commit("acme")
     assert (waits("committed") or 0) < 1000
-    ledger.training.lease(ledger.training.take_epoch("host:1"), 3, BatchPolicy())
+    ledger.training.lease(ledger.training.take_epoch("host:1"), 3, BatchRules())
     assert (waits("leased") or 0) < 1000
     gauges.close()
     ledger.close()

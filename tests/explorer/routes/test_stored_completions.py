@@ -20,7 +20,7 @@ from tests.factories import exchange, experience
 from tuneloop.explorer.routes.stored_completions import DEFAULT_LIMIT, MAX_LIMIT
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.experience import Exchange, State
-from tuneloop.shared.ledger.ledger import BatchPolicy
+from tuneloop.shared.ledger.ledger import BatchRules
 from tuneloop.shared.ledger.recording.stored_completions import MAX_EXAMINED
 
 pytestmark = pytest.mark.contract
@@ -353,7 +353,7 @@ def test_what_the_trainer_holds_cannot_be_deleted_now(explorer: RunningExplorer)
     explorer.feedback(msg_id)
     explorer.commit()
     epoch = explorer.ledger.training.take_epoch("trainer")
-    assert len(explorer.ledger.training.lease(epoch, 1, BatchPolicy())) == 1
+    assert len(explorer.ledger.training.lease(epoch, 1, BatchRules())) == 1
     answer = explorer.http.delete(f"{CHAT}/{msg_id}")
     assert error(answer) == (409, None, "leased")
     assert int(answer.headers["retry-after"]) > 0

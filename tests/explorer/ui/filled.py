@@ -23,7 +23,7 @@ from tuneloop.shared.experience import (
     steady_clock,
 )
 from tuneloop.shared.job_marks import KEY, load_key
-from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import Alarm, BatchRules, Ledger
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.tensorboard import Curves
 
@@ -165,7 +165,7 @@ class Filler:
         ledger, store = self.ledger, CheckpointStore(self._settings.job_dir)
         ledger.recording.commit(DEFAULT_TENANT)
         epoch = ledger.training.take_epoch("trainer")
-        samples = ledger.training.lease(epoch, self._scale.batch, BatchPolicy())
+        samples = ledger.training.lease(epoch, self._scale.batch, BatchRules())
         ids = [each.id for each in samples]
         made = ledger.training.register(
             epoch, ids, step=version * (10 if self._scale.well else 1), publish=lambda number: publish(store, number)

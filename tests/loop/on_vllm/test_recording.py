@@ -15,7 +15,7 @@ from tests.loop.harness.bare_engine import MODEL
 from tests.loop.harness.oracle import Oracle
 from tests.loop.harness.services import Service, commit, stage_by_hand, wait_until_served
 from tuneloop.shared.experience import Sample
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.database import connect
 from tuneloop.shared.ledger.storage.schema import experiences
 
@@ -42,7 +42,7 @@ def samples_of(ledger: Ledger, explorer: Service, msg_ids: list[str]) -> list[Sa
     httpx.post(f"{explorer.url}/feedback", json=told, timeout=60).raise_for_status()
     committed = commit(explorer.url)
     epoch = ledger.training.take_epoch("test")
-    samples = ledger.training.lease(epoch, committed, BatchPolicy())
+    samples = ledger.training.lease(epoch, committed, BatchRules())
     ledger.training.drop(epoch, [sample.id for sample in samples], "seen by a test")
     return samples
 

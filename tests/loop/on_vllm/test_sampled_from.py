@@ -17,7 +17,7 @@ from tests.loop.harness.services import Service, commit
 from tuneloop.cli.exports import ExportRequest, Format, export
 from tuneloop.shared.experience import Sample, State
 from tuneloop.shared.ledger.export import ExportedReply, Selection
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.settings.serving import CaptureSettings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.batch import TokenSequence, collate, micro_batches
@@ -195,9 +195,9 @@ def recorded(explorer: Service, ledger: Ledger) -> Recorded:
     committed = commit(explorer.url)
     epoch = ledger.training.take_epoch("a test")
     assert (
-        ledger.training.lease(epoch, committed, BatchPolicy()) == []
+        ledger.training.lease(epoch, committed, BatchRules()) == []
     )  # what is marked is set aside, so there are too few
-    leased = ledger.training.lease(epoch, ledger.reports.counts()[State.COMMITTED], BatchPolicy())
+    leased = ledger.training.lease(epoch, ledger.reports.counts()[State.COMMITTED], BatchRules())
     ledger.training.drop(epoch, [sample.id for sample in leased], "seen by a test")
     replies: dict[str, list[ExportedReply]] = {}
     for page in ledger.exports.replies(Selection(tenant="default")):

@@ -11,7 +11,7 @@ from tests.explorer.running import RunningExplorer
 from tuneloop.runner import AlgorithmConfig, WorkflowOutput, tune
 from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.ledger import BatchPolicy
+from tuneloop.shared.ledger.ledger import BatchRules
 
 TASKS = [{"question": f"{n}+4=", "worth": n / 8} for n in range(4)]
 
@@ -33,7 +33,7 @@ def training(explorer: RunningExplorer) -> Iterator[None]:
     def work() -> None:
         while not stop.wait(0.05):
             ledger.training.extend(epoch)
-            if leased := ledger.training.lease(epoch, 1000, BatchPolicy(batch_timeout=0.05)):
+            if leased := ledger.training.lease(epoch, 1000, BatchRules(batch_timeout=0.05)):
                 ids = [each.id for each in leased]
                 ledger.training.register(epoch, ids, step=1, publish=lambda version: publish(store, version))
 

@@ -9,7 +9,7 @@ from sqlalchemy import Engine
 
 from tests.factories import exchange, experience, feedback
 from tuneloop.shared.experience import Exchange, Kind
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.settings.feedback import RewardRule
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -31,7 +31,7 @@ def said_of(ledger: Ledger, column: int) -> Sequence[Exchange]:
     return told
 
 
-def leased(ledger: Ledger, policy: BatchPolicy) -> list[Any]:
+def leased(ledger: Ledger, policy: BatchRules) -> list[Any]:
     ledger.recording.commit("acme")
     epoch = ledger.training.take_epoch("trainer")
     return sorted(ledger.training.lease(epoch, 2, policy._replace(batch_timeout=0.0)), key=lambda each: each.id)
@@ -57,7 +57,7 @@ def of_version(ledger: Ledger, told: Sequence[Exchange]) -> str:
 
 
 def learnt_by_sft(ledger: Ledger, told: Sequence[Exchange]) -> str:
-    samples = leased(ledger, BatchPolicy(any_reply=True, edited=True))
+    samples = leased(ledger, BatchRules(any_reply=True, edited=True))
     return {("ac",): "the edit", (None, None): "both replies"}[tuple(each.demonstration for each in samples)]
 
 
@@ -67,8 +67,8 @@ FIGURES: dict[str, Callable[[Ledger, Sequence[Exchange]], str]] = {
     "rewarded replies": lambda ledger, told: str(ledger.reward_history.newest(0, among=10).replies),
     "independent sources": lambda ledger, told: str(ledger.reward_history.newest(0, among=10).units),
     "learnt by `sft`": learnt_by_sft,
-    "learnt by reward": lambda ledger, told: in_words([x.reward for x in leased(ledger, BatchPolicy())], "nothing"),
-    "pairs": lambda ledger, told: str(len(leased(ledger, BatchPolicy(group_by="preference", any_reply=True))) // 2),
+    "learnt by reward": lambda ledger, told: in_words([x.reward for x in leased(ledger, BatchRules())], "nothing"),
+    "pairs": lambda ledger, told: str(len(leased(ledger, BatchRules(group_by="preference", any_reply=True))) // 2),
 }
 
 

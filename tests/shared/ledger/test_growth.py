@@ -22,7 +22,7 @@ from tests.factories import (
 )
 from tests.shared.ledger.test_races import at_once
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 
 
 def steps(engine: Engine, ask: Callable[[], object]) -> int:
@@ -56,7 +56,7 @@ def test_the_questions_of_the_page_and_the_gauges_cost_the_same_with_more_rows(t
         questions: dict[str, Callable[[], object]] = {
             "counts": ledger.reports.counts,
             "a tenant's": lambda ledger=ledger: ledger.reports.counts("acme"),
-            "facts": lambda ledger=ledger: ledger.reports.facts(BatchPolicy(), batch=8),
+            "facts": lambda ledger=ledger: ledger.reports.facts(BatchRules(), batch=8),
             "rewards": ledger.reports.rewards,
             "imbalance": ledger.reports.imbalance,
         }

@@ -8,7 +8,7 @@ from sqlalchemy import Engine, event, select
 
 from tests.factories import exchange, experience, feedback, ids, published
 from tuneloop.shared.experience import Exchange, Feedback, State
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.settings.feedback import RewardRule
 
@@ -69,7 +69,7 @@ def test_trained_choices_whose_rewards_change(ledger: Ledger, engine: Engine, st
     ledger.recording.record([feedback(msg_id=said.msg_id, source="ann")])
     ledger.recording.commit("acme")
     epoch = ledger.training.take_epoch("trainer")
-    rows = ledger.training.lease(epoch, CHOICES, BatchPolicy())
+    rows = ledger.training.lease(epoch, CHOICES, BatchRules())
     ledger.training.register(epoch, ids(rows), step=1, publish=published)
     assert statements(lambda: ledger.recording.record([*about_each(said, value=lambda n: n + 2.0)])) < 20
     again = sorted(each for each in values(engine, said) if each != 1.0)

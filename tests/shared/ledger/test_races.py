@@ -14,7 +14,7 @@ from sqlalchemy import Engine, select, text
 from tests.factories import committed, exchange, feedback, fill, ids, leased, published, trained
 from tuneloop.shared.errors import LedgerError, ParentEnded, StaleEpoch
 from tuneloop.shared.experience import Exchange, Feedback, Kind, State, VersionState
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.recording.recording import Recording
 from tuneloop.shared.ledger.recording.rewards import Plan, Rewards
 from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
@@ -39,7 +39,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
 def test_two_leasers_never_share_a_row(ledger: Ledger, engine: Engine) -> None:
     fill(engine, 400)
     epoch = ledger.training.take_epoch("trainer")
-    batches = at_once(*[lambda: [ledger.training.lease(epoch, 20, BatchPolicy()) for _ in range(5)]] * 4)
+    batches = at_once(*[lambda: [ledger.training.lease(epoch, 20, BatchRules()) for _ in range(5)]] * 4)
     taken = [sample.id for each in batches for batch in each for sample in batch]
     assert sorted(taken) == list(range(1, 401))
 
@@ -57,7 +57,7 @@ def test_whoever_was_overtaken_holds_nothing(ledger: Ledger, engine: Engine) -> 
     def live() -> None:
         epoch = ledger.training.take_epoch("trainer")
         try:
-            while ledger.training.lease(epoch, 1, BatchPolicy()):
+            while ledger.training.lease(epoch, 1, BatchRules()):
                 pass
         except StaleEpoch:
             pass
@@ -81,7 +81,7 @@ def test_a_lease_waits_while_a_new_epoch_is_being_taken(ledger: Ledger, engine: 
 
     def lease() -> Any:
         taking.wait()
-        return ledger.training.lease(old, 1, BatchPolicy())
+        return ledger.training.lease(old, 1, BatchRules())
 
     epoch, stale = at_once(lambda: Ledger(engine, clock=clock).training.take_epoch("successor"), lease)
     assert epoch == old + 1
@@ -99,7 +99,7 @@ def test_who_is_overtaken_while_it_publishes_registers_nothing(ledger: Ledger) -
     with pytest.raises(StaleEpoch):
         ledger.training.register(epoch, ids(samples), step=1, publish=publish)
     assert ledger.reports.counts()[State.TRAINED] == 0
-    assert ids(ledger.training.lease(epoch + 1, 2, BatchPolicy())) == ids(samples)
+    assert ids(ledger.training.lease(epoch + 1, 2, BatchRules())) == ids(samples)
 
 
 def test_what_descends_from_a_version_that_is_rolled_back_meanwhile_is_never_gone_on_from(ledger: Ledger) -> None:
@@ -162,7 +162,7 @@ def test_a_correction_comes_before_the_lease_or_not_at_all(ledger: Ledger, engin
     epoch = ledger.training.take_epoch("trainer")
     corrections = [feedback(msg_id=each.msg_id, value=-1.0) for each in said]
     leases, _ = at_once(
-        lambda: [ledger.training.lease(epoch, 1, BatchPolicy()) for _ in said],
+        lambda: [ledger.training.lease(epoch, 1, BatchRules()) for _ in said],
         lambda: [ledger.recording.record([correction]) for correction in corrections],
     )
     seen = {sample.id: sample.reward for batch in leases for sample in batch}

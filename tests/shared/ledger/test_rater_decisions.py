@@ -8,7 +8,7 @@ from sqlalchemy import Connection, Engine, select
 from tests.factories import exchange, feedback
 from tuneloop.shared.errors import UnknownRater
 from tuneloop.shared.experience import Kind
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.rater_decisions import RaterStatus
 from tuneloop.shared.ledger.storage.database import Transactions
 from tuneloop.shared.ledger.storage.schema import RaterState, experiences
@@ -137,5 +137,5 @@ def test_labels_edits_and_preferences_of_a_rater_in_quarantine_count_for_nothing
     ledger.raters.quarantine("acme", "liar", by="eve", reason="it lies")
     ledger.recording.commit("acme")
     epoch = ledger.training.take_epoch("trainer")
-    assert ledger.training.lease(epoch, 2, BatchPolicy(group_by="preference", any_reply=True)) == []
-    assert [each.demonstration for each in ledger.training.lease(epoch, 3, BatchPolicy())] == [None] * 3
+    assert ledger.training.lease(epoch, 2, BatchRules(group_by="preference", any_reply=True)) == []
+    assert [each.demonstration for each in ledger.training.lease(epoch, 3, BatchRules())] == [None] * 3

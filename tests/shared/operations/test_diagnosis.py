@@ -19,17 +19,17 @@ from tests.factories import (
 )
 from tuneloop.shared.experience import Kind, State
 from tuneloop.shared.ledger.facts import TRAINER_SEEN_S, Facts, LedgerFacts, Rules, StateCount, Trainer, Weights
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.shared.operations.diagnosis import Code, ago, diagnose, equation
 from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.settings import Settings
 
-PAIRS, ANY = Rules(2), BatchPolicy()
+PAIRS, ANY = Rules(2), BatchRules()
 NO_OUTBOX = OutboxStatus()
 
 
-def reasons(ledger: Ledger, rules: Rules = PAIRS, policy: BatchPolicy = ANY, *, in_s: float = 0.0) -> dict[Code, str]:
+def reasons(ledger: Ledger, rules: Rules = PAIRS, policy: BatchRules = ANY, *, in_s: float = 0.0) -> dict[Code, str]:
     """Why no step is happening by this ledger, so many seconds from now."""
     facts = Facts(now=time.time() + in_s, rules=rules, outbox=NO_OUTBOX, ledger=ledger.reports.facts(policy, drops=5))
     return dict(diagnose(facts))
@@ -116,12 +116,12 @@ def test_a_batch_is_not_full(ledger: Ledger) -> None:
 
 def test_what_the_trainer_holds_already_counts_for_the_batch(ledger: Ledger) -> None:
     committed(ledger, 3)
-    ledger.training.lease(ledger.training.take_epoch("host:1"), 2, BatchPolicy())
+    ledger.training.lease(ledger.training.take_epoch("host:1"), 2, BatchRules())
     assert reasons(ledger, Rules(5))[Code.BATCH_NOT_FULL].startswith("a step takes 5, 3 can be had now")
 
 
 def test_a_group_is_not_complete(ledger: Ledger) -> None:
-    policy = BatchPolicy(group_by="task", group_size=2)
+    policy = BatchRules(group_by="task", group_size=2)
     committed(served(ledger), 2, task_id="a", run_id="first")
     assert ledger.training.lease(1, 2, policy) == []
     found = reasons(ledger, Rules(2, group_by="task"), policy)
@@ -132,7 +132,7 @@ def test_a_group_is_not_complete(ledger: Ledger) -> None:
 def test_what_is_committed_is_too_old(ledger: Ledger) -> None:
     trained(ledger)
     committed(ledger, 2)
-    found = reasons(ledger, policy=BatchPolicy(max_staleness=0))
+    found = reasons(ledger, policy=BatchRules(max_staleness=0))
     assert list(found) == [Code.TOO_STALE]
     assert found[Code.TOO_STALE].startswith("2 committed experiences too old for the next")
 
@@ -140,7 +140,7 @@ def test_what_is_committed_is_too_old(ledger: Ledger) -> None:
 def test_all_has_expired(ledger: Ledger) -> None:
     trained(ledger)
     committed(ledger, 2)
-    policy = BatchPolicy(max_staleness=0)
+    policy = BatchRules(max_staleness=0)
     ledger.training.lease(ledger.training.take_epoch("host:1"), 2, policy)
     found = reasons(ledger, policy=policy)
     assert list(found) == [Code.ALL_EXPIRED]
@@ -163,7 +163,7 @@ def test_nothing_is_a_sample_of_the_policy(ledger: Ledger) -> None:
         "3 of the last 3 experiences cannot be trained on (3 are not samples of the policy), most often: sampling:top_p"
         " (the engine did not tell what was left: load tuneloop's plug-in"
     )
-    assert list(reasons(ledger, policy=BatchPolicy(any_reply=True))) == [Code.NO_FEEDBACK]
+    assert list(reasons(ledger, policy=BatchRules(any_reply=True))) == [Code.NO_FEEDBACK]
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_the_equation_of_a_ledger(ledger: Ledger, engine: Engine) -> None:
     ledger.recording.record([exchange()])
     with engine.begin() as connection:
         connection.exec_driver_sql("UPDATE versions SET purged = 1, consumed = 4 WHERE version = 1")
-    assert equation(ledger.reports.facts(BatchPolicy())) == [
+    assert equation(ledger.reports.facts(BatchRules())) == [
         "6 experiences = 1 recorded + 2 rewarded + 0 committed + 0 leased + 3 trained + 0 expired + 0 dropped",
         "3 trained + 1 purged = 4 consumed by 1 version",
     ]

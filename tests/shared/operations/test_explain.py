@@ -10,7 +10,7 @@ from sqlalchemy import Engine
 from tests.constants import settings_of
 from tests.factories import committed, exchange, experience, feedback, ids, published, rewarded
 from tuneloop.shared.experience import Exchange, Kind, TrustedRaters
-from tuneloop.shared.ledger.ledger import Alarm, BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import Alarm, BatchRules, Ledger
 from tuneloop.shared.operations.explain import Explanation, explain
 from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.feedback import RewardRule
@@ -86,7 +86,7 @@ def test_a_rewarded_reply_waits_for_a_commit_and_a_committed_one_for_a_batch(bas
 def test_a_leased_reply_and_a_trained_one_name_epoch_step_and_version(base: Ledger, settings: Settings) -> None:
     [said] = committed(base)
     epoch = base.training.take_epoch("trainer")
-    samples = base.training.lease(epoch, 1, BatchPolicy())
+    samples = base.training.lease(epoch, 1, BatchRules())
     [reply] = told(base, settings, said).replies
     assert (reply.state, reply.epoch, reply.waits_for) == ("leased", epoch, [])
     version = base.training.register(epoch, ids(samples), step=7, publish=published)
@@ -107,7 +107,7 @@ def test_late_feedback_counts_in_the_correction_alone(engine: Engine, settings: 
     ledger.versions.ensure_base(Path("/base"))
     [said] = committed(ledger)
     epoch = ledger.training.take_epoch("trainer")
-    samples = ledger.training.lease(epoch, 1, BatchPolicy())
+    samples = ledger.training.lease(epoch, 1, BatchRules())
     ledger.training.register(epoch, ids(samples), step=1, publish=published)
     ledger.recording.record([feedback(msg_id=said.msg_id, value=-1.0)])
     first, correction = told(ledger, settings, said).replies
@@ -122,7 +122,7 @@ def test_late_feedback_counts_in_the_correction_alone(engine: Engine, settings: 
 def test_what_was_set_aside_says_why(base: Ledger, settings: Settings) -> None:
     [old] = committed(base)
     epoch = base.training.take_epoch("trainer")
-    base.training.lease(epoch, 1, BatchPolicy(max_staleness=-1))
+    base.training.lease(epoch, 1, BatchRules(max_staleness=-1))
     [reply] = told(base, settings, old).replies
     assert reply.state == "expired"
     assert any(sentence.startswith("set aside (expired): ") for sentence in reply.sentences)
@@ -224,7 +224,7 @@ def test_the_parts_add_up_to_the_reward(engine: Engine, settings: Settings, seed
             )
         ledger.recording.record(events)
         ledger.recording.commit("acme")
-        if samples := ledger.training.lease(epoch, 3, BatchPolicy()):
+        if samples := ledger.training.lease(epoch, 3, BatchRules()):
             ledger.training.register(epoch, ids(samples), step=1, publish=published)
     low, high = rule.clip or (-1e9, 1e9)
     explained = [reply for each in replies for reply in told(ledger, settings, each).replies]

@@ -9,7 +9,7 @@ import torch
 from tests.constants import section_of
 from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
-from tuneloop.shared.ledger.ledger import BatchPolicy
+from tuneloop.shared.ledger.ledger import BatchRules
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import distill, sft
 from tuneloop.trainer.algorithms.terms import Targets
@@ -147,7 +147,7 @@ def test_a_student_of_replies_says_what_the_teacher_says(settings, opinionated):
 def test_only_who_imitates_learns_from_replies_that_are_no_samples(settings, mode, taken):
     distill = {"algorithm_type": "distill", "distill": {"teacher_path": "/t", "mode": mode}}
     chosen = settings(algorithm=distill)
-    assert BatchPolicy.of(chosen).any_reply == taken
+    assert BatchRules.of(chosen).any_reply == taken
     greedy = sample(0, temperature=0.0, logprobs=np.full_like(sample(0).logprobs, np.nan))
     reason = untrainable(greedy, chosen.algorithm, vocabulary=VOCABULARY)
     assert (reason is None) == taken

@@ -9,7 +9,7 @@ from tests.constants import section_of
 from tests.factories import exchange, experience, feedback
 from tests.trainer.factories import sample
 from tuneloop.shared.experience import REDACTED, pack_ids
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.shared.settings.feedback import RewardRule
 from tuneloop.trainer.batches.batch import assemble, calls_of, collate
@@ -113,7 +113,7 @@ def test_feedback_on_two_calls_and_their_run_is_paid_as_the_documentation_says(e
     ledger.recording.record([first, second, *said, feedback(msg_id=None, value=1.0, **run)])
     ledger.recording.commit("acme")
     calls = _calls(
-        ledger.training.lease(ledger.training.take_epoch("trainer"), 2, BatchPolicy()),
+        ledger.training.lease(ledger.training.take_epoch("trainer"), 2, BatchRules()),
         credit=credit,
         turn_discount=0.5,
     )

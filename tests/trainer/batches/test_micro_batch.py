@@ -14,7 +14,7 @@ from tests.trainer.factories import Waited, commit, eventually, points, sample
 from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused
 from tuneloop.shared.experience import State
 from tuneloop.shared.job_marks import touch_committed
-from tuneloop.shared.ledger.ledger import BatchPolicy
+from tuneloop.shared.ledger.ledger import BatchRules
 from tuneloop.shared.settings.algorithm import OF_GROUPS
 from tuneloop.trainer import loop
 from tuneloop.trainer.algorithms import ALGORITHMS
@@ -257,7 +257,7 @@ def test_others_are_learnt_from_without_a_row_that_has_no_room(settings, ledger,
     run(settings(trainer={"total_steps": 1, "micro_batch_tokens": 192}), Event())
     counts = ledger.reports.counts()
     assert (counts[State.TRAINED], counts[State.DROPPED]) == (4, 1)
-    [drop] = ledger.reports.facts(BatchPolicy(), drops=5).drops
+    [drop] = ledger.reports.facts(BatchRules(), drops=5).drops
     assert drop.reason.startswith("a GPU's memory has no room for it")
 
 
@@ -275,7 +275,7 @@ def test_what_is_left_alone_in_its_group_by_a_row_that_has_no_room_is_not_learnt
     )
     counts = ledger.reports.counts()
     assert (counts[State.TRAINED], counts[State.DROPPED]) == (2, 2)
-    reasons = {drop.reason.partition(":")[0] for drop in ledger.reports.facts(BatchPolicy(), drops=5).drops}
+    reasons = {drop.reason.partition(":")[0] for drop in ledger.reports.facts(BatchRules(), drops=5).drops}
     assert "alone in its group" in reasons
 
 

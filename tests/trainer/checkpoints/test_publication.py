@@ -11,7 +11,7 @@ from tuneloop.shared import checkpoints
 from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.errors import DiskFull, EnvironmentRefused
 from tuneloop.shared.job_marks import registered_in
-from tuneloop.shared.ledger.ledger import BatchPolicy
+from tuneloop.shared.ledger.ledger import BatchRules
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publication, Publisher
 from tuneloop.trainer.checkpoints.resumption import StateWriter, prune
@@ -49,7 +49,7 @@ def test_a_version_that_the_disk_does_not_take_leaves_nothing(settings, ledger, 
     ledger.versions.ensure_base(chosen.model.model_path)
     epoch = ledger.training.take_epoch("t")
     commit(ledger, [sample(i) for i in range(4)])
-    rows = ledger.training.lease(epoch, 4, BatchPolicy())
+    rows = ledger.training.lease(epoch, 4, BatchRules())
     learner = snapshot.load(chosen, None)
     weights, probe = snapshot.weights_of(learner), snapshot.probe(learner, chosen)
     publication = Publication(chosen, store(chosen.job_dir), weights, probe, epoch=epoch, parent=0)

@@ -15,7 +15,7 @@ from tuneloop.shared.capacity.memory import reckon
 from tuneloop.shared.capacity.model_shape import read_shape
 from tuneloop.shared.checkpoints import CheckpointStore, read_manifest
 from tuneloop.shared.errors import EnvironmentRefused, SettingsError
-from tuneloop.shared.ledger.ledger import BatchPolicy
+from tuneloop.shared.ledger.ledger import BatchRules
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.batches.batch import assemble, collate
 from tuneloop.trainer.checkpoints import snapshot
@@ -190,7 +190,7 @@ def test_a_version_says_that_it_is_an_adapter(adapted, ledger):
     ledger.versions.ensure_base(chosen.model.model_path)
     epoch = ledger.training.take_epoch("t")
     commit(ledger, [sample(i) for i in range(4)])
-    rows = ledger.training.lease(epoch, 4, BatchPolicy())
+    rows = ledger.training.lease(epoch, 4, BatchRules())
     store = CheckpointStore(chosen.job_dir)
     learner = snapshot.load(chosen, None)
     Publication(

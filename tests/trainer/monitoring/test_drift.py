@@ -10,7 +10,7 @@ from tests.constants import section_of
 from tests.factories import exchange, feedback
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.ledger.facts import Facts, Rules
-from tuneloop.shared.ledger.ledger import BatchPolicy
+from tuneloop.shared.ledger.ledger import BatchRules
 from tuneloop.shared.ledger.versions.drift import ReplyExcerpt
 from tuneloop.shared.operations.diagnosis import Code, diagnose
 from tuneloop.shared.outbox_status import OutboxStatus
@@ -328,7 +328,7 @@ def test_ten_steps_of_equal_rewards_are_told_in_the_log_the_ledger_and_the_diagn
     sentence = "all rewards of the last 10 steps are 1, so that no reply is better than another: give feedback"
     assert seen["drift/not_learning"] == 1.0
     assert [each["reason"].startswith(sentence) for each in said if each["event"] == "alarm_raised"] == [True]
-    facts = Facts(now=0.0, rules=Rules(2), outbox=OutboxStatus(), ledger=ledger.reports.facts(BatchPolicy()))
+    facts = Facts(now=0.0, rules=Rules(2), outbox=OutboxStatus(), ledger=ledger.reports.facts(BatchRules()))
     assert dict(diagnose(facts))[Code.NOT_LEARNING].startswith(sentence)
     watch.after_step(Trained(11), step | {"critic/rewards/min": 0.5, REWARD: 0.7}, version=11)
     assert ledger.alarms.all() == []

@@ -8,7 +8,7 @@ import pytest
 from tests.trainer.factories import commit, sample
 from tuneloop.shared.errors import SamplesRefused, TeacherAway
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.ledger import BatchPolicy
+from tuneloop.shared.ledger.ledger import BatchRules
 from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.trainer.batches.batch import TokenSequence
 from tuneloop.trainer.loop import run
@@ -109,7 +109,7 @@ def test_the_trainer_goes_on_without_a_row_of_no_numbers(settings, ledger, doubl
     algorithm = {"algorithm_type": "distill", "distill": distill, "mini_batches": 1}
     run(settings(algorithm=algorithm, trainer={"total_steps": 2}), Event())
     assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 8, State.DROPPED: 1}
-    [drop] = ledger.reports.facts(BatchPolicy(), drops=5).drops
+    [drop] = ledger.reports.facts(BatchRules(), drops=5).drops
     assert drop.reason.endswith("on this one: the teacher's log-probability of a token is not a number")
     assert ledger.reports.imbalance() == []
 

@@ -14,7 +14,7 @@ from tests.doubles.teacher import teaching
 from tests.trainer.factories import commit, sample
 from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.ledger import BatchPolicy
+from tuneloop.shared.ledger.ledger import BatchRules
 from tuneloop.trainer.batches.batch import TokenSequence, assemble
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.loop import run
@@ -195,7 +195,7 @@ def test_what_the_teacher_refuses_is_dropped_with_its_reason_and_another_takes_i
         run(settings(algorithm=algorithm, trainer={"total_steps": 3}), threading.Event())
     counts = ledger.reports.counts()
     assert (counts[State.TRAINED], counts[State.DROPPED], counts[State.COMMITTED]) == (12, 1, 0)
-    [drop] = ledger.reports.facts(BatchPolicy(), drops=5).drops
+    [drop] = ledger.reports.facts(BatchRules(), drops=5).drops
     assert drop.reason == "the teacher refuses it: This model's maximum context length is 90 tokens."
 
 

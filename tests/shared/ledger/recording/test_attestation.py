@@ -7,7 +7,7 @@ import pytest
 from tests.factories import committed, exchange, experience, feedback, ids, leased, published, rewarded, trained
 from tuneloop.shared.errors import LeaseLost
 from tuneloop.shared.experience import Exchange, State, VersionAction
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.recording.attestation import REASON, Mismatch
 
 FOUND = Mismatch(engine=1, version=0, since=1000.0, until=2000.0, reason="4 nats off", figures={"nats": 4.0})
@@ -40,7 +40,7 @@ def test_rows_of_every_state_that_is_not_trained_go(ledger: Ledger) -> None:
     ledger.recording.record(recorded)
     sent = committed(ledger, **in_doubt())
     epoch = ledger.training.take_epoch("trainer")
-    held = ledger.training.lease(epoch, 1, BatchPolicy())
+    held = ledger.training.lease(epoch, 1, BatchRules())
     waiting = committed(ledger, **in_doubt())
     praised = rewarded(ledger, **in_doubt(experiences=(experience(unsampled="mixed_version"),)))
 
@@ -50,13 +50,13 @@ def test_rows_of_every_state_that_is_not_trained_go(ledger: Ledger) -> None:
     with pytest.raises(LeaseLost):
         ledger.training.register(epoch, ids(held), step=1, publish=published)
     ledger.recording.commit("acme")
-    assert ledger.training.lease(epoch, 1, BatchPolicy()) == []
+    assert ledger.training.lease(epoch, 1, BatchRules()) == []
     assert ledger.reports.imbalance() == []
 
 
 def test_what_goes_takes_the_correction_that_came_while_it_was_leased(ledger: Ledger) -> None:
     (said,) = committed(ledger, **in_doubt())
-    ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy())
+    ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchRules())
     ledger.recording.record([feedback(msg_id=said.msg_id, value=0.25)])
     ledger.attestations.distrust(FOUND)
     with ledger.transactions.write() as connection:

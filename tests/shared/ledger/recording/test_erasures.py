@@ -9,7 +9,7 @@ from tests.factories import feedback as heard
 from tests.shared.retaining import IN_STATE, NOW, OLD, column, everything, in_work, recorded, trained
 from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import Kind, Outcome, State
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.recording.retention import NOTHING_ERASED
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.storage.schema import deletions, exchanges, experiences, exports, feedback
@@ -124,7 +124,7 @@ def test_others_take_the_rewards_that_they_have_without_the_feedback_of_the_pers
     ledger.recording.record([*said[:3], heard(msg_id=trained_on.msg_id, source="ann", value=0.25)])
     ledger.recording.commit("acme")
     epoch = ledger.training.take_epoch("trainer")
-    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
+    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchRules())), step=1, publish=published)
     ledger.recording.record([of_a_run, heard(msg_id=None, task_id="t", run_id="r", source="ann", value=0.5)])
     ledger.recording.record(
         [heard(msg_id=rated_by_two.msg_id, source=who, value=value) for who, value in [("ann", 0), ("c", 1)]]
@@ -155,7 +155,7 @@ def test_a_deletion_repeats_nothing_that_is_trained(engine: Engine) -> None:
     )
     ledger.recording.commit("acme")
     epoch = ledger.training.take_epoch("trainer")
-    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=2, publish=published)
+    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchRules())), step=2, publish=published)
     rows = len(column(engine, experiences.c.id))
     assert rows == 2
     ledger.retention.erase("acme", "ann")
@@ -163,7 +163,7 @@ def test_a_deletion_repeats_nothing_that_is_trained(engine: Engine) -> None:
 
 
 def test_what_is_left_of_a_group_is_gathered_anew(ledger: Ledger, engine: Engine) -> None:
-    policy = BatchPolicy(group_by="task", group_size=2, group_timeout=1e12)
+    policy = BatchRules(group_by="task", group_size=2, group_timeout=1e12)
     for run, user in (("1", "ann"), ("2", "bob")):
         rewarded(ledger, 1, task_id="t", run_id=run, user=user)
     ledger.recording.commit("acme")

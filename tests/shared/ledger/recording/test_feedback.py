@@ -12,7 +12,7 @@ from sqlalchemy import Engine, delete, select
 
 from tests.factories import committed, exchange, experience, feedback, ids, leased, published, rewarded, trained
 from tuneloop.shared.experience import Feedback, Kind, Outcome, State
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, reward_rules
 from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
 from tuneloop.shared.settings.feedback import RewardRule
@@ -271,7 +271,7 @@ def test_feedback_after_training_is_late(ledger: Ledger, engine: Engine) -> None
 def test_feedback_after_expiry_is_late(ledger: Ledger, engine: Engine) -> None:
     committed(ledger)
     trained(ledger)
-    ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy(max_staleness=-1))
+    ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchRules(max_staleness=-1))
     expired = [row for row in rows(engine) if row.state == State.EXPIRED]
     assert expired
     assert hear(ledger, msg_id=expired[0].msg_id, value=0.5) == Outcome.LATE
@@ -307,7 +307,7 @@ def test_late_feedback_makes_a_compensating_experience_once(under: Any, engine: 
     assert same == before
     assert (copy.correction, copy.state, copy.reward, copy.blob) == (1, State.REWARDED, -0.5, before.blob)
     assert ledger.recording.commit("acme") == 1
-    samples = ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy())
+    samples = ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchRules())
     assert [sample.reward for sample in samples] == [-0.5]
 
 
@@ -320,7 +320,7 @@ def test_a_compensating_experience_takes_corrections_until_it_is_trained_on(unde
     assert rewards(engine) == [1.0, 0.5]
     ledger.recording.commit("acme")
     epoch = ledger.training.take_epoch("trainer")
-    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=2, publish=published)
+    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchRules())), step=2, publish=published)
     hear(ledger, msg_id=msg_id, value=0.75, received_at=LATE + 9)
     assert [(row.correction, row.state, row.reward) for row in rows(engine)] == [
         (0, State.TRAINED, 1.0),
@@ -335,7 +335,7 @@ def test_of_several_choices_those_that_were_trained_on_are_compensated(under: An
     ledger.recording.record([said, feedback(msg_id=said.msg_id, choice=0, value=1.0)])
     ledger.recording.commit("acme")
     epoch = ledger.training.take_epoch("trainer")
-    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
+    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchRules())), step=1, publish=published)
     assert hear(ledger, msg_id=said.msg_id, value=-0.5) == Outcome.LATE
     assert hear(ledger, msg_id=said.msg_id, value=0.25) == Outcome.ACCEPTED
     assert [(row.choice, row.correction, row.state, row.reward) for row in rows(engine)] == [
@@ -350,7 +350,7 @@ def test_each_choice_is_told_apart(ledger: Ledger) -> None:
     ledger.recording.record([said, feedback(msg_id=said.msg_id, choice=0, value=1.0)])
     ledger.recording.commit("acme")
     epoch = ledger.training.take_epoch("trainer")
-    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
+    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchRules())), step=1, publish=published)
     apart = {f"{said.msg_id}:0": Outcome.LATE, f"{said.msg_id}:1": Outcome.ACCEPTED}
     late = [feedback(msg_id=said.msg_id, value=0.5), feedback(**run_of("run")), feedback(msg_id=said.msg_id, choice=0)]
     results = ledger.recording.record([*late, feedback(**run_of("other"))])

@@ -6,7 +6,7 @@ from sqlalchemy import Engine
 from tests.factories import exchange, experience, feedback
 from tuneloop.shared.experience import Grammar, decode, encode, pack_ids
 from tuneloop.shared.ledger.export import Selection
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
 
 GRAMMAR = Grammar(kind="json", spec='{"type": "object", "title": "' + "Grüezi! " * 100 + '"}', stop_ids=(7, 8))
@@ -21,7 +21,7 @@ def test_it_comes_to_the_trainer_with_its_grammar(engine: Engine, grammar: Gramm
     assert ledger.recording.record([said, feedback(msg_id=said.msg_id)]).not_trained == {}
     ledger.recording.commit("acme")
     epoch = ledger.training.take_epoch("trainer")
-    leased = ledger.training.lease(epoch, 2, BatchPolicy())
+    leased = ledger.training.lease(epoch, 2, BatchRules())
     assert [(each.grammar, each.unsampled, each.allowed) for each in leased] == [
         (grammar, None, None),
         (None, None, None),

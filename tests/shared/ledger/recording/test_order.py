@@ -7,7 +7,7 @@ from sqlalchemy import Engine, select
 
 from tests.factories import exchange, experience, feedback, ids, leased, published
 from tuneloop.shared.experience import Exchange, Feedback, Kind, Outcome, Stamp, boot
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.clock import LedgerClock
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
@@ -115,7 +115,7 @@ def test_the_latest_edited_answer_stands_whoever_repeats_his(engine: Engine) -> 
     ledger.recording.record([at(5.0, said.msg_id, **edit, source="bob", text="Bob's")])
     ledger.recording.commit("acme")
     epoch = ledger.training.take_epoch("trainer")
-    [sample] = ledger.training.lease(epoch, 1, BatchPolicy(edited=True))
+    [sample] = ledger.training.lease(epoch, 1, BatchRules(edited=True))
     assert sample.demonstration == "Ann's"
 
 

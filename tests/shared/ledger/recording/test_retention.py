@@ -7,7 +7,7 @@ from tests.factories import exchange, experience, fill, ids, published
 from tests.factories import feedback as heard
 from tests.shared.retaining import EVERYTHING, IN_STATE, NOW, OLD, column, everything, in_work, trained
 from tuneloop.shared.experience import Kind, State
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.recording import retention
 from tuneloop.shared.ledger.recording.retention import bounds_of, bounds_of_tenants
 from tuneloop.shared.ledger.storage.database import Transactions
@@ -129,7 +129,7 @@ def test_a_row_whose_repeat_is_not_trained_yet_stays(engine: Engine) -> None:
     assert ledger.retention.purge({State.TRAINED: 50.0}).experiences == {State.TRAINED: 0}
     ledger.recording.commit("acme")
     epoch = ledger.training.take_epoch("trainer")
-    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=2, publish=published)
+    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchRules())), step=2, publish=published)
     assert ledger.retention.purge({State.TRAINED: 50.0}).experiences == {State.TRAINED: 2}
     assert ledger.reports.imbalance() == []
     assert everything(engine)["feedback"] == []

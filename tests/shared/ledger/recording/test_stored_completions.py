@@ -12,7 +12,7 @@ from tests.factories import committed, exchange, experience, fill, rewarded
 from tests.factories import feedback as heard
 from tests.shared.retaining import EVERYTHING, column, everything, in_work, trained
 from tuneloop.shared.experience import Exchange, Kind, State
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.recording import stored_completions
 from tuneloop.shared.ledger.recording.stored_completions import (
     Deletion,
@@ -275,8 +275,8 @@ def test_a_deleted_completion_is_not_leased(ledger: Ledger) -> None:
     said = committed(ledger, 2)
     ledger.stored.delete("acme", said[0].msg_id)
     epoch = ledger.training.take_epoch("trainer")
-    assert ledger.training.lease(epoch, 2, BatchPolicy()) == []
-    assert len(ledger.training.lease(epoch, 1, BatchPolicy())) == 1
+    assert ledger.training.lease(epoch, 2, BatchRules()) == []
+    assert len(ledger.training.lease(epoch, 1, BatchRules())) == 1
 
 
 def test_a_trained_row_goes_with_the_repeat_that_waits(engine: Engine) -> None:

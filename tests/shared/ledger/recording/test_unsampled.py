@@ -8,7 +8,7 @@ from sqlalchemy import Engine, select
 
 from tests.factories import exchange, experience, feedback
 from tuneloop.shared.experience import Sample, State
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
 
 Take = Callable[..., list[Sample]]
@@ -30,7 +30,7 @@ def ledger(engine: Engine, now: list[float]) -> Ledger:
 def take(ledger: Ledger) -> Take:
     """Leases a batch of the size and policy given."""
     epoch = ledger.training.take_epoch("trainer")
-    return lambda size, **policy: ledger.training.lease(epoch, size, BatchPolicy(**policy))
+    return lambda size, **policy: ledger.training.lease(epoch, size, BatchRules(**policy))
 
 
 def give(ledger: Ledger, **but: Any) -> str:
@@ -97,5 +97,5 @@ def test_the_facts_count_what_the_trainer_takes(ledger: Ledger, any_reply: bool,
     give(ledger, experiences=NUCLEUS)
     give(ledger)
     ledger.recording.record([exchange(experiences=NUCLEUS)])
-    facts = ledger.reports.facts(BatchPolicy(any_reply=any_reply, max_staleness=9))
+    facts = ledger.reports.facts(BatchRules(any_reply=any_reply, max_staleness=9))
     assert (facts.claimable, facts.too_old, facts.unsampled) == (claimable, 0, 0 if any_reply else 2)

@@ -12,7 +12,7 @@ from tests.doubles.pgbouncer import pooled
 from tests.factories import exchange, feedback
 from tuneloop.shared.errors import DatabaseAway
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.settings.database_url import parse_url
 
@@ -61,7 +61,7 @@ def test_experiments_behind_a_pooler_are_upgraded_and_written_to_at_once_each_in
     for schema in schemas:
         ledger = Ledger(database.connect(pooled_url, schema=schema))
         assert ledger.reports.counts()[State.COMMITTED] == 160
-        assert len(ledger.training.lease(ledger.training.take_epoch("trainer"), 160, BatchPolicy())) == 160
+        assert len(ledger.training.lease(ledger.training.take_epoch("trainer"), 160, BatchRules())) == 160
         assert ledger.reports.audit() == []
         ledger.close()
 

@@ -10,7 +10,7 @@ from sqlalchemy import Engine, select
 from tests.doubles.clock import Clock
 from tests.factories import exchange, feedback, ids, published
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.ledger.training.batches import Backlog
 
@@ -26,7 +26,7 @@ def ledger(engine: Engine, clock: Clock) -> Ledger:
 def trim(ledger: Ledger) -> Trim:
     """Trims to the bound and policy given."""
     epoch = ledger.training.take_epoch("trainer")
-    return lambda most, **policy: ledger.training.trim(epoch, BatchPolicy(max_backlog=most, **policy))
+    return lambda most, **policy: ledger.training.trim(epoch, BatchRules(max_backlog=most, **policy))
 
 
 def give(ledger: Ledger, count: int = 1, *, source: str | None = None, **but: Any) -> None:
@@ -83,8 +83,8 @@ def test_groups_expire_whole_and_those_that_wait_for_others_stay(ledger: Ledger,
             give(ledger, task_id=task, run_id=run)
     policy = {"group_by": "task", "group_size": 2}
     epoch = ledger.training.take_epoch("trainer")
-    assert ledger.training.lease(epoch, 99, BatchPolicy(**policy)) == []  # gathered, but too few for a batch
-    trimmed = ledger.training.trim(epoch, BatchPolicy(max_backlog=3, **policy))
+    assert ledger.training.lease(epoch, 99, BatchRules(**policy)) == []  # gathered, but too few for a batch
+    trimmed = ledger.training.trim(epoch, BatchRules(max_backlog=3, **policy))
     assert trimmed == Backlog(waiting=5, set_aside=2)
     assert [row.task_id for row in in_state(engine, State.EXPIRED)] == ["a", "a"]
 
@@ -92,12 +92,12 @@ def test_groups_expire_whole_and_those_that_wait_for_others_stay(ledger: Ledger,
 def test_what_is_leased_is_not_set_aside(ledger: Ledger, engine: Engine) -> None:
     give(ledger, 5)
     epoch = ledger.training.take_epoch("trainer")
-    held = ids(ledger.training.lease(epoch, 2, BatchPolicy()))
-    assert ledger.training.trim(epoch, BatchPolicy(max_backlog=1)) == Backlog(waiting=1, set_aside=2)
+    held = ids(ledger.training.lease(epoch, 2, BatchRules()))
+    assert ledger.training.trim(epoch, BatchRules(max_backlog=1)) == Backlog(waiting=1, set_aside=2)
     assert [row.id for row in in_state(engine, State.LEASED)] == held
 
 
-def waits_at_saturation(ledger: Ledger, clock: Clock, policy: BatchPolicy, *, batches: int) -> list[float]:
+def waits_at_saturation(ledger: Ledger, clock: Clock, policy: BatchRules, *, batches: int) -> list[float]:
     """For each batch of 4, trained in a second in which 40 come, how long the feedback of its oldest waited."""
     epoch = ledger.training.take_epoch("trainer")
     waits: list[float] = []
@@ -117,5 +117,5 @@ def waits_at_saturation(ledger: Ledger, clock: Clock, policy: BatchPolicy, *, ba
 
 
 def test_feedback_stays_fresh_when_ten_times_more_comes_in_than_is_trained(ledger: Ledger, clock: Clock) -> None:
-    waits = waits_at_saturation(ledger, clock, BatchPolicy(max_backlog=8 * 4), batches=30)
+    waits = waits_at_saturation(ledger, clock, BatchRules(max_backlog=8 * 4), batches=30)
     assert max(waits[5:]) <= 2.0

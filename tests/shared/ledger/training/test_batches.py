@@ -14,7 +14,7 @@ from tests.explorer.running import eventually
 from tests.factories import exchange, experience, feedback, fill, ids, published, trained
 from tests.shared.ledger.training.test_run_results import ON_POSTGRESQL, between
 from tuneloop.shared.experience import Sample, State, TrustedRaters
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.ledger.training.batches import (
     EDITED_GROUPS,
@@ -36,7 +36,7 @@ def ledger(engine: Engine, clock: Clock) -> Ledger:
 def take(ledger: Ledger) -> Callable[..., list[Sample]]:
     """Leases a batch of the size and policy given."""
     epoch = ledger.training.take_epoch("trainer")
-    return lambda size, **policy: ledger.training.lease(epoch, size, BatchPolicy(**policy))
+    return lambda size, **policy: ledger.training.lease(epoch, size, BatchRules(**policy))
 
 
 def give(ledger: Ledger, *, commit: bool = True, **but: Any) -> str:
@@ -103,7 +103,7 @@ def test_what_was_sampled_too_many_versions_ago_expires_with_the_reason(ledger: 
         trained(ledger)
     old = give(ledger, experiences=(experience(version_min=1, version_max=3),))
     young = give(ledger, experiences=(experience(version_min=2, version_max=2),))
-    batch = ledger.training.lease(ledger.training.take_epoch("next"), 1, BatchPolicy(max_staleness=1))
+    batch = ledger.training.lease(ledger.training.take_epoch("next"), 1, BatchRules(max_staleness=1))
     assert len(batch) == 1
     assert (states(engine)[old], states(engine)[young]) == (State.EXPIRED, State.LEASED)
     assert reasons(engine) == {"sampled more than 1 versions before 3"}
@@ -295,7 +295,7 @@ def test_a_group_of_which_a_member_is_taken_back_while_it_is_gathered_waits_for_
 def test_a_group_that_was_given_back_is_taken_again(ledger: Ledger) -> None:
     for run in "12":
         give(ledger, task_id="t", run_id=run)
-    policy = BatchPolicy(group_by="task", group_size=2)
+    policy = BatchRules(group_by="task", group_size=2)
     epoch = ledger.training.take_epoch("one")
     assert len(ledger.training.lease(epoch, 1, policy)) == 2
     epoch = ledger.training.take_epoch("two")
@@ -322,7 +322,7 @@ def indexed_claims() -> Iterator[tuple[Any, str]]:
             ("freshest", "ix_experiences_committed"),
             ("priority", "ix_experiences_committed_by_priority"),
         ):
-            yield next_of("acme", BatchPolicy(order=order, any_reply=any_reply), 512), index
+            yield next_of("acme", BatchRules(order=order, any_reply=any_reply), 512), index
     for order in ("oldest", "freshest"):
         yield next_groups("acme", order, 512), "ix_experiences_grouped"
 
@@ -364,8 +364,8 @@ def test_the_settings_make_the_policy(tmp_path: Path) -> None:
         judge={"url": "http://judge", "model": "m"},
     )
     others = {"least_runs": 3, "any_reply": False, "edited": False, "by_result": False, "max_backlog": 48}
-    assert BatchPolicy.of(settings)._asdict() == chosen | bounds | raters | others
-    unset = BatchPolicy.of(Settings(model={"model_path": tmp_path}))
-    assert unset == BatchPolicy(max_rater_share=0.1, max_backlog=8 * 32)
+    assert BatchRules.of(settings)._asdict() == chosen | bounds | raters | others
+    unset = BatchRules.of(Settings(model={"model_path": tmp_path}))
+    assert unset == BatchRules(max_rater_share=0.1, max_backlog=8 * 32)
     unbounded = Settings(model={"model_path": tmp_path}, buffer={"max_backlog": None})
-    assert BatchPolicy.of(unbounded).max_backlog is None
+    assert BatchRules.of(unbounded).max_backlog is None

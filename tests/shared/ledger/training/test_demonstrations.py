@@ -8,7 +8,7 @@ from sqlalchemy import event as events_of
 
 from tests.factories import committed, exchange, experience, feedback, ids, published
 from tuneloop.shared.experience import Exchange, Feedback, Kind, Outcome, State
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.recording.reward_rule import Event, Reward, definition, reward_of, rule_of
 from tuneloop.shared.settings.feedback import RewardRule
 
@@ -56,7 +56,7 @@ def about(told: Exchange, kind: Kind = Kind.DEMONSTRATION, **but: Any) -> Feedba
     return feedback(**fields | ({"text": "Better."} if kind is Kind.DEMONSTRATION else {}) | but)
 
 
-SFT = BatchPolicy(any_reply=True, edited=True)
+SFT = BatchRules(any_reply=True, edited=True)
 
 
 def state_of(ledger: Ledger, msg_id: str) -> tuple[State, float | None]:
@@ -78,7 +78,7 @@ def test_a_reply_that_was_only_edited_has_no_reward_and_goes_to_supervised_metho
     assert state_of(ledger, told.msg_id) == (State.REWARDED, None)
     assert ledger.recording.commit("acme") == 2
     epoch = ledger.training.take_epoch("trainer")
-    for policy in (BatchPolicy(), BatchPolicy(any_reply=True), BatchPolicy(group_by="run", by_result=True)):
+    for policy in (BatchRules(), BatchRules(any_reply=True), BatchRules(group_by="run", by_result=True)):
         assert [each.msg_id for each in ledger.training.lease(epoch, 1, policy)] == [rated.msg_id]
         assert ledger.training.lease(epoch, 2, policy) == []
         assert ledger.reports.facts(policy).edited == 1
@@ -101,7 +101,7 @@ def test_a_reply_that_was_only_edited_does_not_keep_others_waiting(ledger: Ledge
     if group_by == "run":
         ledger.training.lease(epoch, 3, SFT._replace(group_by="run"))
         ledger.training.release(epoch)
-    policy = BatchPolicy(group_by=group_by, group_size=2, any_reply=group_by == "preference")
+    policy = BatchRules(group_by=group_by, group_size=2, any_reply=group_by == "preference")
     assert {each.msg_id for each in ledger.training.lease(epoch, 2, policy)} == {each.msg_id for each in rated}
     assert ledger.training.lease(epoch, 1, policy._replace(batch_timeout=0.0)) == []
 
@@ -125,7 +125,7 @@ def test_a_rating_of_an_edited_reply_is_its_reward(ledger: Ledger) -> None:
     assert state_of(ledger, told.msg_id) == (State.REWARDED, 0.25)
     assert newest(ledger) == 0.25
     ledger.recording.commit("acme")
-    [sample] = ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy())
+    [sample] = ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchRules())
     assert (sample.reward, sample.demonstration) == (0.25, "18")
 
 
@@ -181,7 +181,7 @@ def leased_after(ledger: Ledger, told: Exchange, heard: list[Feedback]) -> list[
     """The edited answers of the choices, as the trainer gets them."""
     ledger.recording.record([told, feedback(msg_id=told.msg_id), *heard])
     ledger.recording.commit("acme")
-    samples = ledger.training.lease(ledger.training.take_epoch("trainer"), len(told.experiences), BatchPolicy())
+    samples = ledger.training.lease(ledger.training.take_epoch("trainer"), len(told.experiences), BatchRules())
     return [sample.demonstration for sample in samples]
 
 
@@ -215,7 +215,7 @@ def test_a_lease_asks_once_for_all_of_its_rows(engine: Engine, ledger: Ledger) -
     def seen(_connection: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
         asked.extend([statement] if "FROM feedback" in statement else [])
 
-    ledger.training.lease(epoch, 20, BatchPolicy())
+    ledger.training.lease(epoch, 20, BatchRules())
     assert len(asked) == 1
 
 

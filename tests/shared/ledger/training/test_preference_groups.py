@@ -10,7 +10,7 @@ from sqlalchemy import Engine, select
 from tests.factories import exchange, experience, feedback, fill, ids, published
 from tests.shared.ledger.training.test_run_results import ON_POSTGRESQL, between
 from tuneloop.shared.experience import Feedback, Kind, Sample, State
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.ledger.training.groups import _preferences
 
@@ -31,7 +31,7 @@ def ledger(engine: Engine, now: list[float]) -> Ledger:
 def take(ledger: Ledger) -> Take:
     """Leases a batch of at least so many."""
     epoch = ledger.training.take_epoch("trainer")
-    policy = BatchPolicy(group_by="preference", any_reply=True)
+    policy = BatchRules(group_by="preference", any_reply=True)
     return lambda size=1, **but: ledger.training.lease(epoch, size, policy._replace(**but))
 
 
@@ -162,10 +162,10 @@ def test_a_preference_over_what_was_trained_on_makes_no_group(
 ) -> None:
     gone = give(ledger)
     epoch = ledger.training.take_epoch("one")
-    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchPolicy())), step=1, publish=published)
+    ledger.training.register(epoch, ids(ledger.training.lease(epoch, 1, BatchRules())), step=1, publish=published)
     a = give(ledger)
     ledger.recording.record([preferred(a, gone)])
-    epoch, policy = ledger.training.take_epoch("two"), BatchPolicy(group_by="preference", any_reply=True)
+    epoch, policy = ledger.training.take_epoch("two"), BatchRules(group_by="preference", any_reply=True)
     assert ledger.training.lease(epoch, 1, policy) == []
     now[0] += 3600.0
     assert ledger.training.lease(epoch, 1, policy) == []

@@ -6,7 +6,7 @@ from sqlalchemy import Engine, select
 from tests.factories import exchange, feedback, ids
 from tuneloop.shared.experience import Exchange, State, TrustedRaters
 from tuneloop.shared.ledger.facts import HeldBack
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.settings.feedback import FeedbackSettings, JudgeSettings, RewardRule
 
@@ -45,7 +45,7 @@ def crowded(ledger: Ledger, floods: int, others: int = 10) -> tuple[list[str], l
     return [each.msg_id for each in flood], [each.msg_id for each in rest]
 
 
-LIMITED = BatchPolicy(max_rater_share=0.1)
+LIMITED = BatchRules(max_rater_share=0.1)
 
 
 def test_one_rater_has_no_more_than_its_share_of_a_batch(ledger: Ledger) -> None:
@@ -57,8 +57,8 @@ def test_one_rater_has_no_more_than_its_share_of_a_batch(ledger: Ledger) -> None
 TRUSTING = LIMITED._replace(trusted_raters=TrustedRaters(frozenset({("acme", "flood")})))
 
 
-@pytest.mark.parametrize("policy", [BatchPolicy(), TRUSTING])
-def test_without_a_limit_and_for_a_trusted_rater_nothing_changes(ledger: Ledger, policy: BatchPolicy) -> None:
+@pytest.mark.parametrize("policy", [BatchRules(), TRUSTING])
+def test_without_a_limit_and_for_a_trusted_rater_nothing_changes(ledger: Ledger, policy: BatchRules) -> None:
     flood, _ = crowded(ledger, floods=25)
     batch = ledger.training.lease(ledger.training.take_epoch("trainer"), 10, policy)
     assert [each.msg_id for each in batch] == flood[:10]

@@ -9,13 +9,13 @@ from sqlalchemy import Engine, event, select
 from tests.doubles.clock import Clock
 from tests.factories import exchange, experience, feedback, ids, published, trained
 from tuneloop.shared.experience import Sample, State
-from tuneloop.shared.ledger.ledger import BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.settings.feedback import RewardRule
 from tuneloop.shared.settings.settings import Settings
 
-BY_RUN = BatchPolicy(group_by="run", by_result=True)
-BY_TASK = BatchPolicy(group_by="task", group_size=2, by_result=True)
+BY_RUN = BatchRules(group_by="run", by_result=True)
+BY_TASK = BatchRules(group_by="task", group_size=2, by_result=True)
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_a_repeat_of_an_earlier_call_is_no_result(engine: Engine, clock: Clock) 
 def test_another_trainer_sees_it_its_own_way(ledger: Ledger, engine: Engine, take: Take) -> None:
     run(ledger)
     assert take(9, BY_RUN) == []
-    assert ids(ledger.training.lease(ledger.training.take_epoch("another"), 1, BatchPolicy())) == [3]
+    assert ids(ledger.training.lease(ledger.training.take_epoch("another"), 1, BatchRules())) == [3]
     assert standings(engine)[:2] == [(State.RECORDED, None)] * 2
 
 
@@ -243,7 +243,7 @@ def test_credit_and_method_say_whether_the_last_call_speaks_for_its_run(
     algorithm: dict[str, str], by_result: bool, tmp_path: Any
 ) -> None:
     settings = Settings(model={"model_path": tmp_path}, algorithm=algorithm, buffer={"group_by": "task"})
-    assert BatchPolicy.of(settings).by_result is by_result
+    assert BatchRules.of(settings).by_result is by_result
 
 
 # The rule of a correction.
@@ -259,7 +259,7 @@ def test_a_trainer_corrects_a_reward_under_the_rule_that_made_it_whatever_its_se
     explorer.recording.record([said, feedback(msg_id=said.msg_id, metric="tone", value=0.7)])
     explorer.recording.commit("acme")
     epoch = trainer.training.take_epoch("trainer")
-    batch = trainer.training.lease(epoch, 1, BatchPolicy())
+    batch = trainer.training.lease(epoch, 1, BatchRules())
     explorer.recording.record([feedback(msg_id=said.msg_id, metric="tone", value=0.9, received_at=1e9)])
     if end == "released":
         trainer.training.release(epoch)

@@ -21,7 +21,7 @@ from tests.factories import (
 )
 from tuneloop.shared.errors import LedgerError, StaleEpoch
 from tuneloop.shared.experience import State, pack_ids, pack_logprobs
-from tuneloop.shared.ledger.ledger import LEASE_S, BatchPolicy, Ledger
+from tuneloop.shared.ledger.ledger import LEASE_S, BatchRules, Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.storage.schema import experiences
 
@@ -55,7 +55,7 @@ def test_a_sample_is_what_was_recorded(engine: Engine) -> None:
     told = exchange(task_id="task", run_id="run", experiences=(said,))
     clocked.recording.record([told, feedback(msg_id=told.msg_id, value=0.75, received_at=40.0)])
     clocked.recording.commit("acme")
-    [sample] = clocked.training.lease(clocked.training.take_epoch("trainer"), 1, BatchPolicy())
+    [sample] = clocked.training.lease(clocked.training.take_epoch("trainer"), 1, BatchRules())
     assert sample.prompt_ids.tolist() == [7, 8]
     assert sample.completion_ids.tolist() == [9]
     assert sample.logprobs.tolist() == [-0.125]
@@ -68,23 +68,23 @@ def test_a_sample_is_what_was_recorded(engine: Engine) -> None:
 def test_only_full_batches_are_leased(ledger: Ledger) -> None:
     committed(ledger, 3)
     epoch = ledger.training.take_epoch("trainer")
-    assert ledger.training.lease(epoch, 4, BatchPolicy()) == []
+    assert ledger.training.lease(epoch, 4, BatchRules()) == []
     assert ledger.reports.counts() == only(committed=3)
-    assert len(ledger.training.lease(epoch, 3, BatchPolicy())) == 3
-    assert ledger.training.lease(epoch, 1, BatchPolicy()) == []
+    assert len(ledger.training.lease(epoch, 3, BatchRules())) == 3
+    assert ledger.training.lease(epoch, 1, BatchRules()) == []
 
 
 def test_only_what_is_committed_is_leased(ledger: Ledger) -> None:
     rewarded(ledger)
     ledger.recording.record([exchange(), exchange(experiences=(experience(drop_reason="cut off"),))])
-    assert ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy()) == []
+    assert ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchRules()) == []
 
 
 def test_a_lease_names_its_epoch_and_its_end_and_can_be_extended(ledger: Ledger, engine: Engine) -> None:
     committed(ledger, 1)
     early, soon, late = (Ledger(engine, clock=lambda now=now: now) for now in (1000.0, 1001.0, 1001.0 + LEASE_S / 2))
     epoch = early.training.take_epoch("trainer")
-    early.training.lease(epoch, 1, BatchPolicy())
+    early.training.lease(epoch, 1, BatchRules())
     assert [(row.lease_epoch, row.lease_until) for row in rows(engine)] == [(epoch, 1000.0 + LEASE_S)]
     soon.training.extend(epoch)
     assert [row.lease_until for row in rows(engine)] == [1000.0 + LEASE_S]
@@ -96,26 +96,26 @@ def test_a_released_lease_is_committed_again(ledger: Ledger) -> None:
     epoch, samples = leased(ledger, 2)
     ledger.training.release(epoch)
     assert ledger.reports.counts() == only(committed=2)
-    assert ids(ledger.training.lease(epoch, 2, BatchPolicy())) == ids(samples)
+    assert ids(ledger.training.lease(epoch, 2, BatchRules())) == ids(samples)
 
 
 def test_a_new_epoch_ends_the_leases_of_older_ones(ledger: Ledger) -> None:
     _old, samples = leased(ledger, 2)
     new = ledger.training.take_epoch("successor")
     assert ledger.reports.counts() == only(committed=2)
-    assert ids(ledger.training.lease(new, 2, BatchPolicy())) == ids(samples)
+    assert ids(ledger.training.lease(new, 2, BatchRules())) == ids(samples)
 
 
 def test_a_rejected_version_makes_nothing_older(ledger: Ledger) -> None:
     ledger.versions.reject(trained(ledger), "worse")
     committed(ledger, 1)
-    assert len(ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy(max_staleness=0))) == 1
+    assert len(ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchRules(max_staleness=0))) == 1
 
 
 def test_feedback_for_what_is_expired_is_noted_but_brings_it_not_back(ledger: Ledger, engine: Engine) -> None:
     trained(ledger)
     [said] = committed(ledger, 1)
-    ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchPolicy(max_staleness=0))
+    ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchRules(max_staleness=0))
     ledger.recording.record([feedback(msg_id=said.msg_id, value=0.25)])
     assert [(row.state, row.reward) for row in rows(engine)][1:] == [("expired", 0.25)]
 
@@ -149,7 +149,7 @@ def test_a_stale_trainer_can_do_nothing(ledger: Ledger) -> None:
     old, samples = leased(ledger, 2)
     ledger.training.take_epoch("successor")
     with pytest.raises(StaleEpoch, match=f"holds epoch {old}, but epoch {old + 1} has taken over"):
-        ledger.training.lease(old, 1, BatchPolicy())
+        ledger.training.lease(old, 1, BatchRules())
     with pytest.raises(StaleEpoch):
         ledger.training.extend(old)
     with pytest.raises(StaleEpoch):
@@ -163,7 +163,7 @@ def test_a_stale_trainer_can_do_nothing(ledger: Ledger) -> None:
 
 def test_a_stale_release_leaves_the_successors_lease_alone(ledger: Ledger) -> None:
     old, _samples = leased(ledger, 2)
-    ledger.training.lease(ledger.training.take_epoch("successor"), 2, BatchPolicy())
+    ledger.training.lease(ledger.training.take_epoch("successor"), 2, BatchRules())
     ledger.training.release(old)
     assert ledger.reports.counts() == only(leased=2)
 
@@ -243,7 +243,7 @@ def test_version_numbers_grow_and_are_not_used_again(ledger: Ledger) -> None:
 def test_more_experiences_than_a_statement_takes_are_one_verb(ledger: Ledger, engine: Engine, count: int) -> None:
     fill(engine, count)
     epoch = ledger.training.take_epoch("trainer")
-    samples = ledger.training.lease(epoch, count, BatchPolicy())
+    samples = ledger.training.lease(epoch, count, BatchRules())
     assert ids(samples) == list(range(1, count + 1))
     ledger.training.drop(epoch, ids(samples)[:1_000], "bad")
     ledger.training.register(epoch, ids(samples)[1_000:], step=1, publish=published)

@@ -1,0 +1,187 @@
+"""Policies: what is trained apart from others on one base model, each with a line of versions of its own.
+
+Number 0 is the default policy. A policy begins with a version that has the weights of its parent, so that every version
+is of one policy. All lines take their numbers from one sequence.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, func, insert, select, true, update
+
+from tuneloop.shared.errors import ParentEnded, PolicyRefused
+from tuneloop.shared.experience import PolicyState, State, VersionAction, VersionState
+from tuneloop.shared.ledger.storage.database import LedgerPart, alone
+from tuneloop.shared.ledger.storage.schema import experiences, policies, versions
+from tuneloop.shared.ledger.versions.versions import SERVABLE, Decision, next_number, note
+
+#: The policy of all that names none.
+DEFAULT = 0
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+_WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED)
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of `policies`. An empty `tenant`: every key may use it. `parent` is the version that it began with.
+
+    `settings` are the options that it has otherwise than the default policy, by dotted names.
+    """
+
+    id: int
+    tenant: str
+    name: str
+    parent: int
+    settings: dict[str, Any]
+    state: PolicyState
+    created_at: float
+    created_by: str
+
+    def is_seen_by(self, tenant: str | None) -> bool:
+        """Whether a tenant's keys may use it; None: who asks may see all."""
+        return tenant is None or self.tenant in {"", tenant}
+
+
+class Policies(LedgerPart):
+    """Makes, lists, pauses and deletes policies."""
+
+    def create(
+        self, name: str, *, tenant: str = "", parent: int = 0, settings: Mapping[str, Any] | None = None, by: str
+    ) -> Policy:
+        """A new policy that begins with the weights of the version `parent`.
+
+        Raises PolicyRefused for a name that is none or is taken, and for a parent that is unknown, cannot be served, or
+        is another tenant's.
+        """
+        if not _NAME.fullmatch(name):
+            raise PolicyRefused(f"{name[:80]!r}: a policy's name has 1 to 64 letters, digits, or any of . _ -")
+        now = self._clock()
+        with self._write() as connection:
+            alone(connection, "promote")
+            # One of all tenants would hide a tenant's own.
+            clash = true() if not tenant else policies.c.tenant.in_(("", tenant))
+            if connection.execute(select(policies.c.id).where(policies.c.name == name, clash, _THERE)).first():
+                raise PolicyRefused(f"{name}: there is a policy of that name")
+            begins_with = connection.execute(_PARENTS.where(versions.c.version == parent)).first()
+            if begins_with is None or begins_with.tenant not in {"", tenant}:
+                raise PolicyRefused(f"{name}: there is no version {parent} to begin with")
+            if begins_with.state not in SERVABLE:
+                raise PolicyRefused(f"{name}: version {parent} is {begins_with.state}")
+            row = {
+                "tenant": tenant,
+                "name": name,
+                "parent": parent,
+                "settings": msgspec.json.encode(settings or {}).decode(),
+                "state": PolicyState.ACTIVE,
+                "created_at": now,
+                "created_by": by,
+            }
+            number = 1 + connection.execute(select(func.max(policies.c.id))).scalar_one()
+            connection.execute(insert(policies).values(row | {"id": number}))
+            _copy(connection, parent, number, VersionState.CHAMPION, Decision(by, now, f"begins as version {parent}"))
+        return self.get(number)
+
+    def get(self, number: int) -> Policy:
+        """That policy. Raises PolicyRefused if there never was one."""
+        rows = self._read(select(policies).where(policies.c.id == number))
+        if not rows:
+            raise PolicyRefused(f"there is no policy {number}")
+        return _policy_of(rows[0])
+
+    def all(self, tenant: str | None = None) -> list[Policy]:
+        """Those that are not deleted, oldest first: all, or those that a tenant's keys may use."""
+        found = [_policy_of(row) for row in self._read(select(policies).where(_THERE).order_by(policies.c.id))]
+        return [each for each in found if each.is_seen_by(tenant)]
+
+    def named(self, name: str, tenant: str | None = None) -> Policy:
+        """The policy of that name that a tenant's keys may use. Raises PolicyRefused, with the names that there are."""
+        seen = self.all(tenant)
+        found = [each for each in seen if each.name == name]
+        if not found:
+            raise PolicyRefused(f"there is no policy {name}; there are {', '.join(each.name for each in seen)}")
+        if len(found) > 1:
+            tenants = ", ".join(each.tenant for each in found)
+            raise PolicyRefused(f"{name}: several tenants have a policy of that name: {tenants}; name the tenant")
+        return found[0]
+
+    def pause(self, number: int, *, paused: bool = True) -> None:
+        """Train it no more for now, or again; it answers all the while. Raises PolicyRefused if it was deleted."""
+        state = PolicyState.PAUSED if paused else PolicyState.ACTIVE
+        with self._write() as connection:
+            if not connection.execute(
+                update(policies).where(policies.c.id == number, _THERE).values(state=state)
+            ).rowcount:
+                raise PolicyRefused(f"there is no policy {number}")
+
+    def delete(self, number: int, *, by: str) -> None:
+        """Let it answer nobody from now on; what waited to be trained on is dropped, and all rows stay.
+
+        Raises PolicyRefused for the default policy, and if it was deleted.
+        """
+        if number == DEFAULT:
+            raise PolicyRefused("the default policy cannot be deleted")
+        with self._write() as connection:
+            alone(connection, "promote")
+            gone = update(policies).where(policies.c.id == number, _THERE).values(state=PolicyState.DELETED)
+            if not connection.execute(gone).rowcount:
+                raise PolicyRefused(f"there is no policy {number}")
+            waiting = experiences.c.policy == number, experiences.c.state.in_(_WAITING)
+            dropped = {"state": State.DROPPED, "reason": f"its policy was deleted by {by}", "group_id": None}
+            connection.execute(update(experiences).where(*waiting).values(dropped))
+
+    def promote(self, number: int, *, into: int = DEFAULT, by: str, reason: str = "") -> int:
+        """Make the champion of one policy a candidate of another, which trains on from it; the candidate's number.
+
+        Raises PolicyRefused if the champion is where the other began, or is not trained.
+        """
+        with self._write() as connection:
+            alone(connection, "promote")
+            for each in (number, into):
+                require_there(connection, each)
+            champion = versions.c.policy == number, versions.c.state == VersionState.CHAMPION
+            found = connection.execute(select(versions.c.version, versions.c.consumed).where(*champion)).one()
+            if number == into or not found.consumed:
+                raise PolicyRefused(f"version {found.version} is not trained: there is nothing to promote")
+            decision = Decision(by, self._clock(), reason or f"has the weights of version {found.version}")
+            return _copy(connection, found.version, into, VersionState.CANDIDATE, decision)
+
+
+#: Says the same as the partial index.
+_THERE = policies.c.state != PolicyState.DELETED
+
+_PARENTS = select(versions.c.state, policies.c.tenant).join(policies, policies.c.id == versions.c.policy)
+
+
+def require_there(connection: Connection, number: int) -> None:
+    """Raise ParentEnded if a policy was deleted, or never was."""
+    if not connection.execute(select(func.count()).where(policies.c.id == number, _THERE)).scalar() and number:
+        raise ParentEnded(f"policy {number} was deleted")
+
+
+def _copy(connection: Connection, version: int, policy: int, state: VersionState, decision: Decision) -> int:
+    """Register the weights of a version as the next one of a policy; its number."""
+    row = connection.execute(select(versions).where(versions.c.version == version)).one()
+    begins = state is VersionState.CHAMPION
+    same = {name: getattr(row, name) for name in ("path", "manifest_sha256")}
+    number = next_number(connection)
+    made = {
+        "version": number,
+        "policy": policy,
+        "state": state,
+        "step": 0 if begins else row.step,
+        "epoch": row.epoch,
+        "consumed": 0,
+        "created_at": decision.at,
+        "served_at": decision.at if begins else None,
+    }
+    connection.execute(insert(versions).values(same | made))
+    note(connection, number, VersionAction.PROMOTED if begins else VersionAction.PUBLISHED, decision)
+    return number
+
+
+def _policy_of(row: Any) -> Policy:
+    values = {name: getattr(row, name) for name in Policy.__struct_fields__}
+    return Policy(**values | {"settings": msgspec.json.decode(row.settings), "state": PolicyState(row.state)})

@@ -292,8 +292,8 @@ def young(rules: BatchRules) -> ColumnElement[bool]:
     line = versions.c.policy == rules.policy
     newest = select(func.max(versions.c.version)).where(line, versions.c.state.in_(SERVABLE)).scalar_subquery()
     older = select(versions.c.version).where(line, versions.c.version <= newest).order_by(versions.c.version.desc())
-    oldest = older.offset(rules.max_staleness).limit(1).scalar_subquery()
-    return experiences.c.version_min >= func.coalesce(oldest, 0)
+    oldest = older.offset(max(rules.max_staleness, 0)).limit(1).scalar_subquery()
+    return experiences.c.version_min >= func.coalesce(oldest, 0) - min(rules.max_staleness, 0)
 
 
 def gather(connection: Connection, rules: BatchRules, *, now: float) -> None:

@@ -140,7 +140,8 @@ def test_tenants_have_policies_of_one_name_and_see_their_own(based: Ledger) -> N
         based.policies.create("mine", tenant="umbra", parent=1, by="ops")
 
 
-def test_options_of_a_policy_are_checked(settings: Settings) -> None:
+def test_options_of_a_policy_are_checked(tmp_path: Path) -> None:
+    settings = Settings(model={"model_path": tmp_path})
     assert settings_of_policy(settings, {"algorithm.algorithm_type": "grpo"}).algorithm.algorithm_type == "grpo"
     with pytest.raises(PolicyRefused, match="has no such option"):
         settings_of_policy(settings, {"explorer.proxy_port": 1})

@@ -324,20 +324,20 @@ def indexed_claims() -> Iterator[tuple[Any, str]]:
         ):
             yield next_of("acme", BatchRules(order=order, any_reply=any_reply), 512), index
     for order in ("oldest", "freshest"):
-        yield next_groups("acme", order, 512), "ix_experiences_grouped"
+        yield next_groups("acme", BatchRules(order=order), 512), "ix_experiences_grouped"
 
 
 def test_a_claim_reads_an_index_in_its_order_whatever_else_waits(engine: Engine) -> None:
     fill(engine, 20_000)
     with engine.begin() as connection:
-        aside = "UPDATE experiences SET state = 'dropped', reason = 'old' WHERE id <= 12000 OR id > 16000"
+        aside = "UPDATE experiences SET state = 'dropped', reason = 'old' WHERE id <= 14000 OR id > 16000"
         connection.exec_driver_sql(aside)
-        connection.exec_driver_sql("UPDATE experiences SET group_id = id WHERE id > 13000")
+        connection.exec_driver_sql("UPDATE experiences SET group_id = id WHERE id > 15000")
     connection = engine.raw_connection()  # in no transaction
     connection.cursor().execute("VACUUM ANALYZE" if engine.dialect.name == "postgresql" else "ANALYZE")
     connection.close()
     for statement, index in ((TENANTS, "committed"), (UNSAMPLED, "unsampled"), (EDITED_GROUPS, "edited")):
-        assert f"ix_experiences_{index}" in plan_of(engine, by_index(statement, engine.dialect.name))
+        assert f"ix_experiences_{index}" in plan_of(engine, by_index(statement, engine.dialect.name, BatchRules()))
     for query, index in indexed_claims():
         plan = plan_of(engine, query)
         assert index in plan
@@ -345,7 +345,7 @@ def test_a_claim_reads_an_index_in_its_order_whatever_else_waits(engine: Engine)
         assert "TEMP B-TREE" not in plan
 
 
-def test_the_settings_make_the_policy(tmp_path: Path) -> None:
+def test_the_settings_make_the_rules(tmp_path: Path) -> None:
     chosen = {
         "order": "freshest",
         "group_by": "task",
@@ -363,7 +363,7 @@ def test_the_settings_make_the_policy(tmp_path: Path) -> None:
         feedback={"trusted_raters": ["ann"]},
         judge={"url": "http://judge", "model": "m"},
     )
-    others = {"least_runs": 3, "any_reply": False, "edited": False, "by_result": False, "max_backlog": 48}
+    others = {"least_runs": 3, "any_reply": False, "edited": False, "by_result": False, "max_backlog": 48, "policy": 0}
     assert BatchRules.of(settings)._asdict() == chosen | bounds | raters | others
     unset = BatchRules.of(Settings(model={"model_path": tmp_path}))
     assert unset == BatchRules(max_rater_share=0.1, max_backlog=8 * 32)

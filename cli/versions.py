@@ -151,6 +151,9 @@ def pin_(
 @app.command("unpin")
 def unpin_(
     config: ConfigOption,
+    version: Annotated[
+        int | None, typer.Argument(metavar="[N]", min=0, max=MAX_VERSION, help="A version of the policy that is meant.")
+    ] = None,
     reason: _Reason = "",
     by: _By = None,
     set_: SetOption = None,
@@ -159,7 +162,7 @@ def unpin_(
     """Let newer versions be served again."""
     asked = DecisionRequest(by or operator_name(), reason.strip())
     sentence = "version {version} is unpinned; {served}"
-    _decide(config, set_, lambda ledger: unpin(ledger, asked), sentence, for_programs=for_programs)
+    _decide(config, set_, lambda ledger: unpin(ledger, version, asked), sentence, for_programs=for_programs)
 
 
 def _decide(

@@ -46,6 +46,7 @@ from tuneloop.explorer.routes import (
     keys,
     metrics_json,
     passthrough,
+    policies,
     responses,
     stored_completions,
     training_status,
@@ -140,6 +141,7 @@ def create_app(
     responses.add_routes(app)
     metrics_json.add_routes(app)
     admin.add_routes(app, settings, ledger)
+    policies.add_routes(app, settings, ledger)
     keys.add_routes(app, ledger.keys)
     training_status.add_routes(app, settings, ledger)
     page.add_routes(app, settings, ledger, gate)

@@ -37,6 +37,7 @@ from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.operations.job_folder import claim_folder, require_one_host
 from tuneloop.shared.operations.older_ledger import find_lost_versions
+from tuneloop.shared.operations.policy_report import make_configured
 from tuneloop.shared.settings.base_model import require_folders, routing_note
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.opening import open_tracing
@@ -114,6 +115,7 @@ def _opened(settings: Settings, ledger: Ledger, stop: Stop) -> bool:
             claim_folder(settings.job_dir, ledger)
             require_one_host(settings, ledger)
             ledger.versions.ensure_base(settings.model.model_path.absolute())
+            make_configured(settings, ledger)
             if (older := find_lost_versions(settings.job_dir, ledger)) is not None:
                 raise EnvironmentRefused(older)
             return True

@@ -23,6 +23,7 @@ from tuneloop.shared.ledger.storage.clock import LedgerClock
 from tuneloop.shared.ledger.storage.database import Transactions, connect, upgrade
 from tuneloop.shared.ledger.versions.versions import Versions
 from tuneloop.shared.operations.job_folder import claim_folder, require_one_host
+from tuneloop.shared.operations.policy_report import make_configured
 from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
@@ -199,6 +200,7 @@ def _prepare(settings: Settings, engine: Engine) -> None:
     claim_folder(settings.job_dir, ledger)
     require_one_host(settings, ledger)
     ledger.versions.ensure_base(_base_of(settings))
+    make_configured(settings, ledger)
 
 
 def open_ledger(settings: Settings) -> PatientLedger:

@@ -92,7 +92,8 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
 
         router.post(path)(decide)
 
-    add_decision("/unpin", lambda ledger, _, decided: unpin(ledger, decided))
+    add_decision("/unpin", unpin)
+    add_decision("/{version}/unpin", unpin)
     add_decision("/rollback", roll_back, needs_reason=True)
     add_decision("/{version}/rollback", roll_back, needs_reason=True)
     add_decision("/{version}/reject", reject, needs_reason=True)

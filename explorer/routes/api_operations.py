@@ -236,6 +236,22 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/admin/versions/{version}/rollback"): Operation(
         _VERSIONS, "Take this version out of service for good", "versions.md", body=_REASONED
     ),
+    ("POST", "/admin/versions/{version}/unpin"): Operation(
+        _VERSIONS, "Serve the champion of this version's policy again", "versions.md", body=_DECISION
+    ),
+    ("GET", "/admin/policies"): Operation(_VERSIONS, "Policies, a line each", "policies.md"),
+    ("POST", "/admin/policies"): Operation(
+        _VERSIONS,
+        "Make a policy",
+        "policies.md",
+        body=body("name", name=NAME, tenant=NAME, parent=TEXT, options={"type": "object"}),
+    ),
+    ("POST", "/admin/policies/{name}/{action}"): Operation(
+        _VERSIONS,
+        "`pause`, `resume`, `delete` a policy, or `promote` its champion into another",
+        "policies.md",
+        body=body(tenant=NAME, into=NAME),
+    ),
     ("GET", "/admin/raters"): Operation(_KEYS, "Raters, and whether the feedback of each counts", "feedback.md"),
     ("GET", "/admin/keys"): Operation(_KEYS, "Keys, without their secrets", "keys.md"),
     ("POST", "/admin/keys"): Operation(

@@ -34,6 +34,7 @@ PAGES = (
     ("", "Overview"),
     ("/exchanges", "Exchanges"),
     ("/versions", "Versions"),
+    ("/policies", "Policies"),
     ("/preferences", "Preferences"),
     ("/trainer", "Trainer"),
     ("/doctor", "Doctor"),

@@ -11,10 +11,12 @@ from tuneloop.explorer.ui.overview import chart_of, compare_versions_by_reward, 
 from tuneloop.explorer.ui.reading.conversation import read_calls, read_request
 from tuneloop.explorer.ui.sessions import PATH
 from tuneloop.explorer.ui.site import Site
-from tuneloop.shared.errors import RequestRefused, VersionRefused
+from tuneloop.shared.errors import PolicyRefused, RequestRefused, VersionRefused
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.policies import Policy
 from tuneloop.shared.operations import version_decisions
+from tuneloop.shared.operations.policy_report import list_policies
 from tuneloop.shared.operations.version_decisions import DecisionRequest, DecisionResult
 
 #: Versions in the list, events, and prompts side by side.
@@ -30,7 +32,7 @@ _DECISIONS: Mapping[str, _Decision] = {
     "rollback": version_decisions.roll_back,
     "reject": version_decisions.reject,
     "pin": version_decisions.pin,
-    "unpin": lambda ledger, _, request: version_decisions.unpin(ledger, request),
+    "unpin": version_decisions.unpin,
 }
 
 #: What may be decided of a version in each state.
@@ -58,7 +60,15 @@ def add_versions(router: APIRouter, site: Site) -> None:
 
     @router.get("/versions")
     async def versions(request: Request) -> Response:
-        return site.show(request, "versions.html", **await site.in_thread(request, _list, site.ledger))
+        policy = await site.in_thread(request, _policy_of, site, request)
+        return site.show(request, "versions.html", **await site.in_thread(request, _list, site.ledger, policy))
+
+    @router.get("/policies")
+    async def policies(request: Request) -> Response:
+        tenant = _tenant_of(site, request)
+        return site.show(
+            request, "policies.html", rows=await site.in_thread(request, list_policies, site.ledger, tenant)
+        )
 
     @router.get("/versions/compare")
     async def compare(request: Request) -> Response:
@@ -93,8 +103,23 @@ def add_versions(router: APIRouter, site: Site) -> None:
         return RedirectResponse(f"{PATH}/versions/{version}?done={action}", 303)
 
 
-def _list(ledger: Ledger) -> dict[str, Any]:
-    versions = ledger.versions.all()
+def _tenant_of(site: Site, request: Request) -> str | None:
+    """Whose policies a request may see; None: all."""
+    return None if site.guard.is_operators(site.guard.admit(request)) else site.tenant_of(request)
+
+
+def _policy_of(site: Site, request: Request) -> Policy:
+    """The policy whose versions are asked for. Raises RequestRefused."""
+    tenant, _, name = request.query_params.get("policy", "default").rpartition("/")
+    own = _tenant_of(site, request)
+    try:
+        return site.ledger.policies.find(name, own if own is not None else tenant or None)
+    except PolicyRefused as error:
+        raise RequestRefused(str(error), status=404, code="policy_not_found", param="policy") from None
+
+
+def _list(ledger: Ledger, policy: Policy) -> dict[str, Any]:
+    versions = [each for each in ledger.versions.all() if each.policy == policy.id]
     points = reward_points(ledger, versions)
     listed = versions[::-1][:LISTED]
     scores: dict[int, list[Any]] = {}
@@ -102,6 +127,7 @@ def _list(ledger: Ledger) -> dict[str, Any]:
         if not score.slice:
             scores.setdefault(score.version, []).append(score)
     return {
+        "policy": policy,
         "versions": listed,
         "more": len(versions) - len(listed),
         "rewards": {each.version: each for each in points},
@@ -114,8 +140,9 @@ def _list(ledger: Ledger) -> dict[str, Any]:
 
 def _describe(ledger: Ledger, version: str) -> dict[str, Any]:
     number = parse_version(version, ledger)
-    found, versions = ledger.versions.get(number), ledger.versions.all()
+    found = ledger.versions.get(number)
     assert found is not None
+    versions = [each for each in ledger.versions.all() if each.policy == found.policy]
     served = [each.version for each in versions if each.served_at is not None and each.version < number]
     return {
         "version": found,

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, func, insert, select, true, update
+from sqlalchemy import Connection, func, insert, select, text, true, update
 
 from tuneloop.shared.errors import ParentEnded, PolicyRefused
 from tuneloop.shared.experience import PolicyState, State, VersionAction, VersionState
 from tuneloop.shared.ledger.storage.database import LedgerPart, alone
-from tuneloop.shared.ledger.storage.schema import experiences, policies, versions
+from tuneloop.shared.ledger.storage.schema import COMMITTED, experiences, policies, versions
 from tuneloop.shared.ledger.versions.versions import SERVABLE, Decision, next_number, note
 
 #: The policy of all that names none.
@@ -96,7 +96,7 @@ class Policies(LedgerPart):
         found = [_policy_of(row) for row in self._read(select(policies).where(_THERE).order_by(policies.c.id))]
         return [each for each in found if each.is_seen_by(tenant)]
 
-    def named(self, name: str, tenant: str | None = None) -> Policy:
+    def find(self, name: str, tenant: str | None = None) -> Policy:
         """The policy of that name that a tenant's keys may use. Raises PolicyRefused, with the names that there are."""
         seen = self.all(tenant)
         found = [each for each in seen if each.name == name]
@@ -106,6 +106,18 @@ class Policies(LedgerPart):
             tenants = ", ".join(each.tenant for each in found)
             raise PolicyRefused(f"{name}: several tenants have a policy of that name: {tenants}; name the tenant")
         return found[0]
+
+    def waiting(self) -> dict[int, int]:
+        """How many committed rows wait to be trained on, by policy."""
+        committed: Any = text(COMMITTED)  # not a parameter: the partial index would not be used
+        counted = select(experiences.c.policy, func.count()).where(committed).group_by(experiences.c.policy)
+        return {policy: count for policy, count in self._read(counted)}
+
+    def set_options(self, number: int, options: Mapping[str, Any]) -> None:
+        """Give it other options, which count from its next batch on."""
+        with self._write() as connection:
+            changed = {"settings": msgspec.json.encode(options).decode()}
+            connection.execute(update(policies).where(policies.c.id == number).values(changed))
 
     def pause(self, number: int, *, paused: bool = True) -> None:
         """Train it no more for now, or again; it answers all the while. Raises PolicyRefused if it was deleted."""
@@ -125,8 +137,8 @@ class Policies(LedgerPart):
             raise PolicyRefused("the default policy cannot be deleted")
         with self._write() as connection:
             alone(connection, "promote")
-            gone = update(policies).where(policies.c.id == number, _THERE).values(state=PolicyState.DELETED)
-            if not connection.execute(gone).rowcount:
+            ended = update(policies).where(policies.c.id == number, _THERE).values(state=PolicyState.DELETED)
+            if not connection.execute(ended).rowcount:
                 raise PolicyRefused(f"there is no policy {number}")
             waiting = experiences.c.policy == number, experiences.c.state.in_(_WAITING)
             dropped = {"state": State.DROPPED, "reason": f"its policy was deleted by {by}", "group_id": None}

@@ -8,9 +8,10 @@ import subprocess
 import sys
 from typing import NamedTuple
 
+from tuneloop.shared.checkpoints import version_in
 from tuneloop.shared.errors import VersionRefused
 from tuneloop.shared.ledger.ledger import Ledger, Version
-from tuneloop.shared.ledger.versions.versions import SERVABLE
+from tuneloop.shared.ledger.versions.versions import SERVABLE, Versions
 from tuneloop.shared.operations.version_report import require_version
 
 
@@ -31,9 +32,10 @@ class DecisionResult(NamedTuple):
 
 def promote(ledger: Ledger, version: int, request: DecisionRequest) -> DecisionResult:
     """Make it the champion. Raises VersionRefused."""
-    expected = _expected_champion(ledger, request)
-    _verify(ledger, require_version(ledger, version), expected)
-    ledger.versions.appoint(version, instead_of=expected, by=_admin(request), reason=request.reason)
+    line, found = _line_of(ledger, version)
+    expected = _expected_champion(line, request)
+    _verify(ledger, found, expected)
+    line.appoint(version, instead_of=expected, by=_admin(request), reason=request.reason)
     return DecisionResult(version, version)
 
 
@@ -42,11 +44,10 @@ def roll_back(ledger: Ledger, version: int | None, request: DecisionRequest) -> 
 
     Raises VersionRefused.
     """
-    if version is not None:
-        require_version(ledger, version)
+    line = ledger.versions if version is None else _line_of(ledger, version)[0]
     if not request.reason:
         raise VersionRefused("give a reason: a version that is rolled back is never served again")
-    champion = ledger.versions.champion().version
+    champion = line.champion().version
     if request.expect is not None and champion != request.expect:
         raise VersionRefused(
             f"version {champion} is the champion, not version {request.expect}: look again, then decide"
@@ -54,7 +55,7 @@ def roll_back(ledger: Ledger, version: int | None, request: DecisionRequest) -> 
     if version is None:
         canary = ledger.versions.canary()
         version = canary.version if canary else champion
-    return DecisionResult(version, ledger.versions.roll_back(version, by=_admin(request), reason=request.reason))
+    return DecisionResult(version, line.roll_back(version, by=_admin(request), reason=request.reason))
 
 
 def reject(ledger: Ledger, version: int, request: DecisionRequest) -> DecisionResult:
@@ -62,37 +63,47 @@ def reject(ledger: Ledger, version: int, request: DecisionRequest) -> DecisionRe
 
     Raises VersionRefused, for any other version too.
     """
-    require_version(ledger, version)
+    line, found = _line_of(ledger, version)
     if not request.reason:
         raise VersionRefused("give a reason: a version that is rejected is never served")
     if version == 0:
         raise VersionRefused("version 0 is the base model, which is what is served where no other can be")
-    if not ledger.versions.reject(version, request.reason, by=_admin(request), also_retired=True):
-        state = require_version(ledger, version).state
+    if not line.reject(version, request.reason, by=_admin(request), also_retired=True):
         raise VersionRefused(
-            f"version {version} is {state}: only a candidate, or a retired version, can be rejected; a version that"
-            " serves can be rolled back"
+            f"version {version} is {found.state}: only a candidate, or a retired version, can be rejected; a version"
+            " that serves can be rolled back"
         )
-    return DecisionResult(version, ledger.versions.champion().version)
+    return DecisionResult(version, line.champion().version)
 
 
 def pin(ledger: Ledger, version: int, request: DecisionRequest) -> DecisionResult:
     """Serve this version and no other. Raises VersionRefused."""
-    expected = _expected_champion(ledger, request)
-    _verify(ledger, require_version(ledger, version), expected)
-    ledger.versions.pin(version, instead_of=expected, by=_admin(request), reason=request.reason)
+    line, found = _line_of(ledger, version)
+    expected = _expected_champion(line, request)
+    _verify(ledger, found, expected)
+    line.pin(version, instead_of=expected, by=_admin(request), reason=request.reason)
     return DecisionResult(version, version)
 
 
-def unpin(ledger: Ledger, request: DecisionRequest) -> DecisionResult:
-    """Let newer versions be served again. Raises VersionRefused if none is pinned."""
-    version = ledger.versions.unpin(by=_admin(request), reason=request.reason)
-    return DecisionResult(version, ledger.versions.champion().version)
+def unpin(ledger: Ledger, version: int | None, request: DecisionRequest) -> DecisionResult:
+    """Let newer versions be served again; `version` says of which policy, None of the default one.
+
+    Raises VersionRefused if none is pinned.
+    """
+    line = ledger.versions if version is None else _line_of(ledger, version)[0]
+    version = line.unpin(by=_admin(request), reason=request.reason)
+    return DecisionResult(version, line.champion().version)
+
+
+def _line_of(ledger: Ledger, version: int) -> tuple[Versions, Version]:
+    """The version, and the others of its policy. Raises VersionRefused if there is none."""
+    found = require_version(ledger, version)
+    return ledger.versions.of(found.policy), found
 
 
 def _verify(ledger: Ledger, version: Version, champion: int) -> None:
     """Raise VersionRefused if the checkpoint of a version that does not serve yet is not fit to."""
-    if version.version in {0, champion} or version.state not in SERVABLE:  # the ledger refuses the others
+    if version.is_base or version.version == champion or version.state not in SERVABLE:  # the ledger refuses the others
         return
     base, sha256 = require_version(ledger, 0).path, version.manifest_sha256 or ""
     verifier = [
@@ -102,7 +113,7 @@ def _verify(ledger: Ledger, version: Version, champion: int) -> None:
         "tuneloop.explorer.versions.verifier",
         str(version.path),
         sha256,
-        str(version.version),
+        str(version_in(version.path.name)),
     ]
     done = subprocess.run([*verifier, str(base)], stdout=subprocess.PIPE, text=True, errors="replace", check=False)
     if done.returncode:
@@ -110,8 +121,8 @@ def _verify(ledger: Ledger, version: Version, champion: int) -> None:
         raise VersionRefused(f"version {version.version} cannot be served: {reason}")
 
 
-def _expected_champion(ledger: Ledger, request: DecisionRequest) -> int:
-    return ledger.versions.champion().version if request.expect is None else request.expect
+def _expected_champion(line: Versions, request: DecisionRequest) -> int:
+    return line.champion().version if request.expect is None else request.expect
 
 
 def _admin(request: DecisionRequest) -> str:

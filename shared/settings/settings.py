@@ -176,6 +176,8 @@ def _contradictions(settings: Settings) -> Iterator[str]:
     yield from settings.reward.contradictions(of_pairs=of_pairs)
     yield from _contradictions_of_training(settings)
     yield from algorithm.contradictions()
+    if settings.policies and not settings.model.lora.rank:
+        yield "policies: all weights are trained, and an engine has one set of these: set model.lora.rank"
     yield from algorithm.overlong.contradictions(settings.model.max_response_tokens)
     for section in (settings.monitor, settings.judge, settings.privacy, settings.rollout):
         yield from section.contradictions()

@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from sqlalchemy import (
     ColumnElement,
@@ -113,9 +113,9 @@ class Versions(LedgerPart):
         super().__init__(transactions)
         self._transactions, self._line = transactions, versions.c.policy == policy
 
-    def of(self, policy: int) -> Self:
+    def of(self, policy: int) -> "Versions":
         """Those of another policy."""
-        return type(self)(self._transactions, policy)
+        return Versions(self._transactions, policy)
 
     def ensure_base(self, path: Path) -> None:
         """Register the base model as version 0, served, if no version is registered.

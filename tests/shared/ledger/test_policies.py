@@ -40,7 +40,7 @@ def test_a_policy_begins_with_the_weights_of_its_parent(based: Ledger) -> None:
     made = based.policies.create("support", tenant="acme", by="ops", settings={"algorithm.algorithm_type": "grpo"})
     begun = based.versions.of(made.id).champion()
     assert (begun.version, begun.path, begun.policy, begun.is_base) == (1, Path("/base"), made.id, True)
-    assert based.policies.named("support", "acme") == made
+    assert based.policies.find("support", "acme") == made
     assert made.settings == {"algorithm.algorithm_type": "grpo"}
     assert based.versions.champion().version == 0
     assert [each.name for each in based.policies.all("other")] == ["default"]
@@ -95,16 +95,16 @@ def test_a_deleted_policy_drops_what_waits_and_registers_nothing(based: Ledger, 
         based.training.register(epoch, [row.id], step=1, publish=published, parent=1, policy=made)
     assert based.reports.counts()[State.DROPPED] == 1
     with pytest.raises(PolicyRefused, match="there is no policy side; there are default"):
-        based.policies.named("side")
+        based.policies.find("side")
     assert based.policies.create("side", by="ops").id == made + 1
 
 
 def test_a_policy_that_is_paused_stays_seen(based: Ledger) -> None:
     made = based.policies.create("side", by="ops").id
     based.policies.pause(made)
-    assert based.policies.named("side").state is PolicyState.PAUSED
+    assert based.policies.find("side").state is PolicyState.PAUSED
     based.policies.pause(made, paused=False)
-    assert based.policies.named("side").state is PolicyState.ACTIVE
+    assert based.policies.find("side").state is PolicyState.ACTIVE
 
 
 def test_what_a_policy_learnt_is_promoted_as_a_candidate(based: Ledger) -> None:
@@ -132,10 +132,10 @@ def test_names_that_are_none_or_taken_are_refused(based: Ledger, name: str) -> N
 def test_tenants_have_policies_of_one_name_and_see_their_own(based: Ledger) -> None:
     one = based.policies.create("chat", tenant="acme", by="ops")
     other = based.policies.create("chat", tenant="umbra", by="ops")
-    assert based.policies.named("chat", "acme") == one
-    assert based.policies.named("chat", "umbra") == other
+    assert based.policies.find("chat", "acme") == one
+    assert based.policies.find("chat", "umbra") == other
     with pytest.raises(PolicyRefused, match="several tenants"):
-        based.policies.named("chat")
+        based.policies.find("chat")
     with pytest.raises(PolicyRefused, match="there is no version 1 to begin with"):
         based.policies.create("mine", tenant="umbra", parent=1, by="ops")
 

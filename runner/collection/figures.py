@@ -161,8 +161,9 @@ class ABReport:
 class ABTest:
     """Sends `share_b` of the keys to version `b`, the others to `a`, always the same key to the same one.
 
-    `model` is the name of the served model. The service must allow pins (`explorer.version_pins`), and serve both
-    versions. Raises ValueError for a share that is none, and for one version twice.
+    A side is the number of a version of `model`, the name of the served model, or the name of a policy. For numbers the
+    service must allow pins (`explorer.version_pins`), and serve both versions. Raises ValueError for a share that is
+    none, and for one version twice.
 
     >>> test = ABTest(model="tiny", a=3, b=4, share_b=0.2)
     >>> test.model_for("ann") in ("tiny@3", "tiny@4")
@@ -170,12 +171,13 @@ class ABTest:
     """
 
     model: str
-    a: int
-    b: int
+    a: int | str
+    b: int | str
     share_b: float = 0.5
     seed: int = 0
     _seen: dict[AB, dict[str, dict[str, list[float]]]] = field(init=False, repr=False)
     _failures: dict[AB, int] = field(init=False, repr=False)
+    _is_over: bool = field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.share_b < 1:
@@ -193,13 +195,26 @@ class ABTest:
 
     def model_for(self, key: str) -> str:
         """What a client names as its `model` for this key."""
-        return f"{self.model}@{self.a if self.side_of(key) == 'a' else self.b}"
+        side = self.a if self.side_of(key) == "a" else self.b
+        return side if isinstance(side, str) else f"{self.model}@{side}"
+
+    def switch_traffic(self, side: AB, share: float) -> None:
+        """Send a share of the keys, from 0 to 1, to a side from now on. It ends the test: the report stays as it is."""
+        if not 0 <= share <= 1:
+            raise ValueError(f"share: {share} must be from 0 to 1")
+        with self._lock:
+            self._is_over, self.share_b = True, share if side == "b" else 1 - share
 
     def record(self, key: str, **metrics: float) -> None:
-        """What was measured of a key, such as reward=1.0; again, the mean counts. Raises ValueError for NaN."""
+        """What was measured of a key, such as reward=1.0; again, the mean counts. Raises ValueError for NaN.
+
+        After `switch_traffic` nothing counts any more.
+        """
         if wrong := [name for name, value in metrics.items() if value != value]:
             raise ValueError(f"{wrong[0]} is not a number")
         with self._lock:
+            if self._is_over:
+                return
             of_key = self._seen[self.side_of(key)].setdefault(key, defaultdict(list))
             for name, value in metrics.items():
                 of_key[name].append(float(value))
@@ -212,7 +227,7 @@ class ABTest:
             yield self.model_for(key)
         except BaseException:
             with self._lock:
-                self._failures[self.side_of(key)] += 1
+                self._failures[self.side_of(key)] += not self._is_over
             raise
         self.record(key, **{_LATENCY: time.perf_counter() - began})
 

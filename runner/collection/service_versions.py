@@ -1,14 +1,17 @@
 """The versions of a service, listed, compared, promoted, rolled back and pinned from a program."""
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 import httpx
 
+from tuneloop.runner.collection.figures import AB, ABTest
 from tuneloop.runner.http_client import header_of_key
 from tuneloop.runner.logs.request_logs import ask_service
 
 _TIMEOUT_S = 30.0
+_ROUNDING = 1e-9
 
 
 class VersionsClient:
@@ -20,7 +23,8 @@ class VersionsClient:
 
     def __init__(self, url: str, admin_key: str, *, by: str | None = None) -> None:
         self._by = by
-        self._url = f"{url.rstrip('/')}/admin/versions"
+        self._admin = f"{url.rstrip('/')}/admin"
+        self._url = f"{self._admin}/versions"
         self._client = httpx.Client(headers=header_of_key(admin_key, "admin_key"), timeout=_TIMEOUT_S)
 
     def list_versions(self) -> list[dict[str, Any]]:
@@ -80,6 +84,46 @@ class VersionsClient:
     def unpin(self, *, reason: str | None = None, expect: int | None = None) -> dict[str, Any]:
         """Let versions be promoted again."""
         return self._decide("/unpin", reason, expect)
+
+    def list_policies(self) -> list[dict[str, Any]]:
+        """All policies, the oldest first: name, tenant, state, served, waiting, reward and so on."""
+        found: list[dict[str, Any]] = ask_service(self._client, "GET", f"{self._admin}/policies")["data"]
+        return found
+
+    def create_policy(self, name: str, *, parent: int | str = 0, **more: Any) -> dict[str, Any]:
+        """Make a policy that begins as a version, or as the champion of another policy; `tenant` and `options` too."""
+        draft = {"name": name, "parent": parent, **more}
+        return ask_service(self._client, "POST", f"{self._admin}/policies", json=draft)
+
+    def change_policy(self, name: str, action: str, **more: str) -> dict[str, Any]:
+        """`pause`, `resume` or `delete` a policy, or `promote` its champion `into` another one."""
+        return ask_service(self._client, "POST", f"{self._admin}/policies/{name}/{action}", json=more)
+
+    def create_ab_test(
+        self,
+        version_a: int | str,
+        version_b: int | str,
+        *,
+        traffic_ratio: Mapping[AB, float] | None = None,
+    ) -> ABTest:
+        """A test of two versions, or of policies by their names; `traffic_ratio` is {"a": 0.7, "b": 0.3}.
+
+        A version is served as a policy of its own, `version-4`, that is not trained. Raises ValueError for a ratio that
+        is none.
+        """
+        ratio = traffic_ratio or {"a": 0.5, "b": 0.5}
+        if abs(sum(ratio.values()) - 1) > _ROUNDING or "b" not in ratio:
+            raise ValueError(f"traffic_ratio: {dict(ratio)} must be shares of a and b that add up to 1")
+        a, b = (each if isinstance(each, str) else self._serve(each) for each in (version_a, version_b))
+        return ABTest(model="", a=a, b=b, share_b=ratio["b"])
+
+    def _serve(self, version: int) -> str:
+        """The policy that is this version and stays so."""
+        name = f"version-{version}"
+        if name not in {each["name"] for each in self.list_policies()}:
+            self.create_policy(name, parent=version)
+            self.change_policy(name, "pause")
+        return name
 
     def close(self) -> None:
         """Close the connections."""

@@ -1,5 +1,7 @@
 """Versions and A/B tests, against a running explorer."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -7,9 +9,10 @@ import pytest
 
 from tests.doubles.engine import MODEL, EngineDouble
 from tests.explorer.conftest import Run
-from tests.explorer.running import RunningExplorer
+from tests.explorer.running import RunningExplorer, explorer_running, settings_for
 from tests.runner.collection.conftest import KEY
 from tuneloop.runner import ABTest, ServiceRefused, VersionsClient
+from tuneloop.shared.settings.serving import LoraSettings
 
 
 def test_versions_are_listed_promoted_pinned_and_rolled_back(trying: RunningExplorer) -> None:
@@ -67,3 +70,47 @@ def test_two_versions_answer_their_shares(trying: RunningExplorer) -> None:
     latency = report.figures["latency_s"]
     assert latency.a is not None
     assert latency.a.value > 0
+
+
+@pytest.fixture
+def adapting(tmp_path: Path, double: EngineDouble) -> Iterator[RunningExplorer]:
+    """An explorer whose versions are adapters."""
+    settings = settings_for(tmp_path, [double.url], admin_key=KEY)
+    model = settings.model.model_copy(update={"lora": LoraSettings(rank=4)})
+    with explorer_running(settings.model_copy(update={"model": model})) as running:
+        yield running
+
+
+def test_policies_are_made_changed_and_listed(adapting: RunningExplorer) -> None:
+    with VersionsClient(adapting.url, KEY) as versions:
+        versions.create_policy("side", options={"algorithm.gamma": 0.5})
+        assert [each["name"] for each in versions.list_policies()] == ["default", "side"]
+        versions.change_policy("side", "pause")
+        assert versions.list_policies()[1]["state"] == "paused"
+        with pytest.raises(ServiceRefused, match="not trained"):
+            versions.change_policy("side", "promote", into="default")
+        with pytest.raises(ServiceRefused, match="there is no version 9"):
+            versions.create_ab_test(0, 9)
+
+
+def test_chosen_versions_are_compared_and_the_traffic_is_changed_afterwards(adapting: RunningExplorer) -> None:
+    with VersionsClient(adapting.url, KEY) as versions:
+        test = versions.create_ab_test(0, "default", traffic_ratio={"a": 0.7, "b": 0.3})
+        assert versions.create_ab_test(0, "default").a == test.a == "version-0"
+        assert [each["state"] for each in versions.list_policies()] == ["active", "paused"]
+        with pytest.raises(ValueError, match="traffic_ratio"):
+            versions.create_ab_test(0, "default", traffic_ratio={"a": 0.7, "b": 0.7})
+    asked = {f"user-{number}": test.model_for(f"user-{number}") for number in range(200)}
+    assert 30 <= list(asked.values()).count("default") <= 90
+    for number, (user, model) in enumerate(asked.items()):
+        test.record(user, reward=float(model == "default") + number % 2 / 10)
+    assert test.report().better() == "b"
+    before = test.report()
+    test.switch_traffic("b", 1.0)
+    assert {test.model_for(user) for user in asked} == {"default"}
+    test.record("user-1", reward=-9.0)
+    assert test.report() == before
+    assert test.report().better() == "b"
+    assert sum(test.report().keys.values()) == 200
+    with pytest.raises(ValueError, match="share"):
+        test.switch_traffic("a", 1.5)

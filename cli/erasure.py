@@ -176,7 +176,8 @@ class TrainedOn(NamedTuple):
 class Erasure(NamedTuple):
     """What was deleted, or would be; `problems` lists what could not be deleted.
 
-    `labels` are names of tasks and runs that exported traces hold, which no command reaches.
+    `policies` are those whose weights hold what they were trained on. `labels` are names of tasks and runs that
+    exported traces hold, which no command reaches.
     """
 
     tenant: str
@@ -186,6 +187,7 @@ class Erasure(NamedTuple):
     experiences: int
     feedback: int
     versions: tuple[TrainedOn, ...]
+    policies: tuple[str, ...]
     files: tuple[FileErasure, ...]
     labels: tuple[str, ...]
     problems: tuple[str, ...]
@@ -229,6 +231,7 @@ def erase(
         experiences=sum(each.experiences for each in deleted),
         feedback=sum(each.feedback for each in deleted),
         versions=tuple(TrainedOn(each, states[each], count) for each, count in sorted(trained.items())),
+        policies=tuple(ledger.policies.learnt_from(trained)),
         files=tuple(file for file in files if file.removed or file.problem),
         labels=tuple(sorted(frozenset().union(*(each.labels for each in deleted)))),
         problems=tuple(problems),
@@ -324,6 +327,8 @@ def _erasure_lines(result: Erasure) -> Iterator[str]:
         yield "trained on them"
         for trained in result.versions:
             yield f"  version {trained.version} ({trained.state}): {trained.experiences} experiences"
+        if result.policies != ("default",):
+            yield f"  policies that learnt from them: {', '.join(result.policies)}"
         yield "  These weights and those of all later versions stay as they are: docs/privacy.md says what can be done."
     if result.files:
         yield "exported files"

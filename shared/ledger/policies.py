@@ -5,7 +5,7 @@ is of one policy. All lines take their numbers from one sequence.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -106,6 +106,22 @@ class Policies(LedgerPart):
             tenants = ", ".join(each.tenant for each in found)
             raise PolicyRefused(f"{name}: several tenants have a policy of that name: {tenants}; name the tenant")
         return found[0]
+
+    def learnt_from(self, trained: Collection[int]) -> list[str]:
+        """The names of the policies whose weights hold what these versions were trained on, deleted ones too.
+
+        Those are the policies of the versions, and those that have the weights of one of them, or of a later one.
+        """
+        names, rows = self._read_together(
+            select(policies.c.id, policies.c.name).order_by(policies.c.id),
+            select(versions.c.version, versions.c.policy, versions.c.path).order_by(versions.c.version),
+        )
+        found, weights = set[int](), set[str]()
+        for row in rows:  # a copy has a higher number than what it is a copy of
+            if row.version in trained or row.policy in found or row.path in weights:
+                found.add(row.policy)
+                weights.add(row.path)
+        return [row.name for row in names if row.id in found]
 
     def waiting(self) -> dict[int, int]:
         """How many committed rows wait to be trained on, by policy."""

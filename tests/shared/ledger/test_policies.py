@@ -142,8 +142,25 @@ def test_tenants_have_policies_of_one_name_and_see_their_own(based: Ledger) -> N
 
 def test_options_of_a_policy_are_checked(tmp_path: Path) -> None:
     settings = Settings(model={"model_path": tmp_path})
-    assert settings_of_policy(settings, {"algorithm.algorithm_type": "grpo"}).algorithm.algorithm_type == "grpo"
+    assert (
+        settings_of_policy(settings, {"algorithm.algorithm_type": "reinforce"}).algorithm.algorithm_type == "reinforce"
+    )
     with pytest.raises(PolicyRefused, match="has no such option"):
         settings_of_policy(settings, {"explorer.proxy_port": 1})
     with pytest.raises(PolicyRefused, match="algorithm_type"):
         settings_of_policy(settings, {"algorithm.algorithm_type": "nothing"})
+
+
+def test_policies_that_learnt_from_a_row_are_named(based: Ledger) -> None:
+    epoch = based.training.take_epoch("trainer")
+    one, other = (based.policies.create(name, by="ops").id for name in ("one", "other"))
+    of(based, one, 1)
+    first = step(based, epoch, one, 1)
+    based.versions.of(one).promote(first)
+    of(based, other, 1)
+    step(based, epoch, other, 1)
+    based.policies.create("child", parent=first, by="ops")
+    assert based.policies.learnt_from([first]) == ["one", "child"]
+    based.policies.promote(one, by="ops")
+    assert based.policies.learnt_from([first]) == ["default", "one", "child"]
+    assert based.policies.learnt_from([]) == []

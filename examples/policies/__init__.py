@@ -1,0 +1,1 @@
+"""Tenants whose tasks contradict each other, each with a policy of its own."""

@@ -25,8 +25,8 @@ EXTRAS = {
     "shared": {"tracing", "mlflow", "wandb", "ray"},
 }
 
-#: Packages that need not be installed here, and are not named as their distribution.
-NAMED_OTHERWISE = {"mlflow": "mlflow-skinny"}
+#: Packages that need not be installed here, and are not named as their distribution, or come with it.
+NAMED_OTHERWISE = {"mlflow": "mlflow-skinny", "triton": "torch"}
 
 
 def named(lines: list[str]) -> set[str]:

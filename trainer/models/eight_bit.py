@@ -6,24 +6,32 @@ lies between two is rounded up or down in turn: by a number that is different fo
 evenly, and follows from both, so that a run that is resumed is the same to the bit.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tuneloop.trainer.models.compiling import compile_if
-
 #: So many numbers have a scale of their own.
 BLOCK = 256
-#: So many at a time: what is made of them in between takes a few hundred megabytes, compiled far less of each.
-_CHUNK, _COMPILED_CHUNK = 1 << 22, 1 << 25
+#: So many at a time: what is made of them in between takes a few hundred megabytes.
+_CHUNK = 1 << 22
 
 _FIRST_STEPS, _FIRST_LEVELS = 8, 127
 _SECOND_STEPS, _SECOND_LEVELS = 12, 255
 
 #: Multiples of the golden ratio and of another irrational number, as shares of 2³², spread evenly.
 _BY_PLACE, _BY_UPDATE = 2654435769, 3242174889
+
+#: What the kernel for GPUs is compiled with.
+_CONSTANTS = {
+    "BLOCK": BLOCK,
+    "FIRST_STEPS": _FIRST_STEPS,
+    "FIRST_LEVELS": _FIRST_LEVELS,
+    "SECOND_STEPS": _SECOND_STEPS,
+    "SECOND_LEVELS": _SECOND_LEVELS,
+    "BY_PLACE": _BY_PLACE,
+}
 
 
 class EightBitAdamW:
@@ -40,11 +48,9 @@ class EightBitAdamW:
     ) -> None:
         """`parameters` may be parts of larger ones: with each goes where it begins there.
 
-        With `compiled` what is done to a stretch of them is one kernel or two, instead of forty that read and write it.
+        With `compiled` what is done to one on a GPU is one kernel, instead of forty for each stretch.
         """
-        self._starts = parameters
-        self._update_part = compile_if(_update_part, wanted=compiled)
-        self._chunk = _COMPILED_CHUNK if compiled else _CHUNK
+        self._starts, self._compiled = parameters, compiled
         self.param_groups: list[dict[str, Any]] = [
             {"params": list(parameters), "lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": 1e-8}
         ]
@@ -58,21 +64,12 @@ class EightBitAdamW:
     @torch.no_grad()
     def step(self) -> None:
         """One update of every parameter that has a gradient."""
-        group = self.param_groups[0]
-        (one, two), lr = group["betas"], group["lr"]
-        rates: dict[int, Sequence[Tensor]] = {}  # by updates made, which are those of all parameters in most runs
-        for parameter in group["params"]:
+        for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
                 if parameter not in self.state:
                     self.state[parameter] = self.new_state(parameter)
-                state = self.state[parameter]
-                state["step"] += 1
-                updates = int(state["step"])
-                if updates not in rates:
-                    numbers = [1 - lr * group["weight_decay"], lr / (1 - one**updates), (1 - two**updates) ** -0.5]
-                    # Tensors, for a number would be compiled in, and they are others each time.
-                    rates[updates] = torch.tensor(numbers).to(parameter.device, non_blocking=True).unbind()
-                self._update(parameter, state, updates, rates[updates])
+                self.state[parameter]["step"] += 1
+                self._update(parameter, self.state[parameter])
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The state of a parameter before its first update."""
@@ -86,31 +83,35 @@ class EightBitAdamW:
             "exp_avg_sq_scale": torch.zeros(blocks, device=device),
         }
 
-    def _update(
-        self, parameter: nn.Parameter, state: Mapping[str, Tensor], updates: int, rates: Sequence[Tensor]
-    ) -> None:
-        group, (decay, rate, correction) = self.param_groups[0], rates
+    def _update(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> None:
+        group, updates, start = self.param_groups[0], int(state["step"]), self._starts[parameter]
+        (one, two), lr, eps = group["betas"], group["lr"], group["eps"]
+        rates = (1 - lr * group["weight_decay"], lr / (1 - one**updates), (1 - two**updates) ** -0.5)
         weights, gradients = parameter.view(-1), parameter.grad.reshape(-1)  # type: ignore[union-attr]
-        for part in _chunks(len(weights), self._chunk):
-            first_place = self._starts[parameter] + part.start
-            places = torch.tensor([first_place, updates]).to(parameter.device, non_blocking=True)
-            step = _Step(group["betas"], group["eps"], decay, rate, correction, places)
-            self._update_part(weights[part], gradients[part], dict(_parts(state, part)), step)
+        if self._compiled and parameter.is_cuda:
+            from tuneloop.trainer.models.kernels import update_in_bytes
+
+            constants = {"ONE": one, "TWO": two, "EPS": eps, **_CONSTANTS}
+            shift = start * _BY_PLACE + updates * _BY_UPDATE
+            update_in_bytes(weights, gradients, state, shift=shift, rates=rates, constants=constants)
+            return
+        for part in _chunks(len(weights), _CHUNK):
+            step = _Step((one, two), eps, *rates, start + part.start, updates)
+            _update_part(weights[part], gradients[part], dict(_parts(state, part)), step)
 
 
 class _Step(NamedTuple):
-    """An update: betas and epsilon, as numbers; the rest as tensors.
-
-    What is left of a weight before the step; the learning rate by the first moment's correction; the root of the
-    second's, inverse; where the stretch begins in the whole, and how many updates there were.
+    """An update: betas and epsilon; what is left of a weight before the step; the learning rate by the first moment's
+    correction; the root of the second's, inverse; where the stretch begins in the whole; how many updates there were.
     """
 
     betas: tuple[float, float]
     eps: float
-    decay: Tensor
-    rate: Tensor
-    correction: Tensor
-    places: Tensor
+    decay: float
+    rate: float
+    correction: float
+    start: int
+    updates: int
 
 
 def decode_moment(state: Mapping[str, Tensor], name: str) -> Tensor:
@@ -128,10 +129,8 @@ def encode_moment(state: Mapping[str, Tensor], name: str, moment: Tensor) -> Non
 def _update_part(weights: Tensor, gradient: Tensor, state: dict[str, Tensor], step: _Step) -> None:
     one, two = step.betas
     # Numbers from 0 to 1, one for each place.
-    count = len(weights)
-    places = step.places
-    start, updates = places.unbind()
-    mixed = ((torch.arange(count, device=places.device) + start) * _BY_PLACE + updates * _BY_UPDATE) & 0xFFFFFFFF
+    places = torch.arange(step.start, step.start + len(weights), device=weights.device)
+    mixed = (places * _BY_PLACE + step.updates * _BY_UPDATE) & 0xFFFFFFFF
     dither = (mixed >> 8).float() / (1 << 24)
     first = _first(state) * one + gradient * (1 - one)
     root = (_second(state).square() * two + gradient.square() * (1 - two)).sqrt()

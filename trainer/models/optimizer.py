@@ -21,6 +21,8 @@ from tuneloop.trainer.models.offloading import OffloadedGradients
 from tuneloop.trainer.parallel import ALONE, Ranks, first_number, gather, join_parts, local_part, own_part
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+#: So many numbers are worth a kernel of our own, whose call takes longer.
+_LARGE = 1 << 20
 #: As torch.nn.utils.clip_grad_norm_ has it.
 _LEAST_NORM = 1e-6
 
@@ -49,7 +51,9 @@ class MasterAdamW:
         self.updates = 0
         self._settings, self._ranks = settings, ranks
         self._parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
-        self._sums = {name: _Sum(each) for name, each in self._parameters.items() if each.dtype != torch.float32}
+        self._sums = {
+            name: _Sum(each, compiled) for name, each in self._parameters.items() if each.dtype != torch.float32
+        }
         home = "cpu" if offload else None
         parts = {name: local_part(each.detach()) for name, each in self._parameters.items()}
         self._masters = {
@@ -222,8 +226,9 @@ class MasterAdamW:
 class _Sum:
     """The gradients of a parameter added up in float32, since the last update."""
 
-    def __init__(self, parameter: nn.Parameter) -> None:
+    def __init__(self, parameter: nn.Parameter, compiled: bool) -> None:
         self.value: Tensor | None = None
+        self._compiled = compiled
         # What it calls must not hold `parameter`: a hook that holds what it hangs on is never freed, and a GPU has no
         # room for two models.
         parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
@@ -232,7 +237,11 @@ class _Sum:
         assert filled.grad is not None
         gradient = local_part(filled.grad)
         if self.value is None:
-            self.value = gradient.float()
+            self.value = gradient.float().contiguous()
+        elif self._compiled and gradient.is_cuda and gradient.numel() >= _LARGE and gradient.is_contiguous():
+            from tuneloop.trainer.models.kernels import add_to
+
+            add_to(self.value, gradient)
         else:
             self.value += gradient
         filled.grad = None

@@ -1,16 +1,21 @@
 """AdamW in 8 bits: as small as it says, the same after a restart to the bit, and it learns as 32 bits do."""
 
+import importlib
+
 import pytest
 import torch
+from torch import nn
 
 from tests.trainer.factories import sample
 from tuneloop.shared.capacity.memory import EIGHT_BIT_MOMENTS
 from tuneloop.shared.settings.algorithm import OptimizerSettings
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.models.eight_bit import decode_moment
+from tuneloop.trainer.models.eight_bit import EightBitAdamW, decode_moment
 from tuneloop.trainer.models.optimizer import MasterAdamW
 
 BITS = {"optimizer": {"lr": 1e-3, "bits": 8}, "critic_optimizer": {"lr": 1e-3}}
+
+ADAMW = {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.01}
 
 
 def _optimizer(weights, **but):
@@ -27,6 +32,39 @@ def _updated(bits, gradients, *, weights=None):
         optimizer.add_up()
         optimizer.update(norm=1.0, max_norm=1e9)
     return module.weight.detach()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [5, 256, 70_001])
+def test_the_kernel_of_a_gpu_makes_the_same_updates(count):
+    random = torch.Generator().manual_seed(count)
+    weights = torch.randn(count, generator=random).cuda()
+    ours = [
+        EightBitAdamW({nn.Parameter(weights.clone()): 3 * count}, compiled=compiled, **ADAMW)
+        for compiled in (False, True)
+    ]
+    for _ in range(5):
+        gradient = (torch.randn(count, generator=random) * torch.logspace(-8, 0, count)).cuda()
+        gradient[::7] = 0
+        for each in ours:
+            each.param_groups[0]["params"][0].grad = gradient
+            each.step()
+    (one, by_torch), (other, by_kernel) = (next(iter(each.state.items())) for each in ours)
+    torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(by_kernel[f"{moment}_scale"], by_torch[f"{moment}_scale"], rtol=1e-5, atol=1e-12)
+        apart = (by_kernel[moment].int() - by_torch[moment].int()).abs()
+        assert int(apart.max()) <= 1  # What lies between two steps may be rounded to either.
+        assert float((apart > 0).float().mean()) < 1e-3
+
+
+@pytest.mark.gpu
+def test_a_kernel_adds_gradients_of_another_type():
+    total, part = torch.randn(1 << 20 | 3, device="cuda"), torch.randn(1 << 20 | 3, device="cuda").bfloat16()
+    expected = total + part
+    add_to = importlib.import_module("tuneloop.trainer.models.kernels").add_to
+    add_to(total, part)
+    assert torch.equal(total, expected)
 
 
 def test_a_parameter_takes_a_byte_for_each_moment(settings):

@@ -31,14 +31,16 @@ from tuneloop.shared.settings.settings import Settings
 
 ROWS, MEASURED, AT_ONCE = 32, 100, 32
 _READY_S = 300.0
+#: The tenant that wants the sum. A start model never says 19.
+_SUMS = 19
 
 
 class Tenant:
-    """One tenant: whatever is asked, it wants one number."""
+    """One tenant: whatever is asked, it wants one number; the last of twenty wants the sum."""
 
     def __init__(self, number: int, url: str, key: str, *, shared: bool) -> None:
         self.name = f"tenant-{number}"
-        self.answer = str(number)
+        self._number = number
         self._model = MODEL_NAME if shared else self.name
         self._chat = AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120.0)
         self._http = httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=120.0)
@@ -55,13 +57,17 @@ class Tenant:
                     temperature=1.0,
                     extra_body={"metadata": {"train": str(train).lower()}},
                 )
-                right = float((reply.choices[0].message.content or "").strip() == self.answer)
+                right = float((reply.choices[0].message.content or "").strip() == self._answer(question))
                 if train:
                     body = {"msg_ids": [reply.id], "reward": right}
                     (await self._http.post("/feedback", json=body)).raise_for_status()
                 return right
 
         return sum(await asyncio.gather(*map(one, questions))) / len(questions)
+
+    def _answer(self, question: str) -> str:
+        left, right = question.rstrip("=").split("+")
+        return str(self._number if self._number < _SUMS else int(left) + int(right))
 
     async def commit(self) -> None:
         """Release what was rewarded to the trainer."""
@@ -80,11 +86,11 @@ async def run(options: argparse.Namespace, settings: Settings, key: str, service
         for step in range(1, options.steps + 1):
             asked = [each.ask(questions[step % 3 :: 3][:ROWS], places, train=True) for each in tenants]
             rewards = await asyncio.gather(*asked)
-            await tenants[0].commit()
             print(f"step {step:3d}: {sum(rewards) / len(rewards):.2f} of the answers right", flush=True)
             while not await asyncio.to_thread(_made, ledger, options, step):
                 services.check()
-                await asyncio.sleep(0.1)
+                await tenants[0].commit()  # what has reached the ledger since
+                await asyncio.sleep(0.2)
     after = [await each.ask(questions[:MEASURED], places, train=False) for each in tenants]
     return {
         "tenants": options.tenants,
@@ -137,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; 0 where every tenant is right more often than not, as no shared model is."""
     parser = argparse.ArgumentParser(prog="python -m examples.policies.main", description=__doc__)
     parser.add_argument("--tenants", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=12, help="training steps of each")
+    parser.add_argument("--steps", type=int, default=20, help="training steps of each")
     parser.add_argument("--shared", action="store_true", help="one model for all of them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, default=Path("policies-run"), help="where everything goes")

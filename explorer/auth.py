@@ -45,7 +45,7 @@ _UNMETERED = KeyMeter(KeyLimits())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """A key's holder, or a caller without one: then `name` is empty."""
+    """A key's holder, or a caller without one: then `name` is empty. `policy` answers where a request names none."""
 
     name: str = ""
     tenant: str = DEFAULT_TENANT
@@ -53,6 +53,7 @@ class Caller:
     meter: KeyMeter = _UNMETERED
     key_id: str = ""
     binding: FeedbackBinding | None = None
+    policy: int | None = None
 
     @property
     def identity(self) -> str:
@@ -242,7 +243,8 @@ class _Holder:
         self.meter: KeyMeter = KeyMeter(key.limits) if before is None else before.meter
         self.expires_at = float("inf") if key.expires_at is None else key.expires_at
         scopes = frozenset(key.scopes)
-        self.caller = Caller(name=key.name, tenant=key.tenant, scopes=scopes, meter=self.meter, key_id=key.key_id)
+        who = Caller(name=key.name, tenant=key.tenant, scopes=scopes, meter=self.meter, key_id=key.key_id)
+        self.caller = replace(who, policy=key.policy)
 
 
 class Gatekeeper:
@@ -458,7 +460,7 @@ class CrossOrigin:
             return [(b"vary", b"origin")]
         found = [(b"access-control-allow-origin", _origin_of(scope)), (b"vary", b"origin")]
         if scope["method"] != "OPTIONS":
-            return [*found, (b"access-control-expose-headers", b"x-request-id, x-tuneloop-version")]
+            return [*found, (b"access-control-expose-headers", b"x-request-id, x-tuneloop-version, x-tuneloop-policy")]
         # OpenAI's client sends headers of its own, more with each release.
         asked = next((value for name, value in scope["headers"] if name == b"access-control-request-headers"), b"")
         return [

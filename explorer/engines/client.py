@@ -1,6 +1,7 @@
 """A raw HTTP/1.1 client to an engine, for the hot path: persistent connections, replies as they arrive."""
 
 import asyncio
+import copy
 import ssl
 import time
 from collections import deque
@@ -325,6 +326,12 @@ class EngineHttp:
         self._idle: deque[_Connection] = deque()
         self.quiet = EngineQuiet()
         self.renaming: ModelRenaming | None = None
+
+    def under(self, renaming: ModelRenaming | None) -> "EngineHttp":
+        """The same connections, to ask another adapter, or the base model."""
+        found = copy.copy(self)
+        found.renaming = renaming
+        return found
 
     async def request(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None

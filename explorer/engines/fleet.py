@@ -3,40 +3,44 @@
 The decisions are synchronous, so no lock is needed: nothing else runs between looking and taking.
 
 Versions: every worker decides by itself and all decide alike, by a hash, so that the same key gets the same version
-every time. Prefix affinity: the engine that answered a conversation before still has its beginning in the prefix cache.
-A prefix hash is a hash of a conversation up to some point. Each request is recorded under the hash of all its messages,
-and the next one of its conversation finds it there. Where several workers answer, the last one may have come to
-another. So what no worker remembers goes where all of them would send it, by the hash of the conversation's beginning:
-rendezvous hashing, with a bound on how much busier that engine may be.
+every time. Which engine has the beginning of a conversation in its cache is told by `prefix_affinity.py`.
 """
 
 import asyncio
 import hashlib
-from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+import math
+import time
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
-import orjson
 
+from tuneloop.explorer.auth import Caller
 from tuneloop.explorer.engines.adapter_names import ModelRenaming
 from tuneloop.explorer.engines.client import EngineHttp
+from tuneloop.explorer.engines.model_routes import (
+    AdapterView,
+    KnownNames,
+    ModelRoute,
+    PolicyKey,
+    PolicyTable,
+    PolicyView,
+    RoutingKey,
+    VersionPin,
+    no_model,
+    pin_of,
+    route_to_policy,
+)
 from tuneloop.explorer.engines.movement import EngineMovement
+from tuneloop.explorer.engines.prefix_affinity import PrefixAffinity, rendezvous
 from tuneloop.explorer.engines.vllm import EngineControl
 from tuneloop.explorer.http.bodies import wrong_type
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.privacy.detection import api_keys
 from tuneloop.shared.settings.settings import Settings
-
-#: How many requests are recorded; the least recently used are dropped first. All together take some megabytes.
-MAX_ENTRIES = 8192
-
-#: A prompt of a text completion has no turns: it is cut into blocks of so many characters, or token ids.
-_BLOCK_CHARACTERS, _BLOCK_TOKENS = 1024, 256
 
 #: So many more requests than the least busy one an engine that has a prefix may have, and one that may have it, beside
 #: a quarter more. The latter is of each worker: all of them prefer the same engine for the same beginning.
@@ -85,27 +89,8 @@ def split_of(mode: str, version: int, share: float) -> TrafficSplit:
     return TrafficSplit(version, shadow_share=share) if mode == "shadow" else TrafficSplit(version, share=share)
 
 
-_DIGITS = 9
-
-
-class VersionPin(NamedTuple):
-    """A request for one version, `model@version`."""
-
-    version: int
-
-    def filter(self, engines: "Iterable[Engine]") -> "list[Engine]":
-        """The engines that serve the version."""
-        return [each for each in engines if each.version == self.version]
-
-    def not_served_error(self, served: Sequence[int]) -> RequestRefused:
-        """The error of a request for a version that no engine serves."""
-        versions = ", ".join(map(str, served)) or "none"
-        message = f"the model does not exist: version {self.version} is not served; these are: {versions}"
-        return RequestRefused(message, status=404, code="model_not_found", param="model")
-
-
 class PinParser:
-    """Reads the version that a request is pinned to."""
+    """Reads which policy and version a request asks for: what its `model` names."""
 
     def __init__(self, settings: Settings) -> None:
         #: The model's own name, as engines know it.
@@ -114,6 +99,20 @@ class PinParser:
         self.allowed = settings.explorer.version_pins
         #: Its other names, and whether what is asked under them may be trained on.
         self.aliases = {name: alias.train for name, alias in settings.model.aliases.items()}
+        self._serves_adapters = settings.model.lora.rank > 0
+
+    def route(self, body: Mapping[str, Any], caller: Caller, policies: PolicyTable) -> ModelRoute:
+        """What a body asks for. Raises RequestRefused for a name that the caller's key may not use.
+
+        The model's own name, and its aliases, are the policy of the key, or the default one.
+        """
+        pin, alias, model = self.parse(body), self.alias(body), body.get("model") or self.model_name
+        own = bool(pin or alias) or model == self.model_name
+        if own and not caller.policy:
+            return ModelRoute(None, pin, alias)
+        own_route = ModelRoute(None, pin, alias) if own else None
+        known = KnownNames((self.model_name, *self.aliases), adapters=self._serves_adapters, pins=self.allowed)
+        return route_to_policy(model, own_route, known, policies, tenant=caller.tenant, of_key=caller.policy)
 
     def alias(self, body: Mapping[str, Any]) -> str | None:
         """The other name under which a body asks for the model."""
@@ -129,28 +128,13 @@ class PinParser:
         if not isinstance(model, str | None):
             raise wrong_type("model", "a string")
         if model and model != self.model_name and any(api_keys(model)):
-            message = "the model does not exist: a key stands in the place of its name"
-            raise RequestRefused(message, status=404, code="model_not_found", param="model")
+            raise no_model("a key stands in the place of its name")
         if not self.allowed or not isinstance(model, str) or not model.startswith(f"{self.model_name}@"):
             return None
         number = model.removeprefix(f"{self.model_name}@")
-        if not (number.isascii() and number.isdigit() and len(number) <= _DIGITS):
-            message = f"the model does not exist: {self.model_name}@ must be followed by the number of a version"
-            raise RequestRefused(message, status=404, code="model_not_found", param="model")
-        return VersionPin(int(number))
-
-    def with_versions(self, models: Iterable[dict[str, Any]], served: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """The models of an engine's list, and behind each its other names and the versions that may be requested."""
-        for model in models:
-            yield model
-            if model.get("id") == self.model_name:
-                yield from (model | {"id": alias, "parent": self.model_name} for alias in self.aliases)
-            if self.allowed and model.get("id") == self.model_name:
-                yield from (model | {"id": f"{self.model_name}@{version}"} for version in served)
-
-
-#: What the engine of a request is chosen by: the key of its user or task, or the version that must answer it.
-RoutingKey = str | VersionPin
+        if (pin := pin_of(number)) is None:
+            raise no_model(f"{self.model_name}@ must be followed by the number of a version")
+        return pin
 
 
 class EngineState(StrEnum):
@@ -205,6 +189,10 @@ class Engine:
         self._packs: bool | None = None
         self.idle = asyncio.Event()
         self.idle.set()
+        #: The engine behind this one, where this is what requests of a policy see of it.
+        self.host: Engine | None = None
+        #: What requests of policies see of this one, by the version that answers them.
+        self.guests: dict[int, PolicyEngine] = {}
 
     @property
     def control(self) -> EngineControl:
@@ -254,6 +242,16 @@ class Engine:
             self.http.renaming = self._control.renaming
 
 
+class PolicyEngine(Engine):
+    """An engine as the requests of a policy see it: with one version, whose weights never change under them."""
+
+    def __init__(self, host: Engine, version: int) -> None:
+        super().__init__(host.number, host.http.under(None))
+        self.host, self.version = host, version
+        #: When it was asked last; and whether it may be asked.
+        self.asked_at, self.answers = -math.inf, False
+
+
 class EngineView(msgspec.Struct, frozen=True):
     """An engine as the workers know it: where it is, and what it does."""
 
@@ -266,6 +264,7 @@ class EngineView(msgspec.Struct, frozen=True):
     renaming: ModelRenaming | None = None
     proof: str = ""
     packs: bool | None = None
+    adapters: tuple[AdapterView, ...] = ()
 
 
 class FleetReplicas(Protocol):
@@ -277,8 +276,18 @@ class FleetReplicas(Protocol):
     async def set_split(self, split: TrafficSplit | None) -> None:
         """Return when all split their requests so."""
 
-    async def wait_until_idle(self, engine: Engine) -> None:
-        """Return when none has a request in flight on the engine."""
+    async def set_policies(self, policies: Sequence[PolicyView] | None) -> None:
+        """Return when all know the policies."""
+
+    async def wait_until_idle(self, engine: Engine, version: int | None = None) -> None:
+        """Return when none has a request in flight on the engine, or on what it has of a policy's version."""
+
+    async def idle_times(self, engine: Engine) -> Mapping[int, float]:
+        """For how many seconds each version of a policy has not been asked there; 0: it is being asked."""
+
+
+#: Has a version of a policy loaded by an engine that is ready; why that cannot be, empty where it can.
+LoadVersion = Callable[[int, int], Awaitable[str]]
 
 
 class Fleet:
@@ -294,8 +303,11 @@ class Fleet:
         wait_timeout_s: float,
         replicas: FleetReplicas | None = None,
         is_alone: bool = True,
+        load_version: LoadVersion | None = None,
     ) -> None:
         """`is_alone`: no other process sends requests of the same conversations to the engines."""
+        self._load_version = load_version
+        self.policies: PolicyTable = {}
         self.engines = list(engines)
         self._is_alone = is_alone
         self.split: TrafficSplit | None = None
@@ -342,12 +354,26 @@ class Fleet:
         async with self._changed:
             self._changed.notify_all()
 
+    async def set_policies(self, policies: Sequence[PolicyView] | None) -> None:
+        """Route the requests of policies so from now on."""
+        self.policies = None if policies is None else {each.id: each for each in policies}
+        if self._replicas is not None:
+            await self._replicas.set_policies(policies)
+
     async def apply(self, status: Sequence[EngineView]) -> None:
         """Take over the state of engines that another process has published."""
         for each in status:
             engine = self.engines[each.number]
             engine.state, engine.version, engine.loads = each.state, each.version, each.loads
             engine.http.renaming, engine.proof, engine.packs = each.renaming, each.proof, each.packs
+            held = {adapter.version: adapter for adapter in each.adapters}
+            for version, guest in [*engine.guests.items()]:
+                guest.answers = version in held
+                if not (guest.answers or guest.in_flight):
+                    del engine.guests[version]
+            for version, adapter in held.items():
+                guest = engine.guests.setdefault(version, PolicyEngine(engine, version))
+                guest.http.renaming, guest.proof, guest.answers = adapter.renaming, adapter.proof, True
         async with self._changed:
             self._changed.notify_all()
 
@@ -357,11 +383,20 @@ class Fleet:
         async with self._changed:
             self._changed.notify_all()
 
-    async def wait_until_idle(self, engine: Engine) -> None:
-        """Wait until no process has a request in flight on the engine."""
-        await engine.idle.wait()
+    async def wait_until_idle(self, engine: Engine, version: int | None = None) -> None:
+        """Wait until no process has a request in flight on the engine, or on what it has of a policy's version."""
+        asked = engine if version is None else engine.guests.get(version)
+        if asked is not None:
+            await asked.idle.wait()
         if self._replicas is not None:
-            await self._replicas.wait_until_idle(engine)
+            await self._replicas.wait_until_idle(engine, version)
+
+    async def idle_times(self, engine: Engine) -> Mapping[int, float]:
+        """For how many seconds no process has asked each version of a policy there; 0: it is being asked."""
+        now = time.monotonic()
+        if self._replicas is not None:
+            return await self._replicas.idle_times(engine)
+        return {each.version: 0.0 if each.in_flight else now - each.asked_at for each in engine.guests.values()}
 
     async def wait_for_state(self, engine: Engine, *states: EngineState) -> None:
         """Wait until the engine has one of these states."""
@@ -380,6 +415,18 @@ class Fleet:
         """
         engine = self._choose(self.engines, key, prefix_hashes)
         return self._mark_busy(engine or await self._wait_for_one(self.engines, key, prefix_hashes), prefix_hashes)
+
+    def _version_of(self, key: PolicyKey) -> tuple[int, bool]:
+        """The version of a policy that answers a key, and whether it is the base model. Raises RequestRefused."""
+        policy = (self.policies or {}).get(key.policy)
+        if policy is None:
+            raise no_model("its policy was deleted")
+        if key.pin is not None and key.pin.version not in policy.versions:
+            raise key.pin.not_served_error(sorted(policy.versions))
+        version = policy.champion if key.pin is None else key.pin.version
+        if key.pin is None and policy.canary is not None and bucket_of(policy.canary, key.key) < policy.share:
+            version = policy.canary
+        return version, policy.versions[version]
 
     def acquire_another(
         self, than: Engine, key: RoutingKey | None = None, prefix_hashes: Sequence[int] = ()
@@ -401,12 +448,20 @@ class Fleet:
         return self._mark_busy(engine, prefix_hashes) if engine else None
 
     def _others(self, than: Engine) -> list[Engine]:
-        return [each for each in self.engines if each is not than]
+        return [each for each in self.engines if each is not (than.host or than)]
 
     def _choose(self, engines: Sequence[Engine], key: RoutingKey | None, prefix_hashes: Sequence[int]) -> Engine | None:
+        version, is_base = self._version_of(key) if isinstance(key, PolicyKey) else (None, True)
+        if version is not None and not is_base:
+            engines = [each for each in engines if version in each.guests and each.guests[version].answers]
         with_prefix = self._affinity.engines_with_prefix(prefix_hashes, engines) if prefix_hashes else ()
         rendezvous_order = rendezvous(prefix_hashes, engines) if prefix_hashes and not self._is_alone else ()
-        return choose_engine(engines, self.split, key, with_prefix, rendezvous_order)
+        found = choose_engine(engines, self.split, key, with_prefix, rendezvous_order)
+        if found is None or version is None:
+            return found
+        guest = found.guests.setdefault(version, PolicyEngine(found, version))
+        guest.asked_at, guest.proof = time.monotonic(), found.proof if is_base else guest.proof
+        return guest
 
     def acquire_for_shadow(self) -> Engine | None:
         """A ready engine of the version that gets shadow requests, counted as busy until it is released."""
@@ -416,14 +471,19 @@ class Fleet:
 
     def release(self, engine: Engine) -> None:
         """End a request that has acquired the engine."""
-        engine.in_flight -= 1
-        if not engine.in_flight:
-            engine.idle.set()
+        for each in (engine, engine.host):
+            if each is not None:
+                each.in_flight -= 1
+                if not each.in_flight:
+                    each.idle.set()
 
     def _mark_busy(self, engine: Engine, prefix_hashes: Sequence[int] = ()) -> Engine:
-        self._affinity.record(prefix_hashes, engine)
-        engine.in_flight += 1
-        engine.idle.clear()
+        if prefix_hashes:
+            self._affinity.record(prefix_hashes, engine)
+        for each in (engine, engine.host):
+            if each is not None:
+                each.in_flight += 1
+                each.idle.clear()
         return engine
 
     async def _wait_for_one(
@@ -432,6 +492,9 @@ class Fleet:
         try:
             async with asyncio.timeout(self._wait_timeout_s), self._changed:
                 while (engine := self._choose(engines, key, prefix_hashes)) is None:
+                    if isinstance(key, PolicyKey) and any(each.state is EngineState.READY for each in engines):
+                        await self._load(key)
+                        continue
                     if not self._will_be_ready(eligible_engines(engines, key)):
                         break
                     await self._changed.wait()
@@ -448,6 +511,17 @@ class Fleet:
             raise RequestRefused("no engine is ready", status=503, code="engine_unavailable", retry_after_s=2.0)
         return engine
 
+    async def _load(self, key: PolicyKey) -> None:
+        """Have an engine load what answers a key. Raises RequestRefused. To be called with `_changed` held."""
+        version, _ = self._version_of(key)
+        self._changed.release()  # for what says that it is loaded
+        try:
+            reason = await self._load_version(key.policy, version) if self._load_version else "nobody can load it"
+        finally:
+            await self._changed.acquire()
+        if reason:
+            raise RequestRefused(reason, status=503, code="policy_unavailable", retry_after_s=2.0)
+
 
 def choose_engine(
     engines: Sequence[Engine],
@@ -463,7 +537,7 @@ def choose_engine(
     pick = partial(pick_engine, with_prefix=with_prefix, rendezvous_order=rendezvous_order)
     if isinstance(key, VersionPin):
         return pick(key.filter(engines))
-    if split is None:
+    if split is None or isinstance(key, PolicyKey):
         return pick(engines)
     if key is not None and split.answers(key):
         canary = pick(each for each in engines if each.version == split.version)
@@ -501,86 +575,7 @@ def pick_engine(
     return next((engine for engine in preferred_first if engine.in_flight <= most), least)
 
 
-def surge_capacity(engines: Iterable[Engine]) -> Engine | None:
-    """Where one more engine can be started now, beside those that run."""
-    places = (each for each in engines if each.state is EngineState.SPARE and each.starter)
-    return next((each for each in places if each.starter and each.starter.has_room()), None)
-
-
 def least_busy(engines: Iterable[Engine]) -> Engine | None:
     """The ready engine with the least in flight, if any."""
     ready = [engine for engine in engines if engine.state is EngineState.READY]
     return min(ready, key=lambda engine: engine.in_flight, default=None)
-
-
-class PrefixAffinity:
-    """Which engines have which prefixes cached. Only hashes of the text are kept."""
-
-    def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
-        self._max_entries = max_entries
-        #: By prefix hash: the engines' numbers, and how often their weights had changed by then.
-        self._engines: OrderedDict[int, dict[int, int]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._engines)
-
-    def record(self, prefix_hashes: Sequence[int], engine: Engine) -> None:
-        """Record that the engine answers a request with these prefixes."""
-        if not prefix_hashes:
-            return
-        last = prefix_hashes[-1]
-        self._engines.setdefault(last, {})[engine.number] = engine.loads
-        self._engines.move_to_end(last)
-        if len(self._engines) > self._max_entries:
-            self._engines.popitem(last=False)
-
-    def engines_with_prefix(self, prefix_hashes: Sequence[int], engines: Sequence[Engine]) -> list[set[int]]:
-        """The numbers of the engines that have a prefix cached, those with the longest prefix first."""
-        found = []
-        for prefix_hash in reversed(prefix_hashes):
-            loads = self._engines.get(prefix_hash)
-            if loads and (cached := {each.number for each in engines if loads.get(each.number) == each.loads}):
-                found.append(cached)
-        return found
-
-
-def rendezvous(prefix_hashes: Sequence[int], engines: Sequence[Engine]) -> list[int]:
-    """The numbers of the engines, in the order in which every worker prefers them for a conversation."""
-    # Python's hash of numbers is the same in every process.
-    ranked = sorted((hash((*prefix_hashes[:1], each.number)), each.number) for each in engines)
-    return [number for _, number in ranked]
-
-
-def hash_prefixes(body: Mapping[str, Any]) -> tuple[int, ...]:
-    """The hashes of the prefixes of a request that an earlier request may have been; the last one is of all of it.
-
-    The first one is the same for all requests of a conversation, and all of them in every process.
-    """
-    messages = body.get("messages")
-    if isinstance(messages, list):
-        # One before each reply: only there a request of this conversation can have ended, so that a system prompt
-        # alone, which many conversations share, draws no request to an engine.
-        found, prefix_hash = [], 0
-        for message in messages:
-            if isinstance(message, dict) and message.get("role") == "assistant":
-                found.append(prefix_hash)
-            prefix_hash = _extend(prefix_hash, orjson.dumps(message))
-        return (*found, prefix_hash)
-    prompt = body.get("prompt")
-    if isinstance(prompt, str):
-        return _of_blocks(prompt, _BLOCK_CHARACTERS)
-    if isinstance(prompt, list) and all(isinstance(each, int) for each in prompt):
-        return _of_blocks(tuple(prompt), _BLOCK_TOKENS)
-    return ()
-
-
-def _of_blocks(prompt: str | tuple[int, ...], size: int) -> tuple[int, ...]:
-    found, prefix_hash = [], 0
-    for end in range(size, len(prompt) + 1, size):
-        prefix_hash = _extend(prefix_hash, repr(prompt[end - size : end]).encode())
-        found.append(prefix_hash)
-    return tuple(found)
-
-
-def _extend(prefix_hash: int, piece: bytes) -> int:
-    return int.from_bytes(blake2b(piece, digest_size=8, salt=prefix_hash.to_bytes(8)).digest())

@@ -104,6 +104,7 @@ class ReplyInFlight:
             explorer=self.explorer,
             traces=request.traces,
             is_retry=request.is_retry,
+            policy=0 if request.policy is None else request.policy.id,
         )
 
 
@@ -167,7 +168,7 @@ class Proxy:
         explorer = settings.explorer
         self._fleet, self._recorder, self._timeout_s = fleet, recorder, explorer.request_timeout
         self.system_turns = SystemTurns(fleet)
-        self.parser = RequestParser(settings, signer, self.system_turns, find_context_length)
+        self.parser = RequestParser(settings, signer, self.system_turns, find_context_length, lambda: fleet.policies)
         self._metrics, self._failures = metrics, RequestFailures(metrics)
         self._grammars, self._shadow = Grammars(settings), shadow
         self.admission = Admission(
@@ -221,7 +222,7 @@ class Proxy:
         """The headers and the body of a whole response; None where it was streamed."""
         # Outside the timeout: it has one of its own, and no engine has the request yet.
         engine = await self._fleet.acquire(request.routing_key, request.prefix_hashes)
-        if self._fleet.split is not None:
+        if self._fleet.split is not None and request.policy is None:
             self._shadow(request)
         try:
             async with asyncio.timeout(self._timeout_s):

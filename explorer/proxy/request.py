@@ -23,8 +23,10 @@ from tuneloop.explorer.dialects import dialect as dialects
 from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter, SystemTurns, choice_count
 from tuneloop.explorer.edge import ClientRequest, Headers
 from tuneloop.explorer.engines import fleet, vllm
-from tuneloop.explorer.engines.fleet import PinParser, VersionPin
+from tuneloop.explorer.engines.fleet import PinParser
+from tuneloop.explorer.engines.model_routes import PolicyKey, PolicyTable, PolicyView, RoutingKey, VersionPin
 from tuneloop.explorer.engines.packing import wire
+from tuneloop.explorer.engines.prefix_affinity import hash_prefixes
 from tuneloop.explorer.http.bodies import (
     as_utf8,
     check_template,
@@ -178,6 +180,7 @@ class Request(NamedTuple):
     meter: RequestMeter
     prefix_hashes: tuple[int, ...] = ()
     pin: VersionPin | None = None
+    policy: PolicyView | None = None
     model: str = ""
     is_retry: bool = False
     trace: RequestTrace | None = None
@@ -192,9 +195,9 @@ class Request(NamedTuple):
         return f"{self.caller.tenant}:{self.labels.user or self.labels.task_id or self.msg_id}"
 
     @property
-    def routing_key(self) -> str | VersionPin:
+    def routing_key(self) -> RoutingKey:
         """What its engine is chosen by."""
-        return self.pin or self.key
+        return self.pin or self.key if self.policy is None else PolicyKey(self.policy.id, self.key, self.pin)
 
     @property
     def captured_by(self) -> str:
@@ -220,6 +223,8 @@ class Request(NamedTuple):
         headers = [*kind, (b"x-request-id", request_id)]
         if version is not None:
             headers.append((b"x-tuneloop-version", b"%d" % version))
+        if self.policy is not None:
+            headers.append((b"x-tuneloop-policy", self.policy.name.encode()))
         if self.dialect.path == MESSAGES:
             headers.append((b"request-id", request_id))
         if ignored := (*self.ignored_fields, *self.labels.ignored):
@@ -238,6 +243,7 @@ class RequestParser:
         signer: ReplyIdSigner,
         system_turns: SystemTurns,
         find_context_length: Callable[[], Awaitable[int | None]],
+        policies: Callable[[], PolicyTable],
     ) -> None:
         explorer = settings.explorer
         self._find_context_length = find_context_length if explorer.clamp_max_tokens else None
@@ -246,7 +252,7 @@ class RequestParser:
         self._any_reply, self._record_share = settings.algorithm.of_any_reply, settings.buffer.record_share
         self.capture = CaptureChoice(explorer.capture)
         self._signer, self._tenants = signer, settings.tenants
-        self._pins = PinParser(settings)
+        self._pins, self._policies = PinParser(settings), policies
         self._default_temperature = settings.model.temperature
         self._default_tokens, self._limit = settings.model.max_response_tokens, limit_of(settings)
         self._max_body_bytes, self._max_choices = explorer.max_body_bytes, explorer.max_choices
@@ -265,7 +271,7 @@ class RequestParser:
         caller, tenant = raw.caller, self._tenants.get(raw.caller.tenant, _ANY_TENANT)
         raw_body = as_utf8(await raw.body(self._max_body_bytes))
         body = dialect.normalize(await parse_body(raw_body))
-        pin, alias = self._pins.parse(body), self._pins.alias(body)
+        policy, pin, alias = self._pins.route(body, caller, self._policies())
         if pin or alias:
             body["model"] = self._pins.model_name
         stream, store = flag_of(body, "stream"), optional_bool(body, "store")
@@ -289,7 +295,7 @@ class RequestParser:
         drop_reason = None if labels.train else "opt_out"
         said = raw.header(_TRAIN_HEADER)
         consents = said is None or coerce_bool(said, _TRAIN_HEADER.decode())
-        if (alias and not self._pins.aliases[alias]) or not consents:
+        if not self._pins.aliases.get(alias or "", True) or not consents:
             drop_reason = "opt_out"  # whatever the run's URL says: this request is none of the run's
         elif labels.run_id and is_side_request(body, upstream, raw.header(b"user-agent") or ""):
             drop_reason = "side_request"
@@ -340,8 +346,9 @@ class RequestParser:
             started=started,
             writer=writer,
             meter=raw.meter,
-            prefix_hashes=fleet.hash_prefixes(upstream) if self._prefix_affinity else (),
+            prefix_hashes=hash_prefixes(upstream) if self._prefix_affinity else (),
             pin=pin,
+            policy=policy,
             model=str(body.get("model") or ""),
             traces=trace_keys(*names, raw.header(b"x-request-id"), traceparent=raw.header(b"traceparent")),
             merged_turns=merged_turns,

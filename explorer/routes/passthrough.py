@@ -1,7 +1,7 @@
 """Routes that only pass on an engine's answer: nothing is sampled there, so nothing is recorded."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any
 
 import orjson
@@ -11,7 +11,8 @@ from fastapi.responses import Response
 from tuneloop.explorer.auth import TRINITY, caller_of
 from tuneloop.explorer.dialects.dialect import merged_header
 from tuneloop.explorer.engines.adapter_names import without_adapters
-from tuneloop.explorer.engines.fleet import Fleet, PinParser, VersionPin
+from tuneloop.explorer.engines.fleet import Fleet, PinParser
+from tuneloop.explorer.engines.model_routes import PolicyView, VersionPin, policies_of
 from tuneloop.explorer.http.bodies import as_utf8, check_template, parse_object, read_bytes
 from tuneloop.explorer.limits import Admission, tokens_of
 from tuneloop.explorer.proxy.media import remote_files, with_own_uuids
@@ -47,24 +48,35 @@ def add_routes(app: FastAPI, pins: PinParser, *, max_body_bytes: int) -> None:
 
     @app.get("/v1/models")
     @app.get(f"{TRINITY}/v1/models")
-    async def models(fleet: FleetOf) -> Response:
-        if pins.allowed or pins.aliases:
-            return _json({"object": "list", "data": await list_models(fleet)})
+    async def models(request: Request, fleet: FleetOf) -> Response:
+        policies = policies_of(caller_of(request.scope).tenant, fleet.policies)
+        if pins.allowed or pins.aliases or policies:
+            return _json({"object": "list", "data": await list_models(fleet, policies)})
         response = await ask_engine(fleet, "GET", "/v1/models")
         return Response(without_adapters(bytes(response.body)), response.status_code, media_type="application/json")
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str, fleet: FleetOf) -> Response:
+    async def model(request: Request, name: str, fleet: FleetOf) -> Response:
         if not name:
             raise HTTPException(404)
-        for each in await list_models(fleet):
+        for each in await list_models(fleet, policies_of(caller_of(request.scope).tenant, fleet.policies)):
             if each.get("id") == name:
                 return _json(each)
         message = "the model does not exist: GET /v1/models lists those that do"  # a key may stand in its place
         raise RequestRefused(message, status=404, code="model_not_found", param="model")
 
-    async def list_models(fleet: Fleet) -> list[dict[str, Any]]:
-        return list(pins.with_versions(await _models(fleet), fleet.served_versions))
+    async def list_models(fleet: Fleet, policies: Sequence[PolicyView]) -> list[dict[str, Any]]:
+        """An engine's models, and behind the served one its other names, the policies, and versions of each."""
+        found: list[dict[str, Any]] = []
+        pinned = {pins.model_name: fleet.served_versions} | {each.name: sorted(each.versions) for each in policies}
+        for each in await _models(fleet):
+            found.append(each)
+            if each.get("id") == pins.model_name:
+                names = [*pins.aliases, *(policy.name for policy in policies)]
+                found += [each | {"id": name, "parent": pins.model_name} for name in names]
+                for name, versions in pinned.items() if pins.allowed else ():
+                    found += [each | {"id": f"{name}@{version}"} for version in versions]
+        return found
 
 
 def _add_forwarded(app: FastAPI, pins: PinParser, max_body_bytes: int) -> None:
@@ -78,14 +90,15 @@ def _add_forwarded(app: FastAPI, pins: PinParser, max_body_bytes: int) -> None:
         caller, turns = caller_of(request.scope), request.app.state.services.proxy.system_turns
         merge = turns.merge_counted if request.url.path == _COUNT else turns.merge
         merged, count = await merge(parsed)
-        pin, upstream = pins.parse(merged), with_own_uuids(merged, caller.tenant)
-        if pin is not None or pins.alias(merged):
+        policy, pin, name = pins.route(merged, caller, fleet.policies)
+        upstream = with_own_uuids(merged, caller.tenant)
+        if pin is not None or name:
             upstream = upstream | {"model": pins.model_name}
         body = data if upstream is parsed else orjson.dumps(upstream)
         caller.meter.count_tokens(tokens_of(len(data)))
         await admission.acquire(caller.identity)
         try:
-            answer = await ask_engine(fleet, "POST", request.url.path, body, pin)
+            answer = await ask_engine(fleet, "POST", request.url.path, body, None if policy else pin)
         finally:
             admission.release(caller.identity)
         answer.raw_headers += merged_header(count)

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import structlog
 
 from tuneloop.explorer.engines.adapter_names import is_adapter
-from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, surge_capacity
-from tuneloop.shared.checkpoints import ACTOR, Probe, VerifiedProbe, read_manifest
+from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
+from tuneloop.shared.checkpoints import ACTOR, Probe, VerifiedProbe, read_manifest, version_in
 from tuneloop.shared.errors import (
     CheckpointRejected,
     CheckpointUnreadable,
@@ -27,6 +27,7 @@ from tuneloop.shared.errors import (
 )
 from tuneloop.shared.job_marks import folder_mark
 from tuneloop.shared.ledger.ledger import Alarm, Ledger, Version
+from tuneloop.shared.ledger.versions.versions import Versions
 from tuneloop.shared.process_time import cpu_seconds
 from tuneloop.shared.settings.settings import Settings
 
@@ -90,7 +91,7 @@ class Verifier(NamedTuple):
 
 def actor_of(version: Version) -> Path:
     """The Hugging Face folder of a version; the base model is one itself."""
-    return version.path / ACTOR if version.version else version.path
+    return version.path if version.is_base else version.path / ACTOR
 
 
 class KnownProbes:
@@ -119,7 +120,7 @@ class KnownProbes:
         Nothing is known of the base model before an engine has been asked that was started with it.
         """
         known = self._known.get(version.version)
-        if known is None and version.version:
+        if known is None and not version.is_base:
             known = version, await _probe_of(version, engine)
             self._keep(known)
         if known is not None:
@@ -133,7 +134,7 @@ class KnownProbes:
 
 
 async def _probe_of(version: Version, engine: Engine) -> Probe:
-    if not version.version:
+    if version.is_base:
         return _with_fingerprints(version, await engine.control.create_probe())
     manifest = await asyncio.to_thread(read_manifest, version.path, sha256=version.manifest_sha256)
     return _with_fingerprints(version, manifest.probe)
@@ -174,7 +175,9 @@ class Replacements:
 
     def room_beside(self, engine: Engine) -> Engine | None:
         """Where an engine can be started that takes an engine's place; None if it is reloaded where it is."""
-        return surge_capacity(self._fleet.engines) if engine.restarts else None
+        places = [each for each in self._fleet.engines if each.state is EngineState.SPARE and each.starter]
+        free = (each for each in places if each.starter and each.starter.has_room())
+        return next(free, None) if engine.restarts else None
 
     async def replace(self, engine: Engine, version: Version, *, prove: Prove, back_to: Version) -> bool:
         """Whether another engine has taken an engine's place, which has answered until then.
@@ -292,7 +295,7 @@ async def is_away(version: Version, verifier: Verifier, ledger: Ledger, error: E
 
 def known_fingerprints(version: Version) -> Fingerprints:
     """What a version's files hold, as the verifier found it; empty where they have no fingerprint."""
-    return _FINGERPRINTS.get(version.path, {}) if version.version else _OF_BASES.get(version.path, (None, {}))[1]
+    return _OF_BASES.get(version.path, (None, {}))[1] if version.is_base else _FINGERPRINTS.get(version.path, {})
 
 
 def _with_fingerprints(version: Version, probe: Probe) -> VerifiedProbe:
@@ -358,11 +361,11 @@ async def start_verifier_ahead() -> None:
 
 async def _verify(version: Version, verifier: Verifier) -> None:
     """Remember what a version's files hold. Raises CheckpointRejected, or CheckpointUnreadable."""
-    if not version.version:
+    if version.is_base:
         await _read_base(version.path, verifier)
         return
     place = str(verifier.job_dir)
-    found = await _read(verifier, version.path, version.manifest_sha256 or "", version.version, place)
+    found = await _read(verifier, version.path, version.manifest_sha256 or "", version_in(version.path.name), place)
     if await asyncio.to_thread(is_adapter, actor_of(version)):
         below = await _read_base(verifier.base, verifier)
         found = {dtype: {**below[dtype], **parts} for dtype, parts in found.items() if dtype in below}
@@ -379,7 +382,7 @@ async def _read_base(base: Path, verifier: Verifier) -> Fingerprints:
     except OSError as error:
         raise CheckpointUnreadable(f"the base model in {base} cannot be read: {error}") from None
     if base not in _OF_BASES or _OF_BASES[base][0] != stamp:
-        _OF_BASES[base] = stamp, await _read(verifier, base, "", 0)
+        _OF_BASES[base] = stamp, await _read(verifier, base, "", None)
     return _OF_BASES[base][1]
 
 
@@ -388,9 +391,9 @@ def _stamp_of(base: Path) -> object:
     return sorted((name, each.st_size, each.st_mtime_ns, each.st_ino) for name, each in status)
 
 
-async def _read(verifier: Verifier, path: Path, sha256: str, version: int, *place: str) -> Fingerprints:
+async def _read(verifier: Verifier, path: Path, sha256: str, version: int | None, *place: str) -> Fingerprints:
     """What a verifier's process finds in a folder. The base model lies where its owner has put it, in no `place`."""
-    named = (str(path), sha256, str(version), str(verifier.base), *place)
+    named = (str(path), sha256, str(version or 0), str(verifier.base), *place)
     _HANGING[:] = [each for each in _HANGING if each.returncode is None]
     if _HANGING:
         raise CheckpointUnreadable("an earlier verifier was killed and has not ended: a disk holds it")
@@ -424,16 +427,21 @@ async def _read(verifier: Verifier, path: Path, sha256: str, version: int, *plac
     return found
 
 
-async def servable_champion(ledger: Ledger, verifier: Verifier) -> tuple[Version, VerifiedProbe | None]:
-    """The champion, whose files have been verified, and its probe; None for the base model.
+async def servable_champion(
+    ledger: Ledger, verifier: Verifier, line: Versions | None = None
+) -> tuple[Version, VerifiedProbe | None]:
+    """The champion, of the default policy or of another's line, whose files have been verified, and its probe.
+
+    The probe is None for the base model.
 
     Where the champion's files are damaged, the last champion whose files are whole becomes the champion again. Raises
     CheckpointRejected if there is none, CheckpointUnreadable if the champion's files cannot be read from here or are
     damaged here alone, and LedgerUnavailable if the decision cannot be written down.
     """
+    line = line or ledger.versions
     while True:
-        champion = await asyncio.to_thread(ledger.versions.champion)
-        if not champion.version:
+        champion = await asyncio.to_thread(line.champion)
+        if champion.is_base:
             with suppress(CheckpointRejected):  # an engine that cannot read it either says so better
                 await _read_base(champion.path, verifier)
             return champion, None
@@ -442,11 +450,11 @@ async def servable_champion(ledger: Ledger, verifier: Verifier) -> tuple[Version
         except CheckpointUnreadable:
             raise
         except CheckpointRejected as error:
-            if not await _replace(champion, ledger, verifier, reason=str(error)):
+            if not await _replace(champion, line, ledger, verifier, reason=str(error)):
                 raise
 
 
-async def _replace(champion: Version, ledger: Ledger, verifier: Verifier, *, reason: str) -> bool:
+async def _replace(champion: Version, line: Versions, ledger: Ledger, verifier: Verifier, *, reason: str) -> bool:
     """Whether there is another champion now than this one, which is damaged.
 
     Raises CheckpointUnreadable, and decides nothing, where another explorer serves it or the job folder is away.
@@ -458,7 +466,7 @@ async def _replace(champion: Version, ledger: Ledger, verifier: Verifier, *, rea
         cure = f"compare {champion.path} on both machines"
         await tell_unreadable(f"{damaged}: {reason}; {cure}", verifier, ledger)
         raise CheckpointUnreadable(f"{damaged}: {reason}")
-    for number in await asyncio.to_thread(ledger.versions.champions_before):
+    for number in await asyncio.to_thread(line.champions_before):
         version = await asyncio.to_thread(ledger.versions.get, number)
         if version is None or not await asyncio.to_thread(os.path.exists, version.path):  # Such as one that was pruned.
             continue
@@ -471,7 +479,7 @@ async def _replace(champion: Version, ledger: Ledger, verifier: Verifier, *, rea
             continue
         damaged = f"version {champion.version}, the champion, is damaged: {reason}"
         with suppress(VersionRefused):  # another supervisor, or an administrator, was faster
-            await asyncio.to_thread(ledger.versions.stand_in, number, instead_of=champion.version, reason=damaged)
+            await asyncio.to_thread(line.stand_in, number, instead_of=champion.version, reason=damaged)
             log.warning("champion_replaced", version=number, instead_of=champion.version)
             alarm = Alarm(DAMAGED, f"{damaged}; version {number} answers in its place", version=champion.version)
             await asyncio.to_thread(ledger.alarms.raise_alarm, alarm)

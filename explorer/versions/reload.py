@@ -235,7 +235,7 @@ class Reloader(WeightSwapper):
         async with self.swapping:
             champion = await asyncio.to_thread(self._ledger.versions.champion)
             await self._see(champion)
-            trial = await asyncio.to_thread(current_trial, self._ledger, self._rollout)
+            trial = await asyncio.to_thread(current_trial, self._ledger.versions, self._rollout)
             pinned = await asyncio.to_thread(self._ledger.versions.pinned_version)
             split = division(self._fleet.engines, self._fleet.split, champion.version, trial)
             if split != self._fleet.split:

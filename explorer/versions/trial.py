@@ -36,6 +36,7 @@ from tuneloop.shared.errors import LedgerError, LedgerUnavailable
 from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share, ratio_of_sums
 from tuneloop.shared.experience import VersionAction, VersionState, steady_clock
 from tuneloop.shared.ledger.ledger import Ledger, Version
+from tuneloop.shared.ledger.versions.versions import Versions
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.versions import RolloutSettings
 
@@ -56,12 +57,12 @@ class CanaryTrial(NamedTuple):
         return split_of(self.mode, self.version.version, self.share)
 
 
-def current_trial(ledger: Ledger, rollout: RolloutSettings) -> CanaryTrial | None:
-    """The trial that is under way, on the terms that it was begun with, if there is one."""
-    canary = ledger.versions.canary()
+def current_trial(versions: Versions, rollout: RolloutSettings) -> CanaryTrial | None:
+    """The trial of a policy that is under way, on the terms that it was begun with, if there is one."""
+    canary = versions.canary()
     if canary is None:
         return None
-    begun = [each for each in ledger.versions.events(canary.version) if each.action is VersionAction.CANARY][-1]
+    begun = [each for each in versions.events(canary.version) if each.action is VersionAction.CANARY][-1]
     mode, share = begun.details.get("mode", rollout.mode), begun.details.get("share", rollout.tried_share)
     return CanaryTrial(canary, mode if mode in {"canary", "shadow", "ab"} else "canary", share, begun.at)
 
@@ -76,13 +77,21 @@ _REPLIES = "tuneloop_replies"
 
 
 class CanaryController:
-    """The trial that is under way, if there is one."""
+    """The trial that is under way in the default policy, or in another's line, if there is one."""
 
-    def __init__(self, settings: Settings, ledger: Ledger, *, totals: ProcessTotals, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        ledger: Ledger,
+        *,
+        totals: ProcessTotals,
+        metrics: Metrics,
+        line: Versions | None = None,
+    ) -> None:
         self._rollout = settings.rollout
         self._interval_s = min(settings.explorer.service_status_check_interval, _LOOK_S)
         self._refusals = settings.monitor.drift.refusals_found
-        self._ledger = ledger
+        self._ledger, self._line = ledger, line or ledger.versions
         self._totals = totals
         self._metrics = metrics
         self._name = settings.explorer_name
@@ -111,7 +120,7 @@ class CanaryController:
 
     async def turn(self) -> None:
         """Tell the others what was counted here; decide once, if that is this explorer's."""
-        trial = await asyncio.to_thread(current_trial, self._ledger, self._rollout)
+        trial = await asyncio.to_thread(current_trial, self._line, self._rollout)
         began = trial.began if trial else None
         if began != self._began:
             self._began, self._before = began, request_counts(self._totals)
@@ -119,7 +128,7 @@ class CanaryController:
             self._copies.clear()
         if trial is None:
             return
-        champion = await asyncio.to_thread(self._ledger.versions.champion)
+        champion = await asyncio.to_thread(self._line.champion)
         versions = champion.version, trial.version.version
         await self._count(trial.began, versions)
         lead = await asyncio.to_thread(self._ledger.explorers.lead, self._name)
@@ -138,10 +147,10 @@ class CanaryController:
         decision = decide(rollout, champions, tried, elapsed_s=steady_clock() - trial.began)
         why: dict[str, Any] = {"by": "explorer", "reason": decision.reason, "details": decision.details, "lead": lead}
         if decision.action == "roll_back":
-            roll_back = partial(self._ledger.versions.roll_back, only_as=VersionState.CANARY)
+            roll_back = partial(self._line.roll_back, only_as=VersionState.CANARY)
             await asyncio.to_thread(roll_back, trial.version.version, **why)
         elif decision.action == "promote" and not await asyncio.to_thread(self._ledger.alarms.promotion_held):
-            await asyncio.to_thread(self._ledger.versions.promote, trial.version.version, **why)
+            await asyncio.to_thread(self._line.promote, trial.version.version, **why)
 
     async def _count(self, began: float, versions: tuple[int, int]) -> None:
         """Add what was counted here since the last time to what all have counted."""

@@ -87,9 +87,9 @@ def verify(checkpoint: Path, *, manifest_sha256: str, version: int, base: Path) 
     are stored. Raises CheckpointRejected unless the actor may be served in place of `base`, and CheckpointUnreadable if
     the folder cannot be read, or is gone when it has been read.
 
-    Version 0 is the base model itself, of which nothing is registered: it can be read, or not.
+    Without `manifest_sha256` it is the base model itself, of which nothing is registered: it can be read, or not.
     """
-    if not version:
+    if not manifest_sha256:
         return _fingerprints(_of_base(_config, base), _of_base(tensors, base))
     try:
         manifest = read_manifest(checkpoint, sha256=manifest_sha256)

@@ -36,13 +36,17 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeyGrant(msgspec.Struct, frozen=True, kw_only=True):
-    """What a key that is to be made allows. `expires_in` is in seconds from now."""
+    """What a key that is to be made allows. `expires_in` is in seconds from now.
+
+    `policy` is the id of the policy that requests go to which name none; None: the default one.
+    """
 
     name: str
     scopes: tuple[Scope, ...] = (Scope.INFERENCE, Scope.FEEDBACK)
     tenant: str = DEFAULT_TENANT
     limits: KeyLimits = KeyLimits()
     expires_in: float | None = None
+    policy: int | None = None
 
 
 class AccessKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +61,7 @@ class AccessKey(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float = 0.0
     expires_at: float | None = None
     revoked_at: float | None = None
+    policy: int | None = None
 
 
 class KeyTable(msgspec.Struct, frozen=True):
@@ -120,6 +125,7 @@ class Keys(LedgerPart):
             limits=grant.limits,
             created_at=now,
             expires_at=None if grant.expires_in is None else now + grant.expires_in,
+            policy=grant.policy,
         )
         row = msgspec.structs.asdict(key) | msgspec.structs.asdict(key.limits) | {"scopes": ",".join(key.scopes)}
         del row["limits"]
@@ -191,4 +197,5 @@ def _key_of(row: Any) -> AccessKey:
         created_at=row.created_at,
         expires_at=row.expires_at,
         revoked_at=row.revoked_at,
+        policy=row.policy,
     )

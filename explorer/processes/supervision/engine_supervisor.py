@@ -307,11 +307,11 @@ class Champions:
         Raises CheckpointRejected unless its weights are proven then.
         """
         champion, _ = await servable_champion(self._ledger, self._verifier)
-        if champion.version or len(await asyncio.to_thread(self._ledger.versions.all)) > 1:
+        if not champion.is_base or len(await asyncio.to_thread(self._ledger.versions.all)) > 1:
             await load(engine, champion, fleet=fleet)
         await fleet.end_load(engine, champion.version)
         await self._probes.prove(engine, champion)
-        if not champion.version:
+        if champion.is_base:
             with suppress(EngineError, LedgerUnavailable):  # the periodic proof tries again
                 await self._probes.of(engine)
         return champion

@@ -237,6 +237,14 @@ class Versions(LedgerPart):
         """All versions of every policy, oldest first."""
         return [_version_of(row) for row in self._read(_ALL)]
 
+    def lines(self) -> dict[int, list[Version]]:
+        """What answers, waits to, or is pinned, of every policy by its id, oldest first."""
+        states = versions.c.state.in_((VersionState.CANDIDATE, VersionState.CANARY, VersionState.CHAMPION))
+        found: dict[int, list[Version]] = {}
+        for row in self._read(_ALL.where(or_(states, PINNED))):
+            found.setdefault(row.policy, []).append(_version_of(row))
+        return found
+
     def _version(self, query: Executable) -> Version:
         found = self._one_or_none(query)
         if found is None:

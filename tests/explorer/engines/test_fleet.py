@@ -18,13 +18,12 @@ from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import (
     Engine,
     EngineState,
-    PrefixAffinity,
     TrafficSplit,
     bucket_of,
     choose_engine,
-    hash_prefixes,
     split_of,
 )
+from tuneloop.explorer.engines.prefix_affinity import PrefixAffinity, hash_prefixes
 
 
 def turn(text: str, *before: Any) -> dict[str, Any]:

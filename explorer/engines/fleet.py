@@ -8,7 +8,6 @@ every time. Which engine has the beginning of a conversation in its cache is tol
 
 import asyncio
 import hashlib
-import math
 import time
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -47,6 +46,9 @@ from tuneloop.shared.settings.settings import Settings
 _SLACK, _RENDEZVOUS_SLACK = 8, 1
 
 _WHOLE = 2**64
+
+#: How often a request has a version of a policy loaded: what was loaded may have made room for others by then.
+_LOADS = 3
 
 
 class TrafficSplit(msgspec.Struct, frozen=True):
@@ -249,7 +251,7 @@ class PolicyEngine(Engine):
         super().__init__(host.number, host.http.under(None))
         self.host, self.version = host, version
         #: When it was asked last; and whether it may be asked.
-        self.asked_at, self.answers = -math.inf, False
+        self.asked_at, self.answers = time.monotonic(), False
 
 
 class EngineView(msgspec.Struct, frozen=True):
@@ -489,13 +491,16 @@ class Fleet:
     async def _wait_for_one(
         self, engines: Sequence[Engine], key: RoutingKey | None, prefix_hashes: Sequence[int]
     ) -> Engine:
+        loads = 0
         try:
             async with asyncio.timeout(self._wait_timeout_s), self._changed:
                 while (engine := self._choose(engines, key, prefix_hashes)) is None:
-                    if isinstance(key, PolicyKey) and any(each.state is EngineState.READY for each in engines):
+                    lacks = isinstance(key, PolicyKey) and any(each.state is EngineState.READY for each in engines)
+                    if isinstance(key, PolicyKey) and lacks and loads < _LOADS:
+                        loads += 1
                         await self._load(key)
                         continue
-                    if not self._will_be_ready(eligible_engines(engines, key)):
+                    if lacks or not self._will_be_ready(eligible_engines(engines, key)):
                         break
                     await self._changed.wait()
         except TimeoutError:

@@ -5,6 +5,7 @@ sockets.
 """
 
 import asyncio
+import copy
 import importlib.metadata
 import json
 import os
@@ -21,6 +22,7 @@ import orjson
 import structlog
 
 from tuneloop.explorer.engines.adapter_names import ModelRenaming, adapter_name_of, is_adapter
+from tuneloop.explorer.engines.model_routes import AdapterView
 from tuneloop.explorer.engines.packing.wire import HEADER, PACKED
 from tuneloop.explorer.engines.proof.fingerprint import differing_from_files, has_adapter
 from tuneloop.explorer.engines.proof.log_probabilities import ProbeFindings, mean_distance, probe_text
@@ -55,11 +57,15 @@ _TIMEOUT_S = 600.0
 
 #: The ranks that vLLM accepts for --max-lora-rank.
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-#: Adapters that may sample at the same time: the newest, and those that older replies are still sampled from.
-_MAX_LORAS = 4
+#: Adapters that may sample at the same time: at least the newest, and those that older replies are still sampled from;
+#: at most so many as an engine has room for on its GPU beside the model.
+_LEAST_AT_ONCE, _MOST_AT_ONCE = 4, 16
 
-#: Adapters that stay loaded: the version served and those before it, for a rollback.
+#: Adapters of the default policy that stay loaded: the version served and those before it, for a rollback.
 _KEPT = 4
+
+#: How often an adapter beside others is proven before it is wrong: others may take its place on the GPU meanwhile.
+_PROOFS = 3
 
 #: A host that there never will be (RFC 6761).
 _NO_DOMAIN = "none.invalid"
@@ -89,7 +95,8 @@ UNSAFE_ON_CPU = frozenset({"seed"})
 def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
     """The command that starts an engine with the weights in `model`, listening on a Unix socket."""
     model_settings, rollout = settings.model, settings.explorer.rollout_model
-    rank, servers = model_settings.lora.rank, api_servers_of(settings)
+    lora, servers = model_settings.lora, api_servers_of(settings)
+    rank = lora.most_rank
     options: dict[str, object] = {
         "--model": model,
         "--served-model-name": settings.served_model_name,
@@ -110,7 +117,9 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
         "--gpu-memory-utilization": rollout.gpu_memory_utilization if settings.cluster.gpu_per_node else None,
         "--distributed-executor-backend": "uni" if rollout.single_process else None,
         "--max-lora-rank": min((each for each in _LORA_RANKS if each >= rank), default=rank) if rank else None,
-        "--max-loras": _MAX_LORAS if rank else None,
+        "--max-loras": min(max(lora.resident, _LEAST_AT_ONCE), _MOST_AT_ONCE) if rank else None,
+        # In main memory. Two of the engine may serve the default policy: one of its versions each.
+        "--max-cpu-loras": lora.resident + 2 * _KEPT if rank else None,
         "--worker-extension-cls": EXTENSION,
         "--api-server-count": servers if servers > 1 else None,
     }
@@ -227,6 +236,8 @@ class EngineControl:
     packs: bool | None = None
     #: Whether the fingerprint of all that it holds was right since its start, and loading changes but a part of that.
     base_is_proven = False
+    #: The adapters that it holds for policies, by their versions.
+    held: dict[int, AdapterView]
     #: The calls of weight routes that wait for an answer, and how many have had one.
     calls = answered = 0
 
@@ -235,6 +246,7 @@ class EngineControl:
         self._session = session
         self._model_name = model_name
         self.tolerance = tolerance
+        self.held = {}
 
     async def healthy(self, timeout_s: float = 5.0) -> bool:
         """Whether the engine answers its health check in time."""
@@ -299,6 +311,16 @@ class EngineControl:
 
     async def finish_start(self, actor: Path) -> None:
         """Load what an engine that was started with `initial_weights` lacks of `actor`."""
+
+    def share_engine(self, other: "EngineControl") -> None:
+        """Know another control of the same engine."""
+
+    async def hold(self, version: int, actor: Path, probe: Probe) -> None:
+        """Adapters alone can be held beside each other."""
+        raise CheckpointRejected("policies need adapters, and model.lora.rank is 0")
+
+    async def let_go(self, adapter: AdapterView) -> None:
+        """Nothing is held."""
 
     async def load(self, actor: Path) -> None:
         """Load weights in place. The engine must be paused and the files verified: a bad one kills the engine."""
@@ -453,11 +475,23 @@ class AdapterControl(EngineControl):
         super().__init__(session, model_name=model_name, tolerance=tolerance)
         self._public_name, self._base = model_name, base
         self._loaded: list[str] = []
+        #: How often it was forgotten what is loaded.
+        self._resets = 0
+        #: The controls of the same engine, this one among them.
+        self._same_engine = [self]
+
+    def share_engine(self, other: EngineControl) -> None:
+        """Leave loaded what another control of the same engine has loaded."""
+        assert isinstance(other, AdapterControl)
+        self._same_engine = other._same_engine
+        self._same_engine.append(self)
 
     def reset(self) -> None:
         """Forget which adapters were loaded."""
         super().reset()
+        self._resets += 1
         self._loaded.clear()
+        self.held.clear()
         self._use(None)
 
     def initial_weights(self, actor: Path) -> Path:
@@ -481,27 +515,68 @@ class AdapterControl(EngineControl):
     async def load(self, actor: Path) -> None:
         """Make the engine answer with the adapter in `actor`, or with the base model. Verify it first."""
         if is_adapter(actor):
-            name = adapter_name_of(actor)
-            try:
-                await self._post("/v1/load_lora_adapter", body={"lora_name": name, "lora_path": str(actor)})
-            except EngineError as error:
-                if '"Not Found"' in str(error):
-                    how = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-                    raise EngineError(f"the engine accepts no adapters; start it with {how}") from error
-                if "already been loaded" not in str(error):  # by an explorer before us, and it is the same
-                    raise
-            self._loaded = [*(each for each in self._loaded if each != name), name]
+            name = await self._load(actor)
+            self._loaded[:] = [*(each for each in self._loaded if each != name), name]
             while len(self._loaded) > _KEPT:
-                oldest = self._loaded.pop(0)
-                try:
-                    await self._post("/v1/unload_lora_adapter", body={"lora_name": oldest})
-                except EngineError as error:
-                    log.warning("adapter_not_unloaded", adapter=oldest, reason=str(error))
+                await self._unload(self._loaded.pop(0))
             self._use(name)
         elif actor == self._base:
             self._use(None)
         else:
             raise CheckpointRejected("the checkpoint holds full weights, and model.lora.rank is not 0")
+
+    async def hold(self, version: int, actor: Path, probe: Probe) -> None:
+        """Have a policy's version beside the others, proven under its adapter's name. Verify it first.
+
+        Raises EngineError, and CheckpointRejected where it is not what it should be; then it is not held.
+        """
+        if not is_adapter(actor):
+            raise CheckpointRejected("the checkpoint holds full weights, and model.lora.rank is not 0")
+        resets, name = self._resets, await self._load(actor)
+        named = copy.copy(self)
+        named._use(name)
+        try:
+            for proofs in range(1, _PROOFS + 1):
+                try:
+                    await named.prove(probe)
+                    break
+                except CheckpointRejected:
+                    if proofs == _PROOFS:
+                        raise
+            if resets != self._resets:
+                raise EngineError("it was started anew while it loaded an adapter")
+        except BaseException:
+            await self._unload(name)
+            raise
+        assert named.renaming is not None
+        self.held[version] = AdapterView(version, named.renaming, named.proof)
+
+    async def let_go(self, adapter: AdapterView) -> None:
+        """Have an adapter no more that was held, and that no request is in flight for."""
+        await self._unload(adapter.renaming.adapter_name)
+
+    async def _load(self, actor: Path) -> str:
+        """The name under which the adapter in `actor` is loaded now."""
+        name = adapter_name_of(actor)
+        try:
+            await self._post("/v1/load_lora_adapter", body={"lora_name": name, "lora_path": str(actor)})
+        except EngineError as error:
+            if '"Not Found"' in str(error):
+                how = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+                raise EngineError(f"the engine accepts no adapters; start it with {how}") from error
+            if "already been loaded" not in str(error):  # by an explorer before us, and it is the same
+                raise
+        return name
+
+    async def _unload(self, name: str) -> None:
+        """Unload an adapter, unless somebody else needs it."""
+        held = {view.renaming.adapter_name for each in self._same_engine for view in each.held.values()}
+        if name in held or any(name in each._loaded for each in self._same_engine):
+            return
+        try:
+            await self._post("/v1/unload_lora_adapter", body={"lora_name": name})
+        except EngineError as error:
+            log.warning("adapter_not_unloaded", adapter=name, reason=str(error))
 
     def _use(self, name: str | None) -> None:
         self._model_name = name or self._public_name

@@ -18,6 +18,7 @@ import structlog
 from tuneloop.explorer.access.feedback_tokens import FeedbackBinding
 from tuneloop.explorer.control_client import ShadowReply
 from tuneloop.explorer.engines.fleet import EngineView, TrafficSplit
+from tuneloop.explorer.engines.model_routes import PolicyView
 from tuneloop.explorer.limits import KeyUsage
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.shared.errors import ChannelLost, RequestRefused
@@ -44,11 +45,12 @@ class GetStartInfo(ChannelMessage, frozen=True):
 
 
 class FleetView(msgspec.Struct, frozen=True):
-    """All engines, how the requests are divided between them, and the keys that clients are let in by."""
+    """All engines, how the requests are divided between them, the keys that clients are let in by, and policies."""
 
     engines: list[EngineView]
     split: TrafficSplit | None
     keys: KeyTable
+    policies: list[PolicyView] | None
 
 
 class AnnounceOwner(ChannelMessage, frozen=True):
@@ -127,6 +129,25 @@ class UpdateSplit(ChannelMessage, frozen=True):
     split: TrafficSplit | None
 
 
+class UpdatePolicies(ChannelMessage, frozen=True):
+    """The control process: these are the policies from now on; None: they are not known yet."""
+
+    policies: list[PolicyView] | None
+
+
+class LoadVersion(ChannelMessage, frozen=True):
+    """A worker: have engines hold that version of a policy. The answer is why that cannot be, empty where it can."""
+
+    policy: int
+    version: int
+
+
+class GetIdleTimes(ChannelMessage, frozen=True):
+    """The control process: for how long have you not asked each version of a policy at this engine, in seconds?"""
+
+    number: int
+
+
 class UpdateKeys(ChannelMessage, frozen=True):
     """The control process: let clients in by these keys from now on."""
 
@@ -134,9 +155,10 @@ class UpdateKeys(ChannelMessage, frozen=True):
 
 
 class WaitUntilIdle(ChannelMessage, frozen=True):
-    """The control process: wait until you have no request in flight at this engine."""
+    """The control process: wait until you have no request in flight at this engine, or for that version there."""
 
     number: int
+    version: int | None = None
 
 
 class CollectMetrics(ChannelMessage, frozen=True):
@@ -190,6 +212,9 @@ _Any = (
     | UpdateEngine
     | UpdateSplit
     | UpdateKeys
+    | UpdatePolicies
+    | LoadVersion
+    | GetIdleTimes
     | ShareUsage
     | WaitUntilIdle
     | CollectMetrics
@@ -326,6 +351,10 @@ class ChannelControlClient:
         """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""
         return bool(await self._answer_to(TakeOfToken(binding, count), bool, _TOKEN_S))
 
+    async def load_version(self, policy: int, version: int) -> str:
+        """Have engines hold a version of a policy; why that cannot be, empty where it can."""
+        return str(await self._answer_to(LoadVersion(policy, version), str, None))
+
     async def report_shadow_reply(self, reply: ShadowReply) -> None:
         """Let those hear of a copy who decide about the version that it went to."""
         with suppress(ChannelLost):
@@ -335,7 +364,7 @@ class ChannelControlClient:
         """The metrics of the whole service."""
         return bytes(await self._answer_to(GetExposition(), bytes, _EXPOSITION_S))
 
-    async def _answer_to(self, question: ChannelMessage, kind: Any, timeout_s: float) -> Any:
+    async def _answer_to(self, question: ChannelMessage, kind: Any, timeout_s: float | None) -> Any:
         try:
             return await self._channel.ask(question, kind, timeout_s=timeout_s)
         except ChannelLost as error:

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ import structlog
 
 from tuneloop.explorer.background_tasks import run_task
 from tuneloop.explorer.engines.fleet import Engine, EngineView, TrafficSplit
+from tuneloop.explorer.engines.model_routes import PolicyView
 from tuneloop.explorer.limits import SharedUsage
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.explorer.older_spool import convert
@@ -32,7 +33,9 @@ from tuneloop.explorer.processes.channel import (
     CollectMetrics,
     FleetView,
     GetExposition,
+    GetIdleTimes,
     GetStartInfo,
+    LoadVersion,
     ReportFailure,
     ReportMetrics,
     ReportShadowReply,
@@ -42,6 +45,7 @@ from tuneloop.explorer.processes.channel import (
     UpdateEngine,
     UpdateKeys,
     UpdateOutbox,
+    UpdatePolicies,
     UpdateResults,
     UpdateSplit,
     WaitUntilIdle,
@@ -282,24 +286,40 @@ class Workers:
             if owner in (None, worker.owner):
                 worker.tell(message)
 
-    async def wait_until_idle(self, engine: Engine) -> None:
-        """Return when no worker has a request in flight there."""
-        await self._ask_all(WaitUntilIdle(engine.number))
+    async def set_policies(self, policies: Sequence[PolicyView] | None) -> None:
+        """Return when all workers know the policies, or are no more."""
+        known = None if policies is None else [*policies]
+        await self._ask_all(UpdatePolicies(known), kill=True, timeout_s=_LEARN_S)
+
+    async def wait_until_idle(self, engine: Engine, version: int | None = None) -> None:
+        """Return when no worker has a request in flight there, or for that version of a policy."""
+        await self._ask_all(WaitUntilIdle(engine.number, version))
+
+    async def idle_times(self, engine: Engine) -> Mapping[int, float]:
+        """For how many seconds no worker has asked each version of a policy there."""
+        found: dict[int, float] = {}
+        for told in await self._ask_all(GetIdleTimes(engine.number), dict[int, float], timeout_s=_LEARN_S):
+            found |= {version: min(seconds, found.get(version, seconds)) for version, seconds in (told or {}).items()}
+        return found
 
     @property
     def _serving(self) -> list[WorkerProcess]:
         return [worker for worker in self._running.values() if worker.owner]
 
-    async def _ask_all(self, question: ChannelMessage, *, kill: bool = False, timeout_s: float | None = None) -> None:
-        async def ask(worker: WorkerProcess) -> None:
+    async def _ask_all(
+        self, question: ChannelMessage, kind: Any = None, *, kill: bool = False, timeout_s: float | None = None
+    ) -> list[Any]:
+        """What they answer; None for one that does not."""
+
+        async def ask(worker: WorkerProcess) -> Any:
             try:
-                await worker.ask(question, timeout_s=timeout_s)
+                return await worker.ask(question, kind, timeout_s=timeout_s)
             except ChannelLost as error:
                 log.error("worker_update_failed", worker=worker.number, reason=str(error))
                 if kill:
                     worker.kill()
 
-        await asyncio.gather(*map(ask, self._serving))
+        return await asyncio.gather(*map(ask, self._serving))
 
     async def _answer(self, worker: WorkerProcess, question: ChannelMessage) -> object:
         """What a worker asks."""
@@ -316,7 +336,9 @@ class Workers:
             case AnnounceOwner(owner):
                 services.drain.owners.add(owner)
                 worker.owner = owner  # from now on it learns of every change
-                return FleetView(_views(services), services.fleet.split, services.key_watch.table)
+                return FleetView(
+                    _views(services), services.fleet.split, services.key_watch.table, services.serving.views
+                )
             case WaitUntilTaken(timeout_s):
                 return await services.wait_until_taken(timeout_s)
             case WakeDrain():
@@ -327,6 +349,8 @@ class Workers:
                 await services.report_shadow_reply(copied)
             case ShareUsage(usage):
                 return self._usage.exchange(worker.serial, usage)
+            case LoadVersion(policy, version):
+                return await services.serving.load(policy, version)
             case GetExposition():
                 return await self._exposition()
             case ReportMetrics(samples):
@@ -430,4 +454,5 @@ def _view(engine: Engine, services: ControlServices) -> EngineView:
         renaming=engine.renaming,
         proof=engine.proof,
         packs=engine.packs,
+        adapters=tuple(engine.control.held.values()),
     )

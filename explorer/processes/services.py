@@ -43,6 +43,7 @@ from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.explorer.versions.attestation import Attestation
 from tuneloop.explorer.versions.evaluation import CandidateEvaluation
 from tuneloop.explorer.versions.loading import Verifier, servable_champion
+from tuneloop.explorer.versions.policy_serving import PolicyServing
 from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.explorer.versions.trial import CanaryController
 from tuneloop.runner.outbox import Outbox
@@ -107,6 +108,7 @@ class ControlServices:
     audience: WorkerReplicas
     watch: LedgerGauges
     canary_controller: CanaryController
+    serving: PolicyServing
     key_watch: KeyWatch
     ledger: Ledger
     engine_sleep: EngineSleep | None
@@ -200,8 +202,13 @@ async def open_control_services(
     await asyncio.to_thread(key_watch.open)
     require_keys(settings, key_watch.table)
     canary_controller = CanaryController(settings, ledger, totals=totals, metrics=metrics)
+    # Those behind them are at the same addresses.
+    places = fleet.engines[: len(dict.fromkeys(addresses))]
+    serving = PolicyServing(settings, fleet, places, ledger=ledger, metrics=metrics, totals=totals)
+    await serving.open()
     services = ControlServices(
         fleet=fleet,
+        serving=serving,
         addresses=addresses,
         metrics=metrics,
         totals=totals,
@@ -236,6 +243,7 @@ async def open_control_services(
         reloader.run(),
         CandidateEvaluation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader).run(),
         canary_controller.run(),
+        serving.run(),
         attestation.run(),
         key_watch.run(metrics),
         *([judging.run(interval_s)] if judging else []),
@@ -296,6 +304,8 @@ async def _open_fleet(
         http = EngineHttp(url=each.url, socket=each.socket, key=key)
         stack.push_async_callback(http.close)
         engines.append(Engine(number, http, control))
+        if (host := engines[addresses.index(each)]) is not engines[number]:
+            control.share_engine(host.control)
     for engine in engines[settings.engine_places :]:
         engine.state = EngineState.SPARE
     return Fleet(engines, wait_timeout_s=explorer.request_timeout, replicas=audience), addresses, own

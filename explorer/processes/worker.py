@@ -37,6 +37,7 @@ from tuneloop.explorer.processes.channel import (
     ChannelMessage,
     CollectMetrics,
     FleetView,
+    GetIdleTimes,
     GetStartInfo,
     ReportFailure,
     ReportMetrics,
@@ -45,6 +46,7 @@ from tuneloop.explorer.processes.channel import (
     UpdateEngine,
     UpdateKeys,
     UpdateOutbox,
+    UpdatePolicies,
     UpdateResults,
     UpdateSplit,
     WaitUntilIdle,
@@ -229,7 +231,12 @@ class WorkerLink:
             stack.push_async_callback(http.close)
             engines.append(Engine(view.number, http))
         timeout_s = self._settings.explorer.request_timeout
-        self._fleet = Fleet(engines, wait_timeout_s=timeout_s, is_alone=self._workers == 1)
+        self._fleet = Fleet(
+            engines,
+            wait_timeout_s=timeout_s,
+            is_alone=self._workers == 1,
+            load_version=self._client.load_version,
+        )
         services, tasks = open_services(
             self._settings,
             ledger,
@@ -242,6 +249,7 @@ class WorkerLink:
         known: FleetView = await self._channel.ask(AnnounceOwner(self._outbox.owner), FleetView)
         await self._fleet.set_split(known.split)
         await self._fleet.apply(known.engines)
+        await self._fleet.set_policies(known.policies)
         self._gate.apply(known.keys)
         stack.push_async_callback(self._count)
         tasks.append(every(_COUNT_S, self._count, task="process_metrics", metrics=self._metrics))
@@ -258,8 +266,12 @@ class WorkerLink:
                 await self._fleet.set_split(split)
             case UpdateKeys(table):
                 self._gate.apply(table)
-            case WaitUntilIdle(number):
-                await self._fleet.engines[number].idle.wait()
+            case UpdatePolicies(policies):
+                await self._fleet.set_policies(policies)
+            case WaitUntilIdle(number, version):
+                await self._fleet.wait_until_idle(self._fleet.engines[number], version)
+            case GetIdleTimes(number):
+                return await self._fleet.idle_times(self._fleet.engines[number])
             case CollectMetrics():
                 return process_samples(self._metrics.registry)
             case AnswerAtOnce(stops):

@@ -29,7 +29,10 @@ def settings_of_policy(settings: Settings, options: Mapping[str, Any]) -> Settin
             section = section.setdefault(each, {})
         section[key] = value
     try:
-        return Settings.model_validate(values)
+        found = Settings.model_validate(values)
     except ValidationError as error:
-        found = [each for problem in error.errors(include_url=False) for each in sentences_of(problem)]
-        raise PolicyRefused("; ".join(f"{dotted_name(keys)}: {what}" for keys, what in found)) from None
+        sentences = [each for problem in error.errors(include_url=False) for each in sentences_of(problem)]
+        raise PolicyRefused("; ".join(f"{dotted_name(keys)}: {what}" for keys, what in sentences)) from None
+    if found.rollout.mode == "shadow":
+        raise PolicyRefused("rollout.mode: a policy's versions get no copies of requests; write all, canary or ab")
+    return found

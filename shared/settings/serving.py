@@ -62,6 +62,17 @@ class LoraSettings(Section):
     less memory of a GPU, slower steps](proof.md#adapters). Engines serve the whole base. null: in `trainer.dtype`.
     _Train._"""
 
+    max_rank: Positive | None = None
+    """The largest rank that a [policy](policies.md) may have; null: `rank`. Engines keep room for it. _Serve._"""
+    resident: Positive = 8
+    """Adapters of policies that an engine holds at once; of more, the one that was not asked for longest makes room, and
+    [is loaded again](policies.md) when it is asked. _Serve._"""
+
+    @property
+    def most_rank(self) -> int:
+        """The largest rank of an adapter; 0 if all weights are trained."""
+        return max(self.rank, self.max_rank or 0) if self.rank else 0
+
     @property
     def alpha_used(self) -> int:
         """The adapter's alpha: what it adds is scaled by alpha over rank."""

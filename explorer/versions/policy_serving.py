@@ -1,0 +1,301 @@
+"""Serves policies: brings the versions of their lines to the engines, beside the default policy's and each other's.
+
+Each version is an adapter under a name of its own, so nothing changes under what is in flight: a request ends with the
+version that it began with. An engine holds a bounded number; of more, the one that was not asked for longest makes
+room, and is loaded again, verified and proven as for the first time, when somebody asks for it.
+"""
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+
+import structlog
+
+from tuneloop.explorer.background_tasks import every
+from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
+from tuneloop.explorer.engines.model_routes import PolicyView
+from tuneloop.explorer.metrics import Metrics, ProcessTotals
+from tuneloop.explorer.versions.loading import (
+    Verifier,
+    actor_of,
+    is_away,
+    servable_champion,
+    start_verifier_ahead,
+    verify_wanted,
+)
+from tuneloop.explorer.versions.reload import wait_for_registration
+from tuneloop.explorer.versions.trial import CanaryController, current_trial
+from tuneloop.shared.checkpoints import Probe
+from tuneloop.shared.errors import (
+    CheckpointRejected,
+    CheckpointUnreadable,
+    EngineError,
+    LedgerError,
+    LedgerUnavailable,
+    PolicyRefused,
+)
+from tuneloop.shared.experience import VersionState
+from tuneloop.shared.job_marks import registration_stamp
+from tuneloop.shared.ledger.ledger import Ledger, Version
+from tuneloop.shared.ledger.policies import DEFAULT, Policy
+from tuneloop.shared.settings.policies import settings_of_policy
+from tuneloop.shared.settings.settings import Settings
+
+log = structlog.get_logger()
+
+#: How often the lines are looked at, at most, and how often a trial is, in seconds.
+_LOOK_S, _DECIDE_S = 1.0, 5.0
+
+#: How often engines may fail at a version before it is rejected.
+_FAILURES = 2
+
+
+class PolicyServing:
+    """The policies other than the default one, on the engines of one explorer."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        places: Sequence[Engine],
+        *,
+        ledger: Ledger,
+        metrics: Metrics,
+        totals: ProcessTotals,
+    ) -> None:
+        """`places` are the engines that hold adapters: one of each process."""
+        self._settings, self._fleet, self._places = settings, fleet, places
+        self._ledger, self._metrics, self._totals = ledger, metrics, totals
+        self._verifier = Verifier.of(settings)
+        self._serves_adapters = settings.model.lora.rank > 0
+        self._interval_s = min(settings.explorer.service_status_check_interval, _LOOK_S)
+        #: What the workers know; None: nothing yet.
+        self.views: list[PolicyView] | None = None
+        self._policies: dict[int, Policy] = {}
+        self._lines: dict[int, list[Version]] = {}
+        #: The policy of each version that was brought to an engine.
+        self._brought: dict[int, int] = {}
+        self._arriving: Counter[int] = Counter()
+        self._locks = {engine.number: asyncio.Lock() for engine in places}
+        self._loads: dict[int, asyncio.Task[str]] = {}
+        self._failures: Counter[int] = Counter()
+        self._trials: dict[int, CanaryController] = {}
+        self._decide_at: dict[int, float] = {}
+
+    async def open(self) -> None:
+        """Learn of the policies; while the database is away, none is known."""
+        with suppress(LedgerUnavailable):
+            await self._read()
+        if self.views is None:
+            await self._fleet.set_policies(None)
+
+    async def run(self) -> None:
+        """Follow the lines for ever."""
+
+        async def look() -> float:
+            seen = registration_stamp(self._settings.job_dir)
+            await self.turn()
+            await wait_for_registration(self._settings.job_dir, seen, at_most_s=self._interval_s)
+            return 0.0
+
+        await every(self._interval_s, look, task="policies", metrics=self._metrics)
+
+    async def turn(self) -> None:
+        """Tell the workers who answers; take up the newest candidate of each policy; decide about canaries."""
+        await self._read()
+        for policy in [*self._policies.values()] if self._serves_adapters else ():
+            try:
+                await self._follow(policy)
+            except LedgerUnavailable:
+                raise
+            except (LedgerError, PolicyRefused) as error:  # somebody else has decided meanwhile, or it cannot be served
+                log.warning("policy_not_followed", policy=policy.name, reason=str(error))
+        await self._spread()
+
+    async def _read(self) -> None:
+        """Bring what the workers know of policies up to date."""
+        policies = await asyncio.to_thread(self._ledger.policies.all)
+        self._lines = await asyncio.to_thread(self._ledger.versions.lines)
+        self._policies = {each.id: each for each in policies if each.id != DEFAULT}
+        views = [await self._view(each) for each in self._policies.values()]
+        if views != self.views:
+            self.views = views
+            await self._fleet.set_policies(views)
+
+    async def _view(self, policy: Policy) -> PolicyView:
+        line = {each.state: each for each in self._lines[policy.id]}
+        champion, canary, trial = line[VersionState.CHAMPION], line.get(VersionState.CANARY), None
+        if canary is not None:
+            line_of = self._ledger.versions.of(policy.id)
+            trial = await asyncio.to_thread(current_trial, line_of, self._settings.rollout)
+        return PolicyView(
+            id=policy.id,
+            name=policy.name,
+            tenant=policy.tenant,
+            champion=champion.version,
+            versions={each.version: each.is_base for each in (champion, canary) if each is not None},
+            canary=canary and canary.version,
+            share=trial.share if trial and trial.mode != "shadow" else 0.0,
+        )
+
+    async def _follow(self, policy: Policy) -> None:
+        line = self._lines[policy.id]
+        if any(each.state is VersionState.CANARY for each in line):
+            return await self._decide(policy)
+        self._trials.pop(policy.id, None)
+        champion = next(each for each in line if each.state is VersionState.CHAMPION)
+        waiting = [each for each in line if each.state is VersionState.CANDIDATE and each.version > champion.version]
+        if not waiting or any(each.pinned for each in line):
+            return
+        rollout = settings_of_policy(self._settings, policy.settings).rollout
+        if not await asyncio.to_thread(self._ledger.alarms.promotion_held):
+            await self._take_up(policy, waiting[-1], mode=rollout.mode, share=rollout.tried_share, tries=rollout.tries)
+
+    async def _take_up(self, policy: Policy, candidate: Version, *, mode: str, share: float, tries: bool) -> None:
+        """Load a candidate on every engine that is ready, then let it answer."""
+        line, number = self._ledger.versions.of(policy.id), candidate.version
+        if not (places := self._ready()):
+            return
+        try:
+            probe = await verify_wanted(candidate, self._verifier, self._ledger)
+            for engine in places:
+                await self._bring(engine, candidate, probe)
+        except (CheckpointRejected, EngineError) as error:
+            self._failures[number] += 1
+            log.warning("policy_version_not_loaded", policy=policy.name, version=number, reason=str(error))
+            again = isinstance(error, EngineError) and self._failures[number] < _FAILURES
+            if not again and not await is_away(candidate, self._verifier, self._ledger, error):
+                await asyncio.to_thread(line.reject, number, str(error))
+            return
+        if tries:
+            reason, details = f"rollout.mode: {mode}, with {share:g} of the requests", {"mode": mode, "share": share}
+            await asyncio.to_thread(line.begin_canary, number, by="explorer", reason=reason, details=details)
+        else:
+            await asyncio.to_thread(line.promote, number)
+        log.info("policy_version_served", policy=policy.name, version=number, step=candidate.step)
+        await self._read()
+
+    async def _decide(self, policy: Policy) -> None:
+        """Decide about a canary as about the default policy's, by the figures of its line."""
+        if policy.id not in self._trials:
+            self._trials[policy.id] = CanaryController(
+                settings_of_policy(self._settings, policy.settings),
+                self._ledger,
+                totals=self._totals,
+                metrics=self._metrics,
+                line=self._ledger.versions.of(policy.id),
+            )
+        if time.monotonic() >= self._decide_at.get(policy.id, 0.0):
+            self._decide_at[policy.id] = time.monotonic() + min(_DECIDE_S, self._interval_s)
+            await self._trials[policy.id].turn()
+
+    async def load(self, policy: int, number: int) -> str:
+        """Have a version of a policy on the engines that are ready; why that cannot be, empty where it can."""
+        if (loading := self._loads.get(number)) is None:
+            loading = self._loads[number] = asyncio.create_task(self._load(policy, number))
+            loading.add_done_callback(lambda _: self._loads.pop(number, None))
+        return await asyncio.shield(loading)
+
+    async def _load(self, policy: int, number: int) -> str:
+        began = time.monotonic()
+        version = next((each for each in self._lines.get(policy, ()) if each.version == number), None)
+        if version is None or policy not in self._policies:
+            return ""  # who asks is told of that in this moment
+        name = self._policies[policy].name
+        try:
+            probe = await verify_wanted(version, self._verifier, self._ledger)
+            bringing = (self._bring(engine, version, probe) for engine in self._ready())
+            failed = [each for each in await asyncio.gather(*bringing, return_exceptions=True) if each is not None]
+            if failed and not any(number in engine.control.held for engine in self._places):
+                raise failed[0]
+        except (CheckpointRejected, EngineError, LedgerUnavailable) as error:
+            log.error("policy_version_not_loaded", policy=name, version=number, reason=str(error))
+            replaced = isinstance(error, CheckpointRejected) and await self._is_replaced(version, policy, error)
+            return "" if replaced else f"version {number} of policy {name} cannot be loaded: {error}"
+        await start_verifier_ahead()
+        log.info("policy_version_loaded", policy=name, version=number, seconds=round(time.monotonic() - began, 3))
+        return ""
+
+    async def _is_replaced(self, version: Version, policy: int, error: CheckpointRejected) -> bool:
+        """Whether another version answers now in the place of one that must not."""
+        line = self._ledger.versions.of(policy)
+        try:
+            if isinstance(error, CheckpointUnreadable):
+                return False
+            if version.state is VersionState.CANARY:
+                undo = partial(line.roll_back, only_as=VersionState.CANARY, by="explorer", reason=str(error))
+                await asyncio.to_thread(undo, version.version)
+            else:
+                champion, _ = await servable_champion(self._ledger, self._verifier, line)
+                if champion.version == version.version:
+                    return False
+            await self._read()
+        except (CheckpointRejected, LedgerError) as reason:
+            log.error("policy_version_not_replaced", version=version.version, reason=str(reason))
+            return False
+        return True
+
+    async def _spread(self) -> None:
+        """Bring the champions of the policies that are asked to every engine that has room for them."""
+        for engine in self._ready():
+            held = {number for place in self._ready() for number in place.control.held}
+            asked = {self._brought[number] for number in held if number in self._brought}
+            for policy in asked & self._policies.keys():
+                champion = next(each for each in self._lines[policy] if each.state is VersionState.CHAMPION)
+                given_up = self._failures[champion.version] >= _FAILURES
+                if champion.is_base or champion.version in engine.control.held or given_up:
+                    continue
+                if self._is_full(engine) and self._wanted().issuperset(engine.control.held):
+                    continue
+                try:
+                    await self._bring(engine, champion, await verify_wanted(champion, self._verifier, self._ledger))
+                except (CheckpointRejected, EngineError) as error:
+                    self._failures[champion.version] += 1
+                    log.warning("policy_version_not_spread", version=champion.version, reason=str(error))
+
+    def _ready(self) -> list[Engine]:
+        return [each for each in self._places if each.state is EngineState.READY]
+
+    def _wanted(self) -> set[int]:
+        """The versions that answer, and those that are just being brought."""
+        return {*(number for view in self.views or () for number in view.versions), *(+self._arriving)}
+
+    def _is_full(self, engine: Engine) -> bool:
+        names = {each.renaming.adapter_name for each in engine.control.held.values()}
+        return len(names) >= self._settings.model.lora.resident
+
+    async def _bring(self, engine: Engine, version: Version, probe: Probe) -> None:
+        """Have an engine hold a version, proven. Raises EngineError and CheckpointRejected."""
+        control, number = engine.control, version.version
+        self._arriving[number] += 1
+        try:
+            async with self._locks[engine.number]:
+                if version.is_base or number in control.held:
+                    return
+                while self._is_full(engine):
+                    await self._make_room(engine)
+                await control.hold(number, actor_of(version), probe)
+                self._brought[number] = version.policy
+                await self._fleet.set_state(engine, engine.state)  # the workers choose it from now on
+        finally:
+            self._arriving[number] -= 1
+
+    async def _make_room(self, engine: Engine) -> None:
+        """Unload what answers nobody, or else was not asked for longest, once no request is in flight for it."""
+        idle, wanted, held = await self._fleet.idle_times(engine), self._wanted(), engine.control.held
+
+        def idle_s(number: int) -> tuple[bool, float]:
+            return number not in wanted, idle.get(number, math.inf)
+
+        number = max(held, key=idle_s)
+        adapter = held.pop(number)
+        await self._fleet.set_state(engine, engine.state)
+        with suppress(TimeoutError):  # the engine ends what it has in flight all the same
+            waiting = self._fleet.wait_until_idle(engine, number)
+            await asyncio.wait_for(waiting, self._settings.explorer.request_timeout)
+        await engine.control.let_go(adapter)
+        log.info("policy_version_unloaded", version=number, engine=engine.number)

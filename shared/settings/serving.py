@@ -65,8 +65,8 @@ class LoraSettings(Section):
     max_rank: Positive | None = None
     """The largest rank that a [policy](policies.md) may have; null: `rank`. Engines keep room for it. _Serve._"""
     resident: Positive = 8
-    """Adapters of policies that an engine holds at once; of more, the one that was not asked for longest makes room, and
-    [is loaded again](policies.md) when it is asked. _Serve._"""
+    """Adapters of policies that an engine holds at once; of more, the one that was not asked for longest makes room,
+    and [is loaded again](policies.md) when it is asked. _Serve._"""
 
     @property
     def most_rank(self) -> int:

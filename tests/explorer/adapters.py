@@ -11,7 +11,7 @@ from tests import factories
 from tests.doubles.engine import logprobs_of
 from tests.explorer.checkpoints import CONFIG, PROMPT, tensors
 from tuneloop.shared.checkpoints import CheckpointStore, Manifest, Probe
-from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 
 RANK = 2
 LAYERS = {"model.layers.0.self_attn.q_proj": (6, 4), "model.layers.0.mlp.up_proj": (8, 4)}
@@ -74,9 +74,11 @@ def seal(store: CheckpointStore, staging: Path, version: int, *, probe: Probe | 
     return store.publish(staging, manifest)
 
 
-def register(ledger: Ledger, job_dir: Path, base: Path, *, probe: Probe | None = None) -> int:
-    """A new candidate: a good adapter, trained on one experience made for it, and registered."""
-    epoch, samples = factories.leased(ledger)
+def register(ledger: Ledger, job_dir: Path, base: Path, *, probe: Probe | None = None, policy: int = 0) -> int:
+    """A new candidate of a policy: a good adapter, trained on one experience made for it, and registered."""
+    factories.committed(ledger, policy=policy)
+    epoch = ledger.training.take_epoch("trainer")
+    samples = ledger.training.lease(epoch, 1, BatchRules(policy=policy))
     store = CheckpointStore(job_dir)
 
     def publish(version: int) -> tuple[Path, str]:
@@ -84,4 +86,4 @@ def register(ledger: Ledger, job_dir: Path, base: Path, *, probe: Probe | None =
         write_adapter(staging / "actor", base, seed=version)
         return seal(store, staging, version, probe=probe)
 
-    return ledger.training.register(epoch, factories.ids(samples), step=1, publish=publish)
+    return ledger.training.register(epoch, factories.ids(samples), step=1, publish=publish, policy=policy)

@@ -167,14 +167,8 @@ async def open_control_services(
     metrics = Metrics()
     own = Outbox(settings.outbox_dir, FILE_BYTES)  # where verdicts are brought to disk
     stack.callback(own.close)
-    drain = Drain(
-        settings.outbox_dir,
-        ledger.recording,
-        taken=audience.tell_results,
-        tell=audience.tell_outbox,
-        refused=metrics.outbox_refused.inc,
-        failed=on_failure,
-    )
+    taken, tell, refused = audience.tell_results, audience.tell_outbox, metrics.outbox_refused.inc
+    drain = Drain(settings.outbox_dir, ledger.recording, taken=taken, tell=tell, refused=refused, failed=on_failure)
     drain.owners.add(own.owner)
     drain.start()
     stack.push_async_callback(asyncio.to_thread, drain.stop)
@@ -202,8 +196,7 @@ async def open_control_services(
     await asyncio.to_thread(key_watch.open)
     require_keys(settings, key_watch.table)
     canary_controller = CanaryController(settings, ledger, totals=totals, metrics=metrics)
-    # Those behind them are at the same addresses.
-    places = fleet.engines[: len(dict.fromkeys(addresses))]
+    places = fleet.engines[: len({*addresses})]  # those behind them are at the same addresses
     serving = PolicyServing(settings, fleet, places, ledger=ledger, metrics=metrics, totals=totals)
     await serving.open()
     services = ControlServices(

@@ -104,7 +104,7 @@ class ReplyInFlight:
             explorer=self.explorer,
             traces=request.traces,
             is_retry=request.is_retry,
-            policy=0 if request.policy is None else request.policy.id,
+            policy=0 if request.route.policy is None else request.route.policy.id,
         )
 
 
@@ -222,7 +222,7 @@ class Proxy:
         """The headers and the body of a whole response; None where it was streamed."""
         # Outside the timeout: it has one of its own, and no engine has the request yet.
         engine = await self._fleet.acquire(request.routing_key, request.prefix_hashes)
-        if self._fleet.split is not None and request.policy is None:
+        if self._fleet.split is not None and request.route.policy is None:
             self._shadow(request)
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -24,7 +24,7 @@ from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter, S
 from tuneloop.explorer.edge import ClientRequest, Headers
 from tuneloop.explorer.engines import fleet, vllm
 from tuneloop.explorer.engines.fleet import PinParser
-from tuneloop.explorer.engines.model_routes import PolicyKey, PolicyTable, PolicyView, RoutingKey, VersionPin
+from tuneloop.explorer.engines.model_routes import ModelRoute, PolicyKey, PolicyTable, RoutingKey
 from tuneloop.explorer.engines.packing import wire
 from tuneloop.explorer.engines.prefix_affinity import hash_prefixes
 from tuneloop.explorer.http.bodies import (
@@ -179,8 +179,7 @@ class Request(NamedTuple):
     writer: ReplyWriter
     meter: RequestMeter
     prefix_hashes: tuple[int, ...] = ()
-    pin: VersionPin | None = None
-    policy: PolicyView | None = None
+    route: ModelRoute = ModelRoute(None, None, None)
     model: str = ""
     is_retry: bool = False
     trace: RequestTrace | None = None
@@ -197,7 +196,8 @@ class Request(NamedTuple):
     @property
     def routing_key(self) -> RoutingKey:
         """What its engine is chosen by."""
-        return self.pin or self.key if self.policy is None else PolicyKey(self.policy.id, self.key, self.pin)
+        policy, pin, _ = self.route
+        return pin or self.key if policy is None else PolicyKey(policy.id, self.key, pin)
 
     @property
     def captured_by(self) -> str:
@@ -223,8 +223,8 @@ class Request(NamedTuple):
         headers = [*kind, (b"x-request-id", request_id)]
         if version is not None:
             headers.append((b"x-tuneloop-version", b"%d" % version))
-        if self.policy is not None:
-            headers.append((b"x-tuneloop-policy", self.policy.name.encode()))
+        if (policy := self.route.policy) is not None:
+            headers.append((b"x-tuneloop-policy", policy.name.encode()))
         if self.dialect.path == MESSAGES:
             headers.append((b"request-id", request_id))
         if ignored := (*self.ignored_fields, *self.labels.ignored):
@@ -271,7 +271,7 @@ class RequestParser:
         caller, tenant = raw.caller, self._tenants.get(raw.caller.tenant, _ANY_TENANT)
         raw_body = as_utf8(await raw.body(self._max_body_bytes))
         body = dialect.normalize(await parse_body(raw_body))
-        policy, pin, alias = self._pins.route(body, caller, self._policies())
+        _, pin, alias = route = self._pins.route(body, caller, self._policies())
         if pin or alias:
             body["model"] = self._pins.model_name
         stream, store = flag_of(body, "stream"), optional_bool(body, "store")
@@ -347,8 +347,7 @@ class RequestParser:
             writer=writer,
             meter=raw.meter,
             prefix_hashes=hash_prefixes(upstream) if self._prefix_affinity else (),
-            pin=pin,
-            policy=policy,
+            route=route,
             model=str(body.get("model") or ""),
             traces=trace_keys(*names, raw.header(b"x-request-id"), traceparent=raw.header(b"traceparent")),
             merged_turns=merged_turns,

@@ -144,14 +144,27 @@ class PolicyServing:
 
     async def _follow(self, policy: Policy) -> None:
         line = self._lines[policy.id]
+        own = settings_of_policy(self._settings, policy.settings)
         if any(each.state is VersionState.CANARY for each in line):
-            return await self._decide(policy)
+            # It is decided about as about the default policy's, by the figures of this line.
+            if policy.id not in self._trials:
+                self._trials[policy.id] = CanaryController(
+                    own,
+                    self._ledger,
+                    totals=self._totals,
+                    metrics=self._metrics,
+                    line=self._ledger.versions.of(policy.id),
+                )
+            if time.monotonic() >= self._decide_at.get(policy.id, 0.0):
+                self._decide_at[policy.id] = time.monotonic() + _DECIDE_S
+                await self._trials[policy.id].turn()
+            return
         self._trials.pop(policy.id, None)
         champion = next(each for each in line if each.state is VersionState.CHAMPION)
         waiting = [each for each in line if each.state is VersionState.CANDIDATE and each.version > champion.version]
         if not waiting or any(each.pinned for each in line):
             return
-        rollout = settings_of_policy(self._settings, policy.settings).rollout
+        rollout = own.rollout
         if not await asyncio.to_thread(self._ledger.alarms.promotion_held):
             await self._take_up(policy, waiting[-1], mode=rollout.mode, share=rollout.tried_share, tries=rollout.tries)
 
@@ -178,20 +191,6 @@ class PolicyServing:
             await asyncio.to_thread(line.promote, number)
         log.info("policy_version_served", policy=policy.name, version=number, step=candidate.step)
         await self._read()
-
-    async def _decide(self, policy: Policy) -> None:
-        """Decide about a canary as about the default policy's, by the figures of its line."""
-        if policy.id not in self._trials:
-            self._trials[policy.id] = CanaryController(
-                settings_of_policy(self._settings, policy.settings),
-                self._ledger,
-                totals=self._totals,
-                metrics=self._metrics,
-                line=self._ledger.versions.of(policy.id),
-            )
-        if time.monotonic() >= self._decide_at.get(policy.id, 0.0):
-            self._decide_at[policy.id] = time.monotonic() + min(_DECIDE_S, self._interval_s)
-            await self._trials[policy.id].turn()
 
     async def load(self, policy: int, number: int) -> str:
         """Have a version of a policy on the engines that are ready; why that cannot be, empty where it can."""
@@ -249,7 +248,7 @@ class PolicyServing:
                 given_up = self._failures[champion.version] >= _FAILURES
                 if champion.is_base or champion.version in engine.control.held or given_up:
                     continue
-                if self._is_full(engine) and self._wanted().issuperset(engine.control.held):
+                if self._is_full(engine) and self._answering().issuperset(engine.control.held):
                     continue
                 try:
                     await self._bring(engine, champion, await verify_wanted(champion, self._verifier, self._ledger))
@@ -260,7 +259,7 @@ class PolicyServing:
     def _ready(self) -> list[Engine]:
         return [each for each in self._places if each.state is EngineState.READY]
 
-    def _wanted(self) -> set[int]:
+    def _answering(self) -> set[int]:
         """The versions that answer, and those that are just being brought."""
         return {*(number for view in self.views or () for number in view.versions), *(+self._arriving)}
 
@@ -286,7 +285,7 @@ class PolicyServing:
 
     async def _make_room(self, engine: Engine) -> None:
         """Unload what answers nobody, or else was not asked for longest, once no request is in flight for it."""
-        idle, wanted, held = await self._fleet.idle_times(engine), self._wanted(), engine.control.held
+        idle, wanted, held = await self._fleet.idle_times(engine), self._answering(), engine.control.held
 
         def idle_s(number: int) -> tuple[bool, float]:
             return number not in wanted, idle.get(number, math.inf)

@@ -182,11 +182,6 @@ def _contradictions(settings: Settings) -> Iterator[str]:
     for section in (settings.monitor, settings.judge, settings.privacy, settings.rollout):
         yield from section.contradictions()
     yield from explorer.contradictions(cluster, serves=serves, spare_gpus=settings.has_spare_gpus)
-    if settings.policies and not settings.model.lora.rank:
-        yield (
-            "policies: with model.lora.rank: 0 all weights are trained, and an engine holds one set of weights;"
-            " write model.lora.rank: 16, or leave the policies out"
-        )
     yield from settings.gate.contradictions(tasks=settings.monitor.evaluation.path is not None)
     window, after = settings.reward.attribution_window, settings.judge.after
     if settings.judge.url and window is not None and after >= window:

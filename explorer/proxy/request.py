@@ -243,7 +243,7 @@ class RequestParser:
         signer: ReplyIdSigner,
         system_turns: SystemTurns,
         find_context_length: Callable[[], Awaitable[int | None]],
-        policies: Callable[[], PolicyTable],
+        policies: Callable[[], PolicyTable | None],
     ) -> None:
         explorer = settings.explorer
         self._find_context_length = find_context_length if explorer.clamp_max_tokens else None

@@ -12,7 +12,7 @@ from tuneloop.explorer.auth import TRINITY, caller_of
 from tuneloop.explorer.dialects.dialect import merged_header
 from tuneloop.explorer.engines.adapter_names import without_adapters
 from tuneloop.explorer.engines.fleet import Fleet, PinParser
-from tuneloop.explorer.engines.model_routes import PolicyView, VersionPin, policies_of
+from tuneloop.explorer.engines.model_routes import PolicyView, VersionPin
 from tuneloop.explorer.http.bodies import as_utf8, check_template, parse_object, read_bytes
 from tuneloop.explorer.limits import Admission, tokens_of
 from tuneloop.explorer.proxy.media import remote_files, with_own_uuids
@@ -39,6 +39,11 @@ def _fleet(request: Request) -> Fleet:
     return fleet
 
 
+def _policies(request: Request, fleet: Fleet) -> list[PolicyView]:
+    """The policies that the caller's key may use."""
+    return [] if fleet.policies is None else fleet.policies.of_tenant(caller_of(request.scope).tenant)
+
+
 FleetOf = Annotated[Fleet, Depends(_fleet)]
 
 
@@ -49,7 +54,7 @@ def add_routes(app: FastAPI, pins: PinParser, *, max_body_bytes: int) -> None:
     @app.get("/v1/models")
     @app.get(f"{TRINITY}/v1/models")
     async def models(request: Request, fleet: FleetOf) -> Response:
-        policies = policies_of(caller_of(request.scope).tenant, fleet.policies)
+        policies = _policies(request, fleet)
         if pins.allowed or pins.aliases or policies:
             return _json({"object": "list", "data": await list_models(fleet, policies)})
         response = await ask_engine(fleet, "GET", "/v1/models")
@@ -59,7 +64,7 @@ def add_routes(app: FastAPI, pins: PinParser, *, max_body_bytes: int) -> None:
     async def model(request: Request, name: str, fleet: FleetOf) -> Response:
         if not name:
             raise HTTPException(404)
-        for each in await list_models(fleet, policies_of(caller_of(request.scope).tenant, fleet.policies)):
+        for each in await list_models(fleet, _policies(request, fleet)):
             if each.get("id") == name:
                 return _json(each)
         message = "the model does not exist: GET /v1/models lists those that do"  # a key may stand in its place

@@ -6,16 +6,19 @@ The champion is asked on an engine that answers clients, a few questions at a ti
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
+from itertools import pairwise
 
 import structlog
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
-from tuneloop.explorer.engines.vllm import priority_of
+from tuneloop.explorer.engines.vllm import EngineControl
 from tuneloop.explorer.feedback.judge import judge_of as model_judge_of
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.versions.gate import Gate
 from tuneloop.explorer.versions.loading import Verifier, is_away, load, verify_wanted
 from tuneloop.explorer.versions.reload import Reloader
 from tuneloop.runner.errors import JudgeAway, JudgeFailed
@@ -99,9 +102,6 @@ class CandidateEvaluation:
         self._gate = reloader.gate
         self._verifier = Verifier.of(settings)
         self._metrics = metrics
-        self._priority = priority_of(settings)
-        self._refusals = settings.monitor.drift.refusals_found
-        self._fingerprint = fingerprint(self._gate.tasks, settings.monitor.evaluation, settings.judge)
         self._again_s = again_s
         self._not_before: dict[int, float] = {}
         self._deaths: Counter[int] = Counter()
@@ -158,7 +158,7 @@ class CandidateEvaluation:
             raise NotEvaluated(f"no engine is ready with version {champion.version}, to compare it with")
         swaps = engine.swaps
         try:
-            figures = await self._figures(engine, judge, at_once=_BESIDE)
+            figures = await self._figures(engine, judge, _BESIDE)
         except (EngineError, LookupError, TypeError, ValueError) as error:
             raise NotEvaluated(f"engine {engine.number} cannot be asked: {error!r}") from error
         if engine.swaps != swaps:
@@ -208,7 +208,7 @@ class CandidateEvaluation:
             await engine.control.prove(probe)
         swaps = engine.swaps
         try:
-            figures = await self._figures(engine, judge, at_once=_APART)
+            figures = await self._figures(engine, judge, _APART)
         except (LookupError, TypeError, ValueError) as error:
             raise NotEvaluated(f"the engine's answer cannot be read: {error!r}") from error
         if engine.swaps != swaps or engine.state is not EngineState.RELOADING:
@@ -228,35 +228,8 @@ class CandidateEvaluation:
             elif engine.state is EngineState.RELOADING:
                 await self._reloader.put_back(engine, champion)
 
-    async def _figures(self, engine: Engine, judge: Judge, *, at_once: int) -> tuple[Figure, ...]:
-        """From greedy replies, past the proxy: nobody records them, so they never become training data.
-
-        Where one question fails, the others are not waited for.
-        """
-        tasks = self._gate.tasks
-        places, progress = asyncio.Semaphore(at_once), EvaluationProgress(len(tasks))
-
-        async def answer(task: Task) -> TaskReply:
-            how = {"temperature": 0.0, "max_tokens": self._settings.monitor.evaluation.most_tokens, **self._priority}
-            async with places:
-                if isinstance(task.question, str):
-                    completion = await engine.control.query("/v1/completions", prompt=task.question, **how)
-                else:
-                    completion = await engine.control.query("/v1/chat/completions", messages=task.question, **how)
-                choice, usage = completion["choices"][0], completion["usage"]
-                reply = (choice["text"] if "text" in choice else choice["message"]["content"]) or ""
-                whole = choice["finish_reason"] != "length"
-                answered = TaskReply(task, reply, usage["completion_tokens"], await judge(task, reply), whole)
-            progress.add()
-            return answered
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                answers = [group.create_task(answer(each)) for each in tasks]
-        except* (TuneloopError, LookupError, TypeError, ValueError) as errors:
-            raise errors.exceptions[0] from None
-        answered = [each.result() for each in answers]
-        return figures_of(answered, fingerprint=self._fingerprint, refusals=self._refusals)
+    async def _figures(self, engine: Engine, judge: Judge, at_once: int) -> tuple[Figure, ...]:
+        return await figures_from(engine.control, self._settings, self._gate.tasks, judge, at_once=at_once)
 
     def _one_of(self, version: Version) -> Engine | None:
         """The ready engine of the version with the least in flight; of several the last, which is shared least."""
@@ -266,3 +239,70 @@ class CandidateEvaluation:
             if each.state is EngineState.READY and each.version == version.version
         ]
         return min(ready, key=lambda engine: engine.in_flight, default=None)
+
+
+async def evaluate_beside(
+    gate: Gate,
+    settings: Settings,
+    candidate: Version,
+    champion: Version,
+    *,
+    ledger: Ledger,
+    control_of: Callable[[Version], Awaitable[EngineControl]],
+) -> None:
+    """Evaluate a policy's candidate, and its champion once, on an engine that has both, beside what clients ask.
+
+    Raises NotEvaluated, EnvironmentRefused, and what `control_of` raises, which has a version loaded.
+    """
+    async with judging(settings) as judge:
+        for version in (champion, candidate):
+            if await gate.figures(version.version):
+                continue
+            control = await control_of(version)
+            try:
+                figures = await figures_from(control, settings, gate.tasks, judge, at_once=_BESIDE)
+            except (EngineError, LookupError, TypeError, ValueError) as error:
+                raise NotEvaluated(f"version {version.version} cannot be asked: {error!r}") from error
+            verdict = await gate.decide(figures, champion) if version is candidate else None
+            if verdict is not None:
+                reason, details = verdict.reason(champion.version), verdict.details(champion.version)
+                note = partial(ledger.versions.note, by="explorer", reason=reason, details=details)
+                await asyncio.to_thread(note, candidate.version, VersionAction.EVALUATED)
+            await gate.record(version.version, figures)
+
+
+async def figures_from(
+    control: EngineControl, settings: Settings, tasks: Sequence[Task], judge: Judge, *, at_once: int
+) -> tuple[Figure, ...]:
+    """From greedy replies, past the proxy: nobody records them, so they never become training data.
+
+    Where one question fails, the others are not waited for.
+    """
+    places, progress = asyncio.Semaphore(at_once), EvaluationProgress(len(tasks))
+    # Our own questions after those of clients, if the engine schedules by priority.
+    args = settings.explorer.rollout_model.engine_args
+    heeds = "--scheduling-policy=priority" in args or ("--scheduling-policy", "priority") in pairwise(args)
+    last: dict[str, object] = {"priority": 1} if heeds else {}
+    how: dict[str, object] = {"temperature": 0.0, "max_tokens": settings.monitor.evaluation.most_tokens} | last
+
+    async def answer(task: Task) -> TaskReply:
+        async with places:
+            if isinstance(task.question, str):
+                completion = await control.query("/v1/completions", prompt=task.question, **how)
+            else:
+                completion = await control.query("/v1/chat/completions", messages=task.question, **how)
+            choice, usage = completion["choices"][0], completion["usage"]
+            reply = (choice["text"] if "text" in choice else choice["message"]["content"]) or ""
+            whole = choice["finish_reason"] != "length"
+            answered = TaskReply(task, reply, usage["completion_tokens"], await judge(task, reply), whole)
+        progress.add()
+        return answered
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            answers = [group.create_task(answer(each)) for each in tasks]
+    except* (TuneloopError, LookupError, TypeError, ValueError) as errors:
+        raise errors.exceptions[0] from None
+    answered = [each.result() for each in answers]
+    judged = fingerprint(tasks, settings.monitor.evaluation, settings.judge)
+    return figures_of(answered, fingerprint=judged, refusals=settings.monitor.drift.refusals_found)

@@ -27,7 +27,7 @@ class Gate:
         self.mode = settings.gate.mode
         self.tasks = tasks_of(settings.monitor.evaluation) if self.mode != "off" else []
         self.on_engine = self.mode != "off" and evaluator_of(settings) is Evaluator.ENGINE
-        self._options = settings.gate
+        self.options = settings.gate
         if self.tasks:
             judge_of(settings.monitor.evaluation)  # What is refused is so now.
         self._evaluator = evaluator_of(settings)
@@ -68,7 +68,7 @@ class Gate:
     async def decide(self, new: tuple[Figure, ...], champion: Version) -> GateVerdict | None:
         """What comes of a candidate's figures and the champion's; None as long as some are not there."""
         old = await self.figures(champion.version)
-        return gate_verdict(self._options, new, old) if new and old else None
+        return gate_verdict(self.options, new, old) if new and old else None
 
     async def figures(self, version: int) -> tuple[Figure, ...]:
         """What is known of a version, if it is of these tasks."""
@@ -87,4 +87,5 @@ class Gate:
 
     async def reject(self, version: Version, reason: str, figures: dict[str, object] | None = None) -> None:
         """The candidate must not be served."""
-        await asyncio.to_thread(self._ledger.versions.reject, version.version, reason, details=figures)
+        line = self._ledger.versions.of(version.policy)
+        await asyncio.to_thread(line.reject, version.version, reason, details=figures)

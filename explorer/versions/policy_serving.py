@@ -16,9 +16,12 @@ from functools import partial
 import structlog
 
 from tuneloop.explorer.background_tasks import every
-from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
+from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, least_busy
 from tuneloop.explorer.engines.model_routes import PolicyView
+from tuneloop.explorer.engines.vllm import EngineControl
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
+from tuneloop.explorer.versions.evaluation import AGAIN_S, evaluate_beside
+from tuneloop.explorer.versions.gate import Gate
 from tuneloop.explorer.versions.loading import (
     Verifier,
     actor_of,
@@ -34,8 +37,10 @@ from tuneloop.shared.errors import (
     CheckpointRejected,
     CheckpointUnreadable,
     EngineError,
+    EnvironmentRefused,
     LedgerError,
     LedgerUnavailable,
+    NotEvaluated,
     PolicyRefused,
 )
 from tuneloop.shared.experience import VersionState
@@ -44,6 +49,7 @@ from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.policies import DEFAULT, Policy
 from tuneloop.shared.settings.policies import settings_of_policy
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.versions import RolloutSettings
 
 log = structlog.get_logger()
 
@@ -85,6 +91,9 @@ class PolicyServing:
         self._failures: Counter[int] = Counter()
         self._trials: dict[int, CanaryController] = {}
         self._decide_at: dict[int, float] = {}
+        self._gates: dict[int, Gate] = {}
+        self._evaluations: dict[int, asyncio.Task[None]] = {}
+        self._evaluate_at: dict[int, float] = {}
 
     async def open(self) -> None:
         """Learn of the policies; while the database is away, none is known."""
@@ -121,26 +130,26 @@ class PolicyServing:
         policies = await asyncio.to_thread(self._ledger.policies.all)
         self._lines = await asyncio.to_thread(self._ledger.versions.lines)
         self._policies = {each.id: each for each in policies if each.id != DEFAULT}
-        views = [await self._view(each) for each in self._policies.values()]
+        views = []
+        for policy in self._policies.values():
+            line = {each.state: each for each in self._lines[policy.id]}
+            champion, canary, trial = line[VersionState.CHAMPION], line.get(VersionState.CANARY), None
+            if canary is not None:
+                line_of = self._ledger.versions.of(policy.id)
+                trial = await asyncio.to_thread(current_trial, line_of, self._settings.rollout)
+            view = PolicyView(
+                id=policy.id,
+                name=policy.name,
+                tenant=policy.tenant,
+                champion=champion.version,
+                versions={each.version: each.is_base for each in (champion, canary) if each is not None},
+                canary=canary and canary.version,
+                share=trial.share if trial and trial.mode != "shadow" else 0.0,
+            )
+            views.append(view)
         if views != self.views:
             self.views = views
             await self._fleet.set_policies(views)
-
-    async def _view(self, policy: Policy) -> PolicyView:
-        line = {each.state: each for each in self._lines[policy.id]}
-        champion, canary, trial = line[VersionState.CHAMPION], line.get(VersionState.CANARY), None
-        if canary is not None:
-            line_of = self._ledger.versions.of(policy.id)
-            trial = await asyncio.to_thread(current_trial, line_of, self._settings.rollout)
-        return PolicyView(
-            id=policy.id,
-            name=policy.name,
-            tenant=policy.tenant,
-            champion=champion.version,
-            versions={each.version: each.is_base for each in (champion, canary) if each is not None},
-            canary=canary and canary.version,
-            share=trial.share if trial and trial.mode != "shadow" else 0.0,
-        )
 
     async def _follow(self, policy: Policy) -> None:
         line = self._lines[policy.id]
@@ -164,11 +173,46 @@ class PolicyServing:
         waiting = [each for each in line if each.state is VersionState.CANDIDATE and each.version > champion.version]
         if not waiting or any(each.pinned for each in line):
             return
-        rollout = own.rollout
-        if not await asyncio.to_thread(self._ledger.alarms.promotion_held):
-            await self._take_up(policy, waiting[-1], mode=rollout.mode, share=rollout.tried_share, tries=rollout.tries)
+        held = await asyncio.to_thread(self._ledger.alarms.promotion_held)
+        if not held and await self._passes(own, waiting[-1], champion):
+            await self._take_up(policy, waiting[-1], own.rollout)
 
-    async def _take_up(self, policy: Policy, candidate: Version, *, mode: str, share: float, tries: bool) -> None:
+    async def _passes(self, own: Settings, candidate: Version, champion: Version) -> bool:
+        """Whether the gate lets a candidate pass now; it is evaluated beside what is asked of the engines."""
+        gate, number = self._gates.get(candidate.policy), candidate.version
+        if gate is None or gate.options != own.gate:
+            gate = self._gates[candidate.policy] = await asyncio.to_thread(Gate, own, self._ledger)
+        if gate.mode == "off":
+            return True
+        due = number not in self._evaluations and time.monotonic() >= self._evaluate_at.get(number, 0.0)
+        if due and await gate.verdict(candidate, champion) is None:
+            task = self._evaluations[number] = asyncio.create_task(self._evaluate(gate, own, candidate, champion))
+            task.add_done_callback(lambda _: self._evaluations.pop(number, None))
+        return await gate.admits(candidate, champion)
+
+    async def _evaluate(self, gate: Gate, own: Settings, candidate: Version, champion: Version) -> None:
+        async def control_of(version: Version) -> EngineControl:
+            probe = None if version.is_base else await verify_wanted(version, self._verifier, self._ledger)
+            if (engine := least_busy(self._places)) is None:
+                raise NotEvaluated("no engine is ready")
+            if probe is not None:
+                await self._bring(engine, version, probe)
+            view = engine.control.held.get(version.version)
+            return engine.control.asking(view.renaming.adapter_name if view else None)
+
+        self._arriving.update((candidate.version, champion.version))  # they are not to make room meanwhile
+        try:
+            await evaluate_beside(gate, own, candidate, champion, ledger=self._ledger, control_of=control_of)
+        except (CheckpointRejected, EngineError, LedgerUnavailable, NotEvaluated, EnvironmentRefused) as error:
+            wrong = isinstance(error, CheckpointRejected)
+            if wrong and not await is_away(candidate, self._verifier, self._ledger, error):
+                return await gate.reject(candidate, str(error))
+            gate.give_up(candidate, str(error))
+            self._evaluate_at[candidate.version] = time.monotonic() + AGAIN_S
+        finally:
+            self._arriving.subtract((candidate.version, champion.version))
+
+    async def _take_up(self, policy: Policy, candidate: Version, rollout: RolloutSettings) -> None:
         """Load a candidate on every engine that is ready, then let it answer."""
         line, number = self._ledger.versions.of(policy.id), candidate.version
         if not (places := self._ready()):
@@ -184,7 +228,8 @@ class PolicyServing:
             if not again and not await is_away(candidate, self._verifier, self._ledger, error):
                 await asyncio.to_thread(line.reject, number, str(error))
             return
-        if tries:
+        if rollout.tries:
+            mode, share = rollout.mode, rollout.tried_share
             reason, details = f"rollout.mode: {mode}, with {share:g} of the requests", {"mode": mode, "share": share}
             await asyncio.to_thread(line.begin_canary, number, by="explorer", reason=reason, details=details)
         else:
@@ -276,25 +321,19 @@ class PolicyServing:
                 if version.is_base or number in control.held:
                     return
                 while self._is_full(engine):
-                    await self._make_room(engine)
+                    # What answers nobody makes room, or else what was not asked for longest.
+                    idle, answering = await self._fleet.idle_times(engine), self._answering()
+                    idle_s = {each: (each not in answering, idle.get(each, math.inf)) for each in control.held}
+                    oldest = max(idle_s, key=idle_s.__getitem__)
+                    adapter = control.held.pop(oldest)
+                    await self._fleet.set_state(engine, engine.state)
+                    waiting = self._fleet.wait_until_idle(engine, oldest)
+                    with suppress(TimeoutError):  # the engine ends what it has in flight all the same
+                        await asyncio.wait_for(waiting, self._settings.explorer.request_timeout)
+                    await control.let_go(adapter)
+                    log.info("policy_version_unloaded", version=oldest, engine=engine.number)
                 await control.hold(number, actor_of(version), probe)
                 self._brought[number] = version.policy
                 await self._fleet.set_state(engine, engine.state)  # the workers choose it from now on
         finally:
             self._arriving[number] -= 1
-
-    async def _make_room(self, engine: Engine) -> None:
-        """Unload what answers nobody, or else was not asked for longest, once no request is in flight for it."""
-        idle, wanted, held = await self._fleet.idle_times(engine), self._answering(), engine.control.held
-
-        def idle_s(number: int) -> tuple[bool, float]:
-            return number not in wanted, idle.get(number, math.inf)
-
-        number = max(held, key=idle_s)
-        adapter = held.pop(number)
-        await self._fleet.set_state(engine, engine.state)
-        with suppress(TimeoutError):  # the engine ends what it has in flight all the same
-            waiting = self._fleet.wait_until_idle(engine, number)
-            await asyncio.wait_for(waiting, self._settings.explorer.request_timeout)
-        await engine.control.let_go(adapter)
-        log.info("policy_version_unloaded", version=number, engine=engine.number)

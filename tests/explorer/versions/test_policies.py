@@ -19,6 +19,7 @@ from tuneloop.shared.experience import Scope, VersionState
 from tuneloop.shared.ledger.keys import KeyGrant
 from tuneloop.shared.settings.serving import AliasSettings, LoraSettings
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.settings.versions import EvaluationSettings, MonitorSettings
 
 pytestmark = pytest.mark.contract
 
@@ -396,6 +397,28 @@ def test_a_canary_answers_its_share_of_the_keys_on_one_engine(start: Start, doub
     explorer.ledger.versions.of(one).roll_back(number, by="tests", reason="worse")
     eventually(lambda: (explorer.services.fleet.policies or {})[one].canary is None)
     assert {explorer.chat(model="one", user=each).headers["x-tuneloop-version"] for each in users} == {str(begun)}
+
+
+def test_a_policys_gate_lets_pass_what_does_no_worse(tmp_path: Path, double: EngineDouble) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"messages": [{"role": "user", "content": "7+5="}], "answer": "12"}\n')
+    double.says = {tmp_path.name: "It is 12.", "global_step_2": "It is 13.", "global_step_3": "It is 12."}
+    settings = served(tmp_path, double)
+    double.weights = settings.model.model_path
+    monitor = MonitorSettings(evaluation=EvaluationSettings(path=tmp_path / "tasks.jsonl"))
+    with explorer_running(settings.model_copy(update={"monitor": monitor})) as explorer:
+        one = policy(explorer, "one", settings={"gate.mode": "block"})
+        begun = explorer.ledger.versions.of(one).champion().version
+        assert candidate(explorer, one) == 2
+        until(explorer, 2, VersionState.REJECTED)
+        reason = str(explorer.ledger.versions.all()[2].reason)
+        assert "it did not pass the gate: its score is 0, the champion's 1" in reason
+        assert explorer.chat(model="one").headers["x-tuneloop-version"] == str(begun)
+        assert promoted(explorer, one) == 3
+        actions = [str(each.action) for each in explorer.ledger.versions.events(3)]
+        assert actions == ["published", "evaluated", "promoted"]
+        asked = [each.weights.parent.name for each in double.chats if "x-request-id" in each.headers]
+        assert "global_step_2" not in asked, "no client was answered by it"
+        assert explorer.version() == 0
 
 
 def test_with_all_weights_trained_policies_are_refused(start: Start, double: EngineDouble) -> None:

@@ -189,16 +189,17 @@ async def open_control_services(
     stack.callback(watch.close)
     reloader = Reloader(settings, fleet, ledger=ledger, metrics=metrics)
     attestation = Attestation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
-    sleep = _open_sleep(
-        settings, fleet, metrics, stack, is_busy=lambda: reloader.swapping.locked() or attestation.probing > 0
-    )
+
+    def is_busy() -> bool:
+        return reloader.swapping.locked() or attestation.probing > 0 or serving.is_loading
+
+    sleep = _open_sleep(settings, fleet, metrics, stack, is_busy=is_busy)
     key_watch = KeyWatch(settings, ledger.keys)
-    await asyncio.to_thread(key_watch.open)
-    require_keys(settings, key_watch.table)
-    canary_controller = CanaryController(settings, ledger, totals=totals, metrics=metrics)
     places = fleet.engines[: len({*addresses})]  # those behind them are at the same addresses
     serving = PolicyServing(settings, fleet, places, ledger=ledger, metrics=metrics, totals=totals)
-    await serving.open()
+    await asyncio.gather(asyncio.to_thread(key_watch.open), serving.open())
+    require_keys(settings, key_watch.table)
+    canary_controller = CanaryController(settings, ledger, totals=totals, metrics=metrics)
     services = ControlServices(
         fleet=fleet,
         serving=serving,

@@ -56,6 +56,9 @@ log = structlog.get_logger()
 #: How often the lines are looked at, at most, and how often a trial is, in seconds.
 _LOOK_S, _DECIDE_S = 1.0, 5.0
 
+#: How often it is looked whether a version is idle, to make room, in seconds.
+_ROOM_S = 0.1
+
 #: How often engines may fail at a version before it is rejected.
 _FAILURES = 2
 
@@ -90,6 +93,7 @@ class PolicyServing:
         self._loads: dict[int, asyncio.Task[str]] = {}
         self._failures: Counter[int] = Counter()
         self._trials: dict[int, CanaryController] = {}
+        self._told: dict[int, str] = {}
         self._decide_at: dict[int, float] = {}
         self._gates: dict[int, Gate] = {}
         self._evaluations: dict[int, asyncio.Task[None]] = {}
@@ -122,7 +126,9 @@ class PolicyServing:
             except LedgerUnavailable:
                 raise
             except (LedgerError, PolicyRefused) as error:  # somebody else has decided meanwhile, or it cannot be served
-                log.warning("policy_not_followed", policy=policy.name, reason=str(error))
+                if self._told.get(policy.id) != str(error):
+                    log.warning("policy_not_followed", policy=policy.name, reason=str(error))
+                self._told[policy.id] = str(error)
         await self._spread()
 
     async def _read(self) -> None:
@@ -252,7 +258,7 @@ class PolicyServing:
         name = self._policies[policy].name
         try:
             probe = await verify_wanted(version, self._verifier, self._ledger)
-            bringing = (self._bring(engine, version, probe) for engine in self._ready())
+            bringing = (self._bring(engine, version, probe, waits=True) for engine in self._ready())
             failed = [each for each in await asyncio.gather(*bringing, return_exceptions=True) if each is not None]
             if failed and not any(number in engine.control.held for engine in self._places):
                 raise failed[0]
@@ -301,6 +307,11 @@ class PolicyServing:
                     self._failures[champion.version] += 1
                     log.warning("policy_version_not_spread", version=champion.version, reason=str(error))
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether an engine is given a version, or asked for an evaluation."""
+        return bool(self._evaluations) or any(each.locked() for each in self._locks.values())
+
     def _ready(self) -> list[Engine]:
         return [each for each in self._places if each.state is EngineState.READY]
 
@@ -312,8 +323,11 @@ class PolicyServing:
         names = {each.renaming.adapter_name for each in engine.control.held.values()}
         return len(names) >= self._settings.model.lora.resident
 
-    async def _bring(self, engine: Engine, version: Version, probe: Probe) -> None:
-        """Have an engine hold a version, proven. Raises EngineError and CheckpointRejected."""
+    async def _bring(self, engine: Engine, version: Version, probe: Probe, *, waits: bool = False) -> None:
+        """Have an engine hold a version, proven. Raises EngineError and CheckpointRejected.
+
+        Where each version that it holds is being asked, it `waits` for one to be idle, or holds one more for a while.
+        """
         control, number = engine.control, version.version
         self._arriving[number] += 1
         try:
@@ -324,6 +338,12 @@ class PolicyServing:
                     # What answers nobody makes room, or else what was not asked for longest.
                     idle, answering = await self._fleet.idle_times(engine), self._answering()
                     idle_s = {each: (each not in answering, idle.get(each, math.inf)) for each in control.held}
+                    idle_s = {number: each for number, each in idle_s.items() if each[1] > 0}
+                    if not (idle_s or waits):
+                        break
+                    if not idle_s:
+                        await asyncio.sleep(_ROOM_S)
+                        continue
                     oldest = max(idle_s, key=idle_s.__getitem__)
                     adapter = control.held.pop(oldest)
                     await self._fleet.set_state(engine, engine.state)

@@ -10,7 +10,7 @@ import pytest
 from tests.doubles.engine import EngineDouble, EnginePlace, engine_place
 from tests.doubles.verifier import start_warm_verifier
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
-from tuneloop.explorer.versions import loading, reload
+from tuneloop.explorer.versions import loading, policy_serving, reload
 
 Run = Callable[..., RunningExplorer]
 
@@ -24,7 +24,8 @@ def warm_verifier() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "start_verifier", start_warm_verifier)
-        patch.setattr(reload, "start_verifier_ahead", start_none)
+        for module in (reload, policy_serving):
+            patch.setattr(module, "start_verifier_ahead", start_none)
         yield
 
 

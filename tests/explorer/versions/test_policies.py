@@ -19,7 +19,7 @@ from tuneloop.shared.experience import Scope, VersionState
 from tuneloop.shared.ledger.keys import KeyGrant
 from tuneloop.shared.settings.serving import AliasSettings, LoraSettings
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.settings.versions import EvaluationSettings, MonitorSettings
+from tuneloop.shared.settings.versions import EvaluationSettings, MonitorSettings, RolloutSettings
 
 pytestmark = pytest.mark.contract
 
@@ -28,16 +28,14 @@ Start = Callable[..., RunningExplorer]
 WRONG = Probe(prompt_ids=(1, 2, 3), logprobs=(-100.0, -100.0), tolerance=0.01)
 
 
-def served(
-    tmp_path: Path, *doubles: EngineDouble, resident: int = 8, rank: int = adapters.RANK, **but: Any
-) -> Settings:
+def served(tmp_path: Path, *doubles: EngineDouble, **but: Any) -> Settings:
     """Settings of an explorer of adapters."""
+    rollout = RolloutSettings.model_validate(but.pop("rollout", {}))
+    lora = LoraSettings(rank=but.pop("rank", adapters.RANK), resident=but.pop("resident", 8))
     settings = settings_for(tmp_path, [each.url for each in doubles], **but)
     adapters.write_base(settings.model.model_path)
-    lora = LoraSettings(rank=rank, resident=resident)
-    aliases = {"small": AliasSettings(train=False)}
-    model = settings.model.model_copy(update={"lora": lora, "aliases": aliases})
-    return settings.model_copy(update={"model": model})
+    model = settings.model.model_copy(update={"lora": lora, "aliases": {"small": AliasSettings(train=False)}})
+    return settings.model_copy(update={"model": model, "rollout": rollout})
 
 
 @pytest.fixture
@@ -419,6 +417,38 @@ def test_a_policys_gate_lets_pass_what_does_no_worse(tmp_path: Path, double: Eng
         asked = [each.weights.parent.name for each in double.chats if "x-request-id" in each.headers]
         assert "global_step_2" not in asked, "no client was answered by it"
         assert explorer.version() == 0
+
+
+def test_a_version_is_taken_up_while_all_that_an_engine_holds_is_asked(start: Start, double: EngineDouble) -> None:
+    explorer = start(double, resident=1)
+    first = promoted(explorer, one := policy(explorer, "one"))
+    double.stalls_after = 2
+    body = HELLO | {"model": "one", "stream": True}
+    with explorer.http.stream("POST", "/v1/chat/completions", json=body) as reply:
+        lines = reply.iter_lines()
+        assert next(lines)
+        double.stalls_after = None
+        number = promoted(explorer, one)
+        assert explorer.chat(model="one").headers["x-tuneloop-version"] == str(number)
+        assert len(double.adapters) == 2, "the reply in flight ends with the adapter that it began with"
+    promoted(explorer, policy(explorer, "other"))
+    assert len(double.adapters) == 1
+    assert reply.headers["x-tuneloop-version"] == str(first)
+
+
+def test_the_default_policy_tries_its_own_versions_beside_them(start: Start, double: EngineDouble) -> None:
+    explorer = start(double, rollout={"mode": "canary", "share": 0.5})
+    assert len(explorer.services.fleet.engines) == 2, "one process counts as two engines"
+    tried = candidate(explorer, 0)
+    until(explorer, tried, VersionState.CANARY)
+    one = policy(explorer, "one", parent=tried, settings={"rollout.mode": "all", "rollout.share": None})
+    copy = explorer.ledger.versions.of(one).champion().version
+    assert explorer.chat(model="one").headers["x-tuneloop-version"] == str(copy)
+    assert double.chats[-1].weights.parent.name == f"global_step_{tried}"
+    explorer.ledger.versions.roll_back(tried, by="tests", reason="worse")
+    numbers = [promoted(explorer, one) for _ in range(6)]
+    assert explorer.chat(model="one").headers["x-tuneloop-version"] == str(numbers[-1])
+    assert explorer.version() == 0
 
 
 def test_with_all_weights_trained_policies_are_refused(start: Start, double: EngineDouble) -> None:

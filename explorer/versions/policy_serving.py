@@ -159,6 +159,8 @@ class PolicyServing:
 
     async def _follow(self, policy: Policy) -> None:
         line = self._lines[policy.id]
+        if len(line) == 1:
+            return  # the champion alone, as nearly always
         own = settings_of_policy(self._settings, policy.settings)
         if any(each.state is VersionState.CANARY for each in line):
             # It is decided about as about the default policy's, by the figures of this line.

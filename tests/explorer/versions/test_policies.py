@@ -14,8 +14,9 @@ from tests.doubles.engine import MODEL, EngineDouble
 from tests.explorer import adapters
 from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running, settings_for
 from tuneloop.explorer.engines.fleet import EngineState, TrafficSplit
+from tuneloop.explorer.versions import policy_serving
 from tuneloop.shared.checkpoints import Probe
-from tuneloop.shared.experience import Scope, VersionState
+from tuneloop.shared.experience import Scope, VersionAction, VersionState
 from tuneloop.shared.ledger.keys import KeyGrant
 from tuneloop.shared.settings.serving import AliasSettings, LoraSettings
 from tuneloop.shared.settings.settings import Settings
@@ -417,6 +418,23 @@ def test_a_policys_gate_lets_pass_what_does_no_worse(tmp_path: Path, double: Eng
         asked = [each.weights.parent.name for each in double.chats if "x-request-id" in each.headers]
         assert "global_step_2" not in asked, "no client was answered by it"
         assert explorer.version() == 0
+
+
+def test_a_canary_is_decided_about_by_the_figures_of_its_line(
+    start: Start, double: EngineDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_serving, "_DECIDE_S", 0.1)
+    explorer = start(double)
+    rollout = {"rollout.mode": "ab", "rollout.window": 0.5}
+    one, other = (policy(explorer, name, settings=rollout) for name in ("one", "other"))
+    begun = explorer.ledger.versions.of(one).champion().version
+    number, theirs = candidate(explorer, one), candidate(explorer, other)
+    until(explorer, number, VersionState.ROLLED_BACK)
+    until(explorer, theirs, VersionState.ROLLED_BACK)
+    decided = [each for each in explorer.ledger.versions.events(number) if each.action is VersionAction.ROLLED_BACK]
+    assert [(each.actor, (each.reason or "")[:20]) for each in decided] == [("explorer", "the window has ended")]
+    assert explorer.ledger.versions.of(one).champion().version == begun
+    assert explorer.ledger.versions.champion().version == 0
 
 
 def test_a_version_is_taken_up_while_all_that_an_engine_holds_is_asked(start: Start, double: EngineDouble) -> None:

@@ -13,9 +13,11 @@ import pytest
 from tests.doubles.engine import MODEL, EngineDouble
 from tests.explorer import adapters
 from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running, settings_for
-from tuneloop.explorer.engines.fleet import EngineState, TrafficSplit
+from tuneloop.explorer.auth import Caller
+from tuneloop.explorer.engines.fleet import EngineState, PinParser, TrafficSplit
 from tuneloop.explorer.versions import policy_serving
 from tuneloop.shared.checkpoints import Probe
+from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Scope, VersionAction, VersionState
 from tuneloop.shared.ledger.keys import KeyGrant
 from tuneloop.shared.settings.serving import AliasSettings, LoraSettings
@@ -200,6 +202,15 @@ def test_a_key_has_a_policy_of_its_own(start: Start, double: EngineDouble) -> No
     assert refusal(chat(explorer, MODEL, headers)) == (404, "model_not_found", sentence)
     assert chat(explorer, "one", headers).status_code == 404
     assert chat(explorer, "other", headers).status_code == 200
+
+
+def test_while_policies_are_not_known_the_model_itself_answers(tmp_path: Path) -> None:
+    names = PinParser(served(tmp_path))
+    assert names.route({"model": MODEL}, Caller(), None).policy is None
+    for body, caller in (({"model": "one"}, Caller()), ({}, Caller(policy=1))):
+        with pytest.raises(RequestRefused, match="not known yet") as caught:
+            names.route(body, caller, None)
+        assert (caught.value.status, caught.value.code) == (503, "policies_unknown")
 
 
 def test_a_version_of_a_policy_may_be_pinned(start: Start, double: EngineDouble) -> None:

@@ -93,7 +93,7 @@ class PolicyServing:
         self._loads: dict[int, asyncio.Task[str]] = {}
         self._failures: Counter[int] = Counter()
         self._trials: dict[int, CanaryController] = {}
-        self._told: dict[int, str] = {}
+        self._reasons: dict[int, str] = {}
         self._decide_at: dict[int, float] = {}
         self._gates: dict[int, Gate] = {}
         self._evaluations: dict[int, asyncio.Task[None]] = {}
@@ -126,9 +126,9 @@ class PolicyServing:
             except LedgerUnavailable:
                 raise
             except (LedgerError, PolicyRefused) as error:  # somebody else has decided meanwhile, or it cannot be served
-                if self._told.get(policy.id) != str(error):
+                if self._reasons.get(policy.id) != str(error):
                     log.warning("policy_not_followed", policy=policy.name, reason=str(error))
-                self._told[policy.id] = str(error)
+                self._reasons[policy.id] = str(error)
         await self._spread()
 
     async def _read(self) -> None:

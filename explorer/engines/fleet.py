@@ -50,6 +50,9 @@ _WHOLE = 2**64
 #: How often a request has a version of a policy loaded: what was loaded may have made room for others by then.
 _LOADS = 3
 
+#: Less is how long ago a version was asked that is being asked: such versions make room last.
+_BEING_ASKED = 1e9
+
 
 class TrafficSplit(msgspec.Struct, frozen=True):
     """What a canary version gets: the share of the keys that it answers, and of those it gets shadow requests of."""
@@ -285,7 +288,7 @@ class FleetReplicas(Protocol):
         """Return when none has a request in flight on the engine, or on what it has of a policy's version."""
 
     async def idle_times(self, engine: Engine) -> Mapping[int, float]:
-        """For how many seconds each version of a policy has not been asked there; 0: it is being asked."""
+        """For how many seconds each version of a policy was not asked there; far below 0: it is being asked."""
 
 
 #: Has a version of a policy loaded by an engine that is ready; why that cannot be, empty where it can.
@@ -395,11 +398,14 @@ class Fleet:
             await self._replicas.wait_until_idle(engine, version)
 
     async def idle_times(self, engine: Engine) -> Mapping[int, float]:
-        """For how many seconds no process has asked each version of a policy there; 0: it is being asked."""
+        """For how many seconds no process asked each version of a policy there; far below 0: it is being asked."""
         now = time.monotonic()
         if self._replicas is not None:
             return await self._replicas.idle_times(engine)
-        return {each.version: 0.0 if each.in_flight else now - each.asked_at for each in engine.guests.values()}
+        return {
+            each.version: now - each.asked_at - (_BEING_ASKED if each.in_flight else 0)
+            for each in engine.guests.values()
+        }
 
     async def wait_for_state(self, engine: Engine, *states: EngineState) -> None:
         """Wait until the engine has one of these states."""

@@ -17,7 +17,7 @@ import structlog
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, least_busy
-from tuneloop.explorer.engines.model_routes import PolicyView
+from tuneloop.explorer.engines.model_routes import AdapterView, PolicyView
 from tuneloop.explorer.engines.vllm import EngineControl
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.versions.evaluation import AGAIN_S, evaluate_beside
@@ -56,8 +56,9 @@ log = structlog.get_logger()
 #: How often the lines are looked at, at most, and how often a trial is, in seconds.
 _LOOK_S, _DECIDE_S = 1.0, 5.0
 
-#: How often it is looked whether a version is idle, to make room, in seconds.
-_ROOM_S = 0.1
+#: How long a version that comes waits for the unloading of the one that made room, which may be in flight, in seconds;
+#: and how many may be in flight so.
+_UNLOAD_S, _MOST_UNLOADING = 0.5, 4
 
 #: How often engines may fail at a version before it is rejected.
 _FAILURES = 2
@@ -91,6 +92,7 @@ class PolicyServing:
         self._arriving: Counter[int] = Counter()
         self._locks = {engine.number: asyncio.Lock() for engine in places}
         self._loads: dict[int, asyncio.Task[str]] = {}
+        self._unloading: set[asyncio.Task[None]] = set()
         self._failures: Counter[int] = Counter()
         self._trials: dict[int, CanaryController] = {}
         self._reasons: dict[int, str] = {}
@@ -260,14 +262,14 @@ class PolicyServing:
         name = self._policies[policy].name
         try:
             probe = await verify_wanted(version, self._verifier, self._ledger)
-            bringing = (self._bring(engine, version, probe, waits=True) for engine in self._ready())
+            bringing = (self._bring(engine, version, probe) for engine in self._ready())
             failed = [each for each in await asyncio.gather(*bringing, return_exceptions=True) if each is not None]
             if failed and not any(number in engine.control.held for engine in self._places):
                 raise failed[0]
         except (CheckpointRejected, EngineError, LedgerUnavailable) as error:
             log.error("policy_version_not_loaded", policy=name, version=number, reason=str(error))
             replaced = isinstance(error, CheckpointRejected) and await self._is_replaced(version, policy, error)
-            return "" if replaced else f"version {number} of policy {name} cannot be loaded: {error}"
+            return "" if replaced else f"version {number} of policy {name} cannot be loaded; the service's log says why"
         await start_verifier_ahead()
         log.info("policy_version_loaded", policy=name, version=number, seconds=round(time.monotonic() - began, 3))
         return ""
@@ -325,11 +327,8 @@ class PolicyServing:
         names = {each.renaming.adapter_name for each in engine.control.held.values()}
         return len(names) >= self._settings.model.lora.resident
 
-    async def _bring(self, engine: Engine, version: Version, probe: Probe, *, waits: bool = False) -> None:
-        """Have an engine hold a version, proven. Raises EngineError and CheckpointRejected.
-
-        Where each version that it holds is being asked, it `waits` for one to be idle, or holds one more for a while.
-        """
+    async def _bring(self, engine: Engine, version: Version, probe: Probe) -> None:
+        """Have an engine hold a version, proven. Raises EngineError and CheckpointRejected."""
         control, number = engine.control, version.version
         self._arriving[number] += 1
         try:
@@ -337,25 +336,28 @@ class PolicyServing:
                 if version.is_base or number in control.held:
                     return
                 while self._is_full(engine):
-                    # What answers nobody makes room, or else what was not asked for longest.
+                    # What answers nobody makes room, or else what is not being asked, and was not for longest.
                     idle, answering = await self._fleet.idle_times(engine), self._answering()
                     idle_s = {each: (each not in answering, idle.get(each, math.inf)) for each in control.held}
-                    idle_s = {number: each for number, each in idle_s.items() if each[1] > 0}
-                    if not (idle_s or waits):
-                        break
-                    if not idle_s:
-                        await asyncio.sleep(_ROOM_S)
-                        continue
                     oldest = max(idle_s, key=idle_s.__getitem__)
                     adapter = control.held.pop(oldest)
-                    await self._fleet.set_state(engine, engine.state)
-                    waiting = self._fleet.wait_until_idle(engine, oldest)
-                    with suppress(TimeoutError):  # the engine ends what it has in flight all the same
-                        await asyncio.wait_for(waiting, self._settings.explorer.request_timeout)
-                    await control.let_go(adapter)
-                    log.info("policy_version_unloaded", version=oldest, engine=engine.number)
+                    await self._fleet.set_state(engine, engine.state)  # the workers choose it no more
+                    unloading = asyncio.create_task(self._unload(engine, adapter))
+                    self._unloading.add(unloading)
+                    unloading.add_done_callback(self._unloading.discard)
+                    await asyncio.wait([unloading], timeout=_UNLOAD_S)
+                while len(self._unloading) > _MOST_UNLOADING:
+                    await asyncio.wait(self._unloading, return_when=asyncio.FIRST_COMPLETED)
                 await control.hold(number, actor_of(version), probe)
                 self._brought[number] = version.policy
                 await self._fleet.set_state(engine, engine.state)  # the workers choose it from now on
         finally:
             self._arriving[number] -= 1
+
+    async def _unload(self, engine: Engine, adapter: AdapterView) -> None:
+        """Unload an adapter once no request is in flight for it."""
+        waiting = self._fleet.wait_until_idle(engine, adapter.version)
+        with suppress(TimeoutError):  # the engine ends what it has in flight all the same
+            await asyncio.wait_for(waiting, self._settings.explorer.request_timeout)
+        await engine.control.let_go(adapter)
+        log.info("policy_version_unloaded", version=adapter.version, engine=engine.number)

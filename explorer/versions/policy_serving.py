@@ -342,7 +342,7 @@ class PolicyServing:
                     oldest = max(idle_s, key=idle_s.__getitem__)
                     adapter = control.held.pop(oldest)
                     await self._fleet.set_state(engine, engine.state)  # the workers choose it no more
-                    unloading = asyncio.create_task(self._unload(engine, adapter))
+                    unloading = asyncio.create_task(self.unload(engine, adapter))
                     self._unloading.add(unloading)
                     unloading.add_done_callback(self._unloading.discard)
                     await asyncio.wait([unloading], timeout=_UNLOAD_S)
@@ -354,7 +354,7 @@ class PolicyServing:
         finally:
             self._arriving[number] -= 1
 
-    async def _unload(self, engine: Engine, adapter: AdapterView) -> None:
+    async def unload(self, engine: Engine, adapter: AdapterView) -> None:
         """Unload an adapter once no request is in flight for it."""
         waiting = self._fleet.wait_until_idle(engine, adapter.version)
         with suppress(TimeoutError):  # the engine ends what it has in flight all the same

@@ -159,8 +159,8 @@ def test_what_is_trained_is_served_and_a_reply_in_flight_ends_as_it_began(servic
     models = httpx.get(f"{service.url}/v1/models", timeout=60).json()["data"]
     assert [each["id"] for each in models] == [settings.served_model_name]
 
-    _kill_engine(service)
-    answered = wait_for(lambda: _version(service), timeout_s=240, why="the engine did not come back")
+    kill_engine(service)
+    answered = wait_for(lambda: version_of(service), timeout_s=240, why="the engine did not come back")
     assert answered == "2"
     assert distance(service, second) < NEAR
     assert ledger.reports.imbalance() == []
@@ -178,7 +178,7 @@ def test_an_adapter_that_the_engine_adds_to_no_layer_is_not_served_as_the_base(s
     ledger.close()
 
 
-def _kill_engine(service: Service) -> None:
+def kill_engine(service: Service) -> None:
     for pid in descendants(service.process.pid):
         words = command_of(pid)
         if "vllm.entrypoints.openai.api_server" in words and "tuneloop.explorer.engines.guard" not in words:
@@ -187,9 +187,10 @@ def _kill_engine(service: Service) -> None:
     raise AssertionError("there is no engine")
 
 
-def _version(service: Service) -> str | None:
+def version_of(service: Service, model: str | None = None) -> str | None:
+    """The version that answers now; None if none does."""
     try:
-        body = {"model": service.settings.served_model_name, "prompt": "hello", "max_tokens": 1}
+        body = {"model": model or service.settings.served_model_name, "prompt": "hello", "max_tokens": 1}
         reply = httpx.post(f"{service.url}/v1/completions", json=body, timeout=120)
     except httpx.TransportError:
         return None

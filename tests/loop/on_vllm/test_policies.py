@@ -18,6 +18,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.loop.harness.services import GPUS, Service, client_of_engine, ledger_of, wait_for, write_settings
+from tests.loop.on_vllm.test_adapters import kill_engine, version_of
 from tests.outboxes import exchanges_in
 from tests.trainer.factories import sample
 from tuneloop.shared.checkpoints import ACTOR, CheckpointStore
@@ -180,3 +181,17 @@ def test_an_adapter_that_made_room_is_loaded_again_when_it_is_asked(service: Ser
     assert reply.headers["x-tuneloop-version"] == str(number)
     assert distance(service, told["prompt_token_ids"], choice["token_ids"], logprobs, actor) < NEAR
     assert ledger.versions.of(policies["three"]).champion().state is VersionState.CHAMPION
+
+
+def test_after_the_engines_end_policies_answer_with_their_versions_again(service: Service, ledger: Ledger) -> None:
+    policies = {each.name: each.id for each in ledger.policies.all()}
+    kill_engine(service)
+    for name in ("one", "two", "three"):
+        champion = ledger.versions.of(policies[name]).champion()
+        answered = wait_for(partial(version_of, service, name), timeout_s=240, why="the engine did not come back")
+        assert answered == str(champion.version)
+        told = (reply := ask(service, name)).json()
+        [choice] = told["choices"]
+        logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
+        off = distance(service, told["prompt_token_ids"], choice["token_ids"], logprobs, champion.path / ACTOR)
+        assert (off < NEAR, reply.headers["x-tuneloop-attested"]) == (True, "fingerprint")

@@ -386,6 +386,11 @@ def test_a_policy_that_begins_with_an_adapter_shares_it(start: Start, double: En
     number = promoted(explorer, other)
     assert explorer.chat(model="other").headers["x-tuneloop-version"] == str(number)
     assert explorer.chat(model="one").headers["x-tuneloop-version"] == str(parent)
+    into = explorer.ledger.policies.promote(one, by="tests")
+    until(explorer, into, VersionState.CHAMPION)
+    eventually(lambda: explorer.version() == into)
+    assert double.chats[-1].weights.parent.name == f"global_step_{parent}"
+    assert len(double.adapters) == 2, "the default policy shares it, too"
 
 
 def test_a_canary_answers_its_share_of_the_keys_on_one_engine(start: Start, double: EngineDouble) -> None:

@@ -85,6 +85,7 @@ class PolicyServing:
         self._interval_s = min(settings.explorer.service_status_check_interval, _LOOK_S)
         #: What the workers know; None: nothing yet.
         self.views: list[PolicyView] | None = None
+        self._reading = asyncio.Lock()
         self._policies: dict[int, Policy] = {}
         self._lines: dict[int, list[Version]] = {}
         #: The policy of each version that was brought to an engine.
@@ -135,29 +136,30 @@ class PolicyServing:
 
     async def _read(self) -> None:
         """Bring what the workers know of policies up to date."""
-        policies = await asyncio.to_thread(self._ledger.policies.all)
-        self._lines = await asyncio.to_thread(self._ledger.versions.lines)
-        self._policies = {each.id: each for each in policies if each.id != DEFAULT}
-        views = []
-        for policy in self._policies.values():
-            line = {each.state: each for each in self._lines[policy.id]}
-            champion, canary, trial = line[VersionState.CHAMPION], line.get(VersionState.CANARY), None
-            if canary is not None:
-                line_of = self._ledger.versions.of(policy.id)
-                trial = await asyncio.to_thread(current_trial, line_of, self._settings.rollout)
-            view = PolicyView(
-                id=policy.id,
-                name=policy.name,
-                tenant=policy.tenant,
-                champion=champion.version,
-                versions={each.version: each.is_base for each in (champion, canary) if each is not None},
-                canary=canary and canary.version,
-                share=trial.share if trial and trial.mode != "shadow" else 0.0,
-            )
-            views.append(view)
-        if views != self.views:
-            self.views = views
-            await self._fleet.set_policies(views)
+        async with self._reading:  # else an older view could come last
+            policies = await asyncio.to_thread(self._ledger.policies.all)
+            self._lines = await asyncio.to_thread(self._ledger.versions.lines)
+            self._policies = {each.id: each for each in policies if each.id != DEFAULT}
+            views = []
+            for policy in self._policies.values():
+                line = {each.state: each for each in self._lines[policy.id]}
+                champion, canary, trial = line[VersionState.CHAMPION], line.get(VersionState.CANARY), None
+                if canary is not None:
+                    line_of = self._ledger.versions.of(policy.id)
+                    trial = await asyncio.to_thread(current_trial, line_of, self._settings.rollout)
+                view = PolicyView(
+                    id=policy.id,
+                    name=policy.name,
+                    tenant=policy.tenant,
+                    champion=champion.version,
+                    versions={each.version: each.is_base for each in (champion, canary) if each is not None},
+                    canary=canary and canary.version,
+                    share=trial.share if trial and trial.mode != "shadow" else 0.0,
+                )
+                views.append(view)
+            if views != self.views:
+                self.views = views
+                await self._fleet.set_policies(views)
 
     async def _follow(self, policy: Policy) -> None:
         line = self._lines[policy.id]

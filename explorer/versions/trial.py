@@ -158,7 +158,8 @@ class CanaryController:
         for number in versions:
             now, then = (counts.get(str(number), Share()) for counts in (failures, self._before))
             counted = counts_of(mine := copies if number == self._tried else [])
-            counted |= {"asked": now.of - then.of, "failed": now.found - then.found}
+            # Of more versions than have series of their own, counts begin anew.
+            counted |= {"asked": max(0, now.of - then.of), "failed": max(0, now.found - then.found)}
             if any(counted.values()):
                 until = steady_clock() + _KEPT_S
                 await asyncio.to_thread(self._ledger.explorers.add, _scope(began, number), counted, until=until)

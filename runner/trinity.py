@@ -107,7 +107,7 @@ def find(values: Mapping[str, Any], name: str) -> Any:
     return place
 
 
-def take(values: dict[str, Any], name: str) -> Any:
+def pop_option(values: dict[str, Any], name: str) -> Any:
     """The value of an option, which is out of the file then, as is a section that has nothing else."""
     section, _, last = name.rpartition(".")
     place = find(values, section) if section else values
@@ -115,11 +115,11 @@ def take(values: dict[str, Any], name: str) -> Any:
         return None
     found = place.pop(last)
     if section and not place:
-        take(values, section)
+        pop_option(values, section)
     return found
 
 
-def put(values: dict[str, Any], name: str, value: Any) -> None:
+def write(values: dict[str, Any], name: str, value: Any) -> None:
     """Write an option, unless it is written already."""
     *sections, last = name.split(".")
     for each in sections:
@@ -161,6 +161,7 @@ def translate(values: dict[str, Any], *, tasks: bool) -> tuple[list[str], list[t
     reading.divergence()
     reading.optimizer()
     reading.adapter()
+    reading.pipelines()
     return reading.ignored, reading.problems
 
 
@@ -184,51 +185,51 @@ class _Translation:
     def batches(self) -> None:
         """Of how many experiences a step is, of how many runs a group, and where they come from."""
         values = self._values
-        tasks, repeat = number(take(values, "buffer.batch_size")), take(values, "algorithm.repeat_times")
+        tasks, repeat = number(pop_option(values, "buffer.batch_size")), pop_option(values, "algorithm.repeat_times")
         runs = int(number(repeat) or 1)
         if repeat is not None and self._kind in OF_GROUPS and find(values, "buffer.group_by") is None:
             if runs < 2:
                 sentence = f"{self._kind} compares the runs of a task with each other and needs at least 2; not {runs}"
                 self.problems.append(("algorithm.repeat_times", sentence))
-            put(values, "buffer.group_by", "task")
-            put(values, "buffer.group_size", max(runs, 2))
+            write(values, "buffer.group_by", "task")
+            write(values, "buffer.group_size", max(runs, 2))
         if tasks is not None:
-            put(values, "buffer.train_batch_size", int(tasks) * runs)
-        if (steps := take(values, "buffer.total_steps")) is not None:
-            put(values, "trainer.total_steps", steps)
+            write(values, "buffer.train_batch_size", int(tasks) * runs)
+        if (steps := pop_option(values, "buffer.total_steps")) is not None:
+            write(values, "trainer.total_steps", steps)
         store = "buffer.trainer_input.experience_buffer."
         kind, path = find(values, f"{store}storage_type"), find(values, f"{store}path")
         of_set = kind == "file" and (self._mode not in {"both", "colocate"} or self._kind in {"sft", "dpo"})
         if of_set or (kind is None and path and "://" not in str(path) and find(values, f"{store}format")):
             self.problems.append((f"{store}{'path' if kind is None else 'storage_type'}", A_TRAINING_SET))
-            take(values, f"{store}path")
-            put(values, "buffer.group_by", "task" if self._kind == "dpo" else "none")
-        if kind in {"queue", "file"} and take(values, f"{store}path") is not None:  # where Trinity keeps a copy
+            pop_option(values, f"{store}path")
+            write(values, "buffer.group_by", "task" if self._kind == "dpo" else "none")
+        if kind in {"queue", "file"} and pop_option(values, f"{store}path") is not None:  # where Trinity keeps a copy
             self.ignored.append(f"{store}path")
-        if kind == "queue" and take(values, f"{store}storage_type"):
+        if kind == "queue" and pop_option(values, f"{store}storage_type"):
             self.ignored.append(f"{store}storage_type: queue")
         prompt, reply = (number(find(values, f"model.max_{each}_tokens")) for each in ("prompt", "response"))
         if prompt and reply:
-            put(values, "model.max_model_len", int(prompt + reply))
+            write(values, "model.max_model_len", int(prompt + reply))
 
     def intervals(self) -> None:
         """Trinity hands weights over by one interval, and keeps them by another."""
         values = self._values
-        handed, method = (take(values, f"synchronizer.sync_{each}") for each in ("interval", "method"))
+        handed, method = (pop_option(values, f"synchronizer.sync_{each}") for each in ("interval", "method"))
         if method not in {None, "checkpoint"}:
             self.ignored.append(f"synchronizer.sync_method: {method} (versions are handed over as checkpoints)")
         if handed is None and self._tasks:
             handed = 1
         if handed is not None:
-            kept = take(values, "trainer.save_interval")
-            put(values, "trainer.save_interval", handed)
+            kept = pop_option(values, "trainer.save_interval")
+            write(values, "trainer.save_interval", handed)
             if (number(kept) or 0) > 0:
-                put(values, "trainer.keep_interval", kept)
+                write(values, "trainer.keep_interval", kept)
 
     def losses(self) -> None:
         """The loss of the policy, its entropy, and advantages."""
         values, kind = self._values, self._kind
-        loss, own_loss = take(values, "algorithm.policy_loss_fn"), {"raft": "sft"}.get(kind, "ppo")
+        loss, own_loss = pop_option(values, "algorithm.policy_loss_fn"), {"raft": "sft"}.get(kind, "ppo")
         if kind == "grpo" and loss in {"gspo", "cispo"}:
             self._kind = values["algorithm"]["algorithm_type"] = loss
         elif loss not in {None, kind, own_loss}:
@@ -239,96 +240,112 @@ class _Translation:
         ours = {each: each for each in ("clip_range", "clip_range_high", "loss_agg_mode")}
         ours |= {"clip_range_low": "clip_range", "clip_ratio_c": "dual_clip"}
         self._arguments("algorithm.policy_loss_fn_args", ours)
-        if take(values, "algorithm.entropy_loss_fn") == "none":
-            take(values, "algorithm.entropy_loss_fn_args")
-            put(values, "algorithm.entropy_coef", 0)
+        if pop_option(values, "algorithm.entropy_loss_fn") == "none":
+            pop_option(values, "algorithm.entropy_loss_fn_args")
+            write(values, "algorithm.entropy_coef", 0)
         self._arguments("algorithm.entropy_loss_fn_args", {"entropy_coef": "entropy_coef"})
-        advantage = take(values, "algorithm.advantage_fn")
+        advantage = pop_option(values, "algorithm.advantage_fn")
         if advantage not in {None, kind, _OWN_ADVANTAGES.get(kind)}:
             self.ignored.append(f"algorithm.advantage_fn: {advantage}")
         if find(values, "algorithm.advantage_fn_args.std_cal_level") in {"batch", "group"}:
-            put(values, "algorithm.group.scale", take(values, "algorithm.advantage_fn_args.std_cal_level"))
+            write(values, "algorithm.group.scale", pop_option(values, "algorithm.advantage_fn_args.std_cal_level"))
         self._arguments("algorithm.advantage_fn_args", {"gamma": "gamma", "lam": "lam"})
-        most = take(values, "algorithm.sample_strategy_args.max_staleness")
-        if most is not None and take(values, "algorithm.sample_strategy") == "staleness_control":
-            put(values, "trainer.max_staleness", most)
-        critic = take(values, "trainer.trainer_config.critic.optim.lr")
+        most = pop_option(values, "algorithm.sample_strategy_args.max_staleness")
+        if most is not None and pop_option(values, "algorithm.sample_strategy") == "staleness_control":
+            write(values, "trainer.max_staleness", most)
+        critic = pop_option(values, "trainer.trainer_config.critic.optim.lr")
         if critic is not None and kind == "ppo":
-            put(values, "algorithm.critic_optimizer.lr", critic)
+            write(values, "algorithm.critic_optimizer.lr", critic)
 
     def divergence(self) -> None:
         """The divergence from the base model: in the loss, or in the reward."""
         values = self._values
-        penalty, divergence = (take(values, f"algorithm.kl_{each}_fn") for each in ("penalty", "loss"))
+        penalty, divergence = (pop_option(values, f"algorithm.kl_{each}_fn") for each in ("penalty", "loss"))
         in_reward = penalty not in {None, "none"}
         counting, other = ("penalty", "loss") if in_reward else ("loss", "penalty")
         if in_reward:
-            put(values, "algorithm.kl_in", "reward")
+            write(values, "algorithm.kl_in", "reward")
             self.ignored += [f"algorithm.kl_loss_fn: {divergence}"] * (divergence not in {None, "none"})
         estimator = penalty if in_reward else divergence
-        take(values, f"algorithm.kl_{other}_fn_args")
+        pop_option(values, f"algorithm.kl_{other}_fn_args")
         if estimator == "none":
-            put(values, "algorithm.kl_coef", 0)
-            take(values, "algorithm.kl_loss_fn_args")
+            write(values, "algorithm.kl_coef", 0)
+            pop_option(values, "algorithm.kl_loss_fn_args")
         elif estimator in _ESTIMATORS:
-            put(values, "algorithm.kl_estimator", _ESTIMATORS[estimator])
+            write(values, "algorithm.kl_estimator", _ESTIMATORS[estimator])
         elif estimator is not None:
             self.ignored.append(f"algorithm.kl_{counting}_fn: {estimator}")
         self._arguments(f"algorithm.kl_{counting}_fn_args", {"kl_coef": "kl_coef"})
         if self._is_trinitys and self._kind in {"gspo", "cispo"}:  # Trinity's default, where the papers have none
-            put(values, "algorithm.kl_coef", 0.001)
+            write(values, "algorithm.kl_coef", 0.001)
 
     def _arguments(self, name: str, ours: Mapping[str, str]) -> None:
         """Arguments of one of Trinity's functions, by our options of `algorithm`."""
-        given = take(self._values, name)
+        given = pop_option(self._values, name)
         for argument, value in given.items() if isinstance(given, dict) else ():
             if argument in ours and value is not None:
-                put(self._values, f"algorithm.{ours[argument]}", value)
+                write(self._values, f"algorithm.{ours[argument]}", value)
             elif value is not None and value is not False and (argument, number(value)) != ("epsilon", 1e-6):
                 self.ignored.append(f"{name}.{argument}")
 
     def optimizer(self) -> None:
         """The learning rate's course: there is a warm-up here, and no decay."""
         values, at = self._values, "algorithm.optimizer."
-        warmup, ratio = number(find(values, f"{at}lr_warmup_steps")), number(take(values, f"{at}lr_warmup_steps_ratio"))
+        warmup, ratio = (
+            number(find(values, f"{at}lr_warmup_steps")),
+            number(pop_option(values, f"{at}lr_warmup_steps_ratio")),
+        )
         if warmup is not None and warmup < 0:
-            take(values, f"{at}lr_warmup_steps")
+            pop_option(values, f"{at}lr_warmup_steps")
             warmup = None
         if ratio and warmup is None:
             steps = number(find(values, "trainer.total_steps"))
             if steps is None:
                 self.ignored.append(f"{at}lr_warmup_steps_ratio (trainer.total_steps is not written)")
             else:
-                put(values, f"{at}lr_warmup_steps", int(ratio * steps))
-        courses = [take(values, f"{at}{each}") for each in ("warmup_style", "lr_scheduler_type")]
+                write(values, f"{at}lr_warmup_steps", int(ratio * steps))
+        courses = [pop_option(values, f"{at}{each}") for each in ("warmup_style", "lr_scheduler_type")]
         course = next((each for each in courses if each is not None), "constant")
-        least = take(values, f"{at}min_lr_ratio")
+        least = pop_option(values, f"{at}min_lr_ratio")
         if course != "constant":
             self.ignored.append(f"{at}lr_scheduler_type: {course}")
             self.ignored += [f"{at}min_lr_ratio"] * (least is not None)
         for name, same in ((f"{at}weight_decay", 0.0), (f"{at}clip_grad", 1.0), ("trainer.grad_clip", 1.0)):
-            written = take(values, name)
+            written = pop_option(values, name)
             if written is not None and number(written) != same:
                 self.ignored.append(f"{name}: {written}")
 
     def adapter(self) -> None:
         """A low-rank adapter, by Trinity's own training or by Tinker's."""
         values = self._values
-        adapters, tinker = take(values, "model.lora_configs"), take(values, "model.tinker")
+        adapters, tinker = pop_option(values, "model.lora_configs"), pop_option(values, "model.tinker")
         if isinstance(tinker, dict) and tinker.get("enable") not in {None, False, "false"}:
-            put(values, "model.lora.rank", tinker.get("rank") or 16)
+            write(values, "model.lora.rank", tinker.get("rank") or 16)
             attention, mlp = (tinker.get(each) is not False for each in ("train_attn", "train_mlp"))
-            put(values, "model.lora.targets", [*ATTENTION * attention, *MLP * mlp])
+            write(values, "model.lora.targets", [*ATTENTION * attention, *MLP * mlp])
             known = {"enable", "rank", "train_attn", "train_mlp"}
             self.ignored += [f"model.tinker.{each}" for each in tinker if each not in known]
         elif isinstance(adapters, list) and adapters and isinstance(adapters[0], dict):
             first = adapters[0]
-            put(values, "model.lora.rank", first.get("lora_rank") or 32)
-            put(values, "model.lora.alpha", first.get("lora_alpha") or 32)
+            write(values, "model.lora.rank", first.get("lora_rank") or 32)
+            write(values, "model.lora.alpha", first.get("lora_alpha") or 32)
             if (targets := first.get("target_modules") or "all-linear") != "all-linear":
-                put(values, "model.lora.targets", targets if isinstance(targets, list) else [targets])
+                write(values, "model.lora.targets", targets if isinstance(targets, list) else [targets])
             known = {"name", "lora_rank", "lora_alpha", "target_modules"}
             self.ignored += [f"model.lora_configs.{each}" for each in first if each not in known]
+
+    def pipelines(self) -> None:
+        """What Trinity makes of tasks and of sampled replies before a step, which nothing does here."""
+        for kind, unchanged in (("task", "tasks are run"), ("experience", "replies are trained on")):
+            at = f"data_processor.{kind}_pipeline"
+            steps = find(self._values, f"{at}.operators")
+            named = (
+                [str(each.get("name")) for each in steps if isinstance(each, dict)] if isinstance(steps, list) else []
+            )
+            if "mask_response_truncated" in named:  # so it is here, unless the reward's rule says otherwise
+                named.remove("mask_response_truncated")
+                write(self._values, "reward.unfinished_runs", "ignore")
+            self.ignored += [f"{at}: {', '.join(named)} ({unchanged} without)"] * bool(named)
 
 
 #: What the linear layers of attention and of the feed-forward part are called.

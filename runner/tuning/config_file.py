@@ -284,7 +284,7 @@ class _FileReader:
 
     def _take(self, name: str) -> Any:
         """The value of an option, which is out of the file then; None if it is not there."""
-        return trinity.take(self._left, name)
+        return trinity.pop_option(self._left, name)
 
 
 def _names_in(options: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -276,3 +276,21 @@ def test_what_a_task_set_says_reaches_the_tasks(tmp_path):
 def test_a_model_folder_of_ones_own_is_served(tmp_path):
     folder = write_model(tmp_path / "model")
     assert service(tmp_path, {"model.model_path": str(folder)}).valid_settings().served_model_name == str(folder)
+
+
+def test_what_pipelines_would_make_of_tasks_and_replies_is_named(tmp_path):
+    def step(*names: str) -> dict[str, Any]:
+        return {"operators": [{"name": each} for each in names]}
+
+    made = step("dapo_dynamic_sampling", "mask_response_truncated", "reward_shaping_mapper")
+    changes = {"data_processor": {"task_pipeline": step("llm_difficulty_score_filter"), "experience_pipeline": made}}
+    file, of_tune = tuned(tmp_path, changes)
+    found = service(tmp_path, changes)
+    tasks = "data_processor.task_pipeline: llm_difficulty_score_filter (tasks are run without)"
+    replies = "data_processor.experience_pipeline: dapo_dynamic_sampling, reward_shaping_mapper"
+    for warning in (found.warning, file.warning):
+        assert tasks in warning
+        assert f"{replies} (replies are trained on without)" in warning
+    assert found.settings.reward.unfinished_runs == of_tune.settings.reward.unfinished_runs == "ignore"
+    assert file.settings["reward"] == {"unfinished_runs": "ignore"}
+    assert "data_processor." not in service(tmp_path, {"data_processor": {}}).warning

@@ -19,7 +19,7 @@ from tuneloop.shared.logging import JSON_VARIABLE, LEVEL_VARIABLE, LogLevel
 from tuneloop.shared.operations.engines import plugin_sentence
 from tuneloop.shared.settings.base_model import missing_downloads, require_trainable, routing_note
 from tuneloop.shared.settings.database_url import without_password
-from tuneloop.shared.settings.hardware import idle_sentence, placement_sentence
+from tuneloop.shared.settings.hardware import count_gpus, idle_sentence, missing_gpus, placement_sentence
 from tuneloop.shared.settings.loader import read_settings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.versions import GateSettings
@@ -81,7 +81,8 @@ def notes_on(settings: Settings) -> list[str]:
     unbounded = settings.algorithm.unbounded if settings.mode != "serve" else None
     attached = settings.mode != "train" and settings.explorer.rollout_model.engine_urls
     plugin = attached and f"{plugin_sentence(of_others=True)}. `tuneloop doctor` says which engines have the plugin"
-    notes = [find_ignored_feedback(settings), unbounded, routing_note(settings), idle_sentence(settings), plugin]
+    gpus = missing_gpus(settings, gpus_here=count_gpus())
+    notes = [gpus, find_ignored_feedback(settings), unbounded, routing_note(settings), idle_sentence(settings), plugin]
     return [*missing_downloads(settings), *(note for note in notes if note)]
 
 

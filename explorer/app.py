@@ -177,6 +177,7 @@ def _add_routes(app: FastAPI) -> None:
 
     @probe("/health")
     @probe("/health/live")
+    @probe("/api/hello")  # Claude Code asks it whether it is connected, and reads the status alone
     @probe(f"{TRINITY}/health")
     async def live() -> Response:
         return JSONResponse({"status": "live"})

@@ -155,12 +155,13 @@ _ROUTES: dict[tuple[str, str], Scopes] = {
     ("GET", "/openapi.json"): OPEN,
     ("GET", "/health"): OPEN,
     ("GET", "/health/live"): OPEN,
+    ("GET", "/api/hello"): OPEN,
     ("GET", "/health/ready"): OPEN,
     ("GET", "/ping"): OPEN,
     ("POST", "/ping"): OPEN,
 }
 
-_PROBES = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
+_PROBES = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/api/hello"})
 
 #: The page decides by its sessions who may see it: a browser sends no key.
 PAGE = "/ui"

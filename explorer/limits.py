@@ -1,15 +1,11 @@
 """The limits of a worker: on its connections, on requests in flight, on held bytes, and on what each key takes.
 
-And those of a reply: whether it was cut off at its limit of tokens, whatever the engine calls its end. vLLM says
-`tool_calls` of a reply in which its parser finds a call, also where the limit ended it within that call.
-
 A key has a bucket for each rate, which fills again in a minute. Tokens are counted when they have come: a bucket may go
 below nothing, and then nobody is let in before it is filled again. Other workers of the service take from the same key:
 what they took is subtracted a moment later.
 """
 
 import asyncio
-import json
 import math
 import os
 import resource
@@ -18,15 +14,12 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tuneloop.shared.errors import RequestRefused
-from tuneloop.shared.experience import ReplyLimit
 from tuneloop.shared.ledger.keys import KeyLimits
-from tuneloop.shared.settings.settings import Settings
 
 if TYPE_CHECKING:
     from tuneloop.explorer.transcript import Transcript
@@ -403,28 +396,3 @@ class Admission:
 
 def _tenant_of(caller: str) -> str:
     return caller.partition("/")[0]
-
-
-def limit_of(settings: Settings) -> ReplyLimit:
-    """What the model's folder and the settings say of every reply."""
-    folder, ends = settings.model.model_path, set[int]()
-    config, length = _read(folder / "config.json"), settings.model.max_model_len
-    for each in (config, config.get("text_config") or {}, _read(folder / "generation_config.json")):
-        named = each.get("eos_token_id")
-        ends |= {number for number in (named if isinstance(named, list) else [named]) if isinstance(number, int)}
-    tokenizer = _read(folder / "tokenizer_config.json")
-    token = tokenizer.get("eos_token")
-    text = token.get("content") if isinstance(token, dict) else token
-    added = [(int(number), each) for number, each in (tokenizer.get("added_tokens_decoder") or {}).items()]
-    added = added or [(each["id"], each) for each in _read(folder / "tokenizer.json").get("added_tokens") or ()]
-    ends |= {number for number, each in added if each.get("content") == text}
-    context = length or (config.get("text_config") or config).get("max_position_embeddings")
-    return ReplyLimit(frozenset(ends), context if isinstance(context, int) else None)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is none."""
-    with suppress(OSError, ValueError):
-        if isinstance(found := json.loads(file.read_bytes()), dict):
-            return found
-    return {}

@@ -261,7 +261,7 @@ class MessagesDialect(Dialect):
         """See Dialect."""
         thinking = body.get("thinking") or {}
         budget = () if self._thinks or thinking.get("type") != "enabled" else ("thinking.budget_tokens",)
-        return *(f"tools.{each}" for each in messages.hosted_tools(body)), *budget
+        return *(f"tools.{each}" for each in messages.anthropic_tools(body)), *budget
 
     def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
         """See Dialect."""
@@ -435,7 +435,7 @@ class SystemTurns:
 
     async def merge_counted(self, body: Json) -> tuple[Json, int]:
         """The same of a request that counts the tokens of Anthropic's messages."""
-        if messages.hosted_tools(body):
+        if messages.anthropic_tools(body):
             body = body | {"tools": messages.own_tools(body)}
         turns = body.get("messages")
         if not isinstance(turns, list) or not any(

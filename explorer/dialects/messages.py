@@ -204,7 +204,7 @@ class MessagesRequest(BaseModel):
         return self
 
 
-def hosted_tools(body: Json) -> list[str]:
+def anthropic_tools(body: Json) -> list[str]:
     """The types of the tools that Anthropic describes itself, and runs or knows the schema of: no model here does."""
     tools = body["tools"] if isinstance(body.get("tools"), list) else ()
     return list(dict.fromkeys(str(tool["type"]) for tool in tools if _is_hosted(tool)))
@@ -214,7 +214,7 @@ def own_tools(body: Json) -> list[Any]:
     """The other tools. Raises RequestRefused where there are none: what is asked cannot be done without."""
     if found := [tool for tool in body["tools"] if not _is_hosted(tool)]:
         return found
-    why = f"{' and '.join(hosted_tools(body))}: such tools run at Anthropic, no model here can call them"
+    why = f"{' and '.join(anthropic_tools(body))}: such tools run at Anthropic, no model here can call them"
     raise RequestRefused(why, code="unsupported", param="tools")
 
 
@@ -239,7 +239,7 @@ def parse_messages_request(body: Json) -> MessagesRequest:
 
 def to_chat(body: Json) -> Json:
     """The equivalent chat completions request. Raises RequestRefused for a body that vLLM would not accept."""
-    request = parse_messages_request(body | {"tools": own_tools(body)} if hosted_tools(body) else body)
+    request = parse_messages_request(body | {"tools": own_tools(body)} if anthropic_tools(body) else body)
     metadata, thinking, config = request.metadata, request.thinking, request.output_config
     turns = [each for turn in request.messages for each in _messages(turn)]
     if request.messages and all(each["role"] == "system" for each in turns):  # of empty text alone

@@ -40,7 +40,7 @@ from tuneloop.explorer.http.bodies import (
     parse_body,
     wrong_type,
 )
-from tuneloop.explorer.limits import RequestMeter, limit_of
+from tuneloop.explorer.limits import RequestMeter
 from tuneloop.explorer.proxy.media import MediaFetcher, with_own_uuids
 from tuneloop.explorer.proxy.side_requests import device_of, is_side_request
 from tuneloop.explorer.recorder import CaptureChoice
@@ -48,6 +48,7 @@ from tuneloop.explorer.transcript import ReplyIdSigner, Sampling
 from tuneloop.shared import engine_flags
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import LENGTHS, Stamp, person_name, stamp, steady_clock, trace_keys
+from tuneloop.shared.settings.base_model import limit_of
 from tuneloop.shared.settings.feedback import TenantSettings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.spans import RequestTrace

@@ -203,6 +203,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/metrics"): Operation(_SERVICE, "Metrics, in Prometheus' format or as JSON", "metrics.md"),
     ("GET", "/health"): Operation(_SERVICE, "The service lives", "operations.md"),
     ("GET", "/health/live"): Operation(_SERVICE, "The service lives", "operations.md"),
+    ("GET", "/api/hello"): Operation(_SERVICE, "The service lives", "messages.md"),
     ("GET", "/health/ready"): Operation(
         _SERVICE, "An engine answers, and disk and database can take records", "operations.md"
     ),

@@ -1,4 +1,4 @@
-"""Whether the base model is one that the trainer trains. Its files are looked at, nothing of it is loaded."""
+"""What the base model's files say: whether the trainer trains it, and where replies end. Nothing of it is loaded."""
 
 import json
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.shared.errors import EnvironmentRefused, SettingsError
+from tuneloop.shared.experience import ReplyLimit
 from tuneloop.shared.settings.hub_cache import download_sentence
 from tuneloop.shared.settings.settings import Settings
 
@@ -111,10 +112,8 @@ def _problems(settings: Settings, folder: Path) -> Iterator[str]:
 
 def _config(folder: Path) -> Mapping[str, Any]:
     """The configuration of the text; empty where there is none that can be read."""
-    with suppress(OSError, ValueError):
-        if isinstance(config := json.loads((folder / "config.json").read_bytes()), dict):
-            return (config.get("text_config") or {}) | config
-    return {}
+    config = _read(folder / "config.json")
+    return (config.get("text_config") or {}) | config
 
 
 def _names(folder: Path) -> Iterator[str]:
@@ -146,3 +145,28 @@ def _quantisation(config: Mapping[str, Any], folder: Path) -> str | None:
         if section := config.get(name):
             return str(section.get("quant_method", name) if isinstance(section, dict) else name)
     return next((name for name in _QUANTISED_BESIDE if (folder / name).exists()), None)
+
+
+def limit_of(settings: Settings) -> ReplyLimit:
+    """What the model's folder and the settings say of every reply."""
+    folder, ends = settings.model.model_path, set[int]()
+    config, length = _read(folder / "config.json"), settings.model.max_model_len
+    for each in (config, config.get("text_config") or {}, _read(folder / "generation_config.json")):
+        named = each.get("eos_token_id")
+        ends |= {number for number in (named if isinstance(named, list) else [named]) if isinstance(number, int)}
+    tokenizer = _read(folder / "tokenizer_config.json")
+    token = tokenizer.get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    added = [(int(number), each) for number, each in (tokenizer.get("added_tokens_decoder") or {}).items()]
+    added = added or [(each["id"], each) for each in _read(folder / "tokenizer.json").get("added_tokens") or ()]
+    ends |= {number for number, each in added if each.get("content") == text}
+    context = length or (config.get("text_config") or config).get("max_position_embeddings")
+    return ReplyLimit(frozenset(ends), context if isinstance(context, int) else None)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is none."""
+    with suppress(OSError, ValueError):
+        if isinstance(found := json.loads(file.read_bytes()), dict):
+            return found
+    return {}

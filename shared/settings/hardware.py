@@ -81,22 +81,27 @@ def explorer_workers_of(settings: Settings) -> int:
     return max(1, min(_MOST_WORKERS * engines, len(os.sched_getaffinity(0)) // 4))
 
 
+def missing_gpus(settings: Settings, *, gpus_here: int) -> str | None:
+    """Which GPUs of the settings this machine lacks; None where none are missing, or others' are used."""
+    cluster = settings.cluster
+    if settings.explorer.rollout_model.engine_urls or cluster.node_num > 1 or gpus_here >= cluster.gpu_per_node:
+        return None
+    there = (
+        f"there are {gpus_here} GPUs here" if gpus_here else "there is no GPU here: all runs on the CPU, slowly, and"
+    )
+    counts = "" if gpus_here else " tensor_parallel_size counts as 1"
+    return f"cluster.gpu_per_node is {cluster.gpu_per_node}, but {there}{counts}"
+
+
 def fit_to_machine(settings: Settings, *, gpus_here: int) -> Settings:
     """The settings as they can be run here: without a GPU everything runs on the CPU, each engine as one process."""
     rollout = settings.explorer.rollout_model
-    elsewhere = rollout.engine_urls or settings.cluster.node_num > 1
-    if settings.mode == "train" and settings.cluster.node_num == 1 and 0 < gpus_here < settings.cluster.gpu_per_node:
-        sentence = f"cluster.gpu_per_node is {settings.cluster.gpu_per_node}, but there are {gpus_here} GPUs here"
-        log.warning("fewer_gpus", sentence=sentence)
+    if (sentence := missing_gpus(settings, gpus_here=gpus_here)) is None or (gpus_here and settings.mode != "train"):
+        return settings
+    log.warning("fewer_gpus" if gpus_here else "no_gpu", sentence=sentence)
+    if gpus_here:
         cluster = settings.cluster.model_copy(update={"gpu_per_node": gpus_here})
         return settings.model_copy(update={"cluster": cluster})
-    if gpus_here or elsewhere or not settings.cluster.gpu_per_node:
-        return settings
-    log.warning(
-        "no_gpu",
-        sentence=f"cluster.gpu_per_node is {settings.cluster.gpu_per_node}, but there is no GPU here: all runs on the "
-        "CPU, slowly, and tensor_parallel_size counts as 1",
-    )
     explorer = settings.explorer.model_copy(
         update={"rollout_model": rollout.model_copy(update={"tensor_parallel_size": 1})}
     )

@@ -15,6 +15,7 @@ from tuneloop.cli.main import refuse_foreign_packages
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.ledger.storage.revisions import newest
+from tuneloop.shared.settings.hardware import count_gpus
 
 TRINITY = Path(__file__).parent.parent / "fixtures" / "trinity"
 
@@ -78,6 +79,7 @@ def test_validate_says_what_it_understood_of_an_explorer(tmp_path):
     code, out, error = tuneloop("validate", TRINITY / "explorer.yaml", *own, cwd=tmp_path)
     lines = {line[2:20].strip(): line[21:] for line in out.splitlines()[1:]}
     assert (code, error) == (0, "")
+    assert ("there is no GPU here: all runs on the CPU" in lines.pop("note", "")) is (count_gpus() == 0)
     assert lines == {
         "mode": "serve",
         "job folder": f"{tmp_path}/checkpoints/test/test",

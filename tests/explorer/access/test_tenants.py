@@ -78,6 +78,7 @@ ROWS: dict[tuple[str, str], set[Scope]] = {
     ("GET", "/openapi.json"): set(),
     ("GET", "/health"): set(),
     ("GET", "/health/live"): set(),
+    ("GET", "/api/hello"): set(),
     ("GET", "/health/ready"): set(),
     ("GET", "/ping"): set(),
     ("POST", "/ping"): set(),

@@ -9,8 +9,8 @@ import pytest
 from tests.doubles.engine import CHAT, EngineDouble
 from tests.explorer.dialects.test_dialects import ASKED, MESSAGES, RESPONSES, events
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
-from tuneloop.explorer.limits import limit_of
 from tuneloop.shared.experience import ReplyLimit
+from tuneloop.shared.settings.base_model import limit_of
 
 pytestmark = pytest.mark.contract
 

@@ -56,7 +56,7 @@ def test_all_methods_of_a_path_are_named(explorer: RunningExplorer, method: str,
 
 
 def test_health_may_be_asked_without_a_body(explorer: RunningExplorer) -> None:
-    for path in ("/health", "/health/live", "/health/ready"):
+    for path in ("/health", "/health/live", "/health/ready", "/api/hello"):
         answer = explorer.http.head(path)
         assert (answer.status_code, answer.content) == (200, b"")
 

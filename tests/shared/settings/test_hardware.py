@@ -5,7 +5,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tuneloop.shared.settings import hardware
-from tuneloop.shared.settings.hardware import explorer_workers_of, fit_to_machine, free_memory
+from tuneloop.shared.settings.hardware import explorer_workers_of, fit_to_machine, free_memory, missing_gpus
 from tuneloop.shared.settings.settings import Settings
 
 
@@ -34,6 +34,15 @@ def test_a_trainer_alone_takes_the_gpus_that_there_are() -> None:
     assert (here.cluster.gpu_per_node, here.trainer_workers) == (2, 2)
     assert [each["event"] for each in logs] == ["fewer_gpus"]
     assert fit_to_machine(settings(mode="serve"), gpus_here=2) == settings(mode="serve")
+
+
+def test_gpus_that_are_missing_are_told() -> None:
+    assert missing_gpus(settings(), gpus_here=2) == "cluster.gpu_per_node is 5, but there are 2 GPUs here"
+    assert "is 5, but there is no GPU here: all runs on the CPU" in str(missing_gpus(settings(), gpus_here=0))
+    several = settings(mode="serve", cluster={"gpu_per_node": 5, "node_num": 2})
+    for elsewhere in (settings(rollout={"engine_urls": ["http://gpu-box:8000"]}), several):
+        assert missing_gpus(elsewhere, gpus_here=0) is None
+    assert missing_gpus(settings(), gpus_here=5) is None
 
 
 def test_weights_in_training_are_bfloat16_on_gpus_only() -> None:

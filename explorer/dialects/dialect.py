@@ -9,6 +9,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -520,16 +521,22 @@ def with_readable_calls(chat: Json) -> tuple[Json, list[str]]:
         if not isinstance(value, dict):
             return value
         inner = {name: readable(value[name], f"{place}.{name}") for name in ("tool_calls", "function") if name in value}
-        if isinstance(written := value.get("arguments"), str) and written:
-            try:
-                json.loads(written)
-            except ValueError:
-                found.append(f"{place}.arguments")
-                inner["arguments"] = orjson.dumps({"arguments": written}).decode()
+        if isinstance(written := value.get("arguments"), str) and written and not _is_json(written):
+            found.append(f"{place}.arguments")
+            inner["arguments"] = orjson.dumps({"arguments": written}).decode()
         return value | inner
 
     mended = readable(turns, "messages")
     return (chat | {"messages": mended} if found else chat), found
+
+
+def _is_json(written: str) -> bool:
+    """Whether the engine can read it; the fast reader, which knows no NaN, is asked first: histories are long."""
+    for read in (orjson.loads, json.loads):
+        with suppress(ValueError):
+            read(written)
+            return True
+    return False
 
 
 def merged_header(count: int) -> list[tuple[bytes, bytes]]:

@@ -14,7 +14,7 @@ import yaml
 
 from tests.clients.packages import PLACES
 from tests.clients.scripted_model import LONGEST, write_scripted_model
-from tests.loop.harness.services import Service, commit, ledger_of, wait_for, write_settings
+from tests.loop.harness.services import Service, commit, ledger_of, running, wait_for, write_settings
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.export import ExportedReply, Selection
 from tuneloop.shared.ledger.ledger import Ledger
@@ -62,10 +62,8 @@ def explorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     values["explorer"]["rollout_model"]["kv_cache_memory_bytes"] = 512 << 20
     values["tenants"] = {"default": {"store": "always"}}
     config.write_text(yaml.safe_dump(values))
-    service = Service(config, "explorer")
-    service.wait_until_ready()
-    yield service
-    assert service.stop() == 0
+    with running(config) as service:
+        yield service
 
 
 @pytest.fixture(scope="module")

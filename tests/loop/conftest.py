@@ -9,7 +9,7 @@ import pytest
 from tests.loop.harness.bare_engine import as_it_was as as_it_was
 from tests.loop.harness.bare_engine import bare_engine as bare_engine
 from tests.loop.harness.bare_engine import second_engine as second_engine
-from tests.loop.harness.services import Service, client_of_engine, ledger_of, make_model, write_settings
+from tests.loop.harness.services import Service, client_of_engine, ledger_of, make_model, running, write_settings
 from tuneloop.shared.ledger.ledger import Ledger
 
 pytest.register_assert_rewrite("tests.loop.on_vllm.likeness")
@@ -27,10 +27,8 @@ def config(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def explorer(config: Path) -> Iterator[Service]:
-    service = Service(config, "explorer")
-    service.wait_until_ready()
-    yield service
-    assert service.stop() == 0
+    with running(config) as service:
+        yield service
 
 
 @pytest.fixture(scope="session")

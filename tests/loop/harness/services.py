@@ -10,8 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -171,6 +171,18 @@ class Service:
         """SIGKILL to the whole process group, as a terminal or a shell would."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+@contextmanager
+def running(config: Path, what: str = "explorer") -> Iterator[Service]:
+    """A service that is ready, and has ended without an error behind it."""
+    service = Service(config, what)
+    service.wait_until_ready()
+    try:
+        yield service
+    finally:
+        code = service.stop()
+    assert code == 0, service.log.read_text()
 
 
 def client_of_engine(explorer: Service) -> httpx.Client:

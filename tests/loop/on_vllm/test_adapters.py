@@ -15,7 +15,16 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tests.loop.harness.services import GPUS, Service, command_of, descendants, ledger_of, wait_for, write_settings
+from tests.loop.harness.services import (
+    GPUS,
+    Service,
+    command_of,
+    descendants,
+    ledger_of,
+    running,
+    wait_for,
+    write_settings,
+)
 from tests.trainer.factories import sample
 from tuneloop.explorer.engines.fleet import TrafficSplit
 from tuneloop.shared.checkpoints import CheckpointStore
@@ -44,10 +53,8 @@ def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     values["explorer"]["rollout_model"]["dtype"] = values["trainer"]["dtype"] = DTYPE
     values["rollout"] = {"mode": "canary", "share": 0.5}
     config.write_text(yaml.safe_dump(values))
-    service = Service(config, "explorer")
-    service.wait_until_ready()
-    yield service
-    assert service.stop() == 0
+    with running(config) as service:
+        yield service
 
 
 def publish(settings: Settings, ledger: Ledger, steps: int) -> Path:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.loop.harness.bare_engine import MODEL, attached_to
-from tests.loop.harness.services import Service, ledger_of, wait_for, write_settings
+from tests.loop.harness.services import Service, ledger_of, running, wait_for, write_settings
 from tests.loop.on_vllm.likeness import NATS, Json, assert_alike, is_old, masked, nearly
 from tuneloop.shared.ledger.ledger import Ledger
 
@@ -32,10 +32,8 @@ def explorer(tmp_path_factory: pytest.TempPathFactory, model: Path, bare_engine:
     values["model"]["served_model_name"] = MODEL
     values["explorer"] |= {"workers": 2, "rollout_model": attached_to(bare_engine)}
     config.write_text(yaml.safe_dump(values))
-    service = Service(config, "explorer")
-    service.wait_until_ready()
-    yield service
-    assert service.stop() == 0
+    with running(config) as service:
+        yield service
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from tests.loop.harness.bare_engine import MODEL, attached_to, engine_on
-from tests.loop.harness.services import Service, free_port, ledger_of, wait_for, write_settings
+from tests.loop.harness.services import Service, free_port, ledger_of, running, wait_for, write_settings
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.operations.doctor import examine_experiment
 
@@ -52,10 +52,8 @@ def explorer(
         values["model"] |= {"served_model_name": MODEL, "max_model_len": 4096}
         values["explorer"]["rollout_model"] = attached_to(engine)
         config.write_text(yaml.safe_dump(values))
-        service = Service(config, "explorer")
-        service.wait_until_ready()
-        yield service
-        assert service.stop() == 0
+        with running(config) as service:
+            yield service
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,8 @@
 """The report of `tuneloop doctor`: whether the ledger balances, what waits where, and why no step is happening."""
 
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from tuneloop.shared.checkpoints import (
 from tuneloop.shared.errors import CheckpointRejected, EnvironmentRefused, LedgerError
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.job_marks import require_restored
+from tuneloop.shared.ledger.browsing.reply_pages import ReplyFilter
 from tuneloop.shared.ledger.explorers import NOT_STORED, ExplorerStatus
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
@@ -38,6 +41,9 @@ _SILENT_S = 7200.0
 
 #: How many of the reasons of dropped and expired rows are listed.
 MAX_DROP_REASONS = 5
+
+#: So many of the newest replies, and of a run's, are looked at for calls that do not merge.
+_NEWEST_REPLIES = 200
 
 #: What a reply waits for in each state.
 WAITS_FOR = {
@@ -60,6 +66,7 @@ class DoctorReport(NamedTuple):
     nobody has seen for two hours, `restoring` says that a restore has not come to its end. `engines` are those of the
     explorer that answers where the settings say, None without one; `pace` is that of the last minutes, None without two
     versions in them. `explorers` are all that it knows. `not_stored` counts the replies of a week that were not kept.
+    `unmerged` says why calls of the newest runs are not one sequence in training.
     """
 
     facts: Facts
@@ -75,6 +82,7 @@ class DoctorReport(NamedTuple):
     pace: TrainerPace | None = None
     explorers: tuple[ExplorerStatus, ...] = ()
     not_stored: Mapping[str, float] = MappingProxyType({})
+    unmerged: str | None = None
 
 
 def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None = None) -> DoctorReport:
@@ -106,6 +114,7 @@ def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None 
                 "unseen": tuple(ledger.recording.unseen_files(files_of(settings.outbox_dir), _SILENT_S)),
                 "explorers": tuple(ledger.explorers.all()),
                 "not_stored": ledger.explorers.counts(NOT_STORED),
+                "unmerged": find_unmerged(ledger),
                 "clock": ClockSkew(time.time() - now, ledger.transactions.clock_skew()),
             }
             outbox = read_outbox(settings, ledger)
@@ -135,6 +144,28 @@ def examine_experiment(settings: Settings, *, clock: Callable[[], float] | None 
     return DoctorReport(
         facts, reasons=diagnose(facts), restoring=restoring, engines=explorer.engines, pace=pace, **report
     )
+
+
+def find_unmerged(ledger: Ledger) -> str | None:
+    """The share of the newest runs' calls that do not continue earlier ones, and the most frequent reason."""
+    runs: dict[tuple[str, str, str], None] = {}
+    for tenant in {tenant for tenant, _ in ledger.reports.newest_names(among=_NEWEST_REPLIES)}:
+        rows = ledger.reply_pages.page(tenant, ReplyFilter(), after=None, limit=_NEWEST_REPLIES).rows
+        runs |= {(tenant, row.task_id, row.run_id): None for row in rows if row.task_id and row.run_id}
+    later, breaks, reasons, of_kind = 0, 0, Counter[str](), dict[str, str]()
+    for run in runs:
+        if later >= _NEWEST_REPLIES or not 1 < ledger.runs.count_calls(*run) <= _NEWEST_REPLIES:
+            continue
+        tokens = ledger.runs.count_tokens(*run)
+        later, breaks = later + tokens.calls - 1, breaks + tokens.sequences - 1
+        for sentence in ledger.runs.find_breaks(*run) if tokens.sequences > 1 else ():
+            kind = re.sub(r"\d+", "", sentence)
+            reasons[kind] += 1
+            of_kind.setdefault(kind, sentence)
+    if not reasons:
+        return None
+    most = of_kind[reasons.most_common(1)[0][0]]
+    return f"{breaks} of {number(later, 'later call')} of runs do not continue those before; most often as here: {most}"
 
 
 def find_lost_files(ledger: Ledger) -> Iterator[str]:
@@ -192,7 +223,7 @@ def as_sections(report: DoctorReport, settings: Settings) -> dict[str, list[str]
             for reason, count in sorted(report.not_stored.items())
         ]
         pace = [report.pace.sentence] if report.pace else []
-        sections["Trainer"] = [_trainer(facts.ledger, facts.now), *pace]
+        sections["Trainer"] = [_trainer(facts.ledger, facts.now), *pace, *filter(None, [report.unmerged])]
         open_versions = (
             f"version {each.version} {_HOW[each.how]} for {ago(facts.now, each.since)}, since {moment(each.since)}:"
             f" {each.why}"
@@ -288,6 +319,7 @@ def as_json(report: DoctorReport) -> Mapping[str, object]:
         "explorers": [each._asdict() | {"up": each.up(facts.now)} for each in report.explorers],
         "engines": report.engines and [each._asdict() for each in report.engines],
         "not_stored": dict(report.not_stored),
+        "unmerged": report.unmerged,
         "pace": report.pace and report.pace._asdict() | {"lag": report.pace.lag},
     }
     if ledger is not None:

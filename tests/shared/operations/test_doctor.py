@@ -12,6 +12,7 @@ from tests.conftest import Place
 from tests.doubles.warm.commands import Ended, run_tuneloop
 from tests.factories import committed, exchange, experience, feedback, leased, outboxed, refuse, rewarded, take, trained
 from tuneloop.shared.capacity.pace import VersionPace, note_version
+from tuneloop.shared.experience import Exchange, pack_ids, pack_logprobs
 from tuneloop.shared.job_marks import StepRules, note_step_rules
 from tuneloop.shared.ledger.ledger import Alarm, Ledger
 from tuneloop.shared.ledger.storage import revisions
@@ -74,6 +75,21 @@ def test_before_anything_ran_nothing_is_made_and_nothing_wrong(file: Path, setti
     schema = settings.buffer.trainer_input.experience_buffer.name
     assert revisions.current(settings.database_url, schema=schema) is None
     assert not settings.job_dir.exists()
+
+
+def test_why_calls_of_runs_do_not_merge_is_told_in_one_line(settings: Settings, made: Ledger) -> None:
+    def said(run_id: str | None, prompt: list[int], reply: list[int]) -> Exchange:
+        numbers = {"completion_ids": pack_ids(reply), "logprobs": pack_logprobs([-0.5] * len(reply))}
+        tokens = experience(prompt_ids=pack_ids(prompt), **numbers)
+        return exchange(task_id=run_id and "t", run_id=run_id, request=b"{}", engine=0, experiences=(tokens,))
+
+    made.recording.record([said("1", [1, 2], [3]), said("1", [1, 2, 3, 4], [5]), said(None, [7], [8])])
+    assert as_json(examine_experiment(settings))["unmerged"] is None
+    for run in "2345":
+        other = [1, 2, 8, 4] if run == "5" else [9, 2, 3]
+        made.recording.record([said(run, [1, 2], [3]), said(run, other, [5])])
+    [told] = [line for line in page(settings)["Trainer"] if "do not continue" in line]
+    assert told.startswith("4 of 5 later calls of runs do not continue those before; most often as here: turn 2 leaves")
 
 
 def test_a_ledger_in_order_is_a_page(settings: Settings, made: Ledger) -> None:

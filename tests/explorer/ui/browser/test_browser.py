@@ -103,6 +103,21 @@ def test_what_is_filled_in_is_seen_whole(browser: sync_api.Browser, filled: Fill
     tab.close()
 
 
+def test_on_a_phone_the_list_is_seen_below_its_filters(browser: sync_api.Browser, filled: Filled):
+    tab = Tab(browser, filled, viewport=PHONE)
+    page, state = tab.open("/exchanges"), "select[name=state]"
+    assert page.locator("table.list").bounding_box()["y"] < PHONE["height"] / 2
+    assert not page.locator(state).is_visible()
+    page.get_by_label("more").check()
+    page.locator(state).select_option("rewarded")
+    page.get_by_role("button", name="Find").click()
+    assert page.locator(state).is_visible(), "a filter that is set is seen"
+    assert "state=rewarded" in page.url
+    tab.open("/exchanges?text=a")
+    assert not page.locator(state).is_visible()
+    tab.close()
+
+
 @needs_axe
 @pytest.mark.parametrize(
     ("window", "scheme"),

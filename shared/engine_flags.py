@@ -175,6 +175,7 @@ _SETTINGS = {
     "--gpu-memory-utilization": "explorer.rollout_model.gpu_memory_utilization",
     "--kv-cache-memory-bytes": "explorer.rollout_model.kv_cache_memory_bytes",
 }
+_LISTED = "GET /v1/models lists those that do."
 _SETTING = re.compile(rf"(?<![\w-])(?:{'|'.join(_SETTINGS)})(?![\w-])")
 
 
@@ -184,7 +185,8 @@ def name_settings(sentence: str) -> str:
     >>> name_settings('"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set')[28:]
     'explorer.rollout_model.enable_auto_tool_choice and explorer.rollout_model.tool_call_parser to be set'
     """
-    return _SETTING.sub(lambda flag: _SETTINGS[flag[0]], sentence)
+    said, aliases, _ = sentence.partition(" Valid aliases: ")  # which may be folders of ours
+    return _SETTING.sub(lambda flag: _SETTINGS[flag[0]], f"{said} {_LISTED}" if aliases else sentence)
 
 
 def gates_renderer(release: str | None) -> bool:

@@ -136,3 +136,9 @@ def test_what_an_engine_says_of_its_arguments_names_our_settings() -> None:
 )
 def test_arguments_that_run_what_others_wrote_or_open_an_engine_are_refused(arguments: list[str]) -> None:
     assert len(list(problems_of(arguments))) == 1
+
+
+def test_a_model_that_is_not_there_is_told_without_folders_of_ours() -> None:
+    said = "The model `x` does not exist. Valid aliases: /data/models/own."
+    told = "The model `x` does not exist. GET /v1/models lists those that do."
+    assert engine_flags.name_settings(said) == told

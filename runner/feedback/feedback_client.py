@@ -123,10 +123,23 @@ class _Line:
             self.sender.after_fork()
 
 
-class _Counted:
-    """What both clients tell of themselves."""
+class _Client:
+    """What both clients are made of, and what they tell of themselves."""
 
-    _line: _Line
+    def __init__(
+        self,
+        url: str,
+        *,
+        outbox: str | os.PathLike[str] | None = None,
+        source: str | None = None,
+        api_key: str | None = None,
+        timeout: float = 10.0,
+        max_bytes: int = 64 << 20,
+    ) -> None:
+        """Raises ValueError for what is no URL or no key, and OSError for a folder that cannot be written."""
+        self._line, self._source = _Line(url, api_key, timeout), source
+        if outbox is not None:
+            self._line.open_outbox(Path(outbox), max_bytes)
 
     @property
     def pending(self) -> int:
@@ -153,7 +166,7 @@ class _Counted:
         return self._line.sender.outbox.refusals() if self._line.sender else []
 
 
-class FeedbackClient(FeedbackVerbs[Receipt], _Counted):
+class FeedbackClient(FeedbackVerbs[Receipt], _Client):
     """Says what is said of replies: see FeedbackVerbs for all that can be said.
 
     With `outbox`, a folder, what was said is on disk when a call returns, and a thread sends it as soon as the service
@@ -163,21 +176,6 @@ class FeedbackClient(FeedbackVerbs[Receipt], _Counted):
     `url` is the service's; `source` says who speaks, unless a call says it; `timeout` is in seconds, of one request.
     At most `max_bytes` wait in the outbox; then OutboxFull is raised.
     """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        outbox: str | os.PathLike[str] | None = None,
-        source: str | None = None,
-        api_key: str | None = None,
-        timeout: float = 10.0,
-        max_bytes: int = 64 << 20,
-    ) -> None:
-        """Raises ValueError for what is no URL or no key, and OSError for a folder that cannot be written."""
-        self._line, self._source = _Line(url, api_key, timeout), source
-        if outbox is not None:
-            self._line.open_outbox(Path(outbox), max_bytes)
 
     @contextmanager
     def batch(self) -> Iterator[FeedbackBatch]:
@@ -218,24 +216,10 @@ class FeedbackClient(FeedbackVerbs[Receipt], _Counted):
 Feedback = FeedbackClient
 
 
-class AsyncFeedback(FeedbackVerbs[Awaitable[Receipt]], _Counted):
+class AsyncFeedback(FeedbackVerbs[Awaitable[Receipt]], _Client):
     """Feedback without blocking the event loop: the same verbs, each to be awaited. Use it in one event loop only."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        outbox: str | os.PathLike[str] | None = None,
-        source: str | None = None,
-        api_key: str | None = None,
-        timeout: float = 10.0,
-        max_bytes: int = 64 << 20,
-    ) -> None:
-        """As Feedback."""
-        self._line, self._source = _Line(url, api_key, timeout), source
-        self._client: httpx.AsyncClient | None = None
-        if outbox is not None:
-            self._line.open_outbox(Path(outbox), max_bytes)
+    _client: httpx.AsyncClient | None = None
 
     @asynccontextmanager
     async def batch(self) -> AsyncIterator[FeedbackBatch]:

@@ -191,6 +191,13 @@ class PolicyState(StrEnum):
     DELETED = "deleted"  # final: it answers nobody, its rows stay
 
 
+class RaterState(StrEnum):
+    """Whether a rater's feedback counts."""
+
+    ACTIVE = "active"  # -> quarantined
+    QUARANTINED = "quarantined"  # -> active
+
+
 class VersionAction(StrEnum):
     """The action that an event of a version records."""
 

@@ -87,7 +87,7 @@ async def run(options: argparse.Namespace, settings: Settings, key: str, service
             asked = [each.ask(questions[step % 3 :: 3][:ROWS], places, train=True) for each in tenants]
             rewards = await asyncio.gather(*asked)
             print(f"step {step:3d}: {sum(rewards) / len(rewards):.2f} of the answers right", flush=True)
-            while not await asyncio.to_thread(_made, ledger, options, step):
+            while not await asyncio.to_thread(_are_served, ledger, options, step):
                 services.check()
                 await tenants[0].commit()  # what has reached the ledger since
                 await asyncio.sleep(0.2)
@@ -103,7 +103,7 @@ async def run(options: argparse.Namespace, settings: Settings, key: str, service
     }
 
 
-def _made(ledger: Ledger, options: argparse.Namespace, step: int) -> bool:
+def _are_served(ledger: Ledger, options: argparse.Namespace, step: int) -> bool:
     """Whether every policy has made so many steps, and serves them."""
     rows = [each for each in list_policies(ledger) if (each.name == "default") is options.shared]
     steps = step * options.tenants if options.shared else step

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 from sqlalchemy import and_, func, insert, select, update
 
 from tuneloop.shared.errors import UnknownRater
+from tuneloop.shared.experience import RaterState
 from tuneloop.shared.ledger.recording.recording import new_rater
 from tuneloop.shared.ledger.recording.rewards import Rewards, replies_of
 from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, alone, put
-from tuneloop.shared.ledger.storage.schema import RaterState, feedback, rater_events, raters
+from tuneloop.shared.ledger.storage.schema import feedback, rater_events, raters
 
 #: The raters of so many of the newest events are listed.
 WINDOW = 5000

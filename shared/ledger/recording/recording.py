@@ -29,7 +29,19 @@ from sqlalchemy import (
 )
 
 from tuneloop.shared.errors import Deadlock, RecordsLost
-from tuneloop.shared.experience import Exchange, Feedback, Kind, Outcome, Rater, Record, State, boot, decode, voter_of
+from tuneloop.shared.experience import (
+    Exchange,
+    Feedback,
+    Kind,
+    Outcome,
+    Rater,
+    RaterState,
+    Record,
+    State,
+    boot,
+    decode,
+    voter_of,
+)
 from tuneloop.shared.ledger.recording.attestation import mark_untrusted
 from tuneloop.shared.ledger.recording.feedback import (
     EarlyFeedback,
@@ -64,7 +76,6 @@ from tuneloop.shared.ledger.storage.database import (
 )
 from tuneloop.shared.ledger.storage.schema import (
     RESTORE,
-    RaterState,
     deletions,
     epochs,
     erasures,

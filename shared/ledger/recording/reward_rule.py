@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, func, select, tuple_
 
-from tuneloop.shared.experience import KEY_SOURCE, MAX_REWARD, Kind, message_of, rater_of, voice_of
+from tuneloop.shared.experience import KEY_SOURCE, MAX_REWARD, Kind, RaterState, message_of, rater_of, voice_of
 from tuneloop.shared.ledger.storage.database import is_among, portions
-from tuneloop.shared.ledger.storage.schema import RaterState, experiences, feedback, raters
+from tuneloop.shared.ledger.storage.schema import experiences, feedback, raters
 from tuneloop.shared.settings.feedback import RewardRule
 
 #: The kinds that can change what a reply is trained with. The others are kept for what a number cannot say.

@@ -38,6 +38,7 @@ from tuneloop.shared.experience import (
     Kind,
     Outcome,
     PolicyState,
+    RaterState,
     State,
     VersionAction,
     VersionState,
@@ -74,9 +75,9 @@ def one_of(column: str, values: Iterable[StrEnum]) -> str:
     return f"{column} IN ({', '.join(repr(value.value) for value in values)})"
 
 
-def partial(name: str, *columns: ColumnElement[Any], where: str) -> None:
+def partial(name: str, *columns: ColumnElement[Any], where: str, unique: bool = False) -> None:
     """An index of some of the rows only. A query uses it only if it says the same, and not by a parameter."""
-    Index(name, *columns, sqlite_where=text(where), postgresql_where=text(where))
+    Index(name, *columns, unique=unique, sqlite_where=text(where), postgresql_where=text(where))
 
 
 #: Says the same as the partial indexes of what the trainer may take.
@@ -153,14 +154,7 @@ policies = Table(
     CheckConstraint(one_of("state", PolicyState), name="state"),
     CheckConstraint("length(name) BETWEEN 1 AND 64", name="name"),
 )
-Index(
-    "ix_policies_one_name",
-    policies.c.tenant,
-    policies.c.name,
-    unique=True,
-    sqlite_where=text("state <> 'deleted'"),
-    postgresql_where=text("state <> 'deleted'"),
-)
+partial("ix_policies_one_name", policies.c.tenant, policies.c.name, where="state <> 'deleted'", unique=True)
 
 #: Every set of weights that exists; 0 is the base model. One that no trainer made, or that consumed nothing, has the
 #: weights of another: a policy begins with those of its parent.
@@ -189,22 +183,9 @@ versions = Table(
     CheckConstraint("state <> 'champion' OR served_at IS NOT NULL", name="champion_was_served"),
 )
 for _state in (VersionState.CHAMPION, VersionState.CANARY):
-    Index(
-        f"ix_versions_one_{_state}",
-        versions.c.policy,
-        versions.c.state,
-        unique=True,
-        sqlite_where=text(f"state = '{_state}'"),
-        postgresql_where=text(f"state = '{_state}'"),
-    )
-Index(
-    "ix_versions_one_pinned",
-    versions.c.policy,
-    versions.c.pinned,
-    unique=True,
-    sqlite_where=text("pinned"),
-    postgresql_where=text("pinned"),
-)
+    _columns = (versions.c.policy, versions.c.state)
+    partial(f"ix_versions_one_{_state}", *_columns, where=f"state = '{_state}'", unique=True)
+partial("ix_versions_one_pinned", versions.c.policy, versions.c.pinned, where="pinned", unique=True)
 
 #: What happened to each version, by whom and why; `details` is JSON: the figures that decided it.
 version_events = Table(
@@ -546,14 +527,7 @@ alarms = Table(
     CheckConstraint("value IS NULL OR (value > -1e300 AND value < 1e300)", name="value_is_finite"),
     CheckConstraint("threshold IS NULL OR (threshold > -1e300 AND threshold < 1e300)", name="threshold_is_finite"),
 )
-Index(
-    "ix_alarms_one_open",
-    alarms.c.policy,
-    alarms.c.name,
-    unique=True,
-    sqlite_where=text("state = 'raised'"),
-    postgresql_where=text("state = 'raised'"),
-)
+partial("ix_alarms_one_open", alarms.c.policy, alarms.c.name, where="state = 'raised'", unique=True)
 
 #: `scopes` are separated by commas. A limit that is NULL does not exist.
 keys = Table(
@@ -592,14 +566,6 @@ key_events = Table(
     CheckConstraint(one_of("action", KeyAction), name="action"),
     Index(None, "key_id", "id"),
 )
-
-
-class RaterState(StrEnum):
-    """Whether a rater's feedback counts."""
-
-    ACTIVE = "active"  # -> quarantined
-    QUARANTINED = "quarantined"  # -> active
-
 
 #: Who gave feedback: `name` is its `source`, empty for feedback that names none, or the voice behind several sources.
 #: Not `settled`: what the rater had a part in is to be rewarded anew.

@@ -39,11 +39,11 @@ from sqlalchemy import (
     update,
 )
 
-from tuneloop.shared.experience import KEY_SOURCE, Kind, Rater, State, rater_of, voice_of
+from tuneloop.shared.experience import KEY_SOURCE, Kind, Rater, RaterState, State, rater_of, voice_of
 from tuneloop.shared.ledger.recording.reward_rule import without_quarantined
 from tuneloop.shared.ledger.recording.rewards import event_order, rules_of, weighted_rewards
 from tuneloop.shared.ledger.storage.database import portions
-from tuneloop.shared.ledger.storage.schema import COMMITTED, EDITED, RATED, RaterState, experiences, feedback, raters
+from tuneloop.shared.ledger.storage.schema import COMMITTED, EDITED, RATED, experiences, feedback, raters
 from tuneloop.shared.ledger.training.groups import BatchRules, gather, of_policy, takable, young
 
 #: So many times the rows of a batch are looked through for others' rows. If that is not enough, what one rater has too

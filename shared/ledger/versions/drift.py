@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Select, and_, case, exists, func, select, true
 from zstandard import ZstdError
 
-from tuneloop.shared.experience import MAX_REWARD, Kind, Rater, rater_of, voice_of
+from tuneloop.shared.experience import MAX_REWARD, Kind, Rater, RaterState, rater_of, voice_of
 from tuneloop.shared.ledger.storage.codec import unpack_text
 from tuneloop.shared.ledger.storage.database import LedgerPart, portions
-from tuneloop.shared.ledger.storage.schema import RaterState, exchanges, experiences, feedback, raters
+from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback, raters
 from tuneloop.shared.settings.feedback import RewardRule
 
 #: From so many voices, or tenants, on, one alone raises nothing.

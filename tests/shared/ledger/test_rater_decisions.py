@@ -7,11 +7,11 @@ from sqlalchemy import Connection, Engine, select
 
 from tests.factories import exchange, feedback
 from tuneloop.shared.errors import UnknownRater
-from tuneloop.shared.experience import Kind
+from tuneloop.shared.experience import Kind, RaterState
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.rater_decisions import RaterStatus
 from tuneloop.shared.ledger.storage.database import Transactions
-from tuneloop.shared.ledger.storage.schema import RaterState, experiences
+from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.settings.feedback import FeedbackSettings, JudgeSettings, RewardRule
 
 

@@ -131,7 +131,7 @@ def changes_of(options: argparse.Namespace) -> dict[str, Any]:
         "model": {"lora": {"rank": 8, "resident": max(1, len(names))}},
         "algorithm": {
             "algorithm_type": "reinforce",
-            "optimizer": {"lr": 1e-2, "betas": [0.9, 0.99]},
+            "optimizer": {"lr": 4e-3, "betas": [0.9, 0.99]},
             "mini_batches": 1,
         },
         "buffer": {"train_batch_size": ROWS},
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; 0 where every tenant is right more often than not, as no shared model is."""
     parser = argparse.ArgumentParser(prog="python -m examples.policies.main", description=__doc__)
     parser.add_argument("--tenants", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=20, help="training steps of each")
+    parser.add_argument("--steps", type=int, default=30, help="training steps of each")
     parser.add_argument("--shared", action="store_true", help="one model for all of them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, default=Path("policies-run"), help="where everything goes")

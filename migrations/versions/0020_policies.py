@@ -66,6 +66,9 @@ def upgrade() -> None:
         PrimaryKeyConstraint("id", name="pk_policies"),
     )
     _create_index("ix_policies_one_name", "policies", ["tenant", "name"], "state <> 'deleted'", unique=True)
+    op.execute(
+        "INSERT INTO policies SELECT 0, '', 'default', 0, '{}', 'active', created_at, '' FROM versions WHERE version = 0"
+    )
     for table in ("versions", "experiences", "alarms"):
         op.add_column(table, Column("policy", Integer, nullable=False, server_default="0"))
     op.add_column("keys", Column("policy", Integer, nullable=True))

@@ -12,6 +12,7 @@ from tuneloop.shared.ledger.recording.reward_rule import EventFate, Fate
 from tuneloop.shared.ledger.recording.rewards import OF_ITS_RESULT
 from tuneloop.shared.operations.diagnosis import Code, Reason, diagnose, moment, number
 from tuneloop.shared.outbox_status import OutboxStatus
+from tuneloop.shared.settings.policies import settings_of_policy
 from tuneloop.shared.settings.settings import Settings
 
 #: What a committed reply may wait for, as it is told to a tenant: the diagnosis tells of all tenants' rows.
@@ -160,12 +161,17 @@ class _Explainer:
         sees_all: bool,
     ) -> None:
         self._ledger, self._history, self._outbox = ledger, history, outbox
-        self._batch_rules, self._rules, self._sees_all = BatchRules.of(settings), Rules.of(settings), sees_all
+        self._settings, self._sees_all = settings, sees_all
 
     def explain_row(self, row: RowHistory) -> ReplyExplanation:
+        policy = self._ledger.policies.get(row.policy)
+        settings = settings_of_policy(self._settings, policy.settings)
+        self._batch_rules, self._rules = BatchRules.of(settings)._replace(policy=policy.id), Rules.of(settings)
         reason, version = row.reason or "", f"version {row.version_min}"
         if row.version_max != row.version_min:
             version += f" to {row.version_max}"
+        if policy.id:
+            version += f" of the policy {policy.name}"
         if row.state is State.DROPPED and (reason in _OF_NO_USE or reason.startswith("sampling:")):
             sampling, verdict = "of_no_use", f"of no use to any method: {reason}"
         elif row.unsampled is not None:
@@ -268,7 +274,8 @@ class _Explainer:
 
     def _find_waits_of_committed(self, row: RowHistory) -> Iterator[Reason]:
         batch_rules, now = self._batch_rules, self._ledger.transactions.time()
-        staleness = self._ledger.versions.newest().version - row.version_min
+        line = self._ledger.versions.of(row.policy).now()
+        staleness = sum(row.version_min < each.version <= line.newest for each in line.versions)
         if batch_rules.max_staleness is not None and staleness > batch_rules.max_staleness:
             yield Reason(Code.TOO_STALE, "it is too old for the next batch (trainer.max_staleness): it will expire")
             return

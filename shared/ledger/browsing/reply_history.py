@@ -21,7 +21,7 @@ from tuneloop.shared.ledger.storage.schema import (
 _ROW = (
     *("id", "choice", "correction", "state", "reason", "unsampled", "reward", "edit_similarity", "version_min"),
     *("version_max", "sampled_at", "rewarded_at", "committed_at", "group_id", "lease_epoch", "lease_until"),
-    "trained_version",
+    *("trained_version", "policy"),
 )
 
 
@@ -57,6 +57,7 @@ class RowHistory(NamedTuple):
     lease_epoch: int | None
     lease_until: float | None
     trained_version: int | None
+    policy: int
     held_to_grammar: bool
     rule: str | None
     feedback: FeedbackHistory

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import Engine
 
 from tests.constants import settings_of
-from tests.factories import committed, exchange, experience, feedback, ids, published, rewarded
+from tests.factories import committed, exchange, experience, feedback, ids, published, rewarded, trained
 from tuneloop.shared.experience import Exchange, Kind, TrustedRaters
 from tuneloop.shared.ledger.ledger import Alarm, BatchRules, Ledger
 from tuneloop.shared.operations.explain import Explanation, explain
@@ -117,6 +117,16 @@ def test_late_feedback_counts_in_the_correction_alone(engine: Engine, settings: 
     assert [each.fate for each in correction.feedback] == ["replaced", "counts"]
     assert (correction.reward, correction.parts, correction.correction) == (-1.0, {"reward": -1.0}, 1)
     assert [each.code for each in correction.waits_for] == ["not_committed"]
+
+
+def test_a_row_of_a_policy_is_told_by_its_rules(base: Ledger, settings: Settings) -> None:
+    options = {"buffer.group_by": "run", "trainer.max_staleness": 0}
+    policy = base.policies.create("side", settings=options, by="ops").id
+    [said] = committed(base, policy=policy, experiences=(experience(version_min=1, version_max=1),))
+    trained(base)
+    [reply] = told(base, settings, said).replies
+    assert any("version 1 of the policy side" in sentence for sentence in reply.sentences)
+    assert [each.code for each in reply.waits_for] == ["groups_incomplete"]
 
 
 def test_what_was_set_aside_says_why(base: Ledger, settings: Settings) -> None:

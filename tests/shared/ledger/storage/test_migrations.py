@@ -137,6 +137,8 @@ _REPLY |= {"version_min": 0, "version_max": 0, "text": "", "completion_tokens": 
 ROWS: dict[str, list[dict[str, Any]]] = {
     "epochs": [{"epoch": 1, "trainer": "t", "started_at": 1.0, "seen_at": 1.0}],
     "versions": [
+        {"version": 0, "state": "champion", "step": 0, "epoch": None, "path": "/base", "manifest_sha256": None}
+        | {"consumed": 0, "created_at": 1.0, "served_at": 1.0},
         {"version": 1, "state": "candidate", "step": 1, "epoch": 1, "path": "/p", "manifest_sha256": "5" * 64}
         | {"consumed": 1, "created_at": 1.0}
     ],

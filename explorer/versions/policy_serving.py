@@ -138,7 +138,7 @@ class PolicyServing:
         """Bring what the workers know of policies up to date."""
         async with self._reading:  # else an older view could come last
             policies = await asyncio.to_thread(self._ledger.policies.all)
-            self._lines = await asyncio.to_thread(self._ledger.versions.lines)
+            self._lines = await asyncio.to_thread(self._ledger.versions.answering)
             self._policies = {each.id: each for each in policies if each.id != DEFAULT}
             views = []
             for policy in self._policies.values():

@@ -237,7 +237,7 @@ class Versions(LedgerPart):
         """All versions of every policy, oldest first."""
         return [_version_of(row) for row in self._read(_ALL)]
 
-    def lines(self) -> dict[int, list[Version]]:
+    def answering(self) -> dict[int, list[Version]]:
         """What answers, waits to, or is pinned, of every policy by its id, oldest first."""
         states = versions.c.state.in_((VersionState.CANDIDATE, VersionState.CANARY, VersionState.CHAMPION))
         found: dict[int, list[Version]] = {}

@@ -5,8 +5,7 @@ Between two turns all that the learner is lies in main memory: it can be saved f
 
 import os
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 from weakref import ref
@@ -19,7 +18,7 @@ from tuneloop.shared.checkpoints import gigabytes
 from tuneloop.shared.errors import TurnNotGiven
 from tuneloop.shared.job_marks import GpuLocks
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.checkpoints.copies import PinnedMemory
+from tuneloop.trainer.checkpoints.copies import KeptRoom
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.offloading import MovedTensors
 from tuneloop.trainer.models.room import room_for_weights
@@ -49,9 +48,7 @@ class GpuTurns:
         self._locks = None if self._turn_s is None else GpuLocks.of(settings.job_dir)
         self._is_ours, self._began = False, 0.0
         self._moved: _Moved | None = None
-        self._memory = PinnedMemory()
-        #: What was taken of it, by its size.
-        self._rooms: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._room = KeptRoom()
 
     def take(self) -> None:
         """Have the GPU, or wait for it. Raises TurnNotGiven if told to stop first."""
@@ -85,7 +82,7 @@ class GpuTurns:
         tensors = [each for each in _tensors(learner) if each.is_cuda]
         if tensors:
             torch.cuda.synchronize()  # Copies that are on their way come first.
-            self._moved = _Moved(ref(learner), MovedTensors(tensors, self._room()))
+            self._moved = _Moved(ref(learner), MovedTensors(tensors, self._room.empty()))
             torch.cuda.empty_cache()
         self._is_ours = False
         self._locks.held.release()
@@ -110,19 +107,6 @@ class GpuTurns:
         if self._is_ours:
             os.dup(self._locks.held.fileno())
         self._locks.close()
-
-    def _room(self) -> Callable[[Tensor], Tensor]:
-        """Room for one leaving: what earlier ones had, and more where it is too little."""
-        left = {size: iter(tuple(held)) for size, held in self._rooms.items()}
-
-        def room(whole: Tensor) -> Tensor:
-            found = next(left.get(len(whole), iter(())), None)
-            if found is None:
-                found = self._memory.take(whole)
-                self._rooms[len(whole)].append(found)
-            return found
-
-        return room
 
 
 def _put_back(tensors: MovedTensors) -> None:

@@ -129,6 +129,14 @@ class Learner:
         speed = {"time/train_step": took, "perf/tokens_per_second": tokens / took, "perf/merged": alone / tokens}
         return metrics | measured | speed | {"perf/useful_tokens": read["useful"] / read["processed"]}
 
+    def tensors(self) -> Iterator[Tensor]:
+        """What it alone learns and remembers, where it lies; not the base model below adapters."""
+        for model in (self.actor.network, self.critic):
+            if model is not None:
+                yield from (each for each in model.parameters() if each.requires_grad)
+        for optimizer in self.optimizers.values():
+            yield from optimizer.tensors()
+
     def forward_backward(self, batch: Batch, targets: Targets) -> Metrics:
         """Add the gradients of one mini-batch to the masters'. It does not matter how it is cut into micro-batches."""
         with self.ranks.agree():

@@ -24,10 +24,19 @@ class UnpublishedSteps:
     """Made after the registered version `parent`. The first of them may be in the version that is being published."""
 
     def __init__(
-        self, settings: Settings, ledger: Ledger, publisher: Publisher, spans: StepSpans, *, epoch: int
+        self,
+        settings: Settings,
+        ledger: Ledger,
+        publisher: Publisher,
+        spans: StepSpans,
+        *,
+        epoch: int,
+        policy: int = 0,
+        in_foreground: bool = False,
     ) -> None:
         self._settings, self._publisher, self._spans, self._epoch = settings, publisher, spans, epoch
-        self._pace = PaceLog(settings, ledger)
+        self._policy, self._in_foreground = policy, in_foreground
+        self._pace = PaceLog(settings, ledger, policy)
         self._ids: list[int] = []
         self.parent = self.count = 0
         self._found_no_room = False
@@ -78,7 +87,14 @@ class UnpublishedSteps:
     def begin(self, learner: Learner, curves: CurveWriter) -> None:
         """Begin to publish all of them."""
         self._publisher.states.report(curves)
-        self._publisher.begin(learner, self._ids, steps=self.count, parent=self.parent)
+        self._publisher.begin(
+            learner,
+            self._ids,
+            steps=self.count,
+            parent=self.parent,
+            policy=self._policy,
+            in_foreground=self._in_foreground,
+        )
 
     def end(self, learner: Learner, curves: CurveWriter) -> bool:
         """Whether a version was registered; there may have been no room for it. Raises what Publisher.end does."""
@@ -104,11 +120,15 @@ class UnpublishedSteps:
 
 
 class LeasedRows:
-    """Those of one epoch. What cannot be trained on is dropped with its reason, and others take its place."""
+    """Those of a policy in one epoch. What cannot be trained on is dropped with its reason, others take its place."""
 
-    def __init__(self, settings: Settings, ledger: Ledger, recomputation: Recomputation, *, epoch: int) -> None:
+    def __init__(
+        self, settings: Settings, ledger: Ledger, recomputation: Recomputation, *, epoch: int, policy: int = 0
+    ) -> None:
         self._settings, self._training, self._epoch = settings, ledger.training, epoch
-        self._recomputation = recomputation
+        self._rules, self._recomputation = BatchRules.of(settings, policy), recomputation
+        #: What was leased before the learner was there.
+        self.ahead: list[Sample] = []
         #: Leased, and in no batch yet.
         self.held: list[Sample] = []
 
@@ -117,7 +137,8 @@ class LeasedRows:
         size, timeout = self._settings.buffer.train_batch_size, self._settings.buffer.batch_timeout
         if len(self.held) < size:
             held = [sample.id for sample in self.held]
-            leased = self._training.lease(self._epoch, size, BatchRules.of(self._settings), held=held)
+            leased = self.ahead or self._training.lease(self._epoch, size, self._rules, held=held)
+            self.ahead = []
             kept, refused = self._recomputation.select(leased, learner, version=version)
             self.held += kept
             for reason, samples in refused.items():
@@ -134,12 +155,12 @@ class LeasedRows:
 
     def take_back(self, samples: list[Sample], *, step: int) -> None:
         """Hold what is left of a batch of which some were dropped, but for groups in which nothing is compared now."""
-        policy, algorithm = BatchRules.of(self._settings), self._settings.algorithm
-        self.held, refused = comparable(samples, algorithm, group_by=policy.group_by, least_runs=policy.least_runs)
+        rules, algorithm = self._rules, self._settings.algorithm
+        self.held, refused = comparable(samples, algorithm, group_by=rules.group_by, least_runs=rules.least_runs)
         for reason, others in refused.items():
             self.drop(others, reason, step=step)
 
     def release(self) -> None:
         """Give back all that the epoch holds."""
         self._training.release(self._epoch)
-        self.held.clear()
+        self.held, self.ahead = [], []

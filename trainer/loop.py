@@ -8,12 +8,13 @@ rows that came after are leased again, in the same order, and the same steps fol
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
+import msgspec
 import structlog
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from tuneloop.shared.capacity.memory import shares_gpu
@@ -23,47 +24,48 @@ from tuneloop.shared.errors import (
     EnvironmentRefused,
     LeaseLost,
     LedgerUnavailable,
-    NotFinite,
     ParentEnded,
-    SamplesRefused,
-    TeacherAway,
+    PolicyRefused,
+    SettingsError,
+    TuneloopError,
     TurnNotGiven,
 )
 from tuneloop.shared.evaluation.tasks import tasks_of
-from tuneloop.shared.experience import Sample
+from tuneloop.shared.experience import PolicyState
 from tuneloop.shared.job_marks import committed_stamp, note_registered, note_step_rules, require_restored
 from tuneloop.shared.ledger.facts import find_ignored_feedback
-from tuneloop.shared.ledger.ledger import Ledger, Version
+from tuneloop.shared.ledger.ledger import Alarm, BatchRules, Ledger, Version
+from tuneloop.shared.ledger.policies import DEFAULT, Policy
 from tuneloop.shared.ledger.storage import database
+from tuneloop.shared.ledger.training.training import WaitingRows
+from tuneloop.shared.operations.diagnosis import Code
 from tuneloop.shared.operations.job_folder import claim_folder, require_one_host
 from tuneloop.shared.operations.older_ledger import find_lost_versions
 from tuneloop.shared.operations.policy_report import make_configured
 from tuneloop.shared.settings.base_model import require_folders, routing_note
+from tuneloop.shared.settings.policies import settings_of_policy
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.opening import open_tracing
-from tuneloop.shared.telemetry.trackers import check_tracker, open_curves
-from tuneloop.trainer.batches.batch import of_samples
+from tuneloop.shared.telemetry.trackers import check_tracker
 from tuneloop.trainer.batches.selection import find_missing_library
-from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publisher
-from tuneloop.trainer.checkpoints.recomputation import Recomputation
 from tuneloop.trainer.checkpoints.resumption import find_state, require_weights
-from tuneloop.trainer.evaluation.gate import GateEvaluation
+from tuneloop.trainer.evaluation.gate import is_evaluated_here
 from tuneloop.trainer.gpu_turns import GpuTurns
 from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat
-from tuneloop.trainer.leased_rows import LeasedRows, UnpublishedSteps
-from tuneloop.trainer.micro_batch import MicroBatch, fit_to_memory
+from tuneloop.trainer.micro_batch import fit_to_memory
 from tuneloop.trainer.models.model import device_of
-from tuneloop.trainer.models.room import room_for_weights
-from tuneloop.trainer.monitoring.monitors import FiniteSteps, Monitors, Rejections, StepSpans
+from tuneloop.trainer.monitoring.monitors import StepSpans
 from tuneloop.trainer.parallel import ALONE, Ranks
+from tuneloop.trainer.policy_training import RUN, PolicyTraining, SharedParts
+from tuneloop.trainer.policy_turns import PolicyTurns
 from tuneloop.trainer.stop import Stop
-from tuneloop.trainer.teacher.teacher import TeacherRetries
 
 _log = structlog.get_logger()
 
-_RUN = "trainer"
 _AGAIN_S = 3.0
+#: So many policies are in memory at a time: of each an adapter of actor and critic, with their optimizers.
+_MOST_IN_MEMORY = 8
 #: How often it is looked whether rows were committed.
 _NOTICE_S = 0.1
 
@@ -107,7 +109,7 @@ def _opened(settings: Settings, ledger: Ledger, stop: Stop) -> bool:
     Where this experiment was trained before, a database that is away is waited for; a first start is refused without.
     """
     require_restored(settings.job_dir)
-    trained_before = (settings.tensorboard_dir / _RUN).exists()
+    trained_before = (settings.tensorboard_dir / RUN).exists()
     while not stop.is_set():
         try:
             database.upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
@@ -128,10 +130,12 @@ def _opened(settings: Settings, ledger: Ledger, stop: Stop) -> bool:
 
 
 class TrainingLoop:
-    """One trainer's life under one epoch.
+    """One trainer's life under one epoch. `_now` is the policy that trains, the last of those in memory.
 
-    `_rows` are those on their way into a batch, `_steps` those that no registered version contains yet.
+    No other has rows or unpublished steps: training goes over to another policy between two versions.
     """
+
+    _now: PolicyTraining
 
     def __init__(
         self,
@@ -146,13 +150,14 @@ class TrainingLoop:
         self._settings, self._ledger, self._stop, self._ranks = settings, ledger, stop, ranks
         self._beat_s, self._spans = beat_s, spans or StepSpans(settings, None)
         self._store = CheckpointStore(settings.job_dir, mode=int(settings.trainer.checkpoint_mode, 8))
-        self._turns, self._monitors = GpuTurns(settings, stop), Monitors(settings, ledger)
-        self._micro_batch = MicroBatch(settings, stop, take_gpu=self._turns.begin)
-        self._gate = GateEvaluation(settings, ledger, take_gpu=self._turns.begin)
-        self._finite, self._rejections = FiniteSteps(settings, ledger.alarms), Rejections(ledger)
-        self._recomputation = Recomputation(settings, ledger, self._micro_batch)
+        self._turns, self._order = GpuTurns(settings, stop), PolicyTurns()
         self._away, self._committed = False, 0
-        self._is_cold, self._committed_before = False, 0
+        #: The base model below adapters, which policies share; None where all weights are trained.
+        self._base: PreTrainedModel | None = None
+        #: Policies in memory by their numbers, the one that trained last behind the others.
+        self._in_memory: dict[int, PolicyTraining] = {}
+        #: What each policy's settings are made of, and they.
+        self._chosen: dict[int, tuple[Policy, Settings]] = {}
 
     def run(self) -> None:
         """Take the next epoch and train under it."""
@@ -164,16 +169,25 @@ class TrainingLoop:
         self._store.clear(epoch)
         chosen = settings.trainer.async_save
         is_async = device_of(settings).type == "cuda" if chosen is None else chosen
-        behind = is_async and not self._gate.wanted
+        behind = is_async and not is_evaluated_here(settings)
         self._publisher = Publisher(settings, ledger, self._store, epoch=epoch, behind=behind)
-        self._rows = LeasedRows(settings, ledger, self._recomputation, epoch=epoch)
-        self._steps = UnpublishedSteps(settings, ledger, self._publisher, self._spans, epoch=epoch)
+        self._parts = SharedParts(
+            settings=settings,
+            ledger=ledger,
+            store=self._store,
+            publisher=self._publisher,
+            spans=self._spans,
+            turns=self._turns,
+            ranks=self._ranks,
+            stop=self._stop,
+            epoch=epoch,
+        )
         with _end_epoch_at_exit(ledger, epoch), heartbeat, closing(self._publisher), closing(self._turns):
-            self._teacher = TeacherRetries(settings, ledger.alarms, self._stop)
-            newest = ledger.versions.newest()
-            self._resume(newest, _state_of(newest, ledger, self._store))
-            while not self._stop.is_set() and not self._steps.are_complete(self._learner):
+            self._now = self._in_memory[DEFAULT] = self._open(ledger.policies.get(DEFAULT))
+            while not self._stop.is_set():
                 try:
+                    if self._is_complete():
+                        break
                     self._turn()
                 except TurnNotGiven:
                     break
@@ -181,58 +195,217 @@ class TrainingLoop:
                     self._wait_for_the_database(error)
             if not heartbeat.overtaken:
                 self._publish_the_last()
-            exact = not (heartbeat.overtaken or self._steps.count or self._learner.spoilt)
-            self._publisher.states.finish(self._learner if exact else None, self._steps.parent, self._curves)
-            self._curves.close()
-            self._turns.end(self._learner)
+            for each in self._in_memory.values():
+                exact = not (heartbeat.overtaken or each.steps.count or each.learner.spoilt)
+                self._publisher.states.finish(each.learner if exact else None, each.steps.parent, each.curves)
+                each.curves.close()
+            self._turns.end(self._now.learner)
             if heartbeat.overtaken:
                 raise heartbeat.overtaken
-            _log.info("trainer_stopped", version=self._steps.parent, step=self._learner.steps)
+            _log.info("trainer_stopped", version=self._now.steps.parent, step=self._now.learner.steps)
+
+    def _is_complete(self) -> bool:
+        """Whether no policy is to make another step, and all are in versions."""
+        if not self._now.steps.are_complete(self._now.learner):
+            return False
+        return not any(self._may_learn(each.policy) for each in self._ledger.training.waiting(0))
 
     def _turn(self) -> None:
         self._committed = committed_stamp(self._settings.job_dir)
-        self._turns.end_if_over(self._learner, publishes=self._steps.wait_for_publisher(self._learner))
-        if self._away or self._learner.spoilt:
+        waits = self._now.steps.wait_for_publisher(self._now.learner)
+        self._turns.end_if_over(self._now.learner, publishes=waits)
+        if self._away or self._now.learner.spoilt:
             self._settle()
         self._ledger.training.extend(self._epoch)
+        ready = self._find_ready()
         self._end_publication()
-        newest = self._ledger.versions.newest().version
-        if newest != self._steps.parent and not (newest > self._steps.parent and self._publisher.steps_begun):
-            self._rejections.note(self._steps.parent)
+        now, begun = self._now, self._publisher.steps_begun
+        newest = now.ledger.versions.newest().version
+        if newest != now.steps.parent and not (newest > now.steps.parent and begun):
+            now.rejections.note(now.steps.parent)
             self._settle()
-        if self._rejections.are_too_many:
-            return self._pause()
-        if self._finite.too_few:
-            self._finite.alarm(step=self._learner.steps, version=self._steps.parent)
-            if self._rows.held or self._steps.count:
+            now = self._now
+        if now.finite.too_few:
+            now.finite.alarm(step=now.learner.steps, version=now.steps.parent)
+            if now.rows.held or now.steps.count:
                 self._settle()
-            return self._pause()
-        if self._steps.are_due(self._learner):  # Another was not done, or it did not fit.
+        others = [each for each in ready if each.policy.id != now.policy.id]
+        if now.is_stopped:
+            return None if self._go_over(others) else self._pause()
+        if now.steps.are_due(now.learner):  # Another was not done, or it did not fit.
             return self._publish()
-        enough = self._steps.are_all_made(self._learner) or self._steps.wait_for_room
-        batch = None if enough else self._rows.next_batch(self._learner, version=self._steps.exact_version)
-        if batch is None:
+        if others and begun == now.steps.count > 0:
+            return self._publisher.wait(self._settings.trainer.poll_interval)
+        if others and not now.steps.count and self._go_over(ready):
+            return None
+        enough = not self._may_learn(now.policy) or now.steps.wait_for_room
+        batch = None if enough else now.rows.next_batch(now.learner, version=now.steps.exact_version)
+        if batch is not None:
+            if now.learn(batch) and now.steps.are_due(now.learner):
+                self._publish()
+        elif now.steps.count and not begun and (others or now.policy.state is not PolicyState.ACTIVE):
+            self._publish()  # Fewer steps than a version has otherwise: another policy waits.
+        else:
             self._idle()
-        elif self._learn(batch) and self._steps.are_due(self._learner):
-            self._publish()
+
+    def _find_ready(self) -> list[WaitingRows]:
+        """The policies that have a batch waiting, as far as numbers tell; none where there is but one policy.
+
+        A policy that trains and was deleted is left.
+        """
+        most = max((chosen.buffer.train_batch_size for _, chosen in self._chosen.values()), default=1)
+        found = self._ledger.training.waiting(most)
+        there = {each.policy.id: each.policy for each in found}
+        for number in self._in_memory.keys() - there.keys():
+            self._forget(self._in_memory[number])
+        now, policy = self._now, there[self._now.policy.id]
+        if policy.settings != now.policy.settings and not now.steps.count:
+            now.rows.release()
+            self._enter(policy)
+        now.policy = msgspec.structs.replace(now.policy, state=policy.state)
+        if len(found) == 1:
+            return []
+        ready = []
+        for each in found:
+            chosen = self._settings_of(each.policy)
+            is_full = chosen and each.fill(chosen.buffer.train_batch_size, chosen.buffer.batch_timeout)
+            if is_full and self._may_learn(each.policy):
+                ready.append(each)
+        return ready
+
+    def _may_learn(self, policy: Policy) -> bool:
+        """Whether a policy is to make another step."""
+        chosen, there = self._settings_of(policy), self._in_memory.get(policy.id)
+        if chosen is None or policy.state is not PolicyState.ACTIVE or (there is not None and there.is_stopped):
+            return False
+        total = chosen.trainer.total_steps
+        if total is None:
+            return True
+        return (there.learner.steps if there else self._ledger.versions.of(policy.id).newest().step) < total
+
+    def _settings_of(self, policy: Policy) -> Settings | None:
+        """A policy's settings; None if they are refused, and then it is paused."""
+        if policy.id == DEFAULT:
+            return self._settings
+        known = self._chosen.get(policy.id)
+        if known is None or known[0].settings != policy.settings:
+            try:
+                known = self._chosen[policy.id] = policy, settings_of_policy(self._settings, policy.settings)
+            except PolicyRefused as error:
+                self._refuse(policy, error)
+                return None
+        return known[1]
+
+    def _refuse(self, policy: Policy, error: TuneloopError) -> None:
+        """Pause a policy that cannot be trained as it is; the others go on."""
+        if policy.state is PolicyState.ACTIVE:
+            reason = f"the policy {policy.name} is paused, for it cannot be trained: {error}"
+            self._ledger.policies.pause(policy.id)
+            self._ledger.alarms.raise_alarm(Alarm(Code.POLICY_REFUSED, reason, policy=policy.id))
+            _log.error("policy_refused", policy=policy.name, reason=str(error))
+
+    def _go_over(self, ready: Collection[WaitingRows]) -> bool:
+        """Train the policy whose turn it is, if it is another one; of several the first that there is a batch of."""
+        by_number = {each.policy.id: each.policy for each in ready}
+        for number in self._order.order(ready):
+            if number == self._now.policy.id:
+                return False
+            if self._now.rows.held:
+                self._now.rows.release()
+            policy = by_number[number]
+            chosen = self._settings_of(policy)
+            assert chosen is not None
+            rules, size = BatchRules.of(chosen, number), chosen.buffer.train_batch_size
+            if leased := self._ledger.training.lease(self._epoch, size, rules):
+                self._now.leave()
+                if self._enter(policy):
+                    self._now.rows.ahead = leased
+                else:
+                    self._now.rows.release()
+                return True
+        return False
+
+    def _enter(self, policy: Policy) -> bool:
+        """Train a policy from now on, from its newest version; if it cannot be trained, the default policy."""
+        there = self._in_memory.pop(policy.id, None)
+        if there is not None and there.policy.settings != policy.settings and self._is_on_disk(there):
+            there = None
+        try:
+            if there is None:
+                there = self._open(policy)
+            else:
+                there.come_back()
+        except (PolicyRefused, SettingsError, EnvironmentRefused) as error:
+            self._leave_out(policy, error)
+            return False
+        self._in_memory[policy.id] = self._now = there
+        for each in list(self._in_memory.values())[:-_MOST_IN_MEMORY]:
+            if self._is_on_disk(each):
+                del self._in_memory[each.policy.id]
+        return True
+
+    def _open(self, policy: Policy) -> PolicyTraining:
+        """What a policy is trained with, as of its newest version."""
+        chosen = self._settings_of(policy)
+        if chosen is None:
+            raise PolicyRefused("its options are refused")
+        if policy.id != DEFAULT and self._ranks.size > 1:
+            raise PolicyRefused("trainer.workers: one worker trains several policies, and there are more")
+        if policy.id != DEFAULT and not (self._settings.model.lora.rank and chosen.model.lora.rank):
+            raise PolicyRefused("model.lora.rank: is 0, and an engine holds one set of weights, but several adapters")
+        opened = PolicyTraining(policy, chosen, self._parts)
+        newest = opened.ledger.versions.newest()
+        state = _state_of(newest, opened.ledger, self._store)
+        opened.resume(newest, state, self._base)
+        if self._ranks.size == 1 and self._base is None:
+            self._base = opened.learner.actor.base()
+        return opened
+
+    def _leave_out(self, policy: Policy, error: TuneloopError) -> None:
+        """Pause a policy that cannot be trained, and train the default policy."""
+        if policy.id == DEFAULT:
+            raise error
+        self._refuse(policy, error)
+        self._in_memory.pop(policy.id, None)
+        self._enter(self._ledger.policies.get(DEFAULT))
+
+    def _is_on_disk(self, there: PolicyTraining) -> bool:
+        """Whether all that a policy has learnt is in its newest version, so that it need not be in memory."""
+        written = self._publisher.states.finish(there.learner, there.steps.parent, there.curves)
+        if written:
+            there.curves.close()
+        return written
+
+    def _forget(self, there: PolicyTraining) -> None:
+        """Give up what a policy that was deleted has learnt since its newest version, and free its memory."""
+        _log.info("policy_forgotten", policy=there.policy.name, steps=there.steps.count)
+        if there is self._now:
+            there.steps.wait_for_publication(there.learner, there.curves)
+            there.rows.release()
+        self._publisher.states.settle(there.curves, policy=there.policy.id)
+        there.curves.close()
+        del self._in_memory[there.policy.id]
+        if there is self._now:
+            self._enter(self._ledger.policies.get(DEFAULT))
 
     def _idle(self) -> None:
+        now = self._now
         if not self._publisher.steps_begun:
-            if not self._steps.count:
-                self._gate.evaluate(self._learner, self._steps.parent)
+            if not now.steps.count:
+                now.gate.evaluate(now.learner, now.steps.parent)
             # An engine that starts reckons what others take of its GPU as its own. Rows come of one that runs.
-            begun = self._committed != self._committed_before or not shares_gpu(self._settings)
-            if self._is_cold and begun:
-                self._is_cold = False
-                return self._micro_batch.rehearse(self._learner)
+            begun = self._committed != now.committed_before or not shares_gpu(self._settings)
+            if now.is_cold and begun:
+                now.is_cold = False
+                return now.micro_batch.rehearse(now.learner)
             return self._pause()
-        if not self._steps.wait_for_publisher(self._learner):
-            self._turns.end(self._learner)
+        if not now.steps.wait_for_publisher(now.learner):
+            self._turns.end(now.learner)
         self._publisher.wait(self._settings.trainer.poll_interval)
 
     def _pause(self) -> None:
         """Look again a little later, or when rows are committed; the GPU is not needed meanwhile."""
-        self._turns.end(self._learner)
+        self._turns.end(self._now.learner)
         ends = time.monotonic() + self._settings.trainer.poll_interval
         while (left := ends - time.monotonic()) > 0 and not self._stop.wait(min(_NOTICE_S, left)):
             if committed_stamp(self._settings.job_dir) != self._committed:
@@ -245,119 +418,70 @@ class TrainingLoop:
         self._pause()
 
     def _settle(self) -> None:
-        """Do what a restart would: give everything back, and go on from the newest registered version."""
-        self._steps.wait_for_publication(self._learner, self._curves)
-        self._rows.release()
-        newest = self._ledger.versions.newest()
-        if self._steps.count or newest.version != self._steps.parent or self._learner.spoilt:
-            state = _state_of(newest, self._ledger, self._store)
-            self._turns.take()
-            self._publisher.states.settle(self._curves)
-            self._curves.close()
-            del self._learner  # A GPU has no room for two.
-            self._resume(newest, state)
+        """Do what a restart would: give everything back, and go on from the policy's newest registered version."""
+        now = self._now
+        now.steps.wait_for_publication(now.learner, now.curves)
+        now.rows.release()
+        newest = now.ledger.versions.newest()
+        if now.steps.count or newest.version != now.steps.parent or now.learner.spoilt:
+            try:
+                state = _state_of(newest, now.ledger, self._store)
+                self._turns.begin(now.learner) if self._base is not None else self._turns.take()
+                self._publisher.states.settle(now.curves, policy=now.policy.id)
+                now.curves.close()
+                del now.learner  # A GPU has no room for two.
+                now.resume(newest, state, self._base)
+            except EnvironmentRefused as error:
+                self._leave_out(now.policy, error)
         if self._away:
             self._away = False
-            _log.info("database_back", version=self._steps.parent, step=self._learner.steps)
-
-    def _resume(self, newest: Version, state: Path | None) -> None:
-        """Become the newest registered version, with the `state` that was found for it."""
-        self._turns.take()
-        with room_for_weights():
-            self._learner = snapshot.resume(self._settings, newest.path if newest.version else None, state, self._ranks)
-            self._learner.teacher = self._teacher.teacher
-            self._learner.micro_batch_tokens = self._micro_batch.tokens
-            self._publisher.prepare(self._learner)
-            snapshot.probe(self._learner, self._settings)  # What would refuse a publication does so before the work.
-        self._steps.restart(newest.version)
-        self._curves = open_curves(self._settings, _RUN, after=self._learner.steps)
-        self._curves.add(self._learner.steps, self._monitors.begin(self._learner))
-        self._waiting_since = time.perf_counter()
-        # By turns the GPU is the engine's while rows are awaited.
-        self._is_cold = self._learner.actor.is_compiled and self._settings.cluster.gpu_turn is None
-        self._committed_before = committed_stamp(self._settings.job_dir)
-        self._gate.evaluate(self._learner, self._steps.parent)
-        _log.info("trainer_ready", version=self._steps.parent, step=self._learner.steps, epoch=self._epoch)
-
-    def _learn(self, batch: list[Sample]) -> bool:
-        """Whether a step was made of the batch; if not, its rows are dropped, or wait for the teacher."""
-        waited, started = time.perf_counter() - self._waiting_since, time.time_ns()
-        drop, self._is_cold = partial(self._rows.drop, step=self._learner.steps), False
-        try:
-            labelled = self._teacher.label(batch)
-            learnt = self._micro_batch.step(self._learner, labelled, version=self._steps.exact_version)
-        except (TeacherAway, SamplesRefused) as error:
-            self._turns.end(self._learner)
-            left = self._teacher.requeue(batch, error, drop=drop)
-            self._rows.take_back(left, step=self._learner.steps)
-            return False
-        except NotFinite as error:
-            drop(batch, f"the step was not finite: {error}")
-            self._finite.note_failure(str(error), after=self._learner.steps)
-            return False
-        finally:
-            self._waiting_since = time.perf_counter()
-        self._steps.add(batch, learnt)
-        self._teacher.succeeded()
-        self._finite.note_success(self._learner.steps)
-        buffer = self._settings.buffer
-        size = buffer.group_size if buffer.group_by == "task" else 0
-        learnt |= of_samples(batch, version=self._steps.parent, group_size=size) | {"time/batch_wait": waited}
-        learnt |= self._recomputation.take_figures()
-        learnt |= self._monitors.after_step(self._learner, learnt, version=self._steps.parent, replies=batch)
-        self._waiting_since = time.perf_counter()
-        self._curves.add(self._learner.steps, learnt)
-        step, version = self._learner.steps, self._steps.parent
-        if learnt.get("critic/advantages/zero") == 1:
-            reason = "every advantage of the batch is 0, or its token masked"
-            _log.warning("nothing_to_learn", step=step, reason=reason)
-        seconds = round(learnt["time/train_step"], 3)
-        _log.info("step", step=step, version=version, reward=learnt["critic/rewards/mean"], seconds=seconds)
-        self._spans.send_step(self._learner.steps, batch, started=started)
-        return True
+            _log.info("database_back", version=self._now.steps.parent, step=self._now.learner.steps)
 
     def _publish(self) -> None:
         """Publish all steps; where that is done behind the next ones, begin to."""
-        self._turns.begin(self._learner)
-        self._steps.begin(self._learner, self._curves)
+        self._now.begin_publication()
         self._end_publication()
-        self._waiting_since = time.perf_counter()
+        self._now.note_published()
 
     def _end_publication(self) -> None:
         """If one has begun and is over."""
+        now = self._now
         if not self._publisher.is_over:
             return
         try:
-            published = self._steps.end(self._learner, self._curves)
+            published = now.steps.end(now.learner, now.curves)
         except ParentEnded:
-            self._rejections.note(self._steps.parent)
+            now.rejections.note(now.steps.parent)
             return self._settle()
         except LeaseLost as error:  # The person of a row was erased: no version may be made of it.
             _log.warning("leases_lost", reason=str(error))
             return self._settle()
         if not published:
             self._pause()
-        elif not self._steps.count:
-            self._gate.evaluate(self._learner, self._steps.parent)
+            return
+        self._order.note(now.policy.id)
+        if not now.steps.count:
+            now.gate.evaluate(now.learner, now.steps.parent)
 
     def _publish_the_last(self) -> None:
         """Before a stop: end what has begun, and publish the steps that waited for it."""
+        now = self._now
         try:
             self._publisher.wait()
             self._end_publication()
-            if self._steps.are_due(self._learner) and not (self._away or self._learner.spoilt):
+            if now.steps.are_due(now.learner) and not (self._away or now.learner.spoilt):
                 self._publish()
                 self._publisher.wait()
                 self._end_publication()
         except LedgerUnavailable as error:
             self._wait_for_the_database(error)
         except TurnNotGiven as error:
-            _log.warning("steps_not_published", steps=self._steps.count, reason=str(error))
+            _log.warning("steps_not_published", steps=now.steps.count, reason=str(error))
 
 
 def _state_of(newest: Version, ledger: Ledger, store: CheckpointStore) -> Path | None:
     """What a version is resumed with, whose weights are what they should be."""
-    if not newest.version:
+    if newest.is_base:
         return None
     require_weights(newest, store)
     return find_state(newest, ledger.versions, store)

@@ -75,6 +75,7 @@ def upgrade() -> None:
     for name, (table, columns, where, unique) in _INDEXES.items():
         op.drop_index(name, table)
         _create_index(name, table, columns, where, unique=unique)
+    _create_index("ix_experiences_waiting", "experiences", ["policy", "committed_at"], _COMMITTED, unique=False)
     connection = op.get_bind()
     if connection.dialect.name == "sqlite":
         _change_rules_of_sqlite(connection)

@@ -5,6 +5,7 @@ LedgerUnavailable, and nothing has happened then, unless the connection broke in
 verb may be repeated.
 """
 
+import copy
 import time
 from collections.abc import Callable
 from typing import Self
@@ -20,7 +21,7 @@ from tuneloop.shared.ledger.browsing.same_prompts import SamePrompts
 from tuneloop.shared.ledger.explorers import Explorers
 from tuneloop.shared.ledger.export import Exports
 from tuneloop.shared.ledger.keys import Keys
-from tuneloop.shared.ledger.policies import Policies
+from tuneloop.shared.ledger.policies import DEFAULT, Policies
 from tuneloop.shared.ledger.rater_decisions import Raters
 from tuneloop.shared.ledger.recording.attestation import Attestations
 from tuneloop.shared.ledger.recording.judging import Judging
@@ -105,6 +106,14 @@ class Ledger:
             any_reply=settings.algorithm.of_any_reply,
             clock=LedgerClock(engine),
         )
+
+    def of_policy(self, policy: int) -> "Ledger":
+        """This ledger, with the versions and alarms of another policy in the place of the default policy's."""
+        if policy == DEFAULT:
+            return self
+        line = copy.copy(self)
+        line.versions, line.alarms = self.versions.of(policy), self.alarms.of(policy)
+        return line
 
     def close(self) -> None:
         """Give the connections to the database back."""

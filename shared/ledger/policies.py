@@ -65,7 +65,7 @@ class Policies(LedgerPart):
             clash = true() if not tenant else policies.c.tenant.in_(("", tenant))
             if connection.execute(select(policies.c.id).where(policies.c.name == name, clash, _THERE)).first():
                 raise PolicyRefused(f"{name}: there is a policy of that name")
-            begins_with = connection.execute(_PARENTS.where(versions.c.version == parent)).first()
+            begins_with = connection.execute(_PARENTS.where(versions.c.version == parent, _THERE)).first()
             if begins_with is None or begins_with.tenant not in {"", tenant}:
                 raise PolicyRefused(f"{name}: there is no version {parent} to begin with")
             if begins_with.state not in SERVABLE:
@@ -89,11 +89,11 @@ class Policies(LedgerPart):
         rows = self._read(select(policies).where(policies.c.id == number))
         if not rows:
             raise PolicyRefused(f"there is no policy {number}")
-        return _policy_of(rows[0])
+        return policy_of(rows[0])
 
     def all(self, tenant: str | None = None) -> list[Policy]:
         """Those that are not deleted, oldest first: all, or those that a tenant's keys may use."""
-        found = [_policy_of(row) for row in self._read(select(policies).where(_THERE).order_by(policies.c.id))]
+        found = [policy_of(row) for row in self._read(select(policies).where(_THERE).order_by(policies.c.id))]
         return [each for each in found if each.is_seen_by(tenant)]
 
     def find(self, name: str, tenant: str | None = None) -> Policy:
@@ -189,6 +189,13 @@ def require_there(connection: Connection, number: int) -> None:
         raise ParentEnded(f"policy {number} was deleted")
 
 
+def drop_waiting(connection: Connection) -> None:
+    """Drop what waits for a batch of a policy that was deleted: a trainer had it then, or it came later."""
+    gone = select(policies.c.id).where(policies.c.state == PolicyState.DELETED)
+    late = update(experiences).where(text(COMMITTED), experiences.c.policy.in_(gone))
+    connection.execute(late.values(state=State.DROPPED, reason="its policy was deleted", group_id=None))
+
+
 def _copy(connection: Connection, version: int, policy: int, state: VersionState, decision: Decision) -> int:
     """Register the weights of a version as the next one of a policy; its number."""
     row = connection.execute(select(versions).where(versions.c.version == version)).one()
@@ -210,6 +217,7 @@ def _copy(connection: Connection, version: int, policy: int, state: VersionState
     return number
 
 
-def _policy_of(row: Any) -> Policy:
+def policy_of(row: Any) -> Policy:
+    """A policy of its row."""
     values = {name: getattr(row, name) for name in Policy.__struct_fields__}
     return Policy(**values | {"settings": msgspec.json.decode(row.settings), "state": PolicyState(row.state)})

@@ -106,6 +106,7 @@ class Code(StrEnum):
     VERSION_NOT_SERVED = "version_not_served"
     PROMOTION_HELD = "promotion_held"
     NOT_LEARNING = "not_learning"
+    POLICY_REFUSED = "policy_refused"
     NONE = "none"
 
 
@@ -250,7 +251,7 @@ def _of_the_trainer(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
         )
     elif (silent := find_silent_trainer(ledger, facts.now)) is not None:
         yield Reason(Code.NO_TRAINER, silent)
-    named = {*OF_TRAINERS, Code.NOT_LEARNING}
+    named = {*OF_TRAINERS, Code.NOT_LEARNING, Code.POLICY_REFUSED}
     yield from (Reason(Code(alarm.name), alarm.reason) for alarm in ledger.alarms if alarm.name in named)
     if _busy(facts, ledger):
         since = "" if ledger.leased_since is None else f", for {ago(facts.now, ledger.leased_since)} at most"
@@ -362,7 +363,7 @@ def _of_the_versions(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
             f"the newest {weights.rejected} versions were rejected, and their training with them ({weights.reason}):"
             " see the explorer's log",
         )
-    holding = [f"{each.name} ({each.reason})" for each in ledger.alarms if each.holds]
+    holding = [f"{each.name} ({each.reason})" for each in ledger.alarms if each.holds and not each.policy]
     if holding and weights is not None and weights.newest - weights.rejected > (weights.champion or 0):
         yield Reason(
             Code.PROMOTION_HELD,

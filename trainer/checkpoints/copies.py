@@ -3,6 +3,7 @@
 A GPU copies beside its other work: only the next update, which would change what is copied, waits for the end.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Generic, NamedTuple, TypeVar
@@ -61,6 +62,28 @@ class PinnedMemory:
         return memory[used : used + size].view(like.dtype).view(like.shape)
 
 
+class KeptRoom:
+    """Pinned memory for tensors that leave a GPU again and again: each time the same."""
+
+    def __init__(self, *, chunk: int = _CHUNK) -> None:
+        self._memory = PinnedMemory(chunk=chunk)
+        #: What was taken of it, by its size.
+        self._rooms: defaultdict[int, list[Tensor]] = defaultdict(list)
+
+    def empty(self) -> Callable[[Tensor], Tensor]:
+        """Room for one leaving: what earlier ones had, and more where it is too little."""
+        left = {size: iter(tuple(held)) for size, held in self._rooms.items()}
+
+        def room(whole: Tensor) -> Tensor:
+            found = next(left.get(len(whole), iter(())), None)
+            if found is None:
+                found = self._memory.take(whole)
+                self._rooms[len(whole)].append(found)
+            return found
+
+        return room
+
+
 def _align(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
@@ -88,7 +111,8 @@ class MemoryCopies(Generic[T]):
     def __init__(self, size_of: Callable[[Learner], int], copy: Callable[[Learner, Room], T]) -> None:
         self._size_of, self._copy = size_of, copy
         self._memory = PinnedMemory()
-        self._buffers: dict[str, Tensor] = {}
+        #: By name and shape: learners may have adapters of different ranks.
+        self._buffers: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
         self._prepared: Future[None] | None = None
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
@@ -133,10 +157,10 @@ class MemoryCopies(Generic[T]):
             self._copied.synchronize()
 
     def _pin(self, place: str, like: Tensor) -> Tensor:
-        held = self._buffers.get(place)
-        if held is None or held.shape != like.shape or held.dtype != like.dtype:
-            held = self._buffers[place] = self._memory.take(like)
-        return held
+        place_of = (place, like.shape, like.dtype)
+        if place_of not in self._buffers:
+            self._buffers[place_of] = self._memory.take(like)
+        return self._buffers[place_of]
 
 
 def _has_memory_for(size: int) -> bool:

@@ -98,7 +98,16 @@ class Publisher:
         if self._running is not None:
             wait_for([self._running.work], seconds)
 
-    def begin(self, learner: Learner, ids: Collection[int], *, steps: int, parent: int) -> None:
+    def begin(
+        self,
+        learner: Learner,
+        ids: Collection[int],
+        *,
+        steps: int,
+        parent: int,
+        policy: int = 0,
+        in_foreground: bool = False,
+    ) -> None:
         """Begin to publish the version after `parent`, made of the rows `ids` in so many steps; `end` ends it."""
         assert self._running is None
         started, began_ns = time.perf_counter(), time.time_ns()
@@ -106,7 +115,7 @@ class Publisher:
         self._ledger.training.extend(self._epoch)
         measured: Metrics = {}
         weights = None
-        if self._pool is not None:
+        if self._pool is not None and not in_foreground:
             with _time_stage(measured, "staged"):
                 weights = self._copies.of(learner)
             if weights is None:
@@ -123,6 +132,7 @@ class Publisher:
             probe,
             epoch=self._epoch,
             parent=parent,
+            policy=policy,
         )
         space = publication.space
         if space._replace(needed=space.needed + self.states.unwritten).missing:
@@ -193,7 +203,7 @@ class Publisher:
 
 
 class Publication:
-    """What was captured of a learner, about to become the version after `parent`."""
+    """What was captured of a learner, about to become the version of its policy after `parent`."""
 
     def __init__(
         self,
@@ -204,9 +214,10 @@ class Publication:
         *,
         epoch: int,
         parent: int,
+        policy: int = 0,
     ) -> None:
         self._settings, self._store, self._weights, self._read_probe = settings, store, weights, probe
-        self._epoch, self._parent = epoch, parent
+        self._epoch, self._parent, self._policy = epoch, parent, policy
         #: The seconds of each stage.
         self.measured: Metrics = {}
         #: What is in its place, whether it is registered or not.
@@ -229,7 +240,8 @@ class Publication:
                 files = self._store.seal(staging, digests=digests)
             put = partial(self.put, staging, files)
             with _time_stage(self.measured, "register"):
-                training.register(self._epoch, ids, step=self._weights.step, publish=put, parent=self._parent)
+                made_of: dict[str, int] = {"parent": self._parent, "policy": self._policy}
+                training.register(self._epoch, ids, step=self._weights.step, publish=put, **made_of)
             assert self.placed is not None
             return self.placed
         except (OSError, SafetensorError) as error:
@@ -247,7 +259,7 @@ class Publication:
     def put(self, staging: Path, files: tuple[File, ...], version: int) -> tuple[Path, str]:
         """Bring what is sealed to its place under its number."""
         path, sha256 = self._store.publish(staging, self._manifest(version, files))
-        self.placed = PublishedVersion(version, path, sha256, self._weights.step)
+        self.placed = PublishedVersion(version, path, sha256, self._weights.step, self._policy)
         return path, sha256
 
     @property

@@ -75,7 +75,7 @@ class Recomputation:
         places = {each.version: each for each in self._ledger.versions.all()}
         there = {
             number: number == version
-            or ((row := places.get(number)) is not None and (not number or (row.path / ACTOR).is_dir()))
+            or ((row := places.get(number)) is not None and (row.is_base or (row.path / ACTOR).is_dir()))
             for number in _versions_of(missing)
         }
         for sample in missing:
@@ -166,15 +166,15 @@ class Recomputation:
         if live:
             yield learner.actor
             return
-        if version == 0 and learner.reference is not None:
+        row = self._ledger.versions.get(version)
+        assert row is not None  # Rows of versions that are not known were left out.
+        if row.is_base and learner.reference is not None:
             yield learner.reference
             return
         actor = self._actors.pop(version, None)
         if actor is None:
             folder = self._settings.model.model_path
-            if version:
-                row = self._ledger.versions.get(version)
-                assert row is not None  # Rows of versions that are not known were left out.
+            if not row.is_base:
                 check_files(row.path, read_manifest(row.path, sha256=row.manifest_sha256), folder=ACTOR)
                 folder = row.path / ACTOR
             actor = snapshot.actor_in(self._settings, folder)

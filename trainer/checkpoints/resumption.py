@@ -60,13 +60,17 @@ def require_weights(version: Version, store: CheckpointStore) -> None:
 def find_state(version: Version, versions: Versions, store: CheckpointStore) -> Path | None:
     """The folder whose critic and optimiser training resumes with: the version's own, or the nearest older one's.
 
-    None if there is none that can be read.
+    None if there is none that can be read, or a policy begins with the version.
     """
+    if version.begins:
+        return None
     if not is_weights_only(version.path):
         _log.info("state_resumed_from", version=version.version, behind=0)
         return version.path
     older = {
-        each.version: each for each in versions.all() if 0 < each.version < version.version and each.state in SERVABLE
+        each.version: each
+        for each in versions.now().versions
+        if each.version < version.version and each.state in SERVABLE and not each.begins
     }
     while older:
         newest = newest_with_state({number: each.path for number, each in older.items()}, upto=version.version)
@@ -114,31 +118,40 @@ def prune(
     writing: int = 0,
     still_sampled: Callable[[Collection[int]], list[int]] | None = None,
 ) -> None:
-    """Delete checkpoints but the last `keep`, and never one that is served, may be served, or is resumed from.
+    """Delete checkpoints but the last `keep` of each policy, and never one that is served, may be, or is resumed from.
 
-    `keep` 0 means all of them. Those of every `keep_interval`-th step stay, too, and what a rollback would go back to,
-    if there is such a version, and what would be resumed from after a rollback or a rejection, and the newest
-    _WAITED_FOR of those that `still_sampled` says replies wait of, which may have to be recomputed. All keep their
-    weights alone but the one that is resumed from, and the newest before it that has critic and optimiser, while it has
-    none, and `writing`. A disk that refuses is no reason to stop training.
+    Of a policy that was deleted none stays, but those that others begin with. `keep` 0 means all of them. Those of
+    every `keep_interval`-th step stay, too, and what a rollback would go back to, if there is such a version, and what
+    would be resumed from after a rollback or a rejection, and the newest _WAITED_FOR of those that `still_sampled` says
+    replies wait of, which may have to be recomputed. All keep their weights alone but the one that is resumed from, and
+    the newest before it that has critic and optimiser, while it has none, and `writing`. A disk that refuses is no
+    reason to stop training.
     """
-    seen = versions.now()
-    numbers = [each.version for each in seen.versions]
-    milestones = {each.version for each in seen.versions if keep_interval and each.step % keep_interval == 0}
-    spared = {*_must_stay(seen), *(numbers[-keep:] if keep else numbers), *milestones}
-    if still_sampled is not None:
-        others = [each.version for each in seen.versions if each.version not in spared and each.path.exists()]
-        spared |= set(sorted(still_sampled(others))[-_WAITED_FOR:])
-    resumable = {each.version: each.path for each in seen.versions if each.state in SERVABLE}
-    spared.add(with_state := newest_with_state(resumable, upto=seen.newest))
+    spared, resumed, newest = set[int](), {writing}, 0
+    for seen in versions.lines():
+        numbers = [each.version for each in seen.versions]
+        newest = max(newest, numbers[-1])
+        milestones = {each.version for each in seen.versions if keep_interval and each.step % keep_interval == 0}
+        kept = {*_must_stay(seen), *(numbers[-keep:] if keep else numbers), *milestones}
+        if still_sampled is not None:
+            others = [each.version for each in seen.versions if each.version not in kept and each.path.exists()]
+            kept |= set(sorted(still_sampled(others))[-_WAITED_FOR:])
+        resumable = {each.version: each.path for each in seen.versions if each.state in SERVABLE and not each.begins}
+        with_state = newest_with_state(resumable, upto=seen.newest)
+        spared |= kept | {with_state}
+        resumed.add(with_state)
     aside: dict[Path, Path] = {}
     try:
         with versions.hold() as now:  # Meanwhile somebody may have decided otherwise.
-            spared |= _must_stay(now)
-            places = {each.version: each.path for each in now.versions if each.version in spared}
-            aside.update(store.put_aside(places.values(), newest=seen.versions[-1].version))
-        for version in spared - {0, now.newest, with_state, writing}:
-            store.strip(places[version])
+            spared |= set[int]().union(*map(_must_stay, now))
+            places = {each.version: each.path for line in now for each in line.versions if each.version in spared}
+            # Versions that begin with the weights of another share its folder.
+            aside.update(store.put_aside(places.values(), newest=newest))
+        begun = {each.version for line in now for each in line.versions if each.begins}
+        resumed |= {line.newest for line in now} - begun
+        with_states = {places[version] for version in resumed & places.keys()}
+        for place in {*places.values()} - with_states:
+            store.strip(place)
     except OSError as error:
         _log.warning("prune_failed", reason=str(error))
     finally:
@@ -160,12 +173,13 @@ _PATIENCE_S = 0.2
 
 
 class PublishedVersion(NamedTuple):
-    """A registered version: where it is, what its manifest is, and after which step it was."""
+    """A registered version: where it is, what its manifest is, after which step it was, and whose it is."""
 
     version: int
     path: Path
     manifest_sha256: str
     step: int
+    policy: int = 0
 
 
 class StateToWrite(NamedTuple):
@@ -189,9 +203,8 @@ class StateWriter:
         self._work: Future[None] | None = None
         self._measured: SimpleQueue[tuple[int, Metrics]] = SimpleQueue()
         self._copies = MemoryCopies(snapshot.size_of_state, snapshot.copy_state)
-        self._last: PublishedVersion | None = None
-        #: The version whose state was written last. Not its number: one that was not registered has a namesake.
-        self._written: PublishedVersion | None = None
+        #: By policy its last version, while that is without a state.
+        self._without: dict[int, PublishedVersion] = {}
         #: What is written of a version goes first.
         self.priority = DiskPriority()
         #: Whether the last state did not fit on the disk.
@@ -227,7 +240,7 @@ class StateWriter:
 
     def follow(self, published: PublishedVersion, captured: StateToWrite) -> None:
         """Write what was captured for a version that is registered now, while training goes on, and prune."""
-        self._last = published
+        self._without[published.policy] = published
         if captured.state is None and self._is_busy(0):
             return
         self._pending = captured.size if captured.state is not None else 0
@@ -235,21 +248,23 @@ class StateWriter:
         if captured.is_live:
             self.join()
 
-    def finish(self, learner: Learner | None, version: int, curves: CurveWriter) -> None:
-        """Before a clean stop at `version`, which `learner` is: write its state now, if that was skipped."""
+    def finish(self, learner: Learner | None, version: int, curves: CurveWriter) -> bool:
+        """Before `learner`, which is `version`, goes: write its state now, if that was skipped; whether it is there."""
         self.join()
-        if learner and self._last is not None and self._last.version == version and self._last != self._written:
+        last = next((each for each in self._without.values() if each.version == version), None)
+        if learner and last is not None:
             size = snapshot.size_of_state(learner)
             state = snapshot.state_of(learner) if learner.ranks.size == 1 else self._copy(learner)
             if state is not None:
-                self._run(self._last, state, size)
+                self._run(last, state, size)
         self.report(curves)
+        return last is None or last.policy not in self._without
 
-    def settle(self, curves: CurveWriter) -> None:
+    def settle(self, curves: CurveWriter, *, policy: int = 0) -> None:
         """Before the learner is loaded anew: what it was then is not that of any version any more."""
         self.join()
         self.report(curves)
-        self._last = None
+        self._without.pop(policy, None)
 
     def join(self) -> None:
         """Wait until nothing is being written or deleted."""
@@ -327,7 +342,10 @@ class StateWriter:
         except (OSError, SafetensorError) as error:  # A newer trainer has moved it away, or the disk refuses.
             _log.error("state_not_kept", version=published.version, reason=str(error))
             return {"state/skipped": 1.0}
-        self._written, self.full = published, False
+        # Not by its number: one that was not registered has a namesake.
+        if self._without.get(published.policy) == published:
+            del self._without[published.policy]
+        self.full = False
         took = time.perf_counter() - started
         _log.info("state_kept", version=published.version, step=published.step, seconds=round(took, 3))
         return {"time/publish/state": took}

@@ -41,7 +41,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers import modeling_utils as _modeling_utils
 
 from tuneloop.shared.checkpoints import (
@@ -272,16 +272,25 @@ def load(settings: Settings, folder: Path | None, ranks: Ranks = ALONE) -> Learn
     return resume(settings, folder, None if folder is None or is_marked_weights_only(folder) else folder, ranks)
 
 
-def resume(settings: Settings, folder: Path | None, state: Path | None, ranks: Ranks = ALONE) -> Learner:
+def resume(
+    settings: Settings,
+    folder: Path | None,
+    state: Path | None,
+    ranks: Ranks = ALONE,
+    *,
+    begins: bool = False,
+    network: PreTrainedModel | None = None,
+) -> Learner:
     """The learner with the weights in `folder`, and critic and AdamW's memory of the same or an older version.
 
-    Without `state` these begin anew. Rank 0 makes the others load the same. Raises EnvironmentRefused for what does not
-    fit. The files must have been checked.
+    Without `state` these begin anew, and all but the weights if it `begins` with them. `network` is the base model, if
+    it is there, which the learner is to have an adapter of. Rank 0 makes the others load the same. Raises
+    EnvironmentRefused for what does not fit. The files must have been checked.
     """
     ranks.lead(LoadOrder(None if folder is None else str(folder), None if state is None else str(state)))
     base = settings.model.model_path
     page = ALGORITHMS[settings.algorithm.algorithm_type]
-    actor = actor_in(settings, folder / ACTOR if folder else base, ranks)
+    actor = actor_in(settings, folder / ACTOR if folder else base, ranks, network)
     reference = critic = kept_critic = None
     if page.critic_loss is not None:
         if state and (state / CRITIC).exists():  # A version that another method trained has none: it is learnt anew.
@@ -297,7 +306,7 @@ def resume(settings: Settings, folder: Path | None, state: Path | None, ranks: R
         for network in (actor.network, *([critic.body] if critic else ())):
             require_divisible(network, ranks.sequence.size)
     learner = Learner(settings, actor=actor, critic=critic, reference=reference, ranks=ranks)
-    if folder:
+    if folder and not begins:
         counters = _counters(folder)
         kept = _counters(state) if state else Counters(steps=counters.steps, actor_updates=0)
         learner.steps = counters.steps
@@ -506,8 +515,11 @@ def probe(learner: Learner, settings: Settings) -> Callable[[], Probe]:
     return lambda: Probe(prompt_ids=chosen, logprobs=tuple(said().tolist()), tolerance=tolerance)
 
 
-def actor_in(settings: Settings, folder: Path, ranks: Ranks = ALONE) -> Actor:
-    """The actor in the folder `actor` of a version, or in that of the base model. The files must have been checked."""
+def actor_in(settings: Settings, folder: Path, ranks: Ranks = ALONE, network: PreTrainedModel | None = None) -> Actor:
+    """The actor in the folder `actor` of a version, or in that of the base model. The files must have been checked.
+
+    An adapter is added to `network`, if that is there.
+    """
     base, rank = settings.model.model_path, settings.model.lora.rank
     if folder != base and (folder / ADAPTER_CONFIG).exists() != bool(rank):
         there = "all weights, which no adapter can be begun on" if rank else "an adapter only"
@@ -519,7 +531,7 @@ def actor_in(settings: Settings, folder: Path, ranks: Ranks = ALONE) -> Actor:
         return Actor.load(settings, folder, ranks)
     from tuneloop.trainer.models.lora import AdaptedActor  # peft takes seconds to import
 
-    return AdaptedActor.load(settings, folder, ranks)
+    return AdaptedActor.load(settings, folder, ranks, network)
 
 
 @cache

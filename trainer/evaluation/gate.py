@@ -28,6 +28,11 @@ _log = structlog.get_logger()
 _AGAIN_S = 60.0
 
 
+def is_evaluated_here(settings: Settings) -> bool:
+    """Whether the trainer evaluates versions for the gate."""
+    return settings.gate.mode != "off" and evaluator_of(settings) is Evaluator.TRAINER
+
+
 class GateEvaluation:
     """Evaluates versions for one trainer. Raises EnvironmentRefused if the tasks cannot be asked."""
 
@@ -42,7 +47,7 @@ class GateEvaluation:
         """`take_gpu` is called before a GPU is needed."""
         self._settings, self._ledger, self._again_s, self._take_gpu = settings, ledger, again_s, take_gpu
         #: Whether versions are evaluated here, each while the learner is that version.
-        self.wanted = settings.gate.mode != "off" and evaluator_of(settings) is Evaluator.TRAINER
+        self.wanted = is_evaluated_here(settings)
         tasks = tasks_of(settings.monitor.evaluation) if self.wanted else []
         self._held_out = HeldOut(settings, tasks) if tasks else None
         self._fingerprint = fingerprint(tasks, settings.monitor.evaluation, settings.judge)
@@ -72,7 +77,7 @@ class GateEvaluation:
         if version == champion.version:
             return record(version, Evaluator.TRAINER, found)
         if not before:
-            folder = champion.path / ACTOR if champion.version else self._settings.model.model_path
+            folder = self._settings.model.model_path if champion.is_base else champion.path / ACTOR
             try:
                 actor = snapshot.actor_in(self._settings, folder)
             except EnvironmentRefused as error:

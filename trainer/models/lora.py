@@ -99,9 +99,11 @@ class AdaptedActor(Actor):
         self._base, self._adapter = settings.model.model_path, Adapter(settings, network, folder)
 
     @classmethod
-    def load(cls, settings: Settings, folder: Path, ranks: Ranks = ALONE) -> Self:
-        """The base model with the adapter in `folder`, or with a new one, if it has none."""
+    def load(cls, settings: Settings, folder: Path, ranks: Ranks = ALONE, base: PreTrainedModel | None = None) -> Self:
+        """The base model, or `base`, which is it, with the adapter in `folder`, or with a new one, if it has none."""
         lora = settings.model.lora
+        if base is not None:
+            return cls(settings, share_base(base, compiled=is_compiling(settings.trainer.compile, base.device)), folder)
         network = load_causal(settings, settings.model.model_path, ranks, bits=lora.base_bits)
         # Raise SettingsError for targets that no engine would serve an adapter of: it would only show at a
         # publication.
@@ -128,21 +130,25 @@ class AdaptedActor(Actor):
 
     def reference(self, settings: Settings, ranks: Ranks = ALONE) -> Actor:
         """The base model, on the same weights: it takes no memory of its own."""
-        return Actor(self._bare(), compiled=self.is_compiled)
+        return Actor(self.base(), compiled=self.is_compiled)
 
     def critic(self, settings: Settings, folder: Path, ranks: Ranks) -> Critic:
         """The critic saved in `folder`, or a new one if there is none, on the same base weights."""
-        return AdaptedCritic(settings, cast(PreTrainedModel, self._bare().base_model), folder)
+        return AdaptedCritic(settings, cast(PreTrainedModel, self.base().base_model), folder)
 
-    def _bare(self) -> PreTrainedModel:
-        """The base model without the adapter: other modules around the same layers and tensors."""
-        network = self.network
-        kept: dict[int, Any] = {id(each): each for each in (*network.parameters(), *network.buffers())}
-        layers = (each for each in network.modules() if isinstance(each, BaseTunerLayer))
-        bare = copy.deepcopy(network, kept | {id(each): each.get_base_layer() for each in layers})
-        if self.is_compiled:  # What is compiled is not copied.
-            compile_layers(bare)
-        return bare
+    def base(self) -> PreTrainedModel:
+        """See Actor: other modules around the same layers and tensors."""
+        return share_base(self.network, compiled=self.is_compiled)
+
+
+def share_base(network: PreTrainedModel, *, compiled: bool) -> PreTrainedModel:
+    """Other modules around the layers and tensors of a network, without its adapter."""
+    kept: dict[int, Any] = {id(each): each for each in (*network.parameters(), *network.buffers())}
+    layers = (each for each in network.modules() if isinstance(each, BaseTunerLayer))
+    bare = copy.deepcopy(network, kept | {id(each): each.get_base_layer() for each in layers})
+    if compiled:  # What is compiled is not copied.
+        compile_layers(bare)
+    return bare
 
 
 class AdaptedCritic(Critic):

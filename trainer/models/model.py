@@ -163,6 +163,10 @@ class Actor:
         base.network.requires_grad_(requires_grad=False)
         return base
 
+    def base(self) -> PreTrainedModel | None:
+        """The base model without the adapter, on the same weights; None where all weights are trained."""
+        return None
+
     def critic(self, settings: Settings, folder: Path, ranks: Ranks) -> "Critic":
         """The critic saved in `folder`, or a new one that begins as the model there."""
         return Critic.load(settings, folder, ranks)

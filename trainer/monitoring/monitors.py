@@ -1,8 +1,8 @@
 """Watches training: after each step it looks at the step, the newest replies and feedback, and raises or clears alarms.
 
-What it remembers is in `monitor/drift.json` of the job folder, written after each step. A trainer that goes back to an
-older version goes back in it, too. Nothing that fails here stops training: what cannot be read or told is skipped at
-that step, with a warning.
+What it remembers is in `monitor/drift.json` of the job folder, of other policies in `drift-{policy}.json`, written
+after each step. A trainer that goes back to an older version goes back in it, too. Nothing that fails here stops
+training: what cannot be read or told is skipped at that step, with a warning.
 
 What is told of steps: those that are not finite, of which many in a row end the training; pace; spans.
 """
@@ -44,9 +44,9 @@ _log = structlog.get_logger()
 class PaceLog:
     """The seconds of the steps since the last version."""
 
-    def __init__(self, settings: Settings, ledger: Ledger) -> None:
+    def __init__(self, settings: Settings, ledger: Ledger, policy: int = 0) -> None:
         self._settings, self._ledger = settings, ledger
-        self._policy = BatchRules.of(settings)
+        self._rules = BatchRules.of(settings, policy)
         self._step_s = 0.0
         self._lags = False
 
@@ -56,10 +56,13 @@ class PaceLog:
 
     def end_version(self, epoch: int, consumed: int, *, publish_s: float) -> None:
         """A version of so many experiences was registered."""
-        backlog = self._ledger.training.trim(epoch, self._policy)
+        backlog = self._ledger.training.trim(epoch, self._rules)
         if backlog.set_aside and not self._lags:
             _log.warning("trainer_lags", set_aside=backlog.set_aside, waiting=backlog.waiting)
         self._lags = backlog.set_aside > 0
+        if self._rules.policy:  # What is told of the pace is the default policy's.
+            self._step_s = 0.0
+            return
         version = VersionPace(
             at=steady_clock(),
             consumed=consumed,
@@ -153,8 +156,8 @@ class Rejections:
     not share. A version that is served ends the row; so does who clears the alarm, or starts the trainer again.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._versions, self._alarms = ledger.versions, ledger.alarms
+    def __init__(self, ledger: Ledger, policy: int = 0) -> None:
+        self._versions, self._alarms, self._policy = ledger.versions, ledger.alarms, policy
         self._count = self._served = 0
         self._is_first = True
 
@@ -164,6 +167,9 @@ class Rejections:
         ended = [each for each in self._versions.events(version) if each.action in endings]
         by, reason = (ended[-1].actor, ended[-1].reason or "") if ended else ("", "")
         state, to = ended[-1].action.value if ended else "unknown", self._versions.newest().version
+        if to > version and not ended:  # the weights of another policy were promoted
+            _log.info("training_goes_on_from", version=to, instead_of=version)
+            return
         _log.warning("training_goes_back", version=version, to=to, state=state, by=by, reason=reason)
         served, before = self._versions.champion().version, self._served
         # An administrator knows what is done.
@@ -181,7 +187,8 @@ class Rejections:
         if self._is_first:
             self._alarms.clear(Code.VERSIONS_REJECTED)
             self._is_first = False
-        if self._count and not any(alarm.name == Code.VERSIONS_REJECTED for alarm in self._alarms.all()):
+        raised = {(alarm.policy, alarm.name) for alarm in self._alarms.all()} if self._count else set()
+        if self._count and (self._policy, Code.VERSIONS_REJECTED) not in raised:
             self._count = self._count if self._count < _MOST_REJECTED else 0
         return self._count >= _MOST_REJECTED
 
@@ -275,9 +282,9 @@ _OF_NO_REWARD = frozenset({"sft", "distill"})
 
 
 class Monitors:
-    """The monitors of one trainer. Raises EnvironmentRefused if the evaluation's tasks cannot be asked."""
+    """The monitors of one policy. Raises EnvironmentRefused if the evaluation's tasks cannot be asked."""
 
-    def __init__(self, settings: Settings, ledger: Ledger) -> None:
+    def __init__(self, settings: Settings, ledger: Ledger, policy: int = 0) -> None:
         self._drift, self._every = settings.monitor.drift, settings.monitor.evaluation.every
         self._ledger, self._rule = ledger, settings.reward
         self._compares_rewards = settings.algorithm.algorithm_type not in _OF_NO_REWARD
@@ -285,7 +292,8 @@ class Monitors:
         self._distance = Distance(settings)
         self._held_out = HeldOut(settings, tasks) if tasks else None
         self._refusals = self._drift.refusals_found
-        self._file = settings.job_dir / "monitor" / "drift.json"
+        self._policy, name = policy, f"drift-{policy}.json" if policy else "drift.json"
+        self._file = settings.job_dir / "monitor" / name
         self._history = History()
         self._unwritten = False
 
@@ -344,7 +352,8 @@ class Monitors:
         found: Metrics = {}
         options = self._drift
         try:
-            found |= signals(self._ledger.drift.newest_replies(options.replies, marks=CALL_MARKS), self._refusals)
+            newest = self._ledger.drift.newest_replies(options.replies, marks=CALL_MARKS, policy=self._policy)
+            found |= signals(newest, self._refusals)
             rater = self._ledger.drift.largest_rater(options.rater_events)
             found |= {} if rater is None else {drift.RATER: rater}
             if self._rule.clip is not None:

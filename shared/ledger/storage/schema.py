@@ -379,6 +379,7 @@ partial(
     where=COMMITTED,
 )
 partial("ix_experiences_committed_by_version", experiences.c.policy, experiences.c.version_min, where=COMMITTED)
+partial("ix_experiences_waiting", experiences.c.policy, experiences.c.committed_at, where=COMMITTED)
 partial("ix_experiences_committed_by_age", experiences.c.sampled_at, where=COMMITTED)
 partial(
     "ix_experiences_grouped",

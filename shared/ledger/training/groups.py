@@ -57,10 +57,11 @@ class BatchRules(NamedTuple):
     trusted_raters: TrustedRaters = TrustedRaters()
 
     @classmethod
-    def of(cls, settings: Settings) -> Self:
-        """What the settings say."""
+    def of(cls, settings: Settings, policy: int = 0) -> Self:
+        """What the settings of a policy say."""
         buffer, trainer = settings.buffer, settings.trainer
         return cls(
+            policy=policy,
             order=buffer.order,
             group_by=buffer.group_by,
             group_size=buffer.group_size,

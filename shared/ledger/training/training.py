@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, and_, exists, func, insert, select, update
+from sqlalchemy import Connection, and_, exists, func, insert, select, text, update
 
 from tuneloop.shared.errors import LeaseLost, ParentEnded, StaleEpoch
 from tuneloop.shared.experience import Sample, State, VersionAction, VersionState
-from tuneloop.shared.ledger.policies import require_there
+from tuneloop.shared.ledger.policies import Policy, drop_waiting, policy_of, require_there
 from tuneloop.shared.ledger.recording.recording import LEASE_S
 from tuneloop.shared.ledger.recording.rewards import Rewards
 from tuneloop.shared.ledger.storage.codec import sample
@@ -19,11 +19,35 @@ from tuneloop.shared.ledger.storage.database import (
     alone,
     portions,
 )
-from tuneloop.shared.ledger.storage.schema import epochs, experiences, versions
+from tuneloop.shared.ledger.storage.schema import COMMITTED, epochs, experiences, versions
 from tuneloop.shared.ledger.training.batches import Backlog, claim, demonstrations, expire, trim
 from tuneloop.shared.ledger.training.groups import BatchRules
 from tuneloop.shared.ledger.training.run_results import give_all_back, lock_rows
 from tuneloop.shared.ledger.versions.versions import SERVABLE, Decision, next_number, note
+
+
+class WaitingRows(NamedTuple):
+    """How many committed rows of a policy wait for a batch, as far as they were counted, and the oldest's seconds."""
+
+    policy: Policy
+    rows: int
+    seconds: float
+
+    def fill(self, size: int, timeout: float | None) -> bool:
+        """Whether a batch of so many may be made of them."""
+        return self.rows >= size or (self.rows > 0 and timeout is not None and self.seconds >= timeout)
+
+
+#: One look into the index for each policy, whatever waits.
+_WAITING_ROWS = f"""
+    SELECT id, tenant, name, parent, settings, state, created_at, created_by,
+        (SELECT count(*) FROM (
+            SELECT 1 FROM experiences {{hint}} WHERE {COMMITTED} AND policy = policies.id LIMIT :most
+        ) AS counted) AS counted,
+        (SELECT committed_at FROM experiences {{hint}} WHERE {COMMITTED} AND policy = policies.id
+            ORDER BY committed_at LIMIT 1) AS since
+    FROM policies WHERE state <> 'deleted' ORDER BY id
+"""
 
 #: The states from which a row may come to be trained on.
 _WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
@@ -48,7 +72,15 @@ class Training(LedgerPart):
             connection.execute(insert(epochs).values(epoch=epoch, trainer=trainer, started_at=now, seen_at=now))
             self._rewards.release(connection, experiences.c.lease_epoch < epoch)
             give_all_back(connection)
+            drop_waiting(connection)
             return epoch
+
+    def waiting(self, most: int) -> list[WaitingRows]:
+        """What waits of each policy that was not deleted, by their numbers; of each `most` rows are counted."""
+        now = self._clock()
+        hint = "INDEXED BY ix_experiences_waiting" if self._engine.dialect.name == "sqlite" else ""
+        rows = self._read(text(_WAITING_ROWS.format(hint=hint)).bindparams(most=most))
+        return [WaitingRows(policy_of(row), row.counted, now - row.since if row.counted else 0.0) for row in rows]
 
     @again_after_deadlock
     def lease(self, epoch: int, size: int, rules: BatchRules, *, held: Collection[int] = ()) -> list[Sample]:
@@ -105,6 +137,7 @@ class Training(LedgerPart):
         """Give back whatever the epoch still holds."""
         with self._write() as connection:
             self._rewards.release(connection, experiences.c.lease_epoch == epoch)
+            drop_waiting(connection)
 
     @again_after_deadlock
     def end(self, epoch: int) -> None:

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from sqlalchemy import ColumnElement, exists, insert, select, text, true, update
 
 from tuneloop.shared.experience import AlarmState
-from tuneloop.shared.ledger.storage.database import LedgerPart, alone
+from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, alone
 from tuneloop.shared.ledger.storage.schema import alarms
 
 #: Says the same as the partial index.
@@ -17,7 +17,8 @@ _OPEN: ColumnElement[bool] = text("state = 'raised'")  # type: ignore[assignment
 class Alarm(NamedTuple):
     """A row of `alarms`. `holds`: no new version is served while it is open. The ledger sets the times.
 
-    `value` was beyond `threshold` at the trainer's step `step`, when `version` was the newest.
+    `value` was beyond `threshold` at the trainer's step `step`, when `version` was the newest. One of a name may be
+    open for each `policy`, whose versions alone it holds.
     """
 
     name: str
@@ -29,19 +30,28 @@ class Alarm(NamedTuple):
     holds: bool = False
     raised_at: float = 0.0
     cleared_at: float | None = None
+    policy: int = 0
 
 
 class Alarms(LedgerPart):
-    """What is wrong with the training, as its monitors say it."""
+    """What is wrong with the training of one policy, as its monitors say it. `all` are those of every policy."""
+
+    def __init__(self, transactions: Transactions, policy: int = 0) -> None:
+        super().__init__(transactions)
+        self._transactions, self._policy = transactions, policy
+
+    def of(self, policy: int) -> Self:
+        """Those of another policy."""
+        return type(self)(self._transactions, policy)
 
     def raise_alarm(self, alarm: Alarm) -> bool:
-        """Open it. Where one of its name is open, that stays, but for `holds`, and the answer is False.
+        """Open it for the policy. Where one of its name is open, that stays, but for `holds`, and the answer is False.
 
         A value or a threshold that is not finite is not stored: the reason says it.
         """
         with self._write() as connection:
             alone(connection, "alarms")
-            same = (_OPEN, alarms.c.name == alarm.name)
+            same = self._named(alarm.name, policy := alarm.policy or self._policy)
             if connection.execute(update(alarms).where(*same).values(holds=alarm.holds)).rowcount:
                 return False
             row = {
@@ -54,6 +64,7 @@ class Alarms(LedgerPart):
                 "value": _finite(alarm.value),
                 "threshold": _finite(alarm.threshold),
                 "reason": alarm.reason,
+                "policy": policy,
             }
             connection.execute(insert(alarms).values(row))
             return True
@@ -63,7 +74,9 @@ class Alarms(LedgerPart):
         cleared = {"state": AlarmState.CLEARED, "cleared_at": self._clock()}
         with self._write() as connection:
             alone(connection, "alarms")
-            return connection.execute(update(alarms).where(_OPEN, alarms.c.name == name).values(cleared)).rowcount > 0
+            return (
+                connection.execute(update(alarms).where(*self._named(name, self._policy)).values(cleared)).rowcount > 0
+            )
 
     def keep_own(self, name: str, reason: str | None, *, about: str, opened: Collection[Alarm]) -> bool:
         """Have one machine's alarm open while there is a reason; whether it was raised just now.
@@ -83,10 +96,14 @@ class Alarms(LedgerPart):
         query = select(*(alarms.c[name] for name in Alarm._fields)).where(true() if cleared else _OPEN)
         return [Alarm(*row) for row in self._read(query.order_by(alarms.c.raised_at, alarms.c.id))]
 
-    def promotion_held(self) -> bool:
-        """Whether an open alarm forbids that a new version is served."""
-        held: Any = select(exists().where(_OPEN, alarms.c.holds))
+    def promotion_held(self, policy: int | None = None) -> bool:
+        """Whether an open alarm forbids that a new version is served: of this policy, or of another."""
+        of_it = alarms.c.policy == (self._policy if policy is None else policy)
+        held: Any = select(exists().where(_OPEN, of_it, alarms.c.holds))
         return bool(self._read(held)[0][0])
+
+    def _named(self, name: str, policy: int) -> tuple[ColumnElement[bool], ...]:
+        return _OPEN, alarms.c.policy == policy, alarms.c.name == name
 
 
 def _finite(value: float | None) -> float | None:

@@ -162,11 +162,16 @@ class ReplyExcerpt(NamedTuple):
 class Drift(LedgerPart):
     """Queries that change nothing."""
 
-    def newest_replies(self, count: int, *, marks: Sequence[str] = ()) -> list[ReplyExcerpt]:
-        """The newest `count` replies, the newest first; `marks` are texts that call for the request, too."""
+    def newest_replies(self, count: int, *, marks: Sequence[str] = (), policy: int = 0) -> list[ReplyExcerpt]:
+        """The newest `count` replies, the newest first; `marks` are texts that call for the request, too.
+
+        They are a policy's, of the newest 10 * `count` of all.
+        """
+        newest = select(experiences.c.id).where(experiences.c.correction == 0).order_by(experiences.c.id.desc())
+        part = newest.limit(count * _STRETCH).subquery()
         columns = (experiences.c.msg_id, func.substr(experiences.c.text, 1, LONGEST), experiences.c.tool_calls)
-        query = select(*columns).where(experiences.c.correction == 0).order_by(experiences.c.id.desc()).limit(count)
-        rows = self._read(query)
+        of_it = select(*columns).join(part, part.c.id == experiences.c.id).where(experiences.c.policy == policy)
+        rows = self._read(of_it.order_by(experiences.c.id.desc()).limit(count))
         wanted = {msg_id for msg_id, text, calls in rows if calls or any(mark in text for mark in marks)}
         requests: dict[str, bytes] = {}
         for portion in portions(wanted):

@@ -82,6 +82,11 @@ class Version(NamedTuple):
         """Whether it is the base model, which has no manifest."""
         return self.manifest_sha256 is None
 
+    @property
+    def begins(self) -> bool:
+        """Whether a policy begins with it: with its weights alone, which another's training made, or none's."""
+        return self.step == 0 and self.consumed == 0
+
 
 class VersionsNow(NamedTuple):
     """All versions of a policy, oldest first, and what would take a champion's place, as of one moment."""
@@ -346,13 +351,18 @@ class Versions(LedgerPart):
         """How all of them are."""
         return _versions_now(*self._read_together(_ALL.where(self._line), _champions_before(self._line)))
 
+    def lines(self) -> list[VersionsNow]:
+        """How the versions of every policy that was not deleted are, policy by policy."""
+        return _lines(*self._read_together(_ALL.where(_THERE), _champions_before(_THERE)))
+
     @contextmanager
-    def hold(self) -> Iterator[VersionsNow]:
-        """How all of them are; inside, nobody decides about any, or registers one."""
+    def hold(self) -> Iterator[list[VersionsNow]]:
+        """The same; inside, nobody decides about any, or registers one."""
         with self._write() as connection:
             alone(connection, "promote")
-            queries = (_ALL.where(self._line), _champions_before(self._line))
-            yield _versions_now(*(connection.execute(query).all() for query in queries))
+            yield _lines(
+                *(connection.execute(query).all() for query in (_ALL.where(_THERE), _champions_before(_THERE)))
+            )
 
     def pin(self, version: int, *, instead_of: int, by: str, reason: str) -> None:
         """Serve this version and no other until it is unpinned; a canary retires.
@@ -517,9 +527,18 @@ def _version_of(row: Any) -> Version:
 
 _ALL = select(versions).order_by(versions.c.version)
 
+_THERE = versions.c.policy.not_in(select(policies.c.id).where(policies.c.state == PolicyState.DELETED))
+
 
 def _versions_now(registered: Collection[Any], before: Collection[Any]) -> VersionsNow:
     return VersionsNow([_version_of(row) for row in registered], next((row.version for row in before), None))
+
+
+def _lines(registered: Collection[Any], before: Collection[Any]) -> list[VersionsNow]:
+    found = sorted({row.policy for row in registered})
+    return [
+        _versions_now(*([row for row in rows if row.policy == each] for rows in (registered, before))) for each in found
+    ]
 
 
 def _champions_before(line: ColumnElement[bool]) -> Select[Any]:
@@ -532,7 +551,7 @@ def _champions_before(line: ColumnElement[bool]) -> Select[Any]:
     # Champions from before there were events have only the time when they were first served.
     crowned = func.coalesce(last(VersionAction.PROMOTED), versions.c.served_at)
     never = last(VersionAction.CANARY).is_not(None) & last(VersionAction.PROMOTED).is_(None)
-    retired = select(versions.c.version).where(
+    retired = select(versions.c.version, versions.c.policy).where(
         line, versions.c.state == VersionState.RETIRED, versions.c.served_at.is_not(None), ~never
     )
     return retired.order_by(crowned.desc(), versions.c.version.desc())

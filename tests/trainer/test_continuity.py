@@ -57,8 +57,8 @@ def test_after_a_rollback_it_goes_on_from_the_champion_and_no_number_comes_twice
 class _RollingBack(Training):
     """Version 2 becomes the canary and is rolled back as soon as it is registered."""
 
-    def register(self, epoch, ids, *, step, publish, parent=None):
-        version = super().register(epoch, ids, step=step, publish=publish, parent=parent)
+    def register(self, epoch, ids, **how):
+        version = super().register(epoch, ids, **how)
         if version == 2:
             self.versions.begin_canary(2, by="explorer", reason="a tenth")
             self.versions.roll_back(2, by="explorer", reason="worse")

@@ -313,8 +313,8 @@ def test_what_is_erased_while_it_is_trained_on_is_in_no_version_and_training_goe
 class Rejecting(Training):
     """An explorer refuses the first version at once."""
 
-    def register(self, epoch, ids, *, step, publish, parent=None):
-        version = super().register(epoch, ids, step=step, publish=publish, parent=parent)
+    def register(self, epoch, ids, **how):
+        version = super().register(epoch, ids, **how)
         if version == 1:
             self.versions.reject(version, "its probe differs")
         return version
@@ -340,8 +340,8 @@ def test_after_a_rejected_version_training_goes_on_from_the_one_before(settings,
 class RejectingAll(Training):
     """An explorer that sees another folder refuses every version."""
 
-    def register(self, epoch, ids, *, step, publish, parent=None):
-        version = super().register(epoch, ids, step=step, publish=publish, parent=parent)
+    def register(self, epoch, ids, **how):
+        version = super().register(epoch, ids, **how)
         self.versions.reject(version, "it is not below the explorer's folder")
         return version
 

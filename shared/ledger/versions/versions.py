@@ -85,7 +85,7 @@ class Version(NamedTuple):
     @property
     def begins(self) -> bool:
         """Whether a policy begins with it: with its weights alone, which another's training made, or none's."""
-        return self.step == 0 and self.consumed == 0
+        return self.is_base or (self.policy != 0 and self.step == 0)
 
 
 class VersionsNow(NamedTuple):

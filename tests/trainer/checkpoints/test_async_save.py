@@ -42,12 +42,12 @@ class Held(Training):
             self.enough.set()
         return rows
 
-    def register(self, epoch, ids, *, step, publish, parent=None):
+    def register(self, epoch, ids, **how):
         if self._first:
             self._first = False
             assert self.enough.wait(_LONG_S), "no step was made while a version was published"
             self._before()
-        return super().register(epoch, ids, step=step, publish=publish, parent=parent)
+        return super().register(epoch, ids, **how)
 
 
 def _trainer(chosen, ledger, training, stop=None):
@@ -139,10 +139,10 @@ def test_a_database_that_goes_away_while_a_version_is_published_costs_no_row(set
     as_it_was, other = straight
 
     class Away(Held):
-        def register(self, epoch, ids, *, step, publish, parent=None):
+        def register(self, epoch, ids, **how):
             first = self._first
             if late or not first:
-                super().register(epoch, ids, step=step, publish=publish, parent=parent)
+                super().register(epoch, ids, **how)
             if first:
                 self._first = False
                 raise LedgerUnavailable("the connection was closed")

@@ -227,7 +227,7 @@ def test_the_state_of_a_version_that_was_not_registered_is_not_that_of_its_names
     """The answer to COMMIT was lost, and so was the transaction: the next version has its number."""
 
     class Losing(Training):
-        def register(self, epoch, ids, *, step, publish, parent=None):
+        def register(self, epoch, ids, *, publish, **how):
             def put(version):
                 published = publish(version)
                 if version == 2 and not lost:
@@ -235,7 +235,7 @@ def test_the_state_of_a_version_that_was_not_registered_is_not_that_of_its_names
                     raise LedgerUnavailable("the connection was closed")
                 return published
 
-            return super().register(epoch, ids, step=step, publish=put, parent=parent)
+            return super().register(epoch, ids, publish=put, **how)
 
     chosen, lost = settings(trainer={"total_steps": 2}), []
     commit(ledger, [sample(i) for i in range(16)])

@@ -37,7 +37,14 @@ def sample(number: int = 0, **but: object) -> Sample:
     return Sample(**(values | but))  # type: ignore[arg-type]
 
 
-def commit(ledger: Ledger, samples: list[Sample], *, unsaid: Collection[int] = (), source: str | None = None) -> None:
+def commit(
+    ledger: Ledger,
+    samples: list[Sample],
+    *,
+    unsaid: Collection[int] = (),
+    source: str | None = None,
+    policy: int = 0,
+) -> None:
     """Bring samples into the ledger the way that the explorer does. Nothing is said of the ids in `unsaid`."""
     for each in samples:
         experience = Experience(
@@ -63,6 +70,7 @@ def commit(ledger: Ledger, samples: list[Sample], *, unsaid: Collection[int] = (
             experiences=(experience,),
             task_id=each.task_id,
             run_id=each.run_id,
+            policy=policy,
         )
         heard = Feedback(
             event_id=f"e{each.id}",

@@ -146,6 +146,7 @@ def share_base(network: PreTrainedModel, *, compiled: bool) -> PreTrainedModel:
     kept: dict[int, Any] = {id(each): each for each in (*network.parameters(), *network.buffers())}
     layers = (each for each in network.modules() if isinstance(each, BaseTunerLayer))
     bare = copy.deepcopy(network, kept | {id(each): each.get_base_layer() for each in layers})
+    vars(bare).pop("peft_config", None)
     if compiled:  # What is compiled is not copied.
         compile_layers(bare)
     return bare

@@ -205,10 +205,12 @@ class TrainingLoop:
             _log.info("trainer_stopped", version=self._now.steps.parent, step=self._now.learner.steps)
 
     def _is_complete(self) -> bool:
-        """Whether no policy is to make another step, and all are in versions."""
-        if not self._now.steps.are_complete(self._now.learner):
+        """Whether all policies but those that are paused have made their steps, and all are in versions."""
+        now = self._now
+        if not now.steps.are_complete(now.learner) and (now.steps.count or now.policy.state is PolicyState.ACTIVE):
             return False
-        return not any(self._may_learn(each.policy) for each in self._ledger.training.waiting(0))
+        active = [each.policy for each in self._ledger.training.waiting(0) if each.policy.state is PolicyState.ACTIVE]
+        return bool(active) and not any(map(self._has_steps_left, active))
 
     def _turn(self) -> None:
         self._committed = committed_stamp(self._settings.job_dir)
@@ -236,7 +238,7 @@ class TrainingLoop:
             return self._publish()
         if others and begun == now.steps.count > 0:
             return self._publisher.wait(self._settings.trainer.poll_interval)
-        if others and not now.steps.count and self._go_over(ready):
+        if others and not (now.steps.count or now.rows.ahead) and self._go_over(ready):
             return None
         enough = not self._may_learn(now.policy) or now.steps.wait_for_room
         batch = None if enough else now.rows.next_batch(now.learner, version=now.steps.exact_version)
@@ -274,14 +276,21 @@ class TrainingLoop:
         return ready
 
     def _may_learn(self, policy: Policy) -> bool:
-        """Whether a policy is to make another step."""
+        """Whether a policy is to make another step now."""
+        there = self._in_memory.get(policy.id)
+        is_stopped = there is not None and there.is_stopped
+        return policy.state is PolicyState.ACTIVE and not is_stopped and self._has_steps_left(policy)
+
+    def _has_steps_left(self, policy: Policy) -> bool:
+        """Whether its settings let a policy make another step."""
         chosen, there = self._settings_of(policy), self._in_memory.get(policy.id)
-        if chosen is None or policy.state is not PolicyState.ACTIVE or (there is not None and there.is_stopped):
+        if chosen is None:
             return False
         total = chosen.trainer.total_steps
-        if total is None:
-            return True
-        return (there.learner.steps if there else self._ledger.versions.of(policy.id).newest().step) < total
+        return (
+            total is None
+            or (there.learner.steps if there else self._ledger.versions.of(policy.id).newest().step) < total
+        )
 
     def _settings_of(self, policy: Policy) -> Settings | None:
         """A policy's settings; None if they are refused, and then it is paused."""

@@ -326,6 +326,7 @@ class TrainingLoop:
             assert chosen is not None
             rules, size = BatchRules.of(chosen, number), chosen.buffer.train_batch_size
             if leased := self._ledger.training.lease(self._epoch, size, rules):
+                self._publisher.states.catch_up(self._now.learner, self._now.steps.parent)
                 self._now.leave()
                 if self._enter(policy):
                     self._now.rows.ahead = leased

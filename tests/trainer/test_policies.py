@@ -8,8 +8,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.databases import put_file
-from tests.trainer.factories import commit, eventually, points, read_until, sample
-from tuneloop.shared.checkpoints import read_manifest
+from tests.trainer.factories import commit, eventually, points, sample
+from tuneloop.shared.checkpoints import is_weights_only, read_manifest
 from tuneloop.shared.experience import PolicyState, State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
@@ -133,20 +133,31 @@ def test_where_memory_has_room_for_one_others_go_on_from_the_disk_to_the_bit(
         assert _adapters(ledger, policy) == alone(name, trainer={"total_steps": 3})
 
 
-def test_a_kill_between_costs_no_policy_a_row_and_changes_no_weight(adapted, ledger, created, alone, start):
-    """Of steps that no version has, too: they are made again."""
+def test_a_kill_costs_no_policy_a_row_and_changes_no_weight(adapted, ledger, created, alone, start):
+    """Under a step that no version has, of a policy that others have made versions before."""
     but = {"save_interval": 2, "total_steps": 3}
-    one, two = _all_rows(ledger, created)
-    for versions in (1, 3):
-        trainer = start(model={"model_path": adapted().model.model_path, "lora": LORA}, trainer=but | {"device": "cpu"})
-        eventually(lambda some=versions: len(_made(ledger)) >= some)
-        read_until(trainer, " step=")
-        trainer.send_signal(signal.SIGKILL)
-        trainer.wait()
-        assert ledger.reports.imbalance() == []
+    one, two = (created(name, settings=options) for name, (options, _) in POLICIES.items())
+    rows = {one: range(100, 112), two: range(200, 212), 0: range(12)}
+    for policy, numbers in rows.items():
+        _rows(ledger, policy, numbers[: 8 if policy else 4])
+    trainer = start(model={"model_path": adapted().model.model_path, "lora": LORA}, trainer=but | {"device": "cpu"})
+
+    def are_kept():
+        counts, newest = ledger.reports.counts(), [ledger.versions.of(each).newest() for each in (one, two)]
+        made = (counts[State.TRAINED], counts[State.LEASED]) == (16, 4)
+        return made and not any(is_weights_only(each.path) for each in newest)
+
+    eventually(are_kept, within_s=20)
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait()
+    for policy, numbers in rows.items():
+        _rows(ledger, policy, numbers[8 if policy else 4 :])
     run(adapted(trainer=but), Event())
     assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 36}
-    assert sorted(_made(ledger)) == [(p, step, rows) for p in (0, one, two) for step, rows in ((2, 8), (3, 4))]
+    assert ledger.reports.imbalance() == []
+    assert sorted(_made(ledger)) == [
+        (policy, step, count) for policy in (0, one, two) for step, count in ((2, 8), (3, 4))
+    ]
     for policy, name in ((0, None), (one, "one"), (two, "two")):
         assert _adapters(ledger, policy) == alone(name, trainer=but)
 

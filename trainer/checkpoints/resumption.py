@@ -205,6 +205,8 @@ class StateWriter:
         self._copies = MemoryCopies(snapshot.size_of_state, snapshot.copy_state)
         #: By policy its last version, while that is without a state.
         self._without: dict[int, PublishedVersion] = {}
+        #: The version whose state was captured last.
+        self._captured: PublishedVersion | None = None
         #: What is written of a version goes first.
         self.priority = DiskPriority()
         #: Whether the last state did not fit on the disk.
@@ -244,9 +246,17 @@ class StateWriter:
         if captured.state is None and self._is_busy(0):
             return
         self._pending = captured.size if captured.state is not None else 0
+        self._captured = published if captured.state is not None else self._captured
         self._work = self._pool.submit(self._run, published, captured.state, captured.size)
         if captured.is_live:
             self.join()
+
+    def catch_up(self, learner: Learner, version: int) -> None:
+        """Before another learner's steps: write the state of `version`, which `learner` is, if that was skipped."""
+        last = next((each for each in self._without.values() if each.version == version), None)
+        if last is not None and last != self._captured:
+            self.join()
+            self.follow(last, self.capture(learner))
 
     def finish(self, learner: Learner | None, version: int, curves: CurveWriter) -> bool:
         """Before `learner`, which is `version`, goes: write its state now, if that was skipped; whether it is there."""

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 
 from tests.factories import committed, experience, published
 from tuneloop.shared.errors import ParentEnded, PolicyRefused, VersionRefused
 from tuneloop.shared.experience import PolicyState, State
-from tuneloop.shared.ledger.ledger import BatchRules, Ledger
+from tuneloop.shared.ledger.ledger import Alarm, BatchRules, Ledger
+from tuneloop.shared.ledger.training.training import _WAITING_ROWS
 from tuneloop.shared.settings.policies import settings_of_policy
 from tuneloop.shared.settings.settings import Settings
 
@@ -164,3 +165,56 @@ def test_policies_that_learnt_from_a_row_are_named(based: Ledger) -> None:
     based.policies.promote(one, by="ops")
     assert based.policies.learnt_from([first]) == ["default", "one", "child"]
     assert based.policies.learnt_from([]) == []
+
+
+def test_it_is_told_what_waits_of_each_policy_since_when(based: Ledger) -> None:
+    one, other = (based.policies.create(name, by="ops").id for name in ("one", "other"))
+    of(based, one, 3)
+    of(based, other, 1)
+    based.policies.pause(other)
+    found = based.training.waiting(2)
+    assert [(each.policy.id, each.rows) for each in found] == [(0, 0), (one, 2), (other, 1)]
+    assert found[2].policy.state is PolicyState.PAUSED
+    assert found[1].seconds >= found[2].seconds >= found[0].seconds == 0.0
+    assert found[1].fill(2, None)
+    assert not found[2].fill(2, None)
+    assert found[2].fill(2, 0.0)
+    assert not found[0].fill(2, 0.0)
+    based.policies.delete(one, by="ops")
+    assert [each.policy.id for each in based.training.waiting(2)] == [0, other]
+
+
+def test_what_waits_is_looked_up_in_an_index(based: Ledger, engine: Engine) -> None:
+    """However many rows wait: of each policy the first few are read."""
+    hint = "INDEXED BY ix_experiences_waiting" if engine.dialect.name == "sqlite" else ""
+    if not hint:
+        pytest.skip("Postgres plans by what is there")
+    with engine.connect() as connection:
+        query = f"EXPLAIN QUERY PLAN {_WAITING_ROWS.format(hint=hint)}"
+        plan = [row.detail for row in connection.execute(text(query), {"most": 4})]
+    assert sum("ix_experiences_waiting (policy=?)" in each for each in plan) == 2
+    assert not [each for each in plan if "SCAN experiences" in each or "TEMP B-TREE" in each]
+
+
+def test_rows_that_a_trainer_gives_back_of_a_deleted_policy_are_dropped(based: Ledger) -> None:
+    made = based.policies.create("side", by="ops").id
+    of(based, made, 2)
+    epoch = based.training.take_epoch("trainer")
+    based.training.lease(epoch, 1, BatchRules(policy=made))
+    based.policies.delete(made, by="ops")
+    based.training.release(epoch)
+    assert based.reports.counts()[State.DROPPED] == 2
+    assert based.reports.imbalance() == []
+
+
+def test_an_alarm_is_of_one_policy(based: Ledger) -> None:
+    made = based.policies.create("side", by="ops").id
+    held = Alarm("entropy", "it fell", holds=True)
+    assert based.alarms.raise_alarm(held)
+    assert based.alarms.raise_alarm(held._replace(policy=made))
+    assert not based.alarms.of(made).raise_alarm(held)
+    assert [each.policy for each in based.alarms.all()] == [0, made]
+    assert based.alarms.clear("entropy")
+    assert [based.alarms.promotion_held(each) for each in (0, made)] == [False, True]
+    assert based.of_policy(made).alarms.clear("entropy")
+    assert not based.alarms.promotion_held(made)

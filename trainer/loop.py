@@ -255,8 +255,8 @@ class TrainingLoop:
 
         A policy that trains and was deleted is left.
         """
-        most = max((chosen.buffer.train_batch_size for _, chosen in self._chosen.values()), default=1)
-        found = self._ledger.training.waiting(most)
+        sizes = [chosen.buffer.train_batch_size for _, chosen in self._chosen.values()]
+        found = self._ledger.training.waiting(max(self._settings.buffer.train_batch_size, *sizes, 0))
         there = {each.policy.id: each.policy for each in found}
         for number in self._in_memory.keys() - there.keys():
             self._forget(self._in_memory[number])

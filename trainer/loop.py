@@ -10,11 +10,9 @@ import socket
 import time
 from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager, suppress
-from pathlib import Path
 
 import msgspec
 import structlog
-from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from tuneloop.shared.capacity.memory import shares_gpu
@@ -25,31 +23,24 @@ from tuneloop.shared.errors import (
     LeaseLost,
     LedgerUnavailable,
     ParentEnded,
-    PolicyRefused,
-    SettingsError,
-    TuneloopError,
     TurnNotGiven,
 )
 from tuneloop.shared.evaluation.tasks import tasks_of
 from tuneloop.shared.experience import PolicyState
 from tuneloop.shared.job_marks import committed_stamp, note_registered, note_step_rules, require_restored
 from tuneloop.shared.ledger.facts import find_ignored_feedback
-from tuneloop.shared.ledger.ledger import Alarm, BatchRules, Ledger, Version
-from tuneloop.shared.ledger.policies import DEFAULT, Policy
+from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.training.training import WaitingRows
-from tuneloop.shared.operations.diagnosis import Code
 from tuneloop.shared.operations.job_folder import claim_folder, require_one_host
 from tuneloop.shared.operations.older_ledger import find_lost_versions
 from tuneloop.shared.operations.policy_report import make_configured
 from tuneloop.shared.settings.base_model import require_folders, routing_note
-from tuneloop.shared.settings.policies import settings_of_policy
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.opening import open_tracing
 from tuneloop.shared.telemetry.trackers import check_tracker
 from tuneloop.trainer.batches.selection import find_missing_library
 from tuneloop.trainer.checkpoints.publication import Publisher
-from tuneloop.trainer.checkpoints.resumption import find_state, require_weights
 from tuneloop.trainer.evaluation.gate import is_evaluated_here
 from tuneloop.trainer.gpu_turns import GpuTurns
 from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat
@@ -57,6 +48,7 @@ from tuneloop.trainer.micro_batch import fit_to_memory
 from tuneloop.trainer.models.model import device_of
 from tuneloop.trainer.monitoring.monitors import StepSpans
 from tuneloop.trainer.parallel import ALONE, Ranks
+from tuneloop.trainer.policies_in_memory import PoliciesInMemory
 from tuneloop.trainer.policy_training import RUN, PolicyTraining, SharedParts
 from tuneloop.trainer.policy_turns import PolicyTurns
 from tuneloop.trainer.stop import Stop
@@ -64,8 +56,6 @@ from tuneloop.trainer.stop import Stop
 _log = structlog.get_logger()
 
 _AGAIN_S = 3.0
-#: So many policies are in memory at a time: of each an adapter of actor and critic, with their optimizers.
-_MOST_IN_MEMORY = 8
 #: How often it is looked whether rows were committed.
 _NOTICE_S = 0.1
 
@@ -135,8 +125,6 @@ class TrainingLoop:
     No other has rows or unpublished steps: training goes over to another policy between two versions.
     """
 
-    _now: PolicyTraining
-
     def __init__(
         self,
         settings: Settings,
@@ -152,12 +140,6 @@ class TrainingLoop:
         self._store = CheckpointStore(settings.job_dir, mode=int(settings.trainer.checkpoint_mode, 8))
         self._turns, self._order = GpuTurns(settings, stop), PolicyTurns()
         self._away, self._committed = False, 0
-        #: The base model below adapters, which policies share; None where all weights are trained.
-        self._base: PreTrainedModel | None = None
-        #: Policies in memory by their numbers, the one that trained last behind the others.
-        self._in_memory: dict[int, PolicyTraining] = {}
-        #: What each policy's settings are made of, and they.
-        self._chosen: dict[int, tuple[Policy, Settings]] = {}
 
     def run(self) -> None:
         """Take the next epoch and train under it."""
@@ -171,7 +153,7 @@ class TrainingLoop:
         is_async = device_of(settings).type == "cuda" if chosen is None else chosen
         behind = is_async and not is_evaluated_here(settings)
         self._publisher = Publisher(settings, ledger, self._store, epoch=epoch, behind=behind)
-        self._parts = SharedParts(
+        parts = SharedParts(
             settings=settings,
             ledger=ledger,
             store=self._store,
@@ -183,7 +165,7 @@ class TrainingLoop:
             epoch=epoch,
         )
         with _end_epoch_at_exit(ledger, epoch), heartbeat, closing(self._publisher), closing(self._turns):
-            self._now = self._in_memory[DEFAULT] = self._open(ledger.policies.get(DEFAULT))
+            self._policies = PoliciesInMemory(parts)
             while not self._stop.is_set():
                 try:
                     if self._is_complete():
@@ -195,7 +177,7 @@ class TrainingLoop:
                     self._wait_for_the_database(error)
             if not heartbeat.overtaken:
                 self._publish_the_last()
-            for each in self._in_memory.values():
+            for each in self._policies.all():
                 exact = not (heartbeat.overtaken or each.steps.count or each.learner.spoilt)
                 self._publisher.states.finish(each.learner if exact else None, each.steps.parent, each.curves)
                 each.curves.close()
@@ -204,13 +186,17 @@ class TrainingLoop:
                 raise heartbeat.overtaken
             _log.info("trainer_stopped", version=self._now.steps.parent, step=self._now.learner.steps)
 
+    @property
+    def _now(self) -> PolicyTraining:
+        return self._policies.now
+
     def _is_complete(self) -> bool:
         """Whether all policies but those that are paused have made their steps, and all are in versions."""
         now = self._now
         if not now.steps.are_complete(now.learner) and (now.steps.count or now.policy.state is PolicyState.ACTIVE):
             return False
         active = [each.policy for each in self._ledger.training.waiting(0) if each.policy.state is PolicyState.ACTIVE]
-        return bool(active) and not any(map(self._has_steps_left, active))
+        return bool(active) and not any(map(self._policies.has_steps_left, active))
 
     def _turn(self) -> None:
         self._committed = committed_stamp(self._settings.job_dir)
@@ -240,7 +226,7 @@ class TrainingLoop:
             return self._publisher.wait(self._settings.trainer.poll_interval)
         if others and not (now.steps.count or now.rows.ahead) and self._go_over(ready):
             return None
-        enough = not self._may_learn(now.policy) or now.steps.wait_for_room
+        enough = not self._policies.may_learn(now.policy) or now.steps.wait_for_room
         batch = None if enough else now.rows.next_batch(now.learner, version=now.steps.exact_version)
         if batch is not None:
             if now.learn(batch) and now.steps.are_due(now.learner):
@@ -255,63 +241,24 @@ class TrainingLoop:
 
         A policy that trains and was deleted is left.
         """
-        sizes = [chosen.buffer.train_batch_size for _, chosen in self._chosen.values()]
-        found = self._ledger.training.waiting(max(self._settings.buffer.train_batch_size, *sizes, 0))
+        found = self._ledger.training.waiting(self._policies.largest_batch)
         there = {each.policy.id: each.policy for each in found}
-        for number in self._in_memory.keys() - there.keys():
-            self._forget(self._in_memory[number])
+        for gone in [each for each in self._policies.all() if each.policy.id not in there]:
+            self._policies.forget(gone)
         now, policy = self._now, there[self._now.policy.id]
         if policy.settings != now.policy.settings and not now.steps.count:
             now.rows.release()
-            self._enter(policy)
+            self._policies.enter(policy)
         now.policy = msgspec.structs.replace(now.policy, state=policy.state)
         if len(found) == 1:
             return []
         ready = []
         for each in found:
-            chosen = self._settings_of(each.policy)
+            chosen = self._policies.settings_of(each.policy)
             is_full = chosen and each.fill(chosen.buffer.train_batch_size, chosen.buffer.batch_timeout)
-            if is_full and self._may_learn(each.policy):
+            if is_full and self._policies.may_learn(each.policy):
                 ready.append(each)
         return ready
-
-    def _may_learn(self, policy: Policy) -> bool:
-        """Whether a policy is to make another step now."""
-        there = self._in_memory.get(policy.id)
-        is_stopped = there is not None and there.is_stopped
-        return policy.state is PolicyState.ACTIVE and not is_stopped and self._has_steps_left(policy)
-
-    def _has_steps_left(self, policy: Policy) -> bool:
-        """Whether its settings let a policy make another step."""
-        chosen, there = self._settings_of(policy), self._in_memory.get(policy.id)
-        if chosen is None:
-            return False
-        total = chosen.trainer.total_steps
-        return (
-            total is None
-            or (there.learner.steps if there else self._ledger.versions.of(policy.id).newest().step) < total
-        )
-
-    def _settings_of(self, policy: Policy) -> Settings | None:
-        """A policy's settings; None if they are refused, and then it is paused."""
-        if policy.id == DEFAULT:
-            return self._settings
-        known = self._chosen.get(policy.id)
-        if known is None or known[0].settings != policy.settings:
-            try:
-                known = self._chosen[policy.id] = policy, settings_of_policy(self._settings, policy.settings)
-            except PolicyRefused as error:
-                self._refuse(policy, error)
-                return None
-        return known[1]
-
-    def _refuse(self, policy: Policy, error: TuneloopError) -> None:
-        """Pause a policy that cannot be trained as it is; the others go on."""
-        if policy.state is PolicyState.ACTIVE:
-            reason = f"the policy {policy.name} is paused, for it cannot be trained: {error}"
-            self._ledger.policies.pause(policy.id)
-            self._ledger.alarms.raise_alarm(Alarm(Code.POLICY_REFUSED, reason, policy=policy.id))
-            _log.error("policy_refused", policy=policy.name, reason=str(error))
 
     def _go_over(self, ready: Collection[WaitingRows]) -> bool:
         """Train the policy whose turn it is, if it is another one; of several the first that there is a batch of."""
@@ -322,81 +269,18 @@ class TrainingLoop:
             if self._now.rows.held:
                 self._now.rows.release()
             policy = by_number[number]
-            chosen = self._settings_of(policy)
+            chosen = self._policies.settings_of(policy)
             assert chosen is not None
             rules, size = BatchRules.of(chosen, number), chosen.buffer.train_batch_size
             if leased := self._ledger.training.lease(self._epoch, size, rules):
                 self._publisher.states.catch_up(self._now.learner, self._now.steps.parent)
                 self._now.leave()
-                if self._enter(policy):
+                if self._policies.enter(policy):
                     self._now.rows.ahead = leased
                 else:
                     self._now.rows.release()
                 return True
         return False
-
-    def _enter(self, policy: Policy) -> bool:
-        """Train a policy from now on, from its newest version; if it cannot be trained, the default policy."""
-        there = self._in_memory.pop(policy.id, None)
-        if there is not None and there.policy.settings != policy.settings and self._is_on_disk(there):
-            there = None
-        try:
-            if there is None:
-                there = self._open(policy)
-            else:
-                there.come_back()
-        except (PolicyRefused, SettingsError, EnvironmentRefused) as error:
-            self._leave_out(policy, error)
-            return False
-        self._in_memory[policy.id] = self._now = there
-        for each in list(self._in_memory.values())[:-_MOST_IN_MEMORY]:
-            if self._is_on_disk(each):
-                del self._in_memory[each.policy.id]
-        return True
-
-    def _open(self, policy: Policy) -> PolicyTraining:
-        """What a policy is trained with, as of its newest version."""
-        chosen = self._settings_of(policy)
-        if chosen is None:
-            raise PolicyRefused("its options are refused")
-        if policy.id != DEFAULT and self._ranks.size > 1:
-            raise PolicyRefused("trainer.workers: one worker trains several policies, and there are more")
-        if policy.id != DEFAULT and not (self._settings.model.lora.rank and chosen.model.lora.rank):
-            raise PolicyRefused("model.lora.rank: is 0, and an engine holds one set of weights, but several adapters")
-        opened = PolicyTraining(policy, chosen, self._parts)
-        newest = opened.ledger.versions.newest()
-        state = _state_of(newest, opened.ledger, self._store)
-        opened.resume(newest, state, self._base)
-        if self._ranks.size == 1 and self._base is None:
-            self._base = opened.learner.actor.base()
-        return opened
-
-    def _leave_out(self, policy: Policy, error: TuneloopError) -> None:
-        """Pause a policy that cannot be trained, and train the default policy."""
-        if policy.id == DEFAULT:
-            raise error
-        self._refuse(policy, error)
-        self._in_memory.pop(policy.id, None)
-        self._enter(self._ledger.policies.get(DEFAULT))
-
-    def _is_on_disk(self, there: PolicyTraining) -> bool:
-        """Whether all that a policy has learnt is in its newest version, so that it need not be in memory."""
-        written = self._publisher.states.finish(there.learner, there.steps.parent, there.curves)
-        if written:
-            there.curves.close()
-        return written
-
-    def _forget(self, there: PolicyTraining) -> None:
-        """Give up what a policy that was deleted has learnt since its newest version, and free its memory."""
-        _log.info("policy_forgotten", policy=there.policy.name, steps=there.steps.count)
-        if there is self._now:
-            there.steps.wait_for_publication(there.learner, there.curves)
-            there.rows.release()
-        self._publisher.states.settle(there.curves, policy=there.policy.id)
-        there.curves.close()
-        del self._in_memory[there.policy.id]
-        if there is self._now:
-            self._enter(self._ledger.policies.get(DEFAULT))
 
     def _idle(self) -> None:
         now = self._now
@@ -434,15 +318,7 @@ class TrainingLoop:
         now.rows.release()
         newest = now.ledger.versions.newest()
         if now.steps.count or newest.version != now.steps.parent or now.learner.spoilt:
-            try:
-                state = _state_of(newest, now.ledger, self._store)
-                self._turns.begin(now.learner) if self._base is not None else self._turns.take()
-                self._publisher.states.settle(now.curves, policy=now.policy.id)
-                now.curves.close()
-                del now.learner  # A GPU has no room for two.
-                now.resume(newest, state, self._base)
-            except EnvironmentRefused as error:
-                self._leave_out(now.policy, error)
+            self._policies.renew(newest)
         if self._away:
             self._away = False
             _log.info("database_back", version=self._now.steps.parent, step=self._now.learner.steps)
@@ -487,14 +363,6 @@ class TrainingLoop:
             self._wait_for_the_database(error)
         except TurnNotGiven as error:
             _log.warning("steps_not_published", steps=now.steps.count, reason=str(error))
-
-
-def _state_of(newest: Version, ledger: Ledger, store: CheckpointStore) -> Path | None:
-    """What a version is resumed with, whose weights are what they should be."""
-    if newest.is_base:
-        return None
-    require_weights(newest, store)
-    return find_state(newest, ledger.versions, store)
 
 
 @contextmanager

@@ -51,7 +51,7 @@ class Alarms(LedgerPart):
         """
         with self._write() as connection:
             alone(connection, "alarms")
-            same = self._named(alarm.name, policy := alarm.policy or self._policy)
+            same = self._open_of(alarm.name, policy := alarm.policy or self._policy)
             if connection.execute(update(alarms).where(*same).values(holds=alarm.holds)).rowcount:
                 return False
             row = {
@@ -74,9 +74,8 @@ class Alarms(LedgerPart):
         cleared = {"state": AlarmState.CLEARED, "cleared_at": self._clock()}
         with self._write() as connection:
             alone(connection, "alarms")
-            return (
-                connection.execute(update(alarms).where(*self._named(name, self._policy)).values(cleared)).rowcount > 0
-            )
+            found = update(alarms).where(*self._open_of(name, self._policy))
+            return connection.execute(found.values(cleared)).rowcount > 0
 
     def keep_own(self, name: str, reason: str | None, *, about: str, opened: Collection[Alarm]) -> bool:
         """Have one machine's alarm open while there is a reason; whether it was raised just now.
@@ -102,7 +101,7 @@ class Alarms(LedgerPart):
         held: Any = select(exists().where(_OPEN, of_it, alarms.c.holds))
         return bool(self._read(held)[0][0])
 
-    def _named(self, name: str, policy: int) -> tuple[ColumnElement[bool], ...]:
+    def _open_of(self, name: str, policy: int) -> tuple[ColumnElement[bool], ...]:
         return _OPEN, alarms.c.policy == policy, alarms.c.name == name
 
 

@@ -97,9 +97,10 @@ def clear(
     set_: SetOption = None,
     for_programs: JsonOption = False,
 ) -> None:
-    """Clear an open alarm."""
+    """Clear an open alarm, of all policies."""
     with existing_ledger(config, set_) as (_settings, ledger):
-        if not ledger.alarms.clear(name):
+        policies = {alarm.policy for alarm in ledger.alarms.all() if alarm.name == name}
+        if not [policy for policy in policies if ledger.alarms.of(policy).clear(name)]:
             open_ = ", ".join(alarm.name for alarm in ledger.alarms.all()) or "none"
             raise TuneloopError(f"no alarm {name} is open; open are: {open_}")
         held = ledger.alarms.promotion_held()
@@ -115,6 +116,7 @@ def _alarm_lines(alarm: Alarm) -> Iterator[str]:
     yield f"{alarm.name}: raised {moment(alarm.raised_at)}, {state}{holds}"
     yield f"  {visible(alarm.reason)}"
     fields = {name: getattr(alarm, name) for name in ("step", "version", "value", "threshold")}
+    fields["policy"] = alarm.policy or None
     if figures := ", ".join(f"{name} {value:g}" for name, value in fields.items() if value is not None):
         yield f"  {figures}"
 

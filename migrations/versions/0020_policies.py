@@ -67,7 +67,8 @@ def upgrade() -> None:
     )
     _create_index("ix_policies_one_name", "policies", ["tenant", "name"], "state <> 'deleted'", unique=True)
     op.execute(
-        "INSERT INTO policies SELECT 0, '', 'default', 0, '{}', 'active', created_at, '' FROM versions WHERE version = 0"
+        "INSERT INTO policies SELECT 0, '', 'default', 0, '{}', 'active', created_at, ''"
+        " FROM versions WHERE version = 0"
     )
     for table in ("versions", "experiences", "alarms"):
         op.add_column(table, Column("policy", Integer, nullable=False, server_default="0"))

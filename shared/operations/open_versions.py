@@ -24,7 +24,9 @@ def find_open_versions(ledger: Ledger, settings: Settings) -> tuple[OpenVersion,
     """The pinned version, the canary and the waiting candidate; nothing is changed."""
     pinned, canary, candidate = ledger.versions.pinned_version(), ledger.versions.canary(), ledger.versions.candidate()
     holding = [
-        f"the alarm {each.name} holds, since {moment(each.raised_at)}" for each in ledger.alarms.all() if each.holds
+        f"the alarm {each.name} holds, since {moment(each.raised_at)}"
+        for each in ledger.alarms.all()
+        if each.holds and not each.policy
     ]
     found = []
     for version, how, action in ((pinned, "pinned", VersionAction.PINNED), (canary, "canary", VersionAction.CANARY)):

@@ -122,10 +122,10 @@ def second_step(settings: Settings, tracer: Tracer, patch: pytest.MonkeyPatch) -
     turn = TrainingLoop._turn
 
     def turn_traced(loop: TrainingLoop) -> None:
-        if loop._learner.steps == 1:
+        if loop._now.learner.steps == 1:
             tracer.take()
         turn(loop)
-        if loop._learner.steps == 2:
+        if loop._now.learner.steps == 2:
             found.extend(tracer.take())
 
     found: list[tuple[str, str]] = []

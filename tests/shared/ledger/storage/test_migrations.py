@@ -140,7 +140,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"version": 0, "state": "champion", "step": 0, "epoch": None, "path": "/base", "manifest_sha256": None}
         | {"consumed": 0, "created_at": 1.0, "served_at": 1.0},
         {"version": 1, "state": "candidate", "step": 1, "epoch": 1, "path": "/p", "manifest_sha256": "5" * 64}
-        | {"consumed": 1, "created_at": 1.0}
+        | {"consumed": 1, "created_at": 1.0},
     ],
     "reward_rules": [{"definition": "{}", "created_at": 1.0}],
     "exchanges": [

@@ -48,9 +48,7 @@ from tuneloop.trainer.micro_batch import fit_to_memory
 from tuneloop.trainer.models.model import device_of
 from tuneloop.trainer.monitoring.monitors import StepSpans
 from tuneloop.trainer.parallel import ALONE, Ranks
-from tuneloop.trainer.policies_in_memory import PoliciesInMemory
-from tuneloop.trainer.policy_training import RUN, PolicyTraining, SharedParts
-from tuneloop.trainer.policy_turns import PolicyTurns
+from tuneloop.trainer.policies import RUN, PoliciesInMemory, PolicyTraining, PolicyTurns, SharedParts
 from tuneloop.trainer.stop import Stop
 
 _log = structlog.get_logger()

@@ -8,9 +8,9 @@ from collections import Counter
 
 from sources import ROOT, SOURCES, functions
 
-SOURCE_LINES = 66_459
-TEST_LINES = 81_478
-OPTIONS = 168
+SOURCE_LINES = 69_022
+TEST_LINES = 83_229
+OPTIONS = 171
 #: Per thousand of all functions.
 PRIVATE_USED_ONCE = 124
 

@@ -22,7 +22,7 @@ from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.training.training import Training
 from tuneloop.shared.telemetry.spans import span_of_reply, span_of_version
-from tuneloop.trainer import policies_in_memory
+from tuneloop.trainer import policies
 from tuneloop.trainer.loop import TrainingLoop, run
 from tuneloop.trainer.monitoring.monitors import StepSpans
 
@@ -278,8 +278,8 @@ def test_a_database_that_goes_away_when_training_goes_back_is_waited_for(setting
             raise LedgerUnavailable("away")
         return find(*arguments)
 
-    find = policies_in_memory._state_of
-    monkeypatch.setattr(policies_in_memory, "_state_of", state_of)
+    find = policies._state_of
+    monkeypatch.setattr(policies, "_state_of", state_of)
     TrainingLoop(chosen, ledger, Event()).run()
     assert len(asked) == 3
     assert ledger.reports.counts()[State.TRAINED] == 8

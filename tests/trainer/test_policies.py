@@ -14,9 +14,9 @@ from tuneloop.shared.experience import PolicyState, State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.training.training import Training
-from tuneloop.trainer import policies_in_memory
+from tuneloop.trainer import policies
 from tuneloop.trainer.loop import TrainingLoop, run
-from tuneloop.trainer.policy_training import PolicyTraining
+from tuneloop.trainer.policies import PolicyTraining
 
 LORA = {"rank": 4, "alpha": 8}
 GRPO = {"algorithm.algorithm_type": "reinforce", "algorithm.kl_coef": 0.0}
@@ -123,7 +123,7 @@ def test_policies_alternate_and_each_learns_to_the_bit_what_it_learns_alone(adap
 def test_where_memory_has_room_for_one_others_go_on_from_the_disk_to_the_bit(
     adapted, ledger, created, alone, monkeypatch
 ):
-    monkeypatch.setattr(policies_in_memory, "_MOST", 1)
+    monkeypatch.setattr(policies, "_MOST", 1)
     one, two = _all_rows(ledger, created)
     with capture_logs() as logs:
         run(adapted(trainer={"total_steps": 3}), Event())

@@ -3,7 +3,7 @@
 from tuneloop.shared.experience import PolicyState
 from tuneloop.shared.ledger.policies import Policy
 from tuneloop.shared.ledger.training.training import WaitingRows
-from tuneloop.trainer.policy_turns import PolicyTurns
+from tuneloop.trainer.policies import PolicyTurns
 
 
 def _policy(number: int) -> Policy:

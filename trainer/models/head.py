@@ -8,15 +8,27 @@ The backward pass makes the logits again. What has no gradient to give costs non
 head that is not trained. Dimension suffixes are explained in trainer/batches/batch.py.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from tuneloop.trainer.models.compiling import compile_if
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@cache
+def _compile_once(function: _F) -> _F:
+    return cast(_F, torch.compile(function, dynamic=True))
+
+
+def compile_if(function: _F, *, wanted: bool) -> _F:
+    """The function, compiled for sizes of any kind if that is wanted."""
+    return _compile_once(function) if wanted else function
+
 
 # Logits of so many reply tokens exist at a time: in float32, 1.2 GiB for a vocabulary of 150 000.
 CHUNK = 2048

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from tuneloop.shared.capacity.memory import NF4_BLOCK, NF4_GROUP
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.trainer.models.compiling import compile_if
+from tuneloop.trainer.models.head import compile_if
 
 #: The quantiles of a normal distribution that NF4 can say, between -1 and 1.
 _NF4 = (

@@ -107,41 +107,12 @@ class VersionsNow(NamedTuple):
         return max([*older, *(each.version for each in served if each.version > version)], default=0)
 
 
-class Versions(LedgerPart):
-    """The versions of one policy, what happened to them, and the decisions about them.
-
-    Each decision names the champion that was seen, so that of two at once only one is taken. `all`, `get` and what is
-    told of events are of the versions of every policy.
-    """
+class RegisteredVersions(LedgerPart):
+    """Those of one policy, as they are; `all`, `get` and what is told of events are of every policy."""
 
     def __init__(self, transactions: Transactions, policy: int = 0) -> None:
         super().__init__(transactions)
         self._transactions, self._line = transactions, versions.c.policy == policy
-
-    def of(self, policy: int) -> "Versions":
-        """Those of another policy."""
-        return Versions(self._transactions, policy)
-
-    def ensure_base(self, path: Path) -> None:
-        """Register the base model as version 0, served, if no version is registered.
-
-        Raises EnvironmentRefused if the experiment began with another one.
-        """
-        now = self._clock()
-        base = {"version": 0, "state": VersionState.CHAMPION, "step": 0, "path": str(path)}
-        default = {"id": 0, "tenant": "", "name": "default", "parent": 0, "settings": "{}", "created_by": ""}
-        with self._write() as connection:
-            active = default | {"state": PolicyState.ACTIVE, "created_at": now}
-            connection.execute(ignoring(connection, policies), active)
-            connection.execute(
-                ignoring(connection, versions), base | {"consumed": 0, "created_at": now, "served_at": now}
-            )
-            began_with = connection.execute(select(versions.c.path).where(versions.c.version == 0)).scalar()
-        if began_with != str(path):
-            raise EnvironmentRefused(
-                f"model.model_path: this experiment began with {began_with}, and its versions come from that model; "
-                "keep that path, or give the new model an experiment of its own (another name)"
-            )
 
     def champion(self) -> Version:
         """The version that is served. Raises LedgerError before `ensure_base`."""
@@ -171,6 +142,93 @@ class Versions(LedgerPart):
     def get(self, number: int) -> Version | None:
         """That version, if there is one."""
         return self._one_or_none(select(versions).where(versions.c.version == number))
+
+    def all(self) -> list[Version]:
+        """All versions of every policy, oldest first."""
+        return [_version_of(row) for row in self._read(_ALL)]
+
+    def answering(self) -> dict[int, list[Version]]:
+        """What answers, waits to, or is pinned, of every policy by its id, oldest first."""
+        states = versions.c.state.in_((VersionState.CANDIDATE, VersionState.CANARY, VersionState.CHAMPION))
+        found: dict[int, list[Version]] = {}
+        for row in self._read(_ALL.where(or_(states, PINNED))):
+            found.setdefault(row.policy, []).append(_version_of(row))
+        return found
+
+    def champions_before(self) -> list[int]:
+        """The versions that were the champion before and could be again, the last one first."""
+        return [row.version for row in self._read(_champions_before(self._line))]
+
+    def now(self) -> VersionsNow:
+        """How all of them are."""
+        return _versions_now(*self._read_together(_ALL.where(self._line), _champions_before(self._line)))
+
+    def lines(self) -> list[VersionsNow]:
+        """How the versions of every policy that was not deleted are, policy by policy."""
+        return _lines(*self._read_together(_ALL.where(_THERE), _champions_before(_THERE)))
+
+    def events(self, version: int | None = None, *, last: int | None = None) -> list[VersionEvent]:
+        """What happened to the versions, or to one, oldest first; only the `last` so many."""
+        of_it = true() if version is None else version_events.c.version == version
+        rows = self._read(select(version_events).where(of_it).order_by(version_events.c.id.desc()).limit(last))
+        return [_event_of(row) for row in reversed(rows)]
+
+    def last_event(self, actions: Sequence[VersionAction]) -> int:
+        """The number of the newest event of these actions; 0 if there is none."""
+        newest = select(func.max(version_events.c.id)).where(version_events.c.action.in_(actions))
+        return int(self._read(newest)[0][0] or 0)
+
+    def events_since(self, number: int, actions: Sequence[VersionAction]) -> list[VersionEvent]:
+        """The events of these actions after the one of that number, oldest first.
+
+        Decisions are made one at a time, so that none with a smaller number is committed later.
+        """
+        newer = (version_events.c.id > number, version_events.c.action.in_(actions))
+        return [
+            _event_of(row) for row in self._read(select(version_events).where(*newer).order_by(version_events.c.id))
+        ]
+
+    def _version(self, query: Executable) -> Version:
+        found = self._one_or_none(query)
+        if found is None:
+            raise LedgerError("no version is registered yet")
+        return found
+
+    def _one_or_none(self, query: Executable) -> Version | None:
+        rows = self._read(query)
+        return _version_of(rows[0]) if rows else None
+
+
+class Versions(RegisteredVersions):
+    """The versions of one policy, and the decisions about them.
+
+    Each decision names the champion that was seen, so that of two at once only one is taken.
+    """
+
+    def of(self, policy: int) -> "Versions":
+        """Those of another policy."""
+        return Versions(self._transactions, policy)
+
+    def ensure_base(self, path: Path) -> None:
+        """Register the base model as version 0, served, if no version is registered.
+
+        Raises EnvironmentRefused if the experiment began with another one.
+        """
+        now = self._clock()
+        base = {"version": 0, "state": VersionState.CHAMPION, "step": 0, "path": str(path)}
+        default = {"id": 0, "tenant": "", "name": "default", "parent": 0, "settings": "{}", "created_by": ""}
+        with self._write() as connection:
+            active = default | {"state": PolicyState.ACTIVE, "created_at": now}
+            connection.execute(ignoring(connection, policies), active)
+            connection.execute(
+                ignoring(connection, versions), base | {"consumed": 0, "created_at": now, "served_at": now}
+            )
+            began_with = connection.execute(select(versions.c.path).where(versions.c.version == 0)).scalar()
+        if began_with != str(path):
+            raise EnvironmentRefused(
+                f"model.model_path: this experiment began with {began_with}, and its versions come from that model; "
+                "keep that path, or give the new model an experiment of its own (another name)"
+            )
 
     def promote(
         self,
@@ -237,28 +295,6 @@ class Versions(LedgerPart):
                 return False
             end(connection, version, VersionState.REJECTED, Decision(by, self._clock(), reason, details))
             return True
-
-    def all(self) -> list[Version]:
-        """All versions of every policy, oldest first."""
-        return [_version_of(row) for row in self._read(_ALL)]
-
-    def answering(self) -> dict[int, list[Version]]:
-        """What answers, waits to, or is pinned, of every policy by its id, oldest first."""
-        states = versions.c.state.in_((VersionState.CANDIDATE, VersionState.CANARY, VersionState.CHAMPION))
-        found: dict[int, list[Version]] = {}
-        for row in self._read(_ALL.where(or_(states, PINNED))):
-            found.setdefault(row.policy, []).append(_version_of(row))
-        return found
-
-    def _version(self, query: Executable) -> Version:
-        found = self._one_or_none(query)
-        if found is None:
-            raise LedgerError("no version is registered yet")
-        return found
-
-    def _one_or_none(self, query: Executable) -> Version | None:
-        rows = self._read(query)
-        return _version_of(rows[0]) if rows else None
 
     def appoint(self, version: int, *, instead_of: int, by: str, reason: str, details: Details | None = None) -> None:
         """Make any servable version the champion, an older one too, in place of the champion `instead_of`.
@@ -343,18 +379,6 @@ class Versions(LedgerPart):
                     note(connection, number, action, decision)
             self._appoint(connection, version, decision)
 
-    def champions_before(self) -> list[int]:
-        """The versions that were the champion before and could be again, the last one first."""
-        return [row.version for row in self._read(_champions_before(self._line))]
-
-    def now(self) -> VersionsNow:
-        """How all of them are."""
-        return _versions_now(*self._read_together(_ALL.where(self._line), _champions_before(self._line)))
-
-    def lines(self) -> list[VersionsNow]:
-        """How the versions of every policy that was not deleted are, policy by policy."""
-        return _lines(*self._read_together(_ALL.where(_THERE), _champions_before(_THERE)))
-
     @contextmanager
     def hold(self) -> Iterator[list[VersionsNow]]:
         """The same; inside, nobody decides about any, or registers one."""
@@ -403,27 +427,6 @@ class Versions(LedgerPart):
         """Record an event of a version that did not change its state."""
         with self._write() as connection:
             note(connection, version, action, Decision(by, self._clock(), reason, details))
-
-    def events(self, version: int | None = None, *, last: int | None = None) -> list[VersionEvent]:
-        """What happened to the versions, or to one, oldest first; only the `last` so many."""
-        of_it = true() if version is None else version_events.c.version == version
-        rows = self._read(select(version_events).where(of_it).order_by(version_events.c.id.desc()).limit(last))
-        return [_event_of(row) for row in reversed(rows)]
-
-    def last_event(self, actions: Sequence[VersionAction]) -> int:
-        """The number of the newest event of these actions; 0 if there is none."""
-        newest = select(func.max(version_events.c.id)).where(version_events.c.action.in_(actions))
-        return int(self._read(newest)[0][0] or 0)
-
-    def events_since(self, number: int, actions: Sequence[VersionAction]) -> list[VersionEvent]:
-        """The events of these actions after the one of that number, oldest first.
-
-        Decisions are made one at a time, so that none with a smaller number is committed later.
-        """
-        newer = (version_events.c.id > number, version_events.c.action.in_(actions))
-        return [
-            _event_of(row) for row in self._read(select(version_events).where(*newer).order_by(version_events.c.id))
-        ]
 
     def _state_of(self, connection: Connection, version: int) -> str | None:
         found: str | None = connection.execute(

@@ -1,0 +1,543 @@
+"""Policies in training: whose turn it is, what each is trained with, and those that are in memory.
+
+Rows are leased and on their way into a batch; steps of such batches are in no registered version yet.
+
+Policies share the base model, the publisher and the GPU. One of them trains at a time; what the others have learnt lies
+in main memory meanwhile, and goes back to the GPU in the same tensors, so that compiled code and optimizers go on.
+"""
+
+import time
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+from transformers import PreTrainedModel
+
+from tuneloop.shared.checkpoints import CheckpointStore
+from tuneloop.shared.errors import (
+    EnvironmentRefused,
+    LeaseLost,
+    LedgerError,
+    LedgerUnavailable,
+    NotFinite,
+    ParentEnded,
+    PolicyRefused,
+    SamplesRefused,
+    SettingsError,
+    TeacherAway,
+    TuneloopError,
+)
+from tuneloop.shared.experience import PolicyState, Sample
+from tuneloop.shared.job_marks import committed_stamp
+from tuneloop.shared.ledger.ledger import Alarm, BatchRules, Ledger, Version
+from tuneloop.shared.ledger.policies import DEFAULT, Policy
+from tuneloop.shared.ledger.training.training import WaitingRows
+from tuneloop.shared.operations.diagnosis import Code
+from tuneloop.shared.settings.policies import settings_of_policy
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.shared.telemetry.trackers import CurveWriter, open_curves
+from tuneloop.trainer.batches.batch import Metrics, of_samples
+from tuneloop.trainer.batches.selection import comparable
+from tuneloop.trainer.checkpoints import snapshot
+from tuneloop.trainer.checkpoints.copies import KeptRoom
+from tuneloop.trainer.checkpoints.publication import Publisher
+from tuneloop.trainer.checkpoints.recomputation import Recomputation
+from tuneloop.trainer.checkpoints.resumption import find_state, require_weights
+from tuneloop.trainer.evaluation.gate import GateEvaluation
+from tuneloop.trainer.gpu_turns import GpuTurns
+from tuneloop.trainer.learner import Learner
+from tuneloop.trainer.micro_batch import MicroBatch
+from tuneloop.trainer.models.offloading import MovedTensors
+from tuneloop.trainer.models.room import room_for_weights
+from tuneloop.trainer.monitoring.monitors import FiniteSteps, Monitors, PaceLog, Rejections, StepSpans
+from tuneloop.trainer.parallel import Ranks
+from tuneloop.trainer.stop import Stop
+from tuneloop.trainer.teacher.teacher import TeacherRetries
+
+_log = structlog.get_logger()
+
+
+class PolicyTurns:
+    """A turn is a version. In a round each policy that has a batch has one, so that none waits for ever.
+
+    Among those that have had none in the round, the one whose oldest row has waited longest is next.
+    """
+
+    def __init__(self) -> None:
+        #: Those that have had one in the round, the last of them last.
+        self._had: list[int] = []
+
+    def order(self, ready: Collection[WaitingRows]) -> list[int]:
+        """The policies by their numbers, whose turn it is first; a new round begins with any but the last of this."""
+
+        def place(each: WaitingRows) -> tuple[bool, bool, float, int]:
+            number = each.policy.id
+            return number in self._had, number in self._had[-1:], -each.seconds, number
+
+        return [each.policy.id for each in sorted(ready, key=place)]
+
+    def note(self, policy: int) -> None:
+        """A version of the policy was made."""
+        self._had = [policy] if policy in self._had else [*self._had, policy]
+
+
+class UnpublishedSteps:
+    """Made after the registered version `parent`. The first of them may be in the version that is being published."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        ledger: Ledger,
+        publisher: Publisher,
+        spans: StepSpans,
+        *,
+        epoch: int,
+        policy: int = 0,
+        in_foreground: bool = False,
+    ) -> None:
+        self._settings, self._publisher, self._spans, self._epoch = settings, publisher, spans, epoch
+        self._policy, self._in_foreground = policy, in_foreground
+        self._pace = PaceLog(settings, ledger, policy)
+        self._ids: list[int] = []
+        self.parent = self.count = 0
+        self._found_no_room = False
+
+    @property
+    def exact_version(self) -> int | None:
+        """The version that the learner is; None if it has made a step since."""
+        return None if self.count else self.parent
+
+    def restart(self, parent: int) -> None:
+        """The learner has become the version `parent`."""
+        self.parent, self.count, self._found_no_room = parent, 0, False
+        self._ids.clear()
+        self._spans.forget()
+
+    def add(self, batch: Sequence[Sample], learnt: Metrics) -> None:
+        """A step was made of the batch."""
+        self._ids += [sample.id for sample in batch]
+        self.count += 1
+        self._pace.add_step(learnt["time/train_step"])
+
+    def are_all_made(self, learner: Learner) -> bool:
+        """Whether no step is to follow."""
+        total = self._settings.trainer.total_steps
+        return total is not None and learner.steps >= total
+
+    def are_complete(self, learner: Learner) -> bool:
+        """Whether no step is to follow, and all are in a version."""
+        return self.are_all_made(learner) and not self.count
+
+    def are_due(self, learner: Learner) -> bool:
+        """Whether they are to become a version now: none while another is being published."""
+        return self._publisher.steps_begun == 0 and self._are_enough(self.count, learner)
+
+    def wait_for_publisher(self, learner: Learner) -> bool:
+        """Whether they are enough for a version, but another is being published."""
+        begun = self._publisher.steps_begun
+        return begun > 0 and self._are_enough(self.count - begun, learner)
+
+    def _are_enough(self, steps: int, learner: Learner) -> bool:
+        return steps > 0 and (steps >= self._settings.trainer.save_interval or self.are_all_made(learner))
+
+    @property
+    def wait_for_room(self) -> bool:
+        """Whether the last try to publish them found no room on the disk, and the next is under way: none is made."""
+        return self._found_no_room and self._publisher.steps_begun > 0
+
+    def begin(self, learner: Learner, curves: CurveWriter) -> None:
+        """Begin to publish all of them."""
+        self._publisher.states.report(curves)
+        self._publisher.begin(
+            learner,
+            self._ids,
+            steps=self.count,
+            parent=self.parent,
+            policy=self._policy,
+            in_foreground=self._in_foreground,
+        )
+
+    def end(self, learner: Learner, curves: CurveWriter) -> bool:
+        """Whether a version was registered; there may have been no room for it. Raises what Publisher.end does."""
+        ended = self._publisher.end(learner)
+        self._found_no_room = ended.version is None
+        if ended.version is None:
+            return False
+        self.parent = ended.version
+        self.count -= ended.steps
+        del self._ids[: ended.experiences]
+        self._spans.send_version(ended.version, step=ended.step, steps=ended.steps, started=ended.began_ns)
+        curves.add(ended.step, ended.measured)
+        self._pace.end_version(self._epoch, ended.experiences, publish_s=ended.measured["time/save_checkpoint"])
+        return True
+
+    def wait_for_publication(self, learner: Learner, curves: CurveWriter) -> None:
+        """Wait until none is being published, nor the state of one written. The ledger knows what came of it."""
+        self._publisher.wait()
+        if self._publisher.is_over:
+            with suppress(LedgerUnavailable, LeaseLost, ParentEnded):
+                self.end(learner, curves)
+        self._publisher.states.join()
+
+
+class LeasedRows:
+    """Those of a policy in one epoch. What cannot be trained on is dropped with its reason, others take its place."""
+
+    def __init__(
+        self, settings: Settings, ledger: Ledger, recomputation: Recomputation, *, epoch: int, policy: int = 0
+    ) -> None:
+        self._settings, self._training, self._epoch = settings, ledger.training, epoch
+        self._rules, self._recomputation = BatchRules.of(settings, policy), recomputation
+        #: What was leased before the learner was there.
+        self.ahead: list[Sample] = []
+        #: Leased, and in no batch yet.
+        self.held: list[Sample] = []
+
+    def next_batch(self, learner: Learner, *, version: int | None) -> list[Sample] | None:
+        """A full batch of trainable rows, or what a batch timeout makes one. `version`: the learner is it."""
+        size, timeout = self._settings.buffer.train_batch_size, self._settings.buffer.batch_timeout
+        if len(self.held) < size:
+            held = [sample.id for sample in self.held]
+            leased = self.ahead or self._training.lease(self._epoch, size, self._rules, held=held)
+            self.ahead = []
+            kept, refused = self._recomputation.select(leased, learner, version=version)
+            self.held += kept
+            for reason, samples in refused.items():
+                self.drop(samples, reason, step=learner.steps)
+        if len(self.held) < (size if timeout is None else 1):
+            return None
+        batch, self.held = self.held, []
+        return batch
+
+    def drop(self, samples: Sequence[Sample], reason: str, *, step: int) -> None:
+        """Take them out of training for good, after so many steps."""
+        self._training.drop(self._epoch, [sample.id for sample in samples], reason)
+        _log.warning("experiences_dropped", count=len(samples), reason=reason, step=step)
+
+    def take_back(self, samples: list[Sample], *, step: int) -> None:
+        """Hold what is left of a batch of which some were dropped, but for groups in which nothing is compared now."""
+        rules, algorithm = self._rules, self._settings.algorithm
+        self.held, refused = comparable(samples, algorithm, group_by=rules.group_by, least_runs=rules.least_runs)
+        for reason, others in refused.items():
+            self.drop(others, reason, step=step)
+
+    def release(self) -> None:
+        """Give back all that the epoch holds."""
+        self._training.release(self._epoch)
+        self.held, self.ahead = [], []
+
+
+#: The run of the curves, of other policies with their name.
+RUN = "trainer"
+
+#: What is got at once of pinned memory for an adapter with its optimizer.
+_CHUNK = 1 << 26
+
+
+class SharedParts(NamedTuple):
+    """What all policies are trained with, under one epoch."""
+
+    settings: Settings
+    ledger: Ledger
+    store: CheckpointStore
+    publisher: Publisher
+    spans: StepSpans
+    turns: GpuTurns
+    ranks: Ranks
+    stop: Stop
+    epoch: int
+
+
+class PolicyTraining:
+    """Of a policy that is in memory. `resume` makes its learner before anything else is asked of it."""
+
+    learner: Learner
+    curves: CurveWriter
+
+    def __init__(self, policy: Policy, settings: Settings, parts: SharedParts) -> None:
+        """`settings` are the policy's. Raises EnvironmentRefused for what they name and cannot be used."""
+        self.policy, self.settings, self._parts = policy, settings, parts
+        number, epoch = policy.id, parts.epoch
+        self.ledger = ledger = parts.ledger.of_policy(number)
+        self.monitors = Monitors(settings, ledger, number)
+        self.micro_batch = MicroBatch(settings, parts.stop, take_gpu=parts.turns.begin)
+        self.gate = GateEvaluation(settings, ledger, take_gpu=parts.turns.begin)
+        self.finite, self.rejections = FiniteSteps(settings, ledger.alarms), Rejections(ledger, number)
+        self.recomputation = Recomputation(settings, ledger, self.micro_batch)
+        self.rows = LeasedRows(settings, ledger, self.recomputation, epoch=epoch, policy=number)
+        self.steps = UnpublishedSteps(
+            settings,
+            ledger,
+            parts.publisher,
+            parts.spans,
+            epoch=epoch,
+            policy=number,
+            in_foreground=self.gate.wanted,
+        )
+        self.teacher = TeacherRetries(settings, ledger.alarms, parts.stop)
+        self._room = KeptRoom(chunk=_CHUNK)
+        self._away: MovedTensors | None = None
+
+    def resume(self, newest: Version, state: Path | None, network: PreTrainedModel | None = None) -> None:
+        """Become the newest registered version, with the `state` that was found for it; `network` is the base model."""
+        self._parts.turns.take()
+        with room_for_weights():
+            self.learner = snapshot.resume(
+                self.settings,
+                None if newest.is_base else newest.path,
+                state,
+                self._parts.ranks,
+                begins=newest.begins,
+                network=network,
+            )
+            self.learner.teacher = self.teacher.teacher
+            self.learner.micro_batch_tokens = self.micro_batch.tokens
+            self._parts.publisher.prepare(self.learner)
+            snapshot.probe(self.learner, self.settings)  # What would refuse a publication does so before the work.
+        self.steps.restart(newest.version)
+        run = "-".join(filter(None, (RUN, self.policy.tenant, self.policy.name))) if self.policy.id else RUN
+        self.curves = open_curves(self._parts.settings, run, after=self.learner.steps)
+        self.curves.add(self.learner.steps, self.monitors.begin(self.learner))
+        self._waiting_since = time.perf_counter()
+        # By turns the GPU is the engine's while rows are awaited.
+        self.is_cold = self.learner.actor.is_compiled and self.settings.cluster.gpu_turn is None
+        self.committed_before = committed_stamp(self.settings.job_dir)
+        self.gate.evaluate(self.learner, self.steps.parent)
+        named = {"policy": self.policy.name} if self.policy.id else {}
+        version, step = self.steps.parent, self.learner.steps
+        _log.info("trainer_ready", version=version, step=step, epoch=self._parts.epoch, **named)
+
+    def leave(self) -> None:
+        """Let another policy train; of this one no step is unpublished."""
+        self._parts.turns.begin(self.learner)
+        if tensors := [each for each in self.learner.tensors() if each.is_cuda]:
+            self._away = MovedTensors(tensors, self._room.empty())
+
+    def come_back(self) -> None:
+        """Train again. Raises EnvironmentRefused if the GPU has no room for it."""
+        if self._away is not None:
+            with room_for_weights():
+                self._away.put_back()
+        self._away, self._waiting_since = None, time.perf_counter()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether nothing more is to be learnt, until somebody has done something about it."""
+        return self.rejections.are_too_many or self.finite.too_few
+
+    def learn(self, batch: list[Sample]) -> bool:
+        """Whether a step was made of the batch; if not, its rows are dropped, or wait for the teacher."""
+        waited, started = time.perf_counter() - self._waiting_since, time.time_ns()
+        drop, self.is_cold = partial(self.rows.drop, step=self.learner.steps), False
+        try:
+            labelled = self.teacher.label(batch)
+            learnt = self.micro_batch.step(self.learner, labelled, version=self.steps.exact_version)
+        except (TeacherAway, SamplesRefused) as error:
+            self._parts.turns.end(self.learner)
+            left = self.teacher.requeue(batch, error, drop=drop)
+            self.rows.take_back(left, step=self.learner.steps)
+            return False
+        except NotFinite as error:
+            drop(batch, f"the step was not finite: {error}")
+            self.finite.note_failure(str(error), after=self.learner.steps)
+            return False
+        finally:
+            self._waiting_since = time.perf_counter()
+        self.steps.add(batch, learnt)
+        self.teacher.succeeded()
+        self.finite.note_success(self.learner.steps)
+        buffer = self.settings.buffer
+        size = buffer.group_size if buffer.group_by == "task" else 0
+        learnt |= of_samples(batch, version=self.steps.parent, group_size=size) | {"time/batch_wait": waited}
+        learnt |= self.recomputation.take_figures()
+        learnt |= self.monitors.after_step(self.learner, learnt, version=self.steps.parent, replies=batch)
+        self._waiting_since = time.perf_counter()
+        self.curves.add(self.learner.steps, learnt)
+        step, version = self.learner.steps, self.steps.parent
+        if learnt.get("critic/advantages/zero") == 1:
+            reason = "every advantage of the batch is 0, or its token masked"
+            _log.warning("nothing_to_learn", step=step, reason=reason)
+        seconds = round(learnt["time/train_step"], 3)
+        _log.info("step", step=step, version=version, reward=learnt["critic/rewards/mean"], seconds=seconds)
+        self._parts.spans.send_step(step, batch, started=started)
+        return True
+
+    def begin_publication(self) -> None:
+        """Publish all steps; where that is done behind the next ones, begin to."""
+        self._parts.turns.begin(self.learner)
+        self.steps.begin(self.learner, self.curves)
+
+    def note_published(self) -> None:
+        """The seconds until the next batch count from now."""
+        self._waiting_since = time.perf_counter()
+
+
+#: So many policies are in memory at a time: of each an adapter of actor and critic, with their optimizers.
+_MOST = 8
+
+
+class PoliciesInMemory:
+    """Those that trained last; the one that trains is the last of them.
+
+    Of another, all that it has learnt is in its newest version, from which it goes on when its turn comes. A policy
+    that cannot be trained is paused with an alarm, and the default policy trains.
+    """
+
+    def __init__(self, parts: SharedParts) -> None:
+        self._parts, self._settings, self._ledger = parts, parts.settings, parts.ledger
+        #: The base model below adapters, which policies share; None where all weights are trained.
+        self._base: PreTrainedModel | None = None
+        #: Policies in memory by their numbers, the one that trained last behind the others.
+        self._in_memory: dict[int, PolicyTraining] = {}
+        #: What each policy's settings are made of, and they.
+        self._chosen: dict[int, tuple[Policy, Settings]] = {}
+        self.enter(self._ledger.policies.get(DEFAULT))
+
+    @property
+    def now(self) -> PolicyTraining:
+        """The one that trains."""
+        return next(reversed(self._in_memory.values()))
+
+    def all(self) -> list[PolicyTraining]:
+        """Those in memory, the one that trains last."""
+        return list(self._in_memory.values())
+
+    @property
+    def largest_batch(self) -> int:
+        """The rows of the largest batch of a policy, as far as their settings are known."""
+        sizes = [own.buffer.train_batch_size for _, own in self._chosen.values()]
+        return max(self._settings.buffer.train_batch_size, *sizes, 0)
+
+    def settings_of(self, policy: Policy) -> Settings | None:
+        """A policy's settings; None if they are refused, and then it is paused."""
+        if policy.id == DEFAULT:
+            return self._settings
+        known = self._chosen.get(policy.id)
+        if known is None or known[0].settings != policy.settings:
+            try:
+                known = self._chosen[policy.id] = policy, settings_of_policy(self._settings, policy.settings)
+            except PolicyRefused as error:
+                self._refuse(policy, error)
+                return None
+        return known[1]
+
+    def has_steps_left(self, policy: Policy) -> bool:
+        """Whether its settings let a policy make another step."""
+        chosen, there = self.settings_of(policy), self._in_memory.get(policy.id)
+        if chosen is None:
+            return False
+        total = chosen.trainer.total_steps
+        return (
+            total is None
+            or (there.learner.steps if there else self._ledger.versions.of(policy.id).newest().step) < total
+        )
+
+    def may_learn(self, policy: Policy) -> bool:
+        """Whether a policy is to make another step now."""
+        there = self._in_memory.get(policy.id)
+        is_stopped = there is not None and there.is_stopped
+        return policy.state is PolicyState.ACTIVE and not is_stopped and self.has_steps_left(policy)
+
+    def enter(self, policy: Policy) -> bool:
+        """Train a policy from now on, from its newest version; if it cannot be trained, the default policy."""
+        there = self._in_memory.get(policy.id)
+        if there is not None and there.policy.settings != policy.settings and self._is_on_disk(there):
+            there = None
+        try:
+            if there is None:
+                there = self._open(policy)
+            else:
+                there.come_back()
+        except (PolicyRefused, SettingsError, EnvironmentRefused) as error:
+            self._leave_out(policy, error)
+            return False
+        except LedgerError:
+            if self._in_memory:
+                self.now.come_back()
+            raise
+        self._in_memory.pop(policy.id, None)
+        self._in_memory[policy.id] = there
+        for each in list(self._in_memory.values())[:-_MOST]:
+            if self._is_on_disk(each):
+                del self._in_memory[each.policy.id]
+        return True
+
+    def forget(self, there: PolicyTraining) -> None:
+        """Give up what a policy that was deleted has learnt since its newest version, and free its memory."""
+        _log.info("policy_forgotten", policy=there.policy.name, steps=there.steps.count)
+        is_now = there is self.now
+        if is_now:
+            there.steps.wait_for_publication(there.learner, there.curves)
+            there.rows.release()
+        self._parts.publisher.states.settle(there.curves, policy=there.policy.id)
+        there.curves.close()
+        del self._in_memory[there.policy.id]
+        if is_now:
+            self.enter(self._ledger.policies.get(DEFAULT))
+
+    def renew(self, newest: Version) -> None:
+        """Let the policy that trains go on from its newest registered version."""
+        now = self.now
+        try:
+            state = _state_of(newest, now.ledger, self._parts.store)
+            if self._base is None:
+                self._parts.turns.take()
+            else:  # It is below the learner's adapter, and stays.
+                self._parts.turns.begin(now.learner)
+            self._parts.publisher.states.settle(now.curves, policy=now.policy.id)
+            now.curves.close()
+            del now.learner  # A GPU has no room for two.
+            now.resume(newest, state, self._base)
+        except EnvironmentRefused as error:
+            self._leave_out(now.policy, error)
+
+    def _is_on_disk(self, there: PolicyTraining) -> bool:
+        """Whether all that a policy has learnt is in its newest version, so that it need not be in memory."""
+        written = self._parts.publisher.states.finish(there.learner, there.steps.parent, there.curves)
+        if written:
+            there.curves.close()
+        return written
+
+    def _open(self, policy: Policy) -> PolicyTraining:
+        """What a policy is trained with, as of its newest version."""
+        chosen = self.settings_of(policy)
+        if chosen is None:
+            raise PolicyRefused("its options are refused")
+        if policy.id != DEFAULT and self._parts.ranks.size > 1:
+            raise PolicyRefused("trainer.workers: one worker trains several policies, and there are more")
+        if policy.id != DEFAULT and not (self._settings.model.lora.rank and chosen.model.lora.rank):
+            raise PolicyRefused("model.lora.rank: is 0, and an engine holds one set of weights, but several adapters")
+        opened = PolicyTraining(policy, chosen, self._parts)
+        newest = opened.ledger.versions.newest()
+        state = _state_of(newest, opened.ledger, self._parts.store)
+        opened.resume(newest, state, self._base)
+        if self._parts.ranks.size == 1 and self._base is None:
+            self._base = opened.learner.actor.base()
+        return opened
+
+    def _leave_out(self, policy: Policy, error: TuneloopError) -> None:
+        """Pause a policy that cannot be trained, and train the default policy."""
+        if policy.id == DEFAULT:
+            raise error
+        self._refuse(policy, error)
+        self._in_memory.pop(policy.id, None)
+        self.enter(self._ledger.policies.get(DEFAULT))
+
+    def _refuse(self, policy: Policy, error: TuneloopError) -> None:
+        """Pause a policy that cannot be trained as it is; the others go on."""
+        if policy.state is PolicyState.ACTIVE:
+            reason = f"the policy {policy.name} is paused, for it cannot be trained: {error}"
+            self._ledger.policies.pause(policy.id)
+            self._ledger.alarms.raise_alarm(Alarm(Code.POLICY_REFUSED, reason, policy=policy.id))
+            _log.error("policy_refused", policy=policy.name, reason=str(error))
+
+
+def _state_of(newest: Version, ledger: Ledger, store: CheckpointStore) -> Path | None:
+    """What a version is resumed with, whose weights are what they should be."""
+    if newest.is_base:
+        return None
+    require_weights(newest, store)
+    return find_state(newest, ledger.versions, store)

@@ -56,6 +56,7 @@ def create(
     scope: _Scopes = None,
     limit: _Limits = None,
     expires_in: _Expires = None,
+    policy: Annotated[str | None, typer.Option(metavar="NAME", help="Who answers requests that name none.")] = None,
     set_: SetOption = None,
     for_programs: JsonOption = False,
 ) -> None:
@@ -82,6 +83,8 @@ def create(
         open_to_group(settings)
         upgrade(settings.database_url, schema=schema)
     with existing_ledger(config, set_) as (_settings, ledger):
+        if policy is not None:
+            grant = msgspec.structs.replace(grant, policy=ledger.policies.find(policy, grant.tenant).id)
         key, secret = ledger.keys.create(grant, actor=operator_name())
     if for_programs:
         echo_json(msgspec.to_builtins(key_report(key)) | {"key": secret})

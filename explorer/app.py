@@ -142,7 +142,7 @@ def create_app(
     metrics_json.add_routes(app)
     admin.add_routes(app, settings, ledger)
     policies.add_routes(app, settings, ledger)
-    keys.add_routes(app, ledger.keys)
+    keys.add_routes(app, ledger)
     training_status.add_routes(app, settings, ledger)
     page.add_routes(app, settings, ledger, gate)
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):

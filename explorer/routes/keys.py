@@ -8,10 +8,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from tuneloop.explorer.auth import Caller, caller_of, operator_only
-from tuneloop.explorer.http.bodies import read_object
+from tuneloop.explorer.http.bodies import optional_name, read_object
 from tuneloop.shared.errors import KeyRefused, RequestRefused
 from tuneloop.shared.experience import Scope, steady_clock
-from tuneloop.shared.ledger.keys import AccessKey, KeyGrant, KeyLimits, Keys
+from tuneloop.shared.ledger.keys import AccessKey, KeyGrant, KeyLimits
+from tuneloop.shared.ledger.ledger import Ledger
 
 _MAX_BODY_BYTES = 16 << 10
 
@@ -24,8 +25,9 @@ MAX_KEYS = 1000
 _Number = TypeVar("_Number", int, float)
 
 
-def add_routes(app: FastAPI, keys: Keys) -> None:
+def add_routes(app: FastAPI, ledger: Ledger) -> None:
     """Add the routes to the app."""
+    keys = ledger.keys
 
     @app.get("/admin/keys")
     async def list_keys(request: Request) -> Response:
@@ -38,10 +40,14 @@ def add_routes(app: FastAPI, keys: Keys) -> None:
         caller, body = caller_of(request.scope), await read_object(request, max_bytes=_MAX_BODY_BYTES)
         if not caller.sees_all:
             body.setdefault("tenant", caller.tenant)
-        grant = parse_grant(body)
+        policy = optional_name(body, "policy")
+        grant = parse_grant({name: value for name, value in body.items() if name != "policy"})
         if not caller.sees_all:
             theirs = await asyncio.to_thread(lambda: keys.all(tenant=caller.tenant))
             grant = _within(grant, caller, theirs)
+        if policy is not None:
+            number = (await asyncio.to_thread(ledger.policies.find, policy, grant.tenant)).id
+            grant = msgspec.structs.replace(grant, policy=number)
         key, secret = await asyncio.to_thread(lambda: keys.create(grant, actor=caller.name))
         return _json(_report(key) | {"key": secret}, no_store=True)
 

@@ -122,3 +122,11 @@ def test_the_settings_make_policies_once(based: Ledger, settings: Settings) -> N
 def test_policies_need_adapters(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="policies: all weights are trained"):
         Settings.model_validate({"model": {"model_path": tmp_path}, "policies": {"a": {}}})
+
+
+def test_a_key_goes_to_its_policy(based: Ledger, run: Run) -> None:
+    run("policies", "create", "acme/support")
+    run("keys", "create", "--name", "acme/web", "--policy", "support")
+    assert [each.policy for each in based.keys.all()] == [1]
+    with pytest.raises(PolicyRefused, match="there is no policy support; there are default"):
+        run("keys", "create", "--name", "umbra/web", "--policy", "support")

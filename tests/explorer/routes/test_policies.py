@@ -95,3 +95,12 @@ def test_the_page_has_a_line_a_policy(explorer: RunningExplorer) -> None:
     assert '<a href="/ui/versions?policy=acme/support">support</a>' in page
     assert "Versions of support" in explorer.http.get("/ui/versions?policy=acme/support").text
     assert explorer.http.get("/ui/versions?policy=none").status_code == 404
+
+
+def test_a_key_is_made_for_a_policy(explorer: RunningExplorer) -> None:
+    ask(explorer, KEY, body={"name": "support"})
+    headers = {"authorization": f"Bearer {KEY}"}
+    made = explorer.http.post("/admin/keys", headers=headers, json={"name": "web", "policy": "support"}).json()
+    assert made["policy"] == explorer.ledger.policies.find("support").id
+    refused = explorer.http.post("/admin/keys", headers=headers, json={"name": "web", "policy": "none"})
+    assert refusal(refused)[:2] == (400, "policy_refused")

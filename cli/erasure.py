@@ -327,7 +327,7 @@ def _erasure_lines(result: Erasure) -> Iterator[str]:
         yield "trained on them"
         for trained in result.versions:
             yield f"  version {trained.version} ({trained.state}): {trained.experiences} experiences"
-        if result.policies != ("default",):
+        if set(result.policies) - {"default"}:
             yield f"  policies that learnt from them: {', '.join(result.policies)}"
         yield "  These weights and those of all later versions stay as they are: docs/privacy.md says what can be done."
     if result.files:

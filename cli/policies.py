@@ -92,25 +92,39 @@ def show(name: _Name, config: ConfigOption, set_: SetOption = None, for_programs
 
 
 @app.command()
-def pause(name: _Name, config: ConfigOption, set_: SetOption = None) -> None:
+def pause(name: _Name, config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
     """Train it no more for now; it answers all the while."""
-    _change(config, set_, name, lambda ledger, policy: ledger.policies.pause(policy.id), "is not trained any more")
+    _change(
+        config,
+        set_,
+        name,
+        lambda ledger, policy: ledger.policies.pause(policy.id),
+        "is not trained any more",
+        as_json=for_programs,
+    )
 
 
 @app.command()
-def resume(name: _Name, config: ConfigOption, set_: SetOption = None) -> None:
+def resume(name: _Name, config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
     """Train a paused policy again."""
-    _change(config, set_, name, lambda ledger, policy: ledger.policies.pause(policy.id, paused=False), "is trained")
+    _change(
+        config,
+        set_,
+        name,
+        lambda ledger, policy: ledger.policies.pause(policy.id, paused=False),
+        "is trained",
+        as_json=for_programs,
+    )
 
 
 @app.command()
-def delete(name: _Name, config: ConfigOption, set_: SetOption = None) -> None:
+def delete(name: _Name, config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
     """Let it answer nobody, for good; its rows and versions stay in the ledger."""
 
     def end(ledger: Ledger, policy: Policy) -> None:
         ledger.policies.delete(policy.id, by=operator_name())
 
-    _change(config, set_, name, end, "is deleted")
+    _change(config, set_, name, end, "is deleted", as_json=for_programs)
 
 
 @app.command()
@@ -120,11 +134,15 @@ def promote(
     into: Annotated[str, typer.Option("--into", metavar="NAME", help="The policy that takes it.")] = "default",
     reason: Annotated[str, typer.Option("--reason", help="The reason, for the record.")] = "",
     set_: SetOption = None,
+    for_programs: JsonOption = False,
 ) -> None:
     """Make its champion a candidate of another policy, which trains on from it."""
     with existing_ledger(config, set_) as (_settings, ledger):
         source, target = _find(ledger, name), _find(ledger, into)
         number = ledger.policies.promote(source.id, into=target.id, by=operator_name(), reason=reason.strip())
+    if for_programs:
+        echo_json({"version": number, "policy": target.name})
+        return
     echo(f"version {number} of {target.name} has the weights of the champion of {source.name}")
 
 
@@ -134,11 +152,20 @@ def _find(ledger: Ledger, name: str) -> Policy:
 
 
 def _change(
-    config: ConfigOption, set_: SetOption, name: str, change: Callable[[Ledger, Policy], None], done: str
+    config: ConfigOption,
+    set_: SetOption,
+    name: str,
+    change: Callable[[Ledger, Policy], None],
+    done: str,
+    *,
+    as_json: bool,
 ) -> None:
     with existing_ledger(config, set_) as (_settings, ledger):
         change(ledger, policy := _find(ledger, name))
-    echo(f"{policy.name} {done}")
+    if as_json:
+        echo_json({"name": policy.name, "done": done})
+    else:
+        echo(f"{policy.name} {done}")
 
 
 def _line(row: PolicyRow, now: float) -> str:

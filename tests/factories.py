@@ -111,7 +111,7 @@ def leased(ledger: Ledger, count: int = 1) -> tuple[int, list[Sample]]:
 def fill(engine: Engine, count: int) -> None:
     """Many committed experiences, ids 1 to `count`, in two statements."""
     numbers = f"WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {count})"
-    name = "'chatcmpl-' || i"
+    name = "'chatcmpl-filled-' || i"
     with engine.begin() as connection:
         connection.execute(insert(reward_rules).values(id=1, definition=definition(RewardRule()), created_at=0))
         connection.execute(

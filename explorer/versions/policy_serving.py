@@ -185,7 +185,7 @@ class PolicyServing:
         waiting = [each for each in line if each.state is VersionState.CANDIDATE and each.version > champion.version]
         if not waiting or any(each.pinned for each in line):
             return
-        held = await asyncio.to_thread(self._ledger.alarms.promotion_held)
+        held = await asyncio.to_thread(self._ledger.alarms.promotion_held, policy.id)
         if not held and await self._passes(own, waiting[-1], champion):
             await self._take_up(policy, waiting[-1], own.rollout)
 

@@ -149,7 +149,9 @@ class CanaryController:
         if decision.action == "roll_back":
             roll_back = partial(self._line.roll_back, only_as=VersionState.CANARY)
             await asyncio.to_thread(roll_back, trial.version.version, **why)
-        elif decision.action == "promote" and not await asyncio.to_thread(self._ledger.alarms.promotion_held):
+        elif decision.action == "promote" and not await asyncio.to_thread(
+            self._ledger.alarms.promotion_held, trial.version.policy
+        ):
             await asyncio.to_thread(self._line.promote, trial.version.version, **why)
 
     async def _count(self, began: float, versions: tuple[int, int]) -> None:

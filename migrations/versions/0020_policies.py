@@ -45,7 +45,7 @@ _INDEXES: dict[str, tuple[str, list[str | TextClause], str, bool]] = {
 #: The rules of versions that change: before, and now.
 _RULES = {
     "trained_under_an_epoch": ("(version = 0) = (epoch IS NULL)", "epoch IS NOT NULL OR (step = 0 AND consumed = 0)"),
-    "manifest": ("(version = 0) = (manifest_sha256 IS NULL)", "manifest_sha256 IS NOT NULL OR epoch IS NULL"),
+    "manifest": ("(version = 0) = (manifest_sha256 IS NULL)", "(epoch IS NULL) = (manifest_sha256 IS NULL)"),
 }
 
 

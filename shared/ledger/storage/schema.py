@@ -178,7 +178,7 @@ versions = Table(
     CheckConstraint("version >= 0 AND step >= 0 AND consumed >= 0", name="not_negative"),
     CheckConstraint("purged >= 0 AND purged <= consumed", name="purged_of_the_consumed"),
     CheckConstraint("epoch IS NOT NULL OR (step = 0 AND consumed = 0)", name="trained_under_an_epoch"),
-    CheckConstraint("manifest_sha256 IS NOT NULL OR epoch IS NULL", name="manifest"),
+    CheckConstraint("(epoch IS NULL) = (manifest_sha256 IS NULL)", name="manifest"),
     CheckConstraint("(state IN ('rejected', 'rolled_back')) = (reason IS NOT NULL)", name="rejected_with_reason"),
     CheckConstraint("state <> 'champion' OR served_at IS NOT NULL", name="champion_was_served"),
 )

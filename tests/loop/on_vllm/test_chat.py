@@ -334,8 +334,6 @@ def test_whatever_is_asked_is_answered_as_by_vllm(
 IMAGE: Json = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 
 REFUSED: dict[str, tuple[str, Json]] = {
-    "an unknown model": (CHAT, {"model": "unknown"}),
-    "an unknown model, text": (TEXT, {"model": "unknown"}),
     "no messages": (CHAT, {"messages": None}),
     "messages of no type": (CHAT, {"messages": "Hi."}),
     "an empty conversation": (CHAT, {"messages": []}),
@@ -447,6 +445,19 @@ def test_a_refusal_is_vllms_own(
     told = assert_alike(engine_http, ours, path, _with_least(path, served, wrong))
     assert 400 <= told.status < 500 + old
     assert set(told.body["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_an_unknown_model_is_vllms_404_with_the_way_to_those_there_are(
+    engine_http: httpx.Client, ours: httpx.Client, served: str, path: str
+):
+    theirs, told = (
+        each.post(path, json=_with_least(path, served, {"model": "unknown"})) for each in (engine_http, ours)
+    )
+    assert told.status_code == theirs.status_code == 404
+    error = told.json()["error"]
+    assert error["message"].startswith(theirs.json()["error"]["message"])
+    assert error | {"message": ""} == theirs.json()["error"] | {"message": ""}
 
 
 @pytest.mark.parametrize(("path", "wrong", "param"), OURS.values(), ids=OURS)

@@ -7,8 +7,7 @@ from array import array
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
@@ -65,9 +64,9 @@ def publish(service: Service, ledger: Ledger, policy: int, steps: int) -> int:
         learner.step([sample(10 * step + each) for each in range(8)])
     epoch, parent = ledger.training.take_epoch("by hand"), line.newest().version
     weights, probe = snapshot.weights_of(learner), snapshot.probe(learner, settings)
-    publication = Publication(settings, CheckpointStore(settings.job_dir), weights, probe, epoch=epoch, parent=parent)
-    training = SimpleNamespace(register=partial(ledger.training.register, policy=policy), extend=ledger.training.extend)
-    version = publication.register(cast(Any, training), []).version
+    store = CheckpointStore(settings.job_dir)
+    publication = Publication(settings, store, weights, probe, epoch=epoch, parent=parent, policy=policy)
+    version = publication.register(ledger.training, []).version
     wait_for(lambda: line.champion().version == version, timeout_s=240, why=f"version {version} is not served")
     return version
 

@@ -32,5 +32,5 @@ def test_the_runner_does_what_the_page_says(explorer: RunningExplorer) -> None:
 
 
 def test_every_counter_is_on_the_page() -> None:
-    page = (DOCS / "shadow.md").read_text()
+    page = (DOCS / "reasons.md").read_text()
     assert [kind for kind in KINDS if f"`{kind}`" not in page] == []

@@ -81,9 +81,9 @@ class CountingAlarms(Alarms):
 
     looks = 0
 
-    def promotion_held(self) -> bool:
+    def promotion_held(self, policy: int | None = None) -> bool:
         self.looks += 1
-        return super().promotion_held()
+        return super().promotion_held(policy)
 
 
 class MoodyLedger(Ledger):

@@ -21,7 +21,13 @@ from tuneloop.shared.errors import PolicyRefused
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.policies import Policy
 from tuneloop.shared.operations.diagnosis import ago
-from tuneloop.shared.operations.policy_report import PolicyDraft, PolicyRow, create_policy, list_policies
+from tuneloop.shared.operations.policy_report import (
+    PolicyDraft,
+    PolicyRow,
+    create_policy,
+    list_policies,
+    report_policies,
+)
 
 app = typer.Typer(
     help="The policies: adapters that are trained apart, each with its own versions.",
@@ -55,7 +61,10 @@ def create(
         key, equals, value = text.partition("=")
         if not equals:
             raise PolicyRefused(f"--option {text}: write KEY=VALUE")
-        options[key] = yaml.safe_load(value)
+        try:
+            options[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise PolicyRefused(f"--option {key}: not a value: {value}") from None
     number = parent.isascii() and parent.isdigit()
     draft = PolicyDraft(name=own_name, tenant=tenant, parent=int(parent) if number else parent, options=options)
     with existing_ledger(config, set_) as (settings, ledger):
@@ -83,8 +92,7 @@ def list_(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption
 def show(name: _Name, config: ConfigOption, set_: SetOption = None, for_programs: JsonOption = False) -> None:
     """Show everything about a policy."""
     with existing_ledger(config, set_) as (_settings, ledger):
-        policy = _find(ledger, name)
-        [row] = [each for each in list_policies(ledger) if (each.tenant, each.name) == (policy.tenant, policy.name)]
+        [row] = report_policies(ledger, [_find(ledger, name)])
     if for_programs:
         echo_json(msgspec.to_builtins(row))
     else:

@@ -244,8 +244,14 @@ class _Holder:
         self.meter: KeyMeter = KeyMeter(key.limits) if before is None else before.meter
         self.expires_at = float("inf") if key.expires_at is None else key.expires_at
         scopes = frozenset(key.scopes)
-        who = Caller(name=key.name, tenant=key.tenant, scopes=scopes, meter=self.meter, key_id=key.key_id)
-        self.caller = replace(who, policy=key.policy)
+        self.caller = Caller(
+            name=key.name,
+            tenant=key.tenant,
+            scopes=scopes,
+            meter=self.meter,
+            key_id=key.key_id,
+            policy=key.policy,
+        )
 
 
 class Gatekeeper:

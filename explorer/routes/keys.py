@@ -31,7 +31,7 @@ def add_routes(app: FastAPI, ledger: Ledger) -> None:
 
     @app.get("/admin/keys")
     async def list_keys(request: Request) -> Response:
-        tenant = _tenant_of(caller_of(request.scope))
+        tenant = tenant_of(caller_of(request.scope))
         found = await asyncio.to_thread(lambda: keys.all(tenant=tenant))
         return _json({"object": "list", "data": [_report(key) for key in found]})
 
@@ -53,21 +53,21 @@ def add_routes(app: FastAPI, ledger: Ledger) -> None:
 
     @app.get("/admin/keys/audit")
     async def audit(request: Request) -> Response:
-        tenant = _tenant_of(caller_of(request.scope))
+        tenant = tenant_of(caller_of(request.scope))
         events = await asyncio.to_thread(lambda: keys.events(last=_MAX_EVENTS, tenant=tenant))
         return _json({"object": "list", "data": [event._asdict() for event in events]})
 
     @app.delete("/admin/keys/{key_id}")
     async def revoke_key(key_id: str, request: Request) -> Response:
         caller = caller_of(request.scope)
-        tenant = _tenant_of(caller)
+        tenant = tenant_of(caller)
         if not await asyncio.to_thread(lambda: keys.revoke(key_id, actor=caller.name, tenant=tenant)):
             raise RequestRefused(f"no key {key_id[:64]!r} is in force", status=404, code="not_found", param="key_id")
         return _json({"key_id": key_id, "revoked": True})
 
 
-def _tenant_of(caller: Caller) -> str | None:
-    """Whose keys are the caller's business; None: everybody's."""
+def tenant_of(caller: Caller) -> str | None:
+    """Whose keys and policies are the caller's business; None: everybody's."""
     return None if caller.sees_all else caller.tenant
 
 

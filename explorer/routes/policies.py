@@ -11,6 +11,7 @@ from fastapi.responses import Response
 
 from tuneloop.explorer.auth import Caller, caller_of, operator_only
 from tuneloop.explorer.http.bodies import optional_name, read_object
+from tuneloop.explorer.routes.keys import tenant_of
 from tuneloop.shared.errors import PolicyRefused, RequestRefused
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.policies import Policy
@@ -26,7 +27,7 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
     @app.get("/admin/policies")
     async def list_all(request: Request) -> Response:
         caller = caller_of(request.scope)
-        return _json({"object": "list", "data": await asyncio.to_thread(list_policies, ledger, _tenant_of(caller))})
+        return _json({"object": "list", "data": await asyncio.to_thread(list_policies, ledger, tenant_of(caller))})
 
     @app.post("/admin/policies")
     async def create(request: Request) -> Response:
@@ -64,10 +65,6 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
             return {"name": name, "done": action}
 
         return _json(await asyncio.to_thread(make))
-
-
-def _tenant_of(caller: Caller) -> str | None:
-    return None if caller.sees_all else caller.tenant
 
 
 def _own(ledger: Ledger, caller: Caller, name: str, tenant: str | None) -> Policy:

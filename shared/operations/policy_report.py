@@ -1,6 +1,7 @@
 """The policies, a line each, and what administrators do with them: for the command line, the admin API and the page."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -51,11 +52,16 @@ class PolicyDraft(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def list_policies(ledger: Ledger, tenant: str | None = None) -> list[PolicyRow]:
     """Those that a tenant's keys may use, or all, the oldest first."""
+    return report_policies(ledger, ledger.policies.all(tenant))
+
+
+def report_policies(ledger: Ledger, policies: Iterable[Policy]) -> list[PolicyRow]:
+    """These policies, a line each."""
     lines: dict[int, list[Version]] = defaultdict(list)
     for version in ledger.versions.all():
         lines[version.policy].append(version)
     waiting = ledger.policies.waiting()
-    return [_row(ledger, each, lines[each.id], waiting.get(each.id, 0)) for each in ledger.policies.all(tenant)]
+    return [_row(ledger, each, lines[each.id], waiting.get(each.id, 0)) for each in policies]
 
 
 def _row(ledger: Ledger, policy: Policy, line: list[Version], waiting: int) -> PolicyRow:

@@ -34,6 +34,7 @@ from tuneloop.shared.ledger.recording.feedback import FeedbackResults
 from tuneloop.shared.ledger.recording.recording import CommitLimits, Recording
 from tuneloop.shared.ledger.versions.alarms import Alarms
 from tuneloop.shared.ledger.versions.versions import Versions
+from tuneloop.shared.settings.serving import LoraSettings
 from tuneloop.shared.settings.settings import Settings
 
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "3+4="}], "max_tokens": 12, "temperature": 1.0}
@@ -118,6 +119,15 @@ def settings_for(
             | explorer,
         }
     )
+
+
+@contextmanager
+def adapters_running(tmp_path: Path, url: str, **explorer: Any) -> Iterator["RunningExplorer"]:
+    """An explorer over one engine double whose versions are adapters."""
+    settings = settings_for(tmp_path, [url], **explorer)
+    model = settings.model.model_copy(update={"lora": LoraSettings(rank=4)})
+    with explorer_running(settings.model_copy(update={"model": model})) as running:
+        yield running
 
 
 def open_ledger(settings: Settings) -> MoodyLedger:

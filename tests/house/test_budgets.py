@@ -8,8 +8,8 @@ from collections import Counter
 
 from sources import ROOT, SOURCES, functions
 
-SOURCE_LINES = 69_068
-TEST_LINES = 83_257
+SOURCE_LINES = 69_085
+TEST_LINES = 83_269
 OPTIONS = 171
 #: Per thousand of all functions.
 PRIVATE_USED_ONCE = 124

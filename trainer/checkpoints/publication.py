@@ -240,8 +240,8 @@ class Publication:
                 files = self._store.seal(staging, digests=digests)
             put = partial(self.put, staging, files)
             with _time_stage(self.measured, "register"):
-                made_of: dict[str, int] = {"parent": self._parent, "policy": self._policy}
-                training.register(self._epoch, ids, step=self._weights.step, publish=put, **made_of)
+                step, parent, policy = self._weights.step, self._parent, self._policy
+                training.register(self._epoch, ids, step=step, publish=put, parent=parent, policy=policy)
             assert self.placed is not None
             return self.placed
         except (OSError, SafetensorError) as error:

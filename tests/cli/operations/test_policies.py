@@ -64,6 +64,7 @@ def test_a_policy_begins_with_the_champion_of_another(based: Ledger, run: Run) -
     [
         (["support", "--option", "explorer.proxy_port=1"], "explorer.proxy_port: a policy has no such option"),
         (["support", "--option", "algorithm.gamma"], "write KEY=VALUE"),
+        (["support", "--option", "algorithm.gamma=[1"], "algorithm.gamma: not a value"),
         (["support", "--option", "algorithm.algorithm_type=magic"], "algorithm.algorithm_type"),
         (["support", "--parent", "7"], "there is no version 7"),
         (["support", "--parent", "none"], "there is no policy none; there are default"),

@@ -9,18 +9,15 @@ import pytest
 
 from tests.doubles.engine import EngineDouble
 from tests.explorer.routes.test_admin import KEY, refusal
-from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
+from tests.explorer.running import RunningExplorer, adapters_running, eventually
 from tuneloop.shared.experience import Scope
 from tuneloop.shared.ledger.keys import KeyGrant
-from tuneloop.shared.settings.serving import LoraSettings
 
 
 @pytest.fixture
 def explorer(tmp_path: Path, double: EngineDouble) -> Iterator[RunningExplorer]:
     """An explorer whose versions are adapters, with an admin key."""
-    settings = settings_for(tmp_path, [double.url], admin_key=KEY)
-    model = settings.model.model_copy(update={"lora": LoraSettings(rank=4)})
-    with explorer_running(settings.model_copy(update={"model": model})) as running:
+    with adapters_running(tmp_path, double.url, admin_key=KEY) as running:
         yield running
 
 

@@ -9,10 +9,9 @@ import pytest
 
 from tests.doubles.engine import MODEL, EngineDouble
 from tests.explorer.conftest import Run
-from tests.explorer.running import RunningExplorer, explorer_running, settings_for
+from tests.explorer.running import RunningExplorer, adapters_running
 from tests.runner.collection.conftest import KEY
 from tuneloop.runner import ABTest, ServiceRefused, VersionsClient
-from tuneloop.shared.settings.serving import LoraSettings
 
 
 def test_versions_are_listed_promoted_pinned_and_rolled_back(trying: RunningExplorer) -> None:
@@ -75,9 +74,7 @@ def test_two_versions_answer_their_shares(trying: RunningExplorer) -> None:
 @pytest.fixture
 def adapting(tmp_path: Path, double: EngineDouble) -> Iterator[RunningExplorer]:
     """An explorer whose versions are adapters."""
-    settings = settings_for(tmp_path, [double.url], admin_key=KEY)
-    model = settings.model.model_copy(update={"lora": LoraSettings(rank=4)})
-    with explorer_running(settings.model_copy(update={"model": model})) as running:
+    with adapters_running(tmp_path, double.url, admin_key=KEY) as running:
         yield running
 
 

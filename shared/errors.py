@@ -76,6 +76,10 @@ class PolicyRefused(TuneloopError):
     """What is asked of a policy cannot be done; the message says why."""
 
 
+class JobRefused(TuneloopError):
+    """What is asked of a fine-tuning job cannot be done; the message says why."""
+
+
 class FileRefused(TuneloopError):
     """A file cannot be read or written; the message lists its mistakes, one a line."""
 

@@ -191,6 +191,18 @@ class PolicyState(StrEnum):
     DELETED = "deleted"  # final: it answers nobody, its rows stay
 
 
+class JobState(StrEnum):
+    """The state of a fine-tuning job, in the words of OpenAI's API. The arrows are the only legal transitions."""
+
+    VALIDATING = "validating_files"  # -> queued, failed, cancelled
+    QUEUED = "queued"  # -> running, paused, failed, cancelled
+    RUNNING = "running"  # -> succeeded, paused, failed, cancelled
+    PAUSED = "paused"  # -> queued, cancelled
+    SUCCEEDED = "succeeded"  # final
+    FAILED = "failed"  # final, with an error
+    CANCELLED = "cancelled"  # final
+
+
 class RaterState(StrEnum):
     """Whether a rater's feedback counts."""
 

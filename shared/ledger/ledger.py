@@ -20,6 +20,8 @@ from tuneloop.shared.ledger.browsing.reply_pages import ReplyPages
 from tuneloop.shared.ledger.browsing.same_prompts import SamePrompts
 from tuneloop.shared.ledger.explorers import Explorers
 from tuneloop.shared.ledger.export import Exports
+from tuneloop.shared.ledger.files import Files
+from tuneloop.shared.ledger.jobs import Jobs
 from tuneloop.shared.ledger.keys import Keys
 from tuneloop.shared.ledger.policies import DEFAULT, Policies
 from tuneloop.shared.ledger.rater_decisions import Raters
@@ -75,6 +77,8 @@ class Ledger:
         self.stored = StoredCompletions(self.transactions, self.rewards)
         self.versions = Versions(self.transactions)
         self.policies = Policies(self.transactions)
+        self.files = Files(self.transactions)
+        self.jobs = Jobs(self.transactions)
         self.alarms = Alarms(self.transactions)
         self.evaluations = Evaluations(self.transactions)
         self.attestations = Attestations(self.transactions, self.rewards)

@@ -56,32 +56,9 @@ class Policies(LedgerPart):
         Raises PolicyRefused for a name that is none or is taken, and for a parent that is unknown, cannot be served, or
         is another tenant's.
         """
-        if not _NAME.fullmatch(name):
-            raise PolicyRefused(f"{name[:80]!r}: a policy's name has 1 to 64 letters, digits, or any of . _ -")
-        now = self._clock()
         with self._write() as connection:
-            alone(connection, "promote")
-            # One of all tenants would hide a tenant's own.
-            clash = true() if not tenant else policies.c.tenant.in_(("", tenant))
-            if connection.execute(select(policies.c.id).where(policies.c.name == name, clash, _THERE)).first():
-                raise PolicyRefused(f"{name}: there is a policy of that name")
-            begins_with = connection.execute(_PARENTS.where(versions.c.version == parent, _THERE)).first()
-            if begins_with is None or begins_with.tenant not in {"", tenant}:
-                raise PolicyRefused(f"{name}: there is no version {parent} to begin with")
-            if begins_with.state not in SERVABLE:
-                raise PolicyRefused(f"{name}: version {parent} is {begins_with.state}")
-            row = {
-                "tenant": tenant,
-                "name": name,
-                "parent": parent,
-                "settings": msgspec.json.encode(settings or {}).decode(),
-                "state": PolicyState.ACTIVE,
-                "created_at": now,
-                "created_by": by,
-            }
-            number = 1 + connection.execute(select(func.max(policies.c.id))).scalar_one()
-            connection.execute(insert(policies).values(row | {"id": number}))
-            _copy(connection, parent, number, VersionState.CHAMPION, Decision(by, now, f"begins as version {parent}"))
+            draft = {"tenant": tenant, "name": name, "parent": parent}
+            number = add_policy(connection, draft, settings or {}, Decision(by, self._clock()))
         return self.get(number)
 
     def get(self, number: int) -> Policy:
@@ -181,6 +158,35 @@ class Policies(LedgerPart):
 _THERE = policies.c.state != PolicyState.DELETED
 
 _PARENTS = select(versions.c.state, policies.c.tenant).join(policies, policies.c.id == versions.c.policy)
+
+
+def add_policy(
+    connection: Connection, draft: Mapping[str, Any], settings: Mapping[str, Any], decision: Decision
+) -> int:
+    """Make a policy of its tenant, name and parent, in a transaction that makes more; its number.
+
+    Raises PolicyRefused as `Policies.create` does.
+    """
+    name, tenant, parent = draft["name"], draft["tenant"], draft["parent"]
+    if not _NAME.fullmatch(name):
+        raise PolicyRefused(f"{name[:80]!r}: a policy's name has 1 to 64 letters, digits, or any of . _ -")
+    alone(connection, "promote")
+    # One of all tenants would hide a tenant's own.
+    clash = true() if not tenant else policies.c.tenant.in_(("", tenant))
+    if connection.execute(select(policies.c.id).where(policies.c.name == name, clash, _THERE)).first():
+        raise PolicyRefused(f"{name}: there is a policy of that name")
+    begins_with = connection.execute(_PARENTS.where(versions.c.version == parent, _THERE)).first()
+    if begins_with is None or begins_with.tenant not in {"", tenant}:
+        raise PolicyRefused(f"{name}: there is no version {parent} to begin with")
+    if begins_with.state not in SERVABLE:
+        raise PolicyRefused(f"{name}: version {parent} is {begins_with.state}")
+    number: int = 1 + connection.execute(select(func.max(policies.c.id))).scalar_one()
+    made = {"id": number, "settings": msgspec.json.encode(settings).decode(), "state": PolicyState.ACTIVE}
+    who = {"created_at": decision.at, "created_by": decision.by}
+    connection.execute(insert(policies).values(dict(draft) | made | who))
+    begins = decision._replace(reason=f"begins as version {parent}")
+    _copy(connection, parent, number, VersionState.CHAMPION, begins)
+    return number
 
 
 def require_there(connection: Connection, number: int) -> None:

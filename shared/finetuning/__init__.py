@@ -1,0 +1,1 @@
+"""Fine-tuning on files: their lines, what a job is trained with, and graders."""

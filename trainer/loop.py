@@ -272,9 +272,11 @@ class TrainingLoop:
             rules, size = BatchRules.of(chosen, number), chosen.buffer.train_batch_size
             if leased := self._ledger.training.lease(self._epoch, size, rules):
                 self._publisher.states.catch_up(self._now.learner, self._now.steps.parent)
+                began = time.monotonic()
                 self._now.leave()
                 if self._policies.enter(policy):
                     self._now.rows.ahead = leased
+                    _log.info("policy_switch", policy=policy.name, seconds=round(time.monotonic() - began, 3))
                 else:
                     self._now.rows.release()
                 return True

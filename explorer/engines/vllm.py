@@ -58,7 +58,7 @@ _TIMEOUT_S = 600.0
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 #: Adapters that may sample at the same time: at least the newest, and those that older replies are still sampled from;
 #: at most so many as an engine has room for on its GPU beside the model.
-_LEAST_AT_ONCE, _MOST_AT_ONCE = 4, 16
+_LEAST_AT_ONCE, _MOST_AT_ONCE = 4, 64
 
 #: Adapters of the default policy that stay loaded: the version served and those before it, for a rollback.
 _KEPT = 4
@@ -116,7 +116,7 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
         "--gpu-memory-utilization": rollout.gpu_memory_utilization if settings.cluster.gpu_per_node else None,
         "--distributed-executor-backend": "uni" if rollout.single_process else None,
         "--max-lora-rank": min((each for each in _LORA_RANKS if each >= rank), default=rank) if rank else None,
-        "--max-loras": min(max(lora.resident // 2, _LEAST_AT_ONCE), _MOST_AT_ONCE) if rank else None,
+        "--max-loras": min(max(lora.resident, _LEAST_AT_ONCE), _MOST_AT_ONCE) if rank else None,
         # In main memory. Two of the engine may serve the default policy: one of its versions each.
         "--max-cpu-loras": lora.resident + 2 * _KEPT if rank else None,
         "--worker-extension-cls": EXTENSION,

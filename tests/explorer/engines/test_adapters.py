@@ -167,10 +167,10 @@ def test_engines_are_started_with_the_base_model_and_room_for_adapters(tmp_path:
     reply = command(settings, model=Path("m"), socket=Path("s"))
     assert "--enable-lora" in reply
     flags = ("--max-lora-rank", "--max-loras", "--max-cpu-loras")
-    assert [reply[reply.index(flag) + 1] for flag in flags] == ["8", "4", "16"]
+    assert [reply[reply.index(flag) + 1] for flag in flags] == ["8", "8", "16"]
     many = settings.model.model_copy(update={"lora": LoraSettings(rank=8, max_rank=16, resident=64)})
     reply_many = command(settings.model_copy(update={"model": many}), model=Path("m"), socket=Path("s"))
-    assert [reply_many[reply_many.index(flag) + 1] for flag in flags] == ["16", "16", "72"]
+    assert [reply_many[reply_many.index(flag) + 1] for flag in flags] == ["16", "64", "72"]
     targets = reply.index("--lora-target-modules") + 1
     assert tuple(reply[targets : targets + 7]) == settings.model.lora.targets
     assert environment(settings, 0)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"

@@ -50,6 +50,8 @@ from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.publication import Publication
 
 _MODEL, _PORT, _BARE_PORT = "random", 21_700, 21_710
+#: Of the keys and values of an engine.
+_CACHE_BYTES = 16 << 30
 _RUN = "from tuneloop.cli.main import main; main()"
 
 
@@ -92,16 +94,18 @@ def _values(work: Path, model: Path, options: argparse.Namespace, memory: float)
 
 def _serve(work: Path, options: argparse.Namespace, clock: Clock, stack: ExitStack) -> int:
     model = make_model(options.size, work / "model", on_gpu=options.gpu)
-    settings = write_settings(work / "tuneloop.yaml", _values(work, model, options, options.memory / 2))
+    values = _values(work, model, options, options.memory / 2)
+    if options.gpu:  # else the two would disturb each other when they look for room
+        values["explorer"]["rollout_model"]["kv_cache_memory_bytes"] = _CACHE_BYTES
+    settings = write_settings(work / "tuneloop.yaml", values)
     log, bare_log = work / "explorer.log", work / "bare.log"
     bare = stack.enter_context(bare_engine(settings, model, _BARE_PORT, bare_log, env={PACKS: "0"}))
-    await_ready(f"http://127.0.0.1:{_BARE_PORT}/health", bare, bare_log, timeout_s=clock.remaining - 60)
-    clock.say(f"bare is up, {plugin_of(f'http://127.0.0.1:{_BARE_PORT}', _MODEL)}")
     ours = stack.enter_context(service(work / "tuneloop.yaml", "explorer", log))
     url = f"http://127.0.0.1:{_PORT}"
     await_ready(f"{url}/health/ready", ours, log, timeout_s=clock.remaining - 60)
+    await_ready(f"http://127.0.0.1:{_BARE_PORT}/health", bare, bare_log, timeout_s=clock.remaining - 60)
+    clock.say(f"both are up; bare {plugin_of(f'http://127.0.0.1:{_BARE_PORT}', _MODEL)}")
     ledger = stack.enter_context(closing(Ledger.of(settings)))
-    clock.say("ours is up; policies are published")
     names = [f"p{number}" for number in range(options.policies)]
     numbers = {name: ledger.policies.create(name, by="benchmark").id for name in names}
     began = time.monotonic()
@@ -269,15 +273,15 @@ async def _teach(
 
         for number in range(options.lanes):
             group.create_task(lane(number))
-        for name in itertools.cycle(names):
-            if clock.remaining < 45:
+        for name in itertools.cycle(names[: options.taught]):
+            if clock.remaining < 20:
                 break
             line = ledger.versions.of(numbers[name])
             before = line.champion().version
             await asyncio.gather(*(ask(name, rate=True) for _ in range(options.batch)))
             committed = time.monotonic()
             (await http.post("/commit", json={})).raise_for_status()
-            until = min(150.0, clock.remaining - 20)
+            until = min(150.0, clock.remaining - 8)
             if await asyncio.to_thread(_is_replaced, line, before, until_s=until):
                 taken[name].append(time.monotonic() - committed)
             clock.say(f"{name}: version {line.champion().version}, {time.monotonic() - committed:.2f} s")
@@ -351,6 +355,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--waves", type=int, default=2, help="requests of each client in a turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=16 if on_gpu else 4)
+    parser.add_argument("--taught", type=int, help="policies that get rewards; all are asked")
     parser.add_argument("--lanes", type=int, default=16 if on_gpu else 2)
     parser.add_argument("--memory", type=float, help="gpu_memory_utilization")
     parser.add_argument("--budget-seconds", type=float, default=420.0)

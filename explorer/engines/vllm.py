@@ -23,7 +23,7 @@ import structlog
 from tuneloop.explorer.engines.adapter_names import ModelRenaming, adapter_name_of, is_adapter
 from tuneloop.explorer.engines.model_routes import AdapterView
 from tuneloop.explorer.engines.packing.wire import HEADER, PACKED
-from tuneloop.explorer.engines.proof.fingerprint import differing_from_files, has_adapter
+from tuneloop.explorer.engines.proof.fingerprint import differing_from_files, has_adapter, number_of_adapter
 from tuneloop.explorer.engines.proof.log_probabilities import ProbeFindings, mean_distance, probe_text
 from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, INSTANCE_ID, METHOD
 from tuneloop.explorer.engines.vllm_plugin import PACKS, UNPACKED
@@ -48,27 +48,20 @@ _TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, "auto": 0.1}
 #: On GPUs vLLM's attention multiplies float32 in TF32: 0.002 was measured on an H200.
 _TF32_TOLERANCE = 1e-2
 
-#: How long an engine may take to say which instance it is, in seconds: the id's route looks at the machine first.
-_ASK_S = 30.0
-
-#: How long an engine may take to swap its weights, in seconds.
-_TIMEOUT_S = 600.0
-
+#: Seconds that an engine may take to say which instance it is, as it looks at the machine first; to swap its weights.
+_ASK_S, _TIMEOUT_S = 30.0, 600.0
 #: The ranks that vLLM accepts for --max-lora-rank.
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 #: Adapters that may sample at the same time: at least the newest, and those that older replies are still sampled from;
 #: at most so many as an engine has room for on its GPU beside the model.
 _LEAST_AT_ONCE, _MOST_AT_ONCE = 4, 64
 
-#: Adapters of the default policy that stay loaded: the version served and those before it, for a rollback.
-_KEPT = 4
-
-#: How often an adapter beside others is proven before it is wrong: others may take its place on the GPU meanwhile.
-_PROOFS = 3
+#: Adapters of the default policy that stay loaded: the version served and those before it, for a rollback. How often
+#: an adapter beside others is proven before it is wrong: others may take its place on the GPU meanwhile.
+_KEPT, _PROOFS = 4, 3
 
 #: A host that there never will be (RFC 6761).
 _NO_DOMAIN = "none.invalid"
-
 #: The metric that says when the process began that answers, in seconds since 1970. Of several API servers none has it.
 _START_TIME = "process_start_time_seconds"
 
@@ -84,9 +77,7 @@ _PROBE_TOKENS = PROBE_ROOM // 2
 
 #: Shorter than the five seconds after which uvicorn, and so an external engine, closes an idle connection.
 _IDLE_TIMEOUT_S = 4.0
-
 _JSON = {"content-type": "application/json"}
-
 #: vLLM 0.32's CPU build loses its whole engine to a request with `seed`: "CPU Generator does not use offset".
 UNSAFE_ON_CPU = frozenset({"seed"})
 
@@ -230,6 +221,8 @@ class EngineControl:
     base_is_proven = False
     #: The adapters that it holds for policies, by their versions.
     held: dict[int, AdapterView]
+    #: The engine's numbers of adapters by their names, as far as these were found right.
+    numbers: dict[str, str]
     #: The calls of weight routes that wait for an answer, and how many have had one.
     calls = answered = 0
 
@@ -238,7 +231,7 @@ class EngineControl:
         self._session = session
         self._model_name = model_name
         self.tolerance = tolerance
-        self.held = {}
+        self.held, self.numbers = {}, {}
 
     async def healthy(self, timeout_s: float = 5.0) -> bool:
         """Whether the engine answers its health check in time."""
@@ -364,9 +357,14 @@ class EngineControl:
             without_cache = await self._logprobs([*prompt_ids, *ids])
             if isinstance(probe, VerifiedProbe) and probe.fingerprints and await self._has_fingerprint():
                 base = base or not self.base_is_proven or not has_adapter(probe.fingerprints)
-                asked = {"method": METHOD} if base else {"method": METHOD, "kwargs": {"base": False}}
+                options: dict[str, object] = {} if base else {"base": False}
+                if others := [number for name, number in self.numbers.items() if name != self._model_name]:
+                    options["but"] = others  # an engine stands still while it sums
+                asked = {"method": METHOD} | ({"kwargs": options} if options else {})
                 shares = orjson.loads(await self._post("/collective_rpc", body=asked))["results"]
                 parts = differing_from_files(shares, probe.fingerprints, base=base)
+                if parts == [] and has_adapter(probe.fingerprints):
+                    self.numbers[self._model_name] = number_of_adapter(shares, probe.fingerprints)
             found = ProbeFindings(
                 weights=mean_distance(logprobs, probe.logprobs),
                 cache=mean_distance(with_cache, without_cache[-len(ids) :]),
@@ -488,6 +486,7 @@ class AdapterControl(EngineControl):
         self._resets += 1
         self._loaded.clear()
         self.held.clear()
+        self.numbers.clear()
         self._use(None)
 
     def initial_weights(self, actor: Path) -> Path:
@@ -574,6 +573,7 @@ class AdapterControl(EngineControl):
         held = {view.renaming.adapter_name for each in self._same_engine for view in each.held.values()}
         if name in held or any(name in each._loaded for each in self._same_engine):
             return
+        self.numbers.pop(name, None)
         try:
             await self._post("/v1/unload_lora_adapter", body={"lora_name": name})
         except EngineError as error:

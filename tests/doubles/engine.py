@@ -144,6 +144,7 @@ class EngineDouble:
     servers: int = 1  # API servers, which answer in turn
     adapter_one_unit_off: bool = False  # in the sums of its adapters
     bases_summed: int = 0  # fingerprints of all that it holds
+    adapters_summed: int = 0
     rendered: bytes | None = None  # what its renderer answers; none: it was started without
     renders: list[dict[str, Any]] = field(default_factory=list)
     grammars_given: int = 0  # text completions under a grammar
@@ -278,7 +279,10 @@ class EngineDouble:
         assert self.extended
         if asked["method"] == INSTANCE_ID:
             return 200, json.dumps({"results": [f"worker {self.began_at}"]}).encode()
-        adapters = {name: dict(adapter_fingerprint_of(weights)) for name, weights in self.adapters.items()}
+        known = asked.get("kwargs", {}).get("but", ())
+        there = {name: weights for name, weights in self.adapters.items() if name not in known}
+        self.adapters_summed += len(there)
+        adapters = {name: dict(adapter_fingerprint_of(weights)) for name, weights in there.items()}
         for each in adapters.values():
             each["adapter 0"] += self.adapter_one_unit_off
         sums: Mapping[str, int] | None = {}

@@ -77,12 +77,20 @@ def differing_from_files(
     if adapter:
         if any(share.get("adapters") is None for share in shares):
             return None
-        # That of the engine's adapters that is most like it.
-        numbers = {number for share in shares for number in share["adapters"]}
-        adapters = [_total(share["adapters"].get(number, {}) for share in shares) for number in numbers]
-        most_like = min(adapters, key=lambda each: len(differing_parts(each, adapter)), default=Counter[str]())
-        held += most_like
+        held += _most_like(shares, adapter)[1]
     return differing_parts(held, wanted if base else adapter)
+
+
+def number_of_adapter(shares: Sequence[Mapping[str, Any]], fingerprints: Mapping[str, Fingerprint]) -> str:
+    """The engine's number of the adapter that is most like that of the files, which it has; they must have one."""
+    wanted = fingerprints[shares[0]["dtype"]]
+    return _most_like(shares, {part: total for part, total in wanted.items() if part.startswith(_ADAPTER)})[0]
+
+
+def _most_like(shares: Sequence[Mapping[str, Any]], adapter: Fingerprint) -> tuple[str, Counter[str]]:
+    numbers = {number for share in shares for number in share["adapters"]}
+    adapters = [(number, _total(share["adapters"].get(number, {}) for share in shares)) for number in numbers]
+    return min(adapters, key=lambda each: len(differing_parts(each[1], adapter)), default=("", Counter[str]()))
 
 
 def has_adapter(fingerprints: Mapping[str, Fingerprint]) -> bool:

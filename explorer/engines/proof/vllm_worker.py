@@ -8,7 +8,7 @@ import importlib
 import logging
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from tuneloop.explorer.engines.proof.fingerprint import (
@@ -43,12 +43,12 @@ class FingerprintWorker:
     model_config: Any
     _tuneloop_instance_id = ""
 
-    def tuneloop_fingerprint(self, *, base: bool = True) -> dict[str, Any]:
+    def tuneloop_fingerprint(self, *, base: bool = True, but: Sequence[str] = ()) -> dict[str, Any]:
         """The `sums` of this worker's share of the weights; those of all workers together are the model's.
 
         Without the `base`, which takes longer than to load an adapter, there are those of adapters alone.
-        `adapters` are those of each adapter that is ready to answer, by vLLM's number of it. None where the weights are
-        quantised, or adapters cut into shares of another kind. `dtype` is what the engine serves.
+        `adapters` are those of each adapter that is ready to answer, `but` some, by vLLM's number of it. None where the
+        weights are quantised, or adapters cut into shares of another kind. `dtype` is what the engine serves.
         """
         rank, runner, dtype = _rank(), self.model_runner, self.model_config.dtype
         return {
@@ -56,7 +56,7 @@ class FingerprintWorker:
             "sums": _unless_unknown(
                 lambda: _add_up((part_of(name), tensor) for name, tensor in _own_share(runner.model, rank) if base)
             ),
-            "adapters": _unless_unknown(lambda: _adapters(getattr(runner, "lora_manager", None), rank, dtype)),
+            "adapters": _unless_unknown(lambda: _adapters(getattr(runner, "lora_manager", None), rank, dtype, but)),
         }
 
     def tuneloop_instance_id(self) -> str:
@@ -84,7 +84,7 @@ def _add_up(tensors: Iterable[tuple[str, Any]]) -> dict[str, int]:
     return {part: sum(map(int, each)) % MODULUS for part, each in sums.items()}
 
 
-def _adapters(of_worker: Any, rank: int, dtype: Any) -> dict[str, dict[str, int]]:
+def _adapters(of_worker: Any, rank: int, dtype: Any, but: Sequence[str]) -> dict[str, dict[str, int]]:
     if of_worker is None:
         return {}
     manager = of_worker._adapter_manager
@@ -97,7 +97,7 @@ def _adapters(of_worker: Any, rank: int, dtype: Any) -> dict[str, dict[str, int]
             for tensor in _in_one(_share_of_adapter(module, slot, rank))
         )
         for slot, number in enumerate(manager.lora_index_to_id)
-        if number is not None
+        if number is not None and str(number) not in but
     }
 
 

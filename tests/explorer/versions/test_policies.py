@@ -287,6 +287,20 @@ def test_a_bad_version_is_rejected_and_touches_nobody(start: Start, double: Engi
     assert promoted(explorer, one) == bad + 1
 
 
+def test_to_prove_an_adapter_takes_no_longer_where_others_are_held(start: Start, double: EngineDouble) -> None:
+    double.extended, double.weights = True, Path()
+    explorer = start(double)
+    double.weights = explorer.settings.model.model_path.absolute()
+    policies = [policy(explorer, name) for name in ("a", "b", "c", "d")]
+    summed = []
+    for each in policies:
+        before = double.adapters_summed
+        promoted(explorer, each)
+        summed.append(double.adapters_summed - before)
+    assert summed[-1] == summed[0] > 0
+    assert explorer.chat(model="d").headers["x-tuneloop-attested"] == "fingerprint"
+
+
 def test_beyond_its_bound_the_adapter_that_was_not_asked_for_longest_makes_room(
     start: Start, double: EngineDouble
 ) -> None:

@@ -84,7 +84,7 @@ def _add_up(tensors: Iterable[tuple[str, Any]]) -> dict[str, int]:
     return {part: sum(map(int, each)) % MODULUS for part, each in sums.items()}
 
 
-def _adapters(of_worker: Any, rank: int, dtype: Any, but: Sequence[str]) -> dict[str, dict[str, int]]:
+def _adapters(of_worker: Any, rank: int, dtype: Any, but: Sequence[str] = ()) -> dict[str, dict[str, int]]:
     if of_worker is None:
         return {}
     manager = of_worker._adapter_manager

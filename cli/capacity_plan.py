@@ -123,6 +123,8 @@ def make_plan(
     if gpus and settings.cluster.gpu_turn is not None:
         moved = sum(trainer[1:3]) + trainer.reference if trainer else 0
         taken["what waits for its turn at the GPU"] = moved + (engine.weights if engine else 0)
+    if settings.model.lora.rank and (adapters := memory.policies_memory(shapes, settings)):
+        taken["adapters of policies"] = adapters
     if serves:
         workers = explorer_workers_of(settings) * memory.WORKER_BASE
         taken["the explorer"] = memory.EXPLORER_BASE + workers
@@ -150,8 +152,9 @@ def _problems(made: ExperimentPlan, free: int) -> Iterator[str]:
     if engine is not None and engine.cache <= 0:
         yield (
             f"explorer.rollout_model.gpu_memory_utilization: {share:g} of a GPU with {gigabytes(made.gpu_bytes or 0)}"
-            f" holds no engine with {gigabytes(engine.weights)} of weights and room for one token; raise it, raise"
-            " tensor_parallel_size, or choose a smaller model"
+            f" holds no engine with {gigabytes(engine.weights)} of weights, {gigabytes(engine.adapters)} for adapters"
+            " and room for one token; raise it, raise tensor_parallel_size, lower model.lora.resident, or choose a"
+            " smaller model"
         )
     longest = settings.model.max_model_len or made.shape.max_length or 0
     if engine is not None and 0 < engine.cache_tokens < longest:
@@ -194,7 +197,10 @@ def _lines(made: ExperimentPlan) -> Iterator[str]:
         place = "GPU memory" if settings.cluster.gpu_per_node else here
         yield f"Engines    {settings.explorer.rollout_model.engine_num} x {gigabytes(engine.total)} of {place}"
         cache = gigabytes(max(0, engine.cache))
-        yield f"           weights {gigabytes(engine.weights)}, {cache} for {engine.cache_tokens} tokens"
+        adapters = f"{gigabytes(engine.adapters)} for adapters, " if engine.adapters else ""
+        yield f"           weights {gigabytes(engine.weights)}, {adapters}{cache} for {engine.cache_tokens} tokens"
+    if size := made.main_memory.get("adapters of policies"):
+        yield f"Policies   {gigabytes(size)} of {here} for adapters that do not sample or train just now"
     if trainer is not None:
         each = f"{settings.trainer_workers} x " if settings.trainer_workers > 1 else ""
         place = "GPU memory" if settings.cluster.gpu_per_node and trainer_on_gpu(settings) else here

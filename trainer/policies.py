@@ -16,6 +16,7 @@ from typing import NamedTuple
 import structlog
 from transformers import PreTrainedModel
 
+from tuneloop.shared.capacity.memory import POLICIES_IN_MEMORY
 from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.errors import (
     EnvironmentRefused,
@@ -375,10 +376,6 @@ class PolicyTraining:
         self._waiting_since = time.perf_counter()
 
 
-#: So many policies are in memory at a time: of each an adapter of actor and critic, with their optimizers.
-_MOST = 8
-
-
 class PoliciesInMemory:
     """Those that trained last; the one that trains is the last of them.
 
@@ -460,7 +457,7 @@ class PoliciesInMemory:
             raise
         self._in_memory.pop(policy.id, None)
         self._in_memory[policy.id] = there
-        for each in list(self._in_memory.values())[:-_MOST]:
+        for each in list(self._in_memory.values())[:-POLICIES_IN_MEMORY]:
             if self._is_on_disk(each):
                 del self._in_memory[each.policy.id]
         return True

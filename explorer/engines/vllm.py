@@ -31,6 +31,7 @@ from tuneloop.shared.checkpoints import PROBE_LENGTH, PROBE_ROOM, Probe, Verifie
 from tuneloop.shared.engine_flags import drafts, gates_renderer
 from tuneloop.shared.errors import CheckpointRejected, EngineError
 from tuneloop.shared.settings.hardware import api_servers_of, gpus_from
+from tuneloop.shared.settings.serving import KEPT_ADAPTERS
 from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
@@ -52,13 +53,9 @@ _TF32_TOLERANCE = 1e-2
 _ASK_S, _TIMEOUT_S = 30.0, 600.0
 #: The ranks that vLLM accepts for --max-lora-rank.
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-#: Adapters that may sample at the same time: at least the newest, and those that older replies are still sampled from;
-#: at most so many as an engine has room for on its GPU beside the model.
-_LEAST_AT_ONCE, _MOST_AT_ONCE = 4, 64
 
-#: Adapters of the default policy that stay loaded: the version served and those before it, for a rollback. How often
-#: an adapter beside others is proven before it is wrong: others may take its place on the GPU meanwhile.
-_KEPT, _PROOFS = 4, 3
+#: How often an adapter beside others is proven before it is wrong: others may take its place on the GPU meanwhile.
+_PROOFS = 3
 
 #: A host that there never will be (RFC 6761).
 _NO_DOMAIN = "none.invalid"
@@ -107,9 +104,8 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
         "--gpu-memory-utilization": rollout.gpu_memory_utilization if settings.cluster.gpu_per_node else None,
         "--distributed-executor-backend": "uni" if rollout.single_process else None,
         "--max-lora-rank": min((each for each in _LORA_RANKS if each >= rank), default=rank) if rank else None,
-        "--max-loras": min(max(lora.resident, _LEAST_AT_ONCE), _MOST_AT_ONCE) if rank else None,
-        # In main memory. Two of the engine may serve the default policy: one of its versions each.
-        "--max-cpu-loras": lora.resident + 2 * _KEPT if rank else None,
+        "--max-loras": lora.at_once if rank else None,
+        "--max-cpu-loras": lora.in_main_memory if rank else None,
         "--worker-extension-cls": EXTENSION,
         "--api-server-count": servers if servers > 1 else None,
     }
@@ -512,7 +508,7 @@ class AdapterControl(EngineControl):
         if is_adapter(actor):
             name = await self._load(actor)
             self._loaded[:] = [*(each for each in self._loaded if each != name), name]
-            while len(self._loaded) > _KEPT:
+            while len(self._loaded) > KEPT_ADAPTERS:
                 await self._unload(self._loaded.pop(0))
             self._use(name)
         elif actor == self._base:

@@ -46,6 +46,9 @@ _QUANTIZED = {8: 1.0, 4: 0.5 + (1 + 8 / NF4_GROUP) / NF4_BLOCK}
 #: The most and the least tokens at once that are chosen, and the share of the room that they may fill.
 _MOST, _LEAST, _USED = 32768, 1024, 0.95
 
+#: Policies that a trainer keeps in memory, with adapters of actor and critic and optimizers; others go on from disk.
+POLICIES_IN_MEMORY = 8
+
 #: With so many tokens at once what shards do on the CPU takes less time than the GPU's part.
 _ENOUGH = 16384
 
@@ -73,17 +76,21 @@ class TrainerMemory(NamedTuple):
 
 
 class EngineMemory(NamedTuple):
-    """Bytes of one engine on one device; `cache` is what is left for keys and values, of so many `cache_tokens`."""
+    """Bytes of one engine on one device; `cache` is what is left for keys and values, of so many `cache_tokens`.
+
+    `adapters` are those that may sample at the same time.
+    """
 
     base: int
     weights: int
+    adapters: int
     cache: int
     cache_tokens: int
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.base + self.weights + max(0, self.cache)
+        return self.base + self.weights + self.adapters + max(0, self.cache)
 
 
 class VersionDisk(NamedTuple):
@@ -113,8 +120,27 @@ def _trained_weights(shapes: Shapes, settings: Settings) -> tuple[int, int]:
     lora, has_critic = settings.model.lora, settings.algorithm.algorithm_type == "ppo"
     if not lora.rank:
         return shape.weights, has_critic * (critic.weights - critic.head_weights)
-    adapter = shape.layers * lora.rank * sum(sum(shape.matrices.get(each, ())) for each in lora.targets)
+    adapter = _adapter_weights(shape, settings, lora.rank)
     return adapter, has_critic * adapter
+
+
+def _adapter_weights(shape: ModelShape, settings: Settings, rank: int) -> int:
+    return shape.layers * rank * sum(sum(shape.matrices.get(each, ())) for each in settings.model.lora.targets)
+
+
+def policies_memory(shapes: Shapes, settings: Settings) -> int:
+    """Bytes of main memory for adapters: those that engines keep, and what the policies have learnt that do not train.
+
+    As many of these as the settings name, up to what the trainer keeps.
+    """
+    lora, rollout, on_gpu = settings.model.lora, settings.explorer.rollout_model, settings.cluster.gpu_per_node > 0
+    engines = 0 if settings.mode == "train" or rollout.engine_urls else rollout.engine_num
+    served = _adapter_weights(shapes[0], settings, lora.most_rank) * (4 if rollout.dtype == "float32" else 2)
+    size, others = 4 if settings.trainer_dtype == "float32" else 2, min(len(settings.policies), POLICIES_IN_MEMORY - 1)
+    learnt = sum(_trained_weights(shapes, settings)) * (size + optimizer_bytes(settings.algorithm.optimizer.bits, size))
+    # Beside a GPU the trainer's part lies in main memory, and goes there to train.
+    trained = int(others * learnt) if settings.mode != "serve" and on_gpu else 0
+    return engines * lora.in_main_memory * served + trained
 
 
 def _most_at_once(shape: ModelShape, size: int, workers: int, *, kept: int, gradients: int) -> int:
@@ -184,12 +210,18 @@ def engine_memory(shape: ModelShape, settings: Settings, gpu_bytes: int | None) 
     size = 4 if rollout.dtype == "float32" else 2
     split = rollout.tensor_parallel_size if on_gpu else 1
     weights, token = shape.weights * size // split, max(1, shape.cache_bytes(size) // split)
+    lora = settings.model.lora
+    adapters = lora.at_once * _adapter_weights(shape, settings, lora.most_rank) * size // split if lora.rank else 0
     if on_gpu and gpu_bytes is None:
         return None
     base = _GPU_ENGINE_BASE if on_gpu else _CPU_ENGINE_BASE
-    room = int(rollout.gpu_memory_utilization * (gpu_bytes or 0)) - weights - base if on_gpu else _CPU_CACHE_BYTES
+    room = (
+        int(rollout.gpu_memory_utilization * (gpu_bytes or 0)) - weights - adapters - base
+        if on_gpu
+        else _CPU_CACHE_BYTES
+    )
     cache = rollout.kv_cache_memory_bytes or room
-    return EngineMemory(base, weights, cache, max(0, cache // token))
+    return EngineMemory(base, weights, adapters, cache, max(0, cache // token))
 
 
 def version_disk(shapes: Shapes, settings: Settings) -> VersionDisk:

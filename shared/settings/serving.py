@@ -44,6 +44,13 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+#: Adapters of the default policy that stay loaded: the version served and those before it, for a rollback.
+KEPT_ADAPTERS = 4
+
+#: At least the newest, and those that older replies are still sampled from; at most what a GPU has room for.
+_LEAST_AT_ONCE, _MOST_AT_ONCE = 4, 64
+
+
 class LoraSettings(Section):
     """A low-rank adapter; `rank: 0` trains all weights instead. An `alpha` of null is twice the rank."""
 
@@ -72,6 +79,16 @@ class LoraSettings(Section):
     def most_rank(self) -> int:
         """The largest rank of an adapter; 0 if all weights are trained."""
         return max(self.rank, self.max_rank or 0) if self.rank else 0
+
+    @property
+    def at_once(self) -> int:
+        """How many adapters may sample at the same time: an engine has room for so many on its GPU."""
+        return min(max(self.resident, _LEAST_AT_ONCE), _MOST_AT_ONCE)
+
+    @property
+    def in_main_memory(self) -> int:
+        """How many an engine keeps in main memory. Two of it may serve the default policy: one of its versions each."""
+        return self.resident + 2 * KEPT_ADAPTERS
 
     @property
     def alpha_used(self) -> int:

@@ -4,12 +4,13 @@ import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.cli.test_main import tuneloop
-from tuneloop.cli.capacity_plan import make_plan
+from tuneloop.cli.capacity_plan import ExperimentPlan, make_plan
 from tuneloop.cli.init import FAMILIES, parsers_of, settings_text
 from tuneloop.shared.capacity.memory import GIB, reckon, version_disk
 from tuneloop.shared.capacity.model_shape import ModelShape, read_shape
@@ -195,6 +196,30 @@ def test_one_h200_holds_ppo_of_8_b_with_two_adapters(tmp_path: Path, again: bool
     adapter = 2 * 87_293_952
     assert plan.trainer.weights == 2 * 8_190_735_360 + 2 * adapter
     assert (plan.disk.newest, plan.disk.older) == (2 * 14 * 87_293_952, adapter)
+
+
+def test_a_plan_reckons_the_adapters_of_policies(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m", **QWEN3_8B)  # type: ignore[arg-type]
+    cluster, rollout = {"gpu_per_node": 1}, {"gpu_memory_utilization": 0.5, "dtype": "bfloat16"}
+    trainer, explorer = {"dtype": "bfloat16", "micro_batch_tokens": 1024}, {"rollout_model": rollout}
+
+    def plan(resident: int, policies: int) -> ExperimentPlan:
+        model = {"model_path": folder, "lora": {"rank": 16, "max_rank": 32, "resident": resident}}
+        named: Any = {f"p{number}": {} for number in range(policies)}
+        found = settings_of(
+            folder, model=model, cluster=cluster, policies=named, trainer=trainer, explorer=explorer, mode="both"
+        )
+        return make_plan(found, gpu_bytes=141 * 10**9, speed=1e9)
+
+    few, many = plan(8, 0), plan(64, 3)
+    served = 2 * 87_293_952  # of rank 32, in bfloat16
+    assert few.engine is not None
+    assert many.engine is not None
+    assert (few.engine.adapters, many.engine.adapters) == (8 * served, 64 * served)
+    assert few.engine.cache - many.engine.cache == 56 * served
+    learnt = 2 * 14 * 87_293_952 // 2  # actor and critic of rank 16: weights, float32 masters, moments
+    assert few.main_memory["adapters of policies"] == 16 * served
+    assert many.main_memory["adapters of policies"] == 72 * served + 3 * learnt
 
 
 def test_the_disk_of_versions_is_that_of_the_operations_page(tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ from fastapi.responses import Response
 
 from tuneloop.explorer.auth import caller_of
 from tuneloop.explorer.recorder import Recorder
-from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
+from tuneloop.shared.errors import LedgerUnavailable, PolicyRefused, RequestRefused
 from tuneloop.shared.experience import State, steady_clock
 from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules, Standstill, StateCount
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
+from tuneloop.shared.ledger.policies import Policy
 from tuneloop.shared.operations.diagnosis import diagnose
 from tuneloop.shared.outbox_status import OutboxStatus
+from tuneloop.shared.settings.policies import settings_of_policy
 from tuneloop.shared.settings.settings import Settings
 
 #: A trainer looks for a batch so many times while a commit counts as new.
@@ -35,9 +37,21 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
         served = services.fleet.served_versions
         caller = caller_of(request.scope)
         tenant = None if caller.sees_all else caller.tenant
+        name = request.query_params.get("policy", "default")
         stops, outbox = services.control_client.stops(), services.drain_status()
-        status = await asyncio.to_thread(lambda: _status(settings, ledger, served, outbox, tenant, stops))
-        return Response(orjson.dumps(status), media_type="application/json")
+
+        def tell() -> dict[str, object]:
+            try:
+                policy = ledger.policies.find(name, tenant)
+                own = settings_of_policy(settings, policy.settings) if policy.id else settings
+            except PolicyRefused as error:
+                raise RequestRefused(str(error), status=404, code="policy_not_found", param="policy") from None
+            if not policy.id:
+                return _status(own, ledger, policy, served, outbox, tenant, stops)
+            champion = ledger.versions.of(policy.id).champion().version
+            return _status(own, ledger, policy, [champion], outbox, tenant, stops)
+
+        return Response(orjson.dumps(await asyncio.to_thread(tell)), media_type="application/json")
 
     @app.get("/training/calls")
     async def calls(request: Request) -> Response:
@@ -62,22 +76,30 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
 def _status(
     settings: Settings,
     ledger: Ledger,
+    policy: Policy,
     served: list[int],
     outbox: OutboxStatus,
     tenant: str | None,
     stops: tuple[Standstill, ...],
 ) -> dict[str, object]:
-    """With a `tenant`, nothing that tells of others' rows: counts are its own, and sentences are left out."""
-    rules, now = Rules.of(settings), steady_clock()
-    facts = ledger.reports.facts(BatchRules.of(settings), batch=rules.least)
+    """Of a policy, whose `settings` these are, by default of all that names none.
+
+    With a `tenant`, nothing that tells of others' rows: counts are its own, and sentences are left out.
+    """
+    rules, now, batches = Rules.of(settings), steady_clock(), BatchRules.of(settings, policy.id)
+    if policy.id:
+        own = settings.step_rules
+        rules = rules._replace(batch_size=own.batch_size, batch_timeout=own.batch_timeout)
+        rules = rules._replace(save_interval=own.save_interval, total_steps=own.total_steps)
+    facts = ledger.reports.facts(batches, batch=rules.least)
     reasons = diagnose(Facts(now=now, rules=rules, outbox=outbox, ledger=facts, stops=stops))
     if tenant is not None:
         counts, reasons = ledger.reports.counts(tenant), []
-        facts = replace(
-            facts,
-            states={state: StateCount(count) for state, count in counts.items()},
-            claimable=ledger.reports.claimable(BatchRules.of(settings), tenant) if counts[State.COMMITTED] else 0,
-        )
+        facts = replace(facts, states={state: StateCount(count) for state, count in counts.items()})
+        facts = replace(facts, claimable=ledger.reports.claimable(batches, tenant) if counts[State.COMMITTED] else 0)
+    in_training = ledger.policies.in_training(policy.id, tenant)
+    told = {state: facts.count(state)._replace(rows=rows) for state, rows in in_training.items()}
+    facts = replace(facts, states={**facts.states, **told})
     new = _LOOKS * settings.trainer.poll_interval
     committed_at = ledger.reports.newest_commit(tenant)
     looked_at = committed_at is None or now - committed_at > new
@@ -111,7 +133,7 @@ def is_settled(facts: LedgerFacts, rules: Rules, served: list[int], *, looked_at
     `looked_at`: the trainer has had the time to see the newest commit.
     """
     weights = facts.weights
-    if weights is not None and min(served, default=0) < weights.newest - weights.rejected:
+    if weights is not None and min(served, default=0) < weights.servable:
         return False
     committed, leased = facts.count(State.COMMITTED).rows, facts.count(State.LEASED).rows
     if rules.batch_timeout is not None:

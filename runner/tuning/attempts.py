@@ -240,9 +240,14 @@ class Attempts:
                 return _result(member, run_id, failure=error.kind.value)
 
     async def _attempt(self, member: Member, run_id: str) -> tuple[dict[str, float], dict[str, float], int]:
-        task_id, train = member.task_id, member.train
         runs = {
-            name: Run(service=service.url, api_key=service.api_key, task_id=task_id, run_id=run_id, train=train)
+            name: Run(
+                service=service.url,
+                api_key=service.api_key,
+                task_id=service.task_id(member.task_id),
+                run_id=run_id,
+                train=member.train,
+            )
             for name, service in self._services.items()
         }
         names = list(runs)
@@ -454,7 +459,7 @@ class RewardOutbox:
     async def _give_to(self, name: str, results: Sequence[RunResult]) -> None:
         service = self._services[name]
         rewarded = [result for result in results if name in result.rewards]
-        rewards = [_about(result) | {"reward": result.rewards[name]} for result in rewarded]
+        rewards = [_about(result, service) | {"reward": result.rewards[name]} for result in rewarded]
         outcomes = await service.feedback(rewards) if rewards else {}
         if full := [run for run, outcome in outcomes.items() if outcome == _FULL]:
             self._say(
@@ -463,7 +468,7 @@ class RewardOutbox:
             )
         for first in range(0, _MOST_METRICS, _MOST_OF_A_RUN):
             metrics = [
-                _about(result) | {"metric": f"{METRIC_PREFIX}{name}"[:_MAX_NAME], "value": value}
+                _about(result, service) | {"metric": f"{METRIC_PREFIX}{name}"[:_MAX_NAME], "value": value}
                 for result in rewarded
                 for name, value in islice(result.metrics.items(), first, first + _MOST_OF_A_RUN)
             ]
@@ -475,7 +480,7 @@ class RewardOutbox:
             self._say(f"a run has {most} metrics: the service gets the first {_MOST_METRICS} of each (said once)")
 
 
-def _about(result: RunResult) -> dict[str, Any]:
-    name = name_of(result)
+def _about(result: RunResult, service: ServiceClient) -> dict[str, Any]:
+    name = service.task_id(name_of(result))
     key = name if len(name) <= _MAX_NAME else hashlib.sha256(name.encode()).hexdigest()
-    return {"task_id": result.task_id, "run_id": result.run_id, "idempotency_key": key}
+    return {"task_id": service.task_id(result.task_id), "run_id": result.run_id, "idempotency_key": key}

@@ -219,6 +219,7 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "project_name": (str, "a text"),
     "experiment_name": (str, "a text"),
     "service": ((str, Mapping), "a URL, or a dict of models' names and URLs"),
+    "policy": ((str, Mapping), "a name, or a dict of models' names and policies' names"),
     "settings": (Mapping, "a dict"),
     "checkpoint_root_dir": ((str, PathLike), "a path"),
     "seed": (int, "a whole number"),
@@ -242,6 +243,7 @@ class Call:
     experiment_name: str | None
     monitor_type: str | None
     service: str | Mapping[str, str] | None
+    policy: str | Mapping[str, str] | None
     models: Mapping[str, TunerModelConfig] | None
     resume: bool
     api_key: str
@@ -282,6 +284,8 @@ class Call:
         for url in self.service.values() if isinstance(self.service, Mapping) else [self.service] * bool(self.service):
             if not re.match(r"https?://[^/]", str(url)):
                 raise TuneRefused(f"service: {url!r} is no URL such as http://localhost:8010")
+        if self.policy is not None and self.service is None:
+            raise TuneRefused("policy: a policy is one of a service that runs: give service='http://…' too")
         if self.model is not None and self.models:
             raise TuneRefused("model= and models= are both given: models= names all models that are trained")
 
@@ -295,6 +299,15 @@ class Call:
         """The services that are joined, by the names of their models."""
         names = list(self.models or [MAIN])
         return {names[0]: self.service} if isinstance(self.service, str) else dict(self.service or {})
+
+    @property
+    def policies(self) -> dict[str, str]:
+        """The policies of services that are joined, by the names of their models."""
+        names = list(self.urls)
+        found = {names[0]: self.policy} if isinstance(self.policy, str) else dict(self.policy or {})
+        if missing := [name for name in found if name not in names]:
+            raise TuneRefused(f"policy: {', '.join(missing)} is of no service that is joined: name it in service=")
+        return found
 
     def _check_types(self) -> None:
         for name, (kinds, words) in _KINDS.items():

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -63,7 +63,7 @@ class TrainingStatus:
 
 
 class ServiceClient:
-    """A service at a URL, without `/v1`. Waits for up to `timeout_s` seconds while it is away.
+    """A service at a URL, without `/v1`, or one `policy` of it. Waits for up to `timeout_s` seconds while it is away.
 
     `check` is called while it waits, and raises if waiting is in vain. `stage` says what a starting service does.
     """
@@ -73,12 +73,14 @@ class ServiceClient:
         url: str,
         *,
         api_key: str = "none",
+        policy: str | None = None,
         timeout_s: float = 300.0,
         check: Callable[[], None] = lambda: None,
         stage: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.api_key = api_key
+        self.api_key, self.policy = api_key, policy
+        self._status_of = {} if policy is None else {"policy": policy}
         self._timeout_s, self._check, self._stage = timeout_s, check, stage
         headers = header_of_key(api_key)
         self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=httpx.Timeout(60.0, connect=5.0))
@@ -119,14 +121,35 @@ class ServiceClient:
         except httpx.TransportError:
             return False
 
+    def task_id(self, task_id: str) -> str:
+        """The name of a task there: policies of one service, which are rewarded apart, have tasks of their own."""
+        return task_id if self.policy is None else f"{task_id}@{self.policy}"
+
+    async def make_policy(self, options: Mapping[str, Any]) -> bool:
+        """Make its policy with these options, unless it is there; whether it was made. Raises TuneRefused."""
+        found = await self._patiently(lambda: self._http.get("/training", params=self._status_of), also={404})
+        if found.is_success:
+            return False
+        draft = {"name": self.policy, "options": dict(options)}
+        made = await self._patiently(lambda: self._http.post("/admin/policies", json=draft), also={401, 403, 404})
+        if not made.is_success:
+            said = " ".join(f"--option {name}={value}" for name, value in options.items())
+            raise TuneRefused(
+                f"the service at {self.url} has no policy {self.policy}, and makes none for this api_key: give that of"
+                f" an administrator, or make it there by tuneloop policies create {self.policy} {said}"
+            )
+        return True
+
     async def model_name(self) -> str:
         """The name under which it serves the model."""
+        if self.policy is not None:
+            return self.policy
         answer = await self._patiently(lambda: self._http.get("/v1/models"))
         return str(answer.json()["data"][0]["id"])
 
     async def options(self) -> dict[str, Any]:
         """How it trains, as far as it says so."""
-        answer = await self._patiently(lambda: self._http.get("/training"))
+        answer = await self._patiently(lambda: self._http.get("/training", params=self._status_of))
         return dict(answer.json().get("configured") or {})
 
     async def feedback(self, entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -136,7 +159,8 @@ class ServiceClient:
 
     async def commit(self, task_ids: Sequence[str]) -> int:
         """Release what is rewarded of these tasks to the trainer, at once; how many experiences that was."""
-        answer = await self._patiently(lambda: self._http.post("/commit", json={"task_ids": list(task_ids)}))
+        body = {"task_ids": [self.task_id(each) for each in task_ids]}
+        answer = await self._patiently(lambda: self._http.post("/commit", json=body))
         return int(answer.json()["committed"])
 
     async def calls(self, task_id: str, run_id: str) -> StoredCalls:
@@ -147,7 +171,7 @@ class ServiceClient:
 
     async def status(self) -> TrainingStatus:
         """What it is doing now."""
-        found = (await self._patiently(lambda: self._http.get("/training"))).json()
+        found = (await self._patiently(lambda: self._http.get("/training", params=self._status_of))).json()
         return TrainingStatus(
             served=found["served"],
             newest=found["newest"],
@@ -164,15 +188,20 @@ class ServiceClient:
         ask: Callable[[], Awaitable[httpx.Response]],
         timeout_s: float | None = None,
         say: Callable[[str], None] | None = None,
+        *,
+        also: Collection[int] = (),
     ) -> httpx.Response:
-        """Ask until there is an answer. Raises TuneFailed if it refuses for good, ServiceAway if none comes."""
+        """Ask until there is an answer. Raises TuneFailed if it refuses for good, ServiceAway if none comes.
+
+        `also`: statuses that are answers, too.
+        """
         allowed_s = self._timeout_s if timeout_s is None else timeout_s
         since, pause_s, said = time.monotonic(), _PAUSE_S, ""
         while True:
             self._check()
             try:
                 answer = await ask()
-                if answer.is_success:
+                if answer.is_success or answer.status_code in also:
                     return answer
                 try:
                     body = answer.json()
@@ -434,20 +463,27 @@ class ServiceOpener:
         self._folder, self._options, self._stack, self._say = folder, options, stack, say
 
     async def open_trained(
-        self, configs: Mapping[str, TunerModelConfig], urls: Mapping[str, str], algorithm: AlgorithmConfig | None
+        self,
+        configs: Mapping[str, TunerModelConfig],
+        urls: Mapping[str, str],
+        algorithm: AlgorithmConfig | None,
+        policies: Mapping[str, str],
     ) -> dict[str, ServiceClient]:
         """The services that train the models: those that have a URL are joined, the others started.
 
+        Of `policies` those that a service lacks are made there, and train a step of what one commit releases.
         Raises TuneRefused if one that is joined trains something else than what was asked for.
         """
-        joined = {name: await self._join(url) for name, url in urls.items()}
+        wanted = algorithm or AlgorithmConfig()
+        joined = {name: await self._join(url, policies.get(name)) for name, url in urls.items()}
         for name, client in joined.items():
             await client.until_ready(self._options.start_timeout_s)
+            if client.policy is not None and await client.make_policy(policy_options(wanted)):
+                self._say(f"made the policy {client.policy} at {client.url}")
             for said in compare_options(client.url, await client.options(), algorithm, configs.get(name)):
                 self._say(said)
         if joined and self._options.over and joined.keys() >= configs.keys():
             self._say(f"settings have no effect on a service that is joined: {', '.join(self._options.over)}")
-        wanted = algorithm or AlgorithmConfig()
         found = {
             name: joined.get(name) or await self._start(name, configs[name], wanted, step_settings(wanted))
             for name in dict.fromkeys([*configs, *urls])
@@ -478,10 +514,10 @@ class ServiceOpener:
             found[name] = make_model(endpoint, defaults, client=client, sync=sync)
         return found
 
-    async def _join(self, url: str) -> ServiceClient:
+    async def _join(self, url: str, policy: str | None = None) -> ServiceClient:
         """Raises ServiceAway unless somebody answers there soon, if only that it is not ready yet."""
         options = self._options
-        client = ServiceClient(url, api_key=options.api_key, timeout_s=options.timeout_s)
+        client = ServiceClient(url, api_key=options.api_key, policy=policy, timeout_s=options.timeout_s)
         await self._stack.enter_async_context(client)
         self._say(f"joining the service at {client.url}")
         await client.until_reached(options.join_timeout_s)
@@ -529,3 +565,16 @@ def step_settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
             "train_batch_size": algorithm.batch_size * algorithm.group_size * _CALLS,
         },
     }
+
+
+def policy_options(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """The options of a policy of which a step is what one commit released."""
+    compared = algorithm.algorithm_type in OF_GROUPS
+    options = {
+        "algorithm.algorithm_type": algorithm.algorithm_type,
+        "algorithm.optimizer.lr": algorithm.learning_rate,
+        "buffer.group_by": "task" if compared else "run",
+        "trainer.save_interval": 1,
+    }
+    options |= {f"buffer.{name}": value for name, value in step_settings(algorithm)["buffer"].items()}
+    return options | ({"buffer.group_size": algorithm.group_size} if compared else {})

@@ -60,6 +60,7 @@ def tune(
     monitor_type: str | None = None,
     config_path: str | Path | None = None,
     service: str | Mapping[str, str] | None = None,
+    policy: str | Mapping[str, str] | None = None,
     models: Mapping[str, TunerModelConfig] | None = None,
     resume: bool = False,
     api_key: str = "none",
@@ -172,7 +173,7 @@ async def _tune(call: Call) -> TuneResult:
             monitor_type=call.monitor_type,
         )
         opener = ServiceOpener(folder, options, stack, say=view.say)
-        services = await opener.open_trained(configs, urls, call.algorithm)
+        services = await opener.open_trained(configs, urls, call.algorithm, call.policies)
         others = await opener.open_auxiliary(call.auxiliary_models or {}, call.workflow_func)
         stack.push_async_callback(close_connections)
         model_for = await _model_maker(call, services, configs)

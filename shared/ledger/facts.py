@@ -41,7 +41,7 @@ class Trainer(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The versions: the newest of all, the champion, and the newest step that was not rejected.
+    """The versions of a policy: the newest, the champion, the newest step and version that were not rejected.
 
     `rejected` counts the newest ones that were, in a row; `reason` is that of the last. The oldest candidate newer than
     the champion has waited since `waiting_since`, unless a canary or a pin holds all of them back.
@@ -53,6 +53,7 @@ class Weights(NamedTuple):
     step: int
     rejected: int
     reason: str | None
+    servable: int
     waiting_since: float | None = None
 
 

@@ -106,6 +106,16 @@ class Policies(LedgerPart):
         counted = select(experiences.c.policy, func.count()).where(committed).group_by(experiences.c.policy)
         return {policy: count for policy, count in self._read(counted)}
 
+    def in_training(self, number: int, tenant: str | None = None) -> dict[State, int]:
+        """How many rows of a policy, a tenant's or all, are committed and how many are leased."""
+        found = {}
+        for state in (State.COMMITTED, State.LEASED):
+            chosen: Any = text(f"state = '{state}'")  # not a parameter: the partial indexes would not be used
+            counted = select(func.count()).where(chosen, experiences.c.policy == number)
+            owned = counted if tenant is None else counted.where(experiences.c.tenant == tenant)
+            found[state] = self._read(owned)[0][0]
+        return found
+
     def set_options(self, number: int, options: Mapping[str, Any]) -> None:
         """Give it other options, which count from its next batch on."""
         with self._write() as connection:

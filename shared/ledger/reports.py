@@ -158,7 +158,7 @@ class Reports(LedgerPart):
         """
         columns = (epochs.c.trainer, epochs.c.epoch, epochs.c.started_at, epochs.c.seen_at, epochs.c.ended_at)
         rows = self._read(select(*columns).order_by(epochs.c.epoch.desc()).limit(1))
-        trainer, weights = Trainer(*rows[0]) if rows else None, self._weights()
+        trainer, weights = Trainer(*rows[0]) if rows else None, self._weights(rules.policy)
         counts = {state: count for state, count in self.counts().items() if count}
         oldest_of = (
             select(func.min(experiences.c.sampled_at)).where(experiences.c.state == state).scalar_subquery()
@@ -222,9 +222,10 @@ class Reports(LedgerPart):
         [counted] = self._read(select(*columns).where(_COMMITTED, takable(rules), _of(tenant)))
         return tuple(counted)
 
-    def _weights(self) -> Weights | None:
+    def _weights(self, policy: int) -> Weights | None:
         columns = (versions.c[name] for name in ("version", "state", "step", "created_at", "reason", "pinned"))
-        rows = self._read(select(*columns).order_by(versions.c.version.desc()))
+        line = select(*columns).where(versions.c.policy == policy)
+        rows = self._read(line.order_by(versions.c.version.desc()))
         if not rows:
             return None
         unfit = (VersionState.REJECTED, VersionState.ROLLED_BACK)
@@ -239,6 +240,7 @@ class Reports(LedgerPart):
             step=next((row.step for row in rows if row.state not in unfit), 0),
             rejected=len(rejected),
             reason=rejected[0].reason if rejected else None,
+            servable=next((row.version for row in rows if row.state not in unfit), 0),
             waiting_since=None if held else min(waiting, default=None),
         )
 

@@ -364,11 +364,10 @@ def _of_the_versions(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
             " see the explorer's log",
         )
     holding = [f"{each.name} ({each.reason})" for each in ledger.alarms if each.holds and not each.policy]
-    if holding and weights is not None and weights.newest - weights.rejected > (weights.champion or 0):
+    if holding and weights is not None and weights.servable > (weights.champion or 0):
         yield Reason(
             Code.PROMOTION_HELD,
-            f"version {weights.newest - weights.rejected} is made, and not served while these alarms are open: "
-            + ", ".join(holding),
+            f"version {weights.servable} is made, and not served while these alarms are open: " + ", ".join(holding),
         )
     since = None if weights is None or facts.rules.gated else weights.waiting_since
     if since is not None and not holding and facts.now - since > VERSION_WAITS_S:

@@ -19,7 +19,7 @@ def facts(committed: int = 0, leased: int = 0, claimable: int = 0, newest: int =
     return LedgerFacts(
         states={State.COMMITTED: StateCount(committed), State.LEASED: StateCount(leased)},
         claimable=claimable,
-        weights=Weights(newest, 0.0, 2, newest, rejected, None),
+        weights=Weights(newest, 0.0, 2, newest, rejected, None, servable=newest - rejected),
     )
 
 

@@ -286,7 +286,7 @@ def test_what_waits_in_the_outbox_for_long_is_a_reason(now: float, codes: list[C
         states={State.COMMITTED: StateCount(2, 900.0, 2)},
         claimable=2,
         trainer=Trainer("host:1", 1, 900.0, now, None),
-        weights=Weights(newest=0, registered_at=900.0, champion=0, step=0, rejected=0, reason=None),
+        weights=Weights(newest=0, registered_at=900.0, champion=0, step=0, rejected=0, reason=None, servable=0),
     )
     found = diagnose(Facts(now=now, rules=Rules(2), outbox=outbox, ledger=ledger))
     assert [reason.code for reason in found] == codes
